@@ -1,0 +1,36 @@
+"""Better pipeline schedules for stock Megatron-LM.
+
+``python -m megatron_ext pretrain_gpt.py ... --pipeline-schedule zb-h1`` launches a script of yours;
+`install` serves code that calls Megatron itself.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_ext.patches.engine import Handle
+
+__version__ = "0.1.0"
+
+
+def install(
+    schedule: str, memory_limit: str | None = None, costs: str | None = "estimate"
+) -> Handle:
+    """Make Megatron train under ``schedule``, in this process, from now on.
+
+    Call it before the model is built. The settings are those of the flags (``--help``).
+
+    Returns:
+        A handle: ``handle.undo()``, or leaving ``with install(...):``, restores stock Megatron.
+
+    Raises:
+        ValueError: a setting that is not understood.
+        PatchError: Megatron is not as the patches know it, a model has been built already, or
+            something holds a patched function where it cannot be replaced. Nothing is changed.
+    """
+    from megatron_ext.config import PipelineConfig
+    from megatron_ext.installation import install as install_config
+
+    config = PipelineConfig(schedule=schedule, memory_limit=memory_limit, costs=costs)
+    return install_config(config)

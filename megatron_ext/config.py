@@ -1,0 +1,97 @@
+"""PipelineConfig: the one place a setting is declared. Flags and `install` come from it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+
+from megatron_ext.schedule.registry import Choice, choose
+
+ESTIMATE = "estimate"
+
+
+def _setting(default: str | None, metavar: str, text: str) -> str | None:
+    setting: str | None = field(default=default, metadata={"metavar": metavar, "help": text})
+    return setting
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """The pipeline settings of a run, as the user wrote them.
+
+    A field ``x`` is the flag ``--pipeline-x`` and the keyword ``x`` of `megatron_ext.install`.
+    """
+
+    schedule: str | None = _setting(
+        None,
+        "SPEC",
+        "Pipeline schedule: NAME[:key=value,...] (see 'megatron-ext schedules') or a CSV file of "
+        "compute actions, a row per rank. Default: Megatron's own, untouched.",
+    )
+    memory_limit: str | None = _setting(
+        None,
+        "LIMIT",
+        "What a rank's activations may take: 5 (microbatches of a rank), 0.5x (of 1F1B's peak) or "
+        "60GiB. Default: no limit.",
+    )
+    costs: str | None = _setting(
+        ESTIMATE,
+        "COSTS",
+        "What passes cost: a JSON file, f=10,i=12,w=8,comm=1 (per microbatch of a rank; comm per "
+        "hop), or 'estimate' from the model's dimensions (the default).",
+    )
+
+    def __post_init__(self) -> None:
+        if self.schedule is None:
+            given = [f for f in fields(self) if getattr(self, f.name) != f.default]
+            if given:
+                raise ValueError(
+                    f"{flag(given[0].name)} {getattr(self, given[0].name)} is given without "
+                    f"{flag('schedule')}: it acts on a schedule of ours only; add one or drop it"
+                )
+        else:
+            self.choice()
+
+    def choice(self) -> Choice:
+        """The chosen schedule. Raises ValueError when there is no such schedule."""
+        assert self.schedule is not None
+        return choose(self.schedule)
+
+
+def flag(name: str) -> str:
+    """The flag of the setting ``name``."""
+    return f"--pipeline-{name.replace('_', '-')}"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Declare our flags, in their own group, on ``parser``."""
+    group = parser.add_argument_group("megatron_ext", "pipeline schedules of megatron_ext")
+    for setting in fields(PipelineConfig):
+        group.add_argument(
+            flag(setting.name),
+            dest=f"pipeline_{setting.name}",
+            default=setting.default,
+            metavar=setting.metadata["metavar"],
+            help=setting.metadata["help"],
+        )
+    return parser
+
+
+def from_arguments(arguments: argparse.Namespace) -> PipelineConfig:
+    """The settings in a parsed command line."""
+    return PipelineConfig(
+        **{f.name: getattr(arguments, f"pipeline_{f.name}") for f in fields(PipelineConfig)}
+    )
+
+
+def from_argv(argv: Sequence[str]) -> PipelineConfig:
+    """The settings in a script's command line, whatever else is in it."""
+    parser = add_flags(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
+    return from_arguments(parser.parse_known_args(argv)[0])
+
+
+def settings_given(argv: Sequence[str]) -> bool:
+    """Whether one of our flags is in a script's command line."""
+    flags = {flag(setting.name) for setting in fields(PipelineConfig)}
+    return any(word.split("=")[0] in flags for word in argv)

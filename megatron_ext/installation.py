@@ -1,0 +1,43 @@
+"""Put a configuration into a running process."""
+
+from __future__ import annotations
+
+import gc
+import sys
+
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches.engine import Handle, PatchError, apply, stale_references
+from megatron_ext.patches.features import wanted_patches
+
+
+def install(config: PipelineConfig) -> Handle:
+    """Apply the patches that ``config`` wants.
+
+    Raises:
+        PatchError: a model exists already, a patched function is held where it cannot be replaced,
+            or a patch does not fit. Nothing is changed.
+    """
+    if (model := _existing_model()) is not None:
+        raise PatchError(
+            f"a Megatron model ({model}) has been built already, with stock layers: "
+            f"call megatron_ext.install before the model is built"
+        )
+    patches = wanted_patches(config)
+    if stale := stale_references(patches):
+        raise PatchError(
+            "install would not reach everything:\n  "
+            + "\n  ".join(stale)
+            + "\ncall megatron_ext.install before these references are taken"
+        )
+    return apply(patches)
+
+
+def _existing_model() -> str | None:
+    """The class of a Megatron module that is alive, if there is one."""
+    module = sys.modules.get("megatron.core.transformer.module")
+    if module is None:
+        return None
+    for thing in gc.get_objects():
+        if issubclass(type(thing), module.MegatronModule):  # asks nothing of the thing itself
+            return type(thing).__name__
+    return None

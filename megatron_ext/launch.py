@@ -1,0 +1,112 @@
+"""Launch a training script, unmodified, with the patches its command line asks for.
+
+One process a rank, started by torchrun or srun; patches are applied before the script's first
+import.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import runpy
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megatron_ext.config import from_argv, settings_given
+from megatron_ext.errors import exit_for
+from megatron_ext.installation import install
+from megatron_ext.patches.engine import PatchError, apply
+
+CPU_PLATFORM = "megatron_ext.patches.cpu"
+
+
+def is_launch(argv: Sequence[str]) -> bool:
+    """Whether ``argv`` starts with a script (``x.py``) or ``-m module``."""
+    return bool(argv) and (argv[0] == "-m" or argv[0].endswith(".py"))
+
+
+def launch(argv: Sequence[str]) -> None:
+    """Run the script or module that ``argv`` starts with, as ``__main__``, with its arguments.
+
+    Patches are applied if one of our flags, or ``--help``, is among the arguments; with none,
+    Megatron is left as it is. Without a GPU the CPU platform is put under it.
+
+    Exits with status 2 and one line for a mistake in our flags, a patch that does not fit, or a
+    missing script.
+    """
+    as_module = argv[0] == "-m"
+    if as_module and len(argv) < 2:
+        exit_for(ValueError("-m needs the name of a module"))
+    script, *arguments = argv[1:] if as_module else argv
+    if not as_module and not Path(script).is_file():
+        exit_for(ValueError(f"there is no script {script}"))
+    os.environ.update(slurm_ranks(os.environ))
+    sys.argv = [script, *arguments]
+    try:
+        config = from_argv(arguments)
+        if not _has_gpu():
+            _use_cpu()
+        if settings_given(arguments) or {"-h", "--help"} & set(arguments):
+            install(config)
+    except (ValueError, PatchError) as error:
+        exit_for(error)
+    if as_module:
+        sys.path[0] = os.getcwd()
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(script).resolve().parent)
+        runpy.run_path(script, run_name="__main__")
+
+
+def slurm_ranks(env: Mapping[str, str]) -> dict[str, str]:
+    """What torch.distributed wants to find, from ``srun``'s variables, where it is missing.
+
+    Returns:
+        RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as far as
+        ``env`` lacks them; nothing where torchrun has set them, or outside a SLURM step.
+    """
+    if "RANK" in env or "SLURM_PROCID" not in env:
+        return {}
+    nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", "localhost"))
+    wanted = {
+        "RANK": env["SLURM_PROCID"],
+        "WORLD_SIZE": env["SLURM_NTASKS"],
+        "LOCAL_RANK": env["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": _tasks_on_first_node(env),
+        "MASTER_ADDR": first_host(nodes),
+        # one port a job, so that jobs that share a node do not meet
+        "MASTER_PORT": str(20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000),
+    }
+    return {name: value for name, value in wanted.items() if name not in env}
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a SLURM node list: ``n[03-05,9],m1`` starts with ``n03``."""
+    match = re.match(r"([^,\[]+)(?:\[([^,\-\]]+))?", nodes)
+    if match is None:
+        raise ValueError(f"SLURM's node list {nodes!r} is not understood: set MASTER_ADDR")
+    return match[1] + (match[2] or "")
+
+
+def _tasks_on_first_node(env: Mapping[str, str]) -> str:
+    tasks = env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", "1"))
+    return re.split(r"[(,]", tasks)[0]
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _use_cpu() -> None:
+    """Put the platform without a GPU under Megatron, and say so."""
+    cpu = importlib.import_module(CPU_PLATFORM)
+    for name, value in cpu.environment(os.environ).items():
+        os.environ.setdefault(name, value)
+    sys.argv += cpu.default_flags(sys.argv[1:])
+    apply(cpu.patches())
+    if os.environ.get("RANK", "0") == "0":
+        print(cpu.NOTICE, flush=True)

@@ -1,0 +1,1 @@
+"""HOW a program runs: torch and the schedule, no Megatron."""

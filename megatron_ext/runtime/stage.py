@@ -1,0 +1,37 @@
+"""The runtime's view of a piece of the model."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Stage(Protocol):
+    """One stage. It keeps what it needs between the passes of a microbatch.
+
+    ``x`` is the stage's input (None on the first stage, which reads the data), ``dy`` the gradient
+    of its output (None on the last stage, which holds the loss).
+    """
+
+    def forward(self, microbatch: int, x: Tensor | None) -> Tensor: ...
+
+    def backward(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
+        """B: add this microbatch's weight gradients, return the gradient of x."""
+        ...
+
+    def backward_input(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
+        """I: return the gradient of x, keep what W needs."""
+        ...
+
+    def backward_weight(self, microbatch: int) -> None:
+        """W: add this microbatch's weight gradients, keep nothing."""
+        ...
+
+    def output_sent(self, microbatch: int) -> None:
+        """The output of ``microbatch`` has left: its data may be freed."""
+        ...
+
+    def gradients_complete(self) -> None:
+        """The step's last weight gradient of this stage is in: synchronisation may start."""
+        ...

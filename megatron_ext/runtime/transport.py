@@ -1,0 +1,194 @@
+"""Messages between pipeline ranks over torch.distributed.
+
+Each channel (from rank, to rank) has a process group of its own: two directions on one NCCL
+communicator would wait for each other. All channels are made and used once in one global order
+before the first step, since NCCL connects on first use and would otherwise deadlock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.schedule.action import Action
+from megatron_ext.schedule.graph import Channel, channel_of
+from megatron_ext.schedule.kinds import RULES, Lane
+from megatron_ext.schedule.placement import Placement
+
+MAX_DIMENSIONS = 7
+
+
+class PeerFailure(RuntimeError):
+    """A message did not come or go because the rank at its other end has failed."""
+
+
+class Channels:
+    """The process groups of a pipeline's channels that this rank is an end of."""
+
+    def __init__(
+        self, pipeline: dist.ProcessGroup, channels: Iterable[Channel], device: torch.device
+    ) -> None:
+        """Collective over the world, as torch.distributed.new_group is: every rank of every
+        pipeline calls it, with the same ``channels``."""
+        self.rank = pipeline.rank()
+        self.device = device
+        self._global_ranks = dist.get_process_group_ranks(pipeline)
+        self._groups: dict[Channel, dist.ProcessGroup] = {}
+        order = sorted(channels)
+        timeout = pipeline._get_backend(device).options._timeout
+        for ranks in _all_pipelines(self._global_ranks):
+            for channel in order:
+                group = dist.new_group([ranks[end] for end in channel], timeout=timeout)
+                if ranks == self._global_ranks and self.rank in channel:
+                    assert isinstance(group, dist.ProcessGroup)
+                    self._groups[channel] = group
+        for channel in self._groups:
+            self._use_once(channel)
+
+    def _use_once(self, channel: Channel) -> None:
+        token = torch.zeros(1, device=self.device)
+        move = self.send if self.rank == channel[0] else self.receive
+        move(channel, token).wait()
+
+    def send(self, channel: Channel, tensor: Tensor) -> dist.Work:
+        work = dist.isend(tensor, self._global_ranks[channel[1]], group=self._groups[channel])
+        assert work is not None
+        return work
+
+    def receive(self, channel: Channel, tensor: Tensor) -> dist.Work:
+        work = dist.irecv(tensor, self._global_ranks[channel[0]], group=self._groups[channel])
+        assert work is not None
+        return work
+
+
+def _all_pipelines(mine: list[int]) -> list[list[int]]:
+    """The global ranks of every pipeline in the world, in one order everywhere."""
+    gathered: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, mine)
+    return sorted({tuple(ranks): ranks for ranks in gathered}.values())
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The tensor that passes between stages. ``shape`` is None where it varies by microbatch."""
+
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype
+
+
+class Transport:
+    """The messages of one step, by their actions."""
+
+    def __init__(
+        self, channels: Channels, boundary: Boundary, placement: Placement, recorder: Recorder
+    ) -> None:
+        self.rank = channels.rank
+        self._channels = channels
+        self._boundary = boundary
+        self._placement = placement
+        self._recorder = recorder
+        self._sending: dict[Action, list[tuple[dist.Work, Tensor]]] = {}
+        self._receiving: dict[Action, tuple[dist.Work, Tensor]] = {}
+        self._unread: dict[Channel, deque[Action]] = {}  # varying shapes: posted, not yet read
+        self._read: dict[Action, Tensor] = {}
+
+    def send(self, action: Action, tensor: Tensor) -> None:
+        """Start sending ``tensor``; it must not change or be freed before `wait_sent`."""
+        channel = channel_of(action, self._placement)
+        data = tensor.detach().contiguous()
+        self._check(data, action)
+        parts = [data]
+        if self._boundary.shape is None:
+            parts.insert(0, _shape_header(data))
+        with self._dealing_with_peer(action):
+            self._sending[action] = [(self._channels.send(channel, part), part) for part in parts]
+
+    def wait_sent(self, send: Action) -> None:
+        """Return when the tensor of ``send`` has left."""
+        with self._dealing_with_peer(send):
+            for work, _ in self._sending.pop(send):
+                work.wait()
+
+    def receive(self, action: Action) -> None:
+        """Post the receive of ``action``.
+
+        Where shapes vary, the shape comes first and the tensor can be received only when it is
+        known: then both are done in `received`, in the channel's order.
+        """
+        channel = channel_of(action, self._placement)
+        if self._boundary.shape is None:
+            self._unread.setdefault(channel, deque()).append(action)
+        else:
+            tensor = self._empty(self._boundary.shape, self._boundary.dtype)
+            with self._dealing_with_peer(action):
+                self._receiving[action] = self._channels.receive(channel, tensor), tensor
+
+    def received(self, action: Action) -> Tensor:
+        """The tensor of the posted receive ``action``, when it has come."""
+        if self._boundary.shape is None:
+            channel = channel_of(action, self._placement)
+            while action not in self._read:
+                following = self._unread[channel].popleft()
+                self._read[following] = self._receive_shaped(channel, following)
+            return self._read.pop(action)
+        work, tensor = self._receiving.pop(action)
+        with self._dealing_with_peer(action):
+            work.wait()
+        return tensor
+
+    def _receive_shaped(self, channel: Channel, action: Action) -> Tensor:
+        header = self._empty((MAX_DIMENSIONS + 1,), torch.int64)
+        with self._dealing_with_peer(action):
+            self._channels.receive(channel, header).wait()
+        dimensions, *sizes = header.tolist()
+        tensor = self._empty(tuple(sizes[:dimensions]), self._boundary.dtype)
+        with self._dealing_with_peer(action):
+            self._channels.receive(channel, tensor).wait()
+        return tensor
+
+    def _check(self, tensor: Tensor, action: Action) -> None:
+        """The other rank receives what the boundary says: gloo would abort it on another size, and
+        take another type's bytes for its own."""
+        shape, dtype = self._boundary.shape, self._boundary.dtype
+        if tensor.dtype != dtype or (shape is not None and tensor.shape != shape):
+            expected = f"{dtype}" if shape is None else f"{dtype} of shape {shape}"
+            raise ValueError(
+                f"{action} has a tensor of {tensor.dtype} of shape {tuple(tensor.shape)}, but the "
+                f"stages of this pipeline pass on {expected}"
+            )
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self._channels.device)
+
+    @contextlib.contextmanager
+    def _dealing_with_peer(self, action: Action) -> Iterator[None]:
+        """Around each call that the rank at the other end of ``action`` can make fail or wait."""
+        channel = channel_of(action, self._placement)
+        sends = RULES[action.kind].lane is Lane.SEND
+        peer = channel[1] if sends else channel[0]
+        with self._recorder.waiting(action, peer):
+            try:
+                yield
+            except RuntimeError as error:
+                if isinstance(error, torch.OutOfMemoryError) or str(error).startswith("CUDA error"):
+                    raise  # this rank's own
+                raise PeerFailure(
+                    f"pipeline rank {self.rank} was waiting for {action} "
+                    f"({'to' if sends else 'from'} pipeline rank {peer}), which has failed or "
+                    f"hangs: look for the first error of that rank. torch says: {error}"
+                ) from error
+
+
+def _shape_header(tensor: Tensor) -> Tensor:
+    """The number of dimensions, the sizes, and zeros: one length for every shape."""
+    assert tensor.dim() <= MAX_DIMENSIONS
+    sizes = [tensor.dim(), *tensor.shape]
+    sizes += [0] * (MAX_DIMENSIONS + 1 - len(sizes))
+    return torch.tensor(sizes, dtype=torch.int64, device=tensor.device)

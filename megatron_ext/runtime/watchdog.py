@@ -1,0 +1,113 @@
+"""Say where a rank is when it is stuck or ended from outside.
+
+A rank blocked in a wait of torch.distributed runs no Python signal handler, so a launcher's SIGTERM
+would end it without a word, and Ctrl-C would not end it at all. A thread, woken through
+`signal.set_wakeup_fd`, says which action the rank was at and then ends it.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+
+from megatron_ext.runtime.recorder import Recorder
+
+GRACE_SECONDS = 3.0  # for the main thread to end by itself
+STUCK_SECONDS = 60.0
+
+_Handler = Callable[[int, FrameType | None], None]
+_DEFAULTS: dict[int, _Handler | signal.Handlers] = {
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGINT: signal.default_int_handler,
+}
+
+
+class Watchdog:
+    """Watches one rank's `Recorder` from `start` to the end of the process.
+
+    A signal is taken only if nobody else has taken it: Megatron takes SIGTERM with
+    --exit-signal-handler, to save a checkpoint first, and an event loop the wakeup descriptor.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self._reported: float | None = None
+        self._interrupted = False  # the main thread has taken note of Ctrl-C
+        self._handlers: dict[int, _Handler] = {
+            signal.SIGTERM: self._on_sigterm,
+            signal.SIGINT: self._on_sigint,
+        }
+
+    def start(self) -> None:
+        """From the main thread; elsewhere signals cannot be had, and stuck waits alone are told."""
+        if threading.current_thread() is threading.main_thread():
+            self._take_signals()
+        threading.Thread(target=self._watch, name="megatron_ext watchdog", daemon=True).start()
+
+    def _take_signals(self) -> None:
+        previous = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        if previous != -1:
+            signal.set_wakeup_fd(previous)
+            return
+        for signum, handler in self._handlers.items():
+            if signal.getsignal(signum) is _DEFAULTS[signum]:
+                signal.signal(signum, handler)
+        os.register_at_fork(after_in_child=self._give_signals_back)
+
+    def _give_signals_back(self) -> None:
+        """In a forked process (a data loader's, a checkpoint's), which has no watchdog thread but
+        would write its signals to this rank's."""
+        signal.set_wakeup_fd(-1)
+        for signum in self._handlers:
+            if self._is_ours(signum):
+                signal.signal(signum, _DEFAULTS[signum])
+
+    def _is_ours(self, signum: int) -> bool:
+        return signum in self._handlers and signal.getsignal(signum) == self._handlers[signum]
+
+    def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
+        """Leave it to the thread, so that a main thread that is just failing can say why."""
+
+    def _on_sigint(self, signum: int, frame: FrameType | None) -> None:
+        self._interrupted = True
+        signal.default_int_handler(signum, frame)
+
+    def _watch(self) -> None:
+        while True:
+            ready, _, _ = select.select([self._reader], [], [], 1.0)
+            if ready:
+                for signum in self._reader.recv(64):
+                    self._signalled(signum)
+            self._report_if_stuck()
+
+    def _signalled(self, signum: int) -> None:
+        if not self._is_ours(signum):
+            return  # somebody else's handler decides what the signal means
+        where = self._recorder.position or f"pipeline rank {self._recorder.rank} between passes"
+        _say(f"got {signal.Signals(signum).name}: {where}")
+        time.sleep(GRACE_SECONDS)
+        if signum == signal.SIGINT and self._interrupted:
+            return  # the KeyboardInterrupt is on its way, and whoever catches it may take long
+        os._exit(128 + signum)
+
+    def _report_if_stuck(self) -> None:
+        position = self._recorder.position
+        if position is None or position.peer is None or self._reported == position.since:
+            return
+        if position.seconds > STUCK_SECONDS:
+            self._reported = position.since
+            _say(f"{position}: it may hang")
+
+
+def _say(text: str) -> None:
+    """One write, so that lines of several ranks do not mix, and past sys.stderr, whose lock the
+    main thread may hold."""
+    os.write(2, f"megatron_ext: {text}\n".encode())

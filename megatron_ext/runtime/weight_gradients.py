@@ -1,0 +1,81 @@
+"""The one queue in which weight gradients wait for their W pass.
+
+A layer that splits its backward puts here, during I, how to compute its weight's gradient; W runs
+what its stage and microbatch have put. Whoever the layer is, it is the same queue.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+Key = tuple[int, int]  # stage, microbatch
+
+
+class WeightGradients:
+    """Pending weight gradients by stage and microbatch.
+
+    ``splitting`` tells layers, in the forward pass, that a W pass will come. The current key is a
+    plain attribute and not a thread's: autograd runs backwards, and with activation recompute
+    forwards too, on threads of its own.
+    """
+
+    def __init__(self) -> None:
+        self.splitting = False
+        self._key: Key | None = None
+        self._pending: dict[Key, dict[Tensor, list[Callable[[], Tensor]]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    @contextlib.contextmanager
+    def collecting(self, stage: int, microbatch: int) -> Iterator[None]:
+        """Around an I pass: what layers put belongs to this stage and microbatch."""
+        self._key = (stage, microbatch)
+        self._pending[self._key] = defaultdict(list)
+        try:
+            yield
+        finally:
+            self._key = None
+
+    def put(self, weight: Tensor, compute: Callable[[], Tensor]) -> None:
+        """Keep ``compute``, which returns one contribution to ``weight``'s gradient, for W."""
+        assert self._key is not None, "a split layer ran its backward outside an I pass"
+        self._pending[self._key][weight].append(compute)
+
+    def run(self, stage: int, microbatch: int) -> None:
+        """The W pass. A weight used several times has its contributions summed before they are
+        added, as autograd does, so that the sum's order is stock's."""
+        pending = self._pending.pop((stage, microbatch))
+        with torch.no_grad():
+            while pending:
+                weight = next(iter(pending))
+                computes = pending.pop(weight)
+                gradient = computes.pop(0)()
+                for compute in computes:
+                    gradient = gradient + compute()
+                accumulate(weight, gradient)
+
+    def clear(self) -> None:
+        """Forget everything: after a step that failed."""
+        self._pending.clear()
+        self.splitting = False
+
+
+def accumulate(weight: Tensor, gradient: Tensor) -> None:
+    """Add ``gradient`` to ``weight.main_grad`` where a data-parallel wrapper has put one, else to
+    ``weight.grad``."""
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is not None:
+        main_grad.add_(gradient)
+    elif weight.grad is None:
+        weight.grad = gradient
+    else:
+        weight.grad.add_(gradient)
+
+
+queue = WeightGradients()

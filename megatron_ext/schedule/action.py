@@ -1,0 +1,60 @@
+"""One step of a pipeline schedule, and its text form."""
+
+from __future__ import annotations
+
+import enum
+import re
+from typing import NamedTuple
+
+
+class Kind(enum.StrEnum):
+    """What an action does. The letters are those of `torch.distributed.pipelining`.
+
+    The zero-bubble papers write B for the input gradient; here that is I, and B is the whole
+    backward pass, I and W in one.
+    """
+
+    FORWARD = "F"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+    FULL_BACKWARD = "B"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    WAIT_F = "WAIT_F"
+    WAIT_B = "WAIT_B"
+
+
+class Action(NamedTuple):
+    """One kind of work for one microbatch on one stage. ``str`` gives ``3F7``, `parse` reads it.
+
+    ``3SEND_F7`` sends what ``3F7`` made to stage 4; ``4RECV_F7`` receives it there. ``4SEND_B7``
+    sends the gradient of stage 4's input to stage 3; ``3RECV_B7`` receives it there. ``3WAIT_F7``
+    and ``4WAIT_B7`` wait until the send has gone and give its tensor up.
+    """
+
+    stage: int
+    kind: Kind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+_TEXT = re.compile(r"(\d+)([A-Z_]+)(\d+)")
+
+
+def parse(text: str) -> Action:
+    """The action that ``text`` names. The inverse of ``str``.
+
+    Raises:
+        ValueError: ``text`` is no action.
+    """
+    match = _TEXT.fullmatch(text.strip())
+    if match is None or match[2] not in set(Kind):
+        kinds = ", ".join(Kind)
+        raise ValueError(
+            f"{text!r} is no action: write stage, kind, microbatch as in 3F7; kinds are {kinds}"
+        )
+    return Action(int(match[1]), Kind(match[2]), int(match[3]))

@@ -1,0 +1,164 @@
+"""What passes cost: seconds per stage, seconds per hop, bytes held.
+
+A duty's cost is given, a kind's cost is the sum over the duties it covers (kinds.py): a fused
+backward B costs I + W.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.schedule.action import Action
+from megatron_ext.schedule.kinds import RULES, Duty, Held, Lane
+from megatron_ext.schedule.placement import Placement
+
+_DUTY_OF = {"f": Duty.FORWARD, "i": Duty.INPUT_GRADIENT, "w": Duty.WEIGHT_GRADIENT}
+FILE_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Costs of one microbatch.
+
+    Attributes:
+        seconds: per duty, one figure per stage. (Any unit of time will do if all share it.)
+        hop: seconds a message takes from one rank to another.
+        held_bytes: per kind of memory, bytes per stage; None when bytes are not known.
+        origin: how these figures came about, for people to read.
+    """
+
+    seconds: Mapping[Duty, tuple[float, ...]]
+    hop: float = 0.0
+    held_bytes: Mapping[Held, tuple[float, ...]] | None = None
+    origin: str = "given"
+
+    @property
+    def stages(self) -> int:
+        return len(self.seconds[Duty.FORWARD])
+
+    def of(self, action: Action) -> float:
+        """Seconds of ``action`` on its lane. A message takes its hop at the sender."""
+        rule = RULES[action.kind]
+        if rule.lane is Lane.COMPUTE:
+            return sum(self.seconds[duty][action.stage] for duty in rule.covers)
+        return self.hop if rule.lane is Lane.SEND else 0.0
+
+    def per_rank(self, placement: Placement) -> Costs:
+        """The same work with each rank's chunks in one stage, as on a line."""
+
+        def joined(figures: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(sum(figures[stage] for stage in row) for row in placement.stages_of)
+
+        held = self.held_bytes
+        return Costs(
+            {duty: joined(figures) for duty, figures in self.seconds.items()},
+            self.hop,
+            None if held is None else {kind: joined(figures) for kind, figures in held.items()},
+            self.origin,
+        )
+
+    def __str__(self) -> str:
+        parts = [
+            f"{key}={'/'.join(f'{figure:.4g}' for figure in self.seconds[duty])}"
+            for key, duty in _DUTY_OF.items()
+        ]
+        return ",".join([*parts, f"comm={self.hop:.4g}"])
+
+
+def uniform(
+    placement: Placement, f: float, i: float, w: float, comm: float = 0.0, origin: str = "given"
+) -> Costs:
+    """The same costs on every rank: ``f``, ``i``, ``w`` per microbatch of a full rank."""
+    per_stage = {"f": f, "i": i, "w": w}
+    seconds = {
+        _DUTY_OF[key]: (value / placement.chunks,) * placement.stages
+        for key, value in per_stage.items()
+    }
+    return Costs(seconds, comm, origin=origin)
+
+
+def parse_costs(text: str, placement: Placement) -> Costs:
+    """``f=10,i=12,w=8,comm=1`` (comm may be left out), or the path of a JSON file (`load_costs`).
+
+    ``f=5/5/5/8`` gives one figure per stage. What ``str`` of Costs prints is read back.
+
+    Raises:
+        ValueError: neither, a figure missing or negative.
+    """
+    if "=" not in text:
+        return load_costs(Path(text), placement)
+    figures: dict[str, list[float]] = {}
+    for part in text.split(","):
+        key, _, value = part.partition("=")
+        try:
+            figures[key.strip()] = [float(figure) for figure in value.split("/")]
+        except ValueError:
+            raise ValueError(f"costs {text!r}: {part!r} is no figure; {_EXAMPLE}") from None
+    unknown = figures.keys() - {*_DUTY_OF, "comm"}
+    missing = _DUTY_OF.keys() - figures.keys()
+    if unknown or missing:
+        what = f"unknown {sorted(unknown)}" if unknown else f"missing {sorted(missing)}"
+        raise ValueError(f"costs {text!r}: {what}; {_EXAMPLE}")
+    seconds = {duty: _per_stage(figures[key], placement, text) for key, duty in _DUTY_OF.items()}
+    (comm,) = figures.get("comm", [0.0])
+    _check_figures(text, [comm])
+    return Costs(seconds, comm)
+
+
+_EXAMPLE = "write f=10,i=12,w=8,comm=1 (one microbatch of a full rank; comm per hop) or a file"
+
+
+def load_costs(path: Path, placement: Placement) -> Costs:
+    """Read a costs file: JSON with ``version``, ``f``, ``i``, ``w``, ``comm`` and ``bytes``.
+
+    ``f``, ``i`` and ``w`` are one figure per microbatch of a full rank, or a list of one figure per
+    stage. ``bytes``, if there, maps ``activation`` and ``weight inputs`` likewise.
+
+    Raises:
+        ValueError: no such file, not JSON, another version, or lists of another length.
+    """
+    try:
+        data = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"costs file {path} cannot be read: {error}; {_EXAMPLE}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"costs file {path} is not JSON: {error}") from None
+    if not isinstance(data, dict) or data.get("version") != FILE_VERSION:
+        raise ValueError(f'costs file {path}: "version": {FILE_VERSION} is expected at the top')
+    missing = _DUTY_OF.keys() - data.keys()
+    if missing:
+        raise ValueError(f"costs file {path} lacks {sorted(missing)}; {_EXAMPLE}")
+
+    def per_stage(value: Any, what: str) -> tuple[float, ...]:
+        figures = value if isinstance(value, list) else [value]
+        return _per_stage(figures, placement, f"{path}, {what}")
+
+    held = None
+    if "bytes" in data:
+        held = {kind: per_stage(data["bytes"].get(kind.value, 0), kind.value) for kind in Held}
+    seconds = {duty: per_stage(data[key], key) for key, duty in _DUTY_OF.items()}
+    return Costs(seconds, float(data.get("comm", 0)), held, origin=str(path))
+
+
+def _per_stage(figures: Sequence[Any], placement: Placement, what: str) -> tuple[float, ...]:
+    """One figure per stage; a single one is a full rank's, of which a chunk costs 1/v."""
+    _check_figures(what, figures)
+    if len(figures) == 1:
+        return (float(figures[0]) / placement.chunks,) * placement.stages
+    if len(figures) != placement.stages:
+        raise ValueError(
+            f"costs {what}: {len(figures)} figures for {placement.stages} stages; give one figure "
+            f"per microbatch of a full rank, or one per stage"
+        )
+    return tuple(float(figure) for figure in figures)
+
+
+def _check_figures(what: str, figures: Sequence[Any]) -> None:
+    for figure in figures:
+        is_number = isinstance(figure, int | float) and not isinstance(figure, bool)
+        if not is_number or not 0 <= figure < 1e18:
+            raise ValueError(f"costs {what}: {figure!r} is no cost; costs are finite and >= 0")

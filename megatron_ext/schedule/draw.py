@@ -1,0 +1,124 @@
+"""Pictures of timelines: ranks as rows, kinds by colour, bubbles shaded, memory beneath."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.kinds import RULES, Lane
+from megatron_ext.schedule.memory import in_microbatches, memory_curve
+from megatron_ext.schedule.timeline import Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Okabe and Ito's palette (2008): told apart with any colour vision.
+COLOURS = {
+    Kind.FORWARD: "#56B4E9",
+    Kind.BACKWARD_INPUT: "#E69F00",
+    Kind.BACKWARD_WEIGHT: "#009E73",
+    Kind.FULL_BACKWARD: "#F0A860",
+}
+NAMES = {
+    Kind.FORWARD: "F  forward",
+    Kind.BACKWARD_INPUT: "I  input gradient",
+    Kind.BACKWARD_WEIGHT: "W  weight gradient",
+    Kind.FULL_BACKWARD: "B  backward (I and W)",
+}
+assert COLOURS.keys() == {kind for kind, rule in RULES.items() if rule.lane is Lane.COMPUTE}
+BUBBLE = "#E8E8E8"
+
+
+def draw(timelines: Sequence[Timeline], path: Path) -> None:
+    """Write ``timelines`` one above the other, on one time axis, as SVG or PNG by ``path``'s name.
+
+    Later chunks of a rank are drawn hatched. Beneath each, the microbatches a rank holds.
+
+    Raises:
+        ValueError: another file type, or matplotlib is not installed.
+    """
+    if path.suffix not in (".svg", ".png"):
+        raise ValueError(f"{path}: pictures are written as .svg or .png")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError(
+            "pictures need matplotlib: pip install 'megatron_ext[plot]', or leave --plot out"
+        ) from None
+    heights = [size for line in timelines for size in (len(line.compute) * 0.38 + 0.3, 1.1)]
+    figure = Figure(figsize=(12, sum(heights) + 1.1), layout="constrained")
+    axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    for index, timeline in enumerate(timelines):
+        _draw_passes(axes[2 * index], timeline)
+        _draw_memory(axes[2 * index + 1], timeline)
+    axes[-1].set_xlabel("time")
+    used = {e.action.kind for line in timelines for row in line.compute for e in row}
+    figure.legend(handles=_legend(used), loc="outside lower center", ncols=5, frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def _draw_passes(axes: Axes, timeline: Timeline) -> None:
+    schedule = timeline.schedule
+    first = min(row[0].start for row in timeline.compute if row)
+    chunk = {s: c for stages in schedule.placement.stages_of for c, s in enumerate(stages)}
+    width = timeline.makespan
+    for rank, row in enumerate(timeline.compute):
+        axes.barh(rank, width, left=0, height=0.86, color=BUBBLE, zorder=0)
+        for event in row:
+            seconds = event.end - event.start
+            axes.barh(
+                rank,
+                seconds,
+                left=event.start - first,
+                height=0.86,
+                color=COLOURS[event.action.kind],
+                edgecolor="white",
+                linewidth=0.6,
+                hatch="///" if chunk[event.action.stage] % 2 else None,
+            )
+            if seconds > width / 110:
+                axes.text(
+                    event.start - first + seconds / 2,
+                    rank,
+                    str(event.action.microbatch),
+                    ha="center",
+                    va="center",
+                    fontsize=7,
+                )
+    axes.set_yticks(range(len(timeline.compute)), [f"rank {r}" for r in range(len(schedule.rows))])
+    axes.invert_yaxis()
+    axes.set_xlim(0, None)
+    axes.spines[:].set_visible(False)
+    peak = max(max(memory_curve(row, in_microbatches(schedule))) for row in schedule.rows)
+    axes.set_title(
+        f"{schedule.name}: bubble {timeline.bubble_share_makespan:.1%} of the makespan, "
+        f"peak {peak:g} microbatches",
+        loc="left",
+        fontsize=10,
+    )
+
+
+def _draw_memory(axes: Axes, timeline: Timeline) -> None:
+    schedule = timeline.schedule
+    first = min(row[0].start for row in timeline.compute if row)
+    for rank, row in enumerate(timeline.compute):
+        curve = memory_curve(schedule.rows[rank], in_microbatches(schedule))
+        axes.step(
+            [event.start - first for event in row] + [row[-1].end - first],
+            [*curve, 0],
+            where="post",
+            linewidth=1,
+            color=str(0.7 * rank / max(len(timeline.compute) - 1, 1)),
+        )
+    axes.set_ylabel("microbatches\nheld", fontsize=8)
+    axes.set_ylim(0, None)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _legend(used: set[Kind]) -> list[Any]:
+    from matplotlib.patches import Patch
+
+    kinds = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in COLOURS if kind in used]
+    return [*kinds, Patch(color=BUBBLE, label="bubble")]

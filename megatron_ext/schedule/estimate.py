@@ -1,0 +1,120 @@
+"""Costs estimated from a model's dimensions, for want of measured ones.
+
+Operations are counted as in Megatron's own papers (Narayanan et al. 2021, appendix; Korthikanti et
+al. 2022, section 4 for bytes): a matrix product costs the same forward, for its input gradient and
+for its weight gradient; the attention core has no weights, so its backward is all input gradient.
+Only ratios matter to a schedule; `Rates` turn operations and bytes into seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.kinds import Duty, Held
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a rank reaches: floating-point operations and message bytes per second."""
+
+    operations: float
+    bytes: float
+
+
+GPU = Rates(operations=400e12, bytes=40e9)  # bf16 on one H100, one InfiniBand NDR port
+CPU = Rates(operations=20e9, bytes=1e9)  # one core, gloo over loopback
+
+
+@dataclass(frozen=True)
+class ModelDimensions:
+    """One microbatch through a dense GPT, per tensor-parallel rank.
+
+    Attributes:
+        layers: transformer layers per stage.
+        hidden, ffn_hidden, query_width, key_value_width: widths.
+        gated: whether the MLP has a gate (SwiGLU): one more matrix.
+        heads: attention heads.
+        sequence, micro_batch: tokens of a microbatch are their product.
+        vocabulary: rows of the output layer, on the last stage.
+        element_bytes: 2 for bf16 and fp16, 4 for fp32.
+        recompute: whether whole layers are run again in the backward pass.
+        fused_attention: whether the attention matrix is never stored.
+    """
+
+    layers: Sequence[int]
+    hidden: int
+    ffn_hidden: int
+    query_width: int
+    key_value_width: int
+    gated: bool
+    heads: int
+    sequence: int
+    micro_batch: int
+    vocabulary: int
+    tensor_parallel: int = 1
+    element_bytes: int = 2
+    recompute: bool = False
+    fused_attention: bool = True
+
+
+def estimate(model: ModelDimensions, rates: Rates) -> Costs:
+    """Seconds and bytes of each stage of ``model`` at ``rates``."""
+    tokens = model.sequence * model.micro_batch
+    # widths of what enters and of what leaves the four (or five) matrices of a layer
+    inputs = model.hidden + model.query_width + model.hidden + model.ffn_hidden
+    outputs = (
+        model.query_width
+        + 2 * model.key_value_width
+        + model.hidden
+        + (2 if model.gated else 1) * model.ffn_hidden
+        + model.hidden
+    )
+    weights = (
+        model.hidden * (model.query_width + 2 * model.key_value_width)
+        + model.query_width * model.hidden
+        + (3 if model.gated else 2) * model.hidden * model.ffn_hidden
+    )
+    share = 1 / model.tensor_parallel
+    products = 2 * tokens * weights * share
+    core = 4 * tokens * model.sequence * model.query_width * share / 2  # causal: half the matrix
+    head = 2 * tokens * model.hidden * model.vocabulary * share
+
+    stages = range(len(model.layers))
+    heads = [head if stage == stages[-1] else 0.0 for stage in stages]
+    forward = [n * (products + core) + h for n, h in zip(model.layers, heads, strict=True)]
+    again = [n * (products + core) if model.recompute else 0.0 for n in model.layers]
+    input_gradient = [
+        n * (products + 2 * core) + h + a
+        for n, h, a in zip(model.layers, heads, again, strict=True)
+    ]
+    weight_gradient = [n * products + h for n, h in zip(model.layers, heads, strict=True)]
+
+    def seconds(operations: list[float]) -> tuple[float, ...]:
+        return tuple(o / rates.operations for o in operations)
+
+    boundary = tokens * model.hidden * model.element_bytes
+    stored = 17 * model.hidden * model.element_bytes * tokens * share
+    if not model.fused_attention:
+        stored += 2.5 * model.heads * model.sequence * tokens * model.element_bytes * share
+    logits = tokens * model.vocabulary * 4 * share
+    activation = tuple(
+        n * (boundary if model.recompute else stored) + (logits if stage == stages[-1] else 0)
+        for stage, n in enumerate(model.layers)
+    )
+    weight_inputs = tuple(
+        n * (inputs + outputs) * tokens * model.element_bytes * share
+        + (logits if stage == stages[-1] else 0)
+        for stage, n in enumerate(model.layers)
+    )
+    return Costs(
+        {
+            Duty.FORWARD: seconds(forward),
+            Duty.INPUT_GRADIENT: seconds(input_gradient),
+            Duty.WEIGHT_GRADIENT: seconds(weight_gradient),
+        },
+        hop=boundary * share / rates.bytes,
+        held_bytes={Held.ACTIVATION: activation, Held.WEIGHT_INPUTS: weight_inputs},
+        origin="estimated from the model's dimensions",
+    )

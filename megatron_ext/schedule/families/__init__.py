@@ -1,0 +1,1 @@
+"""The published families of schedules, one file for each placement or line of papers."""

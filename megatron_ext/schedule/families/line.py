@@ -1,0 +1,55 @@
+"""One stage a rank, whole backward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.placement import line
+from megatron_ext.schedule.registry import family
+from megatron_ext.schedule.schedule import Problem, Schedule
+
+
+@family("gpipe", line, source="Huang et al. 2019, arXiv:1811.06965", aliases=("ScheduleGPipe",))
+def gpipe(problem: Problem) -> Schedule:
+    """All forwards, then all backwards. Peak m microbatches.
+
+    ::
+
+        0  F0 F1 F2          B0 B1 B2
+        1     F0 F1 F2 B0 B1 B2
+    """
+    m = range(problem.microbatches)
+    rows = tuple(
+        tuple(Action(rank, kind, k) for kind in (Kind.FORWARD, Kind.FULL_BACKWARD) for k in m)
+        for rank in range(problem.ranks)
+    )
+    return Schedule("gpipe", problem.placement, rows)
+
+
+@family(
+    "1f1b",
+    line,
+    source="Narayanan et al. 2021, arXiv:2104.04473 (PipeDream-flush)",
+    aliases=("Schedule1F1B",),
+)
+def one_forward_one_backward(problem: Problem) -> Schedule:
+    """Forward and backward in turn as soon as there is a gradient. Rank r holds p-r microbatches.
+
+    ::
+
+        0  F0 F1    B0 F2 B1    B2
+        1     F0 B0 F1 B1 F2 B2
+    """
+    p, m = problem.ranks, problem.microbatches
+
+    def row(rank: int) -> Iterator[Action]:
+        warmup = min(p - rank - 1, m)
+        for k in range(warmup):
+            yield Action(rank, Kind.FORWARD, k)
+        for k in range(m):
+            if warmup + k < m:
+                yield Action(rank, Kind.FORWARD, warmup + k)
+            yield Action(rank, Kind.FULL_BACKWARD, k)
+
+    return Schedule("1f1b", problem.placement, tuple(tuple(row(rank)) for rank in range(p)))

@@ -1,0 +1,146 @@
+"""Who waits for whom in a schedule with messages.
+
+The rules are those the executor keeps and NCCL and gloo impose:
+
+- a rank issues its actions in order, and compute and waits hold up what follows them;
+- a channel takes its sends in order, and its receives;
+- a message moves when both its send and its receive have been issued (rendezvous);
+- what an action needs must be done.
+
+A channel is a pair (from rank, to rank). Its k-th send meets its k-th receive.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_ext.schedule.action import Action
+from megatron_ext.schedule.kinds import RULES, Lane, Need, Source
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.schedule import Schedule
+
+Channel = tuple[int, int]  # from rank, to rank
+
+
+def channel_of(action: Action, placement: Placement) -> Channel:
+    """The channel a message travels on."""
+    rule = RULES[action.kind]
+    here = placement.rank_of[action.stage]
+    there = placement.rank_of[action.stage + rule.neighbour]
+    return (here, there) if rule.lane is Lane.SEND else (there, here)
+
+
+def channels(schedule: Schedule) -> set[Channel]:
+    """All channels that ``schedule`` uses."""
+    return {
+        channel_of(action, schedule.placement)
+        for row in schedule.rows
+        for action in row
+        if RULES[action.kind].is_message
+    }
+
+
+def partner_of(action: Action) -> Action:
+    """The other end of a message."""
+    rule = RULES[action.kind]
+    assert rule.partner is not None
+    return Action(action.stage + rule.neighbour, rule.partner, action.microbatch)
+
+
+def needed(action: Action, placement: Placement) -> Iterator[tuple[Need, list[Action]]]:
+    """For each thing that ``action`` needs, the actions that would do (one of them must)."""
+    for need in RULES[action.kind].needs:
+        if need.source is Source.OWN:
+            stage = action.stage
+        else:
+            remote = placement.is_remote(action.stage, need.neighbour)
+            if remote is None or remote != (need.source is Source.REMOTE):
+                continue
+            stage = action.stage if remote else action.stage + need.neighbour
+        yield need, [Action(stage, kind, action.microbatch) for kind in need.kinds]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Actions as numbered nodes with the nodes each must wait for.
+
+    Attributes:
+        actions: all actions of all ranks, rank after rank.
+        ranks: the rank of each.
+        before: for each, the nodes that must have ended before it can start.
+    """
+
+    actions: tuple[Action, ...]
+    ranks: tuple[int, ...]
+    before: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """The nodes, each after all it waits for; shorter than ``actions`` if there is a cycle."""
+        waiting = [len(nodes) for nodes in self.before]
+        after: list[list[int]] = [[] for _ in self.actions]
+        for node, nodes in enumerate(self.before):
+            for earlier in nodes:
+                after[earlier].append(node)
+        ready = deque(node for node, count in enumerate(waiting) if count == 0)
+        order = []
+        while ready:
+            node = ready.popleft()
+            order.append(node)
+            for later in after[node]:
+                waiting[later] -= 1
+                if waiting[later] == 0:
+                    ready.append(later)
+        return tuple(order)
+
+    def cycle(self) -> list[Action]:
+        """Actions that wait for one another, each for the next and the last for the first."""
+        stuck = set(range(len(self.actions))) - set(self.order)
+        if not stuck:
+            return []
+        node = min(stuck)
+        path: list[int] = []
+        position: dict[int, int] = {}
+        while node not in position:
+            position[node] = len(path)
+            path.append(node)
+            node = next(earlier for earlier in self.before[node] if earlier in stuck)
+        return [self.actions[n] for n in path[position[node] :]]
+
+
+def build_graph(schedule: Schedule) -> Graph:
+    """The graph of ``schedule``, whose actions are complete and whose needs are all there."""
+    placement = schedule.placement
+    actions = tuple(action for row in schedule.rows for action in row)
+    ranks = tuple(rank for rank, row in enumerate(schedule.rows) for _ in row)
+    number = {action: node for node, action in enumerate(actions)}
+    before: list[list[int]] = [[] for _ in actions]
+    issued_after: list[list[int]] = [[] for _ in actions]  # what held it up on its rank, if any
+
+    start = 0
+    for row in schedule.rows:
+        latest: list[int] = []
+        channel_end: dict[Channel, list[int]] = {}
+        for node, action in enumerate(row, start=start):
+            rule = RULES[action.kind]
+            issued_after[node] = latest
+            before[node] += latest
+            if rule.is_message:
+                channel = channel_of(action, placement)
+                before[node] += channel_end.get(channel, [])
+                channel_end[channel] = [node]
+            if rule.holds_up:
+                latest = [node]
+        start += len(row)
+
+    for node, action in enumerate(actions):
+        for _, choices in needed(action, placement):
+            before[node] += [number[choice] for choice in choices if choice in number]
+        rule = RULES[action.kind]
+        if rule.is_message:
+            partner = number[partner_of(action)]
+            before[node] += [partner] if rule.lane is Lane.RECEIVE else issued_after[partner]
+    return Graph(actions, ranks, tuple(tuple(nodes) for nodes in before))

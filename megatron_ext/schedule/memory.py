@@ -1,0 +1,48 @@
+"""What a schedule holds in memory, rank by rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron_ext.schedule.action import Action
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.kinds import RULES, Held
+from megatron_ext.schedule.schedule import Schedule, is_compute
+
+Amount = Callable[[Held, int], float]  # of what, on which stage -> how much
+
+
+def memory_curve(row: tuple[Action, ...], amount: Amount) -> list[float]:
+    """What is held during each compute action of ``row``, in the unit of ``amount``.
+
+    An action takes its memory at its start and gives it back at its end. One that does both (I
+    turns activations into what W needs, layer by layer) counts at its end only.
+    """
+    held, curve = 0.0, []
+    for action in row:
+        rule = RULES[action.kind]
+        gained = sum(amount(kind, action.stage) for kind in rule.acquires)
+        lost = sum(amount(kind, action.stage) for kind in rule.releases)
+        at_once = gained if not lost else 0.0
+        if is_compute(action):
+            curve.append(held + at_once)
+        held += gained - lost
+    return curve
+
+
+def in_microbatches(schedule: Schedule) -> Amount:
+    """The zero-bubble papers' measure: 1/v from F to W (or B), the input gradient frees nothing."""
+    share = 1 / schedule.placement.chunks
+    return lambda held, stage: share
+
+
+def in_bytes(costs: Costs) -> Amount:
+    """Bytes, as ``costs`` gives them."""
+    held_bytes = costs.held_bytes
+    assert held_bytes is not None
+    return lambda held, stage: held_bytes[held][stage]
+
+
+def peaks(schedule: Schedule, amount: Amount) -> list[float]:
+    """The largest amount each rank holds."""
+    return [max(memory_curve(row, amount), default=0.0) for row in schedule.rows]

@@ -1,0 +1,53 @@
+"""Which rank holds which stage.
+
+A stage is a contiguous piece of the model, 0 to n-1 from input to loss. The stages of one rank
+are its chunks, 0 to v-1 in stage order; Megatron calls a chunk's number its vp_stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Placement:
+    """``rank_of[s]`` is the pipeline rank that holds stage s."""
+
+    name: str
+    rank_of: tuple[int, ...]
+
+    @property
+    def stages(self) -> int:
+        return len(self.rank_of)
+
+    @cached_property
+    def ranks(self) -> int:
+        return max(self.rank_of) + 1
+
+    @cached_property
+    def chunks(self) -> int:
+        """Stages per rank (the largest number, should they differ)."""
+        return max(len(stages) for stages in self.stages_of)
+
+    @cached_property
+    def stages_of(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each rank, in order: entry c is the rank's chunk c."""
+        rows: list[list[int]] = [[] for _ in range(self.ranks)]
+        for stage, rank in enumerate(self.rank_of):
+            rows[rank].append(stage)
+        return tuple(tuple(row) for row in rows)
+
+    def is_remote(self, stage: int, neighbour: int) -> bool | None:
+        """Whether stage ``stage + neighbour`` is on another rank; None at the pipeline's end."""
+        other = stage + neighbour
+        if not 0 <= other < self.stages:
+            return None
+        return self.rank_of[other] != self.rank_of[stage]
+
+
+def line(ranks: int) -> Placement:
+    """One stage a rank, in order."""
+    if ranks < 1:
+        raise ValueError(f"the number of pipeline ranks is {ranks}; at least one is needed")
+    return Placement("line", tuple(range(ranks)))

@@ -1,0 +1,40 @@
+"""What there is to say of a schedule, as data for programs."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from megatron_ext.schedule.build import build_program
+from megatron_ext.schedule.memory import in_microbatches, peaks
+from megatron_ext.schedule.registry import Choice
+from megatron_ext.schedule.schedule import Problem, bitwise_order
+from megatron_ext.schedule.simulate import simulate
+
+
+def report(choice: Choice, problem: Problem) -> dict[str, Any]:
+    """Build, prove and simulate ``choice``; times are in the unit of the costs.
+
+    Raises:
+        InvalidSchedule: it does not solve the problem, or not within its memory limit.
+    """
+    start = time.perf_counter()
+    program = build_program(choice, problem)
+    seconds = time.perf_counter() - start
+    timeline = simulate(program, problem.costs)
+    schedule = program.schedule
+    return {
+        "schedule": choice.spec,
+        "pp": problem.ranks,
+        "vpp": problem.placement.chunks,
+        "microbatches": problem.microbatches,
+        "makespan": timeline.makespan,
+        "span": timeline.span,
+        "work": timeline.work,
+        "bubble_share_makespan": timeline.bubble_share_makespan,
+        "bubble_share_span": timeline.bubble_share_span,
+        "peak_activation_microbatches": peaks(schedule, in_microbatches(schedule)),
+        "memory_limit": None if problem.memory_limit is None else str(problem.memory_limit),
+        "bitwise_order": bitwise_order(schedule),
+        "generation_seconds": seconds,
+    }

@@ -1,0 +1,113 @@
+"""A schedule, the problem it solves, and its CSV form."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron_ext.schedule.action import Action, parse
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.kinds import RULES, Duty, Lane
+from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.placement import Placement
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a family has to solve.
+
+    Attributes:
+        placement: which rank holds which stage.
+        microbatches: m >= 1 of one training step.
+        costs: seconds per stage and duty, and per hop.
+        memory_limit: what no rank may exceed; None is no limit.
+        forward_only: evaluation, where nothing is differentiated and nothing is held.
+    """
+
+    placement: Placement
+    microbatches: int
+    costs: Costs
+    memory_limit: MemoryLimit | None = None
+    forward_only: bool = False
+
+    def __post_init__(self) -> None:
+        if self.microbatches < 1:
+            raise ValueError(f"microbatches is {self.microbatches}; at least one is needed")
+        assert self.costs.stages == self.placement.stages
+
+    @property
+    def ranks(self) -> int:
+        return self.placement.ranks
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """``rows[r]`` is what rank r does, in order. A family makes the compute actions only."""
+
+    name: str
+    placement: Placement
+    rows: tuple[tuple[Action, ...], ...]
+
+    @property
+    def compute_rows(self) -> tuple[tuple[Action, ...], ...]:
+        return tuple(tuple(a for a in row if is_compute(a)) for row in self.rows)
+
+
+Family = Callable[[Problem], Schedule]
+Transform = Callable[[Schedule, Problem], Schedule]
+
+
+def is_compute(action: Action) -> bool:
+    return RULES[action.kind].lane is Lane.COMPUTE
+
+
+def to_csv(schedule: Schedule) -> str:
+    """The compute actions, one line per rank in rank order, PyTorch's grammar: ``0F0,0F1,0B0``."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(schedule.compute_rows)
+    return text.getvalue()
+
+
+def from_csv(text: str, name: str) -> Schedule:
+    """The schedule that ``text`` holds: the inverse of `to_csv`. Empty cells are idle time.
+
+    The placement is read off the table: a stage is on the rank that first names it. (That a stage
+    stays there, and all else, is for `prove` to say.)
+
+    Raises:
+        ValueError: a cell is no action, or a stage is missing.
+    """
+    rows: list[tuple[Action, ...]] = []
+    for number, cells in enumerate(csv.reader(io.StringIO(text)), start=1):
+        try:
+            rows.append(tuple(parse(cell) for cell in cells if cell.strip()))
+        except ValueError as error:
+            raise ValueError(f"{name}, line {number}: {error}") from None
+    rank_of: dict[int, int] = {}
+    for rank, row in enumerate(rows):
+        for action in row:
+            rank_of.setdefault(action.stage, rank)
+    if not rank_of:
+        raise ValueError(f"{name} holds no action")
+    missing = sorted(set(range(max(rank_of) + 1)) - set(rank_of))
+    if missing:
+        raise ValueError(f"{name} names stage {max(rank_of)} but no action of stage {missing[0]}")
+    placement = Placement("file", tuple(rank_of[stage] for stage in range(len(rank_of))))
+    return Schedule(name, placement, tuple(rows))
+
+
+def bitwise_order(schedule: Schedule) -> bool:
+    """Whether F, I (or B) and W of each stage each run in microbatch order, as in stock Megatron.
+
+    Then gradients are summed in stock's order, and the results are stock's to the last bit.
+    """
+    latest: dict[tuple[int, Duty], int] = {}
+    for row in schedule.compute_rows:
+        for action in row:
+            for duty in RULES[action.kind].covers:
+                if latest.get((action.stage, duty), -1) > action.microbatch:
+                    return False
+                latest[action.stage, duty] = action.microbatch
+    return True

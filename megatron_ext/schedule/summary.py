@@ -1,0 +1,36 @@
+"""A program's promise in one line."""
+
+from __future__ import annotations
+
+from megatron_ext.schedule.build import build_program
+from megatron_ext.schedule.memory import in_bytes, in_microbatches, peaks
+from megatron_ext.schedule.placement import line
+from megatron_ext.schedule.registry import choose
+from megatron_ext.schedule.schedule import Problem
+from megatron_ext.schedule.simulate import simulate
+from megatron_ext.schedule.timeline import Timeline
+from megatron_ext.schedule.verify import Program
+
+
+def stock_1f1b(problem: Problem) -> Timeline:
+    """The timeline of plain 1F1B on the same ranks, microbatches and costs."""
+    costs = problem.costs.per_rank(problem.placement)
+    on_line = Problem(line(problem.ranks), problem.microbatches, costs)
+    return simulate(build_program(choose("1f1b"), on_line), costs)
+
+
+def summary(program: Program) -> str:
+    """Bubble and peak of ``program`` beside 1F1B's, and where the costs come from."""
+    problem = program.problem
+    costs = problem.costs
+    bubble = simulate(program, costs).bubble_share_makespan
+    stock = stock_1f1b(problem).bubble_share_makespan
+    peak = max(peaks(program.schedule, in_microbatches(program.schedule)))
+    held = ""
+    if costs.held_bytes is not None:
+        held = f" ({max(peaks(program.schedule, in_bytes(costs))) / 2**30:.3g} GiB)"
+    return (
+        f"{program.schedule.name} on {problem.ranks} ranks, {problem.microbatches} microbatches: "
+        f"predicted bubble {bubble:.1%} of the makespan (1f1b {stock:.1%}), "
+        f"peak {peak:g} microbatches{held}; costs {costs.origin}: {costs}"
+    )

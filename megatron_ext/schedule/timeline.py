@@ -1,0 +1,64 @@
+"""When each action ran, on every rank: what the simulator predicts and the recorder measures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_ext.schedule.action import Action
+from megatron_ext.schedule.schedule import Schedule, is_compute
+
+
+@dataclass(frozen=True)
+class Event:
+    """``action`` held its lane on ``rank`` from ``start`` to ``end`` (seconds)."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The events of one step of ``schedule``, rank after rank, each rank's in order."""
+
+    schedule: Schedule
+    events: tuple[Event, ...]
+
+    @cached_property
+    def compute(self) -> tuple[tuple[Event, ...], ...]:
+        """The compute events of each rank."""
+        rows: list[list[Event]] = [[] for _ in self.schedule.rows]
+        for event in self.events:
+            if is_compute(event.action):
+                rows[event.rank].append(event)
+        return tuple(tuple(row) for row in rows)
+
+    @property
+    def makespan(self) -> float:
+        """First start to last end over all ranks: a step with a synchronous optimizer."""
+        ends = [row[-1].end for row in self.compute if row]
+        starts = [row[0].start for row in self.compute if row]
+        return max(ends) - min(starts)
+
+    @property
+    def span(self) -> float:
+        """Longest own start to own end: a step when steps overlap (the papers' cost)."""
+        return max(row[-1].end - row[0].start for row in self.compute if row)
+
+    @property
+    def work(self) -> float:
+        """Compute seconds of one rank, averaged over ranks."""
+        busy = sum(event.end - event.start for row in self.compute for event in row)
+        return busy / len(self.compute)
+
+    @property
+    def bubble_share_makespan(self) -> float:
+        """Idle share of the makespan."""
+        return 1 - self.work / self.makespan
+
+    @property
+    def bubble_share_span(self) -> float:
+        """Idle share of the span."""
+        return 1 - self.work / self.span

@@ -1,0 +1,1 @@
+"""Transforms insert actions into a schedule: ``(Schedule, Problem) -> Schedule``."""

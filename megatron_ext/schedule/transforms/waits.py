@@ -1,0 +1,86 @@
+"""Insert the waits for sends, where they cost nothing.
+
+A tensor on its way must not be freed or changed, and someone must wait for its send before it is.
+A wait holds its rank up until the other side has received, so it is put behind the first action
+that could not run if that had not happened: where the rank already knows, by what it has itself
+received since, that the message was used. Vector clocks tell (Fidge 1988): for each action, how
+far every other rank must have come before it can start.
+
+Sends of which a rank never hears again (those of the cool-down, and all of an evaluation) are
+waited for when ``SENDS_BEHIND`` more have been sent on their channel, or at the end.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.graph import Channel, Graph, build_graph, channel_of, partner_of
+from megatron_ext.schedule.kinds import RULES, Lane
+from megatron_ext.schedule.schedule import Problem, Schedule, is_compute
+
+SENDS_BEHIND = 4
+
+_WAIT_FOR: dict[Kind, Kind] = {
+    need.kinds[0]: wait
+    for wait, rule in RULES.items()
+    if rule.lane is Lane.WAIT
+    for need in rule.needs
+}
+
+
+def await_sends(schedule: Schedule, problem: Problem) -> Schedule:
+    """``schedule``, which has its messages, with a wait for each send."""
+    graph = build_graph(schedule)
+    clocks = _clocks(graph, problem.ranks)
+    received_by = _users_of_receives(graph)
+    number = {action: node for node, action in enumerate(graph.actions)}
+    rows, start = [], 0
+    for row in schedule.rows:
+        pending: dict[Channel, deque[Action]] = defaultdict(deque)
+        new_row: list[Action] = []
+        for node, action in enumerate(row, start=start):
+            if is_compute(action):
+                for (_, to), sends in pending.items():
+                    while sends and received_by[number[partner_of(sends[0])]] <= clocks[node, to]:
+                        new_row.append(_wait(sends.popleft()))
+            new_row.append(action)
+            if RULES[action.kind].lane is Lane.SEND:
+                sends = pending[channel_of(action, schedule.placement)]
+                sends.append(action)
+                if problem.forward_only and len(sends) > SENDS_BEHIND:
+                    new_row.append(_wait(sends.popleft()))
+        new_row += [_wait(send) for sends in pending.values() for send in sends]
+        rows.append(tuple(new_row))
+        start += len(row)
+    return Schedule(schedule.name, schedule.placement, tuple(rows))
+
+
+def _wait(send: Action) -> Action:
+    return Action(send.stage, _WAIT_FOR[send.kind], send.microbatch)
+
+
+def _clocks(graph: Graph, ranks: int) -> NDArray[np.int64]:
+    """Entry (n, r): the last compute node of rank r that must have ended before node n can."""
+    clocks = np.full((len(graph.actions), ranks), -1, dtype=np.int64)
+    for node in graph.order:
+        before = graph.before[node]
+        if before:
+            clocks[node] = clocks[list(before)].max(axis=0)
+        if is_compute(graph.actions[node]):
+            clocks[node, graph.ranks[node]] = node
+    return clocks
+
+
+def _users_of_receives(graph: Graph) -> dict[int, int]:
+    """For each receive's node, the compute node on its rank that needs it."""
+    users: dict[int, int] = {}
+    for node, earlier_nodes in enumerate(graph.before):
+        if is_compute(graph.actions[node]):
+            for earlier in earlier_nodes:
+                if RULES[graph.actions[earlier].kind].lane is Lane.RECEIVE:
+                    users[earlier] = node
+    return users

@@ -1,0 +1,219 @@
+"""The proof without which nothing runs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NoReturn
+
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.graph import Channel, Graph, build_graph, channel_of, needed, partner_of
+from megatron_ext.schedule.kinds import FORWARD_ONLY_DUTIES, RULES, Duty, Lane
+from megatron_ext.schedule.memory import in_bytes, in_microbatches, memory_curve, peaks
+from megatron_ext.schedule.schedule import Problem, Schedule, is_compute
+
+_SEAL = object()
+
+
+class InvalidSchedule(ValueError):
+    """A schedule that must not run. ``actions`` are the first offenders."""
+
+    def __init__(self, message: str, actions: Sequence[Action] = ()) -> None:
+        super().__init__(message)
+        self.actions = tuple(actions)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A proved schedule: what `execute` and `simulate` accept. Only `prove` makes one."""
+
+    schedule: Schedule
+    problem: Problem
+    graph: Graph
+    seal: object
+
+    def __post_init__(self) -> None:
+        if self.seal is not _SEAL:
+            raise TypeError("a Program is made by prove(schedule, problem) and by nothing else")
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal on two ranks exactly when they hold the same program."""
+        rows = "\n".join(",".join(map(str, row)) for row in self.schedule.rows)
+        return hashlib.sha256(f"{self.schedule.placement.rank_of}\n{rows}".encode()).hexdigest()
+
+
+def check_compute(schedule: Schedule, problem: Problem) -> None:
+    """The part of the proof that a schedule without messages can be put to.
+
+    Transforms rely on it: what they are given is complete and in its place.
+
+    Raises:
+        InvalidSchedule: as `prove`.
+    """
+    if schedule.placement.rank_of != problem.placement.rank_of:
+        _reject(
+            schedule,
+            f"it puts stages on ranks {schedule.placement.rank_of}, "
+            f"the problem on {problem.placement.rank_of}",
+        )
+    _check_places(schedule, problem)
+    _check_duties(schedule, problem, {Lane.COMPUTE})
+    _check_needs(schedule)
+
+
+def prove(schedule: Schedule, problem: Problem) -> Program:
+    """Check everything that could go wrong at run time, once, before anything runs.
+
+    Every duty exactly once and on its rank; what an action needs before it; sends and receives
+    matched pairwise in the order of their channel; no cyclic wait (`graph`); memory within the
+    limit.
+
+    Args:
+        schedule: with its messages (`transforms.communication`).
+        problem: what it should solve.
+
+    Raises:
+        InvalidSchedule: naming the first offending actions, with the cycle if there is one.
+    """
+    check_compute(schedule, problem)
+    _check_duties(schedule, problem, set(Lane))
+    _check_channels(schedule)
+    graph = build_graph(schedule)
+    if len(graph.order) < len(graph.actions):
+        cycle = graph.cycle()
+        path = " waits for ".join(map(str, [*cycle, cycle[0]]))
+        _reject(schedule, f"it would hang: {path}", cycle)
+    _check_memory(schedule, problem)
+    return Program(schedule, problem, graph, _SEAL)
+
+
+def _reject(schedule: Schedule, why: str, actions: Sequence[Action] = ()) -> NoReturn:
+    raise InvalidSchedule(f"schedule {schedule.name} is invalid: {why}", actions)
+
+
+def _check_places(schedule: Schedule, problem: Problem) -> None:
+    placement = schedule.placement
+    if len(schedule.rows) != placement.ranks:
+        _reject(schedule, f"it has {len(schedule.rows)} rows for {placement.ranks} ranks")
+    for rank, row in enumerate(schedule.rows):
+        for action in row:
+            if not 0 <= action.stage < placement.stages:
+                _reject(schedule, f"{action}: stages are 0 to {placement.stages - 1}", [action])
+            if not 0 <= action.microbatch < problem.microbatches:
+                last = problem.microbatches - 1
+                _reject(schedule, f"{action}: microbatches are 0 to {last}", [action])
+            home = placement.rank_of[action.stage]
+            if home != rank:
+                _reject(
+                    schedule,
+                    f"{action} is on rank {rank}; stage {action.stage} is on rank {home}",
+                    [action],
+                )
+
+
+def _duties(schedule: Schedule, problem: Problem, lanes: set[Lane]) -> dict[int, dict[Duty, Kind]]:
+    """What each stage has to do per microbatch, and by which kind (one in use, if there is one)."""
+    used = {action.kind for row in schedule.rows for action in row}
+    duties: dict[int, dict[Duty, Kind]] = defaultdict(dict)
+    for stage in range(schedule.placement.stages):
+        for kind in sorted(RULES, key=lambda kind: kind not in used):
+            rule = RULES[kind]
+            if rule.lane not in lanes:
+                continue
+            if rule.neighbour and not schedule.placement.is_remote(stage, rule.neighbour):
+                continue
+            for duty in rule.covers:
+                if not problem.forward_only or duty in FORWARD_ONLY_DUTIES:
+                    duties[stage].setdefault(duty, kind)
+    return duties
+
+
+def _check_duties(schedule: Schedule, problem: Problem, lanes: set[Lane]) -> None:
+    done: Counter[tuple[int, Duty, int]] = Counter()
+    for row in schedule.rows:
+        for action in row:
+            rule = RULES[action.kind]
+            if rule.neighbour and not schedule.placement.is_remote(action.stage, rule.neighbour):
+                _reject(schedule, f"{action} has no other rank to talk to", [action])
+            for duty in rule.covers:
+                key = (action.stage, duty, action.microbatch)
+                done[key] += 1
+                if done[key] > 1:
+                    _reject(schedule, f"{action} does the {duty.value} a second time", [action])
+    for stage, duties in _duties(schedule, problem, lanes).items():
+        for microbatch in range(problem.microbatches):
+            for duty, kind in duties.items():
+                if not done[stage, duty, microbatch]:
+                    action = Action(stage, kind, microbatch)
+                    rank = schedule.placement.rank_of[stage]
+                    _reject(
+                        schedule,
+                        f"{action} is missing on rank {rank}: nothing does the {duty.value}",
+                        [action],
+                    )
+
+
+def _check_needs(schedule: Schedule) -> None:
+    for row in schedule.rows:
+        position = {action: index for index, action in enumerate(row)}
+        for index, action in enumerate(row):
+            for _, choices in needed(action, schedule.placement):
+                found = [choice for choice in choices if choice in position]
+                late = [choice for choice in found if position[choice] > index]
+                if late:
+                    _reject(
+                        schedule,
+                        f"{action} comes before {late[0]}, which it needs",
+                        [action, *late],
+                    )
+
+
+def _check_channels(schedule: Schedule) -> None:
+    sent: dict[Channel, list[Action]] = defaultdict(list)
+    received: dict[Channel, list[Action]] = defaultdict(list)
+    for row in schedule.rows:
+        for action in row:
+            rule = RULES[action.kind]
+            if rule.is_message:
+                lane = sent if rule.lane is Lane.SEND else received
+                lane[channel_of(action, schedule.placement)].append(action)
+    for channel, sends in sent.items():
+        for send, receive in zip(sends, received[channel], strict=True):
+            if partner_of(send) != receive:
+                _reject(
+                    schedule,
+                    f"messages cross from rank {channel[0]} to rank {channel[1]}: "
+                    f"{send} would meet {receive}, not {partner_of(send)}",
+                    [send, receive],
+                )
+
+
+def _check_memory(schedule: Schedule, problem: Problem) -> None:
+    limit = problem.memory_limit
+    if limit is None or problem.forward_only:
+        return
+    if limit.microbatches is not None:
+        amount, allowed, unit = in_microbatches(schedule), limit.microbatches, "microbatches"
+    else:
+        if problem.costs.held_bytes is None:
+            raise ValueError(
+                f"the memory limit is {limit}, but the costs ({problem.costs.origin}) have no "
+                f"bytes: give the limit in microbatches, or a costs file with bytes"
+            )
+        assert limit.bytes is not None
+        amount, allowed, unit = in_bytes(problem.costs), limit.bytes, "bytes"
+    for rank, peak in enumerate(peaks(schedule, amount)):
+        if peak > allowed * (1 + 1e-9):
+            curve = memory_curve(schedule.rows[rank], amount)
+            compute = [action for action in schedule.rows[rank] if is_compute(action)]
+            first = next(a for a, held in zip(compute, curve, strict=True) if held > allowed)
+            _reject(
+                schedule,
+                f"{first} brings rank {rank} over the memory limit of {limit}: the schedule's "
+                f"peak there is {peak:.6g} {unit}",
+                [first],
+            )

@@ -1,0 +1,257 @@
+"""The platform without a GPU: stock Megatron trains a dense GPT on CPU tensors and gloo.
+
+Nothing imports this file; the launcher loads it by name where ``torch.cuda.is_available()`` is
+False. Three layers, all declared: names of ``torch.cuda`` get CPU meanings, ``device="cuda"``
+becomes ``"cpu"``, and a handful of Megatron's functions learn that no GPU is meant.
+
+Not patched, and why:
+
+- ``torch.cuda.is_available``: a GPU is never faked; torch's optimizers and data loaders would
+  reach for the driver.
+- ``torch.cuda.empty_cache`` and the memory counters: without a driver they are no-ops and zeros.
+- ``Module.cuda`` and ``Tensor.to``: Megatron hands them ``torch.cuda.current_device()``, and that
+  is ``"cpu"`` here.
+- CUDA graphs, fused and flash attention, Transformer Engine, MoE, context parallelism: no CPU
+  implementation exists; `default_flags` refuses them.
+- Resuming the distributed optimizer: Megatron 0.19 cannot restore torch's AdamW there, on any
+  device; `default_flags` refuses that too. Training with it works.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+from megatron_ext.patches.engine import Patch, replace, wrap
+
+NOTICE = "megatron_ext: no GPU found, training on the CPU with gloo (dense GPT, local layers)"
+
+ENVIRONMENT = {
+    "TORCHDYNAMO_DISABLE": "1",  # Megatron's jit_fuser is torch.compile, which needs a compiler
+    "OMP_NUM_THREADS": "1",  # ranks share the cores
+}
+
+
+def environment(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables a rank needs before torch is imported; ``env`` is what the launcher gave it."""
+    ranks = env.get("WORLD_SIZE", "1")
+    on_one_node = ranks == "1" or env.get("LOCAL_WORLD_SIZE") == ranks
+    # gloo otherwise looks up the host's own name, which many machines cannot resolve.
+    return ENVIRONMENT | ({"GLOO_SOCKET_IFNAME": "lo"} if on_one_node else {})
+
+
+# What the CPU needs said: flag -> its value, None for a switch.
+_NEEDED: dict[str, str | None] = {
+    "--transformer-impl": "local",
+    "--distributed-backend": "gloo",
+    "--no-masked-softmax-fusion": None,
+    "--no-gradient-accumulation-fusion": None,
+    "--no-persist-layer-norm": None,
+    "--no-rope-fusion": None,
+}
+
+# What the CPU cannot do: flag -> (the one value that is harmless, why, what to write instead).
+_REFUSED: dict[str, tuple[str | None, str, str]] = {
+    "--transformer-impl": (
+        "local",
+        "Transformer Engine needs a GPU",
+        "leave the flag out or write --transformer-impl local",
+    ),
+    "--distributed-backend": (
+        "gloo",
+        "NCCL needs a GPU",
+        "leave the flag out or write --distributed-backend gloo",
+    ),
+    "--context-parallel-size": (
+        "1",
+        "context parallel attention exists in Transformer Engine only",
+        "use --context-parallel-size 1",
+    ),
+    "--cuda-graph-impl": ("none", "there is no CUDA to capture", "leave the flag out"),
+    "--num-experts": (None, "MoE is not covered on the CPU", "train a dense model"),
+    "--use-flash-attn": (None, "flash attention needs a GPU", "leave the flag out"),
+    "--fp8-format": (None, "fp8 needs a GPU", "use --bf16 or fp32"),
+}
+
+
+def default_flags(argv: Sequence[str]) -> list[str]:
+    """Megatron's flags for the CPU that ``argv`` does not have yet, to be appended to it.
+
+    Raises:
+        ValueError: ``argv`` asks for something the CPU cannot do.
+    """
+    given: dict[str, str | None] = {}
+    for position, word in enumerate(argv):
+        flag, equals, value = word.partition("=")
+        following = argv[position + 1] if position + 1 < len(argv) else None
+        given[flag] = value if equals else following
+    for flag, (harmless, fact, fix) in _REFUSED.items():
+        if flag in given and (harmless is None or given[flag] != harmless):
+            value = f" {given[flag]}" if harmless is not None else ""
+            raise ValueError(f"{flag}{value}: this machine has no GPU and {fact}; {fix}")
+    loads_states = "--load" in given and not {"--finetune", "--no-load-optim"} & given.keys()
+    if "--use-distributed-optimizer" in given and loads_states:
+        raise ValueError(
+            "--use-distributed-optimizer --load: without a GPU the optimizer is torch's AdamW, and "
+            "Megatron cannot restore its distributed states; leave --use-distributed-optimizer "
+            "out, or add --no-load-optim"
+        )
+    return [
+        word
+        for flag, value in _NEEDED.items()
+        if flag not in given
+        for word in (flag, value)
+        if word is not None
+    ]
+
+
+def _cuda_names() -> dict[str, Any]:
+    """``torch.cuda`` names and their CPU meaning. New objects at each call: undoing a patch
+    rebinds by identity, so a substitute must live nowhere else."""
+    import torch
+
+    class Stream(torch.cpu.Stream):
+        def __init__(self, device: object = None, priority: int = 0) -> None:
+            super().__init__()
+
+    return {
+        "current_device": lambda: "cpu",
+        "set_device": lambda device: None,
+        "synchronize": lambda device=None: None,
+        "Stream": Stream,
+        "stream": lambda stream: torch.cpu.stream(stream),
+        "current_stream": lambda device=None: torch.cpu.current_stream(),
+        "get_rng_state": lambda device="cuda": torch.get_rng_state(),
+        "set_rng_state": lambda new_state, device="cuda": torch.set_rng_state(new_state),
+        # torch.manual_seed calls torch.cuda's, so it cannot stand in for it
+        "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
+    }
+
+
+def _called_from(package: str) -> bool:
+    """Whether the caller of a patched function is in ``package``."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") in (__name__, Patch.__module__):
+        frame = frame.f_back
+    caller: str = frame.f_globals.get("__name__", "") if frame is not None else ""
+    return caller == package or caller.startswith(package + ".")
+
+
+def _on_cpu(original: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
+    if device is not None and str(device).startswith("cuda"):
+        device = "cpu"
+    return original(*args, device=device, **kwargs)
+
+
+def _type_name(original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    answer = original(tensor, *args, **kwargs)
+    if isinstance(answer, str) and _called_from("megatron.core.optimizer"):
+        return answer.replace("torch.", "torch.cuda.", 1)
+    return answer
+
+
+def _device_count(original: Any) -> int:
+    return 1 if _called_from("megatron") else original()
+
+
+def _data_loader(original: Any, *args: Any, **kwargs: Any) -> None:
+    import torch
+
+    original(*args, **{"generator": torch.Generator(), **kwargs})
+
+
+def _initialize(original: Any, *args: Any, **kwargs: Any) -> Any:
+    return original(*args, **{**kwargs, "allow_no_cuda": True})
+
+
+def _compile_helpers(original: Any) -> None:
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+        original()
+
+
+def _log_filter(original: Any, logger: Any, record: logging.LogRecord) -> Any:
+    return record.msg != "CPU RNG state changed within GPU RNG context" and original(logger, record)
+
+
+def _norm(original: Any, cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+    if not config.sequence_parallel:
+        return original(cls, config, *args, **kwargs)
+    config = copy.copy(config)
+    config.sequence_parallel = False
+    norm = original(cls, config, *args, **kwargs)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = True  # its gradient is summed over the tensor ranks
+    return norm
+
+
+def patches() -> tuple[Patch, ...]:
+    """All patches of the platform, for the engine's `apply`."""
+    import torch
+
+    return (
+        *(
+            replace(f"torch.cuda:{name}", meaning, reason="has a CPU meaning")
+            for name, meaning in _cuda_names().items()
+        ),
+        *(
+            wrap(f"torch:{factory}", _on_cpu, reason="Megatron writes device='cuda'")
+            for factory in ("tensor", "zeros", "ones", "empty", "rand")
+        ),
+        replace(
+            "torch:Tensor.cuda",
+            lambda tensor, *args, **kwargs: tensor,
+            reason="the tensor is where it should be",
+        ),
+        wrap(
+            "torch:Tensor.type",
+            _type_name,
+            reason="Megatron's optimizers accept parameters of torch.cuda types only",
+        ),
+        wrap(
+            "torch.cuda:device_count",
+            _device_count,
+            reason="Megatron sets up parallel groups and seeds only where it counts a device",
+        ),
+        wrap(
+            "torch.utils.data:DataLoader.__init__",
+            _data_loader,
+            reason="seeds itself from the generator of dropout, and a resumed run would drift",
+        ),
+        replace(
+            "megatron.core.tensor_parallel.random:_set_cuda_rng_state",
+            lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state),
+            reason="reaches for torch.cuda.default_generators",
+            signature="(new_state, device=-1, graph_safe=False)",
+        ),
+        wrap(
+            "megatron.training.initialize:initialize_megatron",
+            _initialize,
+            reason="asserts a GPU unless told allow_no_cuda",
+        ),
+        replace(
+            "megatron.training.utils.common_utils:get_device_arch_version",
+            lambda: 10,
+            reason="from 10 on no CUDA_DEVICE_MAX_CONNECTIONS is demanded",
+        ),
+        wrap(
+            "megatron.core.datasets.utils:compile_helpers",
+            _compile_helpers,
+            reason="the wheel has the compiled helpers but no Makefile",
+            signature="()",
+        ),
+        wrap(
+            "logging:Logger.filter",
+            _log_filter,
+            reason="one generator serves both, so Megatron's warning comes with every random draw",
+        ),
+        wrap(
+            "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
+            _norm,
+            reason="torch's norms refuse sequence parallelism, which needs one mark from them",
+        ),
+    )

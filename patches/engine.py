@@ -1,0 +1,378 @@
+"""Declared changes to other people's modules: check all, apply all or none, undo.
+
+A patch says what it changes (``package.module:Name`` or ``package.module:Class.attribute``), why,
+and what it expects to find there: the signature, and the digests of the sources it was read
+against. `apply` resolves and checks every target before it touches one. Modules that imported the
+target by name hold an alias; aliases of a function or class are rebound by identity over
+``sys.modules``, and back again by the handle. A constant has no identity of its own (``False`` is
+one object everywhere), so only the named attribute changes.
+
+Not covered: references that are no module attribute (a default argument, a `functools.partial`,
+a closure, an entry in somebody's table). `stale_references` finds the partials and the closures,
+so that a caller who patches late can refuse instead of half working.
+"""
+
+from __future__ import annotations
+
+import ast
+import enum
+import functools
+import gc
+import hashlib
+import importlib
+import inspect
+import os
+import sys
+import textwrap
+import types
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+ALLOW_UNKNOWN = "MEGATRON_EXT_ALLOW_UNKNOWN"
+
+Alias = tuple[types.ModuleType, str]
+
+
+class PatchError(RuntimeError):
+    """A patch does not fit what is installed; nothing has been changed."""
+
+
+class How(enum.StrEnum):
+    """Whether the substitute stands in for the original, calls it, or is not there at all."""
+
+    REPLACE = "replace"
+    WRAP = "wrap"
+    EXPECT = "expect"
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One change to one attribute of a module or class. Made by `replace` and `wrap`."""
+
+    target: str
+    how: How
+    reason: str
+    change: Any  # the substitute or the wrapper
+    signature: str | None
+    digests: tuple[str, ...]
+
+    def build(self, original: Any) -> Any:
+        """What stands in the target's place, made from what stood there."""
+        if self.how is How.REPLACE:
+            return self.change
+        wrapper = self.change
+
+        @functools.wraps(original)
+        def substitute(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(original, *args, **kwargs)
+
+        return substitute
+
+
+def replace(
+    target: str,
+    substitute: Any,
+    *,
+    reason: str,
+    signature: str | None = None,
+    digests: Iterable[str] = (),
+) -> Patch:
+    """Declare that ``substitute`` stands where ``target`` stood.
+
+    Give each target an object of its own: `Handle.undo` tells the late importers of a target from
+    the other users of its substitute by name only. A substitute that calls the original is a
+    `wrap`, because its own imported name for the original would be rebound too.
+
+    Args:
+        target: ``package.module:Name`` or ``package.module:Class.attribute``.
+        substitute: the object to put there; for a static or class method, the plain function.
+        reason: one line for `megatron-ext doctor`.
+        signature: what ``inspect.signature`` of the original must print without annotations; None
+            skips the check (the original is no function, or its signature does not matter).
+        digests: `source_digest` of each original this patch was read against; empty skips the
+            check (the patch does not depend on the original's body).
+    """
+    return Patch(target, How.REPLACE, reason, substitute, signature, (*digests,))
+
+
+def wrap(
+    target: str,
+    wrapper: Callable[..., Any],
+    *,
+    reason: str,
+    signature: str | None = None,
+    digests: Iterable[str] = (),
+) -> Patch:
+    """Declare that calls of ``target`` become ``wrapper(original, *args, **kwargs)``.
+
+    The arguments are those of `replace`. ``args`` begins with ``self`` for a method and with
+    ``cls`` for a class method.
+    """
+    return Patch(target, How.WRAP, reason, wrapper, signature, (*digests,))
+
+
+def expect(
+    target: str, *, reason: str, signature: str | None = None, digests: Iterable[str] = ()
+) -> Patch:
+    """Declare that other patches rely on ``target`` being as they know it; it is not changed.
+
+    The arguments are those of `replace`.
+    """
+    return Patch(target, How.EXPECT, reason, None, signature, (*digests,))
+
+
+@dataclass(frozen=True)
+class Target:
+    """A resolved target: the object that holds the attribute, and what it holds now."""
+
+    owner: Any
+    name: str
+    original: Any  # what a patch builds on: the plain function of a static or class method
+    raw: Any  # as stored in a __dict__, so a staticmethod is put back as one
+
+    @property
+    def in_module(self) -> bool:
+        return isinstance(self.owner, types.ModuleType)
+
+    @property
+    def rebinds(self) -> bool:
+        """Whether importers of the target hold an object that is the target's alone."""
+        return self.in_module and callable(self.original)
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """Equal for targets that are one thing under several names."""
+        if self.rebinds:
+            return (id(self.original),)
+        return id(self.owner), self.name
+
+
+def resolve(target: str) -> Target:
+    """Import and look up ``target``; raises PatchError when it is not there."""
+    module_name, _, path = target.partition(":")
+    *outer, name = path.split(".")
+    try:
+        owner: Any = importlib.import_module(module_name)
+        for part in outer:
+            owner = getattr(owner, part)
+        original = getattr(owner, name)
+    except Exception as error:  # a module may raise anything while it is imported
+        reason = f"{type(error).__name__}: {error}"
+        raise PatchError(f"{target} cannot be found here: {reason}") from error
+    if isinstance(owner, type):
+        raw = inspect.getattr_static(owner, name, original)
+    elif isinstance(owner, types.ModuleType):
+        raw = vars(owner).get(name, original)
+    else:
+        raise PatchError(f"{target} is an attribute of a {type(owner).__name__}, not of a module")
+    if isinstance(raw, classmethod):
+        original = raw.__func__
+    return Target(owner, name, original, raw)
+
+
+def plain_signature(function: Any) -> str:
+    """The signature of ``function`` without annotations, for comparison across versions."""
+    signature = inspect.signature(function)
+    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return str(inspect.Signature(bare))
+
+
+def source_digest(original: Any) -> str:
+    """Twelve hex digits over the source of ``original``: its code, not its comments or layout."""
+    source = textwrap.dedent(inspect.getsource(original))
+    if source[0].isspace():  # a string literal at the margin keeps dedent from working
+        source = "if True:\n" + source
+    return hashlib.sha256(ast.unparse(ast.parse(source)).encode()).hexdigest()[:12]
+
+
+def mismatch(patch: Patch, original: Any) -> str | None:
+    """Why ``patch`` does not fit ``original``, or None when it fits."""
+    if patch.signature is not None:
+        try:
+            found = plain_signature(original)
+        except (TypeError, ValueError):
+            return f"{patch.target} has no signature, the patch was written for {patch.signature}"
+        if found != patch.signature:
+            return f"{patch.target} takes {found}, the patch was written for {patch.signature}"
+    if patch.digests and os.environ.get(ALLOW_UNKNOWN) != "1":
+        try:
+            found = source_digest(original)
+        except (OSError, TypeError, SyntaxError):
+            found = "unreadable"
+        if found not in patch.digests:
+            return (
+                f"{patch.target} has source digest {found}, known are {', '.join(patch.digests)}; "
+                f"set {ALLOW_UNKNOWN}=1 to patch it all the same"
+            )
+    return None
+
+
+class Aliases:
+    """Who holds what: every module attribute, found by the identity of its object in one scan."""
+
+    def __init__(self) -> None:
+        self._holders: defaultdict[int, set[Alias]] = defaultdict(set)
+        for module in list(sys.modules.values()):
+            if isinstance(module, types.ModuleType):
+                for name, value in list(vars(module).items()):
+                    self._holders[id(value)].add((module, name))
+
+    def of(self, value: Any) -> frozenset[Alias]:
+        """The module attributes that are ``value`` itself."""
+        return frozenset(self._holders[id(value)])
+
+    def rebind(self, alias: Alias, value: Any) -> None:
+        """Set a module attribute."""
+        module, name = alias
+        self._holders[id(vars(module).get(name))].discard(alias)
+        setattr(module, name, value)
+        self._holders[id(value)].add(alias)
+
+
+def stale_references(patches: Sequence[Patch]) -> list[str]:
+    """Who holds a patched target where no rebinding reaches: one line each, empty when nobody."""
+    names = {}
+    for patch in patches:
+        target = resolve(patch.target)
+        if patch.how is not How.EXPECT and target.rebinds:
+            names[id(target.original)] = patch.target, target.original
+    holders = gc.get_referrers(*(original for _, original in names.values()))
+    return [
+        f"{names[id(held)][0]} is held by a {type(holder).__name__}"
+        for holder in holders
+        for held in _held_by(holder)
+        if id(held) in names
+    ]
+
+
+def _held_by(holder: Any) -> tuple[Any, ...]:
+    """What a partial or a closure's cell holds."""
+    if isinstance(holder, functools.partial):
+        return holder.func, *holder.args, *holder.keywords.values()
+    if isinstance(holder, types.CellType):
+        return (holder.cell_contents,)
+    return ()
+
+
+@dataclass(frozen=True)
+class _Swap:
+    """One target that holds its substitute, and all it takes to undo that."""
+
+    target: Target
+    own: bool  # the owner itself had the attribute, it was not inherited
+    substitute: Any
+    importers: frozenset[Alias]  # held the original
+    holders: frozenset[Alias]  # held the substitute already, in its own right
+
+    def undo(self, aliases: Aliases) -> None:
+        owner, name = self.target.owner, self.target.name
+        for alias in self.importers | self._imported_late(aliases):
+            if vars(alias[0]).get(alias[1]) is self.substitute:
+                aliases.rebind(alias, self.target.original)
+        if self.own or name not in vars(owner):
+            setattr(owner, name, self.target.raw)
+        else:
+            delattr(owner, name)
+
+    def _imported_late(self, aliases: Aliases) -> set[Alias]:
+        """Who took the substitute for the target; an alias named like a holder's took it itself."""
+        if not (self.target.rebinds and callable(self.substitute)):
+            return set()
+        held_as = {alias for _, alias in self.holders} - {self.target.name}
+        late = aliases.of(self.substitute) - self.holders
+        return {(module, alias) for module, alias in late if alias not in held_as}
+
+
+_handles: list[Handle] = []  # with patches in force
+
+
+def applied() -> list[Patch]:
+    """The patches in force in this process."""
+    return [patch for handle in _handles for patch in handle.patches]
+
+
+class Handle(AbstractContextManager["Handle"]):
+    """Applied patches. `undo` (or leaving the ``with`` block) puts the originals back.
+
+    Handles on the same targets are undone in the reverse order of their making.
+    """
+
+    def __init__(self, patches: Sequence[Patch]) -> None:
+        self.patches = tuple(patches)
+        self._swaps: list[_Swap] = []
+
+    def undo(self) -> None:
+        """Restore every target and alias, last applied first. A second call does nothing."""
+        aliases = Aliases()
+        while self._swaps:
+            self._swaps.pop().undo(aliases)
+        if self in _handles:
+            _handles.remove(self)
+
+    def __exit__(self, *exception: object) -> None:
+        self.undo()
+
+
+def apply(patches: Sequence[Patch]) -> Handle:
+    """Apply all ``patches`` or none.
+
+    Raises:
+        PatchError: a target is missing, has another signature or an unknown source, or two
+            patches exclude each other. Lists all that do not fit. Nothing has been changed then.
+    """
+    problems = []
+    taken: dict[tuple[object, ...], Patch] = {}
+    for patch in patches:
+        try:
+            target = resolve(patch.target)
+        except PatchError as error:
+            problems.append(str(error))
+            continue
+        if (problem := mismatch(patch, target.original)) is not None:
+            problems.append(problem)
+        if patch.how is How.EXPECT:
+            continue
+        earlier = taken.get(target.identity)
+        if patch.how is How.REPLACE and earlier is not None:
+            problems.append(
+                f"{patch.target} is replaced, which would drop the patch that came before: "
+                f"{earlier.how} {earlier.target} ({earlier.reason})"
+            )
+        taken.setdefault(target.identity, patch)
+    if problems:
+        raise PatchError("no patch was applied:\n  " + "\n  ".join(problems))
+
+    handle = Handle(patches)
+    aliases = Aliases()
+    try:
+        for patch in patches:
+            if patch.how is not How.EXPECT:
+                _swap(patch, resolve(patch.target), handle, aliases)
+    except BaseException:
+        handle.undo()
+        raise
+    _handles.append(handle)
+    return handle
+
+
+def _swap(patch: Patch, target: Target, handle: Handle, aliases: Aliases) -> None:
+    substitute = stored = patch.build(target.original)
+    for kind in (staticmethod, classmethod):
+        if isinstance(target.raw, kind) and not isinstance(substitute, kind):
+            stored = kind(substitute)
+    rebinds = target.rebinds
+    in_use = rebinds and patch.how is How.REPLACE and callable(substitute)  # a wrapper is new
+    swap = _Swap(
+        target,
+        own=target.name in vars(target.owner),
+        substitute=substitute,
+        importers=aliases.of(target.original) if rebinds else frozenset(),
+        holders=aliases.of(substitute) if in_use else frozenset(),
+    )
+    setattr(target.owner, target.name, stored)  # when this raises there is nothing to undo
+    handle._swaps.append(swap)
+    for alias in swap.importers:
+        aliases.rebind(alias, substitute)

@@ -1,0 +1,108 @@
+"""A Megatron model chunk as a `Stage`: Megatron's own forward_step and backward_step inside.
+
+They keep Megatron's loss scaling, token counts, timers, autocast and auxiliary losses, so that what
+a stage computes is stock's to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+from torch import Tensor
+
+from megatron_ext.runtime.weight_gradients import queue
+
+
+@dataclass(frozen=True)
+class StepCall:
+    """What Megatron's caller gave for this step, as far as stages need it."""
+
+    forward_step_func: Callable[..., Any]
+    num_microbatches: int
+    forward_only: bool
+    collect_non_loss_data: bool
+    first_val_step: bool | None
+    force_all_reduce: bool
+    context_parallel_size: int
+
+
+class ModelStage:
+    """One model chunk during one step."""
+
+    def __init__(
+        self,
+        number: int,
+        model: torch.nn.Module,
+        config: Any,
+        data_iterator: Any,
+        call: StepCall,
+        *,
+        is_last: bool,
+    ) -> None:
+        self._number = number
+        self._model = model
+        self._config = config
+        self._data_iterator = data_iterator
+        self._call = call
+        self._is_last = is_last
+        self._between: dict[int, tuple[Tensor | None, Tensor]] = {}  # input, output of F
+        self.losses: list[Any] = []
+        self.tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
+
+    def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
+        call = self._call
+        output, tokens = schedules.forward_step(
+            call.forward_step_func,
+            self._data_iterator,
+            self._model,
+            call.num_microbatches,
+            x,
+            self.losses,
+            self._config,
+            cp_group_size=call.context_parallel_size,
+            collect_non_loss_data=call.collect_non_loss_data,
+            is_first_microbatch=schedules.check_first_val_step(
+                call.first_val_step, call.forward_only, microbatch == 0
+            ),
+            current_microbatch=microbatch,
+            is_last_stage=self._is_last,
+        )
+        self.tokens += tokens
+        if not call.forward_only:
+            self._between[microbatch] = (x, output)
+        return output
+
+    def output_sent(self, microbatch: int) -> None:
+        if not self._call.forward_only:
+            self._free(self._between[microbatch][1])
+
+    def backward(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
+        dx = self.backward_input(microbatch, dy)
+        self.backward_weight(microbatch)
+        return dx
+
+    def backward_input(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
+        x, output = self._between.pop(microbatch)
+        if self._is_last:
+            self._free(output)
+        with queue.collecting(self._number, microbatch):
+            return schedules.backward_step(x, output, dy, self._config)
+
+    def backward_weight(self, microbatch: int) -> None:
+        queue.run(self._number, microbatch)
+
+    def gradients_complete(self) -> None:
+        """Start the chunk's data-parallel reduction, if Megatron is to overlap it.
+
+        With ``force_all_reduce`` it is left to finalize_model_grads, which knows of it.
+        """
+        overlaps = getattr(getattr(self._model, "ddp_config", None), "overlap_grad_reduce", False)
+        if overlaps and not self._call.force_all_reduce:
+            self._model.start_grad_sync()  # type: ignore[operator]  # DistributedDataParallel's
+
+    def _free(self, output: Tensor) -> None:
+        schedules.deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)

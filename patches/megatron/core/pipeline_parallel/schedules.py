@@ -1,0 +1,288 @@
+"""The schedule function that Megatron's training loop calls, ours in place of stock's.
+
+Patched is the choice alone: `get_forward_backward_func` returns a `PipelineStep` instead of stock's
+1F1B or interleaved function. It takes the same arguments, uses Megatron's forward_step and
+backward_step, and ends as stock ends: embedding gradients, finalize_model_grads, timers.
+
+Not patched: the stock schedule functions themselves (whoever calls one by name gets it), train,
+train_step and evaluate (they ask get_forward_backward_func), P2PCommunicator (ours have their own
+channels over the same pipeline group).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+
+from megatron_ext.config import ESTIMATE, PipelineConfig
+from megatron_ext.patches.engine import Patch, expect, wrap
+from megatron_ext.patches.features import refuse
+from megatron_ext.patches.megatron.core.pipeline_parallel.model_stage import ModelStage, StepCall
+from megatron_ext.patches.megatron.dimensions import estimated_costs
+from megatron_ext.runtime.executor import execute
+from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.transport import Boundary, Channels, Transport
+from megatron_ext.runtime.watchdog import Watchdog
+from megatron_ext.runtime.weight_gradients import queue
+from megatron_ext.schedule.build import build_program
+from megatron_ext.schedule.costs import Costs, parse_costs
+from megatron_ext.schedule.graph import channels
+from megatron_ext.schedule.limit import parse_limit
+from megatron_ext.schedule.schedule import Problem
+from megatron_ext.schedule.summary import summary
+from megatron_ext.schedule.verify import Program
+
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+
+
+def patches(config: PipelineConfig) -> tuple[Patch, ...]:
+    """The patch that makes Megatron run ``config.schedule``."""
+    step = PipelineStep(config)
+
+    def choose(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        stock = original(*args, **kwargs)
+        if stock is schedules.forward_backward_no_pipelining:
+            raise ValueError(
+                f"--pipeline-schedule {config.schedule} needs a pipeline, but this model runs on "
+                f"one pipeline rank: set --pipeline-model-parallel-size, or drop the flag"
+            )
+        return step
+
+    return (
+        wrap(
+            f"{_SCHEDULES}:get_forward_backward_func",
+            choose,
+            reason=f"train under the schedule {config.schedule}",
+            signature="(pp_size=None, vp_size=None, schedule_pg_collection=None)",
+        ),
+        expect(
+            f"{_SCHEDULES}:forward_backward_pipelining_without_interleaving",
+            reason="a step of ours begins and ends as stock's does",
+            digests=("4495c5d6a879",),
+        ),
+        expect(
+            f"{_SCHEDULES}:forward_step",
+            reason="a stage's forward is this function",
+            digests=("ca082631bab1",),
+        ),
+        expect(
+            f"{_SCHEDULES}:backward_step",
+            reason="a stage's backward is this function",
+            digests=("08eb27c7ffab",),
+        ),
+    )
+
+
+class PipelineStep:
+    """Runs steps under one configured schedule. Lives as long as the training does."""
+
+    def __init__(self, config: PipelineConfig) -> None:
+        self._config = config
+        self._choice = config.choice()
+        self._costs: Costs | None = None
+        self._programs: dict[tuple[int, bool], Program] = {}
+        self._channels: Channels | None = None
+        self._recorder: Recorder | None = None
+
+    def __call__(
+        self,
+        *,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Any,
+        model: Any,
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+        p2p_communicator: P2PCommunicator | None = None,
+        pg_collection: Any = None,
+        force_all_reduce: bool | None = False,
+    ) -> list[Any]:
+        """One step, with the arguments and the result of Megatron's schedule functions."""
+        models = model if isinstance(model, list) else [model]
+        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        config = get_model_config(models[0])
+        refuse(config, self._choice)
+        if adjust_tensor_shapes_fn is not None:
+            raise ValueError(
+                f"adjust_tensor_shapes_fn is not supported by --pipeline-schedule "
+                f"{self._config.schedule}: it sends one tensor between stages; drop the flag"
+            )
+        if (p2p_communicator is None) != (pg_collection is None):
+            raise ValueError("Provide both p2p_communicator and pg_collection, or neither")
+        if p2p_communicator is None:
+            pg_collection = schedules._build_default_pg_collection()
+            pipeline = parallel_state.get_pipeline_model_parallel_group()
+        else:
+            pipeline = p2p_communicator.pp_group
+
+        program = self._program(
+            pipeline, config, models, num_microbatches, seq_length, micro_batch_size, forward_only
+        )
+        shapes = schedules.get_tensor_shapes(
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            decoder_seq_length=decoder_seq_length,
+            config=config,
+            tp_group=pg_collection.tp,
+            cp_group=pg_collection.cp,
+        )
+        boundary = Boundary(
+            None if config.variable_seq_lengths else tuple(shapes[0]), config.pipeline_dtype
+        )
+        assert self._channels is not None and self._recorder is not None
+        placement = program.schedule.placement
+        call = StepCall(
+            forward_step_func,
+            num_microbatches,
+            forward_only,
+            collect_non_loss_data,
+            first_val_step,
+            bool(force_all_reduce),
+            pg_collection.cp.size(),
+        )
+        stages = {
+            number: ModelStage(
+                number, chunk, config, iterator, call, is_last=number == placement.stages - 1
+            )
+            for number, chunk, iterator in zip(
+                placement.stages_of[pipeline.rank()], models, iterators, strict=True
+            )
+        }
+
+        if config.timers is not None:
+            config.timers("forward-backward", log_level=1).start(
+                barrier=config.barrier_with_L1_time
+            )
+        transport = Transport(self._channels, boundary, placement, self._recorder)
+        with _no_grad_sync(config), _splitting(self._choice.splits_backward and not forward_only):
+            execute(program, stages, transport, self._recorder)
+        if config.finalize_model_grads_func is not None and not forward_only:
+            tokens = sum((stage.tokens for stage in stages.values()), start=torch.tensor(0))
+            config.finalize_model_grads_func(
+                models,
+                tokens if config.calculate_per_token_loss else None,
+                pg_collection=pg_collection,
+                force_all_reduce=force_all_reduce,
+            )
+        if config.timers is not None:
+            config.timers("forward-backward").stop()
+        return [loss for stage in stages.values() for loss in stage.losses]
+
+    def _program(
+        self,
+        pipeline: dist.ProcessGroup,
+        config: Any,
+        models: list[torch.nn.Module],
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        forward_only: bool,
+    ) -> Program:
+        """The program for this step, the same on every rank of ``pipeline``; cached."""
+        key = (num_microbatches, forward_only)
+        if key in self._programs:
+            return self._programs[key]
+        placement = self._choice.place(pipeline.size())
+        if self._costs is None:
+            self._costs = self._agreed_costs(pipeline, config, models, seq_length, micro_batch_size)
+        limit = self._config.memory_limit
+        problem = Problem(
+            placement,
+            num_microbatches,
+            self._costs,
+            parse_limit(limit, pipeline.size(), num_microbatches) if limit else None,
+            forward_only,
+        )
+        program = build_program(self._choice, problem)
+        digests = _gather(pipeline, program.digest)
+        if len(set(digests)) > 1:
+            raise RuntimeError(
+                f"pipeline ranks built different programs from {self._config.schedule}: "
+                f"{dict(enumerate(digests))}; do all ranks run one version and one file?"
+            )
+        if self._channels is None:
+            device = torch.device(torch.cuda.current_device())
+            self._channels = Channels(pipeline, channels(program.schedule), device)
+            self._recorder = Recorder(pipeline.rank())
+            Watchdog(self._recorder).start()
+        if not forward_only and dist.get_rank() == 0:
+            print(f"megatron_ext: {summary(program)}", flush=True)
+        self._programs[key] = program
+        return program
+
+    def _agreed_costs(
+        self,
+        pipeline: dist.ProcessGroup,
+        config: Any,
+        models: list[torch.nn.Module],
+        sequence: int,
+        micro_batch: int,
+    ) -> Costs:
+        """The costs, as the pipeline's first rank reads or estimates them from what all tell."""
+        placement = self._choice.place(pipeline.size())
+        sizes = _gather(pipeline, [_size(chunk) for chunk in models])
+        text = self._config.costs
+        if text is None or text == ESTIMATE:
+            per_stage = [
+                sizes[rank][placement.stages_of[rank].index(stage)]
+                for stage, rank in enumerate(placement.rank_of)
+            ]
+            return estimated_costs(
+                config,
+                layers=[layers for layers, _ in per_stage],
+                sequence=sequence // config.context_parallel_size,
+                micro_batch=micro_batch,
+                vocabulary=per_stage[-1][1] * config.tensor_model_parallel_size,
+            )
+        costs = [parse_costs(text, placement) if pipeline.rank() == 0 else None]
+        source = dist.get_global_rank(pipeline, 0)
+        dist.broadcast_object_list(costs, src=source, group=pipeline)
+        assert costs[0] is not None
+        return costs[0]
+
+
+def _size(chunk: torch.nn.Module) -> tuple[int, int]:
+    """Transformer layers of a model chunk, and rows of its output layer (0 without one)."""
+    model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
+    rows = getattr(getattr(model, "output_layer", None), "output_size_per_partition", 0)
+    return len(model.decoder.layers), rows
+
+
+def _gather(pipeline: dist.ProcessGroup, value: Any) -> list[Any]:
+    values: list[Any] = [None] * pipeline.size()
+    dist.all_gather_object(values, value, group=pipeline)
+    return values
+
+
+@contextlib.contextmanager
+def _no_grad_sync(config: Any) -> Iterator[None]:
+    """Hold back the reductions that backward hooks would start before W has run."""
+    functions = config.no_sync_func or []
+    with contextlib.ExitStack() as stack:
+        for no_sync in functions if isinstance(functions, list) else [functions]:
+            stack.enter_context(no_sync())
+        yield
+
+
+@contextlib.contextmanager
+def _splitting(splits: bool) -> Iterator[None]:
+    """Tell split layers that W passes will come; leave nothing behind, whatever happens."""
+    queue.splitting = splits
+    try:
+        yield
+        assert not len(queue), "weight gradients are left over after the step"
+    finally:
+        queue.clear()

@@ -1,0 +1,134 @@
+"""The local linear layers' backward, split into I and W.
+
+Every local linear (column, row, the output layer under any spec) ends in one autograd function. Its
+``apply`` is wrapped: while a schedule splits the backward, the weight goes in cut off from the
+graph, the function's own backward makes the input's gradient, and the weight's waits in the queue
+of `weight_gradients` for W. Nothing is cloned: the queue holds the layer's input and its output's
+gradient.
+
+Since the weight is not in the graph, data-parallel hooks on it do not fire in I; W adds to
+``main_grad`` itself, and the reduction starts after the chunk's last W.
+
+Not patched, and not split: embeddings, norms, biases and routers (their gradients are cheap and
+come with I), Transformer Engine's layers, grouped GEMM. Stock's function runs as it is where there
+is nothing to put off: a frozen weight, an input that needs no gradient (its node would vanish
+from the graph, and W with it), evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import layers
+from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
+from torch import Tensor
+
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches.engine import Patch, expect, wrap
+from megatron_ext.runtime.weight_gradients import queue
+
+_FUNCTION = "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication"
+
+
+def patches(config: PipelineConfig) -> tuple[Patch, ...]:
+    """The patch that splits the local linears' backward."""
+    return (
+        wrap(
+            f"{_FUNCTION}.apply",
+            split_apply,
+            reason="put weight gradients off to their W pass",
+        ),
+        expect(
+            _FUNCTION,
+            reason="its forward and backward run inside ours, without the weight's gradient",
+            digests=("4ee6a48b6915",),
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """A layer's weight, kept from autograd, and how its weight gradient is computed."""
+
+    weight: Tensor
+    sequence_parallel: bool
+    tensor_parallel_group: Any
+
+    def gradient(self, x: Tensor, dy: Tensor) -> Tensor:
+        """The weight's gradient; under sequence parallelism x is gathered again first."""
+        if self.sequence_parallel:
+            sizes = list(x.size())
+            sizes[0] *= self.tensor_parallel_group.size()
+            total = torch.empty(sizes, dtype=x.dtype, device=x.device)
+            layers.dist_all_gather_func(total, x, group=self.tensor_parallel_group)
+            x = total
+        dy, x = prepare_input_tensors_for_wgrad_compute(dy, x)
+        return dy.t().matmul(x)
+
+
+def split_apply(
+    original: Callable[..., Tensor],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gradient_accumulation_fusion: bool,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    grad_output_buffer: list[Tensor] | None,
+    wgrad_deferral_limit: int | None,
+    tp_group: Any,
+    gtp_remat_size: int,
+) -> Tensor:
+    """``original``'s result, with a backward that puts the weight's gradient off."""
+    if not (queue.splitting and weight.requires_grad and x.requires_grad):
+        return original(
+            x,
+            weight,
+            bias,
+            gradient_accumulation_fusion,
+            allreduce_dgrad,
+            sequence_parallel,
+            grad_output_buffer,
+            wgrad_deferral_limit,
+            tp_group,
+            gtp_remat_size,
+        )
+    assert not gradient_accumulation_fusion and grad_output_buffer is None and gtp_remat_size == 1
+    linear = _Linear(weight, sequence_parallel, tp_group)
+    output: Tensor = _SplitLinear.apply(x, linear, allreduce_dgrad)
+    return output if bias is None else output + bias
+
+
+class _SplitLinear(torch.autograd.Function):
+    """Stock's function, told that its weight gradient goes to a buffer: then it skips it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, linear: _Linear, allreduce_dgrad: bool) -> Tensor:
+        ctx.linear = linear
+        stock = layers.LinearWithGradAccumulationAndAsyncCommunication
+        output: Tensor = stock.forward(
+            ctx,
+            x,
+            linear.weight.detach(),
+            None,  # bias: added by the caller, so that autograd sums its gradient as ever
+            True,  # gradient_accumulation_fusion, with a buffer: no weight gradient is computed
+            allreduce_dgrad,
+            linear.sequence_parallel,
+            [],  # grad_output_buffer
+            0,  # wgrad_deferral_limit: none
+            linear.tensor_parallel_group,
+            1,  # gtp_remat_size
+        )
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, _ = ctx.saved_tensors
+        stock = layers.LinearWithGradAccumulationAndAsyncCommunication
+        dx = stock.backward(ctx, dy)[0]
+        queue.put(ctx.linear.weight, partial(ctx.linear.gradient, x, dy))
+        return dx, None, None

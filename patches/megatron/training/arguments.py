@@ -1,0 +1,86 @@
+"""Our flags in Megatron's command line, and what they demand checked before any process group.
+
+Not patched: parse_args and the argument dataclasses; our settings stay strings in ``args`` (and so
+in checkpoints, where stock ignores them).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from megatron_ext.config import ESTIMATE, PipelineConfig, add_flags
+from megatron_ext.errors import exit_for
+from megatron_ext.patches.engine import Patch, wrap
+from megatron_ext.patches.features import refuse
+from megatron_ext.patches.megatron.dimensions import estimated_costs
+from megatron_ext.schedule.build import build_program
+from megatron_ext.schedule.costs import parse_costs
+from megatron_ext.schedule.limit import parse_limit
+from megatron_ext.schedule.schedule import Problem
+
+
+def patches(config: PipelineConfig) -> tuple[Patch, ...]:
+    """The patches that add our flags and check them."""
+
+    def add_our_flags(
+        original: Callable[..., argparse.ArgumentParser], parser: argparse.ArgumentParser
+    ) -> argparse.ArgumentParser:
+        return add_flags(original(parser))
+
+    def validate(original: Callable[..., Any], args: Any, defaults: dict[str, Any]) -> Any:
+        args = original(args, defaults)
+        if config.schedule is not None:
+            try:
+                check(args, config)
+            except ValueError as error:
+                exit_for(error)
+        return args
+
+    return (
+        wrap(
+            "megatron.training.arguments:add_megatron_arguments",
+            add_our_flags,
+            reason="add the --pipeline-* flags of megatron_ext",
+            signature="(parser)",
+        ),
+        wrap(
+            "megatron.training.arguments:validate_args",
+            lambda original, args, defaults={}: validate(original, args, defaults),
+            reason="refuse what the schedule cannot honour before process groups are made",
+            signature="(args, defaults={})",
+        ),
+    )
+
+
+def check(args: Any, config: PipelineConfig) -> None:
+    """Refuse, with Megatron's parsed ``args``, what ``config`` cannot honour.
+
+    Raises:
+        ValueError: a setting that does not go with the schedule, or a schedule that cannot be made
+            for these sizes and limits.
+    """
+    choice = config.choice()
+    refuse(args, choice)
+    ranks = args.pipeline_model_parallel_size
+    if ranks < 2:
+        raise ValueError(
+            f"--pipeline-schedule {config.schedule} needs a pipeline, but "
+            f"--pipeline-model-parallel-size is {ranks}: set it to 2 or more, or drop the flag"
+        )
+    placement = choice.place(ranks)
+    microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    if config.costs is None or config.costs == ESTIMATE:
+        layers = [args.num_layers // ranks] * ranks
+        costs = estimated_costs(
+            args,
+            layers,
+            args.seq_length // args.context_parallel_size,
+            args.micro_batch_size,
+            getattr(args, "padded_vocab_size", None) or 0,
+        )
+    else:
+        costs = parse_costs(config.costs, placement)
+    limit = parse_limit(config.memory_limit, ranks, microbatches) if config.memory_limit else None
+    build_program(choice, Problem(placement, microbatches, costs, limit))

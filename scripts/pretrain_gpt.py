@@ -1,0 +1,171 @@
+"""Pretrain a dense GPT with Megatron's own trainer, where no Megatron-LM checkout is at hand.
+
+    torchrun --nproc-per-node 4 -m megatron_ext scripts/pretrain_gpt.py FLAGS
+
+FLAGS are Megatron's. What this script does not serve (`UNSERVED`) it refuses; the pretrain_gpt.py
+of a Megatron-LM checkout serves it and takes the same flags.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_tp_rank
+from megatron.training import get_args, get_timers, pretrain, print_rank_0
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+
+UNSERVED = {
+    "context_parallel_size": 1,
+    "dataloader_inter_document_masking": False,
+    "fim_data": False,
+    "hybrid_context_parallel": False,
+    "logits_load_dir": None,
+    "mtp_num_layers": None,
+    "per_dataset_sequences_path": None,
+    "sft": False,
+}
+
+Batch = dict[str, Any]  # the tensors of a microbatch by field, None where the stage needs none
+
+
+def refuse_unserved(args: Namespace) -> None:
+    """Raise ValueError for a flag that would otherwise be ignored in silence."""
+    for name, default in UNSERVED.items():
+        value = getattr(args, name, default)
+        if value != default:
+            raise ValueError(
+                f"--{name.replace('_', '-')} {value}: scripts/pretrain_gpt.py trains a dense GPT "
+                "without it; use the pretrain_gpt.py of Megatron-LM, or leave the flag out"
+            )
+
+
+def get_batch(data_iterator: Iterator[Batch], vp_stage: int | None) -> Batch:
+    """The next microbatch, as far as this stage needs it: an inner stage gets Nones."""
+    args = get_args()
+    fields = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+    if not is_first_or_last_pipeline_stage(vp_stage):
+        return dict.fromkeys(fields)
+    tp_rank = mpu.get_tensor_model_parallel_rank()
+    batch: Batch = {}
+    if tp_rank == 0:
+        sample = next(data_iterator)
+        for field in fields:
+            tensor = sample.get(field)
+            batch[field] = None if tensor is None else tensor.cuda(non_blocking=True)
+    return get_batch_on_this_tp_rank(
+        batch,
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        cp_size=1,
+        tp_rank=tp_rank,
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=False,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
+    )
+
+
+def not_finite(loss: torch.Tensor) -> bool:
+    return not bool(torch.isfinite(loss))
+
+
+def loss_func(
+    loss_mask: torch.Tensor, output_tensor: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """The summed loss of a microbatch, its number of tokens, and both for the log."""
+    mask = loss_mask.reshape(-1).float()
+    loss = (output_tensor.reshape(-1).float() * mask).sum()
+    if get_args().check_for_nan_in_loss_and_grad:
+        get_rerun_state_machine().validate_result(
+            result=loss,
+            rejection_func=not_finite,
+            message="the loss of a microbatch is not finite",
+            tolerance=0.0,
+            fatal=True,
+        )
+    tokens = mask.sum().detach().to(torch.int)
+    return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.to(loss.dtype)])}
+
+
+def forward_step(
+    data_iterator: Iterator[Batch], model: GPTModel
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
+    """Run this rank's chunk on the next microbatch; the schedule calls the loss where it is."""
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    timers("batch-generator").stop()
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+    )
+    return output, partial(loss_func, batch["loss_mask"])
+
+
+def needs_data(vp_stage: int | None) -> bool:
+    return mpu.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(vp_stage)
+
+
+def datasets(samples: list[int], vp_stage: int | None = None) -> Any:
+    """The train, validation and test datasets; ``samples`` is how many of each are wanted."""
+    args = get_args()
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=build_tokenizer(args),
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        data_parallel_size=args.data_parallel_size,
+    )
+    print_rank_0("> building the datasets ...")
+    kind = MockGPTDataset if args.mock_data else GPTDataset
+    return BlendedMegatronDatasetBuilder(
+        kind, samples, partial(needs_data, vp_stage), config
+    ).build()
+
+
+datasets.is_distributed = True  # type: ignore[attr-defined]  # every rank calls it, not TP rank 0
+
+
+def main() -> None:
+    args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    refuse_unserved(args)
+    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""Train a small GPT on real text under a schedule of megatron_ext; scripts/quickstart.sh calls it.
+
+Settings come from the environment (NPROC, SCHEDULE, ITERS) and any Megatron flags on the command
+line, which override the ones below. The full log goes to a file; here are a progress line and a
+summary.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from megatron_ext.schedule.build import build_program
+from megatron_ext.schedule.costs import parse_costs
+from megatron_ext.schedule.draw import draw
+from megatron_ext.schedule.registry import choose
+from megatron_ext.schedule.schedule import Problem
+from megatron_ext.schedule.simulate import simulate
+from megatron_ext.schedule.summary import stock_1f1b
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+RUNS = REPOSITORY / "runs" / "quickstart"
+TEXT = RUNS / "stdlib"
+
+MODEL = {
+    "--num-layers": "8",
+    "--hidden-size": "192",
+    "--num-attention-heads": "6",
+    "--seq-length": "128",
+    "--max-position-embeddings": "128",
+    "--micro-batch-size": "2",
+    "--global-batch-size": "16",
+    "--lr": "1e-3",
+    "--min-lr": "1e-4",
+    "--lr-warmup-iters": "5",
+    "--lr-decay-style": "cosine",
+    "--clip-grad": "1.0",
+    "--attention-dropout": "0",
+    "--hidden-dropout": "0",
+    "--tokenizer-type": "NullTokenizer",
+    "--vocab-size": "257",
+    "--data-path": str(TEXT),
+    "--split": "99,1,0",
+    "--eval-iters": "2",
+    "--eval-interval": "1000",
+    "--num-workers": "0",
+    "--log-interval": "1",
+}
+
+ITERATION = re.compile(
+    r"iteration +(\d+)/ +(\d+) .*elapsed time per iteration \(ms\): ([\d.]+).*"
+    r"global batch size: +(\d+) .*lm loss: ([\d.E+-]+)"
+)
+PREDICTION = re.compile(r"megatron_ext: .* (\d+) microbatches: .*: (f=\S+)$")
+
+console = Console(soft_wrap=True)
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One line of Megatron's log."""
+
+    number: int
+    of: int
+    seconds: float
+    batch: int
+    loss: float
+
+
+def main() -> None:
+    ranks = int(os.environ.get("NPROC", "4"))
+    schedule = os.environ.get("SCHEDULE", "zb-h1")
+    iterations = os.environ.get("ITERS", "100")
+    RUNS.mkdir(parents=True, exist_ok=True)
+    prepare_text()
+    flags = {**MODEL, "--train-iters": iterations, "--pipeline-model-parallel-size": str(ranks)}
+    if schedule:
+        flags["--pipeline-schedule"] = schedule
+    command = launch_line(ranks, [word for pair in flags.items() for word in pair] + sys.argv[1:])
+    log = RUNS / "train.log"
+    console.print(f"training on {ranks} ranks under {schedule or 'stock Megatron'}; log: {log}")
+    done, prediction = train(command, log)
+    summarise(done, prediction, schedule, ranks, sequence_length([*command]))
+
+
+def prepare_text() -> None:
+    """The dataset, made once."""
+    if TEXT.with_suffix(".idx").exists():
+        return
+    console.print("preparing text: the sources of Python's standard library, a token a byte")
+    folder = sysconfig.get_path("stdlib")
+    script = REPOSITORY / "scripts" / "prepare_text.py"
+    subprocess.run(
+        [sys.executable, script, folder, "--output", TEXT, "--suffix", ".py"],
+        check=True,
+        env={**os.environ, "PYTHONWARNINGS": "ignore"},
+    )
+
+
+def launch_line(ranks: int, flags: Sequence[str]) -> list[str]:
+    """The command a user of a cluster would type, on a port that is free."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    torchrun = [sys.executable, "-m", "torch.distributed.run"]
+    script = str(REPOSITORY / "scripts" / "pretrain_gpt.py")
+    return [
+        *torchrun,
+        *("--nproc-per-node", str(ranks), "--master-port", str(port)),
+        *("-m", "megatron_ext", script),
+        *flags,
+    ]
+
+
+def train(command: list[str], log: Path) -> tuple[list[Iteration], re.Match[str] | None]:
+    """Run ``command``, show its progress; exits with the end of the log when it fails."""
+    done: list[Iteration] = []
+    prediction = None
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("starting the ranks", total=None, loss="")
+        for line in run(command, log):
+            prediction = PREDICTION.search(line) or prediction
+            if match := ITERATION.search(line):
+                step = Iteration(
+                    int(match[1]),
+                    int(match[2]),
+                    float(match[3]) / 1e3,
+                    int(match[4]),
+                    float(match[5]),
+                )
+                done.append(step)
+                loss = f"loss {step.loss:.3f}"
+                progress.update(
+                    task, description="training", total=step.of, completed=step.number, loss=loss
+                )
+                if not console.is_terminal and step.number % max(step.of // 10, 1) == 0:
+                    console.print(f"iteration {step.number}/{step.of}  {loss}")
+    if not done:
+        console.print("no iteration was trained; the end of the log:")
+        fail(log)
+    return done, prediction
+
+
+def run(command: list[str], log: Path) -> Iterator[str]:
+    """The lines that ``command`` prints, kept in ``log`` too."""
+    started = time.monotonic()
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env={**os.environ, "PYTHONWARNINGS": "ignore"},
+        )
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                file.write(line)
+                yield line.rstrip()
+            process.wait()
+        except KeyboardInterrupt:
+            process.wait()  # torchrun got the same Ctrl-C and ends its ranks
+            raise SystemExit(130) from None
+    if process.returncode:
+        console.print(f"training failed after {time.monotonic() - started:.0f} s:")
+        fail(log)
+
+
+def fail(log: Path) -> None:
+    """Print the lines that tell most, and exit."""
+    lines = log.read_text(errors="replace").splitlines()
+    errors = [line for line in lines if "rror" in line and "ChildFailedError" not in line]
+    for line in errors[:8] or lines[-20:]:
+        console.print(f"  {line}", markup=False, highlight=False)
+    console.print(f"all of it: {log}")
+    raise SystemExit(1)
+
+
+def sequence_length(words: list[str]) -> int:
+    """The last --seq-length on the command line, as argparse takes it."""
+    last = max(index for index, word in enumerate(words) if word.startswith("--seq-length"))
+    return int(words[last].partition("=")[2] or words[last + 1])
+
+
+def summarise(
+    done: list[Iteration],
+    prediction: re.Match[str] | None,
+    schedule: str,
+    ranks: int,
+    sequence: int,
+) -> None:
+    """What was trained, how fast, and what the schedule promises on GPUs of equal costs."""
+    steady = done[len(done) // 5 :]
+    tokens = sum(step.batch * sequence for step in steady) / sum(step.seconds for step in steady)
+    console.print(f"\nloss             {done[0].loss:.3f} -> {done[-1].loss:.3f}")
+    console.print(f"tokens per second {tokens:.0f}")
+    if prediction is None:
+        return
+    choice = choose(schedule)
+    placement = choice.place(ranks)
+    problem = Problem(placement, int(prediction[1]), parse_costs(prediction[2], placement))
+    timeline = simulate(build_program(choice, problem), problem.costs)
+    stock = stock_1f1b(problem)
+    picture = RUNS / "timeline.svg"
+    draw([stock, timeline], picture)
+    console.print(
+        f"predicted bubble {timeline.bubble_share_makespan:.1%} of a step "
+        f"(1f1b: {stock.bubble_share_makespan:.1%}); costs {prediction[2]}"
+    )
+    console.print(f"timeline         {picture}")
+
+
+if __name__ == "__main__":
+    main()

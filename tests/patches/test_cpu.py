@@ -1,0 +1,202 @@
+"""The platform without a GPU: its patches come off without a trace, its flags are the user's first.
+
+That Megatron trains with them takes several ranks and is tested in tests/pipeline.
+"""
+
+import argparse
+import logging
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from megatron_ext.patches import cpu, engine
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.training", reason="needs megatron-core[training]")
+
+
+@pytest.fixture
+def platform() -> Iterator[engine.Handle]:
+    with engine.apply(cpu.patches()) as handle:
+        yield handle
+
+
+def attributes(owners: list[Any]) -> dict[tuple[int, str], Any]:
+    return {
+        (id(owner), name): value for owner in owners for name, value in list(vars(owner).items())
+    }
+
+
+def test_apply_and_undo_restore_every_object() -> None:
+    patches = cpu.patches()
+    targets = [engine.resolve(patch.target) for patch in patches]
+    owners = [module for module in sys.modules.values() if isinstance(module, types.ModuleType)]
+    owners += [target.owner for target in targets if not target.in_module]
+    before = attributes(owners)
+
+    handle = engine.apply(patches)
+    for target in targets:
+        assert getattr(target.owner, target.name) is not target.original, target.name
+    handle.undo()
+
+    after = attributes(owners)
+    assert before.keys() == after.keys()
+    assert [name for key, value in before.items() if after[key] is not value for name in key] == []
+
+
+def test_a_second_apply_finds_the_originals() -> None:
+    for _ in range(2):
+        with engine.apply(cpu.patches()):
+            assert torch.cuda.current_device() == "cpu"
+
+
+def test_every_reason_is_one_line() -> None:
+    assert all(patch.reason and "\n" not in patch.reason for patch in cpu.patches())
+    assert "\n" not in cpu.NOTICE
+
+
+def test_no_gpu_is_faked(platform: engine.Handle) -> None:
+    assert not any(patch.target == "torch.cuda:is_available" for patch in platform.patches)
+    if not torch.cuda.is_available():
+        assert torch.cuda.device_count() == 0
+
+
+def test_megatron_counts_one_device(platform: engine.Handle) -> None:
+    caller: dict[str, Any] = {"torch": torch, "__name__": "megatron.training.initialize"}
+    exec("count = torch.cuda.device_count()", caller)
+    assert caller["count"] == 1
+
+
+def test_megatrons_optimizers_see_cuda_types(platform: engine.Handle) -> None:
+    tensor = torch.zeros(1)
+    caller: dict[str, Any] = {"tensor": tensor, "__name__": "megatron.core.optimizer.optimizer"}
+    exec("name = tensor.type()\ndouble = tensor.type(torch.float64)", caller | {"torch": torch})
+    exec("name = tensor.type()", caller)
+    assert caller["name"] == "torch.cuda.FloatTensor"
+    assert tensor.type() == "torch.FloatTensor"
+    assert tensor.type(torch.float64).dtype is torch.float64
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda"), None])
+def test_cuda_literals_become_cpu(platform: engine.Handle, device: Any) -> None:
+    assert torch.zeros(2, device=device).device.type == "cpu"
+    assert torch.tensor([1.0], device=device).device.type == "cpu"
+
+
+def test_other_devices_stay(platform: engine.Handle) -> None:
+    assert torch.empty(2, device="meta").device.type == "meta"
+
+
+def test_a_tensor_stays_where_it_is(platform: engine.Handle) -> None:
+    tensor = torch.zeros(1)
+    assert tensor.cuda(non_blocking=True) is tensor
+
+
+def test_one_generator_serves_host_and_device(platform: engine.Handle) -> None:
+    torch.cuda.manual_seed(7)
+    state = torch.cuda.get_rng_state()
+    first = torch.rand(3)
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(torch.rand(3), first)
+
+
+def test_a_data_loader_leaves_the_generator_alone(platform: engine.Handle) -> None:
+    """A resumed run drew other dropout masks than the uninterrupted one.
+
+    A data loader draws its seed from the default generator when its iterator is made: once more
+    after a resume than without. On a GPU dropout has a generator of its own, here it has not.
+    """
+    state = torch.get_rng_state()
+    next(iter(torch.utils.data.DataLoader([1, 2, 3])))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_warning_of_the_shared_generator_is_not_logged(
+    platform: engine.Handle, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger = logging.getLogger("megatron.core.tensor_parallel.random")
+    logger.warning("CPU RNG state changed within GPU RNG context")
+    logger.warning("something else")
+    assert [record.message for record in caplog.records] == ["something else"]
+
+
+def test_default_flags_are_megatrons() -> None:
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    args, unknown = parser.parse_known_args(cpu.default_flags([]))
+    assert unknown == []
+    assert (args.transformer_impl, args.distributed_backend) == ("local", "gloo")
+    assert not args.masked_softmax_fusion
+    assert not args.gradient_accumulation_fusion
+    assert not args.apply_rope_fusion
+    assert args.no_persist_layer_norm
+
+
+def test_default_flags_leave_out_what_is_given() -> None:
+    given = ["--transformer-impl=local", "--distributed-backend", "gloo", "--no-rope-fusion"]
+    assert cpu.default_flags(given) == [
+        "--no-masked-softmax-fusion",
+        "--no-gradient-accumulation-fusion",
+        "--no-persist-layer-norm",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "value", "fix"),
+    [
+        (["--transformer-impl", "transformer_engine"], "transformer_engine", "local"),
+        (["--transformer-impl=transformer_engine"], "transformer_engine", "local"),
+        (["--distributed-backend", "nccl"], "nccl", "gloo"),
+        (["--context-parallel-size", "2"], "2", "--context-parallel-size 1"),
+        (["--num-experts", "8"], "--num-experts", "dense"),
+        (["--use-flash-attn", "--bf16"], "--use-flash-attn:", "leave"),
+        (["--use-distributed-optimizer", "--load", "x"], "--load", "--no-load-optim"),
+    ],
+)
+def test_default_flags_refuse_what_needs_a_gpu(argv: list[str], value: str, fix: str) -> None:
+    with pytest.raises(ValueError, match="GPU") as error:
+        cpu.default_flags(argv)
+    assert value in str(error.value)
+    assert fix in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--context-parallel-size", "1"],
+        ["--use-distributed-optimizer"],
+        ["--use-distributed-optimizer", "--load", "x", "--no-load-optim"],
+        ["--use-distributed-optimizer", "--load", "x", "--finetune"],
+    ],
+)
+def test_default_flags_accept_what_works(argv: list[str]) -> None:
+    assert "gloo" in cpu.default_flags(argv)
+
+
+@pytest.mark.parametrize(
+    ("given", "interface"),
+    [
+        ({}, "lo"),
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, "lo"),
+        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, None),
+        ({"WORLD_SIZE": "8"}, None),
+    ],
+)
+def test_environment(given: dict[str, str], interface: str | None) -> None:
+    environment = cpu.environment(given)
+    assert environment.get("GLOO_SOCKET_IFNAME") == interface
+    assert environment["TORCHDYNAMO_DISABLE"] == "1"
+    assert environment["OMP_NUM_THREADS"] == "1"
+
+
+def test_environment_comes_before_torch() -> None:
+    code = (
+        "import sys; from megatron_ext.patches import cpu; cpu.environment({}); "
+        "cpu.default_flags([]); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

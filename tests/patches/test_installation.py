@@ -1,0 +1,91 @@
+"""`megatron_ext.install`: what it changes, what it refuses, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from megatron.core import pipeline_parallel
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer.module import MegatronModule
+
+import megatron_ext
+from megatron_ext.config import PipelineConfig
+from megatron_ext.doctor import diagnose
+from megatron_ext.patches.engine import ALLOW_UNKNOWN, PatchError
+from megatron_ext.patches.features import REFUSALS, refuse
+from megatron_ext.schedule.registry import choose
+
+
+def test_every_binding_is_changed_and_put_back() -> None:
+    from megatron.training import training
+
+    stock = schedules.get_forward_backward_func
+    with megatron_ext.install(schedule="zb-h1"):
+        assert schedules.get_forward_backward_func is not stock
+        for module in (pipeline_parallel, training):
+            assert module.get_forward_backward_func is schedules.get_forward_backward_func
+        states = {patch["state"] for patch in diagnose(PipelineConfig())["patches"]}
+        assert states == {"applied"}
+    for module in (schedules, pipeline_parallel, training):
+        assert module.get_forward_backward_func is stock
+    assert "applied" not in {p["state"] for p in diagnose(PipelineConfig())["patches"]}
+
+
+def test_it_is_refused_once_a_model_exists() -> None:
+    module = MegatronModule(SimpleNamespace())  # type: ignore[arg-type]
+    with pytest.raises(PatchError, match=r"MegatronModule.* has been built already"):
+        megatron_ext.install(schedule="1f1b")
+    del module
+    megatron_ext.install(schedule="1f1b").undo()
+
+
+def test_it_is_refused_when_a_reference_cannot_be_replaced() -> None:
+    held = functools.partial(schedules.get_forward_backward_func)
+    with pytest.raises(PatchError, match="get_forward_backward_func is held by a partial"):
+        megatron_ext.install(schedule="1f1b")
+    del held
+    megatron_ext.install(schedule="1f1b").undo()
+
+
+def test_an_unknown_megatron_is_refused_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward_step() -> None: ...
+
+    stock = schedules.get_forward_backward_func
+    monkeypatch.setattr(schedules, "forward_step", forward_step)
+    with pytest.raises(PatchError, match=rf"schedules:forward_step has source.*{ALLOW_UNKNOWN}=1"):
+        megatron_ext.install(schedule="1f1b")
+    assert schedules.get_forward_backward_func is stock
+    monkeypatch.setenv(ALLOW_UNKNOWN, "1")
+    megatron_ext.install(schedule="1f1b").undo()
+
+
+def test_a_pipeline_of_one_rank_is_refused() -> None:
+    with (
+        megatron_ext.install(schedule="1f1b"),
+        pytest.raises(ValueError, match=r"needs a pipeline.*--pipeline-model-parallel-size"),
+    ):
+        schedules.get_forward_backward_func(pp_size=1)
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.setting)
+def test_what_is_refused_says_what_to_write_instead(refusal: object) -> None:
+    setting, instead = refusal.setting, refusal.instead  # type: ignore[attr-defined]
+    settings = SimpleNamespace(**{setting: 2})
+    with pytest.raises(ValueError) as caught:
+        refuse(settings, choose("zb-h1"))
+    assert f"{setting}=2" in str(caught.value) and instead in str(caught.value)
+
+
+def test_whole_backward_schedules_refuse_less() -> None:
+    refuse(SimpleNamespace(transformer_impl="transformer_engine"), choose("1f1b"))
+    with pytest.raises(ValueError, match="--transformer-impl local"):
+        refuse(SimpleNamespace(transformer_impl="transformer_engine"), choose("zb-h1"))
+
+
+def test_importing_the_package_imports_neither_torch_nor_megatron() -> None:
+    code = "import megatron_ext, sys; sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,207 @@
+"""Training under our schedules against stock Megatron: the same numbers, to the last bit.
+
+Stock trains and saves at iteration 2; a schedule loads that and trains on; both must then have the
+same losses, parameters and optimizer tensors. ``--clip-grad 0``, since clipping multiplies by a
+norm whose cross-rank sum has an order of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.megatron_runs import Run, losses, model_flags, train
+
+FAMILIES = ("gpipe", "1f1b", "zb-h1")
+SAVED_AT = 2
+
+SHAPES: dict[str, tuple[int, dict[str, object]]] = {
+    "pp2": (2, {"pipeline_model_parallel_size": 2}),
+    "pp4": (4, {"pipeline_model_parallel_size": 4}),
+    "pp2 dp2": (4, {"pipeline_model_parallel_size": 2}),
+}
+MODELS: dict[str, dict[str, object]] = {
+    "tied": {},
+    "untied, dropout": {
+        "untie_embeddings_and_output_weights": True,
+        "attention_dropout": 0.1,
+        "hidden_dropout": 0.1,
+    },
+    "dropout, full recompute": {
+        "attention_dropout": 0.1,
+        "hidden_dropout": 0.1,
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+}
+
+
+@functools.cache
+def stock(shape: str, model: str) -> tuple[list[Run], Path]:
+    """Stock's run, and the checkpoint it left at iteration 2."""
+    ranks, layout = SHAPES[shape]
+    folder = Path(tempfile.mkdtemp(prefix="parity"))
+    flags = model_flags(**layout, **MODELS[model], save=folder, save_interval=SAVED_AT)
+    return train(ranks, flags), folder
+
+
+def resume(shape: str, model: str, folder: Path, **overrides: object) -> list[Run]:
+    """Train on from stock's checkpoint of iteration 2 (the later one stays unread)."""
+    ranks, layout = SHAPES[shape]
+    flags = model_flags(**layout, **MODELS[model], load=folder, ckpt_step=SAVED_AT, **overrides)
+    return train(ranks, flags)
+
+
+def assert_same(runs: list[Run], reference: list[Run]) -> None:
+    assert losses(runs) == losses(reference)[-len(losses(runs)) :]
+    for rank, (run, expected) in enumerate(zip(runs, reference, strict=True)):
+        different = [name for name in expected.state if run.state[name] != expected.state[name]]
+        assert not different, f"rank {rank}: {len(different)} tensors differ: {different[:5]}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_resumed_training_is_stock_to_the_last_bit(shape: str, model: str, family: str) -> None:
+    reference, folder = stock(shape, model)
+    runs = resume(shape, model, folder, pipeline_schedule=family)
+    assert len(losses(runs)) == len(losses(reference)) - SAVED_AT
+    assert all(run.schedule == "PipelineStep" for run in runs)
+    assert_same(runs, reference)
+    for run, expected in zip(runs, reference, strict=True):
+        assert run.norms == pytest.approx(expected.norms[SAVED_AT:], rel=2**-22)
+
+
+def compare(ranks: int, **flags: object) -> tuple[list[Run], list[Run]]:
+    """Stock and zb-h1 from the same initialisation."""
+    reference = train(ranks, model_flags(**flags))
+    return train(ranks, model_flags(**flags, pipeline_schedule="zb-h1")), reference
+
+
+@pytest.mark.parametrize(
+    ("ranks", "microbatches"),
+    [(4, 3), (4, 1), (3, 5), (3, 7), (4, 6)],
+    ids=["m < p", "m = 1", "odd p", "odd p, m > 2p", "m not divisible by p"],
+)
+def test_any_number_of_microbatches(ranks: int, microbatches: int) -> None:
+    runs, reference = compare(
+        ranks,
+        num_layers=12 if ranks == 3 else 4,
+        pipeline_model_parallel_size=ranks,
+        global_batch_size=microbatches,
+        train_iters=3,
+    )
+    assert_same(runs, reference)
+
+
+def test_gradient_reduction_overlaps() -> None:
+    """Steps 1 to 3 matter: Megatron learns its bucket order in the first."""
+    runs, reference = compare(
+        4, pipeline_model_parallel_size=2, overlap_grad_reduce=True, train_iters=4
+    )
+    assert_same(runs, reference)
+
+
+def test_distributed_optimizer_with_both_overlaps() -> None:
+    runs, reference = compare(
+        4,
+        pipeline_model_parallel_size=2,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        train_iters=4,
+    )
+    assert_same(runs, reference)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tensor_parallel(sequence_parallel: bool) -> None:
+    runs, reference = compare(
+        4,
+        pipeline_model_parallel_size=2,
+        tensor_model_parallel_size=2,
+        sequence_parallel=sequence_parallel,
+        train_iters=3,
+    )
+    assert_same(runs, reference)
+
+
+def test_bf16() -> None:
+    runs, reference = compare(2, pipeline_model_parallel_size=2, bf16=True, train_iters=3)
+    assert_same(runs, reference)
+
+
+def test_without_linear_bias() -> None:
+    runs, reference = compare(
+        2,
+        pipeline_model_parallel_size=2,
+        disable_bias_linear=True,
+        swiglu=True,
+        group_query_attention=True,
+        num_query_groups=1,
+        train_iters=3,
+    )
+    assert_same(runs, reference)
+
+
+def test_evaluation_between_iterations() -> None:
+    runs, reference = compare(
+        4, pipeline_model_parallel_size=4, eval_iters=2, eval_interval=2, train_iters=4
+    )
+    assert_same(runs, reference)
+    assert reference[-1].evaluation and runs[-1].evaluation == reference[-1].evaluation
+
+
+def test_shapes_exchanged_when_sequence_lengths_vary() -> None:
+    flags: dict[str, object] = {"pipeline_model_parallel_size": 4, "train_iters": 3}
+    varying = {"variable_seq_lengths": True}
+    reference = train(4, model_flags(**flags), model_config=varying)
+    runs = train(4, model_flags(**flags, pipeline_schedule="zb-h1"), model_config=varying)
+    assert_same(runs, reference)
+
+
+def test_clipping_is_close() -> None:
+    """The norm's sum over ranks has an order; so parameters may differ in their last bits."""
+    runs, reference = compare(4, pipeline_model_parallel_size=4, clip_grad=0.5, train_iters=4)
+    assert losses(runs) == pytest.approx(losses(reference), rel=1e-6)
+
+
+def test_loss_per_token() -> None:
+    runs, reference = compare(
+        2, pipeline_model_parallel_size=2, calculate_per_token_loss=True, train_iters=3
+    )
+    assert_same(runs, reference)
+
+
+def test_saved_under_a_schedule_and_resumed_under_stock(tmp_path: Path) -> None:
+    flags: dict[str, object] = {"pipeline_model_parallel_size": 2, "train_iters": 4}
+    whole = train(2, model_flags(**flags))
+    train(
+        2,
+        model_flags(
+            **flags, pipeline_schedule="zb-h1", save=tmp_path, save_interval=2, exit_interval=2
+        ),
+    )
+    resumed = train(2, model_flags(**flags, load=tmp_path))
+    assert len(losses(resumed)) == 2
+    assert_same(resumed, whole)
+
+
+def test_no_flag_means_stock() -> None:
+    runs = train(2, model_flags(pipeline_model_parallel_size=2, train_iters=1))
+    assert {run.schedule for run in runs} == {"forward_backward_pipelining_without_interleaving"}
+
+
+@pytest.mark.skipif("MEGATRON_LM_DIR" not in os.environ, reason="MEGATRON_LM_DIR is not set")
+def test_the_upstream_script() -> None:
+    script = Path(os.environ["MEGATRON_LM_DIR"]) / "pretrain_gpt.py"
+    flags: dict[str, object] = {"pipeline_model_parallel_size": 4, "train_iters": 3}
+    reference = train(4, model_flags(**flags), script)
+    runs = train(4, model_flags(**flags, pipeline_schedule="zb-h1"), script)
+    assert all(run.schedule == "PipelineStep" for run in runs)
+    assert_same(runs, reference)

@@ -1,0 +1,269 @@
+"""Run a function on several ranks, forked from one process, with gloo between them.
+
+Forking costs tenths of a second where a launch costs ten: the parent has imported torch, and
+whatever its test module imports, once. It must not have started a process group or a thread pool.
+
+Ranks are forked from the test process itself, or from a `Script`: those end as a training script
+does, by an exception that nobody catches and the interpreter's own shutdown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """How a rank ended: ``value`` of a good one, ``error`` (a traceback) of another.
+
+    Ranks of a `Script` have neither: their traceback is in ``stderr``.
+    """
+
+    exit_code: int | None  # negative: the signal that ended it; None: it had to be killed
+    seconds: float
+    value: Any = None
+    error: str = ""
+    stderr: str = ""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a rank is forked for."""
+
+    rank: int
+    ranks: int
+    function: Callable[[int], Any]
+    folder: str
+    connect: bool
+
+    def run(self) -> Any:
+        """In the rank: to the function's end."""
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        torch.set_num_threads(1)
+        file = os.open(f"{self.folder}/{self.rank}.stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, 2)
+        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115  # for its whole life
+        if self.connect:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{self.folder}/store",
+                rank=self.rank,
+                world_size=self.ranks,
+            )
+        return self.function(self.rank)
+
+
+class Parent(Protocol):
+    """A process that ranks are forked from."""
+
+    def fork(self, request: Request) -> int:
+        """Start a rank; its process id."""
+        ...
+
+    def exit_code(self, pid: int) -> int | None:
+        """How that rank has ended; None while it runs. Not to be asked again once it has."""
+        ...
+
+
+class ThisProcess:
+    """Ranks are forked right here. They leave without the interpreter's shutdown, which would
+    clean up after the tests' process too."""
+
+    def fork(self, request: Request) -> int:
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid:
+            return pid
+        result: dict[str, Any] = {}
+        try:
+            result["value"] = request.run()
+        except BaseException:
+            result["error"] = traceback.format_exc()
+        with open(f"{request.folder}/{request.rank}", "wb") as file:
+            pickle.dump(result, file)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1 if "error" in result else 0)
+
+    def exit_code(self, pid: int) -> int | None:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        return os.waitstatus_to_exitcode(status) if ended else None
+
+
+class Script:
+    """Ranks are forked from the top level of this file, run as a script."""
+
+    def __init__(self) -> None:
+        self._connection, theirs = multiprocessing.Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-X", "faulthandler", "-m", "tests.ranks", str(theirs.fileno())],
+                cwd=ROOT,
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+
+    def fork(self, request: Request) -> int:
+        """The request's function must be one that another process can import by its name."""
+        self._connection.send(request)
+        return self._connection.recv()
+
+    def exit_code(self, pid: int) -> int | None:
+        self._connection.send(pid)
+        return self._connection.recv()
+
+    def close(self) -> None:
+        self._connection.close()
+        self._process.wait()
+
+
+class RunningRanks:
+    """Ranks under way, to be watched, sent signals and waited for."""
+
+    def __init__(self, pids: list[int], parent: Parent, folder: str) -> None:
+        self._pids = pids
+        self._parent = parent
+        self._folder = folder
+        self._start = time.monotonic()
+        self._ended: dict[int, tuple[int | None, float]] = {}
+
+    def send_signal(self, rank: int, signum: int) -> None:
+        os.kill(self._pids[rank], signum)
+
+    def stderr(self, rank: int) -> str:
+        """What the rank has said so far."""
+        with contextlib.suppress(FileNotFoundError):
+            return Path(f"{self._folder}/{rank}.stderr").read_text()
+        return ""
+
+    def wait_until_it_says(self, rank: int, text: str, timeout: float = 30.0) -> None:
+        """Return when ``text`` is in the rank's stderr."""
+        end = time.monotonic() + timeout
+        while text not in self.stderr(rank):
+            assert time.monotonic() < end, f"rank {rank} never said {text!r}: {self.stderr(rank)}"
+            assert rank in self._alive(), f"rank {rank} has ended: {self.stderr(rank)}"
+            time.sleep(0.02)
+
+    def wait_until_ended(self, *ranks: int, timeout: float = 60.0) -> None:
+        end = time.monotonic() + timeout
+        while left := set(ranks) & set(self._alive()):
+            assert time.monotonic() < end, f"still running: ranks {left}"
+            time.sleep(0.01)
+
+    def wait(self, timeout: float = 60.0) -> list[RankResult]:
+        """How they ended, in rank order. Who is alive after ``timeout`` seconds is killed."""
+        end = time.monotonic() + timeout
+        while self._alive() and time.monotonic() < end:
+            time.sleep(0.01)
+        self.kill()
+        return [self._result(rank) for rank in range(len(self._pids))]
+
+    def kill(self) -> None:
+        """End those that still run."""
+        killed = self._alive()
+        for rank in killed:
+            os.kill(self._pids[rank], signal.SIGKILL)
+        while self._alive():
+            time.sleep(0.01)
+        for rank in killed:
+            self._ended[rank] = (None, self._ended[rank][1])
+
+    def _alive(self) -> list[int]:
+        for rank, pid in enumerate(self._pids):
+            if rank not in self._ended:
+                exit_code = self._parent.exit_code(pid)
+                if exit_code is not None:
+                    self._ended[rank] = exit_code, time.monotonic() - self._start
+        return [rank for rank in range(len(self._pids)) if rank not in self._ended]
+
+    def _result(self, rank: int) -> RankResult:
+        left = {}
+        # A rank that was killed, or one of a Script, has left nothing or half of it.
+        with contextlib.suppress(OSError, EOFError), open(f"{self._folder}/{rank}", "rb") as file:
+            left = pickle.load(file)
+        return RankResult(*self._ended[rank], **left, stderr=self.stderr(rank))
+
+
+@contextlib.contextmanager
+def running_ranks(
+    ranks: int,
+    function: Callable[[int], Any],
+    parent: Parent | None = None,
+    connect: bool = True,
+) -> Iterator[RunningRanks]:
+    """``function(rank)`` on each of ``ranks`` processes, forked from ``parent`` (this process).
+
+    None of them outlives the block.
+    """
+    parent = parent or ThisProcess()
+    with tempfile.TemporaryDirectory() as folder:
+        pids = [
+            parent.fork(Request(rank, ranks, function, folder, connect)) for rank in range(ranks)
+        ]
+        running = RunningRanks(pids, parent, folder)
+        try:
+            yield running
+        finally:
+            running.kill()
+
+
+def run_ranks(
+    ranks: int, function: Callable[[int], Any], timeout: float = 60.0, connect: bool = True
+) -> list[RankResult]:
+    """``function(rank)`` on each of ``ranks`` forked processes; results in rank order.
+
+    A rank still alive after ``timeout`` seconds is killed; its exit code is None.
+    """
+    with running_ranks(ranks, function, connect=connect) as running:
+        return running.wait(timeout)
+
+
+def values(results: list[RankResult]) -> list[Any]:
+    """The values of ranks that must all have ended well."""
+    for rank, result in enumerate(results):
+        assert result.exit_code == 0, (
+            f"rank {rank} ended with {result.exit_code} after {result.seconds:.1f} s\n"
+            f"{result.error}{result.stderr}"
+        )
+    return [result.value for result in results]
+
+
+def _next_request(connection: multiprocessing.connection.Connection) -> Request:
+    """Serve a `Script`; returns in each rank that it forks."""
+    gc.freeze()  # else a rank's shutdown, which collects garbage, copies all of this process first
+    while True:
+        try:
+            message = connection.recv()
+        except EOFError:
+            sys.exit()
+        if isinstance(message, int):
+            connection.send(ThisProcess().exit_code(message))
+            continue
+        pid = os.fork()
+        if pid == 0:
+            connection.close()
+            return message
+        connection.send(pid)
+
+
+if __name__ == "__main__":
+    _next_request(multiprocessing.connection.Connection(int(sys.argv[1]))).run()

@@ -1,0 +1,79 @@
+"""The commands, as a user types them and as a program reads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_ext.cli import app
+from megatron_ext.schedule.schedule import from_csv
+
+runner = CliRunner()
+
+
+def run(*words: str, code: int = 0) -> str:
+    result = runner.invoke(app, words)
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def test_schedules_lists_every_family() -> None:
+    rows = json.loads(run("schedules", "--json"))
+    assert [row["name"] for row in rows] == ["gpipe", "1f1b", "zb-h1"]
+    keys = {"name", "placement", "chunks", "uses_costs", "runnable", "source"}
+    assert all(row.keys() == keys for row in rows)
+    assert "zb-h1" in run("schedules")
+
+
+def test_simulate_prints_one_object() -> None:
+    result = json.loads(run("simulate", "1f1b", "--pp", "8", "-m", "32", "--json"))
+    assert result["makespan"] == 117 and result["work"] == 96
+    assert result["peak_activation_microbatches"] == [8, 7, 6, 5, 4, 3, 2, 1]
+    assert result["bitwise_order"] is True and result["memory_limit"] is None
+    assert result["bubble_share_makespan"] == pytest.approx(21 / 117)
+
+
+def test_simulate_draws_and_writes_a_table_that_it_reads_back(tmp_path: Path) -> None:
+    picture, table = tmp_path / "x.svg", tmp_path / "x.csv"
+    sizes = ("--pp", "3", "-m", "4")
+    made = json.loads(
+        run("simulate", "zb-h1", *sizes, "--json", "--csv", str(table), "--plot", str(picture))
+    )
+    assert "<svg" in picture.read_text()
+    assert len(from_csv(table.read_text(), "x").rows) == 3
+    read = json.loads(run("simulate", str(table), *sizes, "--json"))
+    assert read["makespan"] == made["makespan"]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("simulate", "zb-h9", "--pp", "2", "-m", "2"), "known are gpipe, 1f1b, zb-h1"),
+        (("simulate", "1f1b", "--pp", "4", "-m", "8", "--memory-limit", "3"), "0F3 brings rank 0"),
+        (("simulate", "1f1b", "--pp", "4", "-m", "0"), "microbatches is 0"),
+        (("simulate", "1f1b", "--pp", "0", "-m", "4"), "pipeline ranks is 0"),
+        (("simulate", "1f1b", "--pp", "4", "-m", "8", "--costs", "f=1"), "missing ['i', 'w']"),
+        (("simulate", "1f1b", "--pp", "4", "-m", "8", "--plot", "x.pdf"), ".svg or .png"),
+        (("simulate", "1f1b", "--pp", "4", "-m", "8", "--costs", "no.json"), "cannot be read"),
+        (("doctor", "--pipeline-memory-limit", "4"), "without --pipeline-schedule"),
+    ],
+)
+def test_a_mistake_exits_2_and_says_why(words: tuple[str, ...], text: str) -> None:
+    assert text in run(*words, code=2)
+
+
+def test_doctor_with_no_flag_of_ours_wants_no_patch() -> None:
+    found = json.loads(run("doctor", "--json"))
+    assert found["environment"]["megatron-core"].startswith("0.19")
+    assert found["patches"] and {patch["state"] for patch in found["patches"]} == {"not wanted"}
+
+
+def test_doctor_shows_what_a_flag_would_apply() -> None:
+    found = json.loads(run("doctor", "--json", "--pipeline-schedule", "1f1b"))
+    states = {patch["feature"]: patch["state"] for patch in found["patches"]}
+    assert states["schedule"] == states["flags"] == "would be applied"
+    assert states["split backward of local linear layers"] == "not wanted"
+    assert all(patch["reason"] and patch["target"] for patch in found["patches"])

@@ -1,0 +1,104 @@
+"""The launcher: what it runs, what it sets, and how it ends on a mistake."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.launch import first_host, is_launch, slurm_ranks
+
+SRUN = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_STEP_NODELIST": "gpu[03-04]",
+    "SLURM_JOB_ID": "40017",
+}
+
+
+def launch(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, "-m", "megatron_ext", *words],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**env, "PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONWARNINGS": "ignore"},
+    )
+
+
+def test_a_script_or_a_module_is_a_launch_and_a_word_is_a_command() -> None:
+    assert is_launch(["pretrain_gpt.py", "--lr", "1"]) and is_launch(["-m", "train"])
+    assert not is_launch(["doctor"]) and not is_launch([])
+
+
+def test_ranks_come_from_srun_where_torchrun_has_set_none() -> None:
+    assert slurm_ranks(SRUN) == {
+        "RANK": "5",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "gpu03",
+        "MASTER_PORT": "20017",
+    }
+    assert slurm_ranks({**SRUN, "MASTER_PORT": "9"})["RANK"] == "5"
+    assert "MASTER_PORT" not in slurm_ranks({**SRUN, "MASTER_PORT": "9"})
+    assert slurm_ranks({**SRUN, "RANK": "0"}) == {}
+    assert slurm_ranks({}) == {}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("n1", "n1"),
+        ("n1,n2", "n1"),
+        ("gpu[03-05,9],m1", "gpu03"),
+        ("a-b[7]", "a-b7"),
+        ("rack1-[2,4]", "rack1-2"),
+    ],
+)
+def test_first_host(nodes: str, host: str) -> None:
+    assert first_host(nodes) == host
+
+
+def test_the_script_runs_as_main_with_its_folder_and_arguments(tmp_path: Path) -> None:
+    (tmp_path / "helper.py").write_text("name = 'beside the script'")
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, helper\n"
+        "from megatron.core.pipeline_parallel import schedules as s\n"
+        "print(__name__, helper.name, sys.argv[1:3], s.get_forward_backward_func.__module__)\n"
+        "print(hasattr(s.get_forward_backward_func, '__wrapped__'))\n"
+    )
+    stock = launch(str(script), "--lr", "1")
+    assert stock.returncode == 0, stock.stderr
+    assert "__main__ beside the script ['--lr', '1']" in stock.stdout
+    assert stock.stdout.endswith("False\n"), "no flag of ours, no patch"
+    ours = launch(str(script), "--lr", "1", "--pipeline-schedule", "zb-h1")
+    assert ours.stdout.endswith("True\n"), ours.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("no_such.py",), "there is no script no_such.py"),
+        (("-m",), "-m needs the name of a module"),
+        (("x.py", "--pipeline-schedule", "zb-h9"), "there is no schedule 'zb-h9'; known are"),
+        (("x.py", "--pipeline-schedule", "zb-h1:a=1"), "zb-h1 has no option 'a'; it has: none"),
+        (("x.py", "--pipeline-costs", "f=1"), "without --pipeline-schedule"),
+        (("x.py", "--pipeline-schedule", "none.csv"), "none.csv cannot be read"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(
+    words: tuple[str, ...], text: str, tmp_path: Path
+) -> None:
+    (tmp_path / "x.py").write_text("print('ran')")
+    result = launch(*words, cwd=tmp_path)
+    assert result.returncode == 2, result.stderr
+    assert text in result.stderr and "Traceback" not in result.stderr
+    assert "ran" not in result.stdout

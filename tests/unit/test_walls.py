@@ -1,0 +1,293 @@
+"""The walls of the architecture, held on the syntax trees, so that no import runs the wrong way.
+
+    patches -> runtime -> schedule
+
+Schedules are pure data that any machine can make and prove without torch; the runtime executes
+them without Megatron; whatever touches other people's code is in patches/ and nowhere else. An
+import of the wrong kind breaks nothing on the day it is written, which is why a test looks for it.
+"""
+
+import ast
+import importlib.util
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Use:
+    """A module named in a file: imported by it, or in one of its strings."""
+
+    name: str
+    line: int
+    how: str  # "import", "import_module" (by a call) or "string"
+    lazy: bool  # inside a function, or for the type checker only
+
+
+@dataclass(frozen=True)
+class Wall:
+    """A rule over every use of a module in the files it covers."""
+
+    rule: str
+    covers: Callable[[str], bool]
+    allows: Callable[[str, Use], bool]
+
+
+def uses(source: str, module: str, *, is_package: bool = False) -> list[Use]:
+    """Every module that ``source``, the text of ``module``, names."""
+    package = module if is_package else module.rpartition(".")[0]
+    return list(_uses(ast.parse(source), package, lazy=False))
+
+
+def _uses(node: ast.AST, package: str, lazy: bool) -> Iterator[Use]:
+    match node:
+        case ast.Import(names=names):
+            for alias in names:
+                yield Use(alias.name, node.lineno, "import", lazy)
+        case ast.ImportFrom(module=base, names=names, level=level):
+            base = importlib.util.resolve_name("." * level + (base or ""), package)
+            for alias in names:
+                yield Use(f"{base}.{alias.name}", node.lineno, "import", lazy)
+        case ast.Call(func=function, args=[ast.Constant(value=str(name)), *_]) if ast.unparse(
+            function
+        ).endswith(("import_module", "__import__")):
+            name = importlib.util.resolve_name(name, package)
+            yield Use(name, node.lineno, "import_module", lazy)
+        case ast.Constant(value=str(text)) if re.fullmatch(r"\w+([.:]\w*)+", text):
+            yield Use(text, node.lineno, "string", lazy)
+    for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    deferred = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+    for child in ast.iter_child_nodes(node):
+        yield from _uses(child, package, lazy or for_types or deferred)
+
+
+def within(name: str, *tops: str) -> bool:
+    """Whether ``name`` is one of the modules ``tops`` or below one."""
+    return any(re.match(rf"{re.escape(top)}([.:]|$)", name) for top in tops)
+
+
+def imports_only(*tops: str, lazily: tuple[str, ...] = ()) -> Callable[[str, Use], bool]:
+    def allows(module: str, use: Use) -> bool:
+        if use.how == "string" or within(use.name, *sys.stdlib_module_names, *tops):
+            return True
+        return use.lazy and within(use.name, *lazily)
+
+    return allows
+
+
+def only_in(*owners: str, names: str, strings_in: tuple[str, ...]) -> Callable[[str, Use], bool]:
+    def allows(module: str, use: Use) -> bool:
+        if not within(use.name, names) or within(module, *owners):
+            return True
+        # A bare word is a value (``--transformer-impl transformer_engine``), a path is a module.
+        return use.how == "string" and within(module, *strings_in)
+
+    return allows
+
+
+def under(*tops: str) -> Callable[[str], bool]:
+    return lambda module: within(module, *tops)
+
+
+def in_package(module: str) -> bool:
+    return within(module, "megatron_ext")
+
+
+def in_base(module: str) -> bool:
+    inner = ("megatron_ext.schedule", "megatron_ext.runtime", "megatron_ext.patches")
+    return in_package(module) and not within(module, *inner)
+
+
+def loads_without_torch(module: str, use: Use) -> bool:
+    if use.lazy or use.how == "string":
+        return True
+    allowed = imports_only("numpy", "typer", "rich", "megatron_ext")(module, use)
+    return allowed and not within(use.name, "megatron_ext.runtime")
+
+
+FAMILIES = "megatron_ext.schedule.families"
+TRANSFORMS = "megatron_ext.schedule.transforms"
+
+
+def no_sibling(module: str, use: Use) -> bool:
+    # The package itself may gather its modules; that is how they are registered.
+    gathers = module in (FAMILIES, TRANSFORMS) and within(use.name, module)
+    return use.how == "string" or gathers or not within(use.name, FAMILIES, TRANSFORMS)
+
+
+STRINGS = (
+    "megatron_ext.patches.features",
+    "megatron_ext.patches.engine",
+    "megatron_ext.installation",
+    "megatron_ext.cli",
+)
+
+WALLS = {
+    "schedule": Wall(
+        "schedule/ imports the standard library, numpy and schedule/ only; matplotlib and ortools "
+        "(extras) inside the functions that need them",
+        under("megatron_ext.schedule"),
+        imports_only("numpy", "megatron_ext.schedule", lazily=("matplotlib", "ortools")),
+    ),
+    "runtime": Wall(
+        "runtime/ imports the standard library, torch, numpy, schedule/ and runtime/ only",
+        under("megatron_ext.runtime"),
+        imports_only("torch", "numpy", "megatron_ext.schedule", "megatron_ext.runtime"),
+    ),
+    "base": Wall(
+        "the files of megatron_ext/ itself import nothing that the base package does not depend "
+        "on (numpy, typer and its rich), except inside a function: torch may be missing",
+        in_base,
+        loads_without_torch,
+    ),
+    "siblings": Wall(
+        "families and transforms don't import each other: one reaches another through the "
+        "registry, and what they share belongs in schedule/ itself",
+        under(FAMILIES, TRANSFORMS),
+        no_sibling,
+    ),
+    "megatron": Wall(
+        "only patches/megatron, patches/cpu.py and scripts/ name Megatron's modules; "
+        "features.py, engine.py and cli.py may in strings",
+        in_package,
+        only_in(
+            "megatron_ext.patches.megatron",
+            "megatron_ext.patches.cpu",
+            names="megatron",
+            strings_in=STRINGS,
+        ),
+    ),
+    "transformer_engine": Wall(
+        "only patches/transformer_engine names Transformer Engine's modules; features.py, "
+        "engine.py and cli.py may in strings",
+        in_package,
+        only_in(
+            "megatron_ext.patches.transformer_engine",
+            names="transformer_engine",
+            strings_in=STRINGS,
+        ),
+    ),
+    "cpu": Wall(
+        "no import statement names patches/cpu.py: it can be deleted, and on a GPU none of it "
+        "is imported",
+        under("megatron_ext", "scripts"),
+        lambda module, use: use.how != "import" or not within(use.name, "megatron_ext.patches.cpu"),
+    ),
+    "one name": Wall(
+        "patches/ is imported as megatron_ext.patches: under a second name its classes would "
+        "exist twice",
+        under("megatron_ext", "scripts", "tests"),
+        lambda module, use: use.how == "string" or not within(use.name, "patches"),
+    ),
+}
+
+
+def breaches(wall: Wall, source: str, module: str, *, is_package: bool = False) -> list[str]:
+    """What in ``source`` breaks ``wall``, one line each."""
+    if not wall.covers(module):
+        return []
+    return [
+        f"line {use.line}: {use.how} {use.name}"
+        for use in uses(source, module, is_package=is_package)
+        if not wall.allows(module, use)
+    ]
+
+
+def files() -> Iterator[tuple[Path, str]]:
+    """Every file of ours with its module name; patches/ once, under its name in the package."""
+    for top in ("megatron_ext", "patches", "scripts", "tests"):
+        for path in sorted((ROOT / top).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            if parts[:2] == ("megatron_ext", "patches"):
+                continue
+            if parts[-1] == "__init__":
+                parts = parts[:-1]
+            yield path, ".".join(("megatron_ext", *parts) if top == "patches" else parts)
+
+
+@pytest.mark.parametrize("name", WALLS)
+def test_wall_holds(name: str) -> None:
+    wall = WALLS[name]
+    found = [
+        f"{path.relative_to(ROOT)}, {breach}"
+        for path, module in files()
+        for breach in breaches(
+            wall, path.read_text(), module, is_package=path.name == "__init__.py"
+        )
+    ]
+    assert not found, f"the rule: {wall.rule}\n  " + "\n  ".join(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "source"),
+    [
+        ("schedule", "megatron_ext.schedule.draw", "import matplotlib"),
+        ("schedule", "megatron_ext.schedule.simulate", "def f():\n    import torch"),
+        ("schedule", "megatron_ext.schedule.verify", "from megatron_ext.runtime import executor"),
+        ("schedule", "megatron_ext.schedule.verify", "from ..runtime.executor import execute"),
+        ("schedule", "megatron_ext.schedule.verify", "from .. import __version__"),
+        ("schedule", "megatron_ext.schedule.costs", "importlib.import_module('torch')"),
+        ("runtime", "megatron_ext.runtime.executor", "import megatron.core"),
+        ("runtime", "megatron_ext.runtime.executor", "from megatron_ext.patches import engine"),
+        ("runtime", "megatron_ext.runtime.executor", "import megatron_ext.config"),
+        ("base", "megatron_ext.config", "import torch"),
+        ("base", "megatron_ext.cli", "from megatron_ext.runtime import bench"),
+        ("siblings", f"{FAMILIES}.zero_bubble", "from .line import one_forward_one_backward"),
+        ("siblings", f"{FAMILIES}.zero_bubble", f"def f():\n    from {TRANSFORMS} import offload"),
+        ("siblings", f"{TRANSFORMS}.offload", f"import {FAMILIES}.line"),
+        ("siblings", TRANSFORMS, f"import {FAMILIES}.line"),
+        ("megatron", "megatron_ext.runtime.stage", "from megatron.core import parallel_state"),
+        ("megatron", "megatron_ext.patches.features", "import megatron.training"),
+        ("megatron", "megatron_ext.patches.transformer_engine.linear", "import megatron.core"),
+        ("megatron", "megatron_ext.config", "NAME = 'megatron.core.parallel_state'"),
+        ("megatron", "megatron_ext.config", "f'megatron.core.{name}'"),
+        ("transformer_engine", "megatron_ext.patches.megatron.core.x", "import transformer_engine"),
+        (
+            "transformer_engine",
+            "megatron_ext.patches.cpu",
+            "TARGET = 'transformer_engine.pytorch:Linear.forward'",
+        ),
+        ("cpu", "megatron_ext.patches.features", "from megatron_ext.patches import cpu"),
+        ("cpu", "megatron_ext.patches.features", "def f():\n    from . import cpu"),
+        ("cpu", "scripts.quickstart", "import megatron_ext.patches.cpu"),
+        ("one name", "tests.unit.test_x", "from patches.engine import apply"),
+    ],
+)  # fmt: skip
+def test_breach_is_seen(name: str, module: str, source: str) -> None:
+    assert breaches(WALLS[name], source, module)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("megatron_ext.schedule.draw", "def draw():\n    import matplotlib.pyplot as plt"),
+        (
+            "megatron_ext.schedule.draw",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import matplotlib",
+        ),
+        ("megatron_ext.schedule.verify", "import numpy as np\nfrom .action import Action"),
+        (f"{FAMILIES}.v_auto", "from megatron_ext.schedule.simulate import simulate"),
+        ("megatron_ext.runtime.executor", "import torch\nfrom ..schedule import verify"),
+        ("megatron_ext.cli", "import typer\ndef bench():\n    from .runtime import bench"),
+        ("megatron_ext.cli", "NAMES = ('megatron.training', 'transformer_engine.pytorch')"),
+        ("megatron_ext.config", "IMPLEMENTATION = 'transformer_engine'"),
+        ("megatron_ext.patches.features", "import_module('megatron_ext.patches.cpu')"),
+        ("megatron_ext.patches.features", "TARGET = 'megatron.training.training:train_step'"),
+        ("megatron_ext.patches.megatron.core.x", "from megatron.core import parallel_state"),
+        ("megatron_ext.patches.cpu", "import megatron.core"),
+        ("megatron_ext.patches.megatron.core.x", "import megatron_ext.runtime.executor"),
+    ],
+)  # fmt: skip
+def test_lawful_source_passes(module: str, source: str) -> None:
+    assert [name for name, wall in WALLS.items() if breaches(wall, source, module)] == []
+
+
+def test_package_may_gather_its_modules() -> None:
+    source = "from . import line, zero_bubble"
+    assert breaches(WALLS["siblings"], source, FAMILIES, is_package=True) == []
