@@ -116,6 +116,13 @@ def refuse(settings: Any, choice: Choice) -> None:
 
     ``settings`` are Megatron's parsed arguments or a TransformerConfig.
     """
+    placement = choice.place(settings.pipeline_model_parallel_size)
+    if placement.rank_of != tuple(range(placement.ranks)):
+        raise ValueError(
+            f"--pipeline-schedule {choice.spec} puts {placement.chunks} stages on a rank or in "
+            f"another order, and Megatron runs one stage a rank, in order, so far: use a schedule "
+            f"whose placement is a line ('megatron-ext schedules' tells)"
+        )
     for refusal in REFUSALS:
         if refusal.split_only and not choice.splits_backward:
             continue

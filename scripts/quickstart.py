@@ -63,6 +63,7 @@ ITERATION = re.compile(
     r"global batch size: +(\d+) .*lm loss: ([\d.E+-]+)"
 )
 PREDICTION = re.compile(r"megatron_ext: .* (\d+) microbatches: .*: (f=\S+)$")
+FAILURE = re.compile(r"(Error|Failure): |megatron_ext: (error|got)|SIG[A-Z]+\b")
 
 console = Console(soft_wrap=True)
 
@@ -188,7 +189,7 @@ def run(command: list[str], log: Path) -> Iterator[str]:
 def fail(log: Path) -> None:
     """Print the lines that tell most, and exit."""
     lines = log.read_text(errors="replace").splitlines()
-    errors = [line for line in lines if "rror" in line and "ChildFailedError" not in line]
+    errors = [line for line in lines if FAILURE.search(line)]
     for line in errors[:8] or lines[-20:]:
         console.print(f"  {line}", markup=False, highlight=False)
     console.print(f"all of it: {log}")

@@ -6,6 +6,7 @@ has imported torch and Megatron, so that a run costs seconds.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import hashlib
 import importlib
@@ -35,6 +36,7 @@ for _module in (
 runpy.run_path(str(SCRIPT), run_name="imported")
 gc.collect()
 gc.freeze()
+atexit.register(gc.unfreeze)
 
 
 @dataclass

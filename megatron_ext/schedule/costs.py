@@ -36,6 +36,10 @@ class Costs:
     held_bytes: Mapping[Held, tuple[float, ...]] | None = None
     origin: str = "given"
 
+    def __post_init__(self) -> None:
+        if not any(map(any, self.seconds.values())):
+            raise ValueError("costs: all passes cost nothing; at least one must cost something")
+
     @property
     def stages(self) -> int:
         return len(self.seconds[Duty.FORWARD])
@@ -104,9 +108,11 @@ def parse_costs(text: str, placement: Placement) -> Costs:
         what = f"unknown {sorted(unknown)}" if unknown else f"missing {sorted(missing)}"
         raise ValueError(f"costs {text!r}: {what}; {_EXAMPLE}")
     seconds = {duty: _per_stage(figures[key], placement, text) for key, duty in _DUTY_OF.items()}
-    (comm,) = figures.get("comm", [0.0])
-    _check_figures(text, [comm])
-    return Costs(seconds, comm)
+    hops = figures.get("comm", [0.0])
+    if len(hops) > 1:
+        raise ValueError(f"costs {text!r}: comm is one figure; {_EXAMPLE}")
+    _check_figures(text, hops)
+    return Costs(seconds, hops[0])
 
 
 _EXAMPLE = "write f=10,i=12,w=8,comm=1 (one microbatch of a full rank; comm per hop) or a file"
@@ -119,7 +125,8 @@ def load_costs(path: Path, placement: Placement) -> Costs:
     stage. ``bytes``, if there, maps ``activation`` and ``weight inputs`` likewise.
 
     Raises:
-        ValueError: no such file, not JSON, another version, or lists of another length.
+        ValueError: no such file, not JSON, another version, lists of another length, or keys that
+            are missing or unknown.
     """
     try:
         data = json.loads(path.read_text())
@@ -132,6 +139,12 @@ def load_costs(path: Path, placement: Placement) -> Costs:
     missing = _DUTY_OF.keys() - data.keys()
     if missing:
         raise ValueError(f"costs file {path} lacks {sorted(missing)}; {_EXAMPLE}")
+    known = ["version", *_DUTY_OF, "comm", "bytes"]
+    unknown = data.keys() - set(known)
+    if unknown:
+        raise ValueError(
+            f"costs file {path} has unknown {sorted(unknown)}; known are {', '.join(known)}"
+        )
 
     def per_stage(value: Any, what: str) -> tuple[float, ...]:
         figures = value if isinstance(value, list) else [value]
@@ -139,9 +152,15 @@ def load_costs(path: Path, placement: Placement) -> Costs:
 
     held = None
     if "bytes" in data:
-        held = {kind: per_stage(data["bytes"].get(kind.value, 0), kind.value) for kind in Held}
+        figures = data["bytes"]
+        names = [kind.value for kind in Held]
+        if not isinstance(figures, dict) or figures.keys() != set(names):
+            raise ValueError(f"costs file {path}: bytes must give {' and '.join(names)}")
+        held = {kind: per_stage(figures[kind.value], kind.value) for kind in Held}
     seconds = {duty: per_stage(data[key], key) for key, duty in _DUTY_OF.items()}
-    return Costs(seconds, float(data.get("comm", 0)), held, origin=str(path))
+    hop = data.get("comm", 0)
+    _check_figures(f"{path}, comm", [hop])
+    return Costs(seconds, float(hop), held, origin=str(path))
 
 
 def _per_stage(figures: Sequence[Any], placement: Placement, what: str) -> tuple[float, ...]:

@@ -6,7 +6,7 @@ are its chunks, 0 to v-1 in stage order; Megatron calls a chunk's number its vp_
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 
@@ -48,6 +48,33 @@ class Placement:
 
 def line(ranks: int) -> Placement:
     """One stage a rank, in order."""
-    if ranks < 1:
-        raise ValueError(f"the number of pipeline ranks is {ranks}; at least one is needed")
+    _check(ranks, "pipeline ranks")
     return Placement("line", tuple(range(ranks)))
+
+
+def loop(ranks: int, *, vpp: int = 2) -> Placement:
+    """``vpp`` chunks a rank, Megatron's interleaving: chunk c of rank r is stage c*p + r."""
+    _check(ranks, "pipeline ranks")
+    _check(vpp, "chunks of a rank (vpp)")
+    return Placement("loop", tuple(range(ranks)) * vpp)
+
+
+def v(ranks: int) -> Placement:
+    """Two chunks a rank, down and up again: stage s < p on rank p-1-s, stage p+k on rank k.
+
+    The open end, first and last stage, is on the last rank, where Megatron looks for the loss.
+    """
+    return replace(wave(ranks, waves=1), name="v")
+
+
+def wave(ranks: int, *, waves: int = 2) -> Placement:
+    """``waves`` V's one after the other: 2*waves chunks a rank (Hanayo)."""
+    _check(ranks, "pipeline ranks")
+    _check(waves, "waves")
+    there, back = tuple(reversed(range(ranks))), tuple(range(ranks))
+    return Placement("wave", (there + back) * waves)
+
+
+def _check(number: int, what: str) -> None:
+    if number < 1:
+        raise ValueError(f"the number of {what} is {number}; at least one is needed")

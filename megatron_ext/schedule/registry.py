@@ -18,11 +18,12 @@ from megatron_ext.schedule.schedule import Family, Problem, Schedule, from_csv
 
 @dataclass(frozen=True)
 class FamilyEntry:
-    """A registered family. ``build`` takes the problem and the family's options as keywords."""
+    """A registered family. ``build`` takes the problem, ``place`` the number of ranks, and each
+    those options of the family that it names as keyword-only parameters."""
 
     name: str
     build: Callable[..., Schedule]
-    place: Callable[[int], Placement]
+    place: Callable[..., Placement]
     source: str
     splits_backward: bool
     uses_costs: bool
@@ -34,7 +35,7 @@ _ENTRIES: dict[str, FamilyEntry] = {}
 
 def family(
     name: str,
-    place: Callable[[int], Placement],
+    place: Callable[..., Placement],
     *,
     source: str,
     splits_backward: bool = False,
@@ -92,8 +93,9 @@ def choose(spec: str) -> Choice:
         return _from_file(Path(spec))
     entry = _find(name)
     options = _parse_options(entry, options_text)
-    build = functools.partial(entry.build, **options)
-    return Choice(spec, entry.place, build, entry.splits_backward)
+    place = functools.partial(entry.place, **_accepted(entry.place, options))
+    build = functools.partial(entry.build, **_accepted(entry.build, options))
+    return Choice(spec, place, build, entry.splits_backward)
 
 
 def _find(name: str) -> FamilyEntry:
@@ -104,13 +106,23 @@ def _find(name: str) -> FamilyEntry:
     raise ValueError(f"there is no schedule {name!r}; known are {names}, or a .csv file")
 
 
+def _options_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def _accepted(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Those of ``options`` that ``function`` takes."""
+    return {key: value for key, value in options.items() if key in _options_of(function)}
+
+
+_BOOLEANS = {"true": True, "false": False}  # bool("false") is True
+
+
 def _parse_options(entry: FamilyEntry, text: str) -> dict[str, Any]:
-    """A family's options are its keyword-only parameters, converted to their default's type."""
-    parameters = {
-        parameter.name: parameter
-        for parameter in inspect.signature(entry.build).parameters.values()
-        if parameter.kind is parameter.KEYWORD_ONLY
-    }
+    """A family's options are the keyword-only parameters of its function and of its placement's,
+    converted to their default's type."""
+    parameters = _options_of(entry.place) | _options_of(entry.build)
     options = {}
     for part in filter(None, text.split(",")):
         key, _, value = part.partition("=")
@@ -119,10 +131,11 @@ def _parse_options(entry: FamilyEntry, text: str) -> dict[str, Any]:
             raise ValueError(f"schedule {entry.name} has no option {key!r}; it has: {known}")
         kind = type(parameters[key].default)
         try:
-            options[key] = kind(value)
-        except ValueError:
+            options[key] = _BOOLEANS[value] if kind is bool else kind(value)
+        except (KeyError, ValueError):
+            wanted = " or ".join(_BOOLEANS) if kind is bool else kind.__name__
             raise ValueError(
-                f"schedule {entry.name}: {key} must be {kind.__name__}, not {value!r}"
+                f"schedule {entry.name}: {key} must be {wanted}, not {value!r}"
             ) from None
     return options
 

@@ -24,6 +24,8 @@ class Problem:
         costs: seconds per stage and duty, and per hop.
         memory_limit: what no rank may exceed; None is no limit.
         forward_only: evaluation, where nothing is differentiated and nothing is held.
+        receives_ahead: how many receives of a channel are posted ahead of the one in use. 0 where
+            shapes vary: a tensor can then be received only when its shape has come.
     """
 
     placement: Placement
@@ -31,6 +33,7 @@ class Problem:
     costs: Costs
     memory_limit: MemoryLimit | None = None
     forward_only: bool = False
+    receives_ahead: int = 1
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
@@ -77,14 +80,26 @@ def from_csv(text: str, name: str) -> Schedule:
     stays there, and all else, is for `prove` to say.)
 
     Raises:
-        ValueError: a cell is no action, or a stage is missing.
+        ValueError: a cell is no compute action, a line is empty, or a stage is missing.
     """
     rows: list[tuple[Action, ...]] = []
     for number, cells in enumerate(csv.reader(io.StringIO(text)), start=1):
         try:
-            rows.append(tuple(parse(cell) for cell in cells if cell.strip()))
+            row = tuple(parse(cell) for cell in cells if cell.strip())
         except ValueError as error:
             raise ValueError(f"{name}, line {number}: {error}") from None
+        for action in row:
+            if not is_compute(action):
+                raise ValueError(
+                    f"{name}, line {number}: {action} is no pass; messages and waits are inserted "
+                    f"by us, leave them out"
+                )
+        if not row:
+            raise ValueError(
+                f"{name}, line {number} holds no action; there is one line per rank, and every "
+                f"rank has a stage"
+            )
+        rows.append(row)
     rank_of: dict[int, int] = {}
     for rank, row in enumerate(rows):
         for action in row:

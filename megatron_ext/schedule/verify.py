@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from functools import cached_property
 from typing import NoReturn
 
@@ -33,10 +33,10 @@ class Program:
     schedule: Schedule
     problem: Problem
     graph: Graph
-    seal: object
+    seal: InitVar[object]  # not kept, or `dataclasses.replace` would take it along
 
-    def __post_init__(self) -> None:
-        if self.seal is not _SEAL:
+    def __post_init__(self, seal: object) -> None:
+        if seal is not _SEAL:
             raise TypeError("a Program is made by prove(schedule, problem) and by nothing else")
 
     @cached_property
@@ -139,6 +139,8 @@ def _check_duties(schedule: Schedule, problem: Problem, lanes: set[Lane]) -> Non
             rule = RULES[action.kind]
             if rule.neighbour and not schedule.placement.is_remote(action.stage, rule.neighbour):
                 _reject(schedule, f"{action} has no other rank to talk to", [action])
+            if problem.forward_only and not FORWARD_ONLY_DUTIES.issuperset(rule.covers):
+                _reject(schedule, f"{action} has no place in an evaluation", [action])
             for duty in rule.covers:
                 key = (action.stage, duty, action.microbatch)
                 done[key] += 1

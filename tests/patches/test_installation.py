@@ -36,7 +36,7 @@ def test_every_binding_is_changed_and_put_back() -> None:
 
 
 def test_it_is_refused_once_a_model_exists() -> None:
-    module = MegatronModule(SimpleNamespace())  # type: ignore[arg-type]
+    module = MegatronModule(SimpleNamespace())
     with pytest.raises(PatchError, match=r"MegatronModule.* has been built already"):
         megatron_ext.install(schedule="1f1b")
     del module
@@ -74,16 +74,19 @@ def test_a_pipeline_of_one_rank_is_refused() -> None:
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.setting)
 def test_what_is_refused_says_what_to_write_instead(refusal: object) -> None:
     setting, instead = refusal.setting, refusal.instead  # type: ignore[attr-defined]
-    settings = SimpleNamespace(**{setting: 2})
+    settings = SimpleNamespace(**{"pipeline_model_parallel_size": 2, setting: 2})
     with pytest.raises(ValueError) as caught:
         refuse(settings, choose("zb-h1"))
     assert f"{setting}=2" in str(caught.value) and instead in str(caught.value)
 
 
 def test_whole_backward_schedules_refuse_less() -> None:
-    refuse(SimpleNamespace(transformer_impl="transformer_engine"), choose("1f1b"))
+    settings = SimpleNamespace(
+        transformer_impl="transformer_engine", pipeline_model_parallel_size=2
+    )
+    refuse(settings, choose("1f1b"))
     with pytest.raises(ValueError, match="--transformer-impl local"):
-        refuse(SimpleNamespace(transformer_impl="transformer_engine"), choose("zb-h1"))
+        refuse(settings, choose("zb-h1"))
 
 
 def test_importing_the_package_imports_neither_torch_nor_megatron() -> None:

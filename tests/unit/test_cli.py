@@ -17,7 +17,7 @@ runner = CliRunner()
 def run(*words: str, code: int = 0) -> str:
     result = runner.invoke(app, words)
     assert result.exit_code == code, result.output
-    return result.output
+    return result.output if code else result.stdout
 
 
 def test_schedules_lists_every_family() -> None:

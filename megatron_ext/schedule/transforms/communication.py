@@ -1,9 +1,9 @@
 """Insert the messages between ranks.
 
 A send follows the pass that made its tensor at once. A receive is posted ahead: while its
-predecessor on the channel is being used, so that a message is under way during compute and at most
-``RECEIVES_AHEAD + 1`` buffers a channel are in use. Receives are posted in the order in which the
-other rank sends.
+predecessor on the channel is being used (`Problem.receives_ahead`), so that a message is under way
+during compute and at most two buffers a channel are in use. Receives are posted in the order in
+which the other rank sends.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.graph import Channel, channel_of, needed, partner_of
 from megatron_ext.schedule.kinds import RULES, Kind, Lane, Source
 from megatron_ext.schedule.schedule import Problem, Schedule
-
-RECEIVES_AHEAD = 1
 
 _SENDS_AFTER: dict[Kind, list[Kind]] = {
     kind: [
@@ -53,7 +51,7 @@ def communicate(schedule: Schedule, problem: Problem) -> Schedule:
         posted_before: dict[int, list[Action]] = defaultdict(list)
         for (_, to), receives in arriving.items():
             if to == rank:
-                for position, receive in _posts(receives, used_at):
+                for position, receive in _posts(receives, used_at, problem.receives_ahead):
                     posted_before[position].append(receive)
         with_messages: list[Action] = []
         for index, action in enumerate(rank_actions):
@@ -62,7 +60,9 @@ def communicate(schedule: Schedule, problem: Problem) -> Schedule:
     return Schedule(schedule.name, placement, tuple(rows))
 
 
-def _posts(receives: list[Action], used_at: dict[Action, int]) -> list[tuple[int, Action]]:
+def _posts(
+    receives: list[Action], used_at: dict[Action, int], ahead: int
+) -> list[tuple[int, Action]]:
     """Where in its rank's row each receive is posted, in channel order."""
     # A receive must be posted before its own use, and before that of all that follow it.
     latest: list[int] = []
@@ -71,5 +71,5 @@ def _posts(receives: list[Action], used_at: dict[Action, int]) -> list[tuple[int
         bound = min(bound, used_at.get(receive, bound))
         latest.append(bound)
     latest.reverse()
-    early = [0] * RECEIVES_AHEAD + latest
+    early = [0] * ahead + latest
     return list(zip(early, receives, strict=False))

@@ -7,7 +7,9 @@ received since, that the message was used. Vector clocks tell (Fidge 1988): for 
 far every other rank must have come before it can start.
 
 Sends of which a rank never hears again (those of the cool-down, and all of an evaluation) are
-waited for when ``SENDS_BEHIND`` more have been sent on their channel, or at the end.
+waited for at the end. In an evaluation the oldest is waited for sooner, once more than
+``SENDS_BEHIND`` are under way on its channel: before a pass that comes after the send in one order
+of all actions of all ranks. As every wait keeps to that order, no two can wait for each other.
 """
 
 from __future__ import annotations
@@ -38,6 +40,15 @@ def await_sends(schedule: Schedule, problem: Problem) -> Schedule:
     clocks = _clocks(graph, problem.ranks)
     received_by = _users_of_receives(graph)
     number = {action: node for node, action in enumerate(graph.actions)}
+    place = {node: place for place, node in enumerate(_in_step(graph))}
+
+    def can_be_waited_for(sends: deque[Action], to: int, node: int) -> bool:
+        send = number[sends[0]]
+        if received_by[number[partner_of(sends[0])]] <= clocks[node, to]:
+            return True
+        is_due = problem.forward_only and len(sends) > SENDS_BEHIND
+        return is_due and send in place and node in place and place[send] < place[node]
+
     rows, start = [], 0
     for row in schedule.rows:
         pending: dict[Channel, deque[Action]] = defaultdict(deque)
@@ -45,18 +56,24 @@ def await_sends(schedule: Schedule, problem: Problem) -> Schedule:
         for node, action in enumerate(row, start=start):
             if is_compute(action):
                 for (_, to), sends in pending.items():
-                    while sends and received_by[number[partner_of(sends[0])]] <= clocks[node, to]:
+                    while sends and can_be_waited_for(sends, to, node):
                         new_row.append(_wait(sends.popleft()))
             new_row.append(action)
             if RULES[action.kind].lane is Lane.SEND:
-                sends = pending[channel_of(action, schedule.placement)]
-                sends.append(action)
-                if problem.forward_only and len(sends) > SENDS_BEHIND:
-                    new_row.append(_wait(sends.popleft()))
+                pending[channel_of(action, schedule.placement)].append(action)
         new_row += [_wait(send) for sends in pending.values() for send in sends]
         rows.append(tuple(new_row))
         start += len(row)
     return Schedule(schedule.name, schedule.placement, tuple(rows))
+
+
+def _in_step(graph: Graph) -> list[int]:
+    """The nodes, each after all it waits for, as they would run if every pass took one unit."""
+    begins: dict[int, int] = {}
+    for node in graph.order:
+        ends = (begins[n] + is_compute(graph.actions[n]) for n in graph.before[node])
+        begins[node] = max(ends, default=0)
+    return sorted(graph.order, key=begins.__getitem__)
 
 
 def _wait(send: Action) -> Action:

@@ -27,7 +27,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
     def add_our_flags(
         original: Callable[..., argparse.ArgumentParser], parser: argparse.ArgumentParser
     ) -> argparse.ArgumentParser:
-        return add_flags(original(parser))
+        return add_flags(_printable(original(parser)))
 
     def validate(original: Callable[..., Any], args: Any, defaults: dict[str, Any]) -> Any:
         args = original(args, defaults)
@@ -52,6 +52,18 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             signature="(args, defaults={})",
         ),
     )
+
+
+def _printable(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Megatron 0.19's own --help dies of a bare per cent sign in a help text; mend such texts."""
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        if action.help:
+            try:
+                formatter._expand_help(action)
+            except ValueError:
+                action.help = action.help.replace("%", "%%")
+    return parser
 
 
 def check(args: Any, config: PipelineConfig) -> None:

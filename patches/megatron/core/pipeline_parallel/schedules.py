@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import MultiModuleProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_ext.config import ESTIMATE, PipelineConfig
@@ -88,7 +89,7 @@ class PipelineStep:
         self._config = config
         self._choice = config.choice()
         self._costs: Costs | None = None
-        self._programs: dict[tuple[int, bool], Program] = {}
+        self._programs: dict[tuple[int, bool, bool], Program] = {}
         self._channels: Channels | None = None
         self._recorder: Recorder | None = None
 
@@ -119,6 +120,11 @@ class PipelineStep:
             raise ValueError(
                 f"adjust_tensor_shapes_fn is not supported by --pipeline-schedule "
                 f"{self._config.schedule}: it sends one tensor between stages; drop the flag"
+            )
+        if isinstance(pg_collection, MultiModuleProcessGroupCollection):
+            raise ValueError(
+                f"--pipeline-schedule {self._config.schedule} runs one model, and this "
+                f"pg_collection holds several ({type(pg_collection).__name__}); drop the flag"
             )
         if (p2p_communicator is None) != (pg_collection is None):
             raise ValueError("Provide both p2p_communicator and pg_collection, or neither")
@@ -170,7 +176,7 @@ class PipelineStep:
         with _no_grad_sync(config), _splitting(self._choice.splits_backward and not forward_only):
             execute(program, stages, transport, self._recorder)
         if config.finalize_model_grads_func is not None and not forward_only:
-            tokens = sum((stage.tokens for stage in stages.values()), start=torch.tensor(0))
+            tokens = torch.stack([stage.tokens for stage in stages.values()]).sum(dtype=torch.int)
             config.finalize_model_grads_func(
                 models,
                 tokens if config.calculate_per_token_loss else None,
@@ -192,7 +198,7 @@ class PipelineStep:
         forward_only: bool,
     ) -> Program:
         """The program for this step, the same on every rank of ``pipeline``; cached."""
-        key = (num_microbatches, forward_only)
+        key = (num_microbatches, forward_only, config.variable_seq_lengths)
         if key in self._programs:
             return self._programs[key]
         placement = self._choice.place(pipeline.size())
@@ -205,6 +211,7 @@ class PipelineStep:
             self._costs,
             parse_limit(limit, pipeline.size(), num_microbatches) if limit else None,
             forward_only,
+            receives_ahead=0 if config.variable_seq_lengths else 1,
         )
         program = build_program(self._choice, problem)
         digests = _gather(pipeline, program.digest)

@@ -1,0 +1,348 @@
+"""Small stages of real tensors, and schedules for them: the runtime's tests without Megatron."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_ext.runtime.executor import execute
+from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.transport import Boundary, Channels, Transport
+from megatron_ext.runtime.weight_gradients import queue
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.build import build_program
+from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.graph import channels
+from megatron_ext.schedule.kinds import RULES, Duty
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.registry import Choice
+from megatron_ext.schedule.schedule import Problem, Schedule, from_csv, is_compute, to_csv
+from megatron_ext.schedule.verify import Program
+
+WIDTH = 4
+CPU = torch.device("cpu")
+
+# --- schedules
+
+
+def v_placement(ranks: int) -> Placement:
+    """Down the ranks and up again; the open end is on the last rank."""
+    down = tuple(reversed(range(ranks)))
+    return Placement("v", down + down[::-1])
+
+
+def loop_placement(ranks: int) -> Placement:
+    """Round the ranks twice; on one rank, both stages after one another."""
+    return Placement("loop", tuple(range(ranks)) * 2)
+
+
+def greedy(placement: Placement, microbatches: int, splits: bool) -> Schedule:
+    """At every tick each rank takes what is ready: a backward before a forward before a W."""
+    kinds = [Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT] if splits else [Kind.FULL_BACKWARD]
+    waiting = [
+        Action(stage, kind, microbatch)
+        for kind in (kinds[0], Kind.FORWARD, *kinds[1:])
+        for microbatch in range(microbatches)
+        for stage in reversed(range(placement.stages))
+    ]
+    done: set[Action] = set()
+    rows: list[list[Action]] = [[] for _ in range(placement.ranks)]
+    while waiting:
+        taken: dict[int, Action] = {}
+        for action in waiting:
+            rank = placement.rank_of[action.stage]
+            if rank not in taken and _is_ready(action, done, placement.stages):
+                taken[rank] = action
+        for rank, action in taken.items():
+            rows[rank].append(action)
+            waiting.remove(action)
+            done.add(action)
+    return Schedule("greedy", placement, tuple(map(tuple, rows)))
+
+
+def _is_ready(action: Action, done: set[Action], stages: int) -> bool:
+    """Whether the tensors that a pass needs are there."""
+    stage, kind, microbatch = action
+    if kind is Kind.FORWARD:
+        return stage == 0 or Action(stage - 1, Kind.FORWARD, microbatch) in done
+    if kind is Kind.BACKWARD_WEIGHT:
+        return Action(stage, Kind.BACKWARD_INPUT, microbatch) in done
+    gradients = (Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD)
+    return Action(stage, Kind.FORWARD, microbatch) in done and (
+        stage == stages - 1 or any(Action(stage + 1, k, microbatch) in done for k in gradients)
+    )
+
+
+def problem_for(placement: Placement, microbatches: int, forward_only: bool = False) -> Problem:
+    return Problem(
+        placement, microbatches, uniform(placement, 1.0, 1.0, 1.0), forward_only=forward_only
+    )
+
+
+def program_for(
+    choice: Choice,
+    ranks: int,
+    microbatches: int,
+    forward_only: bool = False,
+    varies: bool = False,
+) -> Program:
+    problem = problem_for(choice.place(ranks), microbatches, forward_only)
+    return build_program(choice, replace(problem, receives_ahead=0 if varies else 1))
+
+
+def as_file(schedule: Schedule) -> Choice:
+    """``schedule`` by way of its CSV, its placement read off the table."""
+    read = from_csv(to_csv(schedule), schedule.name)
+    return Choice(schedule.name, lambda ranks: read.placement, lambda problem: read, True)
+
+
+# --- stages
+
+
+class _SplitLinear(torch.autograd.Function):
+    """A linear layer whose weight gradient waits in the queue for the W pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: torch.nn.Parameter) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        queue.put(ctx.weight, partial(torch.matmul, dy.t(), x))
+        return dy @ ctx.weight, None
+
+
+@dataclass
+class LinearStage:
+    """``y = tanh(x) W^T + b``; the last stage makes a loss of it, the first makes its own x.
+
+    Attributes:
+        data: which data the pipeline sees, so that two pipelines differ.
+        varies: whether the number of samples differs by microbatch.
+        events: where it writes what it runs, in order.
+        faults: what happens when it gets to an action.
+    """
+
+    number: int
+    stages: int
+    data: int = 0
+    varies: bool = False
+    events: list[str] = field(default_factory=list)
+    faults: Mapping[Action, Callable[[], None]] = field(default_factory=dict)
+    losses: dict[int, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        draw = torch.Generator().manual_seed(self.number)
+        self.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH, generator=draw))
+        self.bias = torch.nn.Parameter(torch.randn(WIDTH, generator=draw))
+        self._between: dict[int, tuple[Tensor | None, Tensor]] = {}  # input, output of F
+        self._unsent: dict[int, Tensor] = {}
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        gradients = [self.weight.grad, self.bias.grad]
+        return [gradient for gradient in gradients if gradient is not None]
+
+    def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
+        self._begin(Kind.FORWARD, microbatch)
+        assert (x is None) == (self.number == 0)
+        given = self.sample(microbatch) if x is None else x
+        y = _SplitLinear.apply(torch.tanh(given), self.weight) + self.bias
+        if self.number == self.stages - 1:
+            y = y.square().mean()
+            self.losses[microbatch] = y.detach()
+        else:
+            self._unsent[microbatch] = y
+        if torch.is_grad_enabled():
+            self._between[microbatch] = x, y
+        return y
+
+    def backward(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
+        self._begin(Kind.FULL_BACKWARD, microbatch)
+        dx = self._input_gradient(microbatch, dy)
+        queue.run(self.number, microbatch)
+        return dx
+
+    def backward_input(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
+        self._begin(Kind.BACKWARD_INPUT, microbatch)
+        return self._input_gradient(microbatch, dy)
+
+    def backward_weight(self, microbatch: int) -> None:
+        self._begin(Kind.BACKWARD_WEIGHT, microbatch)
+        queue.run(self.number, microbatch)
+
+    def output_sent(self, microbatch: int) -> None:
+        """Free the output's data as Megatron does; gloo would abort, were it still on its way."""
+        self._unsent.pop(microbatch).data = torch.empty(1)
+
+    def gradients_complete(self) -> None:
+        self.events.append(f"{self.number} complete")
+
+    def is_empty(self) -> bool:
+        """Whether nothing is kept for a pass to come."""
+        return not self._between and not self._unsent
+
+    def _begin(self, kind: Kind, microbatch: int) -> None:
+        action = Action(self.number, kind, microbatch)
+        self.events.append(str(action))
+        self.faults.get(action, lambda: None)()
+
+    def sample(self, microbatch: int) -> Tensor:
+        draw = torch.Generator().manual_seed(1000 * self.data + microbatch)
+        samples = 2 + microbatch % 3 if self.varies else 3
+        return torch.randn(samples, WIDTH, generator=draw).requires_grad_()
+
+    def _input_gradient(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
+        x, y = self._between.pop(microbatch)
+        with queue.collecting(self.number, microbatch):
+            # torch.autograd.backward would compare dy's shape with the freed y's.
+            torch.autograd.Variable._execution_engine.run_backward(
+                (y,),
+                (torch.ones_like(y) if dy is None else dy,),
+                False,
+                False,
+                (),
+                allow_unreachable=True,
+                accumulate_grad=True,
+            )
+        return None if x is None else x.grad
+
+
+# --- running them
+
+
+def world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+class CountingTransport(Transport):
+    """Writes down what it is asked to do."""
+
+    def __init__(self, events: list[str], *args: Any) -> None:
+        super().__init__(*args)
+        self.events = events
+        self.read: list[Action] = []
+
+    def send(self, action: Action, tensor: Tensor) -> None:
+        self.events.append(str(action))
+        super().send(action, tensor)
+
+    def wait_sent(self, send: Action) -> None:
+        wait = {Kind.SEND_F: Kind.WAIT_F, Kind.SEND_B: Kind.WAIT_B}[send.kind]
+        self.events.append(str(send._replace(kind=wait)))
+        super().wait_sent(send)
+
+    def receive(self, action: Action) -> None:
+        self.events.append(str(action))
+        super().receive(action)
+
+    def received(self, action: Action) -> Tensor:
+        self.read.append(action)
+        return super().received(action)
+
+    def is_empty(self) -> bool:
+        """Whether no message is under way, and none has come that nobody has read."""
+        messages = [self._sending, self._receiving, self._read, *self._unread.values()]
+        return not any(messages)
+
+
+@dataclass
+class Pipeline:
+    """This rank's stages of one pipeline, over several steps."""
+
+    program: Program
+    group: dist.ProcessGroup
+    data: int = 0
+    varies: bool = False
+    faults: Mapping[Action, Callable[[], None]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        placement = self.program.schedule.placement
+        self.channels = Channels(self.group, channels(self.program.schedule), CPU)
+        self.recorder = Recorder(self.group.rank())
+        self.events: list[str] = []
+        self.stages = {
+            number: LinearStage(
+                number, placement.stages, self.data, self.varies, self.events, self.faults
+            )
+            for number in placement.stages_of[self.group.rank()]
+        }
+
+    def step(self, program: Program | None = None) -> CountingTransport:
+        """One step, of another program if one is given; what it did is in ``events``."""
+        program = program or self.program
+        self.events.clear()
+        boundary = Boundary(None if self.varies else (3, WIDTH), torch.float32)
+        transport = CountingTransport(
+            self.events, self.channels, boundary, program.schedule.placement, self.recorder
+        )
+        with torch.set_grad_enabled(not program.problem.forward_only):
+            execute(program, self.stages, transport, self.recorder)
+        return transport
+
+
+def expected_events(program: Program, rank: int) -> list[str]:
+    """The rank's row, and each stage's completion right after its last weight gradient."""
+    row = program.schedule.rows[rank]
+    last = {a.stage: a for a in row if Duty.WEIGHT_GRADIENT in RULES[a.kind].covers}
+    events = []
+    for action in row:
+        events.append(str(action))
+        if is_compute(action) and last.get(action.stage) == action:
+            events.append(f"{action.stage} complete")
+    return events
+
+
+def alone(pipeline: Pipeline, steps: int = 1) -> list[LinearStage]:
+    """The same stages in one process, one microbatch after the other.
+
+    Each stage takes the microbatches in the order in which the program adds up its gradients:
+    ascending for our own families, any for a random program.
+    """
+    program = pipeline.program
+    placement = program.schedule.placement
+    stages = [
+        LinearStage(number, placement.stages, pipeline.data, pipeline.varies)
+        for number in range(placement.stages)
+    ]
+    for _ in range(steps):
+        per_microbatch = [
+            dict(enumerate(_one_microbatch(stages, m))) for m in range(program.problem.microbatches)
+        ]
+        for stage in stages:
+            row = program.schedule.rows[placement.rank_of[stage.number]]
+            for parameter, duty, index in (
+                (stage.weight, Duty.WEIGHT_GRADIENT, 0),
+                (stage.bias, Duty.INPUT_GRADIENT, 1),
+            ):
+                for action in row:
+                    if action.stage == stage.number and duty in RULES[action.kind].covers:
+                        gradient = per_microbatch[action.microbatch][stage.number][index]
+                        total = parameter.grad
+                        parameter.grad = gradient if total is None else total + gradient
+    return stages
+
+
+def _one_microbatch(stages: list[LinearStage], microbatch: int) -> Iterator[list[Tensor]]:
+    """The gradients of one microbatch alone, stage after stage."""
+    copies = [replace(stage, events=[], losses=stage.losses) for stage in stages]
+    x: Tensor | None = None
+    for stage in copies:
+        y = stage.forward(microbatch, x)
+        x = y.detach().requires_grad_()
+    dy: Tensor | None = None
+    for stage in reversed(copies):
+        dy = stage.backward(microbatch, dy)
+    for stage in copies:
+        yield stage.gradients

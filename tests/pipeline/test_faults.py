@@ -1,0 +1,399 @@
+"""A rank fails in the middle of a step: every rank ends soon, and says where it was.
+
+The ranks end as a training script's do, by the interpreter's own shutdown, with gloo's threads
+alive and messages under way.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import FrameType
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from megatron_ext.runtime import watchdog  # noqa: E402
+from megatron_ext.runtime.recorder import Recorder  # noqa: E402
+from megatron_ext.runtime.weight_gradients import queue  # noqa: E402
+from megatron_ext.schedule.action import parse  # noqa: E402
+from megatron_ext.schedule.registry import choose  # noqa: E402
+from tests.pipeline.stages import Pipeline, alone, program_for, world  # noqa: E402
+from tests.ranks import RankResult, Script, running_ranks, values  # noqa: E402
+
+RANKS = 3
+HERE = "here it is"
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[Script]:
+    script = Script()
+    yield script
+    script.close()
+
+
+def nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Step:
+    """What each rank does: a watched step of zb-h1, in which something happens at some actions.
+
+    (zb-h1 on three ranks begins, on rank 1: 1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1.)
+    """
+
+    faults: Mapping[str, Callable[[], None]]
+    before: Callable[[], None] = nothing
+    varies: bool = False
+
+    def __call__(self, rank: int) -> None:
+        # Python takes Ctrl-C only if the shell that started the tests has not switched it off.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        watchdog.GRACE_SECONDS = 0.5
+        self.before()
+        faults = {parse(action): fault for action, fault in self.faults.items()}
+        program = program_for(choose("zb-h1"), RANKS, 6)
+        pipeline = Pipeline(program, world(), faults=faults, varies=self.varies)
+        watchdog.Watchdog(pipeline.recorder).start()
+        pipeline.step()
+        say("done")
+
+
+def stay() -> None:
+    """Long, in short sleeps: a signal that comes as one begins is not noticed before its end."""
+    for _ in range(600):
+        time.sleep(0.1)
+
+
+def say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+
+
+# --- a rank fails: the others are cut off from it
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def throw() -> None:
+    raise ValueError("the model is broken")
+
+
+def run_out_of_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def run_out_of_host_memory() -> None:
+    raise MemoryError
+
+
+def leave() -> None:
+    sys.exit(3)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def wait_until_told() -> None:
+    told: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda signum, frame: told.append(signum))
+    say(HERE)
+    while not told:
+        time.sleep(0.02)
+    time.sleep(0.3)  # for gloo's thread to see that the neighbour has gone
+
+
+def check_cut_off(rank: int, result: RankResult) -> None:
+    """The rank has ended by an error that says what it waited for, and from whom."""
+    assert result.exit_code == 1, (rank, result.exit_code, result.stderr)
+    found = re.search(
+        rf"PeerFailure: pipeline rank {rank} was waiting for {rank}(SEND|RECV)_([FB])\d "
+        r"\((to|from) pipeline rank (\d)\)",
+        result.stderr,
+    )
+    assert found, result.stderr
+    lane, tensor, direction, peer = found.groups()
+    assert direction == {"SEND": "to", "RECV": "from"}[lane]
+    forwards = (lane == "SEND") == (tensor == "F")
+    assert int(peer) == rank + (1 if forwards else -1)
+    assert re.search(rf"megatron_ext: pipeline rank {rank}, in {rank}\D", result.stderr)
+    assert "Fatal" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("at", "fault", "exit_code", "error"),
+    [
+        ("1I2", kill, -signal.SIGKILL, None),
+        ("2F4", kill, -signal.SIGKILL, None),
+        ("1I2", throw, 1, "ValueError: the model is broken"),
+        ("0W0", throw, 1, "ValueError: the model is broken"),
+        ("2I1", run_out_of_memory, 1, "OutOfMemoryError: CUDA out of memory"),
+        ("1F2", run_out_of_host_memory, 1, "MemoryError"),
+        ("1W1", leave, 3, None),
+    ],
+)
+def test_every_rank_ends_when_one_fails(
+    script: Script, at: str, fault: Callable[[], None], exit_code: int, error: str | None
+) -> None:
+    with running_ranks(RANKS, Step({at: fault}), script) as running:
+        results = running.wait()
+    failed = parse(at).stage
+    for rank, result in enumerate(results):
+        if rank != failed:
+            check_cut_off(rank, result)
+    result = results[failed]
+    assert result.exit_code == exit_code, result.stderr
+    if error is None:
+        assert result.stderr == ""
+    else:
+        assert f"{error}\n[rank{failed}]: megatron_ext: pipeline rank {failed}, in {at}\n" in (
+            result.stderr
+        )
+        assert "PeerFailure" not in result.stderr and "Fatal" not in result.stderr
+
+
+@pytest.mark.parametrize("varies", [False, True])
+def test_sending_to_a_rank_that_has_failed(script: Script, varies: bool) -> None:
+    """A rank was computing when its neighbour died; then the next send or receive fails when it is
+    started, not when it is waited for, and was reported as gloo's error alone."""
+    step = Step({"1F0": kill, "0F1": wait_until_told}, varies=varies)
+    with running_ranks(RANKS, step, script) as running:
+        running.wait_until_it_says(0, HERE)
+        running.wait_until_ended(1)
+        running.send_signal(0, signal.SIGUSR1)
+        results = running.wait()
+    check_cut_off(0, results[0])
+    assert "waiting for 0SEND_F1 (to pipeline rank 1)" in results[0].stderr
+
+
+# --- a rank hangs: the others are stuck until somebody ends them
+
+
+def hang() -> None:
+    say(HERE)
+    stay()
+
+
+def hang_in_torch() -> None:
+    """As in a collective whose other ranks do not come: no Python handler runs meanwhile."""
+    say(HERE)
+    dist.recv(torch.zeros(1), src=0)
+
+
+def be_soon_stuck() -> None:
+    watchdog.STUCK_SECONDS = 0.1
+
+
+# Where zb-h1's other ranks wait when rank 1 stops in 1I2.
+WAIT_FOR_1I2 = {
+    0: "pipeline rank 0 waiting for 0RECV_B2 with pipeline rank 1",
+    2: "pipeline rank 2 waiting for 2RECV_F4 with pipeline rank 1",
+}
+
+
+def check_signal_report(stderr: str, name: str, where: str) -> None:
+    line = rf"^megatron_ext: got {name}: {where} for \d+\.\d s$"
+    assert re.search(line, stderr, re.MULTILINE), stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "exit_code"), [("SIGTERM", 128 + signal.SIGTERM), ("SIGINT", 128 + signal.SIGINT)]
+)
+def test_ranks_blocked_in_gloo_report_and_are_ended_from_outside(
+    script: Script, name: str, exit_code: int
+) -> None:
+    """A launcher's SIGTERM, and Ctrl-C, while rank 1 is stopped and the others wait for it."""
+    with running_ranks(RANKS, Step({"1I2": stop}, before=be_soon_stuck), script) as running:
+        for rank, where in WAIT_FOR_1I2.items():
+            running.wait_until_it_says(rank, where)
+        time.sleep(1.5)  # they look every second, and are not to repeat themselves
+        for rank in WAIT_FOR_1I2:
+            running.send_signal(rank, signal.Signals[name])
+        running.wait_until_ended(*WAIT_FOR_1I2)
+        running.send_signal(1, signal.SIGKILL)
+        results = running.wait()
+    for rank, where in WAIT_FOR_1I2.items():
+        assert results[rank].exit_code == exit_code
+        report = rf"^megatron_ext: {where} for \d+\.\d s: it may hang$"
+        assert len(re.findall(report, results[rank].stderr, re.MULTILINE)) == 1
+        check_signal_report(results[rank].stderr, name, where)
+
+
+@pytest.mark.parametrize("fault", [hang, hang_in_torch])
+def test_sigterm_to_a_rank_that_hangs_in_a_pass(script: Script, fault: Callable[[], None]) -> None:
+    with running_ranks(RANKS, Step({"1I2": fault}), script) as running:
+        running.wait_until_it_says(1, HERE)
+        running.send_signal(1, signal.SIGTERM)
+        results = running.wait()
+    assert results[1].exit_code == 128 + signal.SIGTERM
+    check_signal_report(results[1].stderr, "SIGTERM", "pipeline rank 1 in 1I2")
+    for rank in (0, 2):
+        check_cut_off(rank, results[rank])
+
+
+def test_ctrl_c_in_a_pass_is_a_keyboard_interrupt(script: Script) -> None:
+    with running_ranks(RANKS, Step({"1I2": hang}), script) as running:
+        running.wait_until_it_says(1, HERE)
+        running.send_signal(1, signal.SIGINT)
+        results = running.wait()
+    assert results[1].exit_code == -signal.SIGINT  # as Python itself ends on Ctrl-C
+    assert "KeyboardInterrupt\n" in results[1].stderr
+    assert "pipeline rank 1, in 1I2" in results[1].stderr
+
+
+def save_on_interrupt() -> None:
+    say(HERE)
+    try:
+        stay()
+    except KeyboardInterrupt:
+        time.sleep(3 * watchdog.GRACE_SECONDS)
+        say("saved")
+
+
+def test_who_catches_ctrl_c_may_take_long(script: Script) -> None:
+    """The watchdog ended a process that was between two passes 3 s after Ctrl-C, though the main
+    thread had caught it and was saving a checkpoint."""
+    with running_ranks(RANKS, Step({"1I2": save_on_interrupt}), script) as running:
+        running.wait_until_it_says(1, HERE)
+        running.send_signal(1, signal.SIGINT)
+        results = running.wait()
+    values(results)
+    assert "saved" in results[1].stderr
+
+
+# --- signals that are not the watchdog's
+
+
+def save_and_go_on(signum: int, frame: FrameType | None) -> None:
+    say("saved")
+
+
+def take_sigterm() -> None:
+    signal.signal(signal.SIGTERM, save_and_go_on)
+
+
+def take_sigterm_and_be_soon_stuck() -> None:
+    take_sigterm()
+    be_soon_stuck()
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        Step({"1I2": stop}, before=take_sigterm_and_be_soon_stuck),
+        Step({"1I2": stop, "0F0": take_sigterm}, before=be_soon_stuck),
+    ],
+    ids=["taken before the watchdog starts", "taken after"],
+)
+def test_somebody_elses_sigterm_handler_is_left_alone(script: Script, step: Step) -> None:
+    """As Megatron's --exit-signal-handler: it saves a checkpoint when the step is over."""
+    with running_ranks(RANKS, step, script) as running:
+        running.wait_until_it_says(0, WAIT_FOR_1I2[0])
+        running.send_signal(0, signal.SIGTERM)
+        time.sleep(1.0)  # twice the time after which the watchdog would have ended it
+        running.send_signal(1, signal.SIGCONT)
+        results = running.wait()
+    values(results)
+    assert "saved" in results[0].stderr and "SIGTERM" not in results[0].stderr
+
+
+def start_watchdog() -> None:
+    watchdog.GRACE_SECONDS = 0.2
+    watchdog.Watchdog(Recorder(0)).start()
+
+
+def fork_a_worker(rank: int) -> None:
+    start_watchdog()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        reader, writer = os.pipe()
+        worker = os.fork()
+        if worker == 0:
+            os.write(writer, b"up")
+            stay()
+            os._exit(0)
+        os.read(reader, 2)
+        os.kill(worker, signum)
+        _, status = os.waitpid(worker, 0)
+        say(f"worker ended by {os.waitstatus_to_exitcode(status)}")
+    time.sleep(3 * watchdog.GRACE_SECONDS)
+
+
+def test_a_forked_workers_signals_are_its_own(script: Script) -> None:
+    """A data loader ends its workers with SIGTERM. They are forked from the rank and had its
+    watchdog's socket: the rank took the signal for its own and was gone 3 s later."""
+    with running_ranks(1, fork_a_worker, script, connect=False) as running:
+        (result,) = running.wait()
+    assert result.exit_code == 0, result.stderr
+    assert "worker ended by -15" in result.stderr
+    assert "worker ended by -2" in result.stderr
+    assert "megatron_ext" not in result.stderr
+
+
+def start_with_an_event_loop(rank: int) -> None:
+    _, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)
+    start_watchdog()
+    assert signal.set_wakeup_fd(-1) == writer
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def start_in_a_thread(rank: int) -> None:
+    thread = threading.Thread(target=start_watchdog)
+    thread.start()
+    thread.join()
+    assert signal.set_wakeup_fd(-1) == -1
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("start", [start_with_an_event_loop, start_in_a_thread])
+def test_signals_that_cannot_be_had_are_left_alone(
+    script: Script, start: Callable[[int], None]
+) -> None:
+    """An event loop in the main thread (Ray's, verl's) is woken through the same descriptor."""
+    with running_ranks(1, start, script, connect=False) as running:
+        values(running.wait())
+
+
+# --- a failure that ends no process
+
+
+def fail_once_then_step(rank: int) -> None:
+    failing = True
+
+    def throw_inside_autograd(gradient: Tensor) -> Tensor:
+        if failing:
+            raise ValueError("the model is broken")
+        return gradient
+
+    pipeline = Pipeline(program_for(choose("zb-h1"), 1, 2), world())
+    (stage,) = pipeline.stages.values()
+    stage.bias.register_hook(throw_inside_autograd)
+    with pytest.raises(ValueError, match="the model is broken") as raised:
+        pipeline.step()
+    assert raised.value.__notes__ == ["megatron_ext: pipeline rank 0, in 0I0"]
+    assert pipeline.recorder.position is None
+    queue.clear()
+    failing = False
+    stage.weight.grad = stage.bias.grad = None
+    pipeline.step()
+    (expected,) = alone(pipeline)
+    assert all(map(torch.equal, stage.gradients, expected.gradients))
+
+
+def test_the_queue_is_clean_after_a_failure(script: Script) -> None:
+    with running_ranks(1, fail_once_then_step, script) as running:
+        values(running.wait())

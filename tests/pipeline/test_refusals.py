@@ -1,0 +1,82 @@
+"""What a schedule cannot honour ends the launch with one line, before any process group is made.
+
+Each case starts a single rank of a world of four: had it come as far as making process groups, it
+would wait for the other three.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+
+import pytest
+
+from megatron_ext.launch import launch
+from tests.megatron_runs import SCRIPT, model_flags
+from tests.ranks import run_ranks
+
+CASES: dict[str, tuple[dict[str, object], str]] = {
+    "memory limit": (
+        {"pipeline_memory_limit": "3"},
+        "0F3 brings rank 0 over the memory limit of 3 microbatches: the schedule's peak there is 4",
+    ),
+    "bytes": ({"pipeline_memory_limit": "0.00001GiB"}, "over the memory limit of 1e-05GiB"),
+    "bytes without bytes": (
+        {"pipeline_memory_limit": "1GiB", "pipeline_costs": "f=1,i=1,w=1"},
+        "have no bytes",
+    ),
+    "limit not understood": ({"pipeline_memory_limit": "much"}, "'much' is not understood"),
+    "costs not understood": ({"pipeline_costs": "f=1,i=x,w=1"}, "'i=x' is no figure"),
+    "no pipeline": (
+        {"pipeline_model_parallel_size": 1},
+        "needs a pipeline, but --pipeline-model-parallel-size is 1",
+    ),
+    "virtual stages": (
+        {"num_layers": 8, "num_layers_per_virtual_pipeline_stage": 1},
+        "drop the virtual-stage flags",
+    ),
+    "delayed weight gradients": (
+        {"defer_embedding_wgrad_compute": True, "untie_embeddings_and_output_weights": True},
+        "does not go with",
+    ),
+}
+
+
+def first_rank(flags: list[str]) -> None:
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
+    with pytest.raises(SystemExit) as end:
+        launch([str(SCRIPT), *flags])
+    assert end.value.code == 2
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_refused_before_process_groups(case: str) -> None:
+    overrides, text = CASES[case]
+    settings = {"pipeline_model_parallel_size": 4, "pipeline_schedule": "zb-h1", **overrides}
+    flags = model_flags(**settings)
+    (result,) = run_ranks(1, lambda rank: first_rank(flags), connect=False)
+    assert result.exit_code == 0, result.error + result.stderr
+    assert "megatron_ext: error: " in result.stderr and text in result.stderr, result.stderr
+
+
+def test_help_shows_our_flags_in_their_own_group() -> None:
+    """Megatron 0.19.2's own --help ends in a ValueError: one of its help texts has a bare %."""
+
+    def show_help(rank: int) -> str:
+        text = io.StringIO()
+        with contextlib.redirect_stdout(text), pytest.raises(SystemExit):
+            launch([str(SCRIPT), "--help"])
+        return text.getvalue()
+
+    (result,) = run_ranks(1, show_help, connect=False)
+    assert result.exit_code == 0, result.error
+    group = result.value.split("pipeline schedules of megatron_ext")[1]
+    assert "--pipeline-schedule SPEC" in group and "--pipeline-costs COSTS" in group

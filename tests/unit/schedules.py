@@ -1,0 +1,432 @@
+"""Random schedules, small damage to them, drawings of them, and a second opinion on them.
+
+Imported as ``tests.unit.schedules``, from tests/pipeline too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+from megatron_ext.schedule.action import Action, Kind, parse
+from megatron_ext.schedule.build import build_program
+from megatron_ext.schedule.costs import Costs, uniform
+from megatron_ext.schedule.kinds import Duty, Held
+from megatron_ext.schedule.limit import parse_limit
+from megatron_ext.schedule.placement import Placement, line
+from megatron_ext.schedule.registry import choose
+from megatron_ext.schedule.schedule import Problem, Schedule
+from megatron_ext.schedule.timeline import Timeline
+from megatron_ext.schedule.transforms.communication import communicate
+from megatron_ext.schedule.transforms.waits import await_sends
+from megatron_ext.schedule.verify import Program
+
+# A loaded machine must not fail a property.
+PROPERTY = settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+
+F, I, W, B = (  # noqa: E741 (the field's letters)
+    Kind.FORWARD,
+    Kind.BACKWARD_INPUT,
+    Kind.BACKWARD_WEIGHT,
+    Kind.FULL_BACKWARD,
+)
+
+# ---- Making schedules
+
+
+def line_problem(
+    ranks: int,
+    microbatches: int,
+    f: float = 1,
+    i: float = 1,
+    w: float = 1,
+    comm: float = 0,
+    *,
+    limit: str | None = None,
+    forward_only: bool = False,
+) -> Problem:
+    """A line of equal stages."""
+    placement = line(ranks)
+    costs = uniform(placement, f, i, w, comm)
+    memory_limit = parse_limit(limit, ranks, microbatches) if limit else None
+    return Problem(placement, microbatches, costs, memory_limit, forward_only)
+
+
+def program(name: str, problem: Problem) -> Program:
+    """The proved program of the family ``name``."""
+    return build_program(choose(name), problem)
+
+
+def with_messages(schedule: Schedule, problem: Problem) -> Schedule:
+    """``schedule`` as it goes to `prove`."""
+    return await_sends(communicate(schedule, problem), problem)
+
+
+def rows_of(text: str) -> tuple[tuple[Action, ...], ...]:
+    """Actions as written, a line per rank: ``0F0 0SEND_F0``."""
+    return tuple(tuple(map(parse, row.split())) for row in text.strip().splitlines())
+
+
+def written(text: str, rank_of: Sequence[int], name: str = "written") -> Schedule:
+    """The schedule whose rows ``text`` holds."""
+    return Schedule(name, Placement("written", tuple(rank_of)), rows_of(text))
+
+
+def random_placement(random: Random) -> Placement:
+    """A line, loop, V, wave, or any placement that leaves no rank empty; at most 4 ranks."""
+    ranks, chunks = random.randint(1, 4), random.randint(1, 3)
+    down, up = list(range(ranks)), list(reversed(range(ranks)))
+    anything = down + [random.randrange(ranks) for _ in range(random.randint(0, 4))]
+    random.shuffle(anything)
+    shapes = {
+        "line": down,
+        "loop": down * chunks,
+        "v": up + down,
+        "wave": (up + down) * chunks,
+        "arbitrary": anything,
+    }
+    name = random.choice(list(shapes))
+    return Placement(name, tuple(shapes[name]))
+
+
+def random_costs(random: Random, placement: Placement) -> Costs:
+    """Costs that differ from stage to stage; the hop may be free, and longer than any pass."""
+
+    def figures(low: float, high: float) -> tuple[float, ...]:
+        return tuple(random.uniform(low, high) for _ in range(placement.stages))
+
+    passes = (Duty.FORWARD, Duty.INPUT_GRADIENT, Duty.WEIGHT_GRADIENT)
+    return Costs(
+        {duty: figures(0.5, 3) for duty in passes},
+        hop=random.choice([0.0, 0.1, 1.0, 10.0]),
+        held_bytes={held: figures(1e9, 3e9) for held in Held},
+        origin="random",
+    )
+
+
+def random_problem(random: Random) -> Problem:
+    """A random placement with random costs, and up to five microbatches."""
+    placement = random_placement(random)
+    return Problem(placement, random.randint(1, 5), random_costs(random, placement))
+
+
+def random_schedule(random: Random, problem: Problem) -> Schedule:
+    """Any order in which the passes can run, without messages.
+
+    Each rank takes a pass that has become possible, at random; each microbatch on each stage goes
+    back in one pass or in two. Microbatches overtake one another in every second schedule.
+    """
+    placement, in_order = problem.placement, random.random() < 0.5
+    last = placement.stages - 1
+    rows: list[list[Action]] = [[] for _ in range(placement.ranks)]
+    ready = [Action(0, F, k) for k in range(problem.microbatches)]
+    while ready:
+        action = random.choice(ready)
+        if in_order:
+            action = min(a for a in ready if a[:2] == action[:2])
+        ready.remove(action)
+        rows[placement.rank_of[action.stage]].append(action)
+        stage, kind, microbatch = action
+        if kind is F and stage < last:
+            ready.append(Action(stage + 1, F, microbatch))
+        if kind is F and stage == last:
+            ready.append(Action(stage, random.choice((B, I)), microbatch))
+        if kind in (B, I) and stage > 0:
+            ready.append(Action(stage - 1, random.choice((B, I)), microbatch))
+        if kind is I:
+            ready.append(Action(stage, W, microbatch))
+    return Schedule("random", placement, tuple(map(tuple, rows)))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A random problem and a schedule that solves it, without messages."""
+
+    problem: Problem
+    schedule: Schedule
+
+    def __repr__(self) -> str:  # a failing example should be read, not scrolled through
+        rows = "\n".join("  " + " ".join(map(str, row)) for row in self.schedule.rows)
+        return f"{self.problem.placement}, {self.problem.costs}\n{rows}"
+
+
+def random_case(seed: int) -> Case:
+    random = Random(seed)
+    problem = random_problem(random)
+    return Case(problem, random_schedule(random, problem))
+
+
+seeds = st.integers(0, 2**32 - 1)
+cases = seeds.map(random_case)
+
+# ---- Damaging them
+
+
+def mutate(schedule: Schedule, random: Random) -> Schedule:
+    """``schedule`` with one small change, which may or may not break it."""
+    rows = [list(row) for row in schedule.rows]
+    here = random.choice([rank for rank, row in enumerate(rows) if row])
+    row = rows[here]
+    at, other = random.randrange(len(row)), random.randrange(len(row))
+    sends = [n for n, action in enumerate(row) if action.kind in (Kind.SEND_F, Kind.SEND_B)]
+    changes = ["drop", "duplicate", "swap", "swap neighbours", "move", "rank", "microbatch"]
+    if sends:
+        changes += ["swap sends", "wait at once"]
+    change = random.choice(changes)
+    if change == "drop":
+        del row[at]
+    elif change == "duplicate":
+        row.insert(other, row[at])
+    elif change == "swap":
+        row[at], row[other] = row[other], row[at]
+    elif change == "swap neighbours":
+        before = max(at - 1, 0)
+        row[at], row[before] = row[before], row[at]
+    elif change == "swap sends":
+        at, other = random.choice(sends), random.choice(sends)
+        row[at], row[other] = row[other], row[at]
+    elif change == "wait at once":
+        rows = [list(_waiting_at_once(row)) for row in rows]
+    elif change == "move":
+        row.insert(other, row.pop(at))
+    elif change == "rank":
+        there = random.choice(rows)
+        action = row.pop(at)
+        there.insert(random.randint(0, len(there)), action)
+    elif change == "microbatch":
+        last = max(action.microbatch for action in row)
+        row[at] = row[at]._replace(microbatch=random.randint(0, last + 1))
+    return replace(schedule, rows=tuple(map(tuple, rows)))
+
+
+def _waiting_at_once(row: Iterable[Action]) -> Iterator[Action]:
+    """``row`` with blocking sends, the classic way to hang."""
+    waits = {Kind.SEND_F: Kind.WAIT_F, Kind.SEND_B: Kind.WAIT_B}
+    for action in row:
+        if action.kind not in waits.values():
+            yield action
+        if action.kind in waits:
+            yield action._replace(kind=waits[action.kind])
+
+
+# ---- Running them
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a schedule ran: when each action began and ended, or what went wrong."""
+
+    times: Mapping[Action, tuple[float, float]]
+    stuck: tuple[Action, ...] = ()  # what each stuck rank stands at, and messages that never moved
+    fault: str = ""  # what a rank could not do, or what was never done
+
+    @property
+    def ended_well(self) -> bool:
+        return not self.stuck and not self.fault
+
+
+class _Fault(Exception):
+    pass
+
+
+def runs_to_end(schedule: Schedule, problem: Problem) -> bool:
+    """Whether every rank comes to the end of its row with all work of ``problem`` done."""
+    return run(schedule, problem).ended_well
+
+
+def run(schedule: Schedule, problem: Problem) -> Run:
+    """Let the ranks run ``schedule`` side by side, as its text is meant and not as it is proved.
+
+    Nothing here looks at the table of kinds or at the graph; the two must come to the same
+    verdict. A rank does what its row says; it stands still at a pass whose message has not come
+    and at a wait whose send has not gone. Sends and receives are started and left to themselves.
+    On a channel the k-th send meets the k-th receive, once both have been started and the message
+    before them has gone. A pass without its input, and a message that meets another's receive,
+    are faults.
+    """
+    return _Ranks(schedule, problem).run()
+
+
+class _Ranks:
+    def __init__(self, schedule: Schedule, problem: Problem) -> None:
+        self.schedule = schedule
+        self.problem = problem
+        self.rank_of = schedule.placement.rank_of
+        self.times: dict[Action, tuple[float, float]] = {}
+        self.started: dict[Action, float] = {}  # messages
+        self.sends: dict[tuple[int, int], list[Action]] = defaultdict(list)
+        self.receives: dict[tuple[int, int], list[Action]] = defaultdict(list)
+        self.moved: dict[tuple[int, int], int] = defaultdict(int)
+        self.free = [0.0 for _ in schedule.rows]
+
+    def run(self) -> Run:
+        at = [0 for _ in self.schedule.rows]
+        try:
+            moving = True
+            while moving:
+                moving = False
+                for rank, row in enumerate(self.schedule.rows):
+                    while at[rank] < len(row) and self.step(rank, row[at[rank]]):
+                        at[rank] += 1
+                        moving = True
+                moving = self.move_messages() or moving
+            rows = zip(at, self.schedule.rows, strict=True)
+            standing = [row[reached] for reached, row in rows if reached < len(row)]
+            standing += [action for action in self.started if action not in self.times]
+            if not standing:
+                self.check_all_done()
+        except _Fault as fault:
+            return Run(self.times, fault=str(fault))
+        return Run(self.times, stuck=tuple(standing))
+
+    def step(self, rank: int, action: Action) -> bool:
+        """Do ``action`` of ``rank`` if it can be done now."""
+        stage, kind, microbatch = action
+        if not 0 <= stage < len(self.rank_of) or self.rank_of[stage] != rank:
+            raise _Fault(f"{action}: rank {rank} has no such stage")
+        if action in self.times or action in self.started:
+            raise _Fault(f"{action} again")
+        if kind in (Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B):
+            self.start_message(rank, action)
+            return True
+        if kind in (Kind.WAIT_F, Kind.WAIT_B):
+            send = Action(stage, Kind.SEND_F if kind is Kind.WAIT_F else Kind.SEND_B, microbatch)
+            return self.finish(rank, action, send)
+
+        backward = [Action(stage, one, microbatch) for one in (I, B)]
+        if kind is W:
+            if backward[0] not in self.times:
+                raise _Fault(f"{action} without its input gradient")
+            return self.finish(rank, action, None)
+        if kind is F:
+            neighbour, message = stage - 1, Kind.RECV_F
+            makers = [Action(neighbour, F, microbatch)]
+        else:
+            neighbour, message = stage + 1, Kind.RECV_B
+            makers = [Action(neighbour, one, microbatch) for one in (I, B)]
+            if Action(stage, F, microbatch) not in self.times:
+                raise _Fault(f"{action} without activations")
+            if any(other in self.times for other in backward):
+                raise _Fault(f"{action}: the activations have been used up")
+        if not 0 <= neighbour < len(self.rank_of):
+            return self.finish(rank, action, None)
+        if self.rank_of[neighbour] != rank:
+            return self.finish(rank, action, Action(stage, message, microbatch))
+        if not any(maker in self.times for maker in makers):
+            raise _Fault(f"{action} without what stage {neighbour} makes for it")
+        return self.finish(rank, action, None)
+
+    def finish(self, rank: int, action: Action, message: Action | None) -> bool:
+        """Do ``action`` as soon as ``message`` has gone; False: not yet."""
+        if message is not None and message not in self.times:
+            return False
+        start = max(self.free[rank], self.times[message][1] if message else 0.0)
+        self.free[rank] = start + self.seconds(action)
+        self.times[action] = (start, self.free[rank])
+        return True
+
+    def start_message(self, rank: int, action: Action) -> None:
+        stage, kind, microbatch = action
+        other = stage + (1 if kind in (Kind.SEND_F, Kind.RECV_B) else -1)
+        if not 0 <= other < len(self.rank_of) or self.rank_of[other] == rank:
+            raise _Fault(f"{action}: there is no other rank")
+        there = self.rank_of[other]
+        self.started[action] = self.free[rank]
+        if kind in (Kind.RECV_F, Kind.RECV_B):
+            self.receives[there, rank].append(action)
+            return
+        makers: list[Kind] = [F] if kind is Kind.SEND_F else [I, B]
+        if not any(Action(stage, maker, microbatch) in self.times for maker in makers):
+            raise _Fault(f"{action}: there is nothing to send")
+        self.sends[rank, there].append(action)
+
+    def move_messages(self) -> bool:
+        moving = False
+        for channel, sends in self.sends.items():
+            receives = self.receives[channel]
+            while self.moved[channel] < min(len(sends), len(receives)):
+                count = self.moved[channel]
+                send, receive = sends[count], receives[count]
+                if send.kind is Kind.SEND_F:
+                    meant = Action(send.stage + 1, Kind.RECV_F, send.microbatch)
+                else:
+                    meant = Action(send.stage - 1, Kind.RECV_B, send.microbatch)
+                if receive != meant:
+                    raise _Fault(f"{send} meets {receive}")
+                before = self.times[sends[count - 1]][1] if count else 0.0
+                start = max(self.started[send], self.started[receive], before)
+                end = start + self.seconds(send)
+                self.times[send], self.times[receive] = (start, end), (end, end)
+                self.moved[channel] += 1
+                moving = True
+        return moving
+
+    def seconds(self, action: Action) -> float:
+        stage, kind, _ = action
+        if kind in (Kind.SEND_F, Kind.SEND_B):
+            return self.problem.costs.hop
+        parts: dict[Kind, list[Duty]] = {
+            F: [Duty.FORWARD],
+            I: [Duty.INPUT_GRADIENT],
+            W: [Duty.WEIGHT_GRADIENT],
+            B: [Duty.INPUT_GRADIENT, Duty.WEIGHT_GRADIENT],
+        }
+        return sum(self.problem.costs.seconds[duty][stage] for duty in parts.get(kind, []))
+
+    def check_all_done(self) -> None:
+        wanted = [{F}] if self.problem.forward_only else [{F, B}, {F, I, W}]
+        for stage in range(len(self.rank_of)):
+            for k in range(self.problem.microbatches):
+                passes = {kind for kind in (F, I, W, B) if Action(stage, kind, k) in self.times}
+                if passes not in wanted:
+                    raise _Fault(f"microbatch {k} on stage {stage} has had {passes}")
+        waits = {Kind.SEND_F: Kind.WAIT_F, Kind.SEND_B: Kind.WAIT_B}
+        for action in self.times:
+            if action.microbatch >= self.problem.microbatches:
+                raise _Fault(f"{action}: there is no such microbatch")
+            wait = waits.get(action.kind)
+            if wait and action._replace(kind=wait) not in self.times:
+                raise _Fault(f"nobody waits for {action}")
+
+
+# ---- Drawing them
+
+
+def drawn(timeline: Timeline, *, messages: bool = False) -> str:
+    """``timeline``, whose costs are whole numbers, as a table: a column per unit of time.
+
+    ``.`` is idle time, ``=`` goes on with what is to its left. Stages are left out where each
+    rank has one. With ``messages``, a line per channel shows which microbatch is under way.
+    """
+    placement = timeline.schedule.placement
+    end = round(max(event.end for event in timeline.events))
+    lines: dict[str, list[str]] = {str(rank): ["."] * end for rank in range(placement.ranks)}
+    for event in timeline.events:
+        stage, kind, microbatch = event.action
+        if kind in (F, I, W, B):
+            name = f"{kind}{microbatch}"
+            key = str(event.rank)
+            text = name if placement.chunks == 1 else f"{stage}{name}"
+        elif messages and kind in (Kind.SEND_F, Kind.SEND_B):
+            other = stage + (1 if kind is Kind.SEND_F else -1)
+            key, text = f"{event.rank}>{placement.rank_of[other]}", str(microbatch)
+        else:
+            continue
+        slots = lines.setdefault(key, ["."] * end)
+        start, stop = math.floor(event.start), math.floor(event.end)
+        assert (start, stop) == (event.start, event.end), f"{event} is not on the grid"
+        for slot in range(start, stop):
+            assert slots[slot] == ".", f"{event.action} runs into {slots[slot]}"
+            slots[slot] = text if slot == start else "="
+    return table("\n".join(f"{key} {' '.join(lines[key])}" for key in sorted(lines)))
+
+
+def table(text: str) -> str:
+    """``text`` with its cells one space apart, so that tables are written as they read best."""
+    return "\n".join(" ".join(row.split()) for row in text.strip().splitlines())

@@ -1,0 +1,79 @@
+"""The text form of actions, and the table of kinds they stand on."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ext.schedule.action import Action, Kind, parse
+from megatron_ext.schedule.kinds import RULES, Duty, Lane
+from tests.unit.schedules import PROPERTY
+
+TEXTS = {
+    Kind.FORWARD: "3F7",
+    Kind.BACKWARD_INPUT: "3I7",
+    Kind.BACKWARD_WEIGHT: "3W7",
+    Kind.FULL_BACKWARD: "3B7",
+    Kind.SEND_F: "3SEND_F7",
+    Kind.RECV_F: "3RECV_F7",
+    Kind.SEND_B: "3SEND_B7",
+    Kind.RECV_B: "3RECV_B7",
+    Kind.WAIT_F: "3WAIT_F7",
+    Kind.WAIT_B: "3WAIT_B7",
+}
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_text_form(kind: Kind) -> None:
+    action = Action(3, kind, 7)
+    assert str(action) == TEXTS[kind]
+    assert parse(TEXTS[kind]) == action
+    assert isinstance(parse(TEXTS[kind]).kind, Kind)
+
+
+@PROPERTY
+@given(st.builds(Action, st.integers(0, 10**6), st.sampled_from(Kind), st.integers(0, 10**6)))
+def test_parse_is_the_inverse_of_str(action: Action) -> None:
+    assert parse(str(action)) == action
+
+
+def test_parse_forgives_space_around_a_cell() -> None:
+    assert parse(" 3F7\t") == Action(3, Kind.FORWARD, 7)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "F", "3F", "F7", "3f7", "3X7", "3FF7", "3SEND7", "-3F7", "3F-7", "3F7F", "3 F 7", "3F7,"],
+)
+def test_what_is_no_action_is_refused(text: str) -> None:
+    with pytest.raises(ValueError) as refusal:
+        parse(text)
+    message = str(refusal.value)
+    assert repr(text) in message
+    assert "as in 3F7" in message
+    assert all(kind in message for kind in Kind)
+
+
+def test_every_kind_has_its_row() -> None:
+    assert RULES.keys() == set(Kind)
+
+
+def test_every_duty_can_be_done() -> None:
+    assert {duty for rule in RULES.values() for duty in rule.covers} == set(Duty)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in Kind if RULES[kind].is_message])
+def test_messages_have_two_ends(kind: Kind) -> None:
+    rule = RULES[kind]
+    assert rule.partner is not None
+    other = RULES[rule.partner]
+    assert other.partner is kind
+    assert other.neighbour == -rule.neighbour
+    assert {rule.lane, other.lane} == {Lane.SEND, Lane.RECEIVE}
+
+
+def test_what_is_taken_is_given_back() -> None:
+    """A microbatch leaves no memory behind, whether it goes back in one pass or in two."""
+    for backward in ([Kind.FULL_BACKWARD], [Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT]):
+        rules = [RULES[kind] for kind in (Kind.FORWARD, *backward)]
+        taken = [held for rule in rules for held in rule.acquires]
+        assert sorted(h.name for h in taken) == sorted(h.name for r in rules for h in r.releases)

@@ -1,0 +1,449 @@
+"""What users write about a schedule: costs, limits and names; and costs estimated from a model."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+
+from megatron_ext.schedule import registry
+from megatron_ext.schedule.action import parse
+from megatron_ext.schedule.build import build_program
+from megatron_ext.schedule.costs import Costs, load_costs, parse_costs, uniform
+from megatron_ext.schedule.estimate import CPU, GPU, ModelDimensions, estimate
+from megatron_ext.schedule.kinds import Duty, Held
+from megatron_ext.schedule.limit import MemoryLimit, parse_limit
+from megatron_ext.schedule.memory import in_bytes, in_microbatches, memory_curve, peaks
+from megatron_ext.schedule.placement import Placement, line
+from megatron_ext.schedule.registry import FamilyEntry, choose, entries
+from megatron_ext.schedule.schedule import Problem, Schedule
+from tests.unit.schedules import PROPERTY, line_problem, random_costs, rows_of, seeds, written
+
+F, I, W = Duty.FORWARD, Duty.INPUT_GRADIENT, Duty.WEIGHT_GRADIENT  # noqa: E741
+LINE = line(2)
+LOOP = Placement("loop", (0, 1, 0, 1))
+
+# ---- Costs
+
+
+def test_costs_are_a_full_ranks() -> None:
+    on_line = parse_costs("f=10,i=12,w=8,comm=1", LINE)
+    assert on_line.seconds == {F: (10, 10), I: (12, 12), W: (8, 8)}
+    assert (on_line.hop, on_line.held_bytes, on_line.origin) == (1, None, "given")
+    in_chunks = parse_costs(" w=8, f=10 ,i=12", LOOP)
+    assert in_chunks.seconds == {F: (5,) * 4, I: (6,) * 4, W: (4,) * 4}
+    assert in_chunks.hop == 0
+
+
+def test_costs_may_be_given_per_stage() -> None:
+    costs = parse_costs("f=1/2/3/4,i=6,w=0/0/0/9,comm=0.5", LOOP)
+    assert costs.seconds == {F: (1, 2, 3, 4), I: (3,) * 4, W: (0, 0, 0, 9)}
+
+
+@PROPERTY
+@given(seeds)
+def test_costs_read_back_what_they_print(seed: int) -> None:
+    costs = random_costs(Random(seed), LOOP)
+    read = parse_costs(str(costs), LOOP)
+    assert read.hop == pytest.approx(costs.hop, rel=1e-3)
+    for duty, figures in costs.seconds.items():
+        assert read.seconds[duty] == pytest.approx(figures, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("action", "cost"),
+    [
+        ("0F0", 1), ("1F3", 2), ("0I0", 10), ("1W0", 200), ("0B0", 110), ("1B0", 220),
+        ("0SEND_F0", 7), ("1SEND_B0", 7), ("1RECV_F0", 0), ("0RECV_B0", 0), ("0WAIT_F0", 0),
+    ],
+)  # fmt: skip
+def test_cost_of_an_action(action: str, cost: float) -> None:
+    costs = Costs({F: (1, 2), I: (10, 20), W: (100, 200)}, hop=7)
+    assert costs.of(parse(action)) == cost
+
+
+def test_costs_of_a_whole_rank() -> None:
+    costs = Costs(
+        {F: (1, 2, 3, 4), I: (5, 6, 7, 8), W: (0, 0, 0, 9)},
+        hop=2,
+        held_bytes={Held.ACTIVATION: (1, 1, 1, 2), Held.WEIGHT_INPUTS: (3, 3, 3, 3)},
+        origin="here",
+    )
+    assert costs.per_rank(LOOP) == Costs(
+        {F: (4, 6), I: (12, 14), W: (0, 9)},
+        hop=2,
+        held_bytes={Held.ACTIVATION: (2, 3), Held.WEIGHT_INPUTS: (6, 6)},
+        origin="here",
+    )
+
+
+HOW = "write f=10,i=12,w=8,comm=1 (one microbatch of a full rank; comm per hop) or a file"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("f=10,i=12", f"costs 'f=10,i=12': missing ['w']; {HOW}"),
+        ("f=1,i=1,w=1,b=2", f"costs 'f=1,i=1,w=1,b=2': unknown ['b']; {HOW}"),
+        ("f=1,i=1,w=one", f"costs 'f=1,i=1,w=one': 'w=one' is no figure; {HOW}"),
+        ("f=1,i=1,w=1,", f"costs 'f=1,i=1,w=1,': '' is no figure; {HOW}"),
+        ("f=1,i=1,w=-1", "-1.0 is no cost; costs are finite and >= 0"),
+        ("f=1,i=nan,w=1", "nan is no cost"),
+        ("f=inf,i=1,w=1", "inf is no cost"),
+        ("f=1,i=1,w=1,comm=-2", "-2.0 is no cost"),
+        ("f=1,i=1,w=1,comm=1/2", f"comm is one figure; {HOW}"),
+        (
+            "f=1/2/3,i=1,w=1",
+            "3 figures for 2 stages; give one figure per microbatch of a full rank",
+        ),
+        ("no/such/file.json", "costs file no/such/file.json cannot be read:"),
+    ],
+)
+def test_bad_costs(text: str, message: str) -> None:
+    with pytest.raises(ValueError) as refusal:
+        parse_costs(text, LINE)
+    assert message in str(refusal.value)
+    assert text in str(refusal.value)
+
+
+GOOD_FILE = {"version": 1, "f": 10, "i": [12, 14], "w": 8, "comm": 0.5}
+
+
+def written_costs(folder: Path, data: Any) -> Path:
+    path = folder / "costs.json"
+    path.write_text(data if isinstance(data, str) else json.dumps(data))
+    return path
+
+
+def test_costs_from_a_file(tmp_path: Path) -> None:
+    path = written_costs(tmp_path, GOOD_FILE)
+    costs = parse_costs(str(path), LINE)
+    assert costs == load_costs(path, LINE)
+    assert costs.seconds == {F: (10, 10), I: (12, 14), W: (8, 8)}
+    assert (costs.hop, costs.held_bytes, costs.origin) == (0.5, None, str(path))
+
+
+def test_bytes_from_a_file(tmp_path: Path) -> None:
+    held = {"activation": [3e9, 4e9], "weight inputs": 1e9}
+    costs = load_costs(written_costs(tmp_path, GOOD_FILE | {"bytes": held}), LINE)
+    assert costs.held_bytes == {Held.ACTIVATION: (3e9, 4e9), Held.WEIGHT_INPUTS: (1e9, 1e9)}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("{", "is not JSON"),
+        ([1], '"version": 1 is expected at the top'),
+        ({"f": 1, "i": 1, "w": 1}, '"version": 1 is expected at the top'),
+        (GOOD_FILE | {"version": 2}, '"version": 1 is expected at the top'),
+        ({"version": 1, "f": 1, "w": 1}, f"lacks ['i']; {HOW}"),
+        (GOOD_FILE | {"com": 1}, "has unknown ['com']; known are version, f, i, w, comm, bytes"),
+        (GOOD_FILE | {"i": [1, 2, 3]}, "i: 3 figures for 2 stages"),
+        (GOOD_FILE | {"i": [1, -2]}, "i: -2 is no cost; costs are finite and >= 0"),
+        (GOOD_FILE | {"f": "10"}, "f: '10' is no cost"),
+        (GOOD_FILE | {"f": True}, "f: True is no cost"),
+        (GOOD_FILE | {"comm": -1}, "comm: -1 is no cost"),
+        (GOOD_FILE | {"comm": [1, 2]}, "comm: [1, 2] is no cost"),
+        (GOOD_FILE | {"comm": None}, "comm: None is no cost"),
+        (GOOD_FILE | {"bytes": 5}, "bytes must give activation and weight inputs"),
+        (GOOD_FILE | {"bytes": {"activation": 1}}, "bytes must give activation and weight inputs"),
+        (
+            GOOD_FILE | {"bytes": {"activation": 1, "weights": 1}},
+            "bytes must give activation and weight inputs",
+        ),
+    ],
+)
+def test_bad_costs_files(data: Any, message: str, tmp_path: Path) -> None:
+    """What is wrong in a file must not be read as nothing: a hop that costs 0, bytes not held."""
+    path = written_costs(tmp_path, data)
+    with pytest.raises(ValueError) as refusal:
+        load_costs(path, LINE)
+    assert message in str(refusal.value)
+    assert str(path) in str(refusal.value)
+
+
+# ---- Memory
+
+
+@pytest.mark.parametrize(
+    ("text", "limit", "printed"),
+    [
+        ("5", MemoryLimit(microbatches=5), "5 microbatches"),
+        ("2.5", MemoryLimit(microbatches=2.5), "2.5 microbatches"),
+        (" 0.5x ", MemoryLimit(microbatches=4), "4 microbatches"),  # 1F1B holds min(8, 32)
+        ("60GiB", MemoryLimit(bytes=60 * 2**30), "60GiB"),
+        ("512MiB", MemoryLimit(bytes=2**29), "0.5GiB"),
+        ("1.5TiB", MemoryLimit(bytes=3 * 2**39), "1.54e+03GiB"),
+    ],
+)
+def test_limits(text: str, limit: MemoryLimit, printed: str) -> None:
+    assert parse_limit(text, ranks=8, microbatches=32) == limit
+    assert str(limit) == printed
+
+
+def test_a_share_is_of_what_1f1b_can_hold() -> None:
+    assert parse_limit("1x", ranks=8, microbatches=3) == MemoryLimit(microbatches=3)
+
+
+@pytest.mark.parametrize("text", ["", "0", "0x", "0GiB", "-1", "60GB", "60 GiB", "x", "5y", "1e3"])
+def test_bad_limits(text: str) -> None:
+    with pytest.raises(ValueError) as refusal:
+        parse_limit(text, ranks=8, microbatches=32)
+    assert str(refusal.value) == (
+        f"memory limit {text!r} is not understood: write microbatches of a rank (5), "
+        f"a share of 1F1B's peak (0.5x), or bytes (60GiB)"
+    )
+
+
+def test_memory_curve_in_microbatches() -> None:
+    """From F to W or B, in units of a whole rank; the input gradient frees nothing."""
+    schedule = written("0F0 1F0 0F1 1F1 1B0 1I1 0I0 1W1 0I1 0W0 0W1", (0, 0))
+    curve = memory_curve(schedule.rows[0], in_microbatches(schedule))
+    assert curve == [0.5, 1, 1.5, 2, 2, 1.5, 1.5, 1.5, 1, 1, 0.5]
+    assert peaks(schedule, in_microbatches(schedule)) == [2]
+
+
+def test_memory_curve_in_bytes() -> None:
+    """I exchanges what the backward needs (10) for what W needs (4): counted at its end."""
+    costs = replace(
+        uniform(line(1), 1, 1, 1), held_bytes={Held.ACTIVATION: (10,), Held.WEIGHT_INPUTS: (4,)}
+    )
+    (row,) = rows_of("0F0 0F1 0I0 0I1 0F2 0W0 0W1 0B2")
+    assert memory_curve(row, in_bytes(costs)) == [10, 20, 20, 14, 18, 18, 14, 10]
+
+
+def test_messages_hold_nothing() -> None:
+    with_messages = rows_of("0F0 0SEND_F0 0RECV_B0 0WAIT_F0 0B0")[0]
+    passes = rows_of("0F0 0B0")[0]
+    amount = in_bytes(
+        Costs({F: (1,)}, held_bytes={Held.ACTIVATION: (3,), Held.WEIGHT_INPUTS: (2,)})
+    )
+    assert memory_curve(with_messages, amount) == memory_curve(passes, amount) == [3, 3]
+
+
+# ---- Estimated costs
+
+GPT = ModelDimensions(
+    layers=(4, 4, 4, 4),
+    hidden=2048,
+    ffn_hidden=8192,
+    query_width=2048,
+    key_value_width=2048,
+    gated=False,
+    heads=16,
+    sequence=4096,
+    micro_batch=1,
+    vocabulary=0,
+)
+
+
+def ratios(model: ModelDimensions, stage: int = 0) -> tuple[float, float]:
+    """I and W of a stage, F being 1."""
+    seconds = estimate(model, GPU).seconds
+    return seconds[I][stage] / seconds[F][stage], seconds[W][stage] / seconds[F][stage]
+
+
+def test_estimate_of_a_known_model() -> None:
+    """A layer of width h has 24 h^2 operations a token, causal attention 2 h s (Narayanan)."""
+    h, s = 2048, 4096
+    (seconds, *_) = estimate(GPT, GPU).seconds[F]
+    assert seconds * GPU.operations == pytest.approx(4 * s * (24 * h * h + 2 * h * s))
+
+
+def test_products_cost_the_same_three_times() -> None:
+    i, w = ratios(replace(GPT, sequence=1))
+    assert i == pytest.approx(1, abs=1e-3)
+    assert w == pytest.approx(1, abs=1e-3)
+
+
+def test_attention_has_no_weight_gradient() -> None:
+    i, w = ratios(GPT)
+    assert w < 1 < i
+    assert i + w == pytest.approx(2)  # forward once, backward twice
+    longer_i, longer_w = ratios(replace(GPT, sequence=4 * GPT.sequence))
+    assert longer_i > i
+    assert longer_w < w
+
+
+def test_recompute_runs_the_forward_again_in_i() -> None:
+    i, w = ratios(GPT)
+    again_i, again_w = ratios(replace(GPT, recompute=True))
+    assert again_i == pytest.approx(i + 1)
+    assert again_w == pytest.approx(w)
+    held, again = (
+        estimate(GPT, GPU).held_bytes,
+        estimate(replace(GPT, recompute=True), GPU).held_bytes,
+    )
+    assert held is not None
+    assert again is not None
+    assert again[Held.ACTIVATION][0] == held[Held.ACTIVATION][0] / 17
+
+
+def test_the_head_is_on_the_last_stage() -> None:
+    without, costs = estimate(GPT, GPU), estimate(replace(GPT, vocabulary=50304), GPU)
+    head = 2 * 4096 * 2048 * 50304 / GPU.operations
+    for duty in (F, I, W):
+        assert costs.seconds[duty][:3] == without.seconds[duty][:3]
+        assert costs.seconds[duty][3] == pytest.approx(without.seconds[duty][3] + head)
+    assert costs.held_bytes is not None
+    assert without.held_bytes is not None
+    logits = 4096 * 50304 * 4
+    for held in Held:
+        figures = costs.held_bytes[held]
+        assert figures[3] == pytest.approx(without.held_bytes[held][3] + logits)
+
+
+def test_layers_are_counted_per_stage() -> None:
+    seconds = estimate(replace(GPT, layers=(2, 4, 4, 0)), GPU).seconds[F]
+    assert seconds[1] == pytest.approx(2 * seconds[0])
+    assert seconds[3] == 0
+
+
+def test_tensor_parallel_ranks_share_the_work() -> None:
+    one, four = estimate(GPT, GPU), estimate(replace(GPT, tensor_parallel=4), GPU)
+    for duty in (F, I, W):
+        assert four.seconds[duty] == pytest.approx([s / 4 for s in one.seconds[duty]])
+    assert four.hop == one.hop / 4
+
+
+def test_a_slower_machine_takes_longer_and_holds_as_much() -> None:
+    fast, slow = estimate(GPT, GPU), estimate(GPT, CPU)
+    for duty in (F, I, W):
+        times = GPU.operations / CPU.operations
+        assert slow.seconds[duty] == pytest.approx([s * times for s in fast.seconds[duty]])
+    assert slow.hop == pytest.approx(fast.hop * GPU.bytes / CPU.bytes)
+    assert slow.held_bytes == fast.held_bytes
+
+
+def test_estimates_serve_a_schedule() -> None:
+    costs = estimate(replace(GPT, vocabulary=50304), GPU)
+    problem = Problem(line(4), 8, costs, parse_limit("60GiB", 4, 8))
+    assert build_program(choose("zb-h1"), problem).problem.costs.origin.startswith("estimated")
+
+
+# ---- Names
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"), [("ScheduleGPipe", "gpipe"), ("Schedule1F1B", "1f1b"), ("1f1b:", "1f1b")]
+)
+def test_aliases(alias: str, name: str) -> None:
+    problem = line_problem(2, 3)
+    assert choose(alias).build(problem) == choose(name).build(problem)
+    assert choose(alias).spec == alias
+
+
+def test_names_and_aliases_are_unique() -> None:
+    names = [name for entry in entries().values() for name in (entry.name, *entry.aliases)]
+    assert len(names) == len(set(names))
+    assert all(entry.name == name for name, entry in entries().items())
+    assert not any(":" in name or name.endswith(".csv") for name in names)
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """A family ``counting`` that keeps the options it is called with."""
+    calls: list[dict[str, Any]] = []
+
+    def build(
+        problem: Problem, *, group: int = 2, slack: float = 0.5, mode: str = "a", extra: bool = True
+    ) -> Schedule:
+        calls.append({"group": group, "slack": slack, "mode": mode, "extra": extra})
+        return choose("gpipe").build(problem)
+
+    entry = FamilyEntry("counting", build, line, "nowhere", False, False, ())
+    monkeypatch.setitem(registry.entries(), "counting", entry)
+    return calls
+
+
+DEFAULTS = {"group": 2, "slack": 0.5, "mode": "a", "extra": True}
+
+
+@pytest.mark.parametrize(
+    ("spec", "options"),
+    [
+        ("counting", {}),
+        ("counting:group=4", {"group": 4}),
+        ("counting:slack=1e-3,group=3", {"group": 3, "slack": 1e-3}),
+        ("counting:mode=b", {"mode": "b"}),
+        ("counting:extra=false", {"extra": False}),
+        ("counting:extra=true", {"extra": True}),
+    ],
+)
+def test_options(spec: str, options: dict[str, Any], registered: list[dict[str, Any]]) -> None:
+    choose(spec).build(line_problem(2, 2))
+    assert registered == [DEFAULTS | options]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("counting:grup=4", "has no option 'grup'; it has: group, slack, mode, extra"),
+        ("counting:group=four", "group must be int, not 'four'"),
+        ("counting:group", "group must be int, not ''"),
+        ("counting:group=2.5", "group must be int, not '2.5'"),
+        ("counting:extra=no", "extra must be true or false, not 'no'"),
+        ("counting:extra", "extra must be true or false, not ''"),
+    ],
+)
+def test_bad_options(spec: str, message: str, registered: list[dict[str, Any]]) -> None:
+    with pytest.raises(ValueError) as refusal:
+        choose(spec)
+    assert str(refusal.value).startswith("schedule counting")
+    assert message in str(refusal.value)
+
+
+def test_a_family_without_options_says_so() -> None:
+    with pytest.raises(ValueError, match=r"schedule gpipe has no option 'x'; it has: none"):
+        choose("gpipe:x=1")
+
+
+def test_unknown_schedule() -> None:
+    with pytest.raises(ValueError) as refusal:
+        choose("zb-h9")
+    message = str(refusal.value)
+    assert message.startswith("there is no schedule 'zb-h9'; known are ")
+    assert all(name in message for name in entries())
+    assert "or a .csv file" in message
+
+
+def test_schedule_file_for_other_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "two.csv"
+    path.write_text("0F0,0B0\n1F0,1B0\n")
+    assert choose(str(path)).place(2).rank_of == (0, 1)
+    with pytest.raises(ValueError) as refusal:
+        choose(str(path)).place(4)
+    assert str(refusal.value) == (
+        f"schedule file {path} has 2 rows, the pipeline has 4 ranks: one row per rank is needed"
+    )
+
+
+def test_schedule_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"schedule file .*none\.csv cannot be read: .*No such file"
+    ):
+        choose(str(tmp_path / "none.csv"))
+
+
+@pytest.mark.parametrize(("text", "splits"), [("0F0,0B0", False), ("0F0,0I0,0W0", True)])
+def test_schedule_file_may_split_the_backward(text: str, splits: bool, tmp_path: Path) -> None:
+    path = tmp_path / "one.csv"
+    path.write_text(text)
+    assert choose(str(path)).splits_backward is splits
+
+
+@pytest.mark.parametrize("microbatches", [0, -1])
+def test_a_step_without_microbatches(microbatches: int) -> None:
+    with pytest.raises(
+        ValueError, match=rf"microbatches is {microbatches}; at least one is needed"
+    ):
+        line_problem(2, microbatches)
+
+
+@pytest.mark.parametrize("ranks", [0, -1])
+def test_a_pipeline_without_ranks(ranks: int) -> None:
+    with pytest.raises(ValueError, match=rf"ranks is {ranks}; at least one is needed"):
+        line(ranks)

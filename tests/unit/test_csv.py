@@ -1,0 +1,218 @@
+"""Schedules as CSV: an exact inverse, in the grammar that torch.distributed.pipelining loads."""
+
+import itertools
+import types
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+from megatron_ext.schedule.build import build_program
+from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.registry import choose, entries
+from megatron_ext.schedule.schedule import Problem, bitwise_order, from_csv, to_csv
+from megatron_ext.schedule.verify import InvalidSchedule
+from tests.unit.schedules import (
+    PROPERTY,
+    Case,
+    cases,
+    line_problem,
+    program,
+    rows_of,
+    with_messages,
+    written,
+)
+
+
+def csv_of(name: str, p: int, m: int) -> str:
+    return to_csv(program(name, line_problem(p, m)).schedule)
+
+
+def test_text() -> None:
+    assert csv_of("1f1b", 2, 3) == "0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n"
+    assert csv_of("zb-h1", 2, 2) == "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"
+
+
+@PROPERTY
+@given(cases)
+def test_exact_inverse(case: Case) -> None:
+    read = from_csv(to_csv(case.schedule), "random")
+    assert read.rows == case.schedule.rows
+    assert read.placement.rank_of == case.schedule.placement.rank_of
+    assert read.name == "random"
+    assert to_csv(read) == to_csv(case.schedule)
+
+
+@PROPERTY
+@given(cases)
+def test_messages_are_left_out(case: Case) -> None:
+    assert to_csv(with_messages(case.schedule, case.problem)) == to_csv(case.schedule)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "0F0,,,0B0\n,1F0,1B0,\n",
+        " 0F0 , 0B0\r\n\t1F0,1B0\r\n",
+        '"0F0","0B0"\n"1F0","1B0"',
+        "0F0,0B0\n1F0,1B0",
+        "0F0,,0B0\n,1F0,1B0,,,",
+    ],
+    ids=["idle", "space", "quoted", "no last newline", "ragged"],
+)
+def test_empty_cells_and_space_mean_nothing(text: str) -> None:
+    assert from_csv(text, "x.csv").rows == rows_of("0F0 0B0\n1F0 1B0")
+
+
+def test_placement_is_read_off_the_table() -> None:
+    read = from_csv("1F0,2F0,2B0,1B0\n0F0,3F0,3B0,0B0\n", "v.csv")
+    assert read.placement == Placement("file", (1, 0, 0, 1))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0B0\n1F0,1Q0\n", "x.csv, line 2: '1Q0' is no action: write stage, kind, microbatch"),
+        ("0F0,0B0\n1F0 1B0\n", "x.csv, line 2: '1F0 1B0' is no action"),
+        ("0F0,0B0\n\n1F0,1B0\n", "x.csv, line 2 holds no action"),
+        ("0F0,0B0\n,,\n", "x.csv, line 2 holds no action"),
+        ("0F0,0B0\n2F0,2B0\n", "x.csv names stage 2 but no action of stage 1"),
+        ("", "x.csv holds no action"),
+        (",,\n", "x.csv, line 1 holds no action"),
+        (
+            "0F0,0SEND_F0,0B0\n1F0,1B0\n",
+            "x.csv, line 1: 0SEND_F0 is no pass; messages and waits are inserted by us, leave them",
+        ),
+    ],
+)
+def test_bad_files(text: str, message: str) -> None:
+    with pytest.raises(ValueError) as refusal:
+        from_csv(text, "x.csv")
+    assert message in str(refusal.value)
+
+
+def test_a_stage_on_two_ranks_is_for_the_proof_to_refuse() -> None:
+    schedule = from_csv("0F0,0B0,0F1\n1F0,1B0,1F1,1B1,0B1\n", "x.csv")
+    problem = line_problem(2, 2)
+    choice = replace(choose("1f1b"), spec="x.csv", build=lambda problem: schedule)
+    with pytest.raises(InvalidSchedule, match="0B1 is on rank 1; stage 0 is on rank 0"):
+        build_program(choice, problem)
+
+
+def test_from_csv_of_a_family_is_the_family(tmp_path: Path) -> None:
+    """What is written out and given back as a file is the same program."""
+    problem = line_problem(4, 6)
+    path = tmp_path / "zb.csv"
+    path.write_text(csv_of("zb-h1", 4, 6))
+    choice = choose(str(path))
+    assert choice.splits_backward
+    assert build_program(choice, problem).digest == program("zb-h1", problem).digest
+
+
+@pytest.mark.parametrize(
+    ("text", "in_order"),
+    [
+        ("0F0 0F1 0B0 0B1", True),
+        ("0F0 0F1 0B1 0B0", False),
+        ("0F1 0F0 0B0 0B1", False),
+        ("0F0 0F1 0I0 0B1 0W0", False),  # 0B1 adds its weight gradient before 0W0 does
+        ("0F0 0F1 0I0 0W0 0B1", True),
+        ("0F0 0F1 0I0 0I1 0W0 0W1", True),
+        ("0F0 0F1 0I0 0I1 0W1 0W0", False),
+        ("0F0 1F0 0F1 1F1 1B0 1B1 0B0 0B1", True),  # each stage has an order of its own
+    ],
+)
+def test_bitwise_order(text: str, in_order: bool) -> None:
+    assert bitwise_order(written(text, (0, 0))) is in_order
+
+
+# ---- What torch makes of it
+
+
+@pytest.fixture(scope="module")
+def torch_schedules() -> Any:
+    return pytest.importorskip("torch.distributed.pipelining.schedules")
+
+
+def names_of_stages(p: int, chunks: int) -> list[types.SimpleNamespace]:
+    """Stages that only know their number, as in torch's own tests of schedules."""
+    torch = pytest.importorskip("torch")
+    return [
+        types.SimpleNamespace(
+            num_stages=p * chunks,
+            group_size=p,
+            group_rank=0,
+            is_first=chunk == 0,
+            is_last=False,
+            submod=torch.nn.Identity(),
+        )
+        for chunk in range(chunks)
+    ]
+
+
+@pytest.mark.parametrize("name", entries())
+@pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 2), (4, 6)])
+def test_torch_loads_our_files(
+    name: str, p: int, m: int, tmp_path: Path, torch_schedules: Any
+) -> None:
+    placement = choose(name).place(p)
+    problem = Problem(placement, m, uniform(placement, 1, 1, 1))
+    path = tmp_path / "schedule.csv"
+    path.write_text(to_csv(program(name, problem).schedule))
+    stages = names_of_stages(p, placement.chunks)
+    runtime = torch_schedules._PipelineScheduleRuntime(stages, m)
+    runtime._load_csv(str(path))  # checks the order, and inserts torch's own messages
+    loaded = runtime.pipeline_order
+    printed = [",".join(map(str, loaded[rank])) for rank in range(p)]
+    assert printed == path.read_text().splitlines()
+    assert runtime.stage_index_to_group_rank == dict(enumerate(placement.rank_of))
+
+
+@settings(PROPERTY, max_examples=30)
+@given(case=cases)
+def test_torch_reads_each_cell_alike(torch_schedules: Any, case: Case) -> None:
+    for action in itertools.chain(*case.schedule.rows):
+        theirs = torch_schedules._Action.from_str(str(action))
+        assert str(theirs) == str(action)
+        assert theirs.stage_index == action.stage
+        assert theirs.microbatch_index == action.microbatch
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks"),
+    [
+        ("ScheduleInterleaved1F1B", 1),
+        ("ScheduleInterleaved1F1B", 2),
+        ("ScheduleLoopedBFS", 2),
+        ("ScheduleInterleavedZeroBubble", 2),
+        ("ScheduleZBVZeroBubble", 2),
+    ],
+)
+@pytest.mark.parametrize("p", [2, 4])
+def test_torch_schedules_are_read_and_proved(
+    name: str, chunks: int, p: int, tmp_path: Path, torch_schedules: Any
+) -> None:
+    """What torch writes, idle cells included, is a sound schedule here."""
+    m = 2 * p
+    schedule = getattr(torch_schedules, name)(names_of_stages(p, chunks), m)
+    path = tmp_path / "torch.csv"
+    schedule._dump_csv(str(path), format="compute_only")
+    choice = choose(str(path))
+    placement = choice.place(p)
+    assert dict(enumerate(placement.rank_of)) == schedule.stage_index_to_group_rank
+    problem = Problem(placement, m, uniform(placement, 1, 1, 1))
+    proved = build_program(choice, problem)
+    assert [[str(action) for action in row] for row in proved.schedule.compute_rows] == [
+        [str(action) for action in row if action is not None]
+        for row in schedule.pipeline_order.values()
+    ]
+
+
+def test_gpipe_is_torchs(torch_schedules: Any) -> None:
+    p, m = 3, 5
+    theirs = torch_schedules.ScheduleGPipe(*names_of_stages(p, 1), m).pipeline_order
+    passes = [[a for a in row if a is not None and a.is_compute_op] for row in theirs.values()]
+    assert csv_of("gpipe", p, m).splitlines() == [",".join(map(str, row)) for row in passes]

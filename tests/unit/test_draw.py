@@ -1,0 +1,172 @@
+"""Pictures: every pass is on them, where and as long as it ran."""
+
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.draw import BUBBLE, COLOURS, draw
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.schedule import Problem
+from megatron_ext.schedule.simulate import simulate
+from megatron_ext.schedule.timeline import Event, Timeline
+from megatron_ext.schedule.verify import prove
+from tests.unit.schedules import F, line_problem, program, with_messages, written
+
+matplotlib = pytest.importorskip("matplotlib")
+
+
+def timeline_of(name: str, p: int, m: int) -> Timeline:
+    problem = line_problem(p, m, comm=0.25)
+    return simulate(program(name, problem), problem.costs)
+
+
+def two_chunks() -> Timeline:
+    placement = Placement("loop", (0, 1, 0, 1))
+    problem = Problem(placement, 1, uniform(placement, 2, 2, 2))
+    schedule = written("0F0 2F0 2B0 0B0\n1F0 3F0 3B0 1B0", placement.rank_of, name="loop")
+    return simulate(prove(with_messages(schedule, problem), problem), problem.costs)
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures that are saved, to look at what is on them."""
+    from matplotlib.figure import Figure
+
+    saved: list[Any] = []
+    save = Figure.savefig
+
+    def keep(figure: Any, *args: Any, **options: Any) -> None:
+        saved.append(figure)
+        save(figure, *args, **options)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    return saved
+
+
+def test_svg_of_two_timelines(tmp_path: Path) -> None:
+    """A text per pass, among those of the axes and titles."""
+    timelines = [timeline_of("1f1b", 3, 4), timeline_of("zb-h1", 3, 4)]
+    path = tmp_path / "picture.svg"
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        draw(timelines, path)
+    tree = ElementTree.parse(path)
+    texts = [
+        text
+        for element in tree.iter("{http://www.w3.org/2000/svg}text")
+        if (text := (element.text or "").strip())
+    ]
+    passes = [event for timeline in timelines for row in timeline.compute for event in row]
+    assert len(passes) == 3 * 4 * (2 + 3)
+    found, wanted = Counter(texts), Counter(str(event.action.microbatch) for event in passes)
+    assert all(found[label] >= count for label, count in wanted.items())
+    for timeline in timelines:
+        (title,) = [text for text in texts if text.startswith(timeline.schedule.name)]
+        assert f"bubble {timeline.bubble_share_makespan:.1%} of the makespan" in title
+        assert "peak 3 microbatches" in title
+    assert {"rank 0", "rank 1", "rank 2", "time"} <= found.keys()
+    legend = {
+        "F forward",
+        "I input gradient",
+        "W weight gradient",
+        "B backward (I and W)",
+        "bubble",
+    }
+    assert legend <= {" ".join(text.split()) for text in texts}
+
+
+def test_png_of_two_timelines(tmp_path: Path) -> None:
+    path = tmp_path / "picture.png"
+    draw([timeline_of("1f1b", 2, 2), timeline_of("zb-h1", 2, 2)], path)
+    data = path.read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n")
+    width, height = (int.from_bytes(data[n : n + 4]) for n in (16, 20))
+    assert width > height > 100
+
+
+def bars_of(axes: Any, timeline: Timeline) -> list[tuple[float, float, float, str]]:
+    """The rank, start, end and colour of the bars on ``axes``, the bubbles' aside."""
+    from matplotlib.colors import to_hex
+
+    bars = [
+        (bar.get_y() + bar.get_height() / 2, bar.get_x(), bar.get_width(), bar.get_facecolor())
+        for bar in axes.patches
+    ]
+    found = [(y, x, x + width, to_hex(colour).upper()) for y, x, width, colour in bars]
+    shades = [(rank, 0, timeline.makespan, BUBBLE) for rank in range(len(timeline.compute))]
+    assert [bar for bar in found if bar[3] == BUBBLE] == shades
+    return [bar for bar in found if bar[3] != BUBBLE]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_every_pass_has_its_bar(name: str, tmp_path: Path, figures: list[Any]) -> None:
+    timeline = timeline_of(name, 3, 5)
+    draw([timeline], tmp_path / "picture.png")
+    (figure,) = figures
+    passes, memory = figure.axes
+    events = [event for row in timeline.compute for event in row]
+    wanted = [(e.rank, e.start, e.end, COLOURS[e.action.kind].upper()) for e in events]
+    found = bars_of(passes, timeline)
+    assert [bar[3] for bar in found] == [bar[3] for bar in wanted]
+    for bar, event in zip(found, wanted, strict=True):
+        assert bar[:3] == pytest.approx(event[:3])
+    assert [text.get_text() for text in passes.texts] == [str(e.action.microbatch) for e in events]
+    for line, row in zip(memory.lines, timeline.compute, strict=True):
+        assert max(line.get_ydata()) <= 3
+        assert line.get_xdata()[-1] == row[-1].end
+        assert line.get_ydata()[-1] == 0
+
+
+def test_a_measured_timeline_begins_at_zero(tmp_path: Path, figures: list[Any]) -> None:
+    """A recorder's clock begins anywhere."""
+    predicted = timeline_of("1f1b", 2, 2)
+    events = tuple(Event(e.rank, e.action, e.start + 1e6, e.end + 1e6) for e in predicted.events)
+    measured = Timeline(predicted.schedule, events)
+    draw([predicted, measured], tmp_path / "picture.png")
+    one, _, other, _ = figures[0].axes
+    for bar, same in zip(bars_of(one, predicted), bars_of(other, measured), strict=True):
+        assert bar[:3] == pytest.approx(same[:3])
+
+
+def test_later_chunks_are_hatched(tmp_path: Path, figures: list[Any]) -> None:
+    draw([two_chunks()], tmp_path / "picture.svg")
+    bars = [bar for bar in figures[0].axes[0].patches if bar.get_width() < 10]
+    assert [bool(bar.get_hatch()) for bar in bars] == [False, True, True, False] * 2
+
+
+def test_short_passes_go_without_a_number(tmp_path: Path, figures: list[Any]) -> None:
+    """Passes of which hundreds fill the picture would be covered by their own numbers."""
+    draw([timeline_of("gpipe", 2, 60)], tmp_path / "picture.png")
+    assert len(figures[0].axes[0].texts) == 2 * 60, "B has one, F has none"
+
+
+def test_an_evaluation_is_drawn(tmp_path: Path, figures: list[Any]) -> None:
+    problem = line_problem(2, 3, forward_only=True)
+    draw([simulate(program("1f1b", problem), problem.costs)], tmp_path / "picture.png")
+    assert len(figures[0].axes[0].texts) == 6
+    assert len(bars_of(figures[0].axes[0], simulate(program("1f1b", problem), problem.costs))) == 6
+
+
+@pytest.mark.parametrize("name", ["picture.pdf", "picture", "picture.SVG.txt", "png"])
+def test_other_suffixes_are_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"pictures are written as \.svg or \.png") as refusal:
+        draw([timeline_of("1f1b", 2, 2)], tmp_path / name)
+    assert str(tmp_path / name) in str(refusal.value)
+    assert not (tmp_path / name).exists()
+
+
+def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(
+        ValueError, match=r"pip install 'megatron_ext\[plot\]', or leave --plot out"
+    ):
+        draw([timeline_of("1f1b", 2, 2)], tmp_path / "picture.svg")
+
+
+def test_every_kind_of_pass_has_a_colour_of_its_own() -> None:
+    assert len({*COLOURS.values(), BUBBLE}) == len(COLOURS) + 1
+    assert F in COLOURS

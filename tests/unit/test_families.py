@@ -1,0 +1,171 @@
+"""The families: their published tables, and what their documentation promises of every size.
+
+In the tables a column is a unit of time, ``.`` is idle, ``=`` goes on; F, I and W cost 1, B 2.
+"""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.memory import in_microbatches, peaks
+from megatron_ext.schedule.registry import choose, entries
+from megatron_ext.schedule.schedule import Problem, bitwise_order
+from megatron_ext.schedule.simulate import simulate
+from megatron_ext.schedule.transforms.waits import SENDS_BEHIND
+from megatron_ext.schedule.verify import InvalidSchedule
+from tests.unit.schedules import (
+    PROPERTY,
+    F,
+    W,
+    drawn,
+    line_problem,
+    program,
+    runs_to_end,
+    table,
+)
+
+TABLES = {
+    ("gpipe", 3, 3): """
+        0  F0 F1 F2 .  .  .  .  .  .  B0 =  B1 =  B2 =
+        1  .  F0 F1 F2 .  .  .  B0 =  B1 =  B2 =  .  .
+        2  .  .  F0 F1 F2 B0 =  B1 =  B2 =  .  .  .  .
+        """,
+    ("gpipe", 3, 1): """
+        0  F0 .  .  .  .  .  .  B0 =
+        1  .  F0 .  .  .  B0 =  .  .
+        2  .  .  F0 B0 =  .  .  .  .
+        """,
+    ("gpipe", 1, 2): """
+        0  F0 F1 B0 =  B1 =
+        """,
+    ("1f1b", 3, 4): """
+        0  F0 F1 F2 .  .  .  .  B0 =  F3 B1 =  .  B2 =  .  B3 =
+        1  .  F0 F1 .  .  B0 =  F2 B1 =  F3 B2 =  .  B3 =  .  .
+        2  .  .  F0 B0 =  F1 B1 =  F2 B2 =  F3 B3 =  .  .  .  .
+        """,
+    ("1f1b", 4, 2): """
+        0  F0 F1 .  .  .  .  .  .  .  .  B0 =  .  B1 =
+        1  .  F0 F1 .  .  .  .  .  B0 =  .  B1 =  .  .
+        2  .  .  F0 F1 .  .  B0 =  .  B1 =  .  .  .  .
+        3  .  .  .  F0 B0 =  F1 B1 =  .  .  .  .  .  .
+        """,
+    ("1f1b", 3, 1): """
+        0  F0 .  .  .  .  .  .  B0 =
+        1  .  F0 .  .  .  B0 =  .  .
+        2  .  .  F0 B0 =  .  .  .  .
+        """,
+    ("1f1b", 1, 3): """
+        0  F0 B0 =  F1 B1 =  F2 B2 =
+        """,
+    ("zb-h1", 3, 4): """
+        0  F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3
+        1  .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
+        2  .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
+        """,
+    ("zb-h1", 4, 6): """
+        0  F0 F1 F2 F3 .  .  .  I0 W0 F4 I1 W1 F5 I2 W2 I3 W3 I4 W4 I5 W5
+        1  .  F0 F1 F2 .  .  I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 I4 W3 I5 W4 W5
+        2  .  .  F0 F1 .  I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 I5 W3 W4 W5
+        3  .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5
+        """,
+    ("zb-h1", 3, 2): """
+        0  F0 F1 .  .  .  I0 W0 I1 W1
+        1  .  F0 F1 .  I0 .  I1 W0 W1
+        2  .  .  F0 I0 F1 I1 W0 W1 .
+        """,
+    ("zb-h1", 4, 1): """
+        0  F0 .  .  .  .  .  .  I0 W0
+        1  .  F0 .  .  .  .  I0 W0 .
+        2  .  .  F0 .  .  I0 W0 .  .
+        3  .  .  .  F0 I0 W0 .  .  .
+        """,
+    ("zb-h1", 1, 3): """
+        0  F0 I0 W0 F1 I1 W1 F2 I2 W2
+        """,
+}  # fmt: skip
+
+# What the documentation of a family promises rank r of p to hold, in microbatches.
+PEAKS: dict[str, Callable[[int, int, int], int]] = {
+    "gpipe": lambda r, p, m: m,
+    "1f1b": lambda r, p, m: min(p - r, m),
+    "zb-h1": lambda r, p, m: min(p, m),
+}
+
+SIZES = settings(PROPERTY, max_examples=30)
+sizes = st.integers(1, 9).flatmap(lambda p: st.tuples(st.just(p), st.integers(1, 4 * p)))
+
+
+def problem_for(name: str, p: int, m: int, *, forward_only: bool = False) -> Problem:
+    placement = choose(name).place(p)
+    return Problem(placement, m, uniform(placement, 1, 1, 1), forward_only=forward_only)
+
+
+@pytest.mark.parametrize(("name", "p", "m"), TABLES)
+def test_table(name: str, p: int, m: int) -> None:
+    problem = line_problem(p, m)
+    timeline = simulate(program(name, problem), problem.costs)
+    assert drawn(timeline) == table(TABLES[name, p, m])
+
+
+@pytest.mark.parametrize("name", entries())
+@SIZES
+@given(size=sizes)
+@example(size=(1, 1))
+@example(size=(9, 1))
+@example(size=(9, 36))
+def test_every_size_is_sound(name: str, size: tuple[int, int]) -> None:
+    p, m = size
+    problem = problem_for(name, p, m)
+    schedule = program(name, problem).schedule  # raises when it is not
+    assert schedule.name == name
+    assert runs_to_end(schedule, problem)
+    assert bitwise_order(schedule)
+    splits = any(action.kind is W for row in schedule.rows for action in row)
+    assert splits == choose(name).splits_backward
+
+
+@pytest.mark.parametrize("name", PEAKS)
+@SIZES
+@given(size=sizes)
+@example(size=(4, 16))
+def test_peak_is_as_promised(name: str, size: tuple[int, int]) -> None:
+    p, m = size
+    schedule = choose(name).build(line_problem(p, m))
+    measured = peaks(schedule, in_microbatches(schedule))
+    assert measured == [PEAKS[name](rank, p, m) for rank in range(p)]
+
+
+@pytest.mark.parametrize("name", entries())
+@SIZES
+@given(size=sizes)
+def test_evaluation_is_the_forwards_alone_in_order(name: str, size: tuple[int, int]) -> None:
+    p, m = size
+    training = choose(name).build(problem_for(name, p, m))
+    problem = problem_for(name, p, m, forward_only=True)
+    evaluation = program(name, problem).schedule
+    forwards = [[action for action in row if action.kind is F] for row in training.rows]
+    assert list(map(list, evaluation.compute_rows)) == forwards
+    assert runs_to_end(evaluation, problem)
+
+
+@pytest.mark.parametrize("p", [2, 8])
+def test_outputs_on_their_way_do_not_pile_up_in_an_evaluation(p: int) -> None:
+    """Nothing comes back that would say when a send has gone; it is waited for all the same."""
+    schedule = program("gpipe", line_problem(p, 40, forward_only=True)).schedule
+    for row in schedule.rows:
+        under_way = 0
+        for action in row:
+            under_way += (action.kind is Kind.SEND_F) - (action.kind is Kind.WAIT_F)
+            assert under_way <= SENDS_BEHIND + 1
+        assert under_way == 0
+
+
+def test_evaluation_holds_nothing() -> None:
+    """What a training step's limit forbids, an evaluation may do."""
+    with pytest.raises(InvalidSchedule, match="memory limit"):
+        program("gpipe", line_problem(4, 8, limit="1"))
+    program("gpipe", line_problem(4, 8, limit="1", forward_only=True))

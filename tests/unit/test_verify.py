@@ -1,0 +1,446 @@
+"""The proof: what it refuses, in which words, and that it refuses exactly what cannot run."""
+
+import copy
+import pickle
+from collections import Counter
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+
+from megatron_ext.schedule.action import parse
+from megatron_ext.schedule.build import build_program
+from megatron_ext.schedule.graph import build_graph
+from megatron_ext.schedule.kinds import Held
+from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.registry import choose
+from megatron_ext.schedule.schedule import Problem, Schedule
+from megatron_ext.schedule.transforms.forward_only import keep_forward
+from megatron_ext.schedule.verify import InvalidSchedule, Program, check_compute, prove
+from tests.unit.schedules import (
+    PROPERTY,
+    Case,
+    cases,
+    line_problem,
+    mutate,
+    program,
+    random_case,
+    random_costs,
+    random_placement,
+    random_schedule,
+    run,
+    runs_to_end,
+    seeds,
+    with_messages,
+    written,
+)
+
+PROBLEM = line_problem(2, 2)
+FUSED = """
+0RECV_B0 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B1 0WAIT_F0 0B0 0WAIT_F1 0B1
+1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1WAIT_B0 1WAIT_B1
+"""
+SPLIT = """
+0RECV_B0 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B1 0WAIT_F0 0I0 0W0 0WAIT_F1 0I1 0W1
+1RECV_F0 1RECV_F1 1F0 1I0 1SEND_B0 1F1 1I1 1SEND_B1 1W0 1W1 1WAIT_B0 1WAIT_B1
+"""
+
+
+def on_line(text: str) -> Schedule:
+    return written(text, (0, 1))
+
+
+def refusal(schedule: Schedule, problem: Problem) -> InvalidSchedule:
+    with pytest.raises(InvalidSchedule) as caught:
+        prove(schedule, problem)
+    assert schedule.name in str(caught.value)
+    for action in caught.value.actions:
+        assert str(action) in str(caught.value)
+    return caught.value
+
+
+@pytest.mark.parametrize(("name", "text"), [("1f1b", FUSED), ("zb-h1", SPLIT)])
+def test_the_good_ones_below_are_good(name: str, text: str) -> None:
+    assert prove(on_line(text), PROBLEM).schedule.rows == program(name, PROBLEM).schedule.rows
+
+
+# In a good schedule one piece of text gives way to another; what the refusal says and names.
+REFUSALS = {
+    "compute missing": (
+        FUSED, "0F1 0SEND_F1", "0SEND_F1",
+        "0F1 is missing on rank 0: nothing does the forward", ["0F1"],
+    ),
+    "backward missing": (
+        FUSED, "0WAIT_F1 0B1", "0WAIT_F1",
+        "0B1 is missing on rank 0: nothing does the input gradient", ["0B1"],
+    ),
+    "weight gradient missing": (
+        SPLIT, "1W0 1W1", "1W1",
+        "1W0 is missing on rank 1: nothing does the weight gradient", ["1W0"],
+    ),
+    "send missing": (
+        FUSED, "0F1 0SEND_F1", "0F1",
+        "0SEND_F1 is missing on rank 0: nothing does the send of the output", ["0SEND_F1"],
+    ),
+    "receive missing": (
+        FUSED, "0RECV_B1", "",
+        "0RECV_B1 is missing on rank 0: nothing does the receive of the output's gradient",
+        ["0RECV_B1"],
+    ),
+    "wait missing": (
+        FUSED, "1WAIT_B1", "",
+        "1WAIT_B1 is missing on rank 1: nothing does the wait for the gradient's send",
+        ["1WAIT_B1"],
+    ),
+    "compute twice": (
+        FUSED, "1F1 1B1", "1F1 1F1 1B1", "1F1 does the forward a second time", ["1F1"],
+    ),
+    "message twice": (
+        FUSED, "1SEND_B1", "1SEND_B1 1SEND_B1",
+        "1SEND_B1 does the send of the input's gradient a second time", ["1SEND_B1"],
+    ),
+    "B beside I and W": (
+        SPLIT, "1I1", "1I1 1B1", "1B1 does the input gradient a second time", ["1B1"],
+    ),
+    "W beside B": (
+        FUSED, "1B1", "1B1 1W1", "1W1 does the weight gradient a second time", ["1W1"],
+    ),
+    "wrong rank": (
+        FUSED, "1F1 1B1", "0B1 1F1 1B1", "0B1 is on rank 1; stage 0 is on rank 0", ["0B1"],
+    ),
+    "wrong stage": (FUSED, "1F1", "2F1", "2F1: stages are 0 to 1", ["2F1"]),
+    "wrong microbatch": (FUSED, "1F1", "1F2", "1F2: microbatches are 0 to 1", ["1F2"]),
+    "message beyond the end": (
+        FUSED, "1F1", "1F1 1SEND_F1", "1SEND_F1 has no other rank to talk to", ["1SEND_F1"],
+    ),
+    "I before its F": (
+        SPLIT, "1F1 1I1 1SEND_B1", "1I1 1SEND_B1 1F1",
+        "1I1 comes before 1F1, which it needs", ["1I1", "1F1"],
+    ),
+    "W before its I": (
+        SPLIT, "0I1 0W1", "0W1 0I1", "0W1 comes before 0I1, which it needs", ["0W1", "0I1"],
+    ),
+    "send before its F": (
+        FUSED, "0F1 0SEND_F1", "0SEND_F1 0F1",
+        "0SEND_F1 comes before 0F1, which it needs", ["0SEND_F1", "0F1"],
+    ),
+    "receive after its use": (
+        FUSED, "0RECV_B1 0WAIT_F0 0B0 0WAIT_F1 0B1", "0WAIT_F0 0B0 0WAIT_F1 0B1 0RECV_B1",
+        "0B1 comes before 0RECV_B1, which it needs", ["0B1", "0RECV_B1"],
+    ),
+    "wait before its send": (
+        FUSED, "0SEND_F0 0F1 0SEND_F1 0RECV_B1 0WAIT_F0", "0WAIT_F0 0SEND_F0 0F1 0SEND_F1 0RECV_B1",
+        "0WAIT_F0 comes before 0SEND_F0, which it needs", ["0WAIT_F0", "0SEND_F0"],
+    ),
+    "crossed receives": (
+        FUSED, "1RECV_F0 1RECV_F1", "1RECV_F1 1RECV_F0",
+        "messages cross from rank 0 to rank 1: 0SEND_F0 would meet 1RECV_F1, not 1RECV_F0",
+        ["0SEND_F0", "1RECV_F1"],
+    ),
+    "crossed sends": (
+        FUSED, "0SEND_F0 0F1 0SEND_F1", "0F1 0SEND_F1 0SEND_F0",
+        "messages cross from rank 0 to rank 1: 0SEND_F1 would meet 1RECV_F0, not 1RECV_F1",
+        ["0SEND_F1", "1RECV_F0"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refusal(case: str) -> None:
+    good, old, new, message, actions = REFUSALS[case]
+    assert good.count(old) == 1
+    error = refusal(on_line(good.replace(old, new)), PROBLEM)
+    assert message in str(error)
+    assert error.actions == tuple(map(parse, actions))
+
+
+def test_cyclic_wait_of_passes_is_shown() -> None:
+    """Rank 0 wants a gradient before it gives away what rank 1 wants before the gradient."""
+    error = refusal(
+        on_line(
+            """
+            0F0 0SEND_F0 0RECV_B0 0B0 0F1 0SEND_F1 0RECV_B1 0B1 0WAIT_F0 0WAIT_F1
+            1RECV_F0 1RECV_F1 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1 1WAIT_B0 1WAIT_B1
+            """
+        ),
+        PROBLEM,
+    )
+    assert (
+        "it would hang: 0RECV_B0 waits for 1SEND_B0 waits for 1B0 waits for 1F1 waits for 1RECV_F1 "
+        "waits for 0SEND_F1 waits for 0F1 waits for 0B0 waits for 0RECV_B0"
+    ) in str(error)
+    assert len(error.actions) == 8
+
+
+def test_cyclic_wait_of_blocking_sends_is_shown() -> None:
+    """Each rank waits until its send has gone before it posts the receive of the other's."""
+    error = refusal(
+        on_line(
+            """
+            0F0 0SEND_F0 0WAIT_F0 0F1 0SEND_F1 0WAIT_F1 0RECV_B0 0RECV_B1 0B0 0B1
+            1RECV_F0 1F0 1B0 1SEND_B0 1WAIT_B0 1RECV_F1 1F1 1B1 1SEND_B1 1WAIT_B1
+            """
+        ),
+        PROBLEM,
+    )
+    assert (
+        "it would hang: 0SEND_F1 waits for 1WAIT_B0 waits for 1SEND_B0 waits for 0WAIT_F1 waits "
+        "for 0SEND_F1"
+    ) in str(error)
+    assert error.actions == tuple(map(parse, ["0SEND_F1", "1WAIT_B0", "1SEND_B0", "0WAIT_F1"]))
+
+
+def test_wrong_number_of_rows() -> None:
+    schedule = replace(on_line(FUSED), rows=on_line(FUSED).rows[:1])
+    assert "it has 1 rows for 2 ranks" in str(refusal(schedule, PROBLEM))
+
+
+def test_another_placement() -> None:
+    schedule = written(FUSED, (1, 0))
+    error = refusal(schedule, PROBLEM)
+    assert "it puts stages on ranks (1, 0), the problem on (0, 1)" in str(error)
+
+
+def test_a_schedule_for_another_number_of_microbatches() -> None:
+    schedule = program("1f1b", line_problem(2, 2)).schedule
+    error = refusal(schedule, line_problem(2, 3))
+    assert error.actions == (parse("0F2"),)
+    error = refusal(schedule, line_problem(2, 1))
+    assert error.actions == (parse("0F1"),)
+
+
+# ---- Evaluation
+
+
+def test_an_evaluation_does_nothing_but_forwards() -> None:
+    """A training step that was proved as an evaluation would change the weights' gradients.
+
+    Once it was accepted: nothing was missing and nothing done twice.
+    """
+    error = refusal(on_line(FUSED), replace(PROBLEM, forward_only=True))
+    assert "0RECV_B0" in str(error)
+    assert error.actions == (parse("0RECV_B0"),)
+
+
+def test_half_a_message_in_an_evaluation() -> None:
+    """Once this was no refusal but a KeyError."""
+    evaluation = replace(PROBLEM, forward_only=True)
+    good = program("gpipe", evaluation).schedule
+    prove(good, evaluation)
+    rows = (good.rows[0], (*good.rows[1], parse("1SEND_B0")))
+    assert refusal(replace(good, rows=rows), evaluation).actions == (parse("1SEND_B0"),)
+
+
+# ---- Memory
+
+
+def with_bytes(activation: float, weight_inputs: float) -> Problem:
+    costs = replace(
+        PROBLEM.costs,
+        held_bytes={Held.ACTIVATION: (activation,) * 2, Held.WEIGHT_INPUTS: (weight_inputs,) * 2},
+    )
+    return replace(PROBLEM, costs=costs)
+
+
+def test_limit_in_microbatches() -> None:
+    """1F1B holds two microbatches on rank 0, from 0F1 on."""
+    prove(on_line(FUSED), replace(PROBLEM, memory_limit=MemoryLimit(microbatches=2)))
+    error = refusal(on_line(FUSED), replace(PROBLEM, memory_limit=MemoryLimit(microbatches=1.5)))
+    assert error.actions == (parse("0F1"),)
+    assert "0F1 brings rank 0 over the memory limit of 1.5 microbatches" in str(error)
+    assert "peak there is 2 microbatches" in str(error)
+
+
+def test_limit_in_bytes() -> None:
+    """Rank 1 of zb-h1 holds, with 1I1 done, what W needs of both: 6 GiB; rank 0 has 5 at most."""
+    problem = with_bytes(2.5 * 2**30, 3 * 2**30)
+    prove(on_line(SPLIT), replace(problem, memory_limit=MemoryLimit(bytes=6 * 2**30)))
+    limited = replace(problem, memory_limit=MemoryLimit(bytes=int(5.75 * 2**30)))
+    error = refusal(on_line(SPLIT), limited)
+    assert error.actions == (parse("1W0"),)
+    assert "1W0 brings rank 1 over the memory limit of 5.75GiB" in str(error)
+    assert "6.44245e+09 bytes" in str(error)
+
+
+def test_limit_in_bytes_needs_bytes() -> None:
+    limited = replace(PROBLEM, memory_limit=MemoryLimit(bytes=2**30))
+    with pytest.raises(ValueError, match=r"limit is 1GiB, but the costs \(given\) have no bytes"):
+        prove(on_line(FUSED), limited)
+
+
+# ---- Programs
+
+
+def test_only_prove_makes_programs() -> None:
+    proved = prove(on_line(FUSED), PROBLEM)
+    with pytest.raises(TypeError, match="made by prove"):
+        Program(proved.schedule, proved.problem, proved.graph, object())
+
+
+def test_a_program_cannot_be_given_another_schedule() -> None:
+    """Once `dataclasses.replace` took the seal of the proved one along."""
+    proved = prove(on_line(FUSED), PROBLEM)
+    with pytest.raises((TypeError, ValueError)):
+        replace(proved, schedule=on_line(FUSED))  # type: ignore[call-arg]
+    with pytest.raises(AttributeError):
+        proved.schedule = on_line(SPLIT)  # type: ignore[misc]
+
+
+def test_digest_tells_programs_apart() -> None:
+    proved = prove(on_line(FUSED), PROBLEM)
+    assert prove(on_line(FUSED), PROBLEM).digest == proved.digest
+    assert copy.deepcopy(proved).digest == proved.digest
+    assert program("1f1b", PROBLEM).digest == proved.digest, "the name changes nothing"
+    other_costs = replace(PROBLEM, costs=line_problem(2, 2, 3, 2, 1).costs)
+    assert prove(on_line(FUSED), other_costs).digest == proved.digest
+
+    later_wait = FUSED.replace("0WAIT_F0 0B0 0WAIT_F1 0B1", "0B0 0B1 0WAIT_F0 0WAIT_F1")
+    others = [
+        prove(on_line(SPLIT), PROBLEM),
+        prove(on_line(later_wait), PROBLEM),
+        program("1f1b", line_problem(2, 3)),
+        program("1f1b", line_problem(1, 2)),
+    ]
+    digests = {proved.digest, *(other.digest for other in others)}
+    assert len(digests) == 1 + len(others)
+
+
+def test_digest_tells_placements_apart() -> None:
+    one, other = Placement("x", (0, 0, 1, 1)), Placement("x", (0, 1, 1, 0))
+    costs = random_costs(Random(0), one)
+    digests = set()
+    for placement in (one, other):
+        problem = Problem(placement, 1, costs)
+        schedule = random_schedule(Random(0), problem)
+        digests.add(prove(with_messages(schedule, problem), problem).digest)
+    assert len(digests) == 2
+
+
+def test_a_refusal_travels_between_processes() -> None:
+    error = refusal(on_line(FUSED.replace("1F1", "")), PROBLEM)
+    copied = pickle.loads(pickle.dumps(error))
+    assert (str(copied), copied.actions) == (str(error), error.actions)
+
+
+# ---- Any schedule
+
+
+@PROPERTY
+@given(cases)
+def test_transforms_keep_a_good_schedule_good(case: Case) -> None:
+    proved = prove(with_messages(case.schedule, case.problem), case.problem)
+    assert proved.schedule.compute_rows == case.schedule.rows
+    assert runs_to_end(proved.schedule, case.problem)
+
+
+@PROPERTY
+@given(seeds)
+def test_transforms_keep_a_good_evaluation_good(seed: int) -> None:
+    """Once, waits that were put where nobody had looked made some evaluations hang."""
+    random = Random(seed)
+    placement = random_placement(random)
+    microbatches = random.randint(1, 12)
+    problem = Problem(placement, microbatches, random_costs(random, placement), forward_only=True)
+    forwards = keep_forward(random_schedule(random, problem), problem)
+    proved = prove(with_messages(forwards, problem), problem)
+    assert proved.schedule.compute_rows == forwards.rows
+    assert runs_to_end(proved.schedule, problem)
+
+
+def test_an_evaluation_with_a_rank_far_ahead() -> None:
+    """Once the waits made this one hang.
+
+    Rank 0 runs stage 0 for all microbatches before stage 2; rank 1 takes what it gets of stage 0
+    one by one, and in between what comes of stage 2 by way of rank 2.
+    """
+    m = 12
+    schedule = written(
+        "\n".join(
+            [
+                " ".join([*(f"0F{k}" for k in range(m)), *(f"2F{k}" for k in range(m))]),
+                " ".join(f"1F{k} 4F{k}" for k in range(m)),
+                " ".join(f"3F{k}" for k in range(m)),
+            ]
+        ),
+        (0, 1, 0, 2, 1),
+    )
+    costs = random_costs(Random(0), schedule.placement)
+    problem = Problem(schedule.placement, m, costs, forward_only=True)
+    prove(with_messages(schedule, problem), problem)
+
+
+def verdict(schedule: Schedule, problem: Problem) -> str:
+    """``prove``'s and the independent simulation's common opinion on ``schedule``."""
+    ran = run(schedule, problem)
+    try:
+        proved = prove(schedule, problem)
+    except InvalidSchedule as error:
+        assert not ran.ended_well, f"refused, but it runs: {error}"
+        if "it would hang" not in str(error):
+            return "refused"
+        assert ran.stuck, f"said to hang, but: {ran.fault}"
+        assert_waits_in_a_circle(schedule, error)
+        return "hangs"
+    assert proved.schedule is schedule
+    assert ran.ended_well, f"proved, but stuck at {ran.stuck}, fault: {ran.fault}"
+    return "runs"
+
+
+def assert_waits_in_a_circle(schedule: Schedule, error: InvalidSchedule) -> None:
+    graph = build_graph(schedule)
+    cycle = [graph.actions.index(action) for action in error.actions]
+    for node, earlier in zip(cycle, [*cycle[1:], cycle[0]], strict=True):
+        assert earlier in graph.before[node]
+    path = " waits for ".join(map(str, [*error.actions, error.actions[0]]))
+    assert path in str(error)
+
+
+def damaged(case: Case, seed: int) -> Schedule:
+    return mutate(with_messages(case.schedule, case.problem), Random(seed))
+
+
+def disordered(case: Case, seed: int) -> Schedule:
+    """Two passes of a rank change places before there are messages."""
+    random = Random(seed)
+    rows = [list(row) for row in case.schedule.rows]
+    row = random.choice(rows)
+    one, other = random.randrange(len(row)), random.randrange(len(row))
+    row[one], row[other] = row[other], row[one]
+    return replace(case.schedule, rows=tuple(map(tuple, rows)))
+
+
+@settings(PROPERTY, max_examples=300)
+@given(cases, seeds)
+def test_prove_refuses_exactly_what_cannot_run(case: Case, seed: int) -> None:
+    verdict(damaged(case, seed), case.problem)
+
+
+@settings(PROPERTY, max_examples=200)
+@given(cases, seeds)
+def test_prove_refuses_exactly_the_orders_that_cannot_run(case: Case, seed: int) -> None:
+    schedule = disordered(case, seed)
+    try:
+        check_compute(schedule, case.problem)
+    except InvalidSchedule:
+        assert not runs_to_end(schedule, case.problem)
+        return
+    verdict(with_messages(schedule, case.problem), case.problem)
+
+
+def test_damage_is_of_all_sorts() -> None:
+    """The two properties above would hold of nothing if no schedule ran, or none hung."""
+    found: Counter[str] = Counter()
+    for seed in range(300):
+        case = random_case(seed)
+        found[verdict(damaged(case, seed), case.problem)] += 1
+    assert min(found[kind] for kind in ("runs", "refused", "hangs")) >= 5, found
+
+
+def test_a_file_that_would_hang_is_refused_and_not_crashed_on() -> None:
+    """The way of other people's schedules, with every transform between them and the proof."""
+    order = on_line("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1")
+    choice = replace(choose("1f1b"), spec="order.csv", build=lambda problem: order)
+    with pytest.raises(InvalidSchedule, match="it would hang: 0RECV_B0 waits for "):
+        build_program(choice, PROBLEM)
