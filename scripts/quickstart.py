@@ -16,6 +16,7 @@ import sysconfig
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from rich.console import Console
@@ -43,7 +44,7 @@ MODEL = {
     "--global-batch-size": "16",
     "--lr": "1e-3",
     "--min-lr": "1e-4",
-    "--lr-warmup-iters": "5",
+    "--lr-warmup-fraction": "0.05",
     "--lr-decay-style": "cosine",
     "--clip-grad": "1.0",
     "--attention-dropout": "0",
@@ -63,7 +64,10 @@ ITERATION = re.compile(
     r"global batch size: +(\d+) .*lm loss: ([\d.E+-]+)"
 )
 PREDICTION = re.compile(r"megatron_ext: .* (\d+) microbatches: .*: (f=\S+)$")
-FAILURE = re.compile(r"(Error|Failure): |megatron_ext: (error|got)|SIG[A-Z]+\b")
+FAILURE = re.compile(
+    r"^(\[rank\d+\]: )?[\w.]*(?<!ChildFailed)(Error|Failure)\b"
+    r"|megatron_ext: (error|got)|\(SIGKILL\)"
+)
 
 console = Console(soft_wrap=True)
 
@@ -189,7 +193,13 @@ def run(command: list[str], log: Path) -> Iterator[str]:
 def fail(log: Path) -> None:
     """Print the lines that tell most, and exit."""
     lines = log.read_text(errors="replace").splitlines()
-    errors = [line for line in lines if FAILURE.search(line)]
+    # with the line before each: an AssertionError alone says nothing
+    errors = [
+        line
+        for before, error in pairwise(lines)
+        if FAILURE.search(error)
+        for line in (before, error)
+    ]
     for line in errors[:8] or lines[-20:]:
         console.print(f"  {line}", markup=False, highlight=False)
     console.print(f"all of it: {log}")
