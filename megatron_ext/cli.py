@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from megatron_ext.config import PipelineConfig
-from megatron_ext.schedule.build import build_program
-from megatron_ext.schedule.costs import parse_costs
-from megatron_ext.schedule.draw import draw
+from megatron_ext.schedule.certify import certify as certified
+from megatron_ext.schedule.choose import Plan, make_plan, peak
+from megatron_ext.schedule.costs import parse_costs, uniform
+from megatron_ext.schedule.draw import draw, draw_plan
 from megatron_ext.schedule.limit import parse_limit
-from megatron_ext.schedule.registry import choose, entries
+from megatron_ext.schedule.registry import choose, entries, with_option
 from megatron_ext.schedule.report import report
-from megatron_ext.schedule.schedule import Problem, to_csv
+from megatron_ext.schedule.schedule import Problem, from_csv, to_csv
 from megatron_ext.schedule.simulate import simulate as predict
 from megatron_ext.schedule.summary import stock_1f1b
+from megatron_ext.schedule.trace import write_trace
 
 app = typer.Typer(
     help="Better pipeline schedules for stock Megatron-LM. To train: "
@@ -70,22 +74,37 @@ def simulate(
     ] = "f=1,i=1,w=1,comm=0",
     memory_limit: Annotated[str | None, typer.Option(help="5, 0.5x or 60GiB")] = None,
     as_json: Json = False,
+    vpp: Annotated[int | None, typer.Option(help="Chunks of a rank, for loops.")] = None,
+    certify: Annotated[
+        bool, typer.Option("--certify", help="Bound the best there can be.")
+    ] = False,
+    seconds: Annotated[float, typer.Option(help="What --certify may search.")] = 60.0,
     plot: Annotated[
         Path | None, typer.Option(help="Draw it beneath 1F1B, as .svg or .png.")
     ] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write its compute actions.")] = None,
 ) -> None:
     """Predict how long a schedule takes and what it holds."""
     try:
-        choice = choose(spec)
+        choice = choose(spec if vpp is None else with_option(spec, "vpp", vpp))
         placement = choice.place(pp)
         limit = parse_limit(memory_limit, pp, microbatches) if memory_limit else None
         problem = Problem(placement, microbatches, parse_costs(costs, placement), limit)
-        result = report(choice, problem)
+        program, result = report(choice, problem)
+        timeline = predict(program, problem.costs)
+        if certify:
+            certificate = certified(program, seconds)
+            result |= {
+                "lower_bound": certificate.lower_bound,
+                "gap": certificate.gap,
+                "optimal": certificate.optimal,
+            }
         if csv is not None:
-            csv.write_text(to_csv(build_program(choice, problem).schedule))
+            csv.write_text(to_csv(program.schedule))
+        if trace is not None:
+            write_trace(timeline, trace)
         if plot is not None:
-            timeline = predict(build_program(choice, problem), problem.costs)
             draw([stock_1f1b(problem), timeline], plot)
     except (ValueError, OSError) as error:
         fail(error)
@@ -95,6 +114,92 @@ def simulate(
     _print_table([{"": key, spec: value} for key, value in result.items()])
     if plot is not None:
         typer.echo(f"picture: {plot}")
+
+
+@app.command()
+def verify(file: Annotated[Path, typer.Argument(help="Compute actions, a line per rank.")]) -> None:
+    """Prove a schedule file: complete, in order, free of deadlock."""
+    try:
+        choice = choose(str(file))
+        schedule = from_csv(file.read_text(), file.name)
+        microbatches = 1 + max(action.microbatch for row in schedule.rows for action in row)
+        placement = schedule.placement
+        problem = Problem(placement, microbatches, uniform(placement, 1, 1, 1))
+        _, result = report(choice, problem)
+    except (ValueError, OSError) as error:
+        fail(error)
+    order = "in" if result["bitwise_order"] else "not in"
+    typer.echo(
+        f"{file} is valid: {placement.ranks} ranks, {placement.stages} stages, {microbatches} "
+        f"microbatches, {order} microbatch order, peak "
+        f"{max(result['peak_activation_microbatches']):g} microbatches"
+    )
+
+
+@app.command()
+def plan(
+    pp: Annotated[int, typer.Option(help="Pipeline ranks.")],
+    microbatches: Annotated[int, typer.Option("-m", "--microbatches", help="Of one step.")],
+    costs: Annotated[
+        str, typer.Option(help="f=10,i=12,w=8,comm=1 per microbatch of a rank, or a JSON file")
+    ] = "f=1,i=1,w=1,comm=0",
+    memory_limit: Annotated[str | None, typer.Option(help="5, 0.5x or 60GiB")] = None,
+    as_json: Json = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw time against memory, as .svg or .png.")
+    ] = None,
+) -> None:
+    """Compare every schedule on one problem, and say which to take."""
+    try:
+        limit = parse_limit(memory_limit, pp, microbatches) if memory_limit else None
+        found = make_plan(
+            pp, microbatches, lambda placement: parse_costs(costs, placement), limit, _progress
+        )
+        if plot is not None:
+            draw_plan(found, plot)
+    except (ValueError, OSError) as error:
+        fail(error)
+    if as_json:
+        typer.echo(
+            json.dumps(
+                {
+                    "choice": found.choice,
+                    "pareto": found.pareto,
+                    "schedules": found.reports,
+                    "refused": found.refused,
+                },
+                indent=2,
+            )
+        )
+    else:
+        _print_plan(found)
+    if found.choice is None:
+        fail(ValueError("no schedule fits; the reasons are above"))
+
+
+def _progress(names: Sequence[str]) -> Iterator[str]:
+    console = Console(stderr=True)
+    return iter(track(names, "schedules", console=console, transient=True))
+
+
+def _print_plan(found: Plan) -> None:
+    rows = [
+        {
+            "schedule": row["schedule"],
+            "makespan": row["makespan"],
+            "bubble": f"{row['bubble_share_makespan']:.1%}",
+            "span": row["span"],
+            "peak microbatches": peak(row),
+            "": "choice" if row["schedule"] == found.choice else "*" * (name in found.pareto),
+        }
+        for row in found.reports
+        for name in [row["schedule"]]
+    ]
+    if rows:
+        _print_table(rows)
+        typer.echo("* none other is both faster and smaller")
+    for name, why in found.refused.items():
+        typer.echo(f"{name}: {why}", err=True)
 
 
 @app.command(

@@ -1,4 +1,4 @@
-"""Pictures of timelines: ranks as rows, kinds by colour, bubbles shaded, memory beneath."""
+"""Pictures of timelines (ranks as rows, kinds by colour, bubbles shaded, memory) and of plans."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.choose import Plan, peak
 from megatron_ext.schedule.kinds import RULES, Lane
 from megatron_ext.schedule.memory import in_microbatches, memory_curve
 from megatron_ext.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Okabe and Ito's palette (2008): told apart with any colour vision.
 COLOURS = {
@@ -39,16 +41,8 @@ def draw(timelines: Sequence[Timeline], path: Path) -> None:
     Raises:
         ValueError: another file type, or matplotlib is not installed.
     """
-    if path.suffix not in (".svg", ".png"):
-        raise ValueError(f"{path}: pictures are written as .svg or .png")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError(
-            "pictures need matplotlib: pip install 'megatron_ext[plot]', or leave --plot out"
-        ) from None
     heights = [size for line in timelines for size in (len(line.compute) * 0.38 + 0.3, 1.1)]
-    figure = Figure(figsize=(12, sum(heights) + 1.1), layout="constrained")
+    figure = _figure(path, width=12, height=sum(heights) + 1.1)
     axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for index, timeline in enumerate(timelines):
         _draw_passes(axes[2 * index], timeline)
@@ -57,6 +51,47 @@ def draw(timelines: Sequence[Timeline], path: Path) -> None:
     used = {e.action.kind for line in timelines for row in line.compute for e in row}
     figure.legend(handles=_legend(used), loc="outside lower center", ncols=5, frameon=False)
     figure.savefig(path, dpi=150)
+
+
+def draw_plan(plan: Plan, path: Path) -> None:
+    """Write step time against peak memory of the schedules of ``plan``, and their Pareto front.
+
+    Raises:
+        ValueError: as `draw`.
+    """
+    figure = _figure(path, width=8, height=5)
+    axes = figure.subplots()
+    for row in plan.reports:
+        name = row["schedule"]
+        colour = "#D55E00" if name in plan.pareto else "#999999"
+        axes.plot(peak(row), row["makespan"], "o", color=colour)
+        axes.annotate(
+            name, (peak(row), row["makespan"]), xytext=(5, 4), textcoords="offset points", size=8
+        )
+    front = [row for row in plan.reports if row["schedule"] in plan.pareto]
+    axes.step(
+        [peak(row) for row in reversed(front)],
+        [row["makespan"] for row in reversed(front)],
+        where="post",
+        color="#D55E00",
+        linewidth=1,
+    )
+    axes.set_xlabel("peak activation, microbatches of a rank")
+    axes.set_ylabel("makespan of a step")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+def _figure(path: Path, width: float, height: float) -> Figure:
+    if path.suffix not in (".svg", ".png"):
+        raise ValueError(f"{path}: pictures are written as .svg or .png")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError(
+            "pictures need matplotlib: pip install 'megatron_ext[plot]', or leave --plot out"
+        ) from None
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def _draw_passes(axes: Axes, timeline: Timeline) -> None:

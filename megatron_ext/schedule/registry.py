@@ -88,14 +88,19 @@ def choose(spec: str) -> Choice:
     Raises:
         ValueError: no such family, option or file.
     """
-    name, _, options_text = spec.partition(":")
-    if name.endswith(".csv"):
+    if spec.endswith(".csv"):
         return _from_file(Path(spec))
+    name, _, options_text = spec.partition(":")
     entry = _find(name)
     options = _parse_options(entry, options_text)
     place = functools.partial(entry.place, **_accepted(entry.place, options))
     build = functools.partial(entry.build, **_accepted(entry.build, options))
     return Choice(spec, place, build, entry.splits_backward)
+
+
+def with_option(spec: str, key: str, value: object) -> str:
+    """``spec`` with one more option."""
+    return f"{spec}{',' if ':' in spec else ':'}{key}={value}"
 
 
 def _find(name: str) -> FamilyEntry:

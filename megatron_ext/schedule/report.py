@@ -10,9 +10,10 @@ from megatron_ext.schedule.memory import in_microbatches, peaks
 from megatron_ext.schedule.registry import Choice
 from megatron_ext.schedule.schedule import Problem, bitwise_order
 from megatron_ext.schedule.simulate import simulate
+from megatron_ext.schedule.verify import Program
 
 
-def report(choice: Choice, problem: Problem) -> dict[str, Any]:
+def report(choice: Choice, problem: Problem) -> tuple[Program, dict[str, Any]]:
     """Build, prove and simulate ``choice``; times are in the unit of the costs.
 
     Raises:
@@ -23,7 +24,7 @@ def report(choice: Choice, problem: Problem) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     timeline = simulate(program, problem.costs)
     schedule = program.schedule
-    return {
+    return program, {
         "schedule": choice.spec,
         "pp": problem.ranks,
         "vpp": problem.placement.chunks,

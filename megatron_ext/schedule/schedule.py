@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_ext.schedule.action import Action, parse
 from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.flip import (
+    FlippedPlacement,
+    flip_rows,
+    flipped,
+    opens_on_first_rank,
+)
 from megatron_ext.schedule.kinds import RULES, Duty, Lane
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
@@ -67,14 +74,23 @@ def is_compute(action: Action) -> bool:
 
 
 def to_csv(schedule: Schedule) -> str:
-    """The compute actions, one line per rank in rank order, PyTorch's grammar: ``0F0,0F1,0B0``."""
+    """The compute actions, one line per rank in rank order, PyTorch's grammar: ``0F0,0F1,0B0``.
+
+    A table that `from_csv` has flipped is flipped back.
+    """
+    rows = schedule.compute_rows
+    if isinstance(schedule.placement, FlippedPlacement):
+        rows = flip_rows(rows)
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(schedule.compute_rows)
+    csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
 
 
 def from_csv(text: str, name: str) -> Schedule:
     """The schedule that ``text`` holds: the inverse of `to_csv`. Empty cells are idle time.
+
+    A compound such as ``(0F1;4B0)OVERLAP_F_B`` is its parts, one after the other. A V or wave that
+    opens on rank 0 is flipped (`flip`).
 
     The placement is read off the table: a stage is on the rank that first names it. (That a stage
     stays there, and all else, is for `prove` to say.)
@@ -85,7 +101,7 @@ def from_csv(text: str, name: str) -> Schedule:
     rows: list[tuple[Action, ...]] = []
     for number, cells in enumerate(csv.reader(io.StringIO(text)), start=1):
         try:
-            row = tuple(parse(cell) for cell in cells if cell.strip())
+            row = tuple(parse(part) for cell in cells for part in _parts(cell))
         except ValueError as error:
             raise ValueError(f"{name}, line {number}: {error}") from None
         for action in row:
@@ -110,7 +126,20 @@ def from_csv(text: str, name: str) -> Schedule:
     if missing:
         raise ValueError(f"{name} names stage {max(rank_of)} but no action of stage {missing[0]}")
     placement = Placement("file", tuple(rank_of[stage] for stage in range(len(rank_of))))
+    if placement.ranks == len(rows) and opens_on_first_rank(placement.rank_of):
+        return Schedule(name, flipped(placement), flip_rows(tuple(rows)))
     return Schedule(name, placement, tuple(rows))
+
+
+_COMPOUND = re.compile(r"\((.*)\)OVERLAP_F_B")
+
+
+def _parts(cell: str) -> list[str]:
+    """The actions in a cell: none, one, or those of a compound."""
+    compound = _COMPOUND.fullmatch(cell.strip())
+    if compound:
+        return compound[1].split(";")
+    return [cell] if cell.strip() else []
 
 
 def bitwise_order(schedule: Schedule) -> bool:

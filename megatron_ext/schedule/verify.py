@@ -104,8 +104,7 @@ def _check_places(schedule: Schedule, problem: Problem) -> None:
             if not 0 <= action.stage < placement.stages:
                 _reject(schedule, f"{action}: stages are 0 to {placement.stages - 1}", [action])
             if not 0 <= action.microbatch < problem.microbatches:
-                last = problem.microbatches - 1
-                _reject(schedule, f"{action}: microbatches are 0 to {last}", [action])
+                _reject_microbatch(schedule, problem, action, row)
             home = placement.rank_of[action.stage]
             if home != rank:
                 _reject(
@@ -113,6 +112,17 @@ def _check_places(schedule: Schedule, problem: Problem) -> None:
                     f"{action} is on rank {rank}; stage {action.stage} is on rank {home}",
                     [action],
                 )
+
+
+def _reject_microbatch(
+    schedule: Schedule, problem: Problem, action: Action, row: Sequence[Action]
+) -> NoReturn:
+    """Name the microbatch that ``action`` seems to stand for, too, if one is missing."""
+    own = [action._replace(microbatch=k) for k in range(problem.microbatches)]
+    missing = [other for other in own if other not in row][:1]
+    but = f", and {missing[0]} is missing" if missing else ""
+    last = problem.microbatches - 1
+    _reject(schedule, f"{action}: microbatches are 0 to {last}{but}", [action, *missing])
 
 
 def _duties(schedule: Schedule, problem: Problem, lanes: set[Lane]) -> dict[int, dict[Duty, Kind]]:
@@ -208,7 +218,8 @@ def _check_memory(schedule: Schedule, problem: Problem) -> None:
             )
         assert limit.bytes is not None
         amount, allowed, unit = in_bytes(problem.costs), limit.bytes, "bytes"
-    for rank, peak in enumerate(peaks(schedule, amount)):
+    held = peaks(schedule, amount)
+    for rank, peak in enumerate(held):
         if peak > allowed * (1 + 1e-9):
             curve = memory_curve(schedule.rows[rank], amount)
             compute = [action for action in schedule.rows[rank] if is_compute(action)]
@@ -216,6 +227,7 @@ def _check_memory(schedule: Schedule, problem: Problem) -> None:
             _reject(
                 schedule,
                 f"{first} brings rank {rank} over the memory limit of {limit}: the schedule's "
-                f"peak there is {peak:.6g} {unit}",
+                f"peak there is {peak:.6g} {unit}; the least feasible limit for it is "
+                f"{max(held):.6g} {unit}",
                 [first],
             )

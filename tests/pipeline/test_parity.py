@@ -83,6 +83,12 @@ def compare(ranks: int, **flags: object) -> tuple[list[Run], list[Run]]:
     return train(ranks, model_flags(**flags, pipeline_schedule="zb-h1")), reference
 
 
+@pytest.mark.parametrize("family", ["zb-h2", "zb-auto", "2bp"])
+def test_every_schedule_on_a_line_runs(family: str) -> None:
+    reference, folder = stock("pp4", "tied")
+    assert_same(resume("pp4", "tied", folder, pipeline_schedule=family), reference)
+
+
 @pytest.mark.parametrize(
     ("ranks", "microbatches"),
     [(4, 3), (4, 1), (3, 5), (3, 7), (4, 6)],

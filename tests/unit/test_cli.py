@@ -22,7 +22,7 @@ def run(*words: str, code: int = 0) -> str:
 
 def test_schedules_lists_every_family() -> None:
     rows = json.loads(run("schedules", "--json"))
-    assert [row["name"] for row in rows] == ["gpipe", "1f1b", "zb-h1"]
+    assert {"gpipe", "1f1b", "zb-h1"} <= {row["name"] for row in rows if row["runnable"]}
     keys = {"name", "placement", "chunks", "uses_costs", "runnable", "source"}
     assert all(row.keys() == keys for row in rows)
     assert "zb-h1" in run("schedules")
@@ -51,7 +51,7 @@ def test_simulate_draws_and_writes_a_table_that_it_reads_back(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (("simulate", "zb-h9", "--pp", "2", "-m", "2"), "known are gpipe, 1f1b, zb-h1"),
+        (("simulate", "zb-h9", "--pp", "2", "-m", "2"), "known are"),
         (("simulate", "1f1b", "--pp", "4", "-m", "8", "--memory-limit", "3"), "0F3 brings rank 0"),
         (("simulate", "1f1b", "--pp", "4", "-m", "0"), "microbatches is 0"),
         (("simulate", "1f1b", "--pp", "0", "-m", "4"), "pipeline ranks is 0"),

@@ -111,7 +111,7 @@ REFUSALS = {
         FUSED, "1F1 1B1", "0B1 1F1 1B1", "0B1 is on rank 1; stage 0 is on rank 0", ["0B1"],
     ),
     "wrong stage": (FUSED, "1F1", "2F1", "2F1: stages are 0 to 1", ["2F1"]),
-    "wrong microbatch": (FUSED, "1F1", "1F2", "1F2: microbatches are 0 to 1", ["1F2"]),
+    "wrong microbatch": (FUSED, "1F1", "1F2", "1F2: microbatches are 0 to 1", ["1F2", "1F1"]),
     "message beyond the end": (
         FUSED, "1F1", "1F1 1SEND_F1", "1SEND_F1 has no other rank to talk to", ["1SEND_F1"],
     ),

@@ -1,0 +1,58 @@
+"""Results that took a while to compute, kept in the user's cache directory.
+
+A cache may vanish, be broken or unwritable at any time: then the work is done again, and nothing
+else happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+
+def directory() -> Path:
+    """Where entries lie: ``$XDG_CACHE_HOME/megatron_ext``, by default in ``~/.cache``."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "megatron_ext"
+
+
+@functools.cache
+def _code() -> str:
+    """Changes with the code of this package, as results may."""
+    digest = hashlib.sha256()
+    here = Path(__file__).parent
+    for path in sorted(here.rglob("*.py")):
+        digest.update(f"{path.relative_to(here)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _path(name: str, inputs: str) -> Path:
+    key = hashlib.sha256(f"{_code()}\n{inputs}".encode()).hexdigest()
+    return directory() / f"{name}-{key[:32]}.csv"
+
+
+def load(name: str, inputs: str) -> str | None:
+    """What was stored for ``inputs``, all that the result depends on besides our code."""
+    try:
+        return _path(name, inputs).read_text()
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def store(name: str, inputs: str, text: str) -> None:
+    """Keep ``text``. Readers see the whole of it or nothing."""
+    path = _path(name, inputs)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        try:
+            with os.fdopen(handle, "w") as file:
+                file.write(text)
+            os.replace(temporary, path)
+        except OSError:
+            os.unlink(temporary)
+            raise

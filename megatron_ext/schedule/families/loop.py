@@ -1,0 +1,176 @@
+"""Several chunks a rank in a loop: chunk c of rank r is stage c*p + r.
+
+The passes of a rank are numbered: the microbatches are cut into groups, and each group goes through
+all chunks in turn, forward from the first chunk and backward from the last. A family says how many
+forwards a rank is ahead of its backwards. The last group may be incomplete.
+"""
+
+from __future__ import annotations
+
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.fill import Hangs, fill_best, memory_of, time
+from megatron_ext.schedule.placement import loop
+from megatron_ext.schedule.registry import family
+from megatron_ext.schedule.schedule import Problem, Schedule
+
+Rows = tuple[tuple[Action, ...], ...]
+
+
+@family(
+    "interleaved",
+    loop,
+    source="Narayanan et al. 2021, arXiv:2104.04473, section 2.2",
+    aliases=("ScheduleInterleaved1F1B", "Interleaved1F1B"),
+)
+def interleaved(problem: Problem, *, group: int = 0) -> Schedule:
+    """Megatron's interleaved 1F1B, action for action; ``group`` (0: p) is its microbatch group size
+    per virtual stage. Bubble (p-1)(F+I+W)/v, peak (v-1)*group + 2p-1 chunks.
+
+    ::
+
+        0  0F0 0F1 2F0 2F1 .   .   2B0     0F2 2B1     ...
+        1  .   1F0 1F1 3F0 3B0     3F1 3B1     ...
+    """
+    return Schedule(
+        "interleaved", problem.placement, _interleaved("interleaved", problem, group, _WHOLE)
+    )
+
+
+@family(
+    "breadth-first",
+    loop,
+    source="Lamy-Poirier 2023, arXiv:2211.05953",
+    aliases=("ScheduleLoopedBFS", "LoopedBFS"),
+)
+def breadth_first(problem: Problem) -> Schedule:
+    """All microbatches through a chunk before the next, so that its parameters are gathered and
+    its gradients reduced once. Peak m microbatches.
+
+    ::
+
+        0  0F0 0F1 0F2 2F0 2F1 2F2 .   ...
+        1  .   1F0 1F1 1F2 3F0 3F1 3F2 3B0     3B1     3B2     1B0     ...
+    """
+    m = range(problem.microbatches)
+    rows = tuple(
+        tuple(Action(stage, Kind.FORWARD, k) for stage in stages for k in m)
+        + tuple(Action(stage, Kind.FULL_BACKWARD, k) for stage in reversed(stages) for k in m)
+        for stages in problem.placement.stages_of
+    )
+    return Schedule("breadth-first", problem.placement, rows)
+
+
+@family(
+    "interleaved-zb",
+    loop,
+    source="Narayanan et al. 2021, arXiv:2104.04473, with W as in Qi et al. 2024, arXiv:2401.10241",
+    splits_backward=True,
+    uses_costs=True,
+    aliases=("ScheduleInterleavedZeroBubble", "InterleavedZeroBubble"),
+)
+def interleaved_zb(problem: Problem, *, group: int = 0) -> Schedule:
+    """The order of `interleaved` with the backward split and W put off into the bubbles, as far as
+    the first rank's peak there allows on every rank.
+
+    ::
+
+        0  0F0 0F1 2F0 2F1 .   2I0 2W0 0F2 2I1 2W1 ...
+        1  .   1F0 1F1 3F0 3I0 3F1 3I1 3W0 ...
+    """
+    order = _interleaved("interleaved-zb", problem, group, _SPLIT)
+    return _filled("interleaved-zb", problem, order)
+
+
+@family(
+    "gis",
+    loop,
+    source="Wan et al. 2025, arXiv:2503.01328 (PipeOffload), section 4",
+    splits_backward=True,
+    uses_costs=True,
+)
+def gis(problem: Problem, *, group: int = 0) -> Schedule:
+    """Generalized interleaving: a rank is (v-1)*group + p - r passes ahead, and W fill the bubbles.
+
+    Groups of g = ``group`` (0: p) in [ceil(p/2), p]: peak (v-1)g + p chunks; a smaller g costs
+    (p-g)(v-1)(F+I-W)/v.
+
+    ::
+
+        0  0F0 0F1 2F0 2F1 .   2I0 2W0 0F2 ...
+        1  .   1F0 1F1 3F0 3I0 3F1 3I1 3W0 ...
+    """
+    return _gis("gis", problem, group or problem.ranks)
+
+
+@family(
+    "gis-h",
+    loop,
+    source="Wan et al. 2025, arXiv:2503.01328 (PipeOffload), section 4",
+    splits_backward=True,
+    uses_costs=True,
+)
+def gis_h(problem: Problem) -> Schedule:
+    """`gis` with the smallest groups, g = ceil(p/2): the least memory."""
+    return _gis("gis-h", problem, -(-problem.ranks // 2))
+
+
+def _gis(name: str, problem: Problem, group: int) -> Schedule:
+    p = problem.ranks
+    if not -(-p // 2) <= group <= p:
+        raise ValueError(
+            f"{name}: group is {group}, with {p} pipeline ranks it is {-(-p // 2)} to {p}; "
+            f"write {name}:group={p} (or 0, which is the same)"
+        )
+    ahead = [(problem.placement.chunks - 1) * group + p - rank for rank in range(p)]
+    return _filled(name, problem, _rows(name, problem, group, ahead, _SPLIT))
+
+
+_WHOLE, _SPLIT = Kind.FULL_BACKWARD, Kind.BACKWARD_INPUT
+
+
+def _interleaved(name: str, problem: Problem, group: int, backward: Kind) -> Rows:
+    p, group = problem.ranks, group or problem.ranks
+    if group < p:
+        raise ValueError(
+            f"{name}: group is {group}, fewer microbatches than the {p} pipeline ranks, so "
+            f"that a rank would wait for its own chunks; write group={p} or more"
+        )
+    group = min(group, problem.microbatches)
+    # Megatron's warm-up, and the one forward that each backward follows.
+    ahead = [(problem.placement.chunks - 1) * group + 2 * (p - rank) - 1 for rank in range(p)]
+    return _rows(name, problem, group, ahead, backward)
+
+
+def _rows(name: str, problem: Problem, group: int, ahead: list[int], backward: Kind) -> Rows:
+    """One forward, one backward, with ``ahead[r]`` forwards before rank r's first backward."""
+    m = problem.microbatches
+    groups = [range(first, min(first + group, m)) for first in range(0, m, group)]
+    rows = []
+    for stages, lead in zip(problem.placement.stages_of, ahead, strict=True):
+        forwards = [Action(s, Kind.FORWARD, k) for ks in groups for s in stages for k in ks]
+        backwards = [Action(s, backward, k) for ks in groups for s in reversed(stages) for k in ks]
+        row = forwards[:lead]
+        for n, action in enumerate(backwards):
+            row += [action, *forwards[lead + n : lead + n + 1]]
+        rows.append(tuple(row))
+    try:
+        time(rows, problem)
+    except Hangs:
+        raise ValueError(
+            f"{name}: {m} microbatches in groups of {group} leave {m % group} for the last group, "
+            f"with which {problem.ranks} pipeline ranks would wait for one another; write a number "
+            f"of microbatches that is a multiple of {group}, or another group"
+        ) from None
+    return tuple(rows)
+
+
+def _filled(name: str, problem: Problem, order: Rows) -> Schedule:
+    """``order`` with its W within what it needs anyway, on the rank that needs most."""
+    ahead = 0.0
+    for row in order:
+        held = 0
+        for action in row:
+            held += 1 if action.kind is Kind.FORWARD else -1
+            ahead = max(ahead, held)
+    memory = memory_of(problem, ahead / problem.placement.chunks)
+    return Schedule(name, problem.placement, fill_best(order, problem, memory).rows)

@@ -1,0 +1,206 @@
+"""Two chunks a rank in a V: down to the first rank and up again to the last, where the loss is.
+
+The V's open end, stages 0 and 2p-1, is on the last rank; the papers have it on their first, so
+their device i (from 0) is rank p-1-i here. In the pictures a pass is written chunk, kind,
+microbatch, with the rank's chunks 0 and 1 for its stages; a column is one F, I or W of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.building_block import BuildingBlock, squeeze
+from megatron_ext.schedule.kinds import RULES, Duty
+from megatron_ext.schedule.placement import v
+from megatron_ext.schedule.registry import family
+from megatron_ext.schedule.schedule import Problem, Schedule
+
+_F, _I, _W, _B = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.FULL_BACKWARD
+_CONTROLLABLE_MEMORY = "Qi et al. 2024, arXiv:2405.15362"
+_INTERVAL = 6  # slots: F, I and W of two chunks
+
+Pass = tuple[int, Kind]  # chunk, kind
+
+
+@family(
+    "zb-v",
+    v,
+    source="Qi et al. 2024, arXiv:2401.10241, section 6",
+    splits_backward=True,
+    aliases=("ScheduleZBVZeroBubble", "ZBVZeroBubble"),
+)
+def zb_v(problem: Problem) -> Schedule:
+    """No bubble on any rank where F, I and W cost the same. Peak p microbatches, as 1F1B's.
+
+    ::
+
+        0      0F0 1F0 0F1 1F1 1I0 1W0 0F2 0I0 0W0 1F2 1I1 1W1 0I1 1I2 0I2 0W1 1W2 0W2
+        1  0F0 0F1 0F2 1F0 1I0 1W0 1F1 1I1 1W1 0I0 0W0 1F2 1I2 1W2 0I1 0W1 0I2 0W2
+    """
+    p = problem.ranks
+    least = 2 * p - 1
+    m = max(problem.microbatches, least)
+
+    def passes(device: int) -> Iterator[Pass]:
+        backward_0, backward_1 = [(0, _I), (0, _W)], [(1, _I), (1, _W)]
+        yield from [(0, _F)] * (2 * (p - device) - 1)
+        yield from [(1, _F), (0, _F)] * device
+        yield from [(1, _F), *backward_1] * (p - device)
+        yield from [(0, _F), *backward_0, (1, _F), *backward_1] * (m - least + device)
+        yield from [*backward_0, (1, _F), *backward_1] * (p - device - 1)
+        yield from [(0, _I), (1, _I)] * device
+        yield from backward_0 * (p - device)
+        yield from [(1, _W)] * device
+        yield from [(0, _W)] * device
+
+    return _numbered("zb-v", problem, passes, least)
+
+
+@family("v-half", v, source=f"{_CONTROLLABLE_MEMORY}, V-Half", splits_backward=True)
+def v_half(problem: Problem) -> Schedule:
+    """Half of 1F1B's memory: peak (p+2)//2 microbatches, and no bubble in the steady phase.
+
+    The first chunk's F and the second's I go down the V at two slots a rank, the others come up
+    at one.
+
+    ::
+
+        0          0F0 1F0 0F1 1F1         1I0 0I0 1W0 0W0 1I1 0I1 1W1 0W1
+        1      0F0 0F1     1F0     1F1 1I0 1W0     0I0 1I1 1W1 0W0 0I1 0W1
+        2  0F0 0F1             1F0 1I0 1W0 1F1 1I1 1W1 0I0 0W0         0I1 0W1
+    """
+    p = problem.ranks
+    t = 3 if p % 2 == 0 else 0
+    block = {
+        _F: _along(p, lambda i: 2 * i, lambda i: 3 * p - i - 2),
+        _I: _along(p, lambda i: 6 * p + t - i - 2, lambda i: 3 * p + t + 2 * i - 1),
+    }
+    return _repeated("v-half", problem, block, peak=(p + 2) // 2)
+
+
+@family("v-min", v, source=f"{_CONTROLLABLE_MEMORY}, V-Min", splits_backward=True)
+def v_min(problem: Problem) -> Schedule:
+    """The least memory: peak (p+4)//3 microbatches. All passes follow at once on one another.
+
+    Where F, I and W differ in cost, each rank waits for the slowest kind at every step.
+
+    ::
+
+        0          0F0 1F0 0F1 1F1         1I0 0I0 1W0 0W0 1I1 0I1 1W1 0W1
+        1      0F0 0F1     1F0     1F1 1I0 1W0     0I0 1I1 0W0 1W1 0I1 0W1
+        2  0F0 0F1             1F0 1I0 1W0 1F1 1I1 1W1 0I0 0W0         0I1 0W1
+    """
+    p = problem.ranks
+    t = 2 if p % 3 == 0 else 0
+    block = {
+        _F: _along(p, lambda i: i, lambda i: 2 * p - i - 1),
+        _I: _along(p, lambda i: 4 * p + t - i - 1, lambda i: 2 * p + t + i),
+    }
+    return _repeated("v-min", problem, block, peak=(p + 4) // 3)
+
+
+@family("1f1b-v", v, source=f"{_CONTROLLABLE_MEMORY}, 1F1B-V")
+def one_forward_one_backward_v(problem: Problem) -> Schedule:
+    """1F1B on a V, backward passes whole: two thirds of its memory, peak 2p//3 + 1 microbatches.
+
+    Forwards follow at once on one another. Backwards do, too, but after every third there are three
+    slots more, or they would collide with the forwards.
+
+    ::
+
+        0      0F0 1F0 0F1 1F1     1B0 =   0B0 =   0F2 1F2 1B1 =   0B1 =   1B2 =   0B2 =
+        1  0F0 0F1 0F2 1F0 1B0 =   1F1 1B1 =       0B0 =   1F2 1B2 =       0B1 =           0B2 =
+    """
+    p = problem.ranks
+    first = 2 * p + (3 if p % 3 == 0 else 0)
+    delayed = (1 - p) % 3  # so that the last rank's backwards keep clear of its forwards
+
+    def backward(stage: int) -> int:
+        before = 2 * p - 1 - stage  # stages that have gone back already
+        return first + 2 * before + 3 * ((before + delayed) // 3)
+
+    block = {_F: tuple(range(2 * p)), _B: tuple(map(backward, range(2 * p)))}
+    return _repeated("1f1b-v", problem, block, peak=2 * p // 3 + 1)
+
+
+@family(
+    "dualpipe-v",
+    v,
+    source="DualPipe (DeepSeek-AI 2024, arXiv:2412.19437, section 3.2.1) cut in half",
+    splits_backward=True,
+    aliases=("ScheduleDualPipeV", "DualPipeV"),
+)
+def dualpipe_v(problem: Problem) -> Schedule:
+    """F of one chunk beside B of the other all along; W apart where it fills a gap. Peak p + 1/2.
+
+    What the original runs as one compound of F and B are two passes here, and each sends when it
+    is done, not when both are.
+
+    ::
+
+        0      0F0 1F0 0F1 1F1 0F2     1B0 =   1F2 0B0 =   1B1 =   0B1 =   1I2 0I2 1W2 0W2
+        1  0F0 0F1     1F0 0F2 1B0 =   1F1 1B1 =   1F2     0B0 =   1B2 =   0I1 0W1 0I2 0W2
+    """
+    p = problem.ranks
+    least = 2 * p
+    m = max(problem.microbatches, least)
+
+    def passes(device: int) -> Iterator[Pass]:
+        ahead, turns = p - device - 1, device + 1
+        cool_down = [(1, _I), (0, _I)] * turns
+        split = [*cool_down[turns:], *[(0, _I)] * ahead]
+        weights = [(chunk, _W) for chunk, _ in split]
+        yield from [(0, _F)] * (2 * ahead)
+        yield from [(0, _F), (1, _F)] * turns
+        yield from [(1, _I), (1, _W), (1, _F)] * ahead
+        yield from [(0, _F), (1, _B), (1, _F), (0, _B)] * (m - least + turns)
+        yield from [(1, _B), (1, _F), (0, _B)] * ahead
+        yield from [(chunk, _B) for chunk, _ in cool_down[:turns]]
+        yield from split[:turns]
+        for weight, backward in zip(weights, split[turns:], strict=False):
+            yield from (weight, backward)
+        yield from weights[ahead:]
+
+    return _numbered("dualpipe-v", problem, passes, least)
+
+
+def _numbered(
+    name: str, problem: Problem, passes: Callable[[int], Iterator[Pass]], least: int
+) -> Schedule:
+    """The schedule whose ``passes`` on the paper's devices are given, microbatches in order.
+
+    With fewer than ``least`` microbatches it is the schedule of ``least`` without the first of
+    them: the warm-up shrinks, and the cool-down, where W fills the gaps, stays.
+    """
+    p = problem.ranks
+    left_out = max(least - problem.microbatches, 0)
+
+    def row(device: int) -> Iterator[Action]:
+        done: Counter[tuple[int, Duty]] = Counter()
+        for chunk, kind in passes(device):
+            duties = [(chunk, duty) for duty in RULES[kind].covers]
+            k = done[duties[0]] - left_out
+            done.update(duties)
+            if k >= 0:
+                yield Action(2 * p - 1 - device if chunk else device, kind, k)
+
+    rows = tuple(tuple(row(p - 1 - rank)) for rank in range(p))
+    return Schedule(name, problem.placement, rows)
+
+
+def _along(p: int, chunk_0: Callable[[int], int], chunk_1: Callable[[int], int]) -> tuple[int, ...]:
+    """A figure for each stage from one for each chunk on the paper's device i."""
+    return (*map(chunk_0, range(p)), *map(chunk_1, reversed(range(p))))
+
+
+def _repeated(
+    name: str, problem: Problem, starts: dict[Kind, tuple[int, ...]], peak: int
+) -> Schedule:
+    """The schedule of a building block, at most ``peak`` microbatches held."""
+    block = BuildingBlock(_INTERVAL, starts)
+    if _I in starts:
+        block = block.with_weight_gradients(problem.placement)
+    passes = block.unroll(problem.microbatches)
+    return Schedule(name, problem.placement, squeeze(passes, problem.placement, 2 * peak))

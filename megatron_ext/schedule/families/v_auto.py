@@ -1,0 +1,153 @@
+"""The best V schedule that can be found for given costs and a given memory limit.
+
+Nothing is prescribed: a search (`v_search`) packs many plans from both sides (`justify`) and goes
+on from the best. Every other family on the V is among the plans it starts from, and among the
+schedules it chooses from in the end by simulated makespan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron_ext.schedule import disk_cache
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.build import build_program
+from megatron_ext.schedule.justify import rows_of
+from megatron_ext.schedule.kinds import Held
+from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.placement import v
+from megatron_ext.schedule.registry import Choice, entries, family
+from megatron_ext.schedule.schedule import Problem, Schedule, bitwise_order, from_csv, to_csv
+from megatron_ext.schedule.simulate import simulate
+from megatron_ext.schedule.timeline import Timeline
+from megatron_ext.schedule.v_search import plan_of, search, shop_of
+
+NAME = "v-auto"
+
+
+@family(
+    NAME,
+    v,
+    source="ours; the V is that of Qi et al. 2024, arXiv:2405.15362",
+    splits_backward=True,
+    uses_costs=True,
+)
+def v_auto(problem: Problem) -> Schedule:
+    """Least makespan within the memory limit (without one: p microbatches, as ZB-V needs).
+
+    Raises:
+        ValueError: no V schedule fits into the limit.
+    """
+    limit = problem.memory_limit or MemoryLimit(microbatches=problem.ranks)
+    # An evaluation runs the forwards of the training schedule, so it is the same.
+    problem = replace(problem, memory_limit=limit, forward_only=False)
+    amounts, allowed = _memory(problem, limit)
+    inputs = repr(problem)  # all that the schedule depends on
+    cached = disk_cache.load(NAME, inputs)
+    if cached is not None:
+        timeline = _from_text(cached, problem)
+        if timeline is not None:
+            return timeline.schedule
+    best = _best(problem, amounts, allowed)
+    disk_cache.store(NAME, inputs, to_csv(best))
+    return best
+
+
+def _best(problem: Problem, amounts: dict[Held, tuple[float, ...]], allowed: float) -> Schedule:
+    known = list(_known(problem))
+    shop, work = shop_of(problem, amounts, allowed)
+    for starts in search(shop, [plan_of(timeline, work) for timeline in known]):
+        timeline = _run(Schedule(NAME, problem.placement, rows_of(starts)), problem)
+        if timeline is not None:
+            known.append(timeline)
+    return replace(min(known, key=lambda timeline: timeline.makespan).schedule, name=NAME)
+
+
+def _known(problem: Problem) -> Iterator[Timeline]:
+    """What is in order and within the limit without a search."""
+    for entry in entries().values():
+        if entry.name == NAME or entry.place(problem.ranks).rank_of != problem.placement.rank_of:
+            continue
+        try:
+            schedule = entry.build(problem)
+        except ValueError:
+            continue  # it has no schedule for this problem
+        timeline = _run(schedule, problem)
+        if timeline is not None:
+            yield timeline
+    timeline = _run(_one_at_a_time(problem), problem)
+    assert timeline is not None
+    yield timeline
+
+
+def _run(schedule: Schedule, problem: Problem) -> Timeline | None:
+    """How ``schedule`` would run; None if it is not sound or not within the limit."""
+    choice = Choice(NAME, v, lambda _: schedule, splits_backward=True)
+    try:
+        program = build_program(choice, problem)
+    except ValueError:
+        return None
+    if not bitwise_order(schedule):
+        return None
+    compute = replace(program.schedule, rows=program.schedule.compute_rows)
+    return replace(simulate(program, problem.costs), schedule=compute)
+
+
+def _from_text(text: str, problem: Problem) -> Timeline | None:
+    try:
+        rows = from_csv(text, NAME).rows
+    except ValueError:
+        return None
+    return _run(Schedule(NAME, problem.placement, rows), problem)
+
+
+def _one_at_a_time(problem: Problem) -> Schedule:
+    """No schedule needs less memory."""
+    p, m = problem.ranks, problem.microbatches
+    rows = []
+    for rank in range(p):
+        outer, inner = p - 1 - rank, p + rank
+        passes = (
+            (outer, Kind.FORWARD),
+            (inner, Kind.FORWARD),
+            (inner, Kind.BACKWARD_INPUT),
+            (inner, Kind.BACKWARD_WEIGHT),
+            (outer, Kind.BACKWARD_INPUT),
+            (outer, Kind.BACKWARD_WEIGHT),
+        )
+        rows.append(tuple(Action(stage, kind, k) for k in range(m) for stage, kind in passes))
+    return Schedule(NAME, problem.placement, tuple(rows))
+
+
+def _memory(problem: Problem, limit: MemoryLimit) -> tuple[dict[Held, tuple[float, ...]], float]:
+    """What each stage holds, and what a rank may hold, in one unit.
+
+    Raises:
+        ValueError: not even one microbatch at a time fits, or bytes are not known.
+    """
+    if limit.microbatches is not None:
+        share = (1 / problem.placement.chunks,) * problem.placement.stages
+        amounts = {Held.ACTIVATION: share, Held.WEIGHT_INPUTS: share}
+        allowed = limit.microbatches
+    else:
+        if problem.costs.held_bytes is None:
+            raise ValueError(
+                f"the memory limit is {limit}, but the costs ({problem.costs.origin}) have no "
+                f"bytes: give the limit in microbatches, or a costs file with bytes"
+            )
+        assert limit.bytes is not None
+        amounts, allowed = dict(problem.costs.held_bytes), limit.bytes
+    activation, rest = amounts[Held.ACTIVATION], amounts[Held.WEIGHT_INPUTS]
+    least = max(
+        max(activation[outer] + max(activation[inner], rest[inner]), rest[outer])
+        for outer, inner in problem.placement.stages_of
+    )
+    allowed *= 1 + 1e-9  # as `prove`
+    if allowed < least:
+        unit = "microbatch" if limit.microbatches is not None else "bytes"
+        raise ValueError(
+            f"v-auto: the memory limit of {limit} is too little for one microbatch on its way; "
+            f"the least feasible limit is {least:.10g} {unit}"
+        )
+    return amounts, allowed

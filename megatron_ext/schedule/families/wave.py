@@ -1,0 +1,69 @@
+"""Several V's one after the other, whole backward passes."""
+
+from __future__ import annotations
+
+import heapq
+
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.placement import wave
+from megatron_ext.schedule.registry import family
+from megatron_ext.schedule.schedule import Problem, Schedule
+
+_SLOTS = {Kind.FORWARD: 1, Kind.FULL_BACKWARD: 2}
+
+
+@family("hanayo", wave, source="Liu et al. 2023, arXiv:2308.15762")
+def hanayo(problem: Problem) -> Schedule:
+    """1F1B along a snake of ``waves`` V's: forward and backward in turn, the oldest first.
+
+    A rank takes what there is when its turn has nothing. At most 2p microbatches are on their way
+    at a time; fewer would not keep all ranks busy, and the peak lies well below. Passes are laid
+    out as if a chunk's F took one slot and its B two. With one wave (chunk, kind, microbatch):
+
+    ::
+
+        0      0F0 1F0 0F1 1F1 0F2 1B0 =   1F2 0B0 =   1B1 =   0B1 =   1B2 =   0B2 =
+        1  0F0 0F1 0F2 1F0 1B0 =   1F1 1B1 =   1F2 1B2 =   0B0 =       0B1 =           0B2 =
+    """
+    placement = problem.placement
+    rank_of, last = placement.rank_of, placement.stages - 1
+    rows: list[list[Action]] = [[] for _ in range(placement.ranks)]
+    ready: list[dict[Kind, list[tuple[int, int]]]] = [{kind: [] for kind in _SLOTS} for _ in rows]
+    turn = [Kind.FORWARD for _ in rows]
+    running: list[tuple[int, Action]] = []  # end
+    now, idle = 0, set(range(placement.ranks))
+
+    def make_ready(stage: int, kind: Kind, k: int) -> None:
+        heapq.heappush(ready[rank_of[stage]][kind], (k, stage))
+
+    under_way = 2 * placement.ranks
+    for k in range(min(under_way, problem.microbatches)):
+        make_ready(0, Kind.FORWARD, k)
+    while True:
+        for rank in sorted(idle):
+            other = _other(turn[rank])
+            kind = turn[rank] if ready[rank][turn[rank]] else other
+            if ready[rank][kind]:
+                k, stage = heapq.heappop(ready[rank][kind])
+                rows[rank].append(Action(stage, kind, k))
+                heapq.heappush(running, (now + _SLOTS[kind], rows[rank][-1]))
+                idle.remove(rank)
+                turn[rank] = _other(kind)
+        if not running:
+            return Schedule("hanayo", placement, tuple(map(tuple, rows)))
+        now = running[0][0]
+        while running and running[0][0] == now:
+            _, (stage, kind, k) = heapq.heappop(running)
+            idle.add(rank_of[stage])
+            if kind is Kind.FORWARD and stage < last:
+                make_ready(stage + 1, kind, k)
+            elif kind is Kind.FORWARD:
+                make_ready(stage, Kind.FULL_BACKWARD, k)
+            elif stage:
+                make_ready(stage - 1, kind, k)
+            elif k + under_way < problem.microbatches:
+                make_ready(0, Kind.FORWARD, k + under_way)
+
+
+def _other(kind: Kind) -> Kind:
+    return Kind.FULL_BACKWARD if kind is Kind.FORWARD else Kind.FORWARD

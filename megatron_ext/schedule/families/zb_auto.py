@@ -1,0 +1,196 @@
+"""One stage a rank, F, I and W placed by their costs (Qi et al. 2024, arXiv:2401.10241, section 3).
+
+How many microbatches a rank may be ahead is tried out; each trial gives an order of
+F and I, which `fill_best` completes. The published schedules compete too.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.fill import Filled, Memory, fill_best, makespan, memory_of
+from megatron_ext.schedule.fill import time as time_rows
+from megatron_ext.schedule.kinds import Duty, Held
+from megatron_ext.schedule.memory import peaks
+from megatron_ext.schedule.placement import line
+from megatron_ext.schedule.registry import entries, family
+from megatron_ext.schedule.schedule import Problem, Schedule
+
+_SOURCE = "Qi et al. 2024, arXiv:2401.10241, section 3"
+_LEADS = (1, 2, 1.75, 1.5, 2.25, 1.25)  # microbatches a rank is further ahead than the next
+_ACTIONS = 100_000  # to be placed in trials altogether: what is tried depends on nothing else
+
+
+@family("zb-auto", line, source=_SOURCE, splits_backward=True, uses_costs=True)
+def zb_auto(problem: Problem) -> Schedule:
+    """The least makespan found within the memory limit; without one, within 2p microbatches.
+
+    Never more than any other schedule of this placement takes that keeps to the limit.
+
+    ::
+
+        0  F0 F1 F2 .  I0 W0 F3 ...
+        1     F0 F1 I0 F2 I1 W0 ...
+    """
+    memory = memory_of(problem, math.inf if problem.memory_limit else 2 * problem.ranks)
+    others = [name for name in _on_a_line() if name != "zb-auto"]
+    return _best("zb-auto", problem, memory, others, by_span=False)
+
+
+@family("zb-1p", line, source=_SOURCE, splits_backward=True, uses_costs=True)
+def zb_1p(problem: Problem) -> Schedule:
+    """The same within p microbatches, 1F1B's peak, for the least span.
+
+    ::
+
+        0  F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3
+        1     F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
+        2        F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
+    """
+    memory = memory_of(problem, problem.ranks)
+    return _best("zb-1p", problem, memory, _published(), by_span=True)
+
+
+@family("zb-2p", line, source=_SOURCE, splits_backward=True, uses_costs=True)
+def zb_2p(problem: Problem) -> Schedule:
+    """The same within 2p microbatches, for the least span: near zero when costs are near equal.
+
+    The paper counts what I gives back, about half of a microbatch there, and allows an extra
+    forward. Where there is no limit of the user's and the span is smaller so, it is counted so here
+    too, and the peak from F to W, as it is measured elsewhere, exceeds 2p: up to m.
+
+    ::
+
+        0  F0 F1 F2 F3 F4 I0 W0 F5 I1 W1 ...
+        1     F0 F1 F2 .  I0 F3 I1 F4 I2 ...
+        2        F0 I0 F1 I1 F2 I2 F3 I3 ...
+    """
+    limit = 2 * problem.ranks
+    memories = [memory_of(problem, limit)]
+    if problem.memory_limit is None:
+        memories.append(Memory(_after_paper, (limit + 1.0,) * problem.ranks))
+    found = [_best("zb-2p", problem, memory, _published(), by_span=True) for memory in memories]
+    return min(found, key=lambda schedule: round(time_rows(schedule.rows, problem).span, 9))
+
+
+def _after_paper(held: Held, stage: int) -> float:
+    return 1.0 if held is Held.ACTIVATION else 0.5
+
+
+def _on_a_line() -> list[str]:
+    return [name for name, entry in entries().items() if entry.place is line]
+
+
+def _published() -> list[str]:
+    return [name for name in _on_a_line() if not entries()[name].uses_costs]
+
+
+def _best(
+    name: str, problem: Problem, memory: Memory, others: Sequence[str], *, by_span: bool
+) -> Schedule:
+    """The best of our own trials and of those of ``others`` that fit."""
+    need = [memory.of(stage) for stage in range(problem.ranks)]
+    for rank, allowed in enumerate(memory.allowed):
+        if need[rank] > allowed * (1 + 1e-9):
+            raise ValueError(
+                f"{name}: the memory limit is {problem.memory_limit}, less than the one microbatch "
+                f"that rank {rank} must hold; the least feasible limit is 1 microbatch"
+            )
+
+    def schedule(filled: Filled) -> Schedule:
+        return Schedule(name, problem.placement, filled.rows)
+
+    def seconds(filled: Filled) -> tuple[float, float]:
+        return filled.order(True) if by_span else (makespan(schedule(filled), problem), filled.span)
+
+    unlimited = replace(problem, memory_limit=None)  # what fits anyway is to be had as it is
+    best = min(_trials(problem, memory, by_span), key=lambda filled: filled.order(by_span))
+    figures = seconds(best)
+    for other in others:
+        rows = entries()[other].build(unlimited).rows
+        fits = zip(
+            peaks(Schedule(other, problem.placement, rows), memory.amount),
+            memory.allowed,
+            strict=True,
+        )
+        if all(peak <= allowed * (1 + 1e-9) for peak, allowed in fits):
+            filled = time_rows(rows, problem)  # no more than `makespan`, and faster
+            if filled.order(by_span) < figures and seconds(filled) < figures:
+                best, figures = filled, seconds(filled)
+    return schedule(best)
+
+
+def _trials(problem: Problem, memory: Memory, by_span: bool) -> Iterator[Filled]:
+    p, m = problem.ranks, problem.microbatches
+    affordable = max(_ACTIONS // (3 * p * m), 2)
+    seconds = problem.costs.seconds
+    forward, gradient = max(seconds[Duty.FORWARD]), max(seconds[Duty.INPUT_GRADIENT])
+    # As many forwards as fit in before the first gradient comes back; published leads after that.
+    there_and_back = (forward + gradient + 2 * problem.costs.hop) / forward if forward else m
+    trials = max(affordable // (2 * len(_LEADS)), 2)
+    tried: set[tuple[int, ...]] = set()
+    for extra in (0, 1):
+        for lead in (there_and_back, *_LEADS):
+            ahead = tuple(min(m, math.ceil(1 + extra + lead * (p - 1 - r))) for r in range(p))
+            if ahead not in tried and len(tried) * trials < affordable:
+                tried.add(ahead)
+                order = _in_time(problem, memory, ahead)
+                yield fill_best(order, problem, memory, trials=min(trials, 16), by_span=by_span)
+
+
+def _in_time(problem: Problem, memory: Memory, ahead: Sequence[int]) -> list[list[Action]]:
+    """F and I of each rank as they become possible, I first.
+
+    Rank r has at most ``ahead[r]`` microbatches between F and I. W are done only to keep to the
+    limit and to time, where nothing else comes before they end.
+    """
+    p, m, costs = problem.ranks, problem.microbatches, problem.costs
+    kinds = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    seconds = {kind: [costs.of(Action(rank, kind, 0)) for rank in range(p)] for kind in kinds}
+    forward_at = [[math.inf] * m for _ in range(p)]
+    forward_at[0] = [0.0] * m
+    gradient_at = [[math.inf] * m for _ in range(p)]
+    done = {kind: [0] * p for kind in kinds}
+    started, returned, finished = (done[kind] for kind in kinds)
+    left = [memory.amount(Held.WEIGHT_INPUTS, rank) for rank in range(p)]
+    full = [memory.of(rank) for rank in range(p)]
+    free = [0.0] * p
+    rows: list[list[Action]] = [[] for _ in range(p)]
+    events = [(0.0, rank) for rank in range(p)]
+    while events:
+        now, rank = heapq.heappop(events)
+        if now < free[rank]:
+            continue
+        f, i, w = started[rank], returned[rank], finished[rank]
+        held = (f - i) * full[rank] + (i - w) * left[rank]
+        has_room = held + full[rank] <= memory.allowed[rank] * (1 + 1e-9)
+        forward = forward_at[rank][f] if f < m and f - i < ahead[rank] else math.inf
+        gradient = gradient_at[rank][i] if i < m else math.inf
+        coming = min(gradient, forward if has_room else math.inf)
+        if gradient <= now:
+            kind, k = Kind.BACKWARD_INPUT, i
+        elif forward <= now and has_room:
+            kind, k = Kind.FORWARD, f
+        elif w < i and (forward <= now or coming - now >= seconds[Kind.BACKWARD_WEIGHT][rank]):
+            kind, k = Kind.BACKWARD_WEIGHT, w
+        else:
+            if now < coming < math.inf:
+                heapq.heappush(events, (coming, rank))
+            continue
+        free[rank] = end = now + seconds[kind][rank]
+        done[kind][rank] += 1
+        heapq.heappush(events, (end, rank))
+        if kind is Kind.BACKWARD_WEIGHT:
+            continue
+        rows[rank].append(Action(rank, kind, k))
+        to, arrivals = (rank + 1, forward_at) if kind is Kind.FORWARD else (rank - 1, gradient_at)
+        if to == p:
+            gradient_at[rank][k] = end
+        elif to >= 0:
+            arrivals[to][k] = end + costs.hop
+            heapq.heappush(events, (end + costs.hop, to))
+    return rows

@@ -1,0 +1,40 @@
+"""V's and waves of others, which open on rank 0, turned onto ours, which open on the last rank.
+
+torch.distributed.pipelining and the papers put the first and the last stage on rank 0; here they
+are on the last rank, where Megatron looks for the loss. Counting the ranks from the other end turns
+one into the other and changes nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_ext.schedule.action import Action
+from megatron_ext.schedule.placement import Placement
+
+Rows = tuple[tuple[Action, ...], ...]
+
+
+@dataclass(frozen=True)
+class FlippedPlacement(Placement):
+    """A V or wave that opens on rank 0 in the file it came from, and goes back there so."""
+
+
+def opens_on_first_rank(rank_of: Sequence[int]) -> bool:
+    """Whether ``rank_of`` is a V, or several one after the other, with stage 0 on rank 0."""
+    ranks = max(rank_of) + 1
+    one_v = (*range(ranks), *reversed(range(ranks)))
+    waves, rest = divmod(len(rank_of), len(one_v))
+    return ranks > 1 and rest == 0 and tuple(rank_of) == one_v * waves
+
+
+def flipped(placement: Placement) -> FlippedPlacement:
+    """``placement`` with its ranks counted from the other end."""
+    last = placement.ranks - 1
+    return FlippedPlacement(placement.name, tuple(last - rank for rank in placement.rank_of))
+
+
+def flip_rows(rows: Rows) -> Rows:
+    """What each rank does, with the ranks counted from the other end. Its own inverse."""
+    return rows[::-1]

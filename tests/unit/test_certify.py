@@ -1,0 +1,76 @@
+"""Lower bounds, and how far schedules are from them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_ext.schedule.bounds import lower_bound
+from megatron_ext.schedule.build import build_program
+from megatron_ext.schedule.certify import certify
+from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.registry import choose
+from megatron_ext.schedule.schedule import Problem, Schedule, from_csv
+from megatron_ext.schedule.simulate import simulate
+from megatron_ext.schedule.verify import Program
+from tests.unit.schedules import random_case
+
+Figures = tuple[float, float, float, float]
+
+
+def program(
+    name: str, p: int, m: int, costs: Figures = (1, 1, 1, 0), limit: float | None = None
+) -> Program:
+    choice = choose(name)
+    placement = choice.place(p)
+    memory = None if limit is None else MemoryLimit(limit)
+    return build_program(choice, Problem(placement, m, uniform(placement, *costs), memory))
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "m", "makespan"), [("1f1b", 4, 8, 33), ("gpipe", 3, 5, 21), ("zb-h1", 4, 8, 27)]
+)
+def test_analysis_alone_proves_these_optimal_at_equal_costs(
+    name: str, p: int, m: int, makespan: float
+) -> None:
+    certificate = certify(program(name, p, m), seconds=0)
+    assert certificate.makespan == certificate.lower_bound == makespan
+    assert certificate.optimal and certificate.gap == 0
+
+
+def proved(schedule: Schedule, problem: Problem) -> Program:
+    """The program of a schedule that no family made."""
+    choice = replace(choose("gpipe"), build=lambda problem: schedule)
+    return build_program(choice, problem)
+
+
+def test_no_schedule_is_below_the_bound() -> None:
+    for seed in range(150):
+        case = random_case(seed)
+        makespan = simulate(proved(case.schedule, case.problem), case.problem.costs).makespan
+        bound = lower_bound(case.problem, splits_backward=True)
+        assert bound <= makespan * (1 + 1e-9), seed
+
+
+def test_search_raises_the_bound_and_never_passes_the_makespan() -> None:
+    pytest.importorskip("ortools")
+    made = program("zb-h1", 2, 3, (10, 12, 8, 1))
+    analytic = lower_bound(made.problem, splits_backward=True)
+    certificate = certify(made, seconds=10)
+    assert analytic <= certificate.lower_bound <= certificate.makespan
+
+
+def test_search_knows_the_memory_limit() -> None:
+    """One microbatch at a time on both ranks: every step is a full round trip."""
+    pytest.importorskip("ortools")
+    loose = certify(program("1f1b", 2, 3), seconds=10)
+    rows = "0F0,0B0,0F1,0B1,0F2,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n"
+    serial = from_csv(rows, "serial")
+    problem = Problem(
+        serial.placement, 3, uniform(serial.placement, 1, 1, 1), MemoryLimit(microbatches=1)
+    )
+    tight = certify(proved(serial, problem), seconds=10)
+    assert tight.makespan == 18 and tight.optimal, tight
+    assert loose.lower_bound < tight.lower_bound

@@ -1,0 +1,156 @@
+"""V's that open on rank 0, as torch.distributed.pipelining writes them, are turned onto ours."""
+
+import types
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext.schedule.build import build_program
+from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.flip import opens_on_first_rank
+from megatron_ext.schedule.placement import line, loop, v, wave
+from megatron_ext.schedule.registry import choose
+from megatron_ext.schedule.schedule import Problem, Schedule, from_csv, to_csv
+from megatron_ext.schedule.verify import InvalidSchedule
+from tests.unit.schedules import line_problem, rows_of
+
+
+def proved(schedule: Schedule, m: int, path: Path) -> Schedule:
+    """``schedule`` out of a file at ``path``, with its messages."""
+    path.write_text(to_csv(schedule))
+    choice = choose(str(path))
+    placement = choice.place(len(schedule.rows))
+    problem = Problem(placement, m, uniform(placement, 1, 1, 1))
+    return build_program(choice, problem).schedule
+
+
+@pytest.mark.parametrize("p", [2, 3, 8])
+def test_which_placements_open_on_rank_0(p: int) -> None:
+    down = tuple(range(p))
+    assert opens_on_first_rank(down + down[::-1])
+    assert opens_on_first_rank((down + down[::-1]) * 3)
+    assert not opens_on_first_rank(down + down[::-1] + down)
+    for placement in (line(p), loop(p), v(p), wave(p)):
+        assert not opens_on_first_rank(placement.rank_of)
+
+
+def test_one_rank_has_no_other_end() -> None:
+    assert not opens_on_first_rank((0, 0))
+
+
+def test_flipped_on_the_way_in_and_back_on_the_way_out(tmp_path: Path) -> None:
+    text = "0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n"
+    read = from_csv(text, "v.csv")
+    assert read.rows == rows_of("1F0 2F0 2B0 1B0\n0F0 3F0 3B0 0B0")
+    assert read.placement.rank_of == v(2).rank_of
+    assert to_csv(read) == text
+    assert to_csv(proved(read, 1, tmp_path / "v.csv")) == text  # its messages change nothing
+
+
+def test_ours_is_left_as_it_is() -> None:
+    text = "1F0,2F0,2B0,1B0\n0F0,3F0,3B0,0B0\n"
+    read = from_csv(text, "v.csv")
+    assert read.rows == rows_of("1F0 2F0 2B0 1B0\n0F0 3F0 3B0 0B0")
+    assert to_csv(read) == text
+
+
+def test_a_compound_is_its_parts_in_order() -> None:
+    read = from_csv('0F0, (0F1;0B0)OVERLAP_F_B ,0B1\n"1F0",1B0,(1F1;1B1)OVERLAP_F_B\n', "x.csv")
+    assert read.rows == rows_of("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1")
+
+
+@pytest.mark.parametrize("cell", ["(0F1;0Q0)OVERLAP_F_B", "()OVERLAP_F_B", "(0F1;0B0)", "(0F1"])
+def test_a_bad_compound_is_named(cell: str) -> None:
+    with pytest.raises(ValueError, match=r"x\.csv, line 1: .* is no action"):
+        from_csv(f"0F0,{cell}\n", "x.csv")
+
+
+# ---- What torch makes of it
+
+
+@pytest.fixture(scope="module")
+def torch_schedules() -> Any:
+    return pytest.importorskip(
+        "torch.distributed.pipelining.schedules", reason="torch is not installed"
+    )
+
+
+def names_of_stages(p: int, chunks: int) -> list[types.SimpleNamespace]:
+    """Stages that only know their number, as in torch's own tests of schedules."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    return [
+        types.SimpleNamespace(
+            num_stages=p * chunks,
+            group_size=p,
+            group_rank=0,
+            is_first=chunk == 0,
+            is_last=False,
+            submod=torch.nn.Identity(),
+        )
+        for chunk in range(chunks)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [("ScheduleZBVZeroBubble", "zb-v"), ("ScheduleDualPipeV", "dualpipe-v")],
+)
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (3, 7), (4, 8), (8, 20)])
+def test_torchs_v_is_flipped_and_proved(
+    theirs: str, ours: str, p: int, m: int, tmp_path: Path, torch_schedules: Any
+) -> None:
+    """And it is the published one: ours, pass for pass."""
+    table = getattr(torch_schedules, theirs)(names_of_stages(p, 2), m)
+    path = tmp_path / "torch.csv"
+    table._dump_csv(str(path), format="compute_only")
+    read = from_csv(path.read_text(), path.name)
+    assert read.placement.rank_of == v(p).rank_of
+    problem = Problem(v(p), m, uniform(v(p), 1, 1, 1))
+    assert read.rows == choose(ours).build(problem).rows
+    assert read.rows == choose(theirs).build(problem).rows  # torch's name is an alias
+    assert proved(read, m, tmp_path / "read.csv").compute_rows == read.rows
+
+
+@pytest.mark.parametrize("name", ["zb-v", "v-half", "v-min", "1f1b-v", "dualpipe-v", "hanayo"])
+def test_ours_are_loaded_by_torch(name: str, tmp_path: Path, torch_schedules: Any) -> None:
+    p, m = 4, 6
+    placement = choose(name).place(p)
+    schedule = choose(name).build(Problem(placement, m, uniform(placement, 1, 1, 1)))
+    path = tmp_path / "ours.csv"
+    path.write_text(to_csv(schedule))
+    runtime = torch_schedules._PipelineScheduleRuntime(names_of_stages(p, placement.chunks), m)
+    runtime._load_csv(str(path))  # checks the order, and inserts torch's own messages
+    assert runtime.stage_index_to_group_rank == dict(enumerate(placement.rank_of))
+
+
+def test_a_flipped_file_goes_back_to_torch(tmp_path: Path, torch_schedules: Any) -> None:
+    table = torch_schedules.ScheduleZBVZeroBubble(names_of_stages(4, 2), 8)
+    path = tmp_path / "torch.csv"
+    table._dump_csv(str(path), format="compute_only")
+    path.write_text(to_csv(from_csv(path.read_text(), path.name)))
+    runtime = torch_schedules._PipelineScheduleRuntime(names_of_stages(4, 2), 8)
+    runtime._load_csv(str(path))
+    assert runtime.stage_index_to_group_rank == table.stage_index_to_group_rank
+
+
+def test_torchs_1f1b_lacks_a_forward(torch_schedules: Any) -> None:
+    """torch's own table for 1F1B numbers the last rank's forwards from 1: it has no 3F0, but 3F8
+    of eight microbatches. torch's runtime never executes this table, and its checker is not asked.
+    """
+    p, m = 4, 8
+    order = torch_schedules.Schedule1F1B(*names_of_stages(p, 1), m)._get_pipeline_order()
+    rows = [[str(a) for a in row if a is not None and a.is_compute_op] for row in order.values()]
+
+    def refusal(rows: list[list[str]]) -> str:
+        schedule = from_csv("\n".join(map(",".join, rows)), "torch.csv")
+        with pytest.raises(InvalidSchedule) as refused:
+            build_program(
+                replace(choose("1f1b"), build=lambda problem: schedule), line_problem(p, m)
+            )
+        return str(refused.value)
+
+    assert "3F8: microbatches are 0 to 7, and 3F0 is missing" in refusal(rows)
+    rows[-1].remove("3F8")
+    assert "3F0 is missing on rank 3: nothing does the forward" in refusal(rows)

@@ -1,0 +1,68 @@
+"""All families side by side; traces."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megatron_ext.schedule.build import build_program
+from megatron_ext.schedule.choose import Plan, make_plan, peak
+from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.draw import draw_plan
+from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.registry import choose, entries
+from megatron_ext.schedule.schedule import Problem
+from megatron_ext.schedule.simulate import simulate
+from megatron_ext.schedule.trace import write_trace
+
+
+def plan(limit: float | None = None) -> Plan:
+    memory = None if limit is None else MemoryLimit(microbatches=limit)
+    return make_plan(4, 8, lambda placement: uniform(placement, 10, 12, 8, 1), memory)
+
+
+def test_every_family_is_compared_or_says_why_not() -> None:
+    found = plan()
+    assert {row["schedule"] for row in found.reports} | found.refused.keys() == entries().keys()
+    makespans = [row["makespan"] for row in found.reports]
+    assert makespans == sorted(makespans) and found.choice == found.reports[0]["schedule"]
+
+
+def test_the_front_falls_in_memory_as_it_rises_in_time() -> None:
+    found = plan()
+    rows = {row["schedule"]: row for row in found.reports}
+    front = [rows[name] for name in found.pareto]
+    assert [row["makespan"] for row in front] == sorted(row["makespan"] for row in front)
+    assert [peak(row) for row in front] == sorted((peak(row) for row in front), reverse=True)
+    for row in found.reports:
+        assert any(f["makespan"] <= row["makespan"] and peak(f) <= peak(row) for f in front), row[
+            "schedule"
+        ]
+
+
+def test_a_limit_leaves_out_what_does_not_fit() -> None:
+    found = plan(limit=4)
+    assert "gpipe" in found.refused and "least feasible limit for it is 8" in found.refused["gpipe"]
+    assert all(peak(row) <= 4 for row in found.reports) and found.reports
+
+
+def test_the_picture_names_every_schedule(tmp_path: Path) -> None:
+    found = plan()
+    draw_plan(found, tmp_path / "plan.svg")
+    assert (tmp_path / "plan.svg").read_text().count("<!-- ") > len(found.reports)
+
+
+def test_a_trace_has_every_pass_and_message(tmp_path: Path) -> None:
+    choice = choose("zb-h1")
+    placement = choice.place(3)
+    problem = Problem(placement, 4, uniform(placement, 1, 1, 1, 0.5))
+    program = build_program(choice, problem)
+    timeline = simulate(program, problem.costs)
+    write_trace(timeline, tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert sum(event["cat"] == "compute" for event in spans) == 3 * 4 * 3
+    assert sum(event["cat"] == "send" for event in spans) == 2 * 4 * 2
+    (first,) = [event for event in spans if event["name"] == "1F0"]
+    assert (first["pid"], first["ts"], first["dur"]) == (1, 1500.0, 1000.0)
+    assert max(e["args"]["microbatches"] for e in events if e["ph"] == "C") == 3

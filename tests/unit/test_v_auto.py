@@ -1,0 +1,243 @@
+"""v-auto: the V schedule that a search finds for given costs and a given limit."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ext.schedule import disk_cache
+from megatron_ext.schedule.build import build_program
+from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.families import v_auto
+from megatron_ext.schedule.justify import Shop, justify, rows_of
+from megatron_ext.schedule.kinds import Held
+from megatron_ext.schedule.limit import MemoryLimit, parse_limit
+from megatron_ext.schedule.memory import in_bytes, in_microbatches, peaks
+from megatron_ext.schedule.placement import v
+from megatron_ext.schedule.registry import choose, entries
+from megatron_ext.schedule.schedule import Problem, Schedule, bitwise_order
+from megatron_ext.schedule.simulate import simulate
+from megatron_ext.schedule.v_search import plan_of, search, shop_of
+from megatron_ext.schedule.verify import Program
+from tests.unit.schedules import PROPERTY, random_costs, runs_to_end, seeds
+
+FourCosts = tuple[float, float, float, float]  # f, i, w, comm
+FEW = 20_000  # passes packed: the machinery, not its last percent
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "megatron_ext"
+
+
+@pytest.fixture
+def little_effort(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(v_auto, "search", functools.partial(search, passes=FEW))
+
+
+def v_problem(
+    p: int, m: int, costs: FourCosts = (10, 12, 8, 1), limit: str | None = None
+) -> Problem:
+    placement = v(p)
+    memory_limit = parse_limit(limit, p, m) if limit else None
+    return Problem(placement, m, uniform(placement, *costs), memory_limit)
+
+
+def best(problem: Problem) -> Program:
+    return build_program(choose("v-auto"), problem)
+
+
+def makespan(program: Program) -> float:
+    return simulate(program, program.problem.costs).makespan
+
+
+def held(schedule: Schedule) -> float:
+    return max(peaks(schedule, in_microbatches(schedule)))
+
+
+@pytest.mark.usefixtures("little_effort")
+@pytest.mark.parametrize(
+    ("limit", "target"),
+    [("4", 1300), ("5", 1110), ("6", 1090), ("8", 1035)],
+)
+def test_targets_are_reached(limit: str, target: float) -> None:
+    """Published blocks ignore costs: 1475 (V-Min) at limit 4, 1119 (V-Half) at 5."""
+    program = best(v_problem(8, 32, limit=limit))
+    assert makespan(program) <= target
+    assert held(program.schedule) <= float(limit)
+    assert bitwise_order(program.schedule)
+
+
+@pytest.mark.usefixtures("little_effort")
+@settings(PROPERTY, max_examples=8)
+@given(seed=seeds, p=st.integers(1, 5), m=st.integers(1, 8), halves=st.integers(2, 10))
+def test_any_problem_is_solved(seed: int, p: int, m: int, halves: int) -> None:
+    """Odd p, m < p, costs that differ from stage to stage, limits down to the least."""
+    placement = v(p)
+    limit = MemoryLimit(microbatches=halves / 2)
+    problem = Problem(placement, m, random_costs(Random(seed), placement), limit)
+    program = best(problem)
+    assert bitwise_order(program.schedule)
+    assert runs_to_end(program.schedule, problem)
+
+
+@pytest.mark.usefixtures("little_effort")
+@settings(PROPERTY, max_examples=8)
+@given(seed=seeds, p=st.integers(1, 4), above=st.floats(1, 4))
+def test_bytes_are_respected(seed: int, p: int, above: float) -> None:
+    """Also where W needs more than I left, which makes memory grow on the way back."""
+    placement = v(p)
+    costs = random_costs(Random(seed), placement)
+    with pytest.raises(ValueError, match="least feasible") as error:
+        best(Problem(placement, 4, costs, MemoryLimit(bytes=1)))
+    least = float(str(error.value).split()[-2])
+    problem = Problem(placement, 4, costs, MemoryLimit(bytes=int(least * above) + 1))
+    program = best(problem)
+    assert max(peaks(program.schedule, in_bytes(costs))) <= least * above + 1
+
+
+def test_too_little_memory_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"0\.5 microbatches .* limit is 1 microbatch$"):
+        best(v_problem(4, 8, limit="0.5"))
+    with pytest.raises(ValueError, match="have no bytes"):
+        best(v_problem(4, 8, limit="1GiB"))
+
+
+@pytest.mark.usefixtures("little_effort")
+def test_no_limit_is_that_of_zb_v() -> None:
+    program = best(v_problem(4, 8))
+    assert held(program.schedule) <= 4
+    with_limit = best(v_problem(4, 8, limit="4"))
+    assert program.schedule.rows == with_limit.schedule.rows
+
+
+@pytest.mark.usefixtures("little_effort")
+@pytest.mark.parametrize("costs", [(1, 1, 1, 0), (10, 12, 8, 1), (18, 18, 9, 5)])
+@pytest.mark.parametrize(("p", "m"), [(2, 3), (4, 8)])
+def test_never_worse_than_another_family(p: int, m: int, costs: FourCosts) -> None:
+    problem = v_problem(p, m, costs)
+    for name, entry in entries().items():
+        if name == "v-auto" or entry.place(p).rank_of != problem.placement.rank_of:
+            continue
+        try:
+            other = build_program(choose(name), problem)
+        except ValueError:
+            continue
+        limit = f"{held(other.schedule):g}"
+        ours = best(v_problem(p, m, costs, limit))
+        assert makespan(ours) <= makespan(other) + 1e-9, name
+
+
+def test_search_finds_the_same_twice() -> None:
+    shop = v_shop(3, 7, 2.0)
+    assert search(shop, [], FEW) == search(shop, [], FEW)
+
+
+@pytest.mark.usefixtures("little_effort")
+def test_evaluation_runs_the_forwards_of_training() -> None:
+    problem = v_problem(2, 4)
+    training, forwards = best(problem), choose("v-auto").build(problem)
+    assert forwards.rows == training.schedule.compute_rows
+
+
+# ---- The cache
+
+
+@pytest.mark.usefixtures("little_effort")
+def test_second_time_comes_from_the_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = v_problem(3, 6, limit="2")
+    first = best(problem)
+    assert [path.suffix for path in cache.iterdir()] == [".csv"]
+    monkeypatch.setattr(v_auto, "search", None)  # would fail if called
+    assert best(problem).digest == first.digest
+
+
+@pytest.mark.usefixtures("little_effort")
+@pytest.mark.parametrize("text", ["", "not a schedule", "0F0\n", b"\xff\xfe"])
+def test_broken_entry_is_ignored_and_replaced(cache: Path, text: str | bytes) -> None:
+    problem = v_problem(2, 4)
+    first = best(problem)
+    (entry,) = cache.iterdir()
+    whole = entry.read_text()
+    entry.write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert best(problem).digest == first.digest
+    assert entry.read_text() == whole
+
+
+@pytest.mark.usefixtures("little_effort")
+def test_entry_over_the_limit_is_ignored(cache: Path) -> None:
+    """A file is never believed: what is read is proved like any other schedule."""
+    best(v_problem(3, 6, limit="3"))
+    (wide,) = cache.iterdir()
+    tight = v_problem(3, 6, limit="1")
+    first = best(tight)
+    (narrow,) = set(cache.iterdir()) - {wide}
+    narrow.write_text(wide.read_text())
+    assert best(tight).digest == first.digest
+
+
+@pytest.mark.usefixtures("little_effort")
+def test_unwritable_cache_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(blocked))
+    assert best(v_problem(2, 4)).digest == best(v_problem(2, 4)).digest
+
+
+def test_key_holds_every_input() -> None:
+    disk_cache.store("x", "one", "1")
+    assert disk_cache.load("x", "one") == "1"
+    assert disk_cache.load("x", "two") is None
+    assert disk_cache.load("y", "one") is None
+
+
+# ---- Packing
+
+
+def v_shop(p: int, m: int, limit: float) -> Shop:
+    placement = v(p)
+    share = (0.5,) * placement.stages
+    amounts = {Held.ACTIVATION: share, Held.WEIGHT_INPUTS: share}
+    return shop_of(Problem(placement, m, uniform(placement, 10, 12, 8, 1)), amounts, limit)[0]
+
+
+@settings(PROPERTY, max_examples=30)
+@given(seed=seeds, p=st.integers(1, 5), m=st.integers(1, 6), halves=st.integers(2, 8))
+def test_any_plan_packs_soundly(seed: int, p: int, m: int, halves: int) -> None:
+    """Memory cannot deadlock, in either direction of time, whatever the plan; and the starts are
+    those at which the passes really run."""
+    random, placement = Random(seed), v(p)
+    shop = v_shop(p, m, halves / 2)
+    plan = [sorted(random.uniform(0, 20) for _ in range(m)) for _ in shop.seconds]
+    found = justify(shop, shop.mirrored(), plan, rounds=3)
+    assert found is not None
+    rows = rows_of(found[1])
+    limit = MemoryLimit(microbatches=halves / 2)
+    problem = Problem(placement, m, uniform(placement, 10, 12, 8, 1), limit)
+    schedule = Schedule("packed", placement, rows)
+    fixed = v_auto._run(schedule, problem)
+    assert fixed is not None
+    instant = Problem(placement, m, uniform(placement, 10, 12, 8, 0), limit)
+    ran = v_auto._run(schedule, instant)
+    assert ran is not None and ran.makespan <= found[0] * 30 + 1e-6
+
+
+@settings(PROPERTY, max_examples=20)
+@given(seed=seeds, p=st.integers(1, 4), m=st.integers(1, 5))
+def test_plan_of_a_schedule_gives_it_back(seed: int, p: int, m: int) -> None:
+    random, placement = Random(seed), v(p)
+    shop = v_shop(p, m, 2.0)
+    plan = [sorted(random.uniform(0, 20) for _ in range(m)) for _ in shop.seconds]
+    found = justify(shop, shop.mirrored(), plan, rounds=1)
+    assert found is not None
+    schedule = Schedule("packed", placement, rows_of(found[1]))
+    timeline = v_auto._run(schedule, v_problem(p, m))
+    assert timeline is not None
+    assert rows_of(plan_of(timeline, 30.0)) == schedule.rows
