@@ -174,7 +174,8 @@ def run(command: list[str], log: Path) -> Iterator[str]:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env={**os.environ, "PYTHONWARNINGS": "ignore"},
+            # four ranks on gloo also where there are fewer GPUs, or none
+            env={**os.environ, "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""},
         )
         assert process.stdout is not None
         try:

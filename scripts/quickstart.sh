@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train a small GPT on the sources of Python's standard library, on this machine, GPU or not.
+# Train a small GPT on the sources of Python's standard library, on this machine's CPU.
 #
 #   [NPROC=4] [SCHEDULE=zb-h1] [ITERS=100] scripts/quickstart.sh [Megatron flags]
 #
