@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
@@ -100,6 +101,8 @@ class ThisProcess:
             result["error"] = traceback.format_exc()
         with open(f"{request.folder}/{request.rank}", "wb") as file:
             pickle.dump(result, file)
+        for worker in multiprocessing.active_children():
+            worker.kill()  # a checkpoint's writers, which the interpreter's shutdown would end
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1 if "error" in result else 0)
