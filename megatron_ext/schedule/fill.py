@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.graph import build_graph
 from megatron_ext.schedule.kinds import Held
-from megatron_ext.schedule.memory import Amount, in_bytes
+from megatron_ext.schedule.memory import Amount, bytes_for, in_bytes
 from megatron_ext.schedule.schedule import Problem, Schedule, is_compute
 from megatron_ext.schedule.transforms.communication import communicate
 
@@ -74,11 +74,7 @@ def memory_of(problem: Problem, microbatches: float = math.inf) -> Memory:
     """The limit of ``problem`` as `Memory`; no more than ``microbatches`` where that is less."""
     limit, share = problem.memory_limit, 1 / problem.placement.chunks
     if limit is not None and limit.bytes is not None:
-        if problem.costs.held_bytes is None:
-            raise ValueError(
-                f"the memory limit is {limit}, but the costs ({problem.costs.origin}) have no "
-                f"bytes: give the limit in microbatches, or a costs file with bytes"
-            )
+        bytes_for(limit, problem.costs)
         amount = in_bytes(problem.costs)
         stages_of = problem.placement.stages_of
         one = Memory(amount, ())

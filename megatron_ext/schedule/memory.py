@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import RULES, Held
+from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.schedule import Schedule, is_compute
 
 Amount = Callable[[Held, int], float]  # of what, on which stage -> how much
@@ -41,6 +42,16 @@ def in_bytes(costs: Costs) -> Amount:
     held_bytes = costs.held_bytes
     assert held_bytes is not None
     return lambda held, stage: held_bytes[held][stage]
+
+
+def bytes_for(limit: MemoryLimit, costs: Costs) -> Mapping[Held, tuple[float, ...]]:
+    """The bytes that ``costs`` must have for a limit in bytes. Raises ValueError without."""
+    if costs.held_bytes is None:
+        raise ValueError(
+            f"the memory limit is {limit}, but the costs ({costs.origin}) have no "
+            f"bytes: give the limit in microbatches, or a costs file with bytes"
+        )
+    return costs.held_bytes
 
 
 def peaks(schedule: Schedule, amount: Amount) -> list[float]:

@@ -12,7 +12,7 @@ from typing import NoReturn
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.graph import Channel, Graph, build_graph, channel_of, needed, partner_of
 from megatron_ext.schedule.kinds import FORWARD_ONLY_DUTIES, RULES, Duty, Lane
-from megatron_ext.schedule.memory import in_bytes, in_microbatches, memory_curve, peaks
+from megatron_ext.schedule.memory import bytes_for, in_bytes, in_microbatches, memory_curve, peaks
 from megatron_ext.schedule.schedule import Problem, Schedule, is_compute
 
 _SEAL = object()
@@ -211,11 +211,7 @@ def _check_memory(schedule: Schedule, problem: Problem) -> None:
     if limit.microbatches is not None:
         amount, allowed, unit = in_microbatches(schedule), limit.microbatches, "microbatches"
     else:
-        if problem.costs.held_bytes is None:
-            raise ValueError(
-                f"the memory limit is {limit}, but the costs ({problem.costs.origin}) have no "
-                f"bytes: give the limit in microbatches, or a costs file with bytes"
-            )
+        bytes_for(limit, problem.costs)
         assert limit.bytes is not None
         amount, allowed, unit = in_bytes(problem.costs), limit.bytes, "bytes"
     held = peaks(schedule, amount)

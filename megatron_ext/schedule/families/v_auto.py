@@ -16,6 +16,7 @@ from megatron_ext.schedule.build import build_program
 from megatron_ext.schedule.justify import rows_of
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.memory import bytes_for
 from megatron_ext.schedule.placement import v
 from megatron_ext.schedule.registry import Choice, entries, family
 from megatron_ext.schedule.schedule import Problem, Schedule, bitwise_order, from_csv, to_csv
@@ -131,13 +132,8 @@ def _memory(problem: Problem, limit: MemoryLimit) -> tuple[dict[Held, tuple[floa
         amounts = {Held.ACTIVATION: share, Held.WEIGHT_INPUTS: share}
         allowed = limit.microbatches
     else:
-        if problem.costs.held_bytes is None:
-            raise ValueError(
-                f"the memory limit is {limit}, but the costs ({problem.costs.origin}) have no "
-                f"bytes: give the limit in microbatches, or a costs file with bytes"
-            )
         assert limit.bytes is not None
-        amounts, allowed = dict(problem.costs.held_bytes), limit.bytes
+        amounts, allowed = dict(bytes_for(limit, problem.costs)), limit.bytes
     activation, rest = amounts[Held.ACTIVATION], amounts[Held.WEIGHT_INPUTS]
     least = max(
         max(activation[outer] + max(activation[inner], rest[inner]), rest[outer])
