@@ -1,8 +1,9 @@
 """Messages between pipeline ranks over torch.distributed.
 
-Each channel (from rank, to rank) has a process group of its own: two directions on one NCCL
-communicator would wait for each other. All channels are made and used once in one global order
-before the first step, since NCCL connects on first use and would otherwise deadlock.
+Each channel has a process group of its own: on one NCCL communicator two directions, or activations
+and gradients of one direction, would wait for each other. All channels are made and used once in
+one global order before the first step, since NCCL connects on first use and would otherwise
+deadlock.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ class Channels:
         timeout = pipeline._get_backend(device).options._timeout
         for ranks in _all_pipelines(self._global_ranks):
             for channel in order:
-                group = dist.new_group([ranks[end] for end in channel], timeout=timeout)
-                if ranks == self._global_ranks and self.rank in channel:
+                ends = channel.sender, channel.receiver
+                group = dist.new_group([ranks[end] for end in ends], timeout=timeout)
+                if ranks == self._global_ranks and self.rank in ends:
                     assert isinstance(group, dist.ProcessGroup)
                     self._groups[channel] = group
         for channel in self._groups:
@@ -54,16 +56,16 @@ class Channels:
 
     def _use_once(self, channel: Channel) -> None:
         token = torch.zeros(1, device=self.device)
-        move = self.send if self.rank == channel[0] else self.receive
+        move = self.send if self.rank == channel.sender else self.receive
         move(channel, token).wait()
 
     def send(self, channel: Channel, tensor: Tensor) -> dist.Work:
-        work = dist.isend(tensor, self._global_ranks[channel[1]], group=self._groups[channel])
+        work = dist.isend(tensor, self._global_ranks[channel.receiver], group=self._groups[channel])
         assert work is not None
         return work
 
     def receive(self, channel: Channel, tensor: Tensor) -> dist.Work:
-        work = dist.irecv(tensor, self._global_ranks[channel[0]], group=self._groups[channel])
+        work = dist.irecv(tensor, self._global_ranks[channel.sender], group=self._groups[channel])
         assert work is not None
         return work
 
@@ -172,7 +174,7 @@ class Transport:
         """Around each call that the rank at the other end of ``action`` can make fail or wait."""
         channel = channel_of(action, self._placement)
         sends = RULES[action.kind].lane is Lane.SEND
-        peer = channel[1] if sends else channel[0]
+        peer = channel.receiver if sends else channel.sender
         with self._recorder.waiting(action, peer):
             try:
                 yield

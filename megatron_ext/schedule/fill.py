@@ -201,7 +201,7 @@ class _Filling:
         self.forward_at[0] = [0.0] * m
         self.gradient_at: list[list[float | None]] = [[None] * m for _ in stages]
         self.gradient_at[-1] = [0.0] * m
-        self.arrived: dict[tuple[int, int], float] = {}
+        self.arrived: dict[tuple[int, int, Kind], float] = {}  # from rank, to rank, sent after
         self.rows: list[list[Action]] = [[] for _ in range(ranks)]
         self.pending: list[deque[Action]] = [deque() for _ in range(ranks)]
         self.free = [0.0] * ranks
@@ -314,8 +314,8 @@ class _Filling:
             return -1
         to, at = self.rank_of[other], self.free[rank]
         if to != rank:
-            at = max(at, self.arrived.get((rank, to), 0.0)) + self.hop
-            self.arrived[rank, to] = at
+            at = max(at, self.arrived.get((rank, to, kind), 0.0)) + self.hop
+            self.arrived[rank, to, kind] = at
         (self.forward_at if is_forward else self.gradient_at)[other][k] = at
         return to
 

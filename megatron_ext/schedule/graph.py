@@ -7,7 +7,9 @@ The rules are those the executor keeps and NCCL and gloo impose:
 - a message moves when both its send and its receive have been issued (rendezvous);
 - what an action needs must be done.
 
-A channel is a pair (from rank, to rank). Its k-th send meets its k-th receive.
+A channel carries activations, or gradients, from one rank to another. Its k-th send meets its k-th
+receive. On a V both go from a rank to its neighbour, often not in the order in which the neighbour
+uses them; with a channel each, neither waits behind the other.
 """
 
 from __future__ import annotations
@@ -16,13 +18,20 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
-from megatron_ext.schedule.action import Action
+from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import RULES, Lane, Need, Source
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.schedule import Schedule
 
-Channel = tuple[int, int]  # from rank, to rank
+
+class Channel(NamedTuple):
+    """The messages of kind ``send`` from rank ``sender`` to rank ``receiver``."""
+
+    sender: int
+    receiver: int
+    send: Kind
 
 
 def channel_of(action: Action, placement: Placement) -> Channel:
@@ -30,7 +39,10 @@ def channel_of(action: Action, placement: Placement) -> Channel:
     rule = RULES[action.kind]
     here = placement.rank_of[action.stage]
     there = placement.rank_of[action.stage + rule.neighbour]
-    return (here, there) if rule.lane is Lane.SEND else (there, here)
+    if rule.lane is Lane.SEND:
+        return Channel(here, there, action.kind)
+    assert rule.partner is not None
+    return Channel(there, here, rule.partner)
 
 
 def channels(schedule: Schedule) -> set[Channel]:

@@ -198,7 +198,7 @@ def _check_channels(schedule: Schedule) -> None:
             if partner_of(send) != receive:
                 _reject(
                     schedule,
-                    f"messages cross from rank {channel[0]} to rank {channel[1]}: "
+                    f"messages cross from rank {channel.sender} to rank {channel.receiver}: "
                     f"{send} would meet {receive}, not {partner_of(send)}",
                     [send, receive],
                 )

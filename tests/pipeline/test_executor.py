@@ -20,6 +20,7 @@ from megatron_ext.runtime.recorder import Recorder  # noqa: E402
 from megatron_ext.runtime.transport import Boundary, Channels, Transport  # noqa: E402
 from megatron_ext.runtime.weight_gradients import queue  # noqa: E402
 from megatron_ext.schedule.action import Action, Kind  # noqa: E402
+from megatron_ext.schedule.graph import Channel  # noqa: E402
 from megatron_ext.schedule.kinds import RULES, Lane  # noqa: E402
 from megatron_ext.schedule.placement import Placement, line  # noqa: E402
 from megatron_ext.schedule.registry import choose  # noqa: E402
@@ -243,7 +244,7 @@ def test_a_tensor_that_the_other_rank_does_not_expect(
     """gloo took the bytes of another type for its own, and the next stage computed with noise."""
 
     def run(rank: int) -> None:
-        channels = Channels(world(), [(0, 1)], torch.device("cpu"))
+        channels = Channels(world(), [Channel(0, 1, Kind.SEND_F)], torch.device("cpu"))
         boundary = Boundary(shape, torch.float32)
         transport = Transport(channels, boundary, line(2), Recorder(rank))
         if rank == 0:

@@ -246,9 +246,9 @@ def run(schedule: Schedule, problem: Problem) -> Run:
     Nothing here looks at the table of kinds or at the graph; the two must come to the same
     verdict. A rank does what its row says; it stands still at a pass whose message has not come
     and at a wait whose send has not gone. Sends and receives are started and left to themselves.
-    On a channel the k-th send meets the k-th receive, once both have been started and the message
-    before them has gone. A pass without its input, and a message that meets another's receive,
-    are faults.
+    From one rank to another activations and gradients go separate ways, on each of which the k-th
+    send meets the k-th receive, once both have been started and the message before them has gone.
+    A pass without its input, and a message that meets another's receive, are faults.
     """
     return _Ranks(schedule, problem).run()
 
@@ -260,9 +260,9 @@ class _Ranks:
         self.rank_of = schedule.placement.rank_of
         self.times: dict[Action, tuple[float, float]] = {}
         self.started: dict[Action, float] = {}  # messages
-        self.sends: dict[tuple[int, int], list[Action]] = defaultdict(list)
-        self.receives: dict[tuple[int, int], list[Action]] = defaultdict(list)
-        self.moved: dict[tuple[int, int], int] = defaultdict(int)
+        self.sends: dict[tuple[int, int, bool], list[Action]] = defaultdict(list)
+        self.receives: dict[tuple[int, int, bool], list[Action]] = defaultdict(list)
+        self.moved: dict[tuple[int, int, bool], int] = defaultdict(int)
         self.free = [0.0 for _ in schedule.rows]
 
     def run(self) -> Run:
@@ -339,12 +339,12 @@ class _Ranks:
         there = self.rank_of[other]
         self.started[action] = self.free[rank]
         if kind in (Kind.RECV_F, Kind.RECV_B):
-            self.receives[there, rank].append(action)
+            self.receives[there, rank, kind is Kind.RECV_F].append(action)
             return
         makers: list[Kind] = [F] if kind is Kind.SEND_F else [I, B]
         if not any(Action(stage, maker, microbatch) in self.times for maker in makers):
             raise _Fault(f"{action}: there is nothing to send")
-        self.sends[rank, there].append(action)
+        self.sends[rank, there, kind is Kind.SEND_F].append(action)
 
     def move_messages(self) -> bool:
         moving = False

@@ -432,7 +432,7 @@ def test_prove_refuses_exactly_the_orders_that_cannot_run(case: Case, seed: int)
 def test_damage_is_of_all_sorts() -> None:
     """The two properties above would hold of nothing if no schedule ran, or none hung."""
     found: Counter[str] = Counter()
-    for seed in range(300):
+    for seed in range(500):
         case = random_case(seed)
         found[verdict(damaged(case, seed), case.problem)] += 1
     assert min(found[kind] for kind in ("runs", "refused", "hangs")) >= 5, found

@@ -49,8 +49,8 @@ def communicate(schedule: Schedule, problem: Problem) -> Schedule:
                 if need.source is Source.REMOTE:
                     used_at[choices[0]] = index
         posted_before: dict[int, list[Action]] = defaultdict(list)
-        for (_, to), receives in arriving.items():
-            if to == rank:
+        for channel, receives in arriving.items():
+            if channel.receiver == rank:
                 for position, receive in _posts(receives, used_at, problem.receives_ahead):
                     posted_before[position].append(receive)
         with_messages: list[Action] = []

@@ -55,8 +55,8 @@ def await_sends(schedule: Schedule, problem: Problem) -> Schedule:
         new_row: list[Action] = []
         for node, action in enumerate(row, start=start):
             if is_compute(action):
-                for (_, to), sends in pending.items():
-                    while sends and can_be_waited_for(sends, to, node):
+                for channel, sends in pending.items():
+                    while sends and can_be_waited_for(sends, channel.receiver, node):
                         new_row.append(_wait(sends.popleft()))
             new_row.append(action)
             if RULES[action.kind].lane is Lane.SEND:
