@@ -64,7 +64,7 @@ def _patches(config: PipelineConfig) -> list[dict[str, str]]:
                     "target": patch.target,
                     "how": patch.how.value,
                     "reason": patch.reason,
-                    "state": _state(patch, in_force, wanted=ours and feature.wanted(config)),
+                    "state": _state(patch, in_force, wanted=ours and feature.is_wanted(config)),
                 }
             )
     return rows

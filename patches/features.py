@@ -13,35 +13,57 @@ from typing import Any
 
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch
-from megatron_ext.schedule.registry import Choice
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.registry import Choice, with_option
 
 
 @dataclass(frozen=True)
 class Feature:
-    """Something a user switches on. ``module`` has ``patches(config) -> tuple[Patch, ...]``."""
+    """Something a user switches on.
+
+    ``modules`` (below patches/megatron) have ``patches(config) -> tuple[Patch, ...]``. Without
+    ``wanted`` every launch with a flag of ours has it, with it a launch whose schedule says so.
+    """
 
     name: str
-    module: str
-    wanted: Callable[[PipelineConfig], bool]
+    modules: tuple[str, ...]
+    wanted: Callable[[Choice], bool] | None
 
-    def patches(self, config: PipelineConfig) -> tuple[Patch, ...]:
-        patches: tuple[Patch, ...] = importlib.import_module(self.module).patches(config)
-        return patches
+    def is_wanted(self, config: PipelineConfig) -> bool:
+        if self.wanted is None:
+            return True
+        return config.schedule is not None and self.wanted(config.choice())
 
+    def patches(self, config: PipelineConfig) -> list[Patch]:
+        package = "megatron_ext.patches.megatron"
+        modules = [importlib.import_module(f"{package}.{name}") for name in self.modules]
+        return [patch for module in modules for patch in module.patches(config)]
 
-_HERE = "megatron_ext.patches.megatron"
 
 FEATURES = (
-    Feature("flags", f"{_HERE}.training.arguments", lambda config: True),
-    Feature(
-        "schedule",
-        f"{_HERE}.core.pipeline_parallel.schedules",
-        lambda config: config.schedule is not None,
-    ),
+    Feature("flags", ("training.arguments",), None),
+    Feature("schedule", ("core.pipeline_parallel.schedules",), lambda choice: True),
     Feature(
         "split backward of local linear layers",
-        f"{_HERE}.core.tensor_parallel.layers",
-        lambda config: config.schedule is not None and config.choice().splits_backward,
+        ("core.tensor_parallel.layers",),
+        lambda choice: choice.splits_backward,
+    ),
+    Feature(
+        "virtual stages",
+        ("core.transformer.transformer_config", "core.parallel_state"),
+        lambda choice: choice.example.chunks > 1,
+    ),
+    Feature(
+        "a first stage that is not on the first rank",
+        (
+            "core.pipeline_parallel.utils",
+            "core.transformer.pipeline_parallel_layer_layout",
+            "core.utils",
+            "core.distributed.finalize_model_grads",
+            "core.datasets.blended_megatron_dataset_builder",
+            "training.models.dist_utils",
+        ),
+        lambda choice: choice.example.rank_of[0] != 0,
     ),
 )
 
@@ -49,7 +71,10 @@ FEATURES = (
 def wanted_patches(config: PipelineConfig) -> list[Patch]:
     """The patches of all features that ``config`` wants."""
     return [
-        patch for feature in FEATURES if feature.wanted(config) for patch in feature.patches(config)
+        patch
+        for feature in FEATURES
+        if feature.is_wanted(config)
+        for patch in feature.patches(config)
     ]
 
 
@@ -59,13 +84,21 @@ class Refusal:
 
     ``setting`` is its name in Megatron's arguments and configs, ``unsupported`` tells of a value
     whether it is refused (it is not called where the setting does not exist), ``instead`` what to
-    write. ``split_only``: schedules that do not split the backward can have it.
+    write. ``by``: which schedules refuse it.
     """
 
     setting: str
     unsupported: Callable[[Any], bool]
     instead: str
-    split_only: bool = False
+    by: Callable[[Choice], bool] = lambda choice: True
+
+
+def _splits(choice: Choice) -> bool:
+    return choice.splits_backward
+
+
+def _moves_first_stage(choice: Choice) -> bool:
+    return choice.example.rank_of[0] != 0
 
 
 REFUSALS = (
@@ -74,18 +107,17 @@ REFUSALS = (
         lambda value: value != "local",
         "the backward of Transformer Engine's layers is not split yet: "
         "write --transformer-impl local, or use 1f1b or gpipe",
-        split_only=True,
+        by=_splits,
     ),
     Refusal(
         "gradient_accumulation_fusion",
         bool,
         "add --no-gradient-accumulation-fusion",
-        split_only=True,
+        by=_splits,
     ),
-    Refusal("num_moe_experts", bool, "use 1f1b or gpipe for MoE models", split_only=True),
+    Refusal("num_moe_experts", bool, "use 1f1b or gpipe for MoE models", by=_splits),
     Refusal("defer_embedding_wgrad_compute", bool, "drop --defer-embedding-wgrad-compute"),
     Refusal("delay_wgrad_compute", bool, "drop --delay-wgrad-compute: the schedule places W"),
-    Refusal("virtual_pipeline_model_parallel_size", bool, "drop the virtual-stage flags"),
     Refusal("overlap_moe_expert_parallel_comm", bool, "drop --overlap-moe-expert-parallel-comm"),
     Refusal("hybrid_context_parallel", bool, "drop --hybrid-context-parallel"),
     Refusal(
@@ -107,6 +139,26 @@ REFUSALS = (
     Refusal("use_ring_exchange_p2p", bool, "drop --use-ring-exchange-p2p"),
     Refusal("use_megatron_fsdp", bool, "drop --use-megatron-fsdp"),
     Refusal("use_torch_fsdp2", bool, "drop --use-torch-fsdp2"),
+    Refusal(
+        "ckpt_format",
+        lambda value: value != "torch_dist",
+        "a rank's stages are others than stock's, and only --ckpt-format torch_dist can be loaded "
+        "wherever stages are",
+        by=_moves_first_stage,
+    ),
+    Refusal(
+        "dataloader_save",
+        bool,
+        "drop --dataloader-save: Megatron would save the state of a loader on the first pipeline "
+        "rank, which reads no data here",
+        by=_moves_first_stage,
+    ),
+    Refusal(
+        "init_model_with_meta_device",
+        bool,
+        "drop --init-model-with-meta-device",
+        by=_moves_first_stage,
+    ),
     Refusal("yaml_cfg", bool, "give Megatron's settings as flags, not by --yaml-cfg"),
 )
 
@@ -117,14 +169,16 @@ def refuse(settings: Any, choice: Choice) -> None:
     ``settings`` are Megatron's parsed arguments or a TransformerConfig.
     """
     placement = choice.place(settings.pipeline_model_parallel_size)
-    if placement.rank_of != tuple(range(placement.ranks)):
+    _refuse_placement(choice, placement)
+    chunks = settings.virtual_pipeline_model_parallel_size or 1
+    if chunks != placement.chunks:
         raise ValueError(
-            f"--pipeline-schedule {choice.spec} puts {placement.chunks} stages on a rank or in "
-            f"another order, and Megatron runs one stage a rank, in order, so far: use a schedule "
-            f"whose placement is a line ('megatron-ext schedules' tells)"
+            f"--pipeline-schedule {choice.spec} has {placement.chunks} stages a rank, but the "
+            f"virtual-stage flags or the layout say {chunks}: drop them"
+            + (f", or write {_with_chunks(choice, chunks)}" if placement.name == "loop" else "")
         )
     for refusal in REFUSALS:
-        if refusal.split_only and not choice.splits_backward:
+        if not refusal.by(choice):
             continue
         value = getattr(settings, refusal.setting, None)
         if value is not None and refusal.unsupported(value):
@@ -132,3 +186,23 @@ def refuse(settings: Any, choice: Choice) -> None:
                 f"--pipeline-schedule {choice.spec} does not go with "
                 f"{refusal.setting}={value}: {refusal.instead}"
             )
+
+
+def _with_chunks(choice: Choice, chunks: int) -> str:
+    return with_option(choice.spec.split(":")[0], "vpp", chunks)
+
+
+def _refuse_placement(choice: Choice, placement: Placement) -> None:
+    """For a file, whose stages can be anywhere."""
+    counts = [len(stages) for stages in placement.stages_of]
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"--pipeline-schedule {choice.spec} puts {counts} stages on its ranks: Megatron's "
+            f"ranks all have the same number of stages; give each as many"
+        )
+    if placement.rank_of[-1] != placement.ranks - 1:
+        raise ValueError(
+            f"--pipeline-schedule {choice.spec} puts the last stage on pipeline rank "
+            f"{placement.rank_of[-1]}: Megatron looks for the loss on the last one, "
+            f"{placement.ranks - 1}; renumber the ranks"
+        )

@@ -24,7 +24,7 @@ def test_every_binding_is_changed_and_put_back() -> None:
     from megatron.training import training
 
     stock = schedules.get_forward_backward_func
-    with megatron_ext.install(schedule="zb-h1"):
+    with megatron_ext.install(schedule="zb-v"):
         assert schedules.get_forward_backward_func is not stock
         for module in (pipeline_parallel, training):
             assert module.get_forward_backward_func is schedules.get_forward_backward_func
@@ -74,15 +74,17 @@ def test_a_pipeline_of_one_rank_is_refused() -> None:
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.setting)
 def test_what_is_refused_says_what_to_write_instead(refusal: object) -> None:
     setting, instead = refusal.setting, refusal.instead  # type: ignore[attr-defined]
-    settings = SimpleNamespace(**{"pipeline_model_parallel_size": 2, setting: 2})
+    sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     with pytest.raises(ValueError) as caught:
-        refuse(settings, choose("zb-h1"))
+        refuse(SimpleNamespace(**sizes, **{setting: 2}), choose("zb-v"))
     assert f"{setting}=2" in str(caught.value) and instead in str(caught.value)
 
 
 def test_whole_backward_schedules_refuse_less() -> None:
     settings = SimpleNamespace(
-        transformer_impl="transformer_engine", pipeline_model_parallel_size=2
+        transformer_impl="transformer_engine",
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=None,
     )
     refuse(settings, choose("1f1b"))
     with pytest.raises(ValueError, match="--transformer-impl local"):

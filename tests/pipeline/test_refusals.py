@@ -34,7 +34,28 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
     ),
     "virtual stages": (
         {"num_layers": 8, "num_layers_per_virtual_pipeline_stage": 1},
-        "drop the virtual-stage flags",
+        "has 1 stages a rank, but the virtual-stage flags or the layout say 2: drop them",
+    ),
+    "virtual stages of a loop": (
+        {
+            "pipeline_schedule": "interleaved",
+            "num_layers": 12,
+            "num_layers_per_virtual_pipeline_stage": 1,
+        },
+        "say 3: drop them, or write interleaved:vpp=3",
+    ),
+    "layers that do not divide": (
+        {"pipeline_schedule": "zb-v", "num_layers": 12},
+        "12 layers do not divide over 8 stages; say which stage has which: "
+        "--pipeline-model-parallel-layout 'Ett|tt|tt|tt|t|t|t|tL'",
+    ),
+    "a layout for another number of stages": (
+        {"pipeline_schedule": "zb-v", "pipeline_model_parallel_layout": "Et|t|t|tL"},
+        "zb-v has 2 stages a rank, but the virtual-stage flags or the layout say 1",
+    ),
+    "checkpoints that stay where they are": (
+        {"pipeline_schedule": "zb-v", "num_layers": 8, "ckpt_format": "torch"},
+        "only --ckpt-format torch_dist can be loaded wherever stages are",
     ),
     "delayed weight gradients": (
         {"defer_embedding_wgrad_compute": True, "untie_embeddings_and_output_weights": True},

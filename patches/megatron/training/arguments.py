@@ -15,6 +15,7 @@ from megatron_ext.errors import exit_for
 from megatron_ext.patches.engine import Patch, wrap
 from megatron_ext.patches.features import refuse
 from megatron_ext.patches.megatron.dimensions import estimated_costs
+from megatron_ext.patches.megatron.layers import layers_of_stages
 from megatron_ext.schedule.build import build_program
 from megatron_ext.schedule.costs import parse_costs
 from megatron_ext.schedule.limit import parse_limit
@@ -30,12 +31,16 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         return add_flags(_printable(original(parser)))
 
     def validate(original: Callable[..., Any], args: Any, defaults: dict[str, Any]) -> Any:
-        args = original(args, defaults)
-        if config.schedule is not None:
-            try:
-                check(args, config)
-            except ValueError as error:
-                exit_for(error)
+        if config.schedule is None:
+            return original(args, defaults)
+        try:
+            add_virtual_stages(args, config)
+            args = original(args, defaults)
+            check(args, config)
+        except ValueError as error:
+            exit_for(error)
+        # Only stock's own loop starts gathers by itself; with any other each starts the next.
+        args.align_param_gather = False
         return args
 
     return (
@@ -66,6 +71,22 @@ def _printable(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
+_VIRTUAL_STAGES = (
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "pipeline_model_parallel_layout",
+)
+
+
+def add_virtual_stages(args: Any, config: PipelineConfig) -> None:
+    """Give ``args``, not validated yet, the schedule's virtual stages where they say nothing."""
+    ranks = args.pipeline_model_parallel_size
+    if ranks > 1 and all(getattr(args, name) is None for name in _VIRTUAL_STAGES):
+        chunks = config.choice().place(ranks).chunks
+        if chunks > 1:
+            args.num_virtual_stages_per_pipeline_rank = chunks
+
+
 def check(args: Any, config: PipelineConfig) -> None:
     """Refuse, with Megatron's parsed ``args``, what ``config`` cannot honour.
 
@@ -74,17 +95,17 @@ def check(args: Any, config: PipelineConfig) -> None:
             for these sizes and limits.
     """
     choice = config.choice()
-    refuse(args, choice)
     ranks = args.pipeline_model_parallel_size
     if ranks < 2:
         raise ValueError(
             f"--pipeline-schedule {config.schedule} needs a pipeline, but "
             f"--pipeline-model-parallel-size is {ranks}: set it to 2 or more, or drop the flag"
         )
+    refuse(args, choice)
     placement = choice.place(ranks)
+    layers = layers_of_stages(args, placement)
     microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     if config.costs is None or config.costs == ESTIMATE:
-        layers = [args.num_layers // ranks] * ranks
         costs = estimated_costs(
             args,
             layers,

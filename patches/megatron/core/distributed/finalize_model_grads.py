@@ -1,0 +1,55 @@
+"""Tied embeddings whose two copies are on one rank: their gradients are summed there.
+
+Where the copies are on two ranks, stock all-reduces the gradients over the embedding group. On a
+V that group has one rank, and stock does nothing.
+
+Not patched: `_allreduce_position_embedding_grads` (one stage has position embeddings).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches.engine import Patch, expect, wrap
+from megatron_ext.patches.megatron.tied import tied_weights
+
+_MODULE = "megatron.core.distributed.finalize_model_grads"
+
+
+def patches(config: PipelineConfig) -> tuple[Patch, ...]:
+    """The patch that sums the gradients of a tied weight's two copies on one rank."""
+    return (
+        wrap(
+            f"{_MODULE}:_allreduce_word_embedding_grads",
+            sum_gradients,
+            reason="both copies of a tied embedding are on one rank",
+        ),
+        expect(
+            f"{_MODULE}:_get_main_grad_attr",
+            reason="tells where a gradient is",
+            signature="(param)",
+        ),
+    )
+
+
+def sum_gradients(
+    original: Callable[..., None], model: list[torch.nn.Module], *args: Any, **kwargs: Any
+) -> None:
+    """Both copies get the sum, which stock's all-reduce forms in the same order."""
+    original(model, *args, **kwargs)
+    tied = tied_weights(model)
+    if tied is None:
+        return
+    first, last = (_gradient(weight) for weight in tied)
+    if first is not None and last is not None:  # None: frozen
+        first.add_(last)
+        last.copy_(first)
+
+
+def _gradient(weight: torch.nn.Parameter) -> torch.Tensor | None:
+    main_grad: torch.Tensor | None = getattr(weight, "main_grad", weight.grad)
+    return main_grad

@@ -1,0 +1,73 @@
+"""Where the first stage is, for all who ask globally, and who shares the embedding's weight.
+
+The ranks of the embedding groups are overridden whoever gives them: pretrain_gpt.py passes a
+function of its own, which knows of the first and the last rank only.
+
+Not patched: `is_pipeline_last_stage`; `is_rank_in_embedding_group` (it asks the others).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core import parallel_state
+
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches.engine import Patch, wrap
+
+_STATE = "megatron.core.parallel_state"
+
+
+def patches(config: PipelineConfig) -> tuple[Patch, ...]:
+    """The patches that move the first stage, and give the groups their virtual stages."""
+    choice = config.choice()
+
+    def is_first(
+        original: Callable[..., bool], ignore_virtual: bool = True, vp_stage: int | None = None
+    ) -> bool:
+        ranks = parallel_state.get_pipeline_model_parallel_world_size()
+        if ranks == 1:
+            return original(ignore_virtual, vp_stage)
+        if not ignore_virtual:
+            assert vp_stage is not None, "vp_stage must be passed if virtual pipeline is enabled"
+            if vp_stage != 0:
+                return False
+        first: int = choice.place(ranks).rank_of[0]
+        return parallel_state.get_pipeline_model_parallel_rank() == first
+
+    def initialize(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        call = inspect.signature(original).bind(*args, **kwargs)
+        call.apply_defaults()
+        ranks = call.arguments["pipeline_model_parallel_size"]
+        if ranks > 1:
+            placement = choice.place(ranks)
+            given = call.arguments["virtual_pipeline_model_parallel_size"]
+            if given not in (None, placement.chunks):
+                raise ValueError(
+                    f"virtual_pipeline_model_parallel_size is {given}, but schedule {choice.spec} "
+                    f"has {placement.chunks} virtual stages a rank: give that number, or none"
+                )
+            call.arguments["virtual_pipeline_model_parallel_size"] = placement.chunks
+            first, last = placement.rank_of[0], placement.rank_of[-1]
+            if first != 0:
+                call.arguments["get_embedding_ranks"] = lambda pipeline: [
+                    pipeline[rank] for rank in dict.fromkeys((first, last))
+                ]
+                call.arguments["get_position_embedding_ranks"] = lambda pipeline: [pipeline[first]]
+        original(*call.args, **call.kwargs)
+
+    return (
+        wrap(
+            f"{_STATE}:is_pipeline_first_stage",
+            is_first,
+            reason="the first stage is where the schedule puts it",
+            signature="(ignore_virtual=True, vp_stage=None)",
+        ),
+        wrap(
+            f"{_STATE}:initialize_model_parallel",
+            initialize,
+            reason="the embedding's ranks are those of the first and the last stage",
+        ),
+    )

@@ -1,0 +1,81 @@
+"""Layouts by stage: the i-th segment is stage i, and lies on the rank that the placement says.
+
+Not patched: `from_str` and the parser (they come here), `get_num_layers_to_build` and
+`get_layer_id_list` (they ask what is patched), `validate_layer_layout` (it looks at the order of
+the layers, which stays; multi-token prediction, whose place it checks, is refused).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.transformer.enums import LayerType
+
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches.engine import Patch, expect, wrap
+
+_LAYOUT = "megatron.core.transformer.pipeline_parallel_layer_layout:PipelineParallelLayerLayout"
+
+
+def patches(config: PipelineConfig) -> tuple[Patch, ...]:
+    """The patches that lay stages out as the schedule places them."""
+    choice = config.choice()
+
+    def lay_out(
+        original: Callable[..., None],
+        self: Any,
+        layout: str | list[Any],
+        pipeline_model_parallel_size: int,
+    ) -> None:
+        original(self, layout, pipeline_model_parallel_size)
+        ranks = pipeline_model_parallel_size
+        stages = ranks * self.virtual_pipeline_model_parallel_size
+        placement = choice.place(ranks)
+        if stages != placement.stages:
+            raise ValueError(
+                f"the layout {layout} has {stages} stages, and schedule {choice.spec} has "
+                f"{placement.stages} on {ranks} pipeline ranks: give it as many segments"
+            )
+        segments = [self.layout[stage % ranks][stage // ranks] for stage in range(stages)]
+        self.layout = [[segments[stage] for stage in own] for own in placement.stages_of]
+
+    def layers_before(
+        original: Callable[..., int],
+        self: Any,
+        layer_type: LayerType = LayerType.decoder,
+        vp_stage: int | None = None,
+        pp_rank: int | None = None,
+    ) -> int:
+        stages_of = choice.place(self.pipeline_model_parallel_size).stages_of
+        if pp_rank is None:
+            pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+        assert vp_stage is not None, "vp_stage must be passed if virtual pipeline is enabled"
+        here = stages_of[pp_rank][vp_stage]
+        return sum(
+            segment.count(layer_type)
+            for stages, segments in zip(stages_of, self.layout, strict=True)
+            for stage, segment in zip(stages, segments, strict=True)
+            if stage < here
+        )
+
+    return (
+        wrap(
+            f"{_LAYOUT}.__init__",
+            lay_out,
+            reason="the i-th segment of a layout is stage i, on the rank of its placement",
+            signature="(self, layout, pipeline_model_parallel_size)",
+        ),
+        wrap(
+            f"{_LAYOUT}.get_layer_offset",
+            layers_before,
+            reason="layers are numbered by stage",
+            signature="(self, layer_type=<LayerType.decoder: 4>, vp_stage=None, pp_rank=None)",
+        ),
+        expect(
+            f"{_LAYOUT}.get_num_layers_to_build",
+            reason="it reads the rearranged layout",
+            signature="(self, layer_type=<LayerType.decoder: 4>, vp_stage=None, pp_rank=None)",
+        ),
+    )

@@ -1,0 +1,47 @@
+"""A model that gives no layout gets that of the schedule, and its number of virtual stages.
+
+Loops have none: Megatron divides the layers over its virtual stages itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches.engine import Patch, wrap
+from megatron_ext.patches.megatron.layers import (
+    is_megatrons_own,
+    layers_of_stages,
+    layout_of,
+)
+
+
+def patches(config: PipelineConfig) -> tuple[Patch, ...]:
+    """The patch that gives a model its virtual stages."""
+    choice = config.choice()
+
+    def place(original: Callable[..., None], model_config: Any) -> None:
+        ranks = model_config.pipeline_model_parallel_size
+        if ranks > 1 and model_config.pipeline_model_parallel_layout is None:
+            placement = choice.place(ranks)
+            if is_megatrons_own(placement):
+                if model_config.virtual_pipeline_model_parallel_size is None:
+                    model_config.virtual_pipeline_model_parallel_size = placement.chunks
+            else:
+                layers = layers_of_stages(model_config, placement)
+                model_config.pipeline_model_parallel_layout = layout_of(layers)
+                model_config.num_layers_in_first_pipeline_stage = None  # the layout says it now
+                model_config.num_layers_in_last_pipeline_stage = None
+                model_config.account_for_embedding_in_pipeline_split = False
+                model_config.account_for_loss_in_pipeline_split = False
+        original(model_config)
+
+    return (
+        wrap(
+            "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
+            place,
+            reason="the schedule brings its virtual stages",
+            signature="(self)",
+        ),
+    )

@@ -1,0 +1,86 @@
+"""How Megatron's layers divide over a schedule's stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+from megatron_ext.schedule.placement import Placement
+
+
+def layers_of_stages(settings: Any, placement: Placement) -> list[int]:
+    """How many transformer layers each stage has, by Megatron's own options for uneven splits.
+
+    - ``pipeline_model_parallel_layout``: its i-th segment is stage i.
+    - ``account_for_{embedding,loss}_in_pipeline_split``: each counts as a layer of its stage.
+    - the layers of the first and the last "pipeline stage" are those of the first and the last
+      rank, divided over its chunks, where Megatron itself places the stages (lines and loops); else
+      those of the first and the last stage.
+
+    Args:
+        settings: Megatron's parsed arguments, or a TransformerConfig that is not initialised yet.
+
+    Raises:
+        ValueError: the layers do not divide; names a layout that would do.
+    """
+    if settings.pipeline_model_parallel_layout is not None:
+        layout = settings.pipeline_model_parallel_layout
+        segments = PipelineParallelLayerLayout.parse_str_to_list(layout)
+        return [segment.count(LayerType.decoder) for segment in segments]
+    stages = placement.stages
+    given = _given(settings, placement)
+    embedding = int(settings.account_for_embedding_in_pipeline_split)
+    loss = int(settings.account_for_loss_in_pipeline_split)
+    rest = settings.num_layers - sum(given.values()) + embedding + loss
+    others = stages - len(given)
+    each, left = divmod(rest, others) if others else (0, rest)
+    if left or each < max(embedding, loss):
+        told = "".join(f", stage {stage} has {layers}" for stage, layers in given.items())
+        told += ", the embedding counts as one" * embedding + ", the loss counts as one" * loss
+        raise ValueError(
+            f"{settings.num_layers} layers do not divide over {stages} stages{told}; say which "
+            f"stage has which: --pipeline-model-parallel-layout "
+            f"'{_even_layout(settings.num_layers, stages)}'"
+        )
+    layers = [given.get(stage, each) for stage in range(stages)]
+    layers[0] -= embedding
+    layers[-1] -= loss
+    return layers
+
+
+def is_megatrons_own(placement: Placement) -> bool:
+    """Whether Megatron's virtual stages lie so by themselves: on a line or a loop."""
+    return placement.rank_of == tuple(range(placement.ranks)) * placement.chunks
+
+
+def _given(settings: Any, placement: Placement) -> dict[int, int]:
+    """The stages whose layers are given in a number of their own."""
+    # a TransformerConfig's name, and an argument's
+    names = {
+        0: ("num_layers_in_first_pipeline_stage", "decoder_first_pipeline_num_layers"),
+        -1: ("num_layers_in_last_pipeline_stage", "decoder_last_pipeline_num_layers"),
+    }
+    given = {}
+    for end, alternatives in names.items():
+        values: list[int | None] = [getattr(settings, name, None) for name in alternatives]
+        layers = next((value for value in values if value is not None), None)
+        if layers is None:
+            continue
+        own = placement.stages_of[end] if is_megatrons_own(placement) else (end,)
+        for stage in own:
+            given[stage % placement.stages] = layers // len(own)
+    return given
+
+
+def layout_of(layers: Sequence[int]) -> str:
+    """Megatron's text for a layout with so many ``layers`` a stage: ``Ett|tt|tt|ttL``."""
+    return "E" + "|".join("t" * count for count in layers) + "L"
+
+
+def _even_layout(layers: int, stages: int) -> str:
+    """As even as it goes: the first stages have one layer more."""
+    each, more = divmod(layers, stages)
+    return layout_of([each + (stage < more) for stage in range(stages)])

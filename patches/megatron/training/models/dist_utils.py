@@ -1,0 +1,40 @@
+"""Tied embeddings whose two copies are on one rank start out equal.
+
+Stock zeroes the last stage's copy and sums both over the embedding group, which has one rank here.
+
+Not patched: the builders that call this, and how a chunk is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches.engine import Patch, wrap
+from megatron_ext.patches.megatron.tied import tied_weights
+
+
+def patches(config: PipelineConfig) -> tuple[Patch, ...]:
+    """The patch that copies a tied embedding's weight."""
+    return (
+        wrap(
+            "megatron.training.models.dist_utils:build_virtual_pipeline_stages",
+            copy_tied_weight,
+            reason="both copies of a tied embedding are on one rank and start equal",
+            signature="(build_model_func, pg_collection, vp_size, model_type=<ModelType."
+            "encoder_or_decoder: 1>)",
+        ),
+    )
+
+
+def copy_tied_weight(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    model = original(*args, **kwargs)
+    tied = tied_weights(model)
+    if tied is not None:
+        first, last = tied
+        with torch.no_grad():
+            last.copy_(first)
+    return model
