@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from megatron_ext.bench import DEFAULT_SCHEDULES, STEPS, Measured, Setting, draw_report, measure
 from megatron_ext.config import PipelineConfig
 from megatron_ext.schedule.certify import certify as certified
 from megatron_ext.schedule.choose import Plan, make_plan, peak
@@ -35,7 +37,7 @@ app = typer.Typer(
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object or list.")]
-Schedule = Annotated[str, typer.Argument(metavar="SPEC", help="NAME[:key=value,...] or a CSV file")]
+Schedule = Annotated[str, typer.Argument(metavar="SPEC", help="NAME[:key=value,...], a CSV or a Python file")]
 
 
 def fail(error: Exception) -> NoReturn:
@@ -200,6 +202,53 @@ def _print_plan(found: Plan) -> None:
         typer.echo("* none other is both faster and smaller")
     for name, why in found.refused.items():
         typer.echo(f"{name}: {why}", err=True)
+
+
+@app.command()
+def bench(
+    pp: Annotated[int, typer.Option(help="Pipeline ranks.")] = 4,
+    microbatches: Annotated[int, typer.Option("-m", "--microbatches", help="Of one step.")] = 8,
+    costs: Annotated[
+        str, typer.Option(help="Milliseconds per microbatch of a rank: f=40,i=40,w=40")
+    ] = "f=40,i=40,w=40",
+    schedules: Annotated[
+        str, typer.Option(help="Ours to measure, separated by blanks.")
+    ] = DEFAULT_SCHEDULES,
+    launches: Annotated[int, typer.Option(help="How often the ranks are started afresh.")] = 3,
+    as_json: Json = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw the bars, as .svg or .png.")] = None,
+) -> None:
+    """Measure executors on emulated clocks: ours, Megatron's own, torch's."""
+    setting = Setting(pp, microbatches, costs, tuple(schedules.split()), launches)
+    try:
+        found = measure(setting, lambda text: typer.echo(text, err=True))
+        if plot is not None:
+            draw_report(found, plot)
+    except (ValueError, OSError) as error:
+        fail(error)
+    if as_json:
+        rows = [asdict(row) for row in found.rows]
+        typer.echo(json.dumps({**asdict(setting), "rows": rows, "doubts": found.doubts}, indent=2))
+        return
+    typer.echo(
+        f"{pp} ranks, {microbatches} microbatches, {costs} ms, {STEPS} steps a launch, {launches} "
+        f"launches; seconds of a step, median over launches"
+    )
+    _print_table([_bench_row(row) for row in found.rows])
+    for doubt in found.doubts:
+        typer.echo(f"not to be believed: {doubt}")
+
+
+def _bench_row(row: Measured) -> dict[str, Any]:
+    return {
+        "": row.name,
+        "ideal": row.ideal,
+        "measured": row.measured,
+        "of ideal": f"{row.efficiency:.1%}",
+        "over Megatron's 1F1B": f"{row.speedup:.2f}x",
+        "spread": f"{row.spread:.1%}",
+        "host, us a pass": f"{row.host_microseconds:.0f}",
+    }
 
 
 @app.command(

@@ -26,8 +26,9 @@ class PipelineConfig:
     schedule: str | None = _setting(
         None,
         "SPEC",
-        "Pipeline schedule: NAME[:key=value,...] (see 'megatron-ext schedules') or a CSV file of "
-        "compute actions, a row per rank. Default: Megatron's own, untouched.",
+        "Pipeline schedule: NAME[:key=value,...] (see 'megatron-ext schedules'), a CSV file of "
+        "compute actions, a row per rank, or a Python file with a family. Default: Megatron's own, "
+        "untouched.",
     )
     memory_limit: str | None = _setting(
         None,

@@ -1,4 +1,4 @@
-"""Pictures of timelines (ranks as rows, kinds by colour, bubbles shaded, memory) and of plans."""
+"""Pictures: timelines (ranks as rows, kinds by colour, bubbles shaded, memory), plans, bars."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ NAMES = {
 }
 assert COLOURS.keys() == {kind for kind, rule in RULES.items() if rule.lane is Lane.COMPUTE}
 BUBBLE = "#E8E8E8"
+
+Pair = tuple[float, float]
 
 
 def draw(timelines: Sequence[Timeline], path: Path) -> None:
@@ -79,6 +81,26 @@ def draw_plan(plan: Plan, path: Path) -> None:
     axes.set_xlabel("peak activation, microbatches of a rank")
     axes.set_ylabel("makespan of a step")
     axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+def draw_bars(names: Sequence[str], ideal_and_measured: Sequence[Pair], path: Path) -> None:
+    """Write a bar of measured seconds for each of ``names``, and how long the ideal step is.
+
+    Raises:
+        ValueError: as `draw`.
+    """
+    figure = _figure(path, width=8, height=0.3 * len(names) + 1)
+    axes = figure.subplots()
+    places = range(len(names))
+    ideal, measured = zip(*ideal_and_measured, strict=True)
+    axes.barh(places, measured, color="#E69F00", label="measured")
+    axes.barh(places, ideal, color="#56B4E9", label="ideal")
+    axes.set_yticks(places, names)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds of a step")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(path, dpi=150)
 
 

@@ -6,11 +6,13 @@ Imported as ``tests.unit.schedules``, from tests/pipeline too.
 from __future__ import annotations
 
 import math
+import types
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
@@ -76,6 +78,22 @@ def rows_of(text: str) -> tuple[tuple[Action, ...], ...]:
 def written(text: str, rank_of: Sequence[int], name: str = "written") -> Schedule:
     """The schedule whose rows ``text`` holds."""
     return Schedule(name, Placement("written", tuple(rank_of)), rows_of(text))
+
+
+def names_of_stages(p: int, chunks: int) -> list[types.SimpleNamespace]:
+    """Stages that only know their number, as in torch's own tests of schedules."""
+    torch = pytest.importorskip("torch")
+    return [
+        types.SimpleNamespace(
+            num_stages=p * chunks,
+            group_size=p,
+            group_rank=0,
+            is_first=chunk == 0,
+            is_last=False,
+            submod=torch.nn.Identity(),
+        )
+        for chunk in range(chunks)
+    ]
 
 
 def random_placement(random: Random) -> Placement:

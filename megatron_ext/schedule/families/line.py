@@ -12,12 +12,15 @@ from megatron_ext.schedule.schedule import Problem, Schedule
 
 @family("gpipe", line, source="Huang et al. 2019, arXiv:1811.06965", aliases=("ScheduleGPipe",))
 def gpipe(problem: Problem) -> Schedule:
-    """All forwards, then all backwards. Peak m microbatches.
+    """All forwards, then all backwards. Bubble (p-1)(F+I+W), peak m microbatches.
+
+    With p = 3, m = 2:
 
     ::
 
-        0  F0 F1 F2          B0 B1 B2
-        1     F0 F1 F2 B0 B1 B2
+        0  F0 F1 .  .  .  .  .  .  B0 =  B1 =
+        1  .  F0 F1 .  .  .  B0 =  B1 =  .  .
+        2  .  .  F0 F1 B0 =  B1 =  .  .  .  .
     """
     m = range(problem.microbatches)
     rows = tuple(
@@ -30,16 +33,21 @@ def gpipe(problem: Problem) -> Schedule:
 @family(
     "1f1b",
     line,
-    source="Narayanan et al. 2021, arXiv:2104.04473 (PipeDream-flush)",
+    source="Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1 (PipeDream-flush)",
     aliases=("Schedule1F1B",),
 )
 def one_forward_one_backward(problem: Problem) -> Schedule:
-    """Forward and backward in turn as soon as there is a gradient. Rank r holds p-r microbatches.
+    """Forward and backward in turn as soon as there is a gradient.
+
+    Bubble (p-1)(F+I+W) as `gpipe`; but rank r holds p-r microbatches only.
+
+    With p = 3, m = 3:
 
     ::
 
-        0  F0 F1    B0 F2 B1    B2
-        1     F0 B0 F1 B1 F2 B2
+        0  F0 F1 F2 .  .  .  .  B0 =  .  B1 =  .  B2 =
+        1  .  F0 F1 .  .  B0 =  F2 B1 =  .  B2 =  .  .
+        2  .  .  F0 B0 =  F1 B1 =  F2 B2 =  .  .  .  .
     """
     p, m = problem.ranks, problem.microbatches
 

@@ -10,13 +10,17 @@ from megatron_ext.schedule.schedule import Problem, Schedule
 
 @family("2bp", line, source="Rae et al. 2024, arXiv:2405.18047", splits_backward=True)
 def two_bp(problem: Problem, *, base: str = "1f1b") -> Schedule:
-    """The order of ``base`` (1f1b or gpipe) with I for B, and all W after it. Peak m microbatches.
+    """The order of ``base`` (1f1b or gpipe) with I for B, and all W after it.
+
+    Bubble (p-1)(F+I), peak m microbatches.
+
+    With p = 3, m = 3:
 
     ::
 
         0  F0 F1 F2 .  .  I0 .  I1 .  I2 W0 W1 W2
-        1  .  F0 F1 .  I0 F2 I1 .  I2 W0 W1 W2
-        2  .  .  F0 I0 F1 I1 F2 I2 W0 W1 W2
+        1  .  F0 F1 .  I0 F2 I1 .  I2 W0 W1 W2 .
+        2  .  .  F0 I0 F1 I1 F2 I2 W0 W1 W2 .  .
     """
     if base not in ("1f1b", "gpipe"):
         raise ValueError(f"2bp: base is {base!r}; write base=1f1b or base=gpipe")

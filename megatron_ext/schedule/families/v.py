@@ -1,8 +1,7 @@
 """Two chunks a rank in a V: down to the first rank and up again to the last, where the loss is.
 
 The V's open end, stages 0 and 2p-1, is on the last rank; the papers have it on their first, so
-their device i (from 0) is rank p-1-i here. In the pictures a pass is written chunk, kind,
-microbatch, with the rank's chunks 0 and 1 for its stages; a column is one F, I or W of a chunk.
+their device i (from 0) is rank p-1-i here.
 """
 
 from __future__ import annotations
@@ -32,12 +31,15 @@ Pass = tuple[int, Kind]  # chunk, kind
     aliases=("ScheduleZBVZeroBubble", "ZBVZeroBubble"),
 )
 def zb_v(problem: Problem) -> Schedule:
-    """No bubble on any rank where F, I and W cost the same. Peak p microbatches, as 1F1B's.
+    """No bubble in the span where F, I and W cost the same; (p-1)F/2 in the makespan, as the first
+    microbatch has to reach the last rank. Peak p microbatches, as 1F1B's.
+
+    With p = 2, m = 3:
 
     ::
 
-        0      0F0 1F0 0F1 1F1 1I0 1W0 0F2 0I0 0W0 1F2 1I1 1W1 0I1 1I2 0I2 0W1 1W2 0W2
-        1  0F0 0F1 0F2 1F0 1I0 1W0 1F1 1I1 1W1 0I0 0W0 1F2 1I2 1W2 0I1 0W1 0I2 0W2
+        0  .   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
+        1  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2 .
     """
     p = problem.ranks
     least = 2 * p - 1
@@ -58,18 +60,21 @@ def zb_v(problem: Problem) -> Schedule:
     return _numbered("zb-v", problem, passes, least)
 
 
-@family("v-half", v, source=f"{_CONTROLLABLE_MEMORY}, V-Half", splits_backward=True)
+@family("v-half", v, source=f"{_CONTROLLABLE_MEMORY}, section 3.2, V-Half", splits_backward=True)
 def v_half(problem: Problem) -> Schedule:
-    """Half of 1F1B's memory: peak (p+2)//2 microbatches, and no bubble in the steady phase.
+    """Half of 1F1B's memory: peak (p+2)//2 microbatches. At equal costs the steady phase has no
+    bubble.
 
     The first chunk's F and the second's I go down the V at two slots a rank, the others come up
     at one.
 
+    With p = 3, m = 2:
+
     ::
 
-        0          0F0 1F0 0F1 1F1         1I0 0I0 1W0 0W0 1I1 0I1 1W1 0W1
-        1      0F0 0F1     1F0     1F1 1I0 1W0     0I0 1I1 1W1 0W0 0I1 0W1
-        2  0F0 0F1             1F0 1I0 1W0 1F1 1I1 1W1 0I0 0W0         0I1 0W1
+        0  .   .   2F0 3F0 2F1 3F1 .   .   3I0 2I0 3W0 2W0 3I1 2I1 3W1 2W1 .
+        1  .   1F0 1F1 .   4F0 .   4F1 4I0 4W0 .   1I0 4I1 4W1 1W0 1I1 1W1 .
+        2  0F0 0F1 .   .   .   5F0 5I0 5W0 5F1 5I1 5W1 0I0 0W0 .   .   0I1 0W1
     """
     p = problem.ranks
     t = 3 if p % 2 == 0 else 0
@@ -80,17 +85,20 @@ def v_half(problem: Problem) -> Schedule:
     return _repeated("v-half", problem, block, peak=(p + 2) // 2)
 
 
-@family("v-min", v, source=f"{_CONTROLLABLE_MEMORY}, V-Min", splits_backward=True)
+@family("v-min", v, source=f"{_CONTROLLABLE_MEMORY}, section 3.2, V-Min", splits_backward=True)
 def v_min(problem: Problem) -> Schedule:
     """The least memory: peak (p+4)//3 microbatches. All passes follow at once on one another.
 
     Where F, I and W differ in cost, each rank waits for the slowest kind at every step.
 
+    With p = 4, m = 2:
+
     ::
 
-        0          0F0 1F0 0F1 1F1         1I0 0I0 1W0 0W0 1I1 0I1 1W1 0W1
-        1      0F0 0F1     1F0     1F1 1I0 1W0     0I0 1I1 0W0 1W1 0I1 0W1
-        2  0F0 0F1             1F0 1I0 1W0 1F1 1I1 1W1 0I0 0W0         0I1 0W1
+        0  .   .   .   3F0 4F0 3F1 4F1 .   .   .   .   4I0 3I0 4W0 3W0 4I1 3I1 4W1 3W1 .   .
+        1  .   .   2F0 2F1 .   5F0 .   5F1 .   .   5I0 5W0 .   2I0 5I1 2W0 5W1 2I1 2W1 .   .
+        2  .   1F0 1F1 .   .   .   6F0 .   6F1 6I0 6W0 .   6I1 6W1 1I0 1W0 .   .   1I1 1W1 .
+        3  0F0 0F1 .   .   .   .   .   7F0 7I0 7W0 7F1 7I1 7W1 .   .   0I0 0W0 .   .   0I1 0W1
     """
     p = problem.ranks
     t = 2 if p % 3 == 0 else 0
@@ -108,10 +116,12 @@ def one_forward_one_backward_v(problem: Problem) -> Schedule:
     Forwards follow at once on one another. Backwards do, too, but after every third there are three
     slots more, or they would collide with the forwards.
 
+    With p = 2, m = 3:
+
     ::
 
-        0      0F0 1F0 0F1 1F1     1B0 =   0B0 =   0F2 1F2 1B1 =   0B1 =   1B2 =   0B2 =
-        1  0F0 0F1 0F2 1F0 1B0 =   1F1 1B1 =       0B0 =   1F2 1B2 =       0B1 =           0B2 =
+        0  .   1F0 2F0 1F1 2F1 .   2B0 =   1B0 =   1F2 2F2 2B1 =   1B1 =   2B2 =   1B2 =   .   .
+        1  0F0 0F1 0F2 3F0 3B0 =   3F1 3B1 =   .   0B0 =   3F2 3B2 =   .   0B1 =   .   .   0B2 =
     """
     p = problem.ranks
     first = 2 * p + (3 if p % 3 == 0 else 0)
@@ -138,10 +148,12 @@ def dualpipe_v(problem: Problem) -> Schedule:
     What the original runs as one compound of F and B are two passes here, and each sends when it
     is done, not when both are.
 
+    With p = 2, m = 3:
+
     ::
 
-        0      0F0 1F0 0F1 1F1 0F2     1B0 =   1F2 0B0 =   1B1 =   0B1 =   1I2 0I2 1W2 0W2
-        1  0F0 0F1     1F0 0F2 1B0 =   1F1 1B1 =   1F2     0B0 =   1B2 =   0I1 0W1 0I2 0W2
+        0  .   1F0 2F0 1F1 2F1 1F2 .   2B0 =   2F2 1B0 =   2B1 =   1B1 =   2I2 1I2 2W2 1W2
+        1  0F0 0F1 .   3F0 0F2 3B0 =   3F1 3B1 =   3F2 .   0B0 =   3B2 =   0I1 0W1 0I2 0W2
     """
     p = problem.ranks
     least = 2 * p

@@ -18,12 +18,14 @@ def hanayo(problem: Problem) -> Schedule:
 
     A rank takes what there is when its turn has nothing. At most 2p microbatches are on their way
     at a time; fewer would not keep all ranks busy, and the peak lies well below. Passes are laid
-    out as if a chunk's F took one slot and its B two. With one wave (chunk, kind, microbatch):
+    out as if a chunk's F took one slot and its B two.
+
+    With p = 2, m = 3, waves = 1:
 
     ::
 
-        0      0F0 1F0 0F1 1F1 0F2 1B0 =   1F2 0B0 =   1B1 =   0B1 =   1B2 =   0B2 =
-        1  0F0 0F1 0F2 1F0 1B0 =   1F1 1B1 =   1F2 1B2 =   0B0 =       0B1 =           0B2 =
+        0  .   1F0 2F0 1F1 2F1 1F2 2B0 =   2F2 1B0 =   2B1 =   1B1 =   2B2 =   1B2 =   .   .
+        1  0F0 0F1 0F2 3F0 3B0 =   3F1 3B1 =   3F2 3B2 =   0B0 =   .   0B1 =   .   .   0B2 =
     """
     placement = problem.placement
     rank_of, last = placement.rank_of, placement.stages - 1

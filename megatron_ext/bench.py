@@ -1,0 +1,233 @@
+"""``megatron-ext bench``: real executors on ranks whose passes sleep for what they cost.
+
+One launch forks the ranks and times every contender in turn, so that what disturbs one disturbs
+all; the median over launches is reported. Ranks run first in, first out before everything else
+(SCHED_FIFO) where the system lets them, without the garbage collector.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.launch import CPU_PLATFORM
+
+if TYPE_CHECKING:
+    from megatron_ext.runtime.emulated import Contender
+
+STEPS = 3  # timed, after one that is not
+SLEEPS = 25  # to see how late this machine wakes a rank
+NOISY = 0.03  # a spread, or a lateness of sleeps, from which figures are not to be believed
+
+_FREE = "f=1e-6,i=1e-6,w=1e-6"  # milliseconds: passes of no length, for what is beside them
+
+DEFAULT_SCHEDULES = "1f1b zb-h1 zb-auto interleaved gis zb-v v-half v-min v-auto dualpipe-v"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is measured.
+
+    Attributes:
+        costs: milliseconds per microbatch of a full rank, as text (`parse_costs`).
+        specs: our schedules.
+        launches: how often the ranks are started afresh.
+    """
+
+    ranks: int
+    microbatches: int
+    costs: str
+    specs: tuple[str, ...]
+    launches: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One contender over all launches.
+
+    Attributes:
+        ideal: seconds its schedule takes with free messages and no overhead.
+        measured: median seconds of a step, first start to last end over all ranks.
+        efficiency: ideal / measured.
+        speedup: over Megatron's 1F1B in the same launches.
+        spread: (slowest - fastest launch) / median.
+        host_microseconds: what a pass costs beside the pass: a step of free passes, per pass.
+    """
+
+    name: str
+    ideal: float
+    measured: float
+    efficiency: float
+    speedup: float
+    spread: float
+    host_microseconds: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """All contenders, and whether to believe them."""
+
+    rows: list[Measured]
+    fifo: bool
+    late: float  # how much longer than asked a rank of this machine slept, at the worst
+
+    @property
+    def doubts(self) -> list[str]:
+        """Why these figures are not to be believed; empty if they are."""
+        wide = max((row.spread for row in self.rows), default=0.0)
+        found = []
+        if not self.fifo:
+            found.append("ranks may not run first in, first out here (SCHED_FIFO needs root)")
+        if self.late > NOISY:
+            found.append(f"ranks woke up to {self.late:.1%} late")
+        if wide > NOISY:
+            found.append(f"launches differ by up to {wide:.1%}")
+        return found
+
+
+def measure(setting: Setting, progress: Callable[[str], None]) -> Report:
+    """Measure ``setting``; ``progress`` is told what runs.
+
+    Raises:
+        ValueError: a schedule that these sizes do not allow.
+    """
+    from megatron_ext.runtime.bench import program_of
+    from megatron_ext.schedule.registry import choose
+
+    for spec in setting.specs:  # what is wrong with it should be said here and not by a rank
+        program_of(choose(spec), setting.ranks, setting.microbatches, setting.costs)
+    importlib.import_module("megatron_ext.patches.megatron.bench")  # once, before forking
+    launches: list[dict[str, Any]] = []
+    for number in range(setting.launches):
+        progress(f"launch {number + 1} of {setting.launches}")
+        launches.append(_launch(setting))
+    rows = []
+    for name, first in launches[0]["steps"].items():
+        times = [launch["steps"][name]["seconds"] for launch in launches]
+        hosts = [launch["steps"][name]["host"] for launch in launches]
+        stock = [launch["steps"]["megatron 1f1b"]["seconds"] for launch in launches]
+        measured = statistics.median(times)
+        rows.append(
+            Measured(
+                name,
+                first["ideal"],
+                measured,
+                first["ideal"] / measured,
+                statistics.median(stock) / measured,
+                (max(times) - min(times)) / measured,
+                1e6 * statistics.median(hosts) / first["passes"],
+            )
+        )
+    return Report(
+        rows,
+        all(launch["fifo"] for launch in launches),
+        max(launch["late"] for launch in launches),
+    )
+
+
+def draw_report(report: Report, path: Path) -> None:
+    """Bars of measured seconds with the ideal in each, as .svg or .png."""
+    from megatron_ext.schedule.draw import draw_bars
+
+    names = [f"{row.name} ({row.efficiency:.1%})" for row in report.rows]
+    draw_bars(names, [(row.ideal, row.measured) for row in report.rows], path)
+
+
+def _launch(setting: Setting) -> dict[str, Any]:
+    """Fork the ranks, let them run every contender, and return what rank 0 gathered."""
+    import torch.multiprocessing
+
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.start_processes(
+            _rank, (setting, folder), nprocs=setting.ranks, start_method="fork"
+        )
+        result: dict[str, Any] = torch.load(f"{folder}/result", weights_only=True)
+        return result
+
+
+def _rank(rank: int, setting: Setting, folder: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from megatron_ext.patches.engine import apply
+
+    cpu = importlib.import_module(CPU_PLATFORM)
+    os.environ |= cpu.ENVIRONMENT | {"GLOO_SOCKET_IFNAME": "lo"}
+    torch.set_num_threads(1)
+    apply(cpu.patches())
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=setting.ranks)
+    result: dict[str, Any] = {"steps": {}, "fifo": _first_in_first_out()}
+    gc.collect()
+    gc.disable()
+    result["late"] = _largest(_lateness())
+    for costs, figure in ((setting.costs, "seconds"), (_FREE, "host")):
+        for contender in _contenders(setting, costs):
+            contender.step()
+            seconds = statistics.median(_timed(contender.step) for _ in range(STEPS))
+            row = result["steps"].setdefault(contender.name, {})
+            row[figure] = seconds
+            if figure == "seconds":
+                row |= {"ideal": contender.ideal, "passes": contender.passes}
+    if rank == 0:
+        torch.save(result, f"{folder}/result")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _contenders(setting: Setting, costs: str) -> Iterator[Contender]:
+    from megatron_ext.patches.megatron import bench as megatron
+    from megatron_ext.runtime import bench as runtime
+
+    yield from megatron.contenders(setting.ranks, setting.microbatches, costs)
+    yield from runtime.torchs(setting.ranks, setting.microbatches, costs)
+    for spec in setting.specs:
+        yield runtime.ours(spec, setting.ranks, setting.microbatches, costs)
+
+
+def _timed(step: Callable[[], None]) -> float:
+    """Seconds from the first rank's start to the last rank's end."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    start = time.monotonic()  # one clock for all processes of a machine
+    step()
+    end = time.monotonic()
+    return _largest(end) + _largest(-start)
+
+
+def _lateness() -> float:
+    """How much longer than asked this rank sleeps, as a share, nearly at the worst."""
+    asked = 0.02
+    slept = []
+    for _ in range(SLEEPS):
+        start = time.monotonic()
+        time.sleep(asked)
+        slept.append(time.monotonic() - start)
+    return sorted(slept)[-2] / asked - 1
+
+
+def _largest(value: float) -> float:
+    import torch
+    import torch.distributed as dist
+
+    tensor = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return float(tensor)
+
+
+def _first_in_first_out() -> bool:
+    """Whether this rank now runs before all that is not a rank."""
+    with contextlib.suppress(PermissionError, AttributeError):
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(5))
+        return True
+    return False

@@ -1,0 +1,179 @@
+"""Who takes part in the benchmark on emulated clocks: our executor, and torch's schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import pipelining
+
+from megatron_ext.runtime.emulated import DTYPE, SHAPE, Contender, EmulatedChunk, data
+from megatron_ext.runtime.executor import execute
+from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.transport import Boundary, Channels, Transport
+from megatron_ext.runtime.weight_gradients import queue
+from megatron_ext.schedule.build import build_program
+from megatron_ext.schedule.costs import Costs, parse_costs
+from megatron_ext.schedule.graph import channels
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.registry import Choice, choose
+from megatron_ext.schedule.schedule import Problem, from_csv
+from megatron_ext.schedule.simulate import simulate
+from megatron_ext.schedule.verify import Program
+
+TORCH = {
+    "1F1B": pipelining.Schedule1F1B,
+    "Interleaved1F1B": pipelining.ScheduleInterleaved1F1B,
+    "InterleavedZeroBubble": pipelining.ScheduleInterleavedZeroBubble,
+    "ZBVZeroBubble": pipelining.ScheduleZBVZeroBubble,
+    "DualPipeV": pipelining.ScheduleDualPipeV,
+}
+
+
+def program_of(choice: Choice, ranks: int, microbatches: int, costs: str) -> Program:
+    """The program of ``choice`` for emulated ``costs`` in milliseconds, with free messages."""
+    placement = choice.place(ranks)
+    return build_program(choice, Problem(placement, microbatches, _seconds(costs, placement)))
+
+
+def ideal_of(program: Program) -> float:
+    """Seconds of its makespan."""
+    return simulate(program, program.problem.costs).makespan
+
+
+def _seconds(costs: str, placement: Placement) -> Costs:
+    """``costs`` in milliseconds as seconds; messages are real here, so that theirs are free."""
+    given = parse_costs(costs, placement)
+    seconds = {duty: tuple(each / 1000 for each in row) for duty, row in given.seconds.items()}
+    return Costs(seconds)
+
+
+def _passes(program: Program) -> int:
+    """Of a rank; all have as many."""
+    return len(program.schedule.compute_rows[0])
+
+
+class EmulatedStage:
+    """`Stage` around an `EmulatedChunk`."""
+
+    def __init__(self, number: int, chunk: EmulatedChunk, is_last: bool) -> None:
+        self._number = number
+        self._chunk = chunk
+        self._is_last = is_last
+        self._between: dict[int, tuple[Tensor | None, Tensor]] = {}
+
+    def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
+        y: Tensor = self._chunk(data() if x is None else x)
+        if self._is_last:
+            y = y.mean()
+        self._between[microbatch] = x, y
+        return y
+
+    def backward_input(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
+        x, y = self._between.pop(microbatch)
+        with queue.collecting(self._number, microbatch):
+            torch.autograd.backward(y, dy)
+        return None if x is None else x.grad
+
+    def backward_weight(self, microbatch: int) -> None:
+        queue.run(self._number, microbatch)
+
+    def backward(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
+        dx = self.backward_input(microbatch, dy)
+        self.backward_weight(microbatch)
+        return dx
+
+    def output_sent(self, microbatch: int) -> None:
+        pass
+
+    def gradients_complete(self) -> None:
+        pass
+
+
+def ours(spec: str, ranks: int, microbatches: int, costs: str) -> Contender:
+    """Our executor and transport under ``spec``."""
+    choice = choose(spec)
+    program = program_of(choice, ranks, microbatches, costs)
+    placement = program.schedule.placement
+    world = dist.group.WORLD
+    assert world is not None
+    rank = world.rank()
+    ways = Channels(world, channels(program.schedule), torch.device("cpu"))
+    recorder = Recorder(rank)
+    stages = {
+        number: EmulatedStage(
+            number, EmulatedChunk(number, program.problem.costs), number == placement.stages - 1
+        )
+        for number in placement.stages_of[rank]
+    }
+
+    def step() -> None:
+        queue.splitting = choice.splits_backward
+        transport = Transport(ways, Boundary(SHAPE, DTYPE), placement, recorder)
+        execute(program, stages, transport, recorder)
+        queue.splitting = False
+
+    return Contender(f"megatron-ext {spec}", ideal_of(program), _passes(program), step)
+
+
+def torchs(ranks: int, microbatches: int, costs: str) -> Iterator[Contender]:
+    """torch.distributed.pipelining's schedules, as far as they take these sizes."""
+    for name, schedule_class in TORCH.items():
+        try:
+            yield _torchs(name, schedule_class, ranks, microbatches, costs)
+        except ValueError:
+            continue  # interleaving wants m to be a multiple of p, V's at least 2p
+
+
+def _torchs(
+    name: str, schedule_class: type, ranks: int, microbatches: int, costs: str
+) -> Contender:
+    rank = dist.get_rank()
+    one_stage = name == "1F1B"
+    goes_back = name in ("ZBVZeroBubble", "DualPipeV")  # a V that opens on rank 0
+    mine: Sequence[int] = [rank] if one_stage else [rank, rank + ranks]
+    if goes_back:
+        mine = [rank, 2 * ranks - 1 - rank]
+    total = ranks if one_stage else 2 * ranks
+    per_chunk = _seconds(costs, choose("1f1b" if one_stage else "interleaved").place(ranks))
+    stages = []
+    for number in mine:
+        stages.append(
+            pipelining.PipelineStage(
+                EmulatedChunk(number, per_chunk),
+                number,
+                total,
+                torch.device("cpu"),
+                input_args=data(),
+                output_args=data(),
+            )
+        )
+    schedule = schedule_class(
+        stages[0] if one_stage else stages,
+        microbatches,
+        loss_fn=lambda output, target: output.mean(),
+        scale_grads=False,
+    )
+    if one_stage:
+        program = program_of(choose("1f1b"), ranks, microbatches, costs)
+    else:
+        text = "\n".join(
+            ",".join("" if action is None else str(action) for action in schedule.pipeline_order[r])
+            for r in range(ranks)
+        )
+        table = from_csv(text, name)
+        choice = Choice(name, lambda _: table.placement, lambda _: table, True)
+        program = build_program(
+            choice, Problem(table.placement, microbatches, _seconds(costs, table.placement))
+        )
+    batch = torch.ones(microbatches, *SHAPE[1:], dtype=DTYPE, requires_grad=True)
+    is_first, is_last = 0 in mine, total - 1 in mine
+
+    def step() -> None:
+        arguments = (batch,) if is_first else ()
+        target = {"target": batch, "losses": []} if is_last else {}
+        schedule.step(*arguments, **target)
+
+    return Contender(f"torch {name}", ideal_of(program), _passes(program), step)

@@ -1,0 +1,101 @@
+"""Passes that take the time they cost and compute next to nothing: schedules on emulated clocks.
+
+What is measured then is the executor, the transport and autograd, and not the machine's arithmetic:
+a rank that sleeps needs no core, so a pipeline of eight runs on two.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ext.runtime.weight_gradients import queue
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.kinds import Duty
+
+SHAPE = (1, 1, 8)  # of what passes between stages
+DTYPE = torch.float32
+
+
+def take(seconds: float) -> None:
+    """Let a pass last ``seconds``."""
+    if seconds > 1e-6:  # less is none: a sleep of no length costs fifty times that
+        time.sleep(seconds)
+
+
+class _Activations(torch.autograd.Function):
+    """Forward takes F, backward takes I."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
+        ctx.backward_seconds = backward
+        take(forward)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        take(ctx.backward_seconds)
+        return dy.clone(), None, None
+
+
+class _Weight(torch.autograd.Function):
+    """Backward takes W, at once or, while W passes are split off, in its own pass."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.nn.Parameter, seconds: float) -> Tensor:
+        ctx.weight, ctx.seconds = weight, seconds
+        return weight.detach() * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None]:
+        gradient = dy.sum().reshape(1)
+
+        def compute() -> Tensor:
+            take(ctx.seconds)
+            return gradient
+
+        if queue.splitting:
+            queue.put(ctx.weight, compute)
+            return None, None
+        return compute(), None
+
+
+class EmulatedChunk(torch.nn.Module):
+    """A stage of the model whose passes take what ``costs`` say."""
+
+    def __init__(self, stage: int, costs: Costs) -> None:
+        super().__init__()
+        self.seconds = {duty: costs.seconds[duty][stage] for duty in costs.seconds}
+        self.weight = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        seconds = self.seconds
+        y: Tensor = _Activations.apply(x, seconds[Duty.FORWARD], seconds[Duty.INPUT_GRADIENT])
+        return y + _Weight.apply(self.weight, seconds[Duty.WEIGHT_GRADIENT])
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A way to run a step, on this rank.
+
+    Attributes:
+        name: ``megatron-ext zb-v``, ``megatron 1f1b``, ...
+        ideal: seconds that the schedule takes with free messages and no overhead.
+        passes: passes of this rank in a step.
+        step: runs one step.
+    """
+
+    name: str
+    ideal: float
+    passes: int
+    step: Callable[[], None]
+
+
+def data() -> Tensor:
+    """What a first stage reads. It has a gradient, or autograd would leave out the stage's I."""
+    return torch.ones(SHAPE, dtype=DTYPE, requires_grad=True)

@@ -1,0 +1,215 @@
+"""A user's Python file as a schedule, and the examples of docs/your-own-schedule.md."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_ext.cli import app
+from megatron_ext.config import from_argv
+from megatron_ext.schedule.build import build_program
+from megatron_ext.schedule.registry import choose, entries
+from megatron_ext.schedule.schedule import bitwise_order
+from tests.unit.schedules import line_problem, program, runs_to_end
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "your-own-schedule.md"
+EXAMPLES = {
+    block.splitlines()[0].removeprefix("# "): block
+    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+}
+COSTS = (10, 12, 8, 5)  # the page's
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with the page's examples in it."""
+    for name, text in EXAMPLES.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*words: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == code, result.output
+    return result.output if code else result.stdout
+
+
+def test_the_page_has_its_examples() -> None:
+    assert list(EXAMPLES) == ["my_schedule.py", "my_split_schedule.py"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "makespan", "peak"),
+    [
+        ("my_schedule.py", 1240, 15),
+        ("my_schedule.py:ahead=1.5", 1390, 11),
+        ("my_schedule.py:ahead=1", 1510, 8),
+        ("my_split_schedule.py", 1238, 8),
+        ("my_split_schedule.py:ahead=1.5", 1142, 11),
+    ],
+)
+def test_figures_of_the_page(spec: str, makespan: float, peak: float, folder: Path) -> None:
+    words = ["simulate", spec, "--pp", "8", "-m", "32", "--costs", "f=10,i=12,w=8,comm=5"]
+    result = json.loads(run(*words, "--json"))
+    assert result["schedule"] == spec
+    assert result["makespan"] == makespan
+    assert max(result["peak_activation_microbatches"]) == peak
+    assert f"{makespan}" in PAGE.read_text()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("p", [1, 2, 3, 8])
+def test_examples_are_proved_at_every_size(name: str, p: int, folder: Path) -> None:
+    for m in (1, p, 2 * p + 1):
+        problem = line_problem(p, m, *COSTS)
+        schedule = program(name, problem).schedule
+        assert runs_to_end(schedule, problem)
+        assert bitwise_order(schedule)
+        program(name, line_problem(p, m, *COSTS, forward_only=True))
+
+
+def test_the_first_example_with_ahead_1_is_1f1b(folder: Path) -> None:
+    problem = line_problem(4, 8)
+    assert program("my_schedule.py:ahead=1", problem).digest == program("1f1b", problem).digest
+
+
+def test_a_limit_reaches_the_file(folder: Path) -> None:
+    from_file = choose("my_schedule.py")
+    with pytest.raises(ValueError, match="memory limit"):
+        build_program(from_file, line_problem(4, 8, limit="4"))
+    build_program(choose("my_schedule.py:ahead=1"), line_problem(4, 8, limit="4"))
+
+
+def test_certificate_and_table(folder: Path) -> None:
+    words = ("simulate", "my_schedule.py", "--pp", "2", "-m", "3")
+    result = json.loads(run(*words, "--csv", "own.csv", "--certify", "--seconds", "1", "--json"))
+    assert result["lower_bound"] <= result["makespan"]
+    table = json.loads(run("simulate", "own.csv", "--pp", "2", "-m", "3", "--json"))
+    assert table["makespan"] == result["makespan"]
+
+
+def test_the_flag_of_a_training_run_takes_a_file(folder: Path) -> None:
+    config = from_argv(["--pipeline-schedule", "my_split_schedule.py:ahead=2", "--lr", "1"])
+    assert config.choice().splits_backward
+    assert not from_argv(["--pipeline-schedule", "my_schedule.py"]).choice().splits_backward
+
+
+def test_a_file_is_imported_once_and_does_not_join_ours(tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    counted = (
+        "from pathlib import Path\nwith Path(__file__ + '.log').open('a') as f: f.write('x')\n"
+    )
+    path.write_text(EXAMPLES["my_schedule.py"] + counted)
+    for spec in (str(path), f"{path}:ahead=1", str(tmp_path / "." / "own.py")):
+        choose(spec).build(line_problem(2, 2))
+    assert Path(f"{path}.log").read_text() == "x"
+    assert "eager-1f1b" not in entries()
+    with pytest.raises(ValueError, match="no schedule 'eager-1f1b'"):
+        choose("eager-1f1b")
+
+
+def test_two_files_may_use_one_name(tmp_path: Path) -> None:
+    for name in ("one.py", "two.py"):
+        (tmp_path / name).write_text(EXAMPLES["my_schedule.py"])
+        choose(str(tmp_path / name)).build(line_problem(2, 2))
+
+
+def test_a_file_that_has_been_put_right_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text("x = 1\n")
+    with pytest.raises(ValueError, match="registers 0 families"):
+        choose(str(path))
+    path.write_text(EXAMPLES["my_schedule.py"])
+    choose(str(path))
+
+
+def test_a_file_may_use_a_dataclass_and_families_of_ours(tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        "from megatron_ext.schedule.families.line import one_forward_one_backward\n"
+        "from megatron_ext.schedule.placement import line\n"
+        "from megatron_ext.schedule.registry import family\n"
+        "@dataclass\n"
+        "class Settings:\n"
+        "    ahead: int = 1\n"
+        "@family('same', line, source='ours')\n"
+        "def same(problem):\n"
+        "    return one_forward_one_backward(problem)\n"
+    )
+    assert choose(str(path)).build(line_problem(2, 2)).rows
+
+
+IMPORTS = (
+    "from megatron_ext.schedule.placement import line\n"
+    "from megatron_ext.schedule.registry import family\n"
+)
+EAGER = EXAMPLES["my_schedule.py"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("\nimport nothing_of_the_kind\n", r"own.py, line 2 cannot be imported: ModuleNotFound"),
+        ("x = (\n", r"own.py cannot be imported: SyntaxError.*line 1"),
+        (
+            IMPORTS + "@family('a', line)\ndef a(problem): return problem\n",
+            "line 3 cannot be imported: TypeError.*'source'",
+        ),
+        ("x = 1\n", r"own.py registers 0 families \(none\).*decorate exactly one function"),
+        (
+            EAGER + "\n@family('two', line, source='ours')\ndef two(problem): return problem\n",
+            r"registers 2 families \(eager-1f1b, two\)",
+        ),
+        (EAGER.replace('@family("eager-1f1b"', '@family("zb-h1"'), "'zb-h1', which is a schedule"),
+        (EAGER.replace('@family("eager-1f1b"', '@family("Schedule1F1B"'), "give it another name"),
+        (
+            IMPORTS + "@family('a', line, source='ours')\ndef a(problem, *, g): return g\n",
+            "option g has no default",
+        ),
+        (
+            IMPORTS + "@family('a', line, source='ours')\ndef a(problem): return None\n",
+            "a returned NoneType; return a Schedule",
+        ),
+        (
+            EAGER.replace("FULL_BACKWARD", "BACKWARD_INPUT"),
+            r"makes \d+I0, .*write @family\(..., splits_backward=True\)",
+        ),
+    ],
+    ids=[
+        "raises",
+        "syntax",
+        "no source",
+        "none",
+        "several",
+        "our name",
+        "our alias",
+        "no default",
+        "no schedule",
+        "not split",
+    ],
+)
+def test_bad_files(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        choose(str(path)).build(line_problem(2, 2))
+    choose("1f1b").build(line_problem(2, 2))  # and ours are as they were
+
+
+def test_no_such_file_says_from_where(folder: Path) -> None:
+    message = run("simulate", "mine.py", "--pp", "2", "-m", "2", code=2)
+    assert "there is no schedule file mine.py" in message
+    assert str(folder) in message.replace("\n", "")
+
+
+@pytest.mark.parametrize("option", ["behind=1", "ahead=far"])
+def test_a_wrong_option_is_refused(option: str, folder: Path) -> None:
+    with pytest.raises(ValueError, match="ahead"):
+        choose(f"my_schedule.py:{option}")
