@@ -33,6 +33,7 @@ setup(
             "mypy>=2.4,<3",
             "pytest",
             "pytest-timeout",
+            "pytest-xdist",  # scripts/test.sh runs tests/unit on several cores
             "ruff>=0.17,<0.18",  # another minor version may format differently
             "setuptools>=77",  # test_packaging builds without isolation, so without network
         ],

@@ -25,7 +25,6 @@ import os
 import sys
 import textwrap
 import types
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -211,25 +210,45 @@ def mismatch(patch: Patch, original: Any) -> str | None:
 
 
 class Aliases:
-    """Who holds what: every module attribute, found by the identity of its object in one scan."""
+    """Who holds what: the module attributes that are one of the objects asked for, by identity.
 
-    def __init__(self) -> None:
-        self._holders: defaultdict[int, set[Alias]] = defaultdict(set)
+    All of ``sys.modules`` is scanned once for ``objects``, and again for any other that is asked
+    for later. A record of every attribute would take half a second beside torch and Megatron, in
+    each rank, for the few dozen objects that matter.
+    """
+
+    def __init__(self, objects: Iterable[Any] = ()) -> None:
+        self._holders: dict[int, set[Alias]] = {}
+        self._scan(objects)
+
+    def _scan(self, objects: Iterable[Any]) -> None:
+        found: dict[int, set[Alias]] = {id(value): set() for value in objects}
         for module in list(sys.modules.values()):
-            if isinstance(module, types.ModuleType):
-                for name, value in list(vars(module).items()):
-                    self._holders[id(value)].add((module, name))
+            if not isinstance(module, types.ModuleType):
+                continue
+            held = vars(module).copy()
+            if found.keys().isdisjoint(map(id, held.values())):
+                continue  # nearly every module, and without a loop in Python
+            for name, value in held.items():
+                if id(value) in found:
+                    found[id(value)].add((module, name))
+        self._holders |= found
 
     def of(self, value: Any) -> frozenset[Alias]:
         """The module attributes that are ``value`` itself."""
+        if id(value) not in self._holders:
+            self._scan([value])
         return frozenset(self._holders[id(value)])
 
     def rebind(self, alias: Alias, value: Any) -> None:
         """Set a module attribute."""
         module, name = alias
-        self._holders[id(vars(module).get(name))].discard(alias)
+        before = vars(module).get(name)
         setattr(module, name, value)
-        self._holders[id(value)].add(alias)
+        if id(before) in self._holders:
+            self._holders[id(before)].discard(alias)
+        if id(value) in self._holders:
+            self._holders[id(value)].add(alias)
 
 
 def stale_references(patches: Sequence[Patch]) -> list[str]:
@@ -306,7 +325,7 @@ class Handle(AbstractContextManager["Handle"]):
 
     def undo(self) -> None:
         """Restore every target and alias, last applied first. A second call does nothing."""
-        aliases = Aliases()
+        aliases = Aliases(swap.substitute for swap in self._swaps if swap.target.rebinds)
         while self._swaps:
             self._swaps.pop().undo(aliases)
         if self in _handles:
@@ -324,6 +343,7 @@ def apply(patches: Sequence[Patch]) -> Handle:
             patches exclude each other. Lists all that do not fit. Nothing has been changed then.
     """
     problems = []
+    wanted: list[Any] = []
     taken: dict[tuple[object, ...], Patch] = {}
     for patch in patches:
         try:
@@ -335,6 +355,8 @@ def apply(patches: Sequence[Patch]) -> Handle:
             problems.append(problem)
         if patch.how is How.EXPECT:
             continue
+        if target.rebinds:
+            wanted += target.original, patch.change
         earlier = taken.get(target.identity)
         if patch.how is How.REPLACE and earlier is not None:
             problems.append(
@@ -346,7 +368,7 @@ def apply(patches: Sequence[Patch]) -> Handle:
         raise PatchError("no patch was applied:\n  " + "\n  ".join(problems))
 
     handle = Handle(patches)
-    aliases = Aliases()
+    aliases = Aliases(wanted)
     try:
         for patch in patches:
             if patch.how is not How.EXPECT:

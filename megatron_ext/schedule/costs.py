@@ -91,15 +91,18 @@ def parse_costs(text: str, placement: Placement) -> Costs:
     ``f=5/5/5/8`` gives one figure per stage. What ``str`` of Costs prints is read back.
 
     Raises:
-        ValueError: neither, a figure missing or negative.
+        ValueError: neither, a figure missing, negative or given twice.
     """
     if "=" not in text:
         return load_costs(Path(text), placement)
     figures: dict[str, list[float]] = {}
     for part in text.split(","):
         key, _, value = part.partition("=")
+        key = key.strip()
+        if key in figures:
+            raise ValueError(f"costs {text!r}: {key!r} is given twice; {_EXAMPLE}")
         try:
-            figures[key.strip()] = [float(figure) for figure in value.split("/")]
+            figures[key] = [float(figure) for figure in value.split("/")]
         except ValueError:
             raise ValueError(f"costs {text!r}: {part!r} is no figure; {_EXAMPLE}") from None
     unknown = figures.keys() - {*_DUTY_OF, "comm"}

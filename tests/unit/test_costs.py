@@ -90,6 +90,7 @@ HOW = "write f=10,i=12,w=8,comm=1 (one microbatch of a full rank; comm per hop) 
         ("f=1,i=1,w=1,b=2", f"costs 'f=1,i=1,w=1,b=2': unknown ['b']; {HOW}"),
         ("f=1,i=1,w=one", f"costs 'f=1,i=1,w=one': 'w=one' is no figure; {HOW}"),
         ("f=1,i=1,w=1,", f"costs 'f=1,i=1,w=1,': '' is no figure; {HOW}"),
+        ("f=1,i=1,w=1, f=2", f"costs 'f=1,i=1,w=1, f=2': 'f' is given twice; {HOW}"),
         ("f=1,i=1,w=-1", "-1.0 is no cost; costs are finite and >= 0"),
         ("f=1,i=nan,w=1", "nan is no cost"),
         ("f=inf,i=1,w=1", "inf is no cost"),
@@ -387,6 +388,7 @@ def test_options(spec: str, options: dict[str, Any], registered: list[dict[str, 
         ("counting:group=2.5", "group must be int, not '2.5'"),
         ("counting:extra=no", "extra must be true or false, not 'no'"),
         ("counting:extra", "extra must be true or false, not ''"),
+        ("counting:group=4,group=5", "group is given twice in 'group=4,group=5'; keep one"),
     ],
 )
 def test_bad_options(spec: str, message: str, registered: list[dict[str, Any]]) -> None:
@@ -407,7 +409,7 @@ def test_unknown_schedule() -> None:
     message = str(refusal.value)
     assert message.startswith("there is no schedule 'zb-h9'; known are ")
     assert all(name in message for name in entries())
-    assert "or a .csv file" in message
+    assert "or a .csv or .py file" in message
 
 
 def test_schedule_file_for_other_ranks(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Schedules as CSV: an exact inverse, in the grammar that torch.distributed.pipelining loads."""
 
 import itertools
-import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from tests.unit.schedules import (
     Case,
     cases,
     line_problem,
+    names_of_stages,
     program,
     rows_of,
     with_messages,
@@ -139,24 +139,15 @@ def torch_schedules() -> Any:
     return pytest.importorskip("torch.distributed.pipelining.schedules")
 
 
-def names_of_stages(p: int, chunks: int) -> list[types.SimpleNamespace]:
-    """Stages that only know their number, as in torch's own tests of schedules."""
-    torch = pytest.importorskip("torch")
-    return [
-        types.SimpleNamespace(
-            num_stages=p * chunks,
-            group_size=p,
-            group_rank=0,
-            is_first=chunk == 0,
-            is_last=False,
-            submod=torch.nn.Identity(),
-        )
-        for chunk in range(chunks)
-    ]
-
-
-@pytest.mark.parametrize("name", entries())
-@pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 2), (4, 6)])
+@pytest.mark.parametrize(
+    ("name", "p", "m"),
+    [
+        (name, p, m)
+        for name in entries()
+        for p, m in [(1, 2), (2, 2), (4, 6)]
+        if name != "v-auto" or p == 4  # it searches for seconds, however small the problem
+    ],
+)
 def test_torch_loads_our_files(
     name: str, p: int, m: int, tmp_path: Path, torch_schedules: Any
 ) -> None:

@@ -95,8 +95,8 @@ PEAKS: dict[str, Callable[[int, int, int], int]] = {
     "zb-h1": lambda r, p, m: min(p, m),
 }
 
-SIZES = settings(PROPERTY, max_examples=30)
-sizes = st.integers(1, 9).flatmap(lambda p: st.tuples(st.just(p), st.integers(1, 4 * p)))
+SIZES = settings(PROPERTY, max_examples=12)
+sizes = st.integers(1, 6).flatmap(lambda p: st.tuples(st.just(p), st.integers(1, 3 * p)))
 
 
 def problem_for(name: str, p: int, m: int, *, forward_only: bool = False) -> Problem:

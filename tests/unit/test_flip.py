@@ -1,6 +1,5 @@
 """V's that open on rank 0, as torch.distributed.pipelining writes them, are turned onto ours."""
 
-import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from megatron_ext.schedule.placement import line, loop, v, wave
 from megatron_ext.schedule.registry import choose
 from megatron_ext.schedule.schedule import Problem, Schedule, from_csv, to_csv
 from megatron_ext.schedule.verify import InvalidSchedule
-from tests.unit.schedules import line_problem, rows_of
+from tests.unit.schedules import line_problem, names_of_stages, rows_of
 
 
 def proved(schedule: Schedule, m: int, path: Path) -> Schedule:
@@ -75,22 +74,6 @@ def torch_schedules() -> Any:
     return pytest.importorskip(
         "torch.distributed.pipelining.schedules", reason="torch is not installed"
     )
-
-
-def names_of_stages(p: int, chunks: int) -> list[types.SimpleNamespace]:
-    """Stages that only know their number, as in torch's own tests of schedules."""
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    return [
-        types.SimpleNamespace(
-            num_stages=p * chunks,
-            group_size=p,
-            group_rank=0,
-            is_first=chunk == 0,
-            is_last=False,
-            submod=torch.nn.Identity(),
-        )
-        for chunk in range(chunks)
-    ]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.launch import first_host, is_launch, slurm_ranks
+from megatron_ext.launch import launch as run_launch
 
 SRUN = {
     "SLURM_PROCID": "5",
@@ -75,12 +76,38 @@ def test_the_script_runs_as_main_with_its_folder_and_arguments(tmp_path: Path) -
         "print(__name__, helper.name, sys.argv[1:3], s.get_forward_backward_func.__module__)\n"
         "print(hasattr(s.get_forward_backward_func, '__wrapped__'))\n"
     )
-    stock = launch(str(script), "--lr", "1")
-    assert stock.returncode == 0, stock.stderr
-    assert "__main__ beside the script ['--lr', '1']" in stock.stdout
-    assert stock.stdout.endswith("False\n"), "no flag of ours, no patch"
-    ours = launch(str(script), "--lr", "1", "--pipeline-schedule", "zb-h1")
-    assert ours.stdout.endswith("True\n"), ours.stderr
+    ran = launch(str(script), "--lr", "1", "--pipeline-schedule", "zb-h1")
+    assert ran.returncode == 0, ran.stderr
+    assert "__main__ beside the script ['--lr', '1']" in ran.stdout
+    assert ran.stdout.endswith("True\n"), "a flag of ours, and no patch"
+
+
+@pytest.mark.parametrize(
+    ("flags", "installed"),
+    [
+        ([], False),
+        (["--lr", "1"], False),
+        (["--pipeline-schedule", "zb-h1"], True),
+        (["--help"], True),
+    ],
+)
+def test_patches_come_before_the_script_and_only_with_a_flag_of_ours(
+    flags: list[str],
+    installed: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In this process, and Megatron need not be imported for it."""
+    script = tmp_path / "train.py"
+    script.write_text("print('script')")
+    monkeypatch.setattr("megatron_ext.launch.install", lambda config: print("patches"))
+    monkeypatch.setattr("megatron_ext.launch._has_gpu", lambda: True)  # no platform to patch in
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("RANK", "0")  # so that nothing is taken from a srun around the tests
+    run_launch([str(script), *flags])
+    assert capsys.readouterr().out.split() == ["patches"] * installed + ["script"]
 
 
 @pytest.mark.parametrize(

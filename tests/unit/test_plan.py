@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from megatron_ext.schedule.simulate import simulate
 from megatron_ext.schedule.trace import write_trace
 
 
+@functools.cache
 def plan(limit: float | None = None) -> Plan:
     memory = None if limit is None else MemoryLimit(microbatches=limit)
     return make_plan(4, 8, lambda placement: uniform(placement, 10, 12, 8, 1), memory)

@@ -153,7 +153,8 @@ def test_peak_is_as_promised(name: str, p: int) -> None:
         assert held(m) <= min(PEAKS[name](p), m)
 
 
-sizes = st.integers(1, 12).flatmap(lambda p: st.tuples(st.just(p), st.integers(1, 4 * p)))
+# Up to eight ranks: the blocks repeat over p modulo 2 and 3.
+sizes = st.integers(1, 8).flatmap(lambda p: st.tuples(st.just(p), st.integers(1, 3 * p)))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -8,6 +8,7 @@ import of the wrong kind breaks nothing on the day it is written, which is why a
 """
 
 import ast
+import functools
 import importlib.util
 import re
 import sys
@@ -39,10 +40,11 @@ class Wall:
     allows: Callable[[str, Use], bool]
 
 
-def uses(source: str, module: str, *, is_package: bool = False) -> list[Use]:
+@functools.cache  # each wall reads the same files
+def uses(source: str, module: str, *, is_package: bool = False) -> tuple[Use, ...]:
     """Every module that ``source``, the text of ``module``, names."""
     package = module if is_package else module.rpartition(".")[0]
-    return list(_uses(ast.parse(source), package, lazy=False))
+    return tuple(_uses(ast.parse(source), package, lazy=False))
 
 
 def _uses(node: ast.AST, package: str, lazy: bool) -> Iterator[Use]:
