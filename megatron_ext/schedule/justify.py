@@ -209,8 +209,10 @@ def _fill_gap(
 ) -> float | None:
     """Put a pass into the first gap that takes it; its start, or None."""
     for index, (opens, closes, most) in enumerate(gaps):
+        if most > room or earliest + seconds > closes + _TINY:
+            continue
         start = opens if opens > earliest else earliest
-        if start + seconds > closes + _TINY or most > room:
+        if start + seconds > closes + _TINY:
             continue
         end = start + seconds
         left = [[opens, start, most + max(gain, 0.0)]] if start - opens > _TINY else []

@@ -35,11 +35,12 @@ from megatron_ext.schedule.kinds import Duty, Held
 from megatron_ext.schedule.schedule import Problem
 from megatron_ext.schedule.timeline import Timeline
 
-PASSES = 1_500_000  # packed in improving the best, about
+PASSES = 33_000  # packed in improving the best, about, times the square of the ranks
+_LEAST_PASSES, _MOST_PASSES = 1_500_000, 10_000_000
 _PERIODS = (0.35, 0.42, 0.5, 0.57, 0.65, 0.73, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0)
 _WEIGHTS = (1.0, 0.55, 0.75, 1.35, 1.8)
+_PROMISING = 8  # plans that are packed more than once
 _ROUNDS = 5
-_HOPELESS = 1.1  # so much worse than the best after one round, a plan is given up
 _STEPS = 100  # at least
 _MEMORY = 20  # steps
 _RESULTS = 4
@@ -138,26 +139,27 @@ def _periodic_plans(shop: Shop) -> Iterator[Starts]:
             yield [[start + k * period for k in range(shop.microbatches)] for start in offset]
 
 
-def search(shop: Shop, known: Sequence[Starts], passes: int = PASSES) -> list[Starts]:
+def search(shop: Shop, known: Sequence[Starts], passes: int | None = None) -> list[Starts]:
     """The starts of the best schedules found, best first; none if memory got stuck in all of them.
 
     Several, because messages may cost one of them more than another, which is not looked at here.
 
     Args:
         known: plans of schedules that are known to be good.
-        passes: how many to pack in improving the best, about.
+        passes: how many to pack in improving the best, about; by default so many that sixteen
+            ranks and 64 microbatches take less than a minute.
     """
     mirrored = shop.mirrored()
     plans = (*known, *_periodic_plans(shop))
-    found: list[tuple[float, Starts]] = []
-    for plan in plans:
-        one = justify(shop, mirrored, plan, rounds=1)
-        if one is not None and (not found or one[0] < _HOPELESS * found[0][0]):
-            one = justify(shop, mirrored, one[1], rounds=_ROUNDS) or one
-        if one is not None:
-            found = sorted([*found, one], key=lambda one: one[0])[:_RESULTS]
+    packed = [justify(shop, mirrored, plan, rounds=1) for plan in plans]
+    promising = sorted((one for one in packed if one is not None), key=_makespan)[:_PROMISING]
+    again = [justify(shop, mirrored, one[1], _ROUNDS) or one for one in promising]
+    found = sorted(again, key=_makespan)[:_RESULTS]
     if not found:
         return []
+    if passes is None:
+        passes = PASSES * len(shop.room) ** 2
+        passes = min(max(passes, _LEAST_PASSES), _MOST_PASSES)
     random = Random(0)
     current, recent = found[0], [found[0][0]] * _MEMORY
     steps = max(passes // (2 * len(shop.seconds) * shop.microbatches), _STEPS)
@@ -170,6 +172,10 @@ def search(shop: Shop, known: Sequence[Starts], passes: int = PASSES) -> list[St
         if current[0] < found[0][0]:
             found = [current, *found[: _RESULTS - 1]]
     return [starts for _, starts in found]
+
+
+def _makespan(found: tuple[float, Starts]) -> float:
+    return found[0]
 
 
 def _shifted(found: tuple[float, Starts], random: Random) -> Starts:
