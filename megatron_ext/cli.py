@@ -37,7 +37,9 @@ app = typer.Typer(
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object or list.")]
-Schedule = Annotated[str, typer.Argument(metavar="SPEC", help="NAME[:key=value,...] or a .csv or .py file")]
+Schedule = Annotated[
+    str, typer.Argument(metavar="SPEC", help="NAME[:key=value,...] or a .csv or .py file")
+]
 
 
 def fail(error: Exception) -> NoReturn:

@@ -92,6 +92,18 @@ def memory_of(problem: Problem, microbatches: float = math.inf) -> Memory:
     return Memory(lambda held, stage: share, (microbatches,) * problem.ranks)
 
 
+def least_memory(orders: Sequence[Sequence[Action]], memory: Memory) -> list[float]:
+    """What `fill` needs on each rank for ``orders``: every W comes right after its I."""
+    least = []
+    for order in orders:
+        held = most = 0.0
+        for stage, kind, _ in order:
+            held += memory.of(stage) if kind is Kind.FORWARD else -memory.of(stage)
+            most = max(most, held)
+        least.append(most)
+    return least
+
+
 def fill(
     orders: Sequence[Sequence[Action]],
     problem: Problem,

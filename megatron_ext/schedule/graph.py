@@ -75,6 +75,22 @@ def needed(action: Action, placement: Placement) -> Iterator[tuple[Need, list[Ac
         yield need, [Action(stage, kind, action.microbatch) for kind in need.kinds]
 
 
+class Needs(dict[tuple[int, Kind], list[tuple[int, Kind]]]):
+    """By stage and kind of an action, the stages and kinds of all that it may need (`needed`).
+
+    They are the same for every microbatch, so they are made once.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        super().__init__()
+        self.placement = placement
+
+    def __missing__(self, key: tuple[int, Kind]) -> list[tuple[int, Kind]]:
+        first = needed(Action(*key, 0), self.placement)
+        found = self[key] = [(c.stage, c.kind) for _, choices in first for c in choices]
+        return found
+
+
 @dataclass(frozen=True)
 class Graph:
     """Actions as numbered nodes with the nodes each must wait for.
@@ -93,19 +109,26 @@ class Graph:
     def order(self) -> tuple[int, ...]:
         """The nodes, each after all it waits for; shorter than ``actions`` if there is a cycle."""
         waiting = [len(nodes) for nodes in self.before]
-        after: list[list[int]] = [[] for _ in self.actions]
-        for node, nodes in enumerate(self.before):
-            for earlier in nodes:
-                after[earlier].append(node)
+        # The nodes after each, as linked lists in three flat ones: a list for each would keep the
+        # garbage collector busy. An entry is where a node's list goes on; 0 is the end.
+        first, follows, entries = [0] * len(waiting), [0], [0]
+        for node in reversed(range(len(waiting))):
+            for earlier in self.before[node]:
+                follows.append(node)
+                entries.append(first[earlier])
+                first[earlier] = len(follows) - 1
         ready = deque(node for node, count in enumerate(waiting) if count == 0)
         order = []
         while ready:
             node = ready.popleft()
             order.append(node)
-            for later in after[node]:
+            entry = first[node]
+            while entry:
+                later = follows[entry]
                 waiting[later] -= 1
                 if waiting[later] == 0:
                     ready.append(later)
+                entry = entries[entry]
         return tuple(order)
 
     def cycle(self) -> list[Action]:
@@ -128,7 +151,8 @@ def build_graph(schedule: Schedule) -> Graph:
     placement = schedule.placement
     actions = tuple(action for row in schedule.rows for action in row)
     ranks = tuple(rank for rank, row in enumerate(schedule.rows) for _ in row)
-    number = {action: node for node, action in enumerate(actions)}
+    # Plain tuples are as good a key, and sooner made than actions.
+    number: dict[tuple[int, Kind, int], int] = {a: node for node, a in enumerate(actions)}
     before: list[list[int]] = [[] for _ in actions]
     issued_after: list[list[int]] = [[] for _ in actions]  # what held it up on its rank, if any
 
@@ -148,9 +172,11 @@ def build_graph(schedule: Schedule) -> Graph:
                 latest = [node]
         start += len(row)
 
+    wanted = Needs(placement)
     for node, action in enumerate(actions):
-        for _, choices in needed(action, placement):
-            before[node] += [number[choice] for choice in choices if choice in number]
+        for stage, kind in wanted[action.stage, action.kind]:
+            if (earlier := number.get((stage, kind, action.microbatch))) is not None:
+                before[node].append(earlier)
         rule = RULES[action.kind]
         if rule.is_message:
             partner = number[partner_of(action)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -23,6 +24,26 @@ class MemoryLimit:
         if self.bytes is not None:
             return f"{self.bytes / 2**30:.3g}GiB"
         return f"{self.microbatches:g} microbatches"
+
+    def at_least(self, amount: float) -> str:
+        """The least limit in the unit of this one that allows ``amount``, as `parse_limit` reads
+        it: with three decimals, rounded up."""
+        if self.bytes is None:
+            number = _round_up(amount)
+            return f"{number} microbatch{'es' * (number != '1')}"
+        amount = math.ceil(amount * _SLIGHTLY_LESS)
+        unit = max(
+            (u for u in _BYTES if _BYTES[u] <= amount), default="KiB", key=_BYTES.__getitem__
+        )
+        return f"{_round_up(amount / _BYTES[unit])}{unit}"
+
+
+_SLIGHTLY_LESS = 1 - 1e-12  # a sum of shares may have come out too large by its last digit
+
+
+def _round_up(number: float) -> str:
+    thousandths = math.ceil(number * 1000 * _SLIGHTLY_LESS)
+    return f"{thousandths / 1000:.3f}".rstrip("0").rstrip(".")
 
 
 def parse_limit(text: str, ranks: int, microbatches: int) -> MemoryLimit:

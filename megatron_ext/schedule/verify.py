@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
 from functools import cached_property
 from typing import NoReturn
 
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.graph import Channel, Graph, build_graph, channel_of, needed, partner_of
+from megatron_ext.schedule.graph import Channel, Graph, Needs, build_graph, channel_of, partner_of
 from megatron_ext.schedule.kinds import FORWARD_ONLY_DUTIES, RULES, Duty, Lane
 from megatron_ext.schedule.memory import bytes_for, in_bytes, in_microbatches, memory_curve, peaks
 from megatron_ext.schedule.schedule import Problem, Schedule, is_compute
@@ -143,23 +143,29 @@ def _duties(schedule: Schedule, problem: Problem, lanes: set[Lane]) -> dict[int,
 
 
 def _check_duties(schedule: Schedule, problem: Problem, lanes: set[Lane]) -> None:
-    done: Counter[tuple[int, Duty, int]] = Counter()
+    # Per stage and duty, a flag for each microbatch; and those that a kind sets on a stage.
+    done: dict[tuple[int, Duty], bytearray] = defaultdict(lambda: bytearray(problem.microbatches))
+    sets: dict[tuple[int, Kind], list[tuple[Duty, bytearray]]] = {}
     for row in schedule.rows:
         for action in row:
-            rule = RULES[action.kind]
-            if rule.neighbour and not schedule.placement.is_remote(action.stage, rule.neighbour):
-                _reject(schedule, f"{action} has no other rank to talk to", [action])
-            if problem.forward_only and not FORWARD_ONLY_DUTIES.issuperset(rule.covers):
-                _reject(schedule, f"{action} has no place in an evaluation", [action])
-            for duty in rule.covers:
-                key = (action.stage, duty, action.microbatch)
-                done[key] += 1
-                if done[key] > 1:
+            stage, kind, microbatch = action
+            if (stage, kind) not in sets:
+                rule = RULES[kind]
+                if rule.neighbour and not schedule.placement.is_remote(stage, rule.neighbour):
+                    _reject(schedule, f"{action} has no other rank to talk to", [action])
+                if problem.forward_only and not FORWARD_ONLY_DUTIES.issuperset(rule.covers):
+                    _reject(schedule, f"{action} has no place in an evaluation", [action])
+                sets[stage, kind] = [(duty, done[stage, duty]) for duty in rule.covers]
+            for duty, flags in sets[stage, kind]:
+                if flags[microbatch]:
                     _reject(schedule, f"{action} does the {duty.value} a second time", [action])
+                flags[microbatch] = 1
     for stage, duties in _duties(schedule, problem, lanes).items():
+        if all(all(done[stage, duty]) for duty in duties):
+            continue
         for microbatch in range(problem.microbatches):
             for duty, kind in duties.items():
-                if not done[stage, duty, microbatch]:
+                if not done[stage, duty][microbatch]:
                     action = Action(stage, kind, microbatch)
                     rank = schedule.placement.rank_of[stage]
                     _reject(
@@ -171,16 +177,14 @@ def _check_duties(schedule: Schedule, problem: Problem, lanes: set[Lane]) -> Non
 
 def _check_needs(schedule: Schedule) -> None:
     for row in schedule.rows:
-        position = {action: index for index, action in enumerate(row)}
+        position: dict[tuple[int, Kind, int], int] = {a: index for index, a in enumerate(row)}
+        wanted = Needs(schedule.placement)
         for index, action in enumerate(row):
-            for _, choices in needed(action, schedule.placement):
-                found = [choice for choice in choices if choice in position]
-                late = [choice for choice in found if position[choice] > index]
-                if late:
+            for stage, kind in wanted[action.stage, action.kind]:
+                if position.get((stage, kind, action.microbatch), -1) > index:
+                    late = Action(stage, kind, action.microbatch)
                     _reject(
-                        schedule,
-                        f"{action} comes before {late[0]}, which it needs",
-                        [action, *late],
+                        schedule, f"{action} comes before {late}, which it needs", [action, late]
                     )
 
 
@@ -224,6 +228,6 @@ def _check_memory(schedule: Schedule, problem: Problem) -> None:
                 schedule,
                 f"{first} brings rank {rank} over the memory limit of {limit}: the schedule's "
                 f"peak there is {peak:.6g} {unit}; the least feasible limit for it is "
-                f"{max(held):.6g} {unit}",
+                f"{limit.at_least(max(held))}",
                 [first],
             )

@@ -97,10 +97,11 @@ def test_bytes_are_respected(seed: int, p: int, above: float) -> None:
     costs = random_costs(Random(seed), placement)
     with pytest.raises(ValueError, match="least feasible") as error:
         best(Problem(placement, 4, costs, MemoryLimit(bytes=1)))
-    least = float(str(error.value).split()[-2])
-    problem = Problem(placement, 4, costs, MemoryLimit(bytes=int(least * above) + 1))
-    program = best(problem)
-    assert max(peaks(program.schedule, in_bytes(costs))) <= least * above + 1
+    least = parse_limit(str(error.value).split()[-1], p, 4).bytes
+    assert least is not None
+    allowed = int(least * above)
+    program = best(Problem(placement, 4, costs, MemoryLimit(bytes=allowed)))
+    assert max(peaks(program.schedule, in_bytes(costs))) <= allowed
 
 
 def test_too_little_memory_is_refused_by_name() -> None:

@@ -7,8 +7,10 @@ forwards a rank is ahead of its backwards. The last group may be incomplete.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.fill import Hangs, fill_best, memory_of, time
+from megatron_ext.schedule.fill import Hangs, fill_best, least_memory, memory_of, time
 from megatron_ext.schedule.placement import loop
 from megatron_ext.schedule.registry import family
 from megatron_ext.schedule.schedule import Problem, Schedule
@@ -19,17 +21,19 @@ Rows = tuple[tuple[Action, ...], ...]
 @family(
     "interleaved",
     loop,
-    source="Narayanan et al. 2021, arXiv:2104.04473, section 2.2",
+    source="Narayanan et al. 2021, arXiv:2104.04473, section 2.2.2",
     aliases=("ScheduleInterleaved1F1B", "Interleaved1F1B"),
 )
 def interleaved(problem: Problem, *, group: int = 0) -> Schedule:
     """Megatron's interleaved 1F1B, action for action; ``group`` (0: p) is its microbatch group size
-    per virtual stage. Bubble (p-1)(F+I+W)/v, peak (v-1)*group + 2p-1 chunks.
+    per virtual stage. Bubble (p-1)(F+I+W)/v; peak (v-1)*group + 2p-1 chunks, or all m microbatches.
+
+    With p = 2, m = 2:
 
     ::
 
-        0  0F0 0F1 2F0 2F1 .   .   2B0     0F2 2B1     ...
-        1  .   1F0 1F1 3F0 3B0     3F1 3B1     ...
+        0  0F0 0F1 2F0 2F1 .   .   2B0 =   .   2B1 =   0B0 =   0B1 =
+        1  .   1F0 1F1 3F0 3B0 =   3F1 3B1 =   1B0 =   1B1 =   .   .
     """
     return Schedule(
         "interleaved", problem.placement, _interleaved("interleaved", problem, group, _WHOLE)
@@ -44,12 +48,14 @@ def interleaved(problem: Problem, *, group: int = 0) -> Schedule:
 )
 def breadth_first(problem: Problem) -> Schedule:
     """All microbatches through a chunk before the next, so that its parameters are gathered and
-    its gradients reduced once. Peak m microbatches.
+    its gradients reduced once. Bubble (p-1)(F+I+W)/v, peak m microbatches.
+
+    With p = 2, m = 2:
 
     ::
 
-        0  0F0 0F1 0F2 2F0 2F1 2F2 .   ...
-        1  .   1F0 1F1 1F2 3F0 3F1 3F2 3B0     3B1     3B2     1B0     ...
+        0  0F0 0F1 2F0 2F1 .   .   .   2B0 =   2B1 =   0B0 =   0B1 =
+        1  .   1F0 1F1 3F0 3F1 3B0 =   3B1 =   1B0 =   1B1 =   .   .
     """
     m = range(problem.microbatches)
     rows = tuple(
@@ -70,12 +76,16 @@ def breadth_first(problem: Problem) -> Schedule:
 )
 def interleaved_zb(problem: Problem, *, group: int = 0) -> Schedule:
     """The order of `interleaved` with the backward split and W put off into the bubbles, as far as
-    the first rank's peak there allows on every rank.
+    the first rank's peak there allows on every rank. At equal costs and m >= 2p the makespan's
+    bubble is (p-1)F/v.
+
+    With p = 3, m = 3:
 
     ::
 
-        0  0F0 0F1 2F0 2F1 .   2I0 2W0 0F2 2I1 2W1 ...
-        1  .   1F0 1F1 3F0 3I0 3F1 3I1 3W0 ...
+        0  0F0 0F1 0F2 3F0 3F1 3F2 .   .   3I0 3W0 3I1 3W1 3I2 0I0 0I1 0I2 3W2 0W0 0W1 0W2
+        1  .   1F0 1F1 1F2 4F0 4F1 4F2 4I0 4W0 4I1 4W1 4I2 1I0 1I1 1I2 4W2 1W0 1W1 1W2 .
+        2  .   .   2F0 2F1 2F2 5F0 5I0 5F1 5I1 5F2 5I2 2I0 2I1 2I2 5W0 5W1 5W2 2W0 2W1 2W2
     """
     order = _interleaved("interleaved-zb", problem, group, _SPLIT)
     return _filled("interleaved-zb", problem, order)
@@ -84,20 +94,24 @@ def interleaved_zb(problem: Problem, *, group: int = 0) -> Schedule:
 @family(
     "gis",
     loop,
-    source="Wan et al. 2025, arXiv:2503.01328 (PipeOffload), section 4",
+    source="Wan et al. 2025, arXiv:2503.01328 (PipeOffload), section 3.1",
     splits_backward=True,
     uses_costs=True,
 )
 def gis(problem: Problem, *, group: int = 0) -> Schedule:
     """Generalized interleaving: a rank is (v-1)*group + p - r passes ahead, and W fill the bubbles.
 
-    Groups of g = ``group`` (0: p) in [ceil(p/2), p]: peak (v-1)g + p chunks; a smaller g costs
-    (p-g)(v-1)(F+I-W)/v.
+    Groups of g = ``group`` (0: p) in [ceil(p/2), p]: peak (v-1)g + p chunks. Bubble (p-1)(F+I-W)/v;
+    the paper puts no W off and has (p-1)(F+I)/v. At equal costs and with m a multiple of g, a
+    smaller g costs (p-g)(v-1)(F+I-W)/v more.
+
+    With p = 3, m = 3:
 
     ::
 
-        0  0F0 0F1 2F0 2F1 .   2I0 2W0 0F2 ...
-        1  .   1F0 1F1 3F0 3I0 3F1 3I1 3W0 ...
+        0  0F0 0F1 0F2 3F0 3F1 3F2 .   .   3I0 3W0 3I1 3W1 3I2 0I0 0I1 0I2 3W2 0W0 0W1 0W2
+        1  .   1F0 1F1 1F2 4F0 4F1 .   4I0 4F2 4I1 4W0 4I2 1I0 1I1 1I2 4W1 4W2 1W0 1W1 1W2
+        2  .   .   2F0 2F1 2F2 5F0 5I0 5F1 5I1 5F2 5I2 2I0 2I1 2I2 5W0 5W1 5W2 2W0 2W1 2W2
     """
     return _gis("gis", problem, group or problem.ranks)
 
@@ -105,12 +119,21 @@ def gis(problem: Problem, *, group: int = 0) -> Schedule:
 @family(
     "gis-h",
     loop,
-    source="Wan et al. 2025, arXiv:2503.01328 (PipeOffload), section 4",
+    source="Wan et al. 2025, arXiv:2503.01328 (PipeOffload), section 3.2",
     splits_backward=True,
     uses_costs=True,
 )
 def gis_h(problem: Problem) -> Schedule:
-    """`gis` with the smallest groups, g = ceil(p/2): the least memory."""
+    """`gis` with the smallest groups, g = ceil(p/2): the least memory.
+
+    With p = 3, m = 3:
+
+    ::
+
+        0  0F0 0F1 .   3F0 3F1 0F2 .   .   3I0 3W0 3F2 3I1 3W1 0I0 0W0 0I1 3I2 0W1 3W2 0I2 0W2
+        1  .   1F0 1F1 .   4F0 4F1 .   4I0 1F2 4I1 4W0 4F2 1I0 4W1 1I1 4I2 1W0 1W1 1I2 4W2 1W2
+        2  .   .   2F0 2F1 .   5F0 5I0 5F1 5I1 2F2 2I0 5W0 5F2 2I1 5I2 5W1 2W0 2I2 2W1 5W2 2W2
+    """
     return _gis("gis-h", problem, -(-problem.ranks // 2))
 
 
@@ -173,4 +196,15 @@ def _filled(name: str, problem: Problem, order: Rows) -> Schedule:
             held += 1 if action.kind is Kind.FORWARD else -1
             ahead = max(ahead, held)
     memory = memory_of(problem, ahead / problem.placement.chunks)
+    least = least_memory(order, memory)
+    limit = problem.memory_limit
+    if limit is not None:
+        for rank, allowed in enumerate(memory_of(problem).allowed):
+            if least[rank] > allowed * (1 + 1e-9):
+                raise ValueError(
+                    f"{name}: the order of rank {rank} does not fit into the memory limit of "
+                    f"{limit}; the least feasible limit for it is {limit.at_least(max(least))}"
+                )
+    # In bytes, the chunks that it holds most of may be larger than the others.
+    memory = replace(memory, allowed=tuple(map(max, memory.allowed, least)))
     return Schedule(name, problem.placement, fill_best(order, problem, memory).rows)

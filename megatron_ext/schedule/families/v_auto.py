@@ -141,9 +141,8 @@ def _memory(problem: Problem, limit: MemoryLimit) -> tuple[dict[Held, tuple[floa
     )
     allowed *= 1 + 1e-9  # as `prove`
     if allowed < least:
-        unit = "microbatch" if limit.microbatches is not None else "bytes"
         raise ValueError(
             f"v-auto: the memory limit of {limit} is too little for one microbatch on its way; "
-            f"the least feasible limit is {least:.10g} {unit}"
+            f"the least feasible limit is {limit.at_least(least)}"
         )
     return amounts, allowed

@@ -31,10 +31,13 @@ def zb_auto(problem: Problem) -> Schedule:
 
     Never more than any other schedule of this placement takes that keeps to the limit.
 
+    With p = 3, m = 5:
+
     ::
 
-        0  F0 F1 F2 .  I0 W0 F3 ...
-        1     F0 F1 I0 F2 I1 W0 ...
+        0  F0 F1 F2 F3 F4 I0 W0 I1 W1 I2 W2 I3 W3 I4 W4 .  .
+        1  .  F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4 .
+        2  .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 W1 W2 W3 W4
     """
     memory = memory_of(problem, math.inf if problem.memory_limit else 2 * problem.ranks)
     others = [name for name in _on_a_line() if name != "zb-auto"]
@@ -45,11 +48,13 @@ def zb_auto(problem: Problem) -> Schedule:
 def zb_1p(problem: Problem) -> Schedule:
     """The same within p microbatches, 1F1B's peak, for the least span.
 
+    With p = 3, m = 4:
+
     ::
 
         0  F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3
-        1     F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
-        2        F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
+        1  .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
+        2  .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
     """
     memory = memory_of(problem, problem.ranks)
     return _best("zb-1p", problem, memory, _published(), by_span=True)
@@ -63,11 +68,13 @@ def zb_2p(problem: Problem, *, paper_count: bool = False) -> Schedule:
     forward. ``zb-2p:paper_count=true`` counts so, where there is no limit of the user's; the peak
     from F to W, as it is measured elsewhere, then exceeds 2p: up to m.
 
+    With p = 3, m = 6:
+
     ::
 
-        0  F0 F1 F2 F3 F4 I0 W0 F5 I1 W1 ...
-        1     F0 F1 F2 .  I0 F3 I1 F4 I2 ...
-        2        F0 I0 F1 I1 F2 I2 F3 I3 ...
+        0  F0 F1 F2 F3 F4 I0 F5 I1 W0 I2 W1 I3 W2 I4 W3 I5 W4 W5 .  .
+        1  .  F0 F1 F2 I0 F3 I1 F4 I2 F5 I3 W0 I4 W1 I5 W2 W3 W4 W5 .
+        2  .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 F5 I5 W0 W1 W2 W3 W4 W5
     """
     limit = 2 * problem.ranks
     if paper_count and problem.memory_limit is None:
@@ -94,11 +101,12 @@ def _best(
 ) -> Schedule:
     """The best of our own trials and of those of ``others`` that fit."""
     need = [memory.of(stage) for stage in range(problem.ranks)]
+    limit = problem.memory_limit
     for rank, allowed in enumerate(memory.allowed):
-        if need[rank] > allowed * (1 + 1e-9):
+        if limit is not None and need[rank] > allowed * (1 + 1e-9):
             raise ValueError(
-                f"{name}: the memory limit is {problem.memory_limit}, less than the one microbatch "
-                f"that rank {rank} must hold; the least feasible limit is 1 microbatch"
+                f"{name}: the memory limit is {limit}, less than the one microbatch that rank "
+                f"{rank} must hold; the least feasible limit is {limit.at_least(max(need))}"
             )
 
     def schedule(filled: Filled) -> Schedule:
@@ -111,7 +119,8 @@ def _best(
     best = min(_trials(problem, memory, by_span), key=lambda filled: filled.order(by_span))
     figures = seconds(best)
     for other in others:
-        rows = entries()[other].build(unlimited).rows
+        entry = entries()[other]
+        rows = entry.build(problem if entry.uses_costs else unlimited).rows
         fits = zip(
             peaks(Schedule(other, problem.placement, rows), memory.amount),
             memory.allowed,

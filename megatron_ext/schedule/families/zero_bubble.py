@@ -17,10 +17,13 @@ def zb_h1(problem: Problem) -> Schedule:
     Each I passes its gradient on earlier, the W left over fill the cool-down. Peak p microbatches
     on every rank, as on 1F1B's first; bubble (p-1)(F+I-W).
 
+    With p = 3, m = 4:
+
     ::
 
-        0  F0 F1    I0 W0 F2 I1 W1    I2 W2
-        1     F0 I0 F1 I1 W0 F2 I2 W1 W2
+        0  F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3
+        1  .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
+        2  .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
     """
     p = problem.ranks
     rows = (_row(problem, rank, ahead=p - rank, late=rank) for rank in range(p))
@@ -32,13 +35,16 @@ def zb_h2(problem: Problem) -> Schedule:
     """Twice as far ahead as `zb_h1`, so that at equal costs no rank idles from its first pass to
     its last: 2(p-r)-1 forwards before the first I, weight gradients 2r microbatches late.
 
-    Peak 2p-1 microbatches on every rank; span bubble (p-1)(F+I-2W).
+    Peak 2p-1 microbatches on every rank; with as many at least, the span's bubble is
+    (p-1)(F+I-2W), and the makespan's is that or (p-1)F, whichever is more.
+
+    With p = 3, m = 6:
 
     ::
 
-        0  F0 F1 F2 F3 F4 I0 W0 F5 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5
-        1     F0 F1 F2 .  I0 F3 I1 F4 I2 W0 F5 I3 W1 I4 W2 I5 W3 W4 W5
-        2        F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 W2 W3 W4 W5
+        0  F0 F1 F2 F3 F4 I0 W0 F5 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5 .  .
+        1  .  F0 F1 F2 I0 F3 I1 F4 I2 W0 F5 I3 W1 I4 W2 I5 W3 W4 W5 .
+        2  .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 W2 W3 W4 W5
     """
     p = problem.ranks
     rows = (_row(problem, rank, ahead=2 * (p - rank) - 1, late=2 * rank) for rank in range(p))

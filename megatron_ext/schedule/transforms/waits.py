@@ -40,7 +40,8 @@ def await_sends(schedule: Schedule, problem: Problem) -> Schedule:
     clocks = _clocks(graph, problem.ranks)
     received_by = _users_of_receives(graph)
     number = {action: node for node, action in enumerate(graph.actions)}
-    place = {node: place for place, node in enumerate(_in_step(graph))}
+    in_step = _in_step(graph) if problem.forward_only else []
+    place = {node: place for place, node in enumerate(in_step)}
 
     def can_be_waited_for(sends: deque[Action], to: int, node: int) -> bool:
         send = number[sends[0]]
@@ -80,15 +81,15 @@ def _wait(send: Action) -> Action:
     return Action(send.stage, _WAIT_FOR[send.kind], send.microbatch)
 
 
-def _clocks(graph: Graph, ranks: int) -> NDArray[np.int64]:
+def _clocks(graph: Graph, ranks: int) -> NDArray[np.int32]:
     """Entry (n, r): the last compute node of rank r that must have ended before node n can."""
-    clocks = np.full((len(graph.actions), ranks), -1, dtype=np.int64)
+    clocks = np.full((len(graph.actions), ranks), -1, dtype=np.int32)
     for node in graph.order:
-        before = graph.before[node]
-        if before:
-            clocks[node] = clocks[list(before)].max(axis=0)
+        clock = clocks[node]
+        for earlier in graph.before[node]:
+            np.maximum(clock, clocks[earlier], out=clock)
         if is_compute(graph.actions[node]):
-            clocks[node, graph.ranks[node]] = node
+            clock[graph.ranks[node]] = node
     return clocks
 
 

@@ -1,0 +1,168 @@
+"""Measure what making and proving a schedule takes, and how that grows.
+
+    python scripts/benchmark_schedules.py
+    python scripts/benchmark_schedules.py --family zb-auto --ranks 8 16 --microbatches
+
+Two series for each family: p = 8 with m from 16 to 512, and p from 8 to 64 with m = 8p. Times are
+CPU seconds, taken once. The exponent e is that of a power law fitted to them in log-log: seconds
+grow as actions**e, where actions are all that the ranks do, messages and waits included. v-auto,
+whose search is the same at any size, has p = 8 and m = 16 and 32 alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.registry import choose, entries
+from megatron_ext.schedule.schedule import Problem
+from megatron_ext.schedule.simulate import simulate
+from megatron_ext.schedule.transforms.communication import communicate
+from megatron_ext.schedule.transforms.waits import await_sends
+from megatron_ext.schedule.verify import prove
+
+COSTS = (10, 12, 8, 1)  # f, i, w, comm
+RANKS = (8, 16, 32, 64)
+MICROBATCHES = (16, 32, 64, 128, 256, 512)
+AT_LEAST = 0.05  # seconds, for a figure to count in a fit
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of each step from the family to the timeline."""
+
+    family: str
+    ranks: int
+    microbatches: int
+    actions: int
+    generation: float
+    communication: float
+    proof: float
+    simulation: float
+
+    @property
+    def total(self) -> float:
+        return self.generation + self.communication + self.proof + self.simulation
+
+
+def measure(family: str, ranks: int, microbatches: int) -> Measured:
+    choice = choose(family)
+    placement = choice.place(ranks)
+    problem = Problem(placement, microbatches, uniform(placement, *COSTS))
+    seconds: list[float] = []
+
+    def timed[T](step: Callable[[], T]) -> T:
+        start = time.process_time()  # others may use the machine, too
+        result = step()
+        seconds.append(time.process_time() - start)
+        return result
+
+    schedule = timed(lambda: choice.build(problem))
+    full = timed(lambda: await_sends(communicate(schedule, problem), problem))
+    program = timed(lambda: prove(full, problem))
+    timed(lambda: simulate(program, problem.costs))
+    actions = sum(map(len, program.schedule.rows))
+    return Measured(family, ranks, microbatches, actions, *seconds)
+
+
+def exponent(series: Sequence[Measured], seconds: Callable[[Measured], float]) -> float | None:
+    """Of the growth of ``seconds`` with the number of actions; None: too fast to tell."""
+    points = [(one.actions, seconds(one)) for one in series if seconds(one) >= AT_LEAST]
+    if len({actions for actions, _ in points}) < 2:
+        return None
+    actions, times = np.log(np.array(points, dtype=float)).T
+    return round(float(np.polyfit(actions, times, 1)[0]), 2)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--family", nargs="+", default=list(entries()), choices=list(entries()))
+    parser.add_argument("--ranks", nargs="*", type=int, default=RANKS, help="p, with m = 8p")
+    parser.add_argument(
+        "--microbatches", nargs="*", type=int, default=MICROBATCHES, help="m, with p = 8"
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    arguments = parser.parse_args(argv)
+    sizes = {(8, m) for m in arguments.microbatches} | {(p, 8 * p) for p in arguments.ranks}
+    grid = [
+        (family, p, m)
+        for family in arguments.family
+        for p, m in sorted(sizes)
+        if family != "v-auto" or (p == 8 and m <= 32)
+    ]
+    results: list[Measured] = []
+    # v-auto would find what it made the last time.
+    with tempfile.TemporaryDirectory() as cache, Progress(console=Console(stderr=True)) as progress:
+        os.environ["XDG_CACHE_HOME"] = cache
+        task = progress.add_task("schedules", total=sum(p * m for _, p, m in grid))
+        for family, p, m in grid:
+            progress.update(task, description=f"{family}, p={p}, m={m}")
+            results.append(measure(family, p, m))
+            progress.advance(task, p * m)
+    settings: dict[str, object] = {
+        "costs": dict(zip(("f", "i", "w", "comm"), COSTS, strict=True)),
+        "ranks": list(arguments.ranks),
+        "microbatches": list(arguments.microbatches),
+        "python": platform.python_version(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}",
+    }
+    if arguments.json:
+        rows = [asdict(one) | {"total": one.total} for one in results]
+        print(json.dumps({"settings": settings, "results": rows}, indent=2))
+    else:
+        print_tables(settings, results)
+    return 0
+
+
+def print_tables(settings: dict[str, object], results: Sequence[Measured]) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
+    for key, value in settings.items():
+        console.print(f"{key}: {value}")
+    columns = ("generation", "communication", "proof", "simulation", "total", "us per action")
+    sizes = Table("family", "p", "m", "actions", *columns, box=None)
+    for one in results:
+        seconds = [one.generation, one.communication, one.proof, one.simulation, one.total]
+        sizes.add_row(
+            one.family,
+            str(one.ranks),
+            str(one.microbatches),
+            str(one.actions),
+            *(f"{figure:.2f}" for figure in seconds),
+            f"{one.total / one.actions * 1e6:.0f}",
+        )
+    console.print(sizes)
+    growth = Table("family", "e of generation", "e of the total", "with p: generation", "total")
+    growth.box = None
+    for family in dict.fromkeys(one.family for one in results):
+        own = [one for one in results if one.family == family]
+        with_m = [one for one in own if one.ranks == 8]
+        with_p = [one for one in own if one.microbatches == 8 * one.ranks]
+        fits = [
+            exponent(series, seconds)
+            for series in (with_m, with_p)
+            for seconds in (lambda one: one.generation, lambda one: one.total)
+        ]
+        growth.add_row(family, *("-" if fit is None else str(fit) for fit in fits))
+    console.print(growth)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
