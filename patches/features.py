@@ -61,7 +61,9 @@ FEATURES = (
             "core.utils",
             "core.distributed.finalize_model_grads",
             "core.datasets.blended_megatron_dataset_builder",
+            "core.models.common.language_module.language_module",
             "training.models.dist_utils",
+            "training.training",
         ),
         lambda choice: choice.example.rank_of[0] != 0,
     ),
@@ -134,6 +136,16 @@ REFUSALS = (
         bool,
         "drop --num-microbatches-with-partial-activation-checkpoints",
     ),
+    Refusal(
+        "overlap_param_gather_with_optimizer_step",
+        bool,
+        "drop --overlap-param-gather-with-optimizer-step",
+    ),
+    Refusal(
+        "overlap_p2p_comm_warmup_flush",
+        bool,
+        "drop --overlap-p2p-communication-warmup-flush: receives are posted ahead anyway",
+    ),
     Refusal("mtp_num_layers", bool, "drop --mtp-num-layers"),
     Refusal("mtp_standalone", bool, "drop the standalone MTP stage from the layout"),
     Refusal("use_ring_exchange_p2p", bool, "drop --use-ring-exchange-p2p"),
@@ -176,6 +188,13 @@ def refuse(settings: Any, choice: Choice) -> None:
             f"--pipeline-schedule {choice.spec} has {placement.chunks} stages a rank, but the "
             f"virtual-stage flags or the layout say {chunks}: drop them"
             + (f", or write {_with_chunks(choice, chunks)}" if placement.name == "loop" else "")
+        )
+    group = getattr(settings, "microbatch_group_size_per_vp_stage", None)
+    if group not in (None, placement.ranks):
+        raise ValueError(
+            f"--pipeline-schedule {choice.spec} does not go with "
+            f"microbatch_group_size_per_vp_stage={group}: the group is an option of the schedules "
+            f"that have one; write {with_option(choice.spec, 'group', group)} in its place"
         )
     for refusal in REFUSALS:
         if not refusal.by(choice):

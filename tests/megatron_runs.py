@@ -6,20 +6,28 @@ has imported torch and Megatron, so that a run costs seconds.
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import gc
 import hashlib
 import importlib
+import multiprocessing
 import os
 import runpy
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+from megatron.core.utils import get_attr_wrapped_model
+from megatron.training.argument_utils import ArgumentGroupFactory
+from megatron.training.arguments import add_megatron_arguments
 
 from tests.ranks import run_ranks, values
 
@@ -34,6 +42,24 @@ for _module in (
 ):
     importlib.import_module(_module)
 runpy.run_path(str(SCRIPT), run_name="imported")
+
+
+def _remember_docstrings() -> None:
+    """Each rank would parse the sources of Megatron's configs for its --help, a second long."""
+    read = ArgumentGroupFactory._get_field_docstrings
+    known: dict[type, dict[str, str]] = {}
+
+    def remembered(factory: Any, config: type) -> dict[str, str]:
+        if config not in known:
+            known[config] = read(factory, config)
+        return dict(known[config])
+
+    ArgumentGroupFactory._get_field_docstrings = remembered
+    add_megatron_arguments(argparse.ArgumentParser())
+
+
+_remember_docstrings()
+MockGPTLowLevelDataset.size = 1000  # documents; Megatron's 100,000 take seconds to shuffle
 gc.collect()
 gc.freeze()
 atexit.register(gc.unfreeze)
@@ -43,13 +69,18 @@ atexit.register(gc.unfreeze)
 class Run:
     """What one rank of a training recorded.
 
-    ``losses`` and ``norms`` are per iteration, bit for bit as floats; ``state`` maps each parameter
-    and optimizer tensor to a digest of its bytes.
+    ``losses`` and ``norms`` are per iteration, bit for bit as floats. ``state`` maps each parameter
+    and optimizer tensor to a digest of its bytes; its keys say what a tensor is, not where it lies:
+    layers are numbered through the whole model. ``layers`` are the layers of each chunk.
+    ``tables`` are digests of the embedding's and the output layer's weight as far as they are here,
+    after setup and after each iteration.
     """
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     state: dict[str, str] = field(default_factory=dict)
+    layers: list[list[int]] = field(default_factory=list)
+    tables: list[dict[str, str]] = field(default_factory=list)
     schedule: str = ""
     evaluation: list[float] = field(default_factory=list)
 
@@ -95,17 +126,21 @@ def train(
     flags: Sequence[str],
     script: Path = SCRIPT,
     model_config: Mapping[str, object] | None = None,
+    model_provider: Callable[..., Any] | None = None,
 ) -> list[Run]:
     """Train on ``ranks`` ranks; fails unless every rank ends well and iterations were run.
 
-    ``model_config`` is set on the model's config, for what has no flag.
+    ``model_config`` is set on the model's config, for what has no flag. With a ``model_provider``
+    Megatron builds the model by it, as for scripts that pass one to pretrain().
     """
     port = _free_port()
     runs = values(
         run_ranks(
             ranks,
-            lambda rank: _train_rank(rank, ranks, port, script, flags, model_config or {}),
-            timeout=180,
+            lambda rank: _train_rank(
+                rank, ranks, port, script, flags, model_config or {}, model_provider
+            ),
+            timeout=300,
             connect=False,
         )
     )
@@ -118,6 +153,37 @@ def losses(runs: Sequence[Run]) -> list[float]:
     return next(run.losses for run in runs if run.losses)
 
 
+def evaluations(runs: Sequence[Run]) -> list[float]:
+    """The evaluation losses, likewise."""
+    return next((run.evaluation for run in runs if run.evaluation), [])
+
+
+def whole_state(runs: Sequence[Run]) -> dict[str, str]:
+    """The state of all ranks; fails where two hold a tensor that should be the same, and is not."""
+    whole: dict[str, str] = {}
+    for rank, run in enumerate(runs):
+        for name, digest in run.state.items():
+            assert whole.setdefault(name, digest) == digest, f"rank {rank} has another {name}"
+    return whole
+
+
+def assert_same(runs: Sequence[Run], reference: Sequence[Run]) -> None:
+    """Both ended with the same losses and tensors, wherever they lie, to the last bit.
+
+    ``runs`` may have begun later than ``reference``, from a checkpoint.
+    """
+    ours = losses(runs)
+    theirs = losses(reference)[-len(ours) :]
+    assert ours == theirs, f"losses {ours}, expected {theirs}"
+    if ours := evaluations(runs):
+        theirs = evaluations(reference)[-len(ours) :]
+        assert ours == theirs, f"evaluation losses {ours}, expected {theirs}"
+    state, expected = whole_state(runs), whole_state(reference)
+    assert state.keys() == expected.keys(), f"only one has {state.keys() ^ expected.keys()}"
+    different = [name for name in expected if state[name] != expected[name]]
+    assert not different, f"{len(different)} of {len(expected)} tensors differ: {different[:5]}"
+
+
 def _train_rank(
     rank: int,
     ranks: int,
@@ -125,7 +191,11 @@ def _train_rank(
     script: Path,
     flags: Sequence[str],
     model_config: Mapping[str, object],
+    model_provider: Callable[..., Any] | None,
 ) -> Run:
+    # As TORCHDYNAMO_DISABLE does where torch is imported after the CPU platform has set it; half of
+    # a rank's time would go into compiling.
+    torch.compiler.set_stance("force_eager")
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -134,11 +204,15 @@ def _train_rank(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.utils import get_model_config
     from megatron.training import training
 
     from megatron_ext.launch import launch
 
+    if "--save" in flags:
+        # A checkpoint's writers report through a process that Megatron spawns: seconds a rank.
+        filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
     run = Run()
     made: list[Any] = []
     setup, log, evaluate = (
@@ -148,15 +222,20 @@ def _train_rank(
     )
 
     def record_setup(*args: Any, **kwargs: Any) -> Any:
+        if model_provider is not None:
+            kwargs["cfg_container"].model = None
+            kwargs["model_provider_func"] = model_provider
         made[:] = result = setup(*args, **kwargs)
         for name, value in model_config.items():
             setattr(get_model_config(made[0][0]), name, value)
+        run.tables.append(_tables(made[0]))
         return result
 
     def record_log(loss_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         if "lm loss" in loss_dict:
             run.losses.append(_loss(loss_dict["lm loss"]))
         run.norms.append(float(args[6]) if args[6] is not None else 0.0)
+        run.tables.append(_tables(made[0]))
         return log(loss_dict, *args, **kwargs)
 
     def record_evaluate(*args: Any, **kwargs: Any) -> Any:
@@ -173,7 +252,11 @@ def _train_rank(
     except SystemExit as end:  # --exit-interval
         if end.code:
             raise
-    run.state = _digests(made[0], made[1])
+    run.state = {
+        f"tp{parallel_state.get_tensor_model_parallel_rank()} {name}": _digest(tensor)
+        for name, tensor in [*_parameters(made[0]), *_optimizer_tensors(made[0], made[1])]
+    }
+    run.layers = [_layers(chunk) for chunk in made[0]]
     schedule = sys.modules["megatron.core.pipeline_parallel"].get_forward_backward_func()
     run.schedule = getattr(schedule, "__name__", type(schedule).__name__)
     return run
@@ -186,27 +269,72 @@ def _loss(value: Any) -> float:
     return float(value)
 
 
-def _digests(model: Sequence[torch.nn.Module], optimizer: Any) -> dict[str, str]:
-    tensors = {
-        f"{index}.{name}": parameter.data
-        for index, chunk in enumerate(model)
-        for name, parameter in chunk.named_parameters()
-    }
-    for number, inner in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
-        for group_number, group in enumerate(inner.optimizer.param_groups):
-            for index, parameter in enumerate(group["params"]):
-                key = f"optimizer {number}.{group_number}.{index}"
-                tensors[key] = parameter.data
-                for name, value in inner.optimizer.state[parameter].items():
-                    tensors[f"{key}.{name}"] = torch.as_tensor(value)
+def _layers(chunk: torch.nn.Module) -> list[int]:
+    """The numbers of a chunk's layers, counted from 0 through the whole model."""
+    model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
+    return [layer.layer_number - 1 for layer in model.decoder.layers]
+
+
+def _parameters(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Every parameter with its name in the whole model."""
+    for chunk in model:
+        layers = _layers(chunk)
+        for name, parameter in chunk.named_parameters():
+            words = [word for word in name.split(".") if word != "module"]  # DDP, bf16
+            if "layers" in words:
+                number = words.index("layers") + 1
+                words[number] = str(layers[int(words[number])])
+            yield ".".join(words), parameter
+
+
+def _tables(model: Sequence[torch.nn.Module]) -> dict[str, str]:
     return {
-        name: hashlib.sha256(
-            tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
-            if tensor.dim()
-            else repr(tensor.item()).encode()
-        ).hexdigest()
-        for name, tensor in tensors.items()
+        name: _digest(parameter)
+        for name, parameter in _parameters(model)
+        if name in ("embedding.word_embeddings.weight", "output_layer.weight")
     }
+
+
+def _optimizer_tensors(
+    model: Sequence[torch.nn.Module], optimizer: Any
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Main parameters and Adam's tensors; those that the distributed optimizer shards, whole."""
+    names = {parameter: name for name, parameter in _parameters(model)}
+    for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if not hasattr(inner, "model_param_group_index_map"):
+            for parameter, name in names.items():
+                yield from _tensors_of(inner, name, getattr(parameter, "main_param", parameter))
+            continue
+        shards = []
+        for parameter, (group, index) in inner.model_param_group_index_map.items():
+            main = inner.optimizer.param_groups[group]["params"][index]
+            start = inner._get_model_param_range_map(parameter)["param"].start
+            for name, tensor in _tensors_of(inner, names[parameter], main):
+                shards.append((name, start if tensor.dim() else 0, tensor))
+        gathered: list[Any] = [None] * dist.get_world_size(inner.data_parallel_group)
+        dist.all_gather_object(gathered, shards, group=inner.data_parallel_group)
+        whole: dict[str, dict[int, torch.Tensor]] = {}
+        for name, start, tensor in (shard for rank in gathered for shard in rank):
+            whole.setdefault(name, {})[start] = tensor
+        for name, pieces in whole.items():
+            in_order = [pieces[start] for start in sorted(pieces)]
+            yield name, torch.cat(in_order) if in_order[0].dim() else in_order[0]
+
+
+def _tensors_of(
+    inner: Any, name: str, parameter: torch.Tensor
+) -> Iterator[tuple[str, torch.Tensor]]:
+    yield f"{name} main", parameter.detach()
+    for kind, value in inner.optimizer.state[parameter].items():
+        yield f"{name} {kind}", torch.as_tensor(value)
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(
+        tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
+        if tensor.dim()
+        else repr(tensor.item()).encode()
+    ).hexdigest()
 
 
 def _free_port() -> int:

@@ -6,23 +6,27 @@ They bring their own model, their own p2p_communicator and pg_collection, and a 
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
 import megatron_ext
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
+from megatron_ext.patches.megatron.tied import tied_weights
 from tests.ranks import run_ranks, values
 
 RANKS = 4
@@ -128,3 +132,168 @@ def test_a_rank_with_another_program_is_found_before_the_first_pass() -> None:
             return str(caught.value)
 
     assert len(values(run_ranks(RANKS, differing))) == RANKS
+
+
+# A V, by a layout given as a list.
+
+V_RANKS = 2
+V_LAYOUT = [
+    ["embedding", "decoder"],
+    ["decoder", "decoder"],
+    ["decoder"],
+    ["decoder", "decoder", "loss"],
+]
+LINE_LAYOUT = [V_LAYOUT[0] + V_LAYOUT[1], V_LAYOUT[2] + V_LAYOUT[3]]
+
+
+def build_chunks(
+    layout: list[list[str]], groups: ProcessGroupCollection | None = None, tied: bool = False
+) -> list[GPTModel]:
+    """This rank's chunks of a model, weights drawn by their names."""
+    config = TransformerConfig(
+        num_layers=6,
+        hidden_size=16,
+        num_attention_heads=2,
+        pipeline_model_parallel_size=V_RANKS,
+        pipeline_model_parallel_layout=layout,
+        pipeline_dtype=torch.float32,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        use_cpu_initialization=True,
+        masked_softmax_fusion=False,
+        transformer_impl="local",
+    )
+    chunks = []
+    for number in range(config.virtual_pipeline_model_parallel_size or 1):
+        ends: dict[str, Any] = {"ignore_virtual": False, "vp_stage": number}
+        chunk = GPTModel(
+            config,
+            get_gpt_layer_local_spec(),
+            vocab_size=VOCABULARY,
+            max_sequence_length=SEQUENCE,
+            pre_process=parallel_state.is_pipeline_first_stage(**ends),
+            post_process=parallel_state.is_pipeline_last_stage(**ends),
+            share_embeddings_and_output_weights=tied,
+            pg_collection=groups,
+            vp_stage=number,
+        )
+        chunks.append(chunk)
+        for name, parameter in named_parameters(chunk):
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            parameter.data.normal_(std=0.1, generator=generator)
+    return chunks
+
+
+def named_parameters(chunk: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """With the number that a layer has in the whole model."""
+    for name, parameter in chunk.named_parameters():
+        words = name.split(".")
+        if words[:2] == ["decoder", "layers"]:
+            words[2] = str(chunk.decoder.layers[int(words[2])].layer_number)
+        yield ".".join(words), parameter
+
+
+def run_step(chunks: list[GPTModel]) -> list[Any]:
+    """One step on the same data in every chunk; this rank's losses."""
+    iterators = []
+    for _ in chunks:
+        generator = torch.Generator().manual_seed(2)
+        data = [
+            torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=generator)
+            for _ in range(MICROBATCHES)
+        ]
+        iterators.append(iter(data))
+    return schedules.get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators,
+        model=chunks,
+        num_microbatches=MICROBATCHES,
+        seq_length=SEQUENCE,
+        micro_batch_size=BATCH,
+        forward_only=False,
+    )
+
+
+def whole_step(layout: list[list[str]]) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """One step; the losses and gradients of all ranks."""
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=V_RANKS,
+        virtual_pipeline_model_parallel_size=len(layout) // V_RANKS if len(layout) > 2 else None,
+    )
+    model_parallel_cuda_manual_seed(0)
+    chunks = build_chunks(layout)
+    losses = run_step(chunks)
+    own = {
+        name: parameter.grad
+        for chunk in chunks
+        for name, parameter in named_parameters(chunk)
+        if parameter.grad is not None
+    }
+    everyone: list[Any] = [None] * V_RANKS
+    dist.all_gather_object(everyone, (losses, own))
+    parallel_state.destroy_model_parallel()
+    gradients = {name: gradient for _, own in everyone for name, gradient in own.items()}
+    return [loss for losses, _ in everyone for loss in losses], gradients
+
+
+def test_a_v_by_a_layout_as_a_list() -> None:
+    def on_v_and_line(rank: int) -> None:
+        with apply(cpu.patches()):
+            expected_losses, expected = whole_step(LINE_LAYOUT)
+            with megatron_ext.install(schedule="zb-v"):
+                losses, gradients = whole_step(V_LAYOUT)
+        assert losses == expected_losses and len(losses) == MICROBATCHES
+        assert gradients.keys() == expected.keys() and len(gradients) > 6
+        for name, gradient in gradients.items():
+            assert torch.equal(gradient, expected[name]), name
+
+    values(run_ranks(V_RANKS, on_v_and_line))
+
+
+@pytest.mark.parametrize("own_groups", [False, True])
+def test_an_embedding_group_that_does_not_fit_a_v_is_refused(own_groups: bool) -> None:
+    """It was made before the schedule was installed, or by the caller: of both ends' ranks.
+
+    The last rank, which would wait in it, refuses it; the others have no end of the model.
+    """
+
+    def refused(rank: int) -> None:
+        with apply(cpu.patches()), contextlib.ExitStack() as stack:
+            groups = None
+            if own_groups:
+                stack.enter_context(megatron_ext.install(schedule="zb-v"))
+            parallel_state.initialize_model_parallel(pipeline_model_parallel_size=V_RANKS)
+            model_parallel_cuda_manual_seed(0)
+            if own_groups:
+                groups = ProcessGroupCollection.use_mpu_process_groups()
+                groups.embd = dist.new_group(range(V_RANKS))
+            else:
+                stack.enter_context(megatron_ext.install(schedule="zb-v"))
+            if rank == V_RANKS - 1:
+                text = r"embedding group has ranks \[0, 1\].* lies on \[1\]"
+                stack.enter_context(pytest.raises(ValueError, match=text))
+            build_chunks(V_LAYOUT, groups, tied=True)
+
+    values(run_ranks(V_RANKS, refused))
+
+
+def test_tied_copies_that_differ_are_refused_before_the_first_pass() -> None:
+    """A caller that builds the chunks itself, as Megatron-Bridge does, has to copy the weight."""
+
+    def refused(rank: int) -> None:
+        with apply(cpu.patches()), megatron_ext.install(schedule="zb-v"):
+            parallel_state.initialize_model_parallel(pipeline_model_parallel_size=V_RANKS)
+            model_parallel_cuda_manual_seed(0)
+            chunks = build_chunks(V_LAYOUT, tied=True)
+            with pytest.raises(
+                ValueError, match="both copies of a tied embedding, and they differ"
+            ):
+                run_step(chunks)
+            tied = tied_weights(chunks)
+            assert (tied is not None) == (rank == V_RANKS - 1)
+            if tied is not None:
+                with torch.no_grad():
+                    tied[1].copy_(tied[0])
+            assert len(run_step(chunks)) == (MICROBATCHES if tied else 0)
+
+    values(run_ranks(V_RANKS, refused))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron_runs import Run, losses, model_flags, train
+from tests.megatron_runs import Run, assert_same, losses, model_flags, train
 
 FAMILIES = ("gpipe", "1f1b", "zb-h1")
 SAVED_AT = 2
@@ -55,13 +55,6 @@ def resume(shape: str, model: str, folder: Path, **overrides: object) -> list[Ru
     ranks, layout = SHAPES[shape]
     flags = model_flags(**layout, **MODELS[model], load=folder, ckpt_step=SAVED_AT, **overrides)
     return train(ranks, flags)
-
-
-def assert_same(runs: list[Run], reference: list[Run]) -> None:
-    assert losses(runs) == losses(reference)[-len(losses(runs)) :]
-    for rank, (run, expected) in enumerate(zip(runs, reference, strict=True)):
-        different = [name for name in expected.state if run.state[name] != expected.state[name]]
-        assert not different, f"rank {rank}: {len(different)} tensors differ: {different[:5]}"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -28,6 +28,7 @@ from megatron_ext.patches.engine import Patch, expect, wrap
 from megatron_ext.patches.features import refuse
 from megatron_ext.patches.megatron.core.pipeline_parallel.model_stage import ModelStage, StepCall
 from megatron_ext.patches.megatron.dimensions import estimated_costs
+from megatron_ext.patches.megatron.tied import copies_differ
 from megatron_ext.runtime.executor import execute
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.transport import Boundary, Channels, Transport
@@ -202,6 +203,12 @@ class PipelineStep:
         if key in self._programs:
             return self._programs[key]
         placement = self._choice.place(pipeline.size())
+        if not self._programs and any(_gather(pipeline, copies_differ(models))):
+            raise ValueError(
+                "the last pipeline rank holds both copies of a tied embedding, and they differ: a "
+                "model built or loaded without Megatron's own functions starts with a copy of its "
+                "own; copy model[0].shared_embedding_or_output_weight() to model[-1]'s on that rank"
+            )
         if self._costs is None:
             self._costs = self._agreed_costs(pipeline, config, models, seq_length, micro_batch_size)
         limit = self._config.memory_limit

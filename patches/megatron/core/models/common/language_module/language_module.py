@@ -1,0 +1,37 @@
+"""An embedding group of the caller's own that does not fit the schedule is refused at the build.
+
+Stock's groups are made where `parallel_state` is patched. A caller's pg_collection may have an
+embedding group of the first and the last rank, as stock has it: on a V the last rank would wait in
+it for the first, which holds no copy.
+
+Not patched: what is set up; with a group that fits stock does the right thing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches.engine import Patch, wrap
+from megatron_ext.patches.megatron.tied import check_embedding_group
+
+
+def patches(config: PipelineConfig) -> tuple[Patch, ...]:
+    """The patch that checks a model's embedding group."""
+    choice = config.choice()
+
+    def check_and_set_up(original: Callable[..., None], model: Any) -> None:
+        if model.share_embeddings_and_output_weights:
+            check_embedding_group(model.embd_group, model.pp_group, choice)
+        original(model)
+
+    return (
+        wrap(
+            "megatron.core.models.common.language_module.language_module:"
+            "LanguageModule.setup_embeddings_and_output_layer",
+            check_and_set_up,
+            reason="an embedding group of other ranks would hang the build",
+            signature="(self)",
+        ),
+    )

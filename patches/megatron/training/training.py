@@ -1,0 +1,23 @@
+"""Models from a model provider, like those from a model builder, start with equal tied weights.
+
+Scripts written for Megatron before 0.18 give pretrain() a model provider; `get_model` builds these.
+
+Not patched: how a chunk is built, wrapped and moved; train and what it calls.
+"""
+
+from __future__ import annotations
+
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches.engine import Patch, wrap
+from megatron_ext.patches.megatron.training.models.dist_utils import copy_tied_weight
+
+
+def patches(config: PipelineConfig) -> tuple[Patch, ...]:
+    """The patch that copies a tied embedding's weight."""
+    return (
+        wrap(
+            "megatron.training.training:get_model",
+            copy_tied_weight,
+            reason="both copies of a tied embedding are on one rank and start equal",
+        ),
+    )

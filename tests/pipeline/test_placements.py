@@ -1,0 +1,401 @@
+"""Loops, V's and waves against stock Megatron: the same numbers, to the last bit.
+
+Weights are drawn by pipeline rank, so that a V starts from others than stock does. So stock trains
+and saves at iteration 2; a schedule, whose stages lie elsewhere, loads that and trains on; then
+losses, evaluation losses, all parameters and all optimizer tensors must be the same. Like stock
+where stages lie, dropout draws by rank: it is compared between runs of one placement.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+from scripts.prepare_text import write
+from tests.megatron_runs import (
+    Run,
+    assert_same,
+    evaluations,
+    losses,
+    model_flags,
+    train,
+    whole_state,
+)
+
+SCHEDULES = (
+    *("zb-v", "v-half", "v-min", "v-auto", "1f1b-v", "dualpipe-v", "hanayo"),
+    *("interleaved", "breadth-first", "interleaved-zb", "gis", "gis-h"),
+)
+SAVED_AT = 2
+UNTIED = {"untie_embeddings_and_output_weights": True}
+DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model and how it is parallelised; ``config`` is set on the model, for what has no flag."""
+
+    ranks: int
+    flags: dict[str, object]
+    config: dict[str, object] = field(default_factory=dict)
+
+    def train(self, **overrides: object) -> list[Run]:
+        return train(self.ranks, model_flags(**self.flags | overrides), model_config=self.config)
+
+
+def pipeline(ranks: int, layers: int = 8, **flags: object) -> dict[str, object]:
+    return {
+        "pipeline_model_parallel_size": ranks,
+        "num_layers": layers,
+        "eval_interval": 4,
+        "eval_iters": 1,
+        **flags,
+    }
+
+
+SETTINGS = {
+    "pp2": Setting(2, pipeline(2)),
+    "pp2 untied": Setting(2, pipeline(2, **UNTIED)),
+    "pp2, 10 layers": Setting(2, pipeline(2, 10)),
+    "pp3": Setting(3, pipeline(3, 12, global_batch_size=5)),
+    "pp4": Setting(4, pipeline(4)),
+    "pp4, 16 layers": Setting(4, pipeline(4, 16)),
+    "pp8": Setting(8, pipeline(8, 16)),
+    "tensor parallel": Setting(4, pipeline(2, tensor_model_parallel_size=2)),
+    "sequence parallel": Setting(
+        4, pipeline(2, tensor_model_parallel_size=2, sequence_parallel=True)
+    ),
+    "bf16": Setting(2, pipeline(2, bf16=True)),
+    "loss per token": Setting(2, pipeline(2, calculate_per_token_loss=True)),
+    "sequence lengths vary": Setting(2, pipeline(2), {"variable_seq_lengths": True}),
+}
+PARITY = [
+    *(("pp2 untied", schedule) for schedule in SCHEDULES),
+    *(("pp4", schedule) for schedule in SCHEDULES if schedule != "hanayo"),
+    ("pp4, 16 layers", "hanayo"),
+    *(("pp2", schedule) for schedule in ("zb-v", "hanayo", "gis")),
+    *(("pp3", schedule) for schedule in ("zb-v", "v-half", "hanayo")),
+    *(("pp8", schedule) for schedule in ("zb-v", "v-half", "interleaved")),
+    ("tensor parallel", "zb-v"),
+    *(("sequence parallel", schedule) for schedule in ("zb-v", "gis")),
+    *(("bf16", schedule) for schedule in ("zb-v", "gis")),
+    ("loss per token", "zb-v"),
+    ("sequence lengths vary", "zb-v"),
+]
+
+
+@functools.cache
+def stock(setting: str) -> tuple[list[Run], Path]:
+    """Stock's run, and the checkpoint it left at iteration 2."""
+    folder = Path(tempfile.mkdtemp(prefix="placements"))
+    return SETTINGS[setting].train(save=folder, save_interval=SAVED_AT), folder
+
+
+def resume(setting: str, **overrides: object) -> list[Run]:
+    """Train on from stock's checkpoint of iteration 2 (the later ones stay unread)."""
+    folder = stock(setting)[1]
+    return SETTINGS[setting].train(load=folder, ckpt_step=SAVED_AT, **overrides)
+
+
+def assert_copies_agree(runs: Sequence[Run]) -> None:
+    """The embedding's and the output layer's weight are one, at setup and after each iteration."""
+    moments = list(zip(*(run.tables for run in runs), strict=True))
+    assert len(moments) == len(losses(runs)) + 1
+    for number, tables in enumerate(moments):
+        digests = {(name, digest) for table in tables for name, digest in table.items()}
+        assert len(digests) == 2, f"moment {number}: not two tables, or ranks differ: {digests}"
+        assert len({digest for _, digest in digests}) == 1, f"they differ at moment {number}"
+
+
+@pytest.mark.parametrize(("setting", "schedule"), PARITY)
+def test_resumed_training_is_stock_to_the_last_bit(setting: str, schedule: str) -> None:
+    reference, _ = stock(setting)
+    runs = resume(setting, pipeline_schedule=schedule)
+    assert len(losses(runs)) == len(losses(reference)) - SAVED_AT
+    assert evaluations(runs)
+    assert {run.schedule for run in runs} == {"PipelineStep"}
+    assert_same(runs, reference)
+    for run, expected in zip(runs, reference, strict=True):
+        assert run.norms == pytest.approx(expected.norms[SAVED_AT:], rel=2**-20)
+    if "untied" not in setting and "parallel" not in setting:
+        assert_copies_agree(runs)
+
+
+OVERLAPS = Setting(
+    4,
+    pipeline(
+        2,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        no_load_optim=True,
+    ),
+)
+
+
+@functools.cache
+def stock_with_overlaps() -> list[Run]:
+    return OVERLAPS.train(load=stock("pp2")[1], ckpt_step=SAVED_AT)
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "gis"])
+def test_distributed_optimizer_with_both_overlaps(schedule: str) -> None:
+    """Two data-parallel ranks. Both start from stock's weights with an optimizer of their own:
+    without a GPU Megatron cannot restore the distributed optimizer's states."""
+    reference = stock_with_overlaps()
+    folder = stock("pp2")[1]
+    runs = OVERLAPS.train(load=folder, ckpt_step=SAVED_AT, pipeline_schedule=schedule)
+    assert len(losses(runs)) == len(losses(reference)) == 5 - SAVED_AT
+    assert_same(runs, reference)
+    if schedule == "zb-v":  # rank by rank: what others updated is gathered in the next forward pass
+        moments = [tables for run in runs[2:] for tables in run.tables]
+        assert len(moments) == 2 * (5 - SAVED_AT + 1)
+        assert all(len(tables) == 2 and len({*tables.values()}) == 1 for tables in moments)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("schedule", ["zb-v", "hanayo"])
+def test_fewer_microbatches_than_ranks(microbatches: int, schedule: str) -> None:
+    runs = resume("pp3", pipeline_schedule=schedule, **few(microbatches))
+    assert_same(runs, stock_with_few(microbatches))
+
+
+def few(microbatches: int) -> dict[str, object]:
+    return {"global_batch_size": microbatches, "override_opt_param_scheduler": True}
+
+
+@functools.cache
+def stock_with_few(microbatches: int) -> list[Run]:
+    return resume("pp3", **few(microbatches))
+
+
+def test_full_recompute() -> None:
+    runs = resume(
+        "pp2",
+        pipeline_schedule="zb-v",
+        recompute_granularity="full",
+        recompute_method="uniform",
+        recompute_num_layers=1,
+    )
+    assert_same(runs, stock("pp2")[0])
+
+
+def test_clipping_is_close() -> None:
+    """The norm's sum over ranks has an order, and other tensors lie on each rank."""
+    reference = resume("pp2", clip_grad=0.5)
+    runs = resume("pp2", clip_grad=0.5, pipeline_schedule="zb-v")
+    assert losses(runs) == pytest.approx(losses(reference), rel=1e-6)
+    assert reference[0].norms[0] > 0.5, "nothing was clipped"
+    for run, expected in zip(runs, reference, strict=True):
+        assert run.norms == pytest.approx(expected.norms, rel=2**-20)
+
+
+def test_dropout_is_drawn_again_by_recompute() -> None:
+    """Against stock it cannot be: a V draws on other ranks, and in another order."""
+    setting = SETTINGS["pp2"]
+    reference = setting.train(pipeline_schedule="zb-v", **DROPOUT)
+    runs = setting.train(
+        pipeline_schedule="zb-v",
+        **DROPOUT,
+        recompute_granularity="full",
+        recompute_method="uniform",
+        recompute_num_layers=1,
+    )
+    assert_same(runs, reference)
+    assert losses(runs) != losses(fresh()), "nothing was dropped"
+
+
+def test_dropout_is_that_of_stocks_interleaving() -> None:
+    """A rank draws for its chunks in the order of their forward passes, which is stock's."""
+    setting = SETTINGS["pp2"]
+    reference = setting.train(num_layers_per_virtual_pipeline_stage=2, **DROPOUT)
+    assert {run.schedule for run in reference} == {"forward_backward_pipelining_with_interleaving"}
+    assert_same(setting.train(pipeline_schedule="interleaved", **DROPOUT), reference)
+
+
+# Checkpoints that a schedule leaves.
+
+
+@functools.cache
+def saved(setting: str, schedule: str, **flags: object) -> tuple[list[Run], Path]:
+    """A run of ``schedule`` from initialisation, and its checkpoint of iteration 2."""
+    folder = Path(tempfile.mkdtemp(prefix="placements"))
+    overrides = {"save": folder, "save_interval": SAVED_AT, **flags}
+    return SETTINGS[setting].train(pipeline_schedule=schedule, **overrides), folder
+
+
+def fresh() -> list[Run]:
+    return saved("pp2", "zb-v")[0]
+
+
+def test_tied_copies_are_equal_from_the_start() -> None:
+    runs = fresh()
+    assert not runs[0].tables[0] and len(runs[1].tables[0]) == 2, "both copies on the last rank"
+    assert_copies_agree(runs)
+
+
+@pytest.mark.parametrize("schedule", [None, "1f1b", "gis", "hanayo"])
+def test_saved_on_a_v_and_resumed_elsewhere(schedule: str | None) -> None:
+    """Also under stock, with no flag of ours."""
+    whole, folder = saved("pp2", "zb-v")
+    runs = SETTINGS["pp2"].train(load=folder, ckpt_step=SAVED_AT, pipeline_schedule=schedule)
+    assert len(losses(runs)) == len(losses(whole)) - SAVED_AT
+    assert_same(runs, whole)
+
+
+@pytest.mark.parametrize("setting", ["pp2", "bf16"])
+def test_saved_and_resumed_on_a_v(setting: str) -> None:
+    """As if never stopped; with bf16 the fp32 main parameters come back too."""
+    whole, folder = saved(setting, "v-half")
+    runs = SETTINGS[setting].train(load=folder, ckpt_step=SAVED_AT, pipeline_schedule="v-half")
+    assert len(losses(runs)) == len(losses(whole)) - SAVED_AT
+    assert_same(runs, whole)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available(),
+    reason="stock hangs too: the process that writes takes its rank modulo the number of GPUs, 0",
+)
+def test_saved_in_the_background() -> None:
+    flags: dict[str, object] = {"use_persistent_ckpt_worker": True, "async_strategy": "mcore"}
+    whole, folder = saved("pp2", "v-half", async_save=True, **flags)
+    runs = SETTINGS["pp2"].train(load=folder, ckpt_step=SAVED_AT)
+    assert len(losses(runs)) == len(losses(whole)) - SAVED_AT
+    assert_same(runs, whole)
+
+
+# Real data: global rank 0, which has no first stage on a V, builds the indices for all.
+
+
+@pytest.mark.parametrize("ranks", [2, 4], ids=["pp2 dp2", "pp4"])
+def test_real_data_without_cached_indices(ranks: int, tmp_path: Path) -> None:
+    generator = np.random.default_rng(1)
+    for number in range(4):
+        content = generator.integers(97, 123, 400, dtype=np.uint8).tobytes()
+        (tmp_path / f"{number}.txt").write_bytes(content)
+    write(sorted(tmp_path.glob("*.txt")), tmp_path / "text")
+    setting = Setting(
+        4,
+        pipeline(
+            ranks, mock_data=None, data_path=tmp_path / "text", split="80,20,0", vocab_size=257
+        ),
+    )
+    reference = setting.train(
+        save=tmp_path / "saved", save_interval=SAVED_AT, data_cache_path=tmp_path / "stock's"
+    )
+    cache = tmp_path / "ours"
+    runs = setting.train(
+        load=tmp_path / "saved",
+        ckpt_step=SAVED_AT,
+        data_cache_path=cache,
+        pipeline_schedule="zb-v",
+    )
+    assert len(losses(runs)) == len(losses(reference)) - SAVED_AT and evaluations(runs)
+    assert list(cache.glob("*.npy")), "no index was built"
+    assert_same(runs, reference)
+
+
+# Layers that do not divide evenly: the i-th segment of a layout is stage i.
+
+UNEVEN: dict[str, tuple[str, dict[str, object], list[list[list[int]]]]] = {
+    "layout": (
+        "pp2",
+        {"pipeline_model_parallel_layout": "Et|tt|t|ttttL"},
+        [[[1, 2], [3]], [[0], [4, 5, 6, 7]]],
+    ),
+    "layers of the first stage": (
+        "pp2",
+        {"decoder_first_pipeline_num_layers": 5},
+        [[[5], [6]], [[0, 1, 2, 3, 4], [7]]],
+    ),
+    "layers of the last stage": (
+        "pp2",
+        {"decoder_last_pipeline_num_layers": 5},
+        [[[1], [2]], [[0], [3, 4, 5, 6, 7]]],
+    ),
+    "embedding and loss count as layers": (
+        "pp2, 10 layers",
+        {
+            "account_for_embedding_in_pipeline_split": True,
+            "account_for_loss_in_pipeline_split": True,
+        },
+        [[[2, 3, 4], [5, 6, 7]], [[0, 1], [8, 9]]],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNEVEN)
+def test_uneven_stages(case: str) -> None:
+    setting, flags, layers = UNEVEN[case]
+    runs = resume(setting, pipeline_schedule="zb-v", **flags)
+    assert [run.layers for run in runs] == layers
+    assert_same(runs, stock(setting)[0])
+
+
+# Models built another way, and another script.
+
+
+def provide(
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    config: Any = None,
+    pg_collection: Any = None,
+) -> GPTModel:
+    """A model provider, as scripts for Megatron before 0.18 have it."""
+    from megatron.training import get_args
+    from megatron.training.argument_utils import core_transformer_config_from_args
+
+    args = get_args()
+    return GPTModel(
+        config or core_transformer_config_from_args(args),
+        get_gpt_layer_local_spec(),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        pg_collection=pg_collection,
+        vp_stage=vp_stage,
+    )
+
+
+def test_a_model_provider_builds_what_a_model_builder_does() -> None:
+    flags = model_flags(**SETTINGS["pp2"].flags, pipeline_schedule="zb-v")
+    runs = train(2, flags, model_provider=provide)
+    assert_copies_agree(runs)
+    assert_same(runs, fresh())
+
+
+@pytest.mark.skipif("MEGATRON_LM_DIR" not in os.environ, reason="MEGATRON_LM_DIR is not set")
+def test_the_upstream_script(tmp_path: Path) -> None:
+    script = Path(os.environ["MEGATRON_LM_DIR"]) / "pretrain_gpt.py"
+    flags = SETTINGS["pp2"].flags
+    reference = train(2, model_flags(**flags, save=tmp_path, save_interval=SAVED_AT), script)
+    ours = model_flags(**flags, load=tmp_path, ckpt_step=SAVED_AT, pipeline_schedule="zb-v")
+    runs = train(2, ours, script)
+    assert {run.schedule for run in runs} == {"PipelineStep"}
+    assert len(losses(runs)) == len(losses(reference)) - SAVED_AT
+    assert_same(runs, reference)
+
+
+def test_a_tensor_that_differs_is_noticed() -> None:
+    """Names say what a tensor is: every layer is there, of whatever rank and chunk."""
+    reference, other = stock("pp2")[0], fresh()
+    for layer in range(8):
+        assert f"tp0 decoder.layers.{layer}.mlp.linear_fc1.weight exp_avg" in whole_state(other)
+    with pytest.raises(AssertionError, match="tensors differ"):
+        assert_same([Run(losses=losses(reference), state=whole_state(other))], reference)
+    with pytest.raises(AssertionError, match="rank 1 has another"):
+        whole_state([reference[0], Run(state=dict.fromkeys(reference[0].state, ""))])
