@@ -24,6 +24,7 @@ class Messages(Protocol):
     def wait_sent(self, send: Action) -> None: ...
     def receive(self, action: Action) -> None: ...
     def received(self, action: Action) -> Tensor: ...
+    def abandon(self) -> None: ...
 
 
 def execute(
@@ -39,7 +40,7 @@ def execute(
 
     Raises:
         PeerFailure: another rank has failed. Exceptions of a stage pass through, with a note that
-            names the action.
+            names the action. Either way the channels are closed, so that all ranks fail.
     """
     _Execution(program, stages, transport, recorder).run()
 
@@ -56,6 +57,7 @@ class _Execution:
     ) -> None:
         self.row = program.schedule.rows[transport.rank]
         self.placement = program.schedule.placement
+        self.microbatches = program.problem.microbatches
         self.stages = stages
         self.transport = transport
         self.recorder = recorder
@@ -87,6 +89,12 @@ class _Execution:
                     self.stages[action.stage].gradients_complete()
             except BaseException as error:
                 error.add_note(f"megatron_ext: pipeline rank {self.transport.rank}, in {action}")
+                if isinstance(error, StopIteration):
+                    error.add_note(
+                        f"megatron_ext: the data iterator has ended; a step of "
+                        f"{self.microbatches} microbatches takes as many items"
+                    )
+                self.transport.abandon()
                 raise
         assert not self.outputs and not self.gradients
 

@@ -53,6 +53,17 @@ class Channels:
                     self._groups[channel] = group
         for channel in self._groups:
             self._use_once(channel)
+        self.are_closed = False
+
+    def close(self) -> None:
+        """Cut the connections: whoever waits at their other ends fails now, and not only at torch's
+        timeout. They cannot be used again, with messages of a broken step in them."""
+        while self._groups:
+            self.are_closed = True
+            _, group = self._groups.popitem()
+            with contextlib.suppress(RuntimeError):  # the step's own error is the one to show
+                dist.distributed_c10d._abort_process_group(group)
+            del group  # gloo closes with the last reference
 
     def _use_once(self, channel: Channel) -> None:
         token = torch.zeros(1, device=self.device)
@@ -91,6 +102,11 @@ class Transport:
     def __init__(
         self, channels: Channels, boundary: Boundary, placement: Placement, recorder: Recorder
     ) -> None:
+        if channels.are_closed:
+            raise RuntimeError(
+                f"pipeline rank {channels.rank} has failed in an earlier step, and its channels "
+                f"are closed: end this process, and start all ranks again"
+            )
         self.rank = channels.rank
         self._channels = channels
         self._boundary = boundary
@@ -100,6 +116,13 @@ class Transport:
         self._receiving: dict[Action, tuple[dist.Work, Tensor]] = {}
         self._unread: dict[Channel, deque[Action]] = {}  # varying shapes: posted, not yet read
         self._read: dict[Action, Tensor] = {}
+
+    def abandon(self) -> None:
+        """Give the step up. A rank whose caller goes on after its error would leave the others
+        waiting."""
+        self._sending.clear()  # what is on its way keeps gloo's connections open
+        self._receiving.clear()
+        self._channels.close()
 
     def send(self, action: Action, tensor: Tensor) -> None:
         """Start sending ``tensor``; it must not change or be freed before `wait_sent`."""
@@ -144,6 +167,10 @@ class Transport:
         with self._dealing_with_peer(action):
             work.wait()
         return tensor
+
+    def is_empty(self) -> bool:
+        """Whether no message is under way, and none has come that nobody has read."""
+        return not any([self._sending, self._receiving, self._read, *self._unread.values()])
 
     def _receive_shaped(self, channel: Channel, action: Action) -> Tensor:
         header = self._empty((MAX_DIMENSIONS + 1,), torch.int64)

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
+from typing import ClassVar
 
 from megatron_ext.runtime.recorder import Recorder
 
@@ -29,18 +30,20 @@ _DEFAULTS: dict[int, _Handler | signal.Handlers] = {
 
 
 class Watchdog:
-    """Watches one rank's `Recorder` from `start` to the end of the process.
+    """Watches a `Recorder` from `start` to the end of the process.
 
-    A signal is taken only if nobody else has taken it: Megatron takes SIGTERM with
+    There is one thread a process: the first watchdog that is started watches for the later ones,
+    too. A signal is taken only if nobody else has taken it: Megatron takes SIGTERM with
     --exit-signal-handler, to save a checkpoint first, and an event loop the wakeup descriptor.
     """
 
+    _running: ClassVar[Watchdog | None] = None
+
     def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._reader, self._writer = socket.socketpair()
-        self._writer.setblocking(False)
-        self._reported: float | None = None
+        self._recorders = [recorder]
+        self._reported: dict[Recorder, float] = {}  # since when it was where it was last reported
         self._interrupted = False  # the main thread has taken note of Ctrl-C
+        self._has_signals = False
         self._handlers: dict[int, _Handler] = {
             signal.SIGTERM: self._on_sigterm,
             signal.SIGINT: self._on_sigint,
@@ -48,9 +51,17 @@ class Watchdog:
 
     def start(self) -> None:
         """From the main thread; elsewhere signals cannot be had, and stuck waits alone are told."""
+        running = Watchdog._running
+        if running is None:
+            running = Watchdog._running = self
+            self._reader, self._writer = socket.socketpair()
+            self._writer.setblocking(False)
+            os.register_at_fork(after_in_child=self._end_in_child)
+            threading.Thread(target=self._watch, name="megatron_ext watchdog", daemon=True).start()
+        else:
+            running._recorders += self._recorders
         if threading.current_thread() is threading.main_thread():
-            self._take_signals()
-        threading.Thread(target=self._watch, name="megatron_ext watchdog", daemon=True).start()
+            running._take_signals()
 
     def _take_signals(self) -> None:
         previous = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
@@ -60,11 +71,16 @@ class Watchdog:
         for signum, handler in self._handlers.items():
             if signal.getsignal(signum) is _DEFAULTS[signum]:
                 signal.signal(signum, handler)
-        os.register_at_fork(after_in_child=self._give_signals_back)
+        self._has_signals = True
 
-    def _give_signals_back(self) -> None:
+    def _end_in_child(self) -> None:
         """In a forked process (a data loader's, a checkpoint's), which has no watchdog thread but
         would write its signals to this rank's."""
+        if Watchdog._running is not self:
+            return
+        Watchdog._running = None
+        if not self._has_signals:
+            return
         signal.set_wakeup_fd(-1)
         for signum in self._handlers:
             if self._is_ours(signum):
@@ -91,20 +107,22 @@ class Watchdog:
     def _signalled(self, signum: int) -> None:
         if not self._is_ours(signum):
             return  # somebody else's handler decides what the signal means
-        where = self._recorder.position or f"pipeline rank {self._recorder.rank} between passes"
-        _say(f"got {signal.Signals(signum).name}: {where}")
+        positions = [str(where) for each in self._recorders if (where := each.position)]
+        report = "; ".join(positions) or f"pipeline rank {self._recorders[0].rank} between passes"
+        _say(f"got {signal.Signals(signum).name}: {report}")
         time.sleep(GRACE_SECONDS)
         if signum == signal.SIGINT and self._interrupted:
             return  # the KeyboardInterrupt is on its way, and whoever catches it may take long
         os._exit(128 + signum)
 
     def _report_if_stuck(self) -> None:
-        position = self._recorder.position
-        if position is None or position.peer is None or self._reported == position.since:
-            return
-        if position.seconds > STUCK_SECONDS:
-            self._reported = position.since
-            _say(f"{position}: it may hang")
+        for recorder in self._recorders:
+            position = recorder.position
+            if position is None or position.peer is None:
+                continue
+            if position.seconds > STUCK_SECONDS and self._reported.get(recorder) != position.since:
+                self._reported[recorder] = position.since
+                _say(f"{position}: it may hang")
 
 
 def _say(text: str) -> None:

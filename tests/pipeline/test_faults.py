@@ -104,6 +104,7 @@ def leave() -> None:
 
 
 def stop() -> None:
+    time.sleep(0.5)  # for gloo's thread, which stops too, to send what is on its way
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -316,6 +317,8 @@ def start_watchdog() -> None:
 
 
 def fork_a_worker(rank: int) -> None:
+    # Else a worker of tests that were started in the background would sleep through Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     start_watchdog()
     for signum in (signal.SIGTERM, signal.SIGINT):
         reader, writer = os.pipe()
@@ -340,6 +343,25 @@ def test_a_forked_workers_signals_are_its_own(script: Script) -> None:
     assert "worker ended by -15" in result.stderr
     assert "worker ended by -2" in result.stderr
     assert "megatron_ext" not in result.stderr
+
+
+def start_two_watchdogs(rank: int) -> None:
+    start_watchdog()
+    second = Recorder(0)
+    watchdog.Watchdog(second).start()
+    assert [thread.name for thread in threading.enumerate()].count("megatron_ext watchdog") == 1
+    with second.computing(parse("0F0")):
+        hang()
+
+
+def test_one_watchdog_serves_two_pipelines(script: Script) -> None:
+    """Only the first had the signals, and said `between passes` while the second was in one."""
+    with running_ranks(1, start_two_watchdogs, script, connect=False) as running:
+        running.wait_until_it_says(0, HERE)
+        running.send_signal(0, signal.SIGTERM)
+        (result,) = running.wait()
+    assert result.exit_code == 128 + signal.SIGTERM
+    check_signal_report(result.stderr, "SIGTERM", "pipeline rank 0 in 0F0")
 
 
 def start_with_an_event_loop(rank: int) -> None:
@@ -392,6 +414,31 @@ def fail_once_then_step(rank: int) -> None:
     pipeline.step()
     (expected,) = alone(pipeline)
     assert all(map(torch.equal, stage.gradients, expected.gradients))
+
+
+def go_on_after_failing(rank: int) -> None:
+    pipeline = Pipeline(
+        program_for(choose("zb-h1"), RANKS, 6), world(), faults={parse("1I2"): throw}
+    )
+    try:
+        pipeline.step()
+    except ValueError:
+        with pytest.raises(RuntimeError, match="rank 1 has failed in an earlier step, and its"):
+            pipeline.step()
+        wait_until_told()
+
+
+def test_a_rank_whose_caller_goes_on_after_its_error(script: Script) -> None:
+    """Whoever logs the exception and lives on kept the connections open: the other ranks waited
+    for torch's timeout, ten minutes."""
+    with running_ranks(RANKS, go_on_after_failing, script) as running:
+        running.wait_until_it_says(1, HERE)
+        running.wait_until_ended(0, 2, timeout=20)
+        running.send_signal(1, signal.SIGUSR1)
+        results = running.wait()
+    assert results[1].exit_code == 0, results[1].stderr
+    for rank in (0, 2):
+        check_cut_off(rank, results[rank])
 
 
 def test_the_queue_is_clean_after_a_failure(script: Script) -> None:

@@ -1,0 +1,372 @@
+"""Days on which training does not go as planned, in Megatron's own loop and in a caller's.
+
+A loss that is not a number, a forward that throws, data that ends early, a batch that grows, an
+evaluation of another size: either it is what stock does, or every rank ends with a clear error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel import schedules as stock_schedules
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+import megatron_ext
+from megatron_ext.patches import cpu
+from megatron_ext.patches.engine import apply
+from megatron_ext.patches.megatron.core.pipeline_parallel import schedules
+from megatron_ext.schedule.registry import choose
+from megatron_ext.schedule.schedule import Problem
+from megatron_ext.schedule.verify import Program
+from tests.megatron_runs import (
+    SCRIPT,
+    Run,
+    assert_same,
+    evaluations,
+    losses,
+    model_flags,
+    train,
+    whole_state,
+)
+from tests.pipeline.test_callers import (
+    BATCH,
+    SEQUENCE,
+    V_LAYOUT,
+    V_RANKS,
+    VOCABULARY,
+    build_chunks,
+    build_model,
+    loss_function,
+)
+from tests.ranks import RankResult, Script, run_ranks, running_ranks, values
+
+SCHEDULES = ("zb-h1", "zb-v", "interleaved")
+BROKEN = "the model is broken"
+SOON = 30.0  # seconds from the failure to the last rank's end, on a busy machine
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[Script]:
+    script = Script()
+    yield script
+    script.close()
+
+
+# --- a training in which something happens
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What a model chunk does in its ``first`` forward, counted from 0, or from that one on."""
+
+    rank: int
+    chunk: int
+    first: int
+    throws: bool = False  # else its output is not a number
+    again: bool = False
+
+    def install(self, rank: int) -> None:
+        """In the rank, or in the process that it will be forked from."""
+        calls = 0
+
+        def change(module: torch.nn.Module, args: Any, output: Any) -> Any:
+            nonlocal calls
+            if not isinstance(module, GPTModel) or dist.get_rank() != self.rank:
+                return None
+            if (module.vp_stage or 0) != self.chunk:
+                return None
+            calls += 1
+            if calls != self.first + 1 and not (self.again and calls > self.first):
+                return None
+            if self.throws:
+                raise ValueError(BROKEN)
+            return output * float("nan")
+
+        torch.nn.modules.module.register_module_forward_hook(change)
+
+
+@dataclass(frozen=True)
+class Training:
+    """What each rank does: a launch of the training script."""
+
+    ranks: int
+    port: int
+    flags: Sequence[str]
+    fault: Fault
+
+    def __call__(self, rank: int) -> None:
+        torch.compiler.set_stance("force_eager")
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self.ranks),
+            "LOCAL_WORLD_SIZE": str(self.ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self.port),
+        }
+        os.dup2(2, 1)  # where Megatron's loggers write
+        from megatron_ext.launch import launch
+
+        self.fault.install(rank)
+        launch([str(SCRIPT), *self.flags])
+
+
+def end_of(script: Script, ranks: int, flags: Sequence[str], fault: Fault) -> list[RankResult]:
+    """How the ranks of a training end; none may have to be killed."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    training = Training(ranks, port, tuple(flags), fault)
+    with running_ranks(ranks, training, script, connect=False) as running:
+        results = running.wait(150)
+    for rank, result in enumerate(results):
+        assert result.exit_code is not None, f"rank {rank} hangs: {result.stderr}"
+    return results
+
+
+def pipeline_flags(ranks: int, microbatches: int, **flags: object) -> list[str]:
+    return model_flags(
+        pipeline_model_parallel_size=ranks,
+        num_layers=2 * ranks,
+        global_batch_size=microbatches,
+        train_iters=3,
+        **flags,
+    )
+
+
+# --- a loss that is not a number
+
+
+def said_of_the_loss(result: RankResult) -> list[str]:
+    """What Megatron says of a result that it rejects, without the figures."""
+    return re.findall(
+        r"Unexpected result nan on rank \d at iteration #\d invocation #\d|"
+        r"unexpected result is (?:not )?reproducible",
+        result.stderr,
+    )
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["once", "whenever it is run again"])
+def test_a_loss_that_is_not_a_number(script: Script, tmp_path: Path, again: bool) -> None:
+    """Megatron runs such an iteration again, to learn whether the machine is to blame, and ends
+    all ranks: with 17 if the result is another then, with 16 and a checkpoint if it is not."""
+    at = 4 + 2  # the third microbatch of the second iteration: the first is never judged
+    line, chunks = Fault(1, 0, at, again=again), Fault(1, 1, at, again=again)
+    expected = end_of(
+        script, 2, pipeline_flags(2, 4, save_interval=1000, save=tmp_path / "stock"), line
+    )
+    assert [result.exit_code for result in expected] == [16 if again else 17] * 2
+    assert len(said_of_the_loss(expected[1])) == 2
+    for schedule in SCHEDULES:
+        kept: dict[str, object] = {"save": tmp_path / schedule, "save_interval": 1000}
+        flags = pipeline_flags(2, 4, pipeline_schedule=schedule, **kept)
+        results = end_of(script, 2, flags, line if schedule == "zb-h1" else chunks)
+        for result, stocks in zip(results, expected, strict=True):
+            assert result.exit_code == stocks.exit_code, schedule
+            assert said_of_the_loss(result) == said_of_the_loss(stocks), schedule
+
+
+@contextlib.contextmanager
+def fault_in_ranks(fault: Fault) -> Iterator[None]:
+    """For all ranks that are forked within."""
+    hooks = torch.nn.modules.module._global_forward_hooks
+    before = dict(hooks)
+    fault.install(fault.rank)
+    try:
+        yield
+    finally:
+        hooks.clear()
+        hooks.update(before)
+
+
+@pytest.mark.parametrize("precision", [{}, {"fp16": True, "initial_loss_scale": 1024}], ids=str)
+def test_a_loss_that_is_not_a_number_and_nobody_checks(precision: dict[str, object]) -> None:
+    """The gradients are none either: they are applied, or in fp16 the iteration is skipped."""
+    flags: dict[str, object] = {"no_check_for_nan_in_loss_and_grad": True, **precision}
+    with fault_in_ranks(Fault(1, 0, 4 + 2)):
+        expected = train(2, pipeline_flags(2, 4, **flags))
+        runs = train(2, pipeline_flags(2, 4, pipeline_schedule="zb-h1", **flags))
+    assert list(map(repr, losses(runs))) == list(map(repr, losses(expected)))
+    assert whole_state(runs) == whole_state(expected)
+    with fault_in_ranks(Fault(1, 1, 4 + 2)):
+        for schedule in ("zb-v", "interleaved"):
+            runs = train(2, pipeline_flags(2, 4, pipeline_schedule=schedule, **flags))
+            are_numbers = [loss == loss for loss in losses(runs)]
+            assert are_numbers == [loss == loss for loss in losses(expected)]
+
+
+# --- a forward that throws
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("stage", ["first", "middle", "last"])
+def test_a_forward_that_throws(script: Script, schedule: str, stage: str) -> None:
+    placement = choose(schedule).place(3)
+    number = {"first": 0, "middle": placement.stages // 2, "last": placement.stages - 1}[stage]
+    failing = placement.rank_of[number]
+    chunk = placement.stages_of[failing].index(number)
+    results = end_of(
+        script,
+        3,
+        pipeline_flags(3, 6, pipeline_schedule=schedule),
+        Fault(failing, chunk, 6 + 3, throws=True),
+    )
+    assert {result.exit_code for result in results} == {1}
+    own = results[failing]
+    assert f"ValueError: {BROKEN}" in own.stderr
+    assert f"megatron_ext: pipeline rank {failing}, in {number}F3\n" in own.stderr
+    for rank, result in enumerate(results):
+        assert result.seconds - own.seconds < SOON
+        if rank != failing:
+            assert f"PeerFailure: pipeline rank {rank} was waiting for " in result.stderr
+            assert BROKEN not in result.stderr
+
+
+# --- data that ends early
+
+
+def forward_step(data: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
+    """Reads data where they are used, as real training does."""
+    ends = model.pre_process or model.post_process
+    tokens = next(data) if ends else torch.zeros(BATCH, SEQUENCE, dtype=torch.long)
+    positions = torch.arange(SEQUENCE).expand(BATCH, -1)
+    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE).triu(1).bool()
+    return model(tokens, positions, mask, labels=tokens), partial(loss_function)
+
+
+def step(
+    chunks: list[GPTModel], items: int, microbatches: int, forward_only: bool = False
+) -> list[Any]:
+    """One step on a list of ``items`` microbatches; this rank's losses."""
+    generator = torch.Generator().manual_seed(2)
+    data = [torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=generator) for _ in range(items)]
+    return stock_schedules.get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[iter(data) for _ in chunks],
+        model=chunks,
+        num_microbatches=microbatches,
+        seq_length=SEQUENCE,
+        micro_batch_size=BATCH,
+        forward_only=forward_only,
+    )
+
+
+def chunks_for(schedule: str, ranks: int) -> list[GPTModel]:
+    """This rank's chunks of a model, its process groups made."""
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=ranks,
+        virtual_pipeline_model_parallel_size=2 if schedule == "zb-v" else None,
+    )
+    model_parallel_cuda_manual_seed(0)
+    torch.manual_seed(1)
+    return build_chunks(V_LAYOUT) if schedule == "zb-v" else [build_model()]
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), [("zb-h1", 4), ("zb-v", V_RANKS)])
+def test_data_that_end_early(schedule: str, ranks: int) -> None:
+    """A list of three for four microbatches: the rank that reads it had a bare StopIteration."""
+
+    def on_rank(rank: int) -> list[str]:
+        with apply(cpu.patches()), megatron_ext.install(schedule=schedule):
+            chunks = chunks_for(schedule, ranks)
+            with pytest.raises((StopIteration, RuntimeError)) as caught:
+                step(chunks, items=3, microbatches=4)
+            time.sleep(1)  # it goes on: that must not keep the others
+            return [f"{caught.typename}: {caught.value}", *caught.value.__notes__]
+
+    results = run_ranks(ranks, on_rank)
+    errors = values(results)
+    first = choose(schedule).place(ranks).rank_of[0]
+    for rank, (error, *notes) in enumerate(errors):
+        if rank == first:
+            assert error == "StopIteration: "
+            assert notes[0] == f"megatron_ext: pipeline rank {rank}, in 0F3"
+            assert "the data iterator has ended; a step of 4 microbatches" in notes[1]
+        else:
+            assert "PeerFailure: pipeline rank" in error or "StopIteration" in error
+        assert results[rank].seconds - results[first].seconds < SOON
+
+
+# --- a batch that grows
+
+
+@contextlib.contextmanager
+def counting_builds(folder: Path) -> Iterator[Path]:
+    """Programs that ranks build within, a line each: rank, microbatches, whether for evaluation."""
+    build, file = schedules.build_program, folder / "builds"
+
+    def counted(choice: Any, problem: Problem) -> Program:
+        with open(file, "a") as lines:
+            lines.write(f"{dist.get_rank()} {problem.microbatches} {problem.forward_only}\n")
+        return build(choice, problem)
+
+    schedules.build_program = counted
+    try:
+        yield file
+    finally:
+        schedules.build_program = build
+
+
+# Megatron 0.19's --rampup-batch-size does nothing. Tokens, of 16 a sample, and batch sizes: m is 2,
+# 2, 4, 4, 6, 6, 8, 8.
+RAMPED: dict[str, object] = {
+    "pipeline_model_parallel_size": 2,
+    "global_batch_size": None,
+    "train_iters": None,
+    "train_samples": 40,
+    "step_batch_size_schedule": "0:2 64:4 192:6 384:8",
+}
+
+
+def ramped(**flags: object) -> list[Run]:
+    return train(2, model_flags(**RAMPED, **flags))
+
+
+def test_a_batch_that_grows(tmp_path: Path) -> None:
+    """Each number of microbatches has its program, which is built once and found again."""
+    reference = ramped(save=tmp_path / "at 2", save_interval=2)
+    assert len(losses(reference)) == 8
+    with counting_builds(tmp_path) as file:
+        assert_same(ramped(pipeline_schedule="zb-h1"), reference)
+    built = Counter(file.read_text().splitlines())
+    assert built == {f"{rank} {m} False": 1 for rank in range(2) for m in (2, 4, 6, 8)}
+    runs = ramped(pipeline_schedule="zb-v", load=tmp_path / "at 2", ckpt_step=2)
+    assert len(losses(runs)) == len(losses(reference)) - 2
+    assert_same(runs, reference)
+
+
+# --- evaluation of another size
+
+
+def test_evaluation_of_another_size(tmp_path: Path) -> None:
+    """Fewer microbatches than in training, and larger ones."""
+    flags: dict[str, object] = {
+        "eval_iters": 2,
+        "eval_interval": 2,
+        "eval_global_batch_size": 6,
+        "eval_micro_batch_size": 2,
+    }
+    with counting_builds(tmp_path) as file:
+        reference = train(2, pipeline_flags(2, 4, **flags))
+        assert evaluations(reference)
+        runs = train(2, pipeline_flags(2, 4, pipeline_schedule="zb-h1", **flags))
+        assert_same(runs, reference)
+        assert evaluations(runs) == evaluations(reference)
+    assert Counter(file.read_text().splitlines()) == {
+        f"{rank} {m} {only}": 1 for rank in range(2) for m, only in ((4, False), (3, True))
+    }
