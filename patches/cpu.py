@@ -174,6 +174,16 @@ def _compile_helpers(original: Any) -> None:
         original()
 
 
+def checkpoint_writer(*args: Any) -> None:
+    """`PersistentAsyncCaller.async_loop`, in a process of its own that no patch reaches."""
+    import torch
+    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+
+    for name, meaning in {**_cuda_names(), "device_count": lambda: 1}.items():
+        setattr(torch.cuda, name, meaning)
+    PersistentAsyncCaller.async_loop(*args)
+
+
 def _log_filter(original: Any, logger: Any, record: logging.LogRecord) -> Any:
     return record.msg != "CPU RNG state changed within GPU RNG context" and original(logger, record)
 
@@ -243,6 +253,12 @@ def patches() -> tuple[Patch, ...]:
             _compile_helpers,
             reason="the wheel has the compiled helpers but no Makefile",
             signature="()",
+        ),
+        replace(
+            "megatron.core.dist_checkpointing.strategies.async_utils:"
+            "PersistentAsyncCaller.async_loop",
+            checkpoint_writer,
+            reason="a process of its own, which reaches for a GPU too",
         ),
         wrap(
             "logging:Logger.filter",
