@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron_ext.runtime.weight_gradients import queue
@@ -71,6 +72,8 @@ class ModelStage:
             current_microbatch=microbatch,
             is_last_stage=self._is_last,
         )
+        # Megatron's model would keep its input, and through it the gradient, until the next F.
+        get_attr_wrapped_model(self._model, "set_input_tensor")([None])
         self.tokens += tokens
         if not call.forward_only:
             self._between[microbatch] = (x, output)

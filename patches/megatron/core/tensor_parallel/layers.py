@@ -130,5 +130,9 @@ class _SplitLinear(torch.autograd.Function):
         x, _ = ctx.saved_tensors
         stock = layers.LinearWithGradAccumulationAndAsyncCommunication
         dx = stock.backward(ctx, dy)[0]
-        queue.put(ctx.linear.weight, partial(ctx.linear.gradient, x, dy))
+        # The same memory, cut off from the graph, which holds the stage's input and its gradient.
+        # (dy can have one too: the loss overwrites the logits with their gradient. This node and
+        # the dy in its buffer would then keep each other.)
+        ctx.grad_output_buffer = None
+        queue.put(ctx.linear.weight, partial(ctx.linear.gradient, x.detach(), dy.detach()))
         return dx, None, None

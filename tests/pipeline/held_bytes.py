@@ -1,0 +1,367 @@
+"""What a rank really holds in memory during a training step: counted, action by action.
+
+Counted are storages: every one that an operation has made during the step and that still lives,
+whoever keeps it (autograd, the queue of weight gradients, the executor, the model, a leak). That
+is what `torch.cuda.memory_allocated` says on a GPU, less what was there before the step:
+parameters, gradient buffers, cached masks. Not counted is what an action has freed by its end.
+
+Tensors on their way are told apart: an output or a gradient from the pass that makes it until its
+send has been waited for, or until the next stage on the same rank takes it, and a receive from when
+it is posted until its pass takes it. The simulator knows nothing of them.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import schedules as stock
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_ext.patches.megatron.core.pipeline_parallel import schedules
+from megatron_ext.patches.megatron.core.pipeline_parallel.model_stage import ModelStage
+from megatron_ext.runtime.executor import _Execution
+from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.transport import Transport
+from megatron_ext.runtime.weight_gradients import queue
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.kinds import RULES, Duty
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.schedule import is_compute
+from megatron_ext.schedule.verify import Program
+
+Microbatch = tuple[int, int]  # stage, microbatch
+
+
+class LiveStorages(TorchDispatchMode):
+    """The storages made while this mode is on, and which still live.
+
+    ``maker`` is put on what is made from then on. A weak reference to a storage keeps its address,
+    so that an address stands for one storage as long as it is known here.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker: Action | None = None
+        self.maker_of: dict[int, Action | None] = {}
+        self._references: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        # torch.tensor() says what it has made by an operation on it
+        given = () if func is torch.ops.aten.lift_fresh.default else (args, kwargs)
+        before = {storage._cdata for storage in storages(given)}
+        for storage in storages(result):
+            if storage._cdata not in before:
+                self.maker_of[storage._cdata] = self.maker
+                self._references[storage._cdata] = StorageWeakRef(storage)
+        return result
+
+    def sizes(self) -> dict[int, int]:
+        """The bytes of each storage that lives, by its address."""
+        sizes = {}
+        for address in list(self._references):
+            storage = torch.UntypedStorage._new_with_weak_ptr(address)
+            if storage is None:
+                del self._references[address], self.maker_of[address]
+            else:
+                sizes[address] = storage.nbytes()
+        return sizes
+
+
+def storages(tree: object) -> list[torch.UntypedStorage]:
+    """Those of the tensors in ``tree``."""
+    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def addresses(tree: object) -> set[int]:
+    return {storage._cdata for storage in storages(tree)}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a rank holds right after ``action``, in bytes.
+
+    Attributes:
+        held: in all, but for what is on its way.
+        on_its_way: outputs, gradients and receives on their way.
+        own: of ``held``, what belongs to the action's stage and microbatch.
+        queued: what waits in the queue for the W pass of this stage and microbatch.
+        copied: of that, inputs of layers that no forward pass has made.
+    """
+
+    action: Action
+    held: int
+    on_its_way: int
+    own: int
+    queued: int
+    copied: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A step on one rank. ``left_over`` is what is held after it, losses apart."""
+
+    digest: str
+    samples: tuple[Sample, ...]
+    left_over: int
+
+    @property
+    def peak(self) -> int:
+        return max(sample.held for sample in self.samples)
+
+    @property
+    def peak_on_its_way(self) -> int:
+        return max(sample.on_its_way for sample in self.samples)
+
+
+class _MeasuredExecution:
+    """A step of ours that looks around after every action."""
+
+    def __init__(
+        self,
+        program: Program,
+        stages: Mapping[int, ModelStage],
+        transport: Transport,
+        recorder: Recorder,
+    ) -> None:
+        self.digest = program.digest
+        self.stages = stages
+        self.transport = transport
+        self.execution = _Execution(program, stages, transport, recorder)
+        for kind, handler in self.execution.handlers.items():
+            self.execution.handlers[kind] = self.sampled(handler)
+        self.live = LiveStorages()
+        self.samples: list[Sample] = []
+
+    def run(self) -> Measured:
+        with self.live:
+            self.execution.run()
+        del self.execution
+        left_over = self.live.sizes().keys() - self.kept_for_megatron()
+        sizes = self.live.sizes()
+        return Measured(
+            self.digest, tuple(self.samples), sum(sizes[address] for address in left_over)
+        )
+
+    def sampled(self, handler: Callable[[Action], None]) -> Callable[[Action], None]:
+        def handle(action: Action) -> None:
+            self.hand_over(action)
+            self.live.maker = action
+            handler(action)
+            self.live.maker = None
+            self.samples.append(self.sample(action))
+
+        return handle
+
+    def hand_over(self, action: Action) -> None:
+        """What the neighbouring stage on this rank has made for ``action`` is its own now."""
+        stage, _, microbatch = action
+        made = []
+        if Duty.FORWARD in RULES[action.kind].covers:
+            made = [self.execution.outputs.get((stage - 1, microbatch))]
+        elif Duty.INPUT_GRADIENT in RULES[action.kind].covers:
+            made = [self.execution.gradients.get((stage + 1, microbatch))]
+        for address in addresses(made):
+            self.live.maker_of[address] = Action(stage, Kind.FORWARD, microbatch)
+
+    def sample(self, action: Action) -> Sample:
+        sizes = self.live.sizes()
+        moving = self.on_their_way() & sizes.keys()
+        held = sizes.keys() - moving - self.kept_for_megatron()
+        whose = (action.stage, action.microbatch)
+        owners = self.owners()
+        own = [address for address in held if owners[address] == whose]
+        inputs, gradients = queued(whose)
+        copied = [address for address in inputs if not self.made_by_forward(address)]
+
+        def total(chosen: Iterable[int]) -> int:
+            return sum(sizes[address] for address in chosen)
+
+        return Sample(
+            action,
+            total(held),
+            total(moving),
+            total(own),
+            total((inputs | gradients) & sizes.keys()),
+            total(copied),
+        )
+
+    def owners(self) -> dict[int, Microbatch | None]:
+        """Whose each storage is: his who has made it. But a stage's output is its own, also what
+        stands for it when its memory has been freed, which the next stage on the rank may do."""
+        owners: dict[int, Microbatch | None] = {
+            address: None if maker is None else (maker.stage, maker.microbatch)
+            for address, maker in self.live.maker_of.items()
+        }
+        for number, stage in self.stages.items():
+            for microbatch, (_, y) in stage._between.items():
+                if y.numel() == 1:
+                    owners |= dict.fromkeys(addresses(y), (number, microbatch))
+        return owners
+
+    def made_by_forward(self, address: int) -> bool:
+        maker = self.live.maker_of[address]
+        return maker is not None and maker.kind in (Kind.FORWARD, Kind.RECV_F)
+
+    def on_their_way(self) -> set[int]:
+        transport = self.transport
+        return addresses(
+            [
+                list(self.execution.outputs.values()),
+                list(self.execution.gradients.values()),
+                list(transport._sending.values()),
+                list(transport._receiving.values()),
+                list(transport._read.values()),
+            ]
+        )
+
+    def kept_for_megatron(self) -> set[int]:
+        """The losses and token counts, which a step returns."""
+        return addresses([[stage.losses, stage.tokens] for stage in self.stages.values()])
+
+
+def queued(whose: Microbatch) -> tuple[set[int], set[int]]:
+    """The storages in the queue: inputs of layers, and gradients of their outputs."""
+    pairs = [
+        compute.args  # type: ignore[attr-defined]  # a partial of a layer's gradient
+        for computes in queue._pending.get(whose, {}).values()
+        for compute in computes
+    ]
+    return addresses([x for x, _ in pairs]), addresses([dy for _, dy in pairs])
+
+
+def measure_steps(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Let ranks forked from now on count, and leave what they found in ``folder``.
+
+    Each step overwrites what the one before has left: the first one also fills caches.
+    """
+
+    def execute(
+        program: Program,
+        stages: Mapping[int, ModelStage],
+        transport: Transport,
+        recorder: Recorder,
+    ) -> None:
+        measured = _MeasuredExecution(program, stages, transport, recorder).run()
+        (folder / str(transport.rank)).write_bytes(pickle.dumps(measured))
+
+    monkeypatch.setattr(schedules, "execute", execute)
+
+
+def read_steps(folder: Path, ranks: int) -> list[Measured]:
+    return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(ranks)]
+
+
+def measure_stock_steps(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """`measure_steps` for Megatron's own 1F1B: after each forward_step and backward_step.
+
+    On its way is the output of the pass; and what the backward pass before took and gave, which
+    stock's local variables keep until the next one.
+    """
+    run, forward, backward = (
+        stock.forward_backward_pipelining_without_interleaving,
+        stock.forward_step,
+        stock.backward_step,
+    )
+    lives: list[LiveStorages] = []
+    samples: list[Sample] = []
+    results: list[Any] = []
+    made: dict[str, int] = {"F": 0, "B": 0}
+    moving: dict[str, set[int]] = {}
+
+    def look(kind: Kind) -> None:
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        action = Action(rank, kind, made[str(kind)])
+        made[str(kind)] += 1
+        sizes = lives[-1].sizes()
+        on_its_way = set().union(*moving.values()) & sizes.keys()
+        held = sizes.keys() - on_its_way - addresses(results)
+        samples.append(
+            Sample(
+                action,
+                sum(sizes[address] for address in held),
+                sum(sizes[address] for address in on_its_way),
+                0,
+                0,
+                0,
+            )
+        )
+
+    def forward_step(*args: Any, **kwargs: Any) -> Any:
+        result = forward(*args, **kwargs)
+        results[:] = [args[5]]
+        moving["output"] = set() if kwargs["is_last_stage"] else addresses(result[0])
+        look(Kind.FORWARD)
+        return result
+
+    def backward_step(x: Any, y: Any, dy: Any, config: Any) -> Any:
+        dx = backward(x, y, dy, config)
+        moving["output"] = set()
+        moving["backward"] = addresses([x, dx, dy])
+        look(Kind.FULL_BACKWARD)
+        return dx
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        samples.clear()
+        made.update(F=0, B=0)
+        lives[:] = [LiveStorages()]
+        with lives[-1]:
+            result = run(*args, **kwargs)
+        sizes = lives[-1].sizes()
+        left_over = sizes.keys() - addresses(result)
+        measured = Measured("", tuple(samples), sum(sizes[address] for address in left_over))
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        (folder / str(rank)).write_bytes(pickle.dumps(measured))
+        return result
+
+    monkeypatch.setattr(stock, "forward_step", forward_step)
+    monkeypatch.setattr(stock, "backward_step", backward_step)
+    monkeypatch.setattr(stock, run.__name__, step)
+
+
+def messages_on_their_way(row: Sequence[Action], placement: Placement) -> list[int]:
+    """How many boundary tensors a rank must hold after each action of its ``row``, beside what the
+    simulator counts."""
+    moving: set[tuple[Kind, int, int]] = set()
+    counts = []
+    for stage, kind, microbatch in row:
+        duties = RULES[kind].covers
+        if Duty.FORWARD in duties:
+            moving.discard((Kind.RECV_F, stage, microbatch))
+            moving.discard((Kind.SEND_F, stage - 1, microbatch))  # handed over on this rank
+            if placement.is_remote(stage, +1) is not None:
+                moving.add((Kind.SEND_F, stage, microbatch))
+        elif Duty.INPUT_GRADIENT in duties:
+            moving.discard((Kind.RECV_B, stage, microbatch))
+            moving.discard((Kind.SEND_B, stage + 1, microbatch))
+            if placement.is_remote(stage, -1) is not None:
+                moving.add((Kind.SEND_B, stage, microbatch))
+        elif kind in (Kind.RECV_F, Kind.RECV_B):
+            moving.add((kind, stage, microbatch))
+        elif Duty.FREE_OUTPUT in duties:
+            moving.remove((Kind.SEND_F, stage, microbatch))
+        elif Duty.FREE_GRADIENT in duties:
+            moving.remove((Kind.SEND_B, stage, microbatch))
+        counts.append(len(moving))
+    return counts
+
+
+def computing(samples: Iterable[Sample]) -> list[Sample]:
+    """Those after passes."""
+    return [sample for sample in samples if is_compute(sample.action)]

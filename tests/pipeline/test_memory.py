@@ -1,0 +1,222 @@
+"""What ranks really hold against what the simulator says, in bytes, for every schedule.
+
+The bytes of a stage are measured once, with a single microbatch, and written to a costs file as a
+user would write it. From that file the peak of every schedule is predicted, and a training with the
+same file is counted, storage by storage (`held_bytes`). ``pytest -rP`` shows the figures.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ext.runtime.weight_gradients import WeightGradients
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.build import build_program
+from megatron_ext.schedule.costs import load_costs
+from megatron_ext.schedule.kinds import RULES, Duty, Held
+from megatron_ext.schedule.memory import in_bytes, peaks
+from megatron_ext.schedule.registry import choose, entries
+from megatron_ext.schedule.schedule import Problem
+from megatron_ext.schedule.verify import Program
+from tests.megatron_runs import model_flags, train
+from tests.pipeline.held_bytes import (
+    LiveStorages,
+    Measured,
+    computing,
+    measure_steps,
+    measure_stock_steps,
+    messages_on_their_way,
+    read_steps,
+)
+
+RANKS = 4
+MICROBATCHES = 8
+TOLERANCE = 0.01
+NO_FLAGS: Mapping[str, object] = {}
+# Activations of even a single layer dwarf a boundary tensor. The rerun machine would keep every
+# microbatch's tokens for the whole step.
+MODEL: dict[str, object] = {
+    "num_layers": 16,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "seq_length": 64,
+    "max_position_embeddings": 64,
+    "micro_batch_size": 2,
+    "pipeline_model_parallel_size": RANKS,
+    "rerun_mode": "disabled",
+    "train_iters": 2,  # the first fills caches
+}
+BOUNDARY = 64 * 2 * 64 * 4  # sequence x micro batch x hidden, in float32
+FULL_RECOMPUTE: dict[str, object] = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 16 // RANKS,
+}
+
+
+def measured(
+    spec: str | None, flags: Mapping[str, object] = NO_FLAGS, microbatches: int = MICROBATCHES
+) -> list[Measured]:
+    """The second step of a training under ``spec``, rank by rank; None is Megatron's own 1F1B."""
+    measure = measure_stock_steps if spec is None else measure_steps
+    overrides = MODEL | {"global_batch_size": 2 * microbatches, "pipeline_schedule": spec, **flags}
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as monkeypatch:
+        measure(monkeypatch, Path(folder))
+        train(RANKS, model_flags(**overrides))
+        return read_steps(Path(folder), RANKS)
+
+
+def costs_file(ranks: list[Measured], stages: int) -> Path:
+    """The costs that microbatch 0 shows: its bytes, and passes as in the documentation."""
+    held = {
+        sample.action: sample.own
+        for rank in ranks
+        for sample in rank.samples
+        if sample.action.microbatch == 0
+    }
+    costs = {
+        "version": 1,
+        "f": 10,
+        "i": 12,
+        "w": 8,
+        "comm": 1,
+        "bytes": {
+            Held.ACTIVATION.value: [held[Action(s, Kind.FORWARD, 0)] for s in range(stages)],
+            Held.WEIGHT_INPUTS.value: [
+                held.get(Action(s, Kind.BACKWARD_INPUT, 0), 0) for s in range(stages)
+            ],
+        },
+    }
+    path = Path(tempfile.mkdtemp(prefix="memory")) / "costs.json"
+    path.write_text(json.dumps(costs))
+    return path
+
+
+@functools.cache
+def costs_of(stages: int) -> Path:
+    """The same stage holds the same, wherever it lies and whoever schedules it."""
+    spec = {4: "2bp", 8: "interleaved-zb", 16: "hanayo"}[stages]
+    return costs_file(measured(spec, microbatches=1), stages)
+
+
+def predicted(
+    spec: str, costs: Path, microbatches: int = MICROBATCHES
+) -> tuple[Program, list[int]]:
+    """The program, and what the simulator says that its ranks hold at most."""
+    choice = choose(spec)
+    placement = choice.place(RANKS)
+    problem = Problem(placement, microbatches, load_costs(costs, placement))
+    program = build_program(choice, problem)
+    return program, [round(peak) for peak in peaks(program.schedule, in_bytes(problem.costs))]
+
+
+def table(name: str, expected: list[int], ranks: list[Measured]) -> Iterator[str]:
+    for rank, (figure, found) in enumerate(zip(expected, ranks, strict=True)):
+        yield (
+            f"| {name} | {rank} | {figure} | {found.peak} | {found.peak / figure - 1:+.3%} "
+            f"| {found.peak_on_its_way // BOUNDARY} |"
+        )
+
+
+def within_tolerance(expected: list[int], ranks: list[Measured]) -> bool:
+    return [rank.peak for rank in ranks] == pytest.approx(expected, rel=TOLERANCE)
+
+
+def assert_nothing_is_left(rank: Measured) -> None:
+    """After I only what W needs, after W nothing of the microbatch, after the step nothing."""
+    for sample in computing(rank.samples):
+        duties = RULES[sample.action.kind].covers
+        if Duty.WEIGHT_GRADIENT in duties:
+            assert sample.own == sample.queued == 0, sample
+        elif Duty.INPUT_GRADIENT in duties:
+            assert sample.own == sample.queued > 0, sample
+    assert rank.left_over == 0
+
+
+@pytest.mark.parametrize("spec", entries())
+def test_the_peak_is_what_the_simulator_said(spec: str) -> None:
+    costs = costs_of(choose(spec).place(RANKS).stages)
+    program, expected = predicted(spec, costs)
+    ranks = measured(spec, {"pipeline_costs": costs})
+    print(*table(spec, expected, ranks), sep="\n")
+    assert {rank.digest for rank in ranks} == {program.digest}
+    assert within_tolerance(expected, ranks)
+    for rank, row in zip(ranks, program.schedule.rows, strict=True):
+        assert_nothing_is_left(rank)
+        assert all(sample.copied == 0 for sample in rank.samples)
+        # what is on its way comes on top, to the byte as the program says
+        moving = messages_on_their_way(row, program.schedule.placement)
+        assert [sample.on_its_way for sample in rank.samples] == [BOUNDARY * n for n in moving]
+
+
+def test_stocks_1f1b_has_the_same_peak() -> None:
+    _, expected = predicted("1f1b", costs_of(4))
+    ranks = measured(None)
+    print(*table("Megatron's 1F1B", expected, ranks), sep="\n")
+    assert within_tolerance(expected, ranks)
+
+
+def test_full_recompute_holds_the_stages_input_alone() -> None:
+    """The last stage holds the logits beside it, the first one tokens."""
+    ranks = measured("zb-h1", FULL_RECOMPUTE)
+    _, expected = predicted("zb-h1", costs_file(ranks, RANKS))
+    print(*table("zb-h1, full recompute", expected, ranks), sep="\n")
+    assert within_tolerance(expected, ranks)
+    for rank in ranks:
+        assert_nothing_is_left(rank)
+    for stage in range(1, RANKS - 1):
+        samples = [s for s in ranks[stage].samples if s.action.kind is Kind.FORWARD]
+        assert len(samples) == MICROBATCHES
+        assert all(sample.own == BOUNDARY for sample in samples)
+
+
+def test_a_copy_and_a_leak_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The queue is given a copy of each layer's input, and somebody keeps the input itself."""
+    costs = costs_of(4)  # measured without either
+    put, kept = WeightGradients.put, []
+
+    def put_copy(self: WeightGradients, weight: Tensor, compute: partial[Tensor]) -> None:
+        x, dy = compute.args
+        kept.append(x)
+        put(self, weight, partial(compute.func, x.clone(), dy))
+
+    monkeypatch.setattr(WeightGradients, "put", put_copy)
+    _, expected = predicted("2bp", costs, microbatches=2)
+    ranks = measured("2bp", {"pipeline_costs": costs}, microbatches=2)
+    print(*table("2bp with copies", expected, ranks), sep="\n")
+    for figure, rank in zip(expected, ranks, strict=True):
+        assert rank.peak > (1 + TOLERANCE) * figure
+        assert any(sample.copied for sample in rank.samples)
+        assert any(sample.own > sample.queued > 0 for sample in computing(rank.samples))
+        assert rank.left_over > 0
+
+
+def test_a_storage_counts_once_and_as_long_as_it_lives() -> None:
+    before = torch.ones(100, requires_grad=True)
+    with LiveStorages() as live:
+        assert not live.sizes()
+        view = before.detach().view(10, 10)
+        assert not live.sizes()
+        copy = view.clone()
+        part = copy[3:]
+        assert list(live.sizes().values()) == [400]
+        del copy
+        assert list(live.sizes().values()) == [400]
+        del part
+        assert not live.sizes()
+        loss = before.exp().sum()  # autograd keeps what exp gave
+        assert sorted(live.sizes().values()) == [4, 400]
+        loss.backward()
+        assert sorted(live.sizes().values()) == [4, 400]  # the gradient
+        del loss
+        before.grad = None
+        assert not live.sizes()
