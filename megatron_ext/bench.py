@@ -1,4 +1,4 @@
-"""``megatron-ext bench``: real executors on ranks whose passes sleep for what they cost.
+"""``megatron-ext bench``: real executors on ranks whose passes sleep as long as they cost.
 
 One launch forks the ranks and times every contender in turn, so that what disturbs one disturbs
 all; the median over launches is reported. Ranks run first in, first out before everything else
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from megatron_ext.runtime.emulated import Contender
 
 STEPS = 3  # timed, after one that is not
-SLEEPS = 25  # to see how late this machine wakes a rank
-NOISY = 0.03  # a spread, or a lateness of sleeps, from which figures are not to be believed
+SLEEPS = 25  # passes of 20 ms, to see how late this machine wakes a rank
+NOISY = 0.03  # a spread, or a lateness of passes, from which figures are not to be believed
 
 _FREE = "f=1e-6,i=1e-6,w=1e-6"  # milliseconds: passes of no length, for what is beside them
 
@@ -78,7 +78,7 @@ class Report:
 
     rows: list[Measured]
     fifo: bool
-    late: float  # how much longer than asked a rank of this machine slept, at the worst
+    late: float  # how much longer than asked a pass of one step lasted, at the worst
 
     @property
     def doubts(self) -> list[str]:
@@ -88,7 +88,7 @@ class Report:
         if not self.fifo:
             found.append("ranks may not run first in, first out here (SCHED_FIFO needs root)")
         if self.late > NOISY:
-            found.append(f"ranks woke up to {self.late:.1%} late")
+            found.append(f"passes lasted up to {self.late:.1%} longer than asked")
         if wide > NOISY:
             found.append(f"launches differ by up to {wide:.1%}")
         return found
@@ -207,14 +207,16 @@ def _timed(step: Callable[[], None]) -> float:
 
 
 def _lateness() -> float:
-    """How much longer than asked this rank sleeps, as a share, nearly at the worst."""
+    """How much longer than asked an emulated pass lasts on this rank, nearly at the worst."""
+    from megatron_ext.runtime.emulated import take
+
     asked = 0.02
-    slept = []
+    lasted = []
     for _ in range(SLEEPS):
         start = time.monotonic()
-        time.sleep(asked)
-        slept.append(time.monotonic() - start)
-    return sorted(slept)[-2] / asked - 1
+        take(asked)
+        lasted.append(time.monotonic() - start)
+    return sorted(lasted)[-2] / asked - 1
 
 
 def _largest(value: float) -> float:

@@ -22,10 +22,16 @@ SHAPE = (1, 1, 8)  # of what passes between stages
 DTYPE = torch.float32
 
 
+WAKES_LATE = 0.0003  # seconds, about, that a system lets a sleeper oversleep
+
+
 def take(seconds: float) -> None:
-    """Let a pass last ``seconds``."""
-    if seconds > 1e-6:  # less is none: a sleep of no length costs fifty times that
-        time.sleep(seconds)
+    """Let a pass last ``seconds``: asleep, but for the last moment, so that it ends on time."""
+    end = time.monotonic() + seconds
+    if seconds > WAKES_LATE:
+        time.sleep(seconds - WAKES_LATE)
+    while time.monotonic() < end:
+        pass
 
 
 class _Activations(torch.autograd.Function):
