@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import torch
 
 from megatron_ext.schedule.action import Action
 
 
-@dataclass(frozen=True)
-class Position:
+class Position(NamedTuple):
     """What a rank does since ``since`` (`time.monotonic` seconds).
 
     ``peer`` is the pipeline rank it waits for; None while it computes.
@@ -40,30 +38,32 @@ class Recorder:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.position: Position | None = None  # None between steps
-        self._ranges = torch.cuda.is_available()
+        self.ranges = torch.cuda.is_available()
 
-    @contextlib.contextmanager
-    def computing(self, action: Action) -> Iterator[None]:
+    def computing(self, action: Action) -> AbstractContextManager[None]:
         """Around a pass."""
-        if self._ranges:
-            torch.cuda.nvtx.range_push(str(action))
-        try:
-            with self._at(Position(self.rank, action, None, time.monotonic())):
-                yield
-        finally:
-            if self._ranges:
-                torch.cuda.nvtx.range_pop()
+        return _Stay(self, Position(self.rank, action, None, time.monotonic()))
 
-    @contextlib.contextmanager
-    def waiting(self, action: Action, peer: int) -> Iterator[None]:
+    def waiting(self, action: Action, peer: int) -> AbstractContextManager[None]:
         """Around a blocking wait for the message ``action``."""
-        with self._at(Position(self.rank, action, peer, time.monotonic())):
-            yield
+        return _Stay(self, Position(self.rank, action, peer, time.monotonic()))
 
-    @contextlib.contextmanager
-    def _at(self, position: Position) -> Iterator[None]:
-        self.position = position
-        try:
-            yield
-        finally:
-            self.position = None
+
+class _Stay:
+    """A rank stays at a position. (Once an action: a class costs less than a generator.)"""
+
+    __slots__ = ("_position", "_recorder")
+
+    def __init__(self, recorder: Recorder, position: Position) -> None:
+        self._recorder = recorder
+        self._position = position
+
+    def __enter__(self) -> None:
+        if self._recorder.ranges and self._position.peer is None:
+            torch.cuda.nvtx.range_push(str(self._position.action))
+        self._recorder.position = self._position
+
+    def __exit__(self, *error: object) -> None:
+        self._recorder.position = None
+        if self._recorder.ranges and self._position.peer is None:
+            torch.cuda.nvtx.range_pop()

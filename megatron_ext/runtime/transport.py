@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -18,9 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.schedule.action import Action
+from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.graph import Channel, channel_of
-from megatron_ext.schedule.kinds import RULES, Lane
 from megatron_ext.schedule.placement import Placement
 
 MAX_DIMENSIONS = 7
@@ -116,6 +116,7 @@ class Transport:
         self._receiving: dict[Action, tuple[dist.Work, Tensor]] = {}
         self._unread: dict[Channel, deque[Action]] = {}  # varying shapes: posted, not yet read
         self._read: dict[Action, Tensor] = {}
+        self._ways: dict[tuple[int, Kind], Channel] = {}
 
     def abandon(self) -> None:
         """Give the step up. A rank whose caller goes on after its error would leave the others
@@ -126,7 +127,7 @@ class Transport:
 
     def send(self, action: Action, tensor: Tensor) -> None:
         """Start sending ``tensor``; it must not change or be freed before `wait_sent`."""
-        channel = channel_of(action, self._placement)
+        channel = self._channel_of(action)
         data = tensor.detach().contiguous()
         self._check(data, action)
         parts = [data]
@@ -147,7 +148,7 @@ class Transport:
         Where shapes vary, the shape comes first and the tensor can be received only when it is
         known: then both are done in `received`, in the channel's order.
         """
-        channel = channel_of(action, self._placement)
+        channel = self._channel_of(action)
         if self._boundary.shape is None:
             self._unread.setdefault(channel, deque()).append(action)
         else:
@@ -158,7 +159,7 @@ class Transport:
     def received(self, action: Action) -> Tensor:
         """The tensor of the posted receive ``action``, when it has come."""
         if self._boundary.shape is None:
-            channel = channel_of(action, self._placement)
+            channel = self._channel_of(action)
             while action not in self._read:
                 following = self._unread[channel].popleft()
                 self._read[following] = self._receive_shaped(channel, following)
@@ -196,23 +197,47 @@ class Transport:
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self._channels.device)
 
-    @contextlib.contextmanager
-    def _dealing_with_peer(self, action: Action) -> Iterator[None]:
+    def _channel_of(self, action: Action) -> Channel:
+        key = action.stage, action.kind
+        if key not in self._ways:
+            self._ways[key] = channel_of(action, self._placement)
+        return self._ways[key]
+
+    def _dealing_with_peer(self, action: Action) -> AbstractContextManager[None]:
         """Around each call that the rank at the other end of ``action`` can make fail or wait."""
-        channel = channel_of(action, self._placement)
-        sends = RULES[action.kind].lane is Lane.SEND
-        peer = channel.receiver if sends else channel.sender
-        with self._recorder.waiting(action, peer):
-            try:
-                yield
-            except RuntimeError as error:
-                if isinstance(error, torch.OutOfMemoryError) or str(error).startswith("CUDA error"):
-                    raise  # this rank's own
-                raise PeerFailure(
-                    f"pipeline rank {self.rank} was waiting for {action} "
-                    f"({'to' if sends else 'from'} pipeline rank {peer}), which has failed or "
-                    f"hangs: look for the first error of that rank. torch says: {error}"
-                ) from error
+        channel = self._channel_of(action)
+        sends = channel.sender == self.rank
+        return _Dealing(
+            self._recorder, action, sends, channel.receiver if sends else channel.sender
+        )
+
+
+class _Dealing:
+    """A call that a peer can make fail or wait. (A class costs less than a generator.)"""
+
+    __slots__ = ("_action", "_peer", "_recorder", "_sends", "_waiting")
+
+    def __init__(self, recorder: Recorder, action: Action, sends: bool, peer: int) -> None:
+        self._recorder = recorder
+        self._action = action
+        self._sends = sends
+        self._peer = peer
+        self._waiting = recorder.waiting(action, peer)
+
+    def __enter__(self) -> None:
+        self._waiting.__enter__()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._waiting.__exit__(None, None, None)
+        if not isinstance(error, RuntimeError):
+            return
+        if isinstance(error, torch.OutOfMemoryError) or str(error).startswith("CUDA error"):
+            return  # this rank's own
+        raise PeerFailure(
+            f"pipeline rank {self._recorder.rank} was waiting for {self._action} "
+            f"({'to' if self._sends else 'from'} pipeline rank {self._peer}), which has failed or "
+            f"hangs: look for the first error of that rank. torch says: {error}"
+        ) from error
 
 
 def _shape_header(tensor: Tensor) -> Tensor:

@@ -21,6 +21,14 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
         {"pipeline_memory_limit": "3"},
         "0F3 brings rank 0 over the memory limit of 3 microbatches: the schedule's peak there is 4",
     ),
+    "memory limit, for a batch that comes later": (
+        {
+            "pipeline_memory_limit": "3",
+            "global_batch_size": None,
+            "step_batch_size_schedule": "0:2 16:8",
+        },
+        "brings rank 0 over the memory limit of 3 microbatches: the schedule's peak there is 4",
+    ),
     "bytes": ({"pipeline_memory_limit": "0.00001GiB"}, "over the memory limit of 1e-05GiB"),
     "bytes without bytes": (
         {"pipeline_memory_limit": "1GiB", "pipeline_costs": "f=1,i=1,w=1"},

@@ -10,6 +10,8 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
+
 from megatron_ext.config import ESTIMATE, PipelineConfig, add_flags
 from megatron_ext.errors import exit_for
 from megatron_ext.patches.engine import Patch, wrap
@@ -92,7 +94,7 @@ def check(args: Any, config: PipelineConfig) -> None:
 
     Raises:
         ValueError: a setting that does not go with the schedule, or a schedule that cannot be made
-            for these sizes and limits.
+            for these sizes and limits, with any number of microbatches that a step will have.
     """
     choice = config.choice()
     ranks = args.pipeline_model_parallel_size
@@ -104,7 +106,6 @@ def check(args: Any, config: PipelineConfig) -> None:
     refuse(args, choice)
     placement = choice.place(ranks)
     layers = layers_of_stages(args, placement)
-    microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     if config.costs is None or config.costs == ESTIMATE:
         costs = estimated_costs(
             args,
@@ -115,5 +116,17 @@ def check(args: Any, config: PipelineConfig) -> None:
         )
     else:
         costs = parse_costs(config.costs, placement)
-    limit = parse_limit(config.memory_limit, ranks, microbatches) if config.memory_limit else None
-    build_program(choice, Problem(placement, microbatches, costs, limit))
+    for microbatches in _microbatches_of_steps(args):
+        text = config.memory_limit
+        limit = None if text is None else parse_limit(text, ranks, microbatches)
+        build_program(choice, Problem(placement, microbatches, costs, limit))
+
+
+def _microbatches_of_steps(args: Any) -> list[int]:
+    """The numbers of microbatches that training steps will have."""
+    sizes = [args.global_batch_size]
+    if args.step_batch_size_schedule is not None:
+        parse = StepBatchsizeNumMicroBatchesCalculator._parse_schedule
+        sizes = [size for _, size in parse(args.step_batch_size_schedule, None)]
+    at_once = args.micro_batch_size * args.data_parallel_size
+    return sorted({size // at_once for size in sizes})
