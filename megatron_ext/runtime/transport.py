@@ -70,15 +70,16 @@ class Channels:
         move = self.send if self.rank == channel.sender else self.receive
         move(channel, token).wait()
 
+    # The groups themselves are asked, not dist.isend and irecv: they look up for every message
+    # which rank of a group of two is the other.
+
     def send(self, channel: Channel, tensor: Tensor) -> dist.Work:
-        work = dist.isend(tensor, self._global_ranks[channel.receiver], group=self._groups[channel])
-        assert work is not None
-        return work
+        group = self._groups[channel]
+        return group.send([tensor], 1 - group.rank(), 0)
 
     def receive(self, channel: Channel, tensor: Tensor) -> dist.Work:
-        work = dist.irecv(tensor, self._global_ranks[channel.sender], group=self._groups[channel])
-        assert work is not None
-        return work
+        group = self._groups[channel]
+        return group.recv([tensor], 1 - group.rank(), 0)
 
 
 def _all_pipelines(mine: list[int]) -> list[list[int]]:
