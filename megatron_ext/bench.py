@@ -170,6 +170,7 @@ def _rank(rank: int, setting: Setting, folder: str) -> None:
     result: dict[str, Any] = {"steps": {}, "fifo": fifo}
     gc.collect()
     gc.disable()
+    dist.barrier()
     result["late"] = _largest(_lateness())
     for costs, figure in ((setting.costs, "seconds"), (_FREE, "host")):
         for contender in _contenders(setting, costs):
