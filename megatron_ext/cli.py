@@ -41,6 +41,13 @@ Schedule = Annotated[
     str, typer.Argument(metavar="SPEC", help="NAME[:key=value,...] or a .csv or .py file")
 ]
 
+Ranks = Annotated[int, typer.Option(help="Pipeline ranks.")]
+Microbatches = Annotated[int, typer.Option("-m", "--microbatches", help="Of one step.")]
+CostsText = Annotated[
+    str, typer.Option(help="f=10,i=12,w=8,comm=1 per microbatch of a rank, or a JSON file")
+]
+Limit = Annotated[str | None, typer.Option(help="5, 0.5x or 60GiB")]
+
 
 def fail(error: Exception) -> NoReturn:
     """End a command with status 2 and the error's text."""
@@ -71,12 +78,10 @@ def schedules(as_json: Json = False) -> None:
 @app.command()
 def simulate(
     spec: Schedule,
-    pp: Annotated[int, typer.Option(help="Pipeline ranks.")],
-    microbatches: Annotated[int, typer.Option("-m", "--microbatches", help="Of one step.")],
-    costs: Annotated[
-        str, typer.Option(help="f=10,i=12,w=8,comm=1 per microbatch of a rank, or a JSON file")
-    ] = "f=1,i=1,w=1,comm=0",
-    memory_limit: Annotated[str | None, typer.Option(help="5, 0.5x or 60GiB")] = None,
+    pp: Ranks,
+    microbatches: Microbatches,
+    costs: CostsText = "f=1,i=1,w=1,comm=0",
+    memory_limit: Limit = None,
     as_json: Json = False,
     vpp: Annotated[int | None, typer.Option(help="Chunks of a rank, for loops.")] = None,
     certify: Annotated[
@@ -142,12 +147,10 @@ def verify(file: Annotated[Path, typer.Argument(help="Compute actions, a line pe
 
 @app.command()
 def plan(
-    pp: Annotated[int, typer.Option(help="Pipeline ranks.")],
-    microbatches: Annotated[int, typer.Option("-m", "--microbatches", help="Of one step.")],
-    costs: Annotated[
-        str, typer.Option(help="f=10,i=12,w=8,comm=1 per microbatch of a rank, or a JSON file")
-    ] = "f=1,i=1,w=1,comm=0",
-    memory_limit: Annotated[str | None, typer.Option(help="5, 0.5x or 60GiB")] = None,
+    pp: Ranks,
+    microbatches: Microbatches,
+    costs: CostsText = "f=1,i=1,w=1,comm=0",
+    memory_limit: Limit = None,
     as_json: Json = False,
     plot: Annotated[
         Path | None, typer.Option(help="Draw time against memory, as .svg or .png.")
@@ -208,8 +211,8 @@ def _print_plan(found: Plan) -> None:
 
 @app.command()
 def bench(
-    pp: Annotated[int, typer.Option(help="Pipeline ranks.")] = 4,
-    microbatches: Annotated[int, typer.Option("-m", "--microbatches", help="Of one step.")] = 8,
+    pp: Ranks = 4,
+    microbatches: Microbatches = 8,
     costs: Annotated[
         str, typer.Option(help="Milliseconds per microbatch of a rank: f=40,i=40,w=40")
     ] = "f=40,i=40,w=40",
