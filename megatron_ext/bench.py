@@ -161,7 +161,7 @@ def _rank(rank: int, setting: Setting, folder: str) -> None:
     from megatron_ext.patches.engine import apply
 
     cpu = importlib.import_module(CPU_PLATFORM)
-    os.environ |= cpu.ENVIRONMENT | {"GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= cpu.environment({})
     torch.set_num_threads(1)
     apply(cpu.patches())
     fifo = _first_in_first_out()  # before gloo starts its threads, which inherit it

@@ -40,13 +40,21 @@ class Feature:
         return [patch for module in modules for patch in module.patches(config)]
 
 
+def _splits(choice: Choice) -> bool:
+    return choice.splits_backward
+
+
+def _moves_first_stage(choice: Choice) -> bool:
+    return choice.example.rank_of[0] != 0
+
+
 FEATURES = (
     Feature("flags", ("training.arguments",), None),
     Feature("schedule", ("core.pipeline_parallel.schedules",), lambda choice: True),
     Feature(
         "split backward of local linear layers",
         ("core.tensor_parallel.layers",),
-        lambda choice: choice.splits_backward,
+        _splits,
     ),
     Feature(
         "virtual stages",
@@ -65,7 +73,7 @@ FEATURES = (
             "training.models.dist_utils",
             "training.training",
         ),
-        lambda choice: choice.example.rank_of[0] != 0,
+        _moves_first_stage,
     ),
 )
 
@@ -93,14 +101,6 @@ class Refusal:
     unsupported: Callable[[Any], bool]
     instead: str
     by: Callable[[Choice], bool] = lambda choice: True
-
-
-def _splits(choice: Choice) -> bool:
-    return choice.splits_backward
-
-
-def _moves_first_stage(choice: Choice) -> bool:
-    return choice.example.rank_of[0] != 0
 
 
 REFUSALS = (

@@ -39,6 +39,7 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
+from megatron_ext.runtime.emulated import AutogradStage
 from megatron_ext.runtime.executor import execute
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.transport import Boundary, Channels, Transport
@@ -86,15 +87,14 @@ class _SplitLinear(torch.autograd.Function):
         return dy @ ctx.weight, None
 
 
-class LinearStage:
+class LinearStage(AutogradStage):
     """``y = tanh(x) W^T``; the last stage makes a loss of it, the first draws its own x."""
 
     def __init__(self, number: int, is_last: bool) -> None:
-        self.number = number
+        super().__init__(number)
         self.is_last = is_last
         draw = torch.Generator().manual_seed(number)
         self.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH, generator=draw) / 4)
-        self.between: dict[int, tuple[Tensor | None, Tensor]] = {}  # input, output of F
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
         if x is None:
@@ -107,26 +107,6 @@ class LinearStage:
             y = y.square().mean()
         self.between[microbatch] = x, y
         return y
-
-    def backward_input(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
-        x, y = self.between.pop(microbatch)
-        with queue.collecting(self.number, microbatch):
-            torch.autograd.backward(y, dy)
-        return None if x is None else x.grad
-
-    def backward_weight(self, microbatch: int) -> None:
-        queue.run(self.number, microbatch)
-
-    def backward(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
-        dx = self.backward_input(microbatch, dy)
-        self.backward_weight(microbatch)
-        return dx
-
-    def output_sent(self, microbatch: int) -> None:
-        pass
-
-    def gradients_complete(self) -> None:
-        pass
 
 
 def draw(dice: random.Random, ranks: int) -> tuple[str, Program]:

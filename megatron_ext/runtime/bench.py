@@ -9,7 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import pipelining
 
-from megatron_ext.runtime.emulated import DTYPE, SHAPE, Contender, EmulatedChunk, data
+from megatron_ext.runtime.emulated import (
+    DTYPE,
+    SHAPE,
+    AutogradStage,
+    Contender,
+    EmulatedChunk,
+    data,
+)
 from megatron_ext.runtime.executor import execute
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.transport import Boundary, Channels, Transport
@@ -55,41 +62,20 @@ def _passes(program: Program) -> int:
     return len(program.schedule.compute_rows[0])
 
 
-class EmulatedStage:
+class EmulatedStage(AutogradStage):
     """`Stage` around an `EmulatedChunk`."""
 
     def __init__(self, number: int, chunk: EmulatedChunk, is_last: bool) -> None:
-        self._number = number
+        super().__init__(number)
         self._chunk = chunk
         self._is_last = is_last
-        self._between: dict[int, tuple[Tensor | None, Tensor]] = {}
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
         y: Tensor = self._chunk(data() if x is None else x)
         if self._is_last:
             y = y.mean()
-        self._between[microbatch] = x, y
+        self.between[microbatch] = x, y
         return y
-
-    def backward_input(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
-        x, y = self._between.pop(microbatch)
-        with queue.collecting(self._number, microbatch):
-            torch.autograd.backward(y, dy)
-        return None if x is None else x.grad
-
-    def backward_weight(self, microbatch: int) -> None:
-        queue.run(self._number, microbatch)
-
-    def backward(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
-        dx = self.backward_input(microbatch, dy)
-        self.backward_weight(microbatch)
-        return dx
-
-    def output_sent(self, microbatch: int) -> None:
-        pass
-
-    def gradients_complete(self) -> None:
-        pass
 
 
 def ours(spec: str, ranks: int, microbatches: int, costs: str) -> Contender:

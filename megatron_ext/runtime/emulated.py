@@ -85,6 +85,37 @@ class EmulatedChunk(torch.nn.Module):
         return y + _Weight.apply(self.weight, seconds[Duty.WEIGHT_GRADIENT])
 
 
+class AutogradStage:
+    """`Stage` of one small module: a subclass says what F is, and keeps its input and output."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.between: dict[int, tuple[Tensor | None, Tensor]] = {}  # input, output of F
+
+    def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
+        raise NotImplementedError
+
+    def backward_input(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
+        x, y = self.between.pop(microbatch)
+        with queue.collecting(self.number, microbatch):
+            torch.autograd.backward(y, dy)
+        return None if x is None else x.grad
+
+    def backward_weight(self, microbatch: int) -> None:
+        queue.run(self.number, microbatch)
+
+    def backward(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
+        dx = self.backward_input(microbatch, dy)
+        self.backward_weight(microbatch)
+        return dx
+
+    def output_sent(self, microbatch: int) -> None:
+        pass
+
+    def gradients_complete(self) -> None:
+        pass
+
+
 @dataclass(frozen=True)
 class Contender:
     """A way to run a step, on this rank.

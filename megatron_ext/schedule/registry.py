@@ -113,7 +113,8 @@ def choose(spec: str) -> Choice:
         name, _, options_text = spec.partition(":")
         entry = _find(name)
     options = _parse_options(entry, options_text)
-    place = functools.partial(entry.place, **_accepted(entry.place, options))
+    # Megatron asks where the first stage is several times a microbatch.
+    place = functools.cache(functools.partial(entry.place, **_accepted(entry.place, options)))
     build = functools.partial(entry.build, **_accepted(entry.build, options))
     return Choice(spec, place, build, entry.splits_backward)
 

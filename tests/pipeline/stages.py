@@ -251,11 +251,6 @@ class CountingTransport(Transport):
         self.read.append(action)
         return super().received(action)
 
-    def is_empty(self) -> bool:
-        """Whether no message is under way, and none has come that nobody has read."""
-        messages = [self._sending, self._receiving, self._read, *self._unread.values()]
-        return not any(messages)
-
 
 @dataclass
 class Pipeline:
