@@ -178,10 +178,28 @@ def checkpoint_writer(*args: Any) -> None:
     """`PersistentAsyncCaller.async_loop`, in a process of its own that no patch reaches."""
     import torch
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import (
+        FileSystemWriterAsync,
+    )
 
     for name, meaning in {**_cuda_names(), "device_count": lambda: 1}.items():
         setattr(torch.cuda, name, meaning)
+    preload = FileSystemWriterAsync.preload_tensors
+    FileSystemWriterAsync.preload_tensors = staticmethod(
+        lambda *buckets: _copied(preload(*buckets))
+    )
     PersistentAsyncCaller.async_loop(*args)
+
+
+def _copied(buckets: Sequence[Any]) -> list[Any]:
+    """With tensors that training does not write to while they are saved.
+
+    What is copied from a GPU is a copy already; host tensors are shared between the processes.
+    """
+    return [
+        (file, key, (plain, [(item, tensor.clone()) for item, tensor in tensors]))
+        for file, key, (plain, tensors) in buckets
+    ]
 
 
 def _log_filter(original: Any, logger: Any, record: logging.LogRecord) -> Any:

@@ -5,10 +5,14 @@ That Megatron trains with them takes several ranks and is tested in tests/pipeli
 
 import argparse
 import logging
+import multiprocessing
 import subprocess
 import sys
+import time
 import types
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -113,6 +117,52 @@ def test_a_data_loader_leaves_the_generator_alone(platform: engine.Handle) -> No
     state = torch.get_rng_state()
     next(iter(torch.utils.data.DataLoader([1, 2, 3])))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def write_once_changed(folder: Path, buckets: list[Any], _: Any) -> None:
+    """Stands for Megatron's writer of files, delayed until training has gone on."""
+    (folder / "begun").touch()
+    while not (folder / "changed").exists():
+        time.sleep(0.01)
+    ((_, _, (_, [(item, tensor)])),) = buckets
+    (folder / "being written").write_text(f"{item} {tensor.tolist()}")
+    (folder / "being written").rename(folder / "written")
+
+
+def test_what_is_saved_in_the_background_is_of_one_iteration(tmp_path: Path) -> None:
+    """A checkpoint held half of one iteration's parameters and half of a later one's.
+
+    The writing process shares the trainer's host tensors, and Megatron's copy of them from the GPU
+    is none where there is no GPU.
+    """
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    weight = torch.ones(2)
+    buckets = [("file", "key", ([], [("weight", weight)]))]
+    request = AsyncRequest(
+        write_once_changed,
+        (tmp_path, buckets, None),
+        [],
+        preload_fn=partial(FileSystemWriterAsync.preload_tensors, buckets, True),
+    )
+    context = multiprocessing.get_context("spawn")
+    requests, preloaded, done = context.JoinableQueue(), context.JoinableQueue(), context.Queue()
+    writer = context.Process(
+        target=cpu.checkpoint_writer, args=(0, requests, preloaded, done, logging.WARNING, 10, None)
+    )
+    writer.start()
+    preloaded.put(request.call_idx)
+    requests.put(request)
+    while not (tmp_path / "begun").exists():
+        assert writer.is_alive()
+        time.sleep(0.01)
+    weight.fill_(2.0)  # the next iteration
+    (tmp_path / "changed").touch()
+    requests.put("DONE")
+    writer.join(60)
+    assert writer.exitcode == 0
+    assert (tmp_path / "written").read_text() == "weight [1.0, 1.0]"
 
 
 def test_the_warning_of_the_shared_generator_is_not_logged(
