@@ -67,9 +67,8 @@ def draw_plan(plan: Plan, path: Path) -> None:
         name = row["schedule"]
         colour = "#D55E00" if name in plan.pareto else "#999999"
         axes.plot(peak(row), row["makespan"], "o", color=colour)
-        axes.annotate(
-            name, (peak(row), row["makespan"]), xytext=(5, 4), textcoords="offset points", size=8
-        )
+    for point, names in _labels(plan).items():
+        axes.annotate(names, point, xytext=(5, 4), textcoords="offset points", size=8)
     front = [row for row in plan.reports if row["schedule"] in plan.pareto]
     axes.step(
         [peak(row) for row in reversed(front)],
@@ -82,6 +81,27 @@ def draw_plan(plan: Plan, path: Path) -> None:
     axes.set_ylabel("makespan of a step")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
+
+
+def _labels(plan: Plan) -> dict[tuple[float, float], str]:
+    """What to write at the last of the points that are too close for a label each."""
+    points = {row["schedule"]: (peak(row), row["makespan"]) for row in plan.reports}
+    peaks, makespans = zip(*points.values(), strict=True)
+    width = 0.06 * (max(peaks) - min(peaks))
+    height = 0.03 * (max(makespans) - min(makespans))
+
+    def close(one: str, other: str) -> bool:
+        (x, y), (others_x, others_y) = points[one], points[other]
+        return abs(x - others_x) <= width and abs(y - others_y) <= height
+
+    groups: list[list[str]] = []
+    for name in sorted(points, key=points.__getitem__):
+        group = next((group for group in groups if any(close(name, n) for n in group)), None)
+        if group is None:
+            groups.append([name])
+        else:
+            group.append(name)
+    return {points[group[-1]]: ", ".join(group) for group in groups}
 
 
 def draw_bars(names: Sequence[str], ideal_and_measured: Sequence[Pair], path: Path) -> None:
