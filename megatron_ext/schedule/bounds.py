@@ -6,19 +6,26 @@ pass of a kind can always be given to microbatch k without moving it in time.
 
 from __future__ import annotations
 
-from megatron_ext.schedule.kinds import Duty
+import math
+
+from megatron_ext.schedule.fill import Memory, memory_of
+from megatron_ext.schedule.kinds import Duty, Held
 from megatron_ext.schedule.schedule import Problem
 
 
 def lower_bound(problem: Problem, splits_backward: bool) -> float:
-    """No schedule on ``problem``'s placement has a smaller makespan; the memory limit is ignored.
+    """No schedule on ``problem``'s placement, within its memory limit, has a smaller makespan.
 
-    For each rank: nothing can run there before a microbatch arrives, all its work takes its time,
-    and after its last input gradient the gradient still has to travel to the first stage, where the
-    weight gradient of that microbatch comes last. W may fill the rank's end in the meantime, unless
-    the backward is not split.
+    A rank is idle, beside its work:
+
+    - before its first I. The first microbatch has to reach it, and to come back to it from the last
+      stage; until then there is nothing to do but F, of as many microbatches as memory holds.
+    - after its last I. That gradient has to travel to the first stage, whose W comes last of all;
+      the rank has nothing left to do but W, of as many microbatches as memory holds (none, unless
+      the backward is split).
     """
     placement, costs, m = problem.placement, problem.costs, problem.microbatches
+    memory = memory_of(problem)
     forward = costs.seconds[Duty.FORWARD]
     input_gradient = costs.seconds[Duty.INPUT_GRADIENT]
     weight_gradient = costs.seconds[Duty.WEIGHT_GRADIENT]
@@ -28,15 +35,35 @@ def lower_bound(problem: Problem, splits_backward: bool) -> float:
         i if splits_backward else i + w
         for i, w in zip(input_gradient, weight_gradient, strict=True)
     ]
-    arrival = [sum(forward[:s]) + sum(hop[: s + 1]) for s in stages]
     last_weight = weight_gradient[0] if splits_backward else 0.0
-    return_trip = [sum(backward[:s]) + sum(hop[: s + 1]) + last_weight for s in stages]
-    round_trip = arrival[-1] + forward[-1] + sum(backward) + sum(hop) + last_weight
 
-    bound = round_trip
-    for row in placement.stages_of:
-        head = min(arrival[s] for s in row)
+    bound = sum(forward) + sum(backward) + 2 * sum(hop) + last_weight  # one microbatch
+    for rank, row in enumerate(placement.stages_of):
+        first, last = row[0], row[-1]
+        arrival = sum(forward[:first]) + sum(hop[: first + 1])
+        way_out = sum(forward) + sum(hop)
+        way_back = sum(backward[last + 1 :]) + sum(hop[last + 1 :])
+        return_trip = sum(backward[:first]) + sum(hop[: first + 1]) + last_weight
+        ahead = _most_work(forward, Held.ACTIVATION, rank, problem, memory)
+        left = 0.0
+        if splits_backward:
+            left = _most_work(weight_gradient, Held.WEIGHT_INPUTS, rank, problem, memory)
         work = m * sum(forward[s] + input_gradient[s] + weight_gradient[s] for s in row)
-        passing = m * sum(forward[s] + backward[s] for s in row)
-        bound = max(bound, head + work, head + passing + return_trip[row[0]])
+        idle_before = max(arrival, way_out + way_back - ahead)
+        bound = max(bound, idle_before + work + max(0.0, return_trip - left))
     return bound
+
+
+def _most_work(
+    seconds: tuple[float, ...], held: Held, rank: int, problem: Problem, memory: Memory
+) -> float:
+    """The most seconds of passes whose ``held`` fits into the memory of ``rank`` together."""
+    room, most = memory.allowed[rank], 0.0
+    needs = {stage: memory.amount(held, stage) for stage in problem.placement.stages_of[rank]}
+    best_first = sorted(needs, key=lambda s: seconds[s] / needs[s] if needs[s] else math.inf)
+    for stage in reversed(best_first):
+        fit = min(room / needs[stage], problem.microbatches) if needs[stage] else math.inf
+        fit = min(fit, problem.microbatches)
+        room -= fit * needs[stage]
+        most += fit * seconds[stage]
+    return most

@@ -11,6 +11,8 @@ from megatron_ext.schedule.build import build_program
 from megatron_ext.schedule.certify import certify
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.memory import in_microbatches, peaks
+from megatron_ext.schedule.placement import v
 from megatron_ext.schedule.registry import choose
 from megatron_ext.schedule.schedule import Problem, Schedule, from_csv
 from megatron_ext.schedule.simulate import simulate
@@ -50,8 +52,27 @@ def test_no_schedule_is_below_the_bound() -> None:
     for seed in range(150):
         case = random_case(seed)
         makespan = simulate(proved(case.schedule, case.problem), case.problem.costs).makespan
-        bound = lower_bound(case.problem, splits_backward=True)
-        assert bound <= makespan * (1 + 1e-9), seed
+        most = max(peaks(case.schedule, in_microbatches(case.schedule)))
+        for limit in (None, MemoryLimit(most)):
+            bound = lower_bound(replace(case.problem, memory_limit=limit), splits_backward=True)
+            assert bound <= makespan * (1 + 1e-9), seed
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "costs", "limit", "bound"),
+    [
+        (8, 32, (10, 12, 8, 1), 4, 1084),
+        (8, 32, (10, 12, 8, 1), 8, 1023),
+        (16, 64, (10, 20, 10, 1), 16, 2765),  # which v-auto reaches
+        (16, 64, (18, 18, 9, 1), 9, 3259.5),
+    ],
+)
+def test_memory_bounds_a_v(p: int, m: int, costs: Figures, limit: float, bound: float) -> None:
+    """Rank 0 of the first has 960 of work. Until its first I it takes 143, of which eight F fill
+    40; after its last I it takes 53, of which eight W fill 32."""
+    placement = v(p)
+    problem = Problem(placement, m, uniform(placement, *costs), MemoryLimit(limit))
+    assert lower_bound(problem, splits_backward=True) == bound
 
 
 def test_search_raises_the_bound_and_never_passes_the_makespan() -> None:
