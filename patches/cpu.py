@@ -1,4 +1,4 @@
-"""The platform without a GPU: stock Megatron trains a dense GPT on CPU tensors and gloo.
+"""The platform without a GPU: stock Megatron trains a GPT on CPU tensors and gloo.
 
 Nothing imports this file; the launcher loads it by name where ``torch.cuda.is_available()`` is
 False. Three layers, all declared: names of ``torch.cuda`` get CPU meanings, ``device="cuda"``
@@ -11,8 +11,8 @@ Not patched, and why:
 - ``torch.cuda.empty_cache`` and the memory counters: without a driver they are no-ops and zeros.
 - ``Module.cuda`` and ``Tensor.to``: Megatron hands them ``torch.cuda.current_device()``, and that
   is ``"cpu"`` here.
-- CUDA graphs, fused and flash attention, Transformer Engine, MoE, context parallelism: no CPU
-  implementation exists; `default_flags` refuses them.
+- CUDA graphs, fused and flash attention, Transformer Engine, grouped GEMM, context parallelism: no
+  CPU implementation exists; `default_flags` refuses them.
 - Resuming the distributed optimizer: Megatron 0.19 cannot restore torch's AdamW there, on any
   device; `default_flags` refuses that too. Training with it works.
 """
@@ -29,7 +29,7 @@ from typing import Any
 
 from megatron_ext.patches.engine import Patch, replace, wrap
 
-NOTICE = "megatron_ext: no GPU found, training on the CPU with gloo (dense GPT, local layers)"
+NOTICE = "megatron_ext: no GPU found, training on the CPU with gloo (local layers)"
 
 ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # Megatron's jit_fuser is torch.compile, which needs a compiler
@@ -73,7 +73,9 @@ _REFUSED: dict[str, tuple[str | None, str, str]] = {
         "use --context-parallel-size 1",
     ),
     "--cuda-graph-impl": ("none", "there is no CUDA to capture", "leave the flag out"),
-    "--num-experts": (None, "MoE is not covered on the CPU", "train a dense model"),
+    "--moe-grouped-gemm": (None, "grouped GEMM needs a GPU", "leave the flag out"),
+    "--moe-permute-fusion": (None, "the fused permutation needs a GPU", "leave the flag out"),
+    "--moe-router-fusion": (None, "the fused router needs a GPU", "leave the flag out"),
     "--use-flash-attn": (None, "flash attention needs a GPU", "leave the flag out"),
     "--fp8-format": (None, "fp8 needs a GPU", "use --bf16 or fp32"),
 }
@@ -118,6 +120,9 @@ def _cuda_names() -> dict[str, Any]:
     class Stream(torch.cpu.Stream):
         def __init__(self, device: object = None, priority: int = 0) -> None:
             super().__init__()
+
+        def record_event(self, event: Any = None) -> Any:
+            return torch.cpu  # what was given to it is done: one may `synchronize` at any time
 
     return {
         "current_device": lambda: "cpu",
@@ -172,6 +177,11 @@ def _initialize(original: Any, *args: Any, **kwargs: Any) -> Any:
 def _compile_helpers(original: Any) -> None:
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
         original()
+
+
+def _on_host(original: Any, tensor: Any, as_numpy: bool = False, **kwargs: Any) -> Any:
+    tensor = original(tensor, as_numpy, **kwargs)
+    return tensor.numpy() if as_numpy and hasattr(tensor, "numpy") else tensor
 
 
 def checkpoint_writer(*args: Any) -> None:
@@ -277,6 +287,12 @@ def patches() -> tuple[Patch, ...]:
             "PersistentAsyncCaller.async_loop",
             checkpoint_writer,
             reason="a process of its own, which reaches for a GPU too",
+        ),
+        wrap(
+            "megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
+            _on_host,
+            reason="makes an array only of what comes from a GPU, and the MoE all-to-all needs one",
+            signature="(tensor, as_numpy=False, record_stream=False)",
         ),
         wrap(
             "logging:Logger.filter",

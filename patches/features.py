@@ -117,7 +117,12 @@ REFUSALS = (
         "add --no-gradient-accumulation-fusion",
         by=_splits,
     ),
-    Refusal("num_moe_experts", bool, "use 1f1b or gpipe for MoE models", by=_splits),
+    Refusal(
+        "moe_grouped_gemm",
+        bool,
+        "drop --moe-grouped-gemm: the experts' linears are split one by one",
+        by=_splits,
+    ),
     Refusal("defer_embedding_wgrad_compute", bool, "drop --defer-embedding-wgrad-compute"),
     Refusal("delay_wgrad_compute", bool, "drop --delay-wgrad-compute: the schedule places W"),
     Refusal("overlap_moe_expert_parallel_comm", bool, "drop --overlap-moe-expert-parallel-comm"),

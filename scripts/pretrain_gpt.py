@@ -1,4 +1,4 @@
-"""Pretrain a dense GPT with Megatron's own trainer, where no Megatron-LM checkout is at hand.
+"""Pretrain a GPT with Megatron's own trainer, where no Megatron-LM checkout is at hand.
 
     torchrun --nproc-per-node 4 -m megatron_ext scripts/pretrain_gpt.py FLAGS
 
@@ -47,7 +47,7 @@ def refuse_unserved(args: Namespace) -> None:
         value = getattr(args, name, default)
         if value != default:
             raise ValueError(
-                f"--{name.replace('_', '-')} {value}: scripts/pretrain_gpt.py trains a dense GPT "
+                f"--{name.replace('_', '-')} {value}: scripts/pretrain_gpt.py trains a GPT "
                 "without it; use the pretrain_gpt.py of Megatron-LM, or leave the flag out"
             )
 

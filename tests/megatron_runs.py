@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import add_megatron_arguments
@@ -148,6 +150,31 @@ def train(
     return runs
 
 
+def provide_gpt(
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    config: Any = None,
+    pg_collection: Any = None,
+) -> GPTModel:
+    """A model provider, as scripts for Megatron before 0.18 have it."""
+    from megatron.training import get_args
+    from megatron.training.argument_utils import core_transformer_config_from_args
+
+    args = get_args()
+    return GPTModel(
+        config or core_transformer_config_from_args(args),
+        get_gpt_layer_local_spec(),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        pg_collection=pg_collection,
+        vp_stage=vp_stage,
+    )
+
+
 def losses(runs: Sequence[Run]) -> list[float]:
     """The losses, which the last pipeline rank has."""
     return next(run.losses for run in runs if run.losses)
@@ -253,7 +280,7 @@ def _train_rank(
         if end.code:
             raise
     run.state = {
-        f"tp{parallel_state.get_tensor_model_parallel_rank()} {name}": _digest(tensor)
+        f"{_shard(name)} {name}": _digest(tensor)
         for name, tensor in [*_parameters(made[0]), *_optimizer_tensors(made[0], made[1])]
     }
     run.layers = [_layers(chunk) for chunk in made[0]]
@@ -327,6 +354,14 @@ def _tensors_of(
     yield f"{name} main", parameter.detach()
     for kind, value in inner.optimizer.state[parameter].items():
         yield f"{name} {kind}", torch.as_tensor(value)
+
+
+def _shard(name: str) -> str:
+    """Which part of the tensor a rank has."""
+    shard = f"tp{parallel_state.get_tensor_model_parallel_rank()}"
+    if ".local_experts." in name:
+        shard += f" ep{parallel_state.get_expert_model_parallel_rank()}"
+    return shard
 
 
 def _digest(tensor: torch.Tensor) -> str:

@@ -139,7 +139,7 @@ def test_what_is_saved_in_the_background_is_of_one_iteration(tmp_path: Path) -> 
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
     weight = torch.ones(2)
-    buckets = [("file", "key", ([], [("weight", weight)]))]
+    buckets: list[Any] = [("file", "key", ([], [("weight", weight)]))]
     request = AsyncRequest(
         write_once_changed,
         (tmp_path, buckets, None),
@@ -203,7 +203,7 @@ def test_default_flags_leave_out_what_is_given() -> None:
         (["--transformer-impl=transformer_engine"], "transformer_engine", "local"),
         (["--distributed-backend", "nccl"], "nccl", "gloo"),
         (["--context-parallel-size", "2"], "2", "--context-parallel-size 1"),
-        (["--num-experts", "8"], "--num-experts", "dense"),
+        (["--num-experts", "8", "--moe-grouped-gemm"], "--moe-grouped-gemm", "leave the flag out"),
         (["--use-flash-attn", "--bf16"], "--use-flash-attn:", "leave"),
         (["--use-distributed-optimizer", "--load", "x"], "--load", "--no-load-optim"),
     ],

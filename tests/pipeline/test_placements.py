@@ -14,12 +14,9 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 from scripts.prepare_text import write
 from tests.megatron_runs import (
@@ -28,6 +25,7 @@ from tests.megatron_runs import (
     evaluations,
     losses,
     model_flags,
+    provide_gpt,
     train,
     whole_state,
 )
@@ -341,34 +339,9 @@ def test_uneven_stages(case: str) -> None:
 # Models built another way, and another script.
 
 
-def provide(
-    pre_process: bool = True,
-    post_process: bool = True,
-    vp_stage: int | None = None,
-    config: Any = None,
-    pg_collection: Any = None,
-) -> GPTModel:
-    """A model provider, as scripts for Megatron before 0.18 have it."""
-    from megatron.training import get_args
-    from megatron.training.argument_utils import core_transformer_config_from_args
-
-    args = get_args()
-    return GPTModel(
-        config or core_transformer_config_from_args(args),
-        get_gpt_layer_local_spec(),
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
-        pre_process=pre_process,
-        post_process=post_process,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        pg_collection=pg_collection,
-        vp_stage=vp_stage,
-    )
-
-
 def test_a_model_provider_builds_what_a_model_builder_does() -> None:
     flags = model_flags(**SETTINGS["pp2"].flags, pipeline_schedule="zb-v")
-    runs = train(2, flags, model_provider=provide)
+    runs = train(2, flags, model_provider=provide_gpt)
     assert_copies_agree(runs)
     assert_same(runs, fresh())
 

@@ -1,0 +1,28 @@
+"""What schedules refuse, as docs/compatibility.md has it."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_ext.schedule.registry import choose, entries
+from tests.documents import check_written, table
+
+pytest.importorskip("megatron.core", reason="needs megatron-core")
+
+from megatron_ext.patches.features import REFUSALS, Refusal
+
+
+def who(refusal: Refusal) -> str:
+    choices = {choose(name) for name in entries()}
+    refusing = {choice for choice in choices if refusal.by(choice)}
+    if refusing == choices:
+        return "every schedule"
+    if refusing == {choice for choice in choices if choice.splits_backward}:
+        return "those that split the backward"
+    assert refusing == {choice for choice in choices if choice.example.rank_of[0] != 0}
+    return "V's and waves"
+
+
+def test_the_docs_tell_what_is_refused() -> None:
+    rows = [[f"`{refusal.setting}`", who(refusal), refusal.instead] for refusal in REFUSALS]
+    check_written("refusals", table(["setting", "refused by", "because, or instead"], rows))

@@ -1,0 +1,237 @@
+"""What people combine, pair by pair, against stock: from one checkpoint, to the last bit.
+
+Every schedule meets every kind of parallelism; tied and untied weights, recompute and precision are
+spread over these so that any two settings meet somewhere. Stock trains and saves after its first
+iteration; a schedule loads that and trains on. What came of it is the table in
+docs/compatibility.md, which this file writes.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import tempfile
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from tests.documents import check_written, table
+from tests.megatron_runs import (
+    Run,
+    assert_same,
+    losses,
+    model_flags,
+    provide_gpt,
+    train,
+)
+
+SAVED_AT = 1
+RANKS = 4
+
+Flags = dict[str, object]
+
+SCHEDULES = ("1f1b", "zb-auto", "zb-v", "v-half", "interleaved")
+TENSOR: Flags = {"tensor_model_parallel_size": 2}
+EXPERTS: Flags = {
+    "expert_model_parallel_size": 2,
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 32,
+    "moe_aux_loss_coeff": 1e-2,
+    "moe_z_loss_coeff": 1e-3,
+    "moe_token_dispatcher_type": "alltoall",
+    "disable_bias_linear": True,
+}
+PARALLELISM: dict[str, Flags] = {
+    "TP2": TENSOR,
+    "TP2, SP": TENSOR | {"sequence_parallel": True},
+    "EP2, 4 experts": EXPERTS,
+    "DP2": {},
+}
+EMBEDDINGS: dict[str, Flags] = {"tied": {}, "untied": {"untie_embeddings_and_output_weights": True}}
+RECOMPUTE: dict[str, Flags] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective"},
+    "full": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+}
+PRECISION: dict[str, Flags] = {"fp32": {}, "bf16": {"bf16": True}}
+
+
+@dataclass(frozen=True)
+class Case:
+    schedule: str
+    parallelism: str
+    embeddings: str
+    recompute: str
+    precision: str
+
+    def __str__(self) -> str:
+        return ", ".join(astuple(self))
+
+
+def _cases() -> list[Case]:
+    """All pairs of a schedule and a parallelism; the other settings go round in them."""
+    return [
+        Case(
+            schedule,
+            parallelism,
+            list(EMBEDDINGS)[(column + row) % 2],
+            list(RECOMPUTE)[(column + row) % 3],
+            list(PRECISION)[(column // 2 + row) % 2],
+        )
+        for column, schedule in enumerate(SCHEDULES)
+        for row, parallelism in enumerate(PARALLELISM)
+    ]
+
+
+CASES = _cases()
+RESULTS: dict[Case, str] = {}
+
+
+def test_any_two_settings_meet() -> None:
+    choices = SCHEDULES, *map(tuple, (PARALLELISM, EMBEDDINGS, RECOMPUTE, PRECISION))
+    for one, other in itertools.combinations(range(len(choices)), 2):
+        met = {(astuple(case)[one], astuple(case)[other]) for case in CASES}
+        assert met == set(itertools.product(choices[one], choices[other]))
+
+
+def flags(parallelism: str, embeddings: str, precision: str, more: Flags) -> list[str]:
+    return model_flags(
+        pipeline_model_parallel_size=2,
+        num_layers=4,
+        train_iters=3,
+        group_query_attention=True,
+        num_query_groups=2,
+        qk_layernorm=True,
+        swiglu=True,
+        position_embedding_type="rope",
+        **PARALLELISM[parallelism],
+        **EMBEDDINGS[embeddings],
+        **PRECISION[precision],
+        **more,
+    )
+
+
+@functools.cache
+def stock(parallelism: str, embeddings: str, precision: str) -> tuple[list[Run], Path]:
+    """Stock's run, without recompute, and the checkpoint it left."""
+    folder = Path(tempfile.mkdtemp(prefix="matrix"))
+    saving: Flags = {"save": folder, "save_interval": SAVED_AT}
+    return train(RANKS, flags(parallelism, embeddings, precision, saving)), folder
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_it_is_stock_to_the_last_bit(case: Case) -> None:
+    RESULTS[case] = "not stock"
+    setting = case.parallelism, case.embeddings, case.precision
+    reference, folder = stock(*setting)
+    resumed = RECOMPUTE[case.recompute] | {"load": folder, "ckpt_step": SAVED_AT}
+    runs = train(RANKS, flags(*setting, resumed | {"pipeline_schedule": case.schedule}))
+    assert len(losses(runs)) == len(losses(reference)) - SAVED_AT
+    assert {run.schedule for run in runs} == {"PipelineStep"}
+    assert_same(runs, reference)
+    RESULTS[case] = "bitwise"
+
+
+# ---- What is not a setting of the matrix
+
+
+def pipeline(**more: object) -> list[str]:
+    return model_flags(pipeline_model_parallel_size=2, **more)
+
+
+@functools.cache
+def stock_in_fp16() -> tuple[list[Run], Path]:
+    folder = Path(tempfile.mkdtemp(prefix="matrix"))
+    return train(2, pipeline(**FP16, save=folder, save_interval=3)), folder
+
+
+FP16: Flags = {
+    "num_layers": 8,
+    "fp16": True,
+    "initial_loss_scale": 2**20,
+    "loss_scale_window": 3,
+    "hysteresis": 1,
+    "train_iters": 8,
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_fp16_skips_the_steps_that_stock_skips(schedule: str) -> None:
+    reference, folder = stock_in_fp16()
+    assert 0 in reference[0].norms[3:], "no step was skipped"
+    flags = pipeline(**FP16, load=folder, ckpt_step=3, pipeline_schedule=schedule)
+    assert_same(train(2, flags), reference)
+
+
+def with_frozen_weights(*args: Any, **kwargs: Any) -> Any:
+    """A model of which one linear of each layer, and the embedding, are not trained."""
+    model = provide_gpt(*args, **kwargs)
+    for name, parameter in model.named_parameters():
+        if "linear_fc1" in name or "word_embeddings" in name:
+            parameter.requires_grad_(False)
+    return model
+
+
+@functools.cache
+def stock_with_frozen_weights() -> tuple[list[Run], Path]:
+    folder = Path(tempfile.mkdtemp(prefix="matrix"))
+    flags = pipeline(**EMBEDDINGS["untied"], save=folder, save_interval=SAVED_AT)
+    return train(2, flags, model_provider=with_frozen_weights), folder
+
+
+@pytest.mark.parametrize("schedule", ["zb-auto", "zb-v", "interleaved-zb"])
+def test_frozen_weights(schedule: str) -> None:
+    """They have no W; the first layer's input has no gradient, so its linears have none either."""
+    reference, folder = stock_with_frozen_weights()
+    flags = pipeline(
+        **EMBEDDINGS["untied"], load=folder, ckpt_step=SAVED_AT, pipeline_schedule=schedule
+    )
+    assert_same(train(2, flags, model_provider=with_frozen_weights), reference)
+
+
+@pytest.mark.parametrize("schedule", ["zb-auto", "zb-v"])
+def test_recompute_runs_each_layer_twice(
+    schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's own split of the backward at the graph needs one more forward for every linear."""
+    forward = TransformerLayer.forward
+
+    def counted(layer: TransformerLayer, *args: Any, **kwargs: Any) -> Any:
+        with (tmp_path / f"layer {layer.layer_number}").open("a") as file:
+            file.write("x")
+        return forward(layer, *args, **kwargs)
+
+    monkeypatch.setattr(TransformerLayer, "forward", counted)
+    flags = pipeline(**RECOMPUTE["full"], train_iters=2, pipeline_schedule=schedule)
+    train(2, flags)
+    microbatches = 8
+    counts = {file.name: file.stat().st_size for file in tmp_path.iterdir()}
+    assert counts == {f"layer {number}": 2 * 2 * microbatches for number in (1, 2, 3, 4)}
+
+
+# ---- The table
+
+
+def test_the_table_in_the_docs_is_of_these_runs() -> None:
+    if len(RESULTS) < len(CASES):
+        pytest.skip("not all cases were run")
+    rows = [
+        [
+            parallelism,
+            *(
+                f"{RESULTS[case]} ({case.embeddings}, recompute {case.recompute}, {case.precision})"
+                for case in CASES
+                if case.parallelism == parallelism
+            ),
+        ]
+        for parallelism in PARALLELISM
+    ]
+    check_written("matrix", table(["", *SCHEDULES], rows))
