@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megatron_ext.runtime.emulated import Contender
 
 STEPS = 3  # timed, after one that is not
-SLEEPS = 25  # passes of 20 ms, to see how late this machine wakes a rank
+SLEEPS = 25  # of 20 ms, to see how late this machine wakes a rank, and how cold
 NOISY = 0.03  # a spread, or a lateness of passes, from which figures are not to be believed
 
 _FREE = "f=1e-6,i=1e-6,w=1e-6"  # milliseconds: passes of no length, for what is beside them
@@ -74,11 +74,19 @@ class Measured:
 
 @dataclass(frozen=True)
 class Report:
-    """All contenders, and whether to believe them."""
+    """All contenders, and whether to believe them.
+
+    Attributes:
+        late: how much longer than asked a pass lasted, at the worst, as a share of it.
+        autograd_microseconds: what autograd alone takes for a pass, after a sleep of 20 ms, and
+            after none. Every executor has this beside its passes, and the caches of a rank that has
+            slept are cold.
+    """
 
     rows: list[Measured]
     fifo: bool
-    late: float  # how much longer than asked a pass of one step lasted, at the worst
+    late: float
+    autograd_microseconds: tuple[float, float]
 
     @property
     def doubts(self) -> list[str]:
@@ -131,6 +139,10 @@ def measure(setting: Setting, progress: Callable[[str], None]) -> Report:
         rows,
         all(launch["fifo"] for launch in launches),
         max(launch["late"] for launch in launches),
+        (
+            1e6 * statistics.median(launch["autograd"][0] for launch in launches),
+            1e6 * statistics.median(launch["autograd"][1] for launch in launches),
+        ),
     )
 
 
@@ -172,6 +184,7 @@ def _rank(rank: int, setting: Setting, folder: str) -> None:
     gc.disable()
     dist.barrier()
     result["late"] = _largest(_lateness())
+    result["autograd"] = [_largest(_autograd(sleep)) for sleep in (0.02, 0.0)]
     for costs, figure in ((setting.costs, "seconds"), (_FREE, "host")):
         for contender in _contenders(setting, costs):
             contender.step()
@@ -218,6 +231,22 @@ def _lateness() -> float:
         take(asked)
         lasted.append(time.monotonic() - start)
     return sorted(lasted)[-2] / asked - 1
+
+
+def _autograd(sleep: float) -> float:
+    """Seconds that a forward or backward pass of no length takes on this rank, after ``sleep``."""
+    from megatron_ext.runtime.emulated import EmulatedChunk, data
+    from megatron_ext.schedule.costs import uniform
+    from megatron_ext.schedule.placement import line
+
+    chunk = EmulatedChunk(0, uniform(line(1), 1e-9, 1e-9, 1e-9))
+    lasted = []
+    for _ in range(SLEEPS):
+        time.sleep(sleep)
+        start = time.monotonic()
+        chunk(data()).sum().backward()
+        lasted.append((time.monotonic() - start) / 2)
+    return statistics.median(lasted)
 
 
 def _largest(value: float) -> float:

@@ -233,13 +233,24 @@ def bench(
         fail(error)
     if as_json:
         rows = [asdict(row) for row in found.rows]
-        typer.echo(json.dumps({**asdict(setting), "rows": rows, "doubts": found.doubts}, indent=2))
+        report = {
+            **asdict(setting),
+            "rows": rows,
+            "autograd_microseconds": found.autograd_microseconds,
+            "doubts": found.doubts,
+        }
+        typer.echo(json.dumps(report, indent=2))
         return
     typer.echo(
         f"{pp} ranks, {microbatches} microbatches, {costs} ms, {STEPS} steps a launch, {launches} "
         f"launches; seconds of a step, median over launches"
     )
     _print_table([_bench_row(row) for row in found.rows])
+    cold, warm = found.autograd_microseconds
+    typer.echo(
+        f"autograd alone takes {cold:.0f} us a pass here after a sleep, {warm:.0f} us without one: "
+        f"that much of every pass is the machine's"
+    )
     for doubt in found.doubts:
         typer.echo(f"not to be believed: {doubt}")
 
