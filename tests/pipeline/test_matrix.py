@@ -16,8 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megatron_ext.patches.megatron.core.pipeline_parallel.model_stage import ModelStage
 from tests.documents import check_written, table
 from tests.megatron_runs import (
     Run,
@@ -215,6 +218,41 @@ def test_recompute_runs_each_layer_twice(
     microbatches = 8
     counts = {file.name: file.stat().st_size for file in tmp_path.iterdir()}
     assert counts == {f"layer {number}": 2 * 2 * microbatches for number in (1, 2, 3, 4)}
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "gis"])
+def test_a_chunks_reduction_starts_right_after_its_last_w(
+    schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the passes of the rank's other chunk hide it."""
+    run, start = ModelStage.backward_weight, DistributedDataParallel.start_grad_sync
+
+    def note(text: str) -> None:
+        with (tmp_path / f"rank {dist.get_rank()}").open("a") as file:
+            file.write(text + "\n")
+
+    def noted_run(stage: ModelStage, microbatch: int) -> None:
+        run(stage, microbatch)
+        note(f"W {id(stage._model)}")
+
+    def noted_start(chunk: DistributedDataParallel, *unused: Any) -> None:
+        note(f"reduction {id(chunk)}")
+        start(chunk, *unused)
+
+    monkeypatch.setattr(ModelStage, "backward_weight", noted_run)
+    monkeypatch.setattr(DistributedDataParallel, "start_grad_sync", noted_start)
+    flags = pipeline(train_iters=1, overlap_grad_reduce=True, pipeline_schedule=schedule)
+    train(RANKS, flags)
+    microbatches = 4
+    for rank in range(RANKS):
+        events = (tmp_path / f"rank {rank}").read_text().splitlines()
+        reductions = [n for n, event in enumerate(events) if event.startswith("reduction")]
+        assert len(reductions) == 2
+        for n in reductions:
+            chunk = events[n].split()[1]
+            assert events[n - 1] == f"W {chunk}"
+            assert events[:n].count(f"W {chunk}") == microbatches, "W came after the reduction"
+        assert "W" in events[reductions[0] + 1], "nothing is left that could hide the first"
 
 
 # ---- The table
