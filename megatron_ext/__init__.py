@@ -15,7 +15,10 @@ __version__ = "0.1.0"
 
 
 def install(
-    schedule: str, memory_limit: str | None = None, costs: str | None = "estimate"
+    schedule: str,
+    memory_limit: str | None = None,
+    costs: str | None = "estimate",
+    p2p: str | None = "async",
 ) -> Handle:
     """Make Megatron train under ``schedule``, in this process, from now on.
 
@@ -32,5 +35,5 @@ def install(
     from megatron_ext.config import PipelineConfig
     from megatron_ext.installation import install as install_config
 
-    config = PipelineConfig(schedule=schedule, memory_limit=memory_limit, costs=costs)
+    config = PipelineConfig(schedule=schedule, memory_limit=memory_limit, costs=costs, p2p=p2p)
     return install_config(config)

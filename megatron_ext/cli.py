@@ -23,7 +23,7 @@ from megatron_ext.schedule.draw import draw, draw_plan
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.registry import choose, entries, with_option
 from megatron_ext.schedule.report import report
-from megatron_ext.schedule.schedule import Problem, from_csv, to_csv
+from megatron_ext.schedule.schedule import P2P, Problem, from_csv, to_csv
 from megatron_ext.schedule.simulate import simulate as predict
 from megatron_ext.schedule.summary import stock_1f1b
 from megatron_ext.schedule.trace import write_trace
@@ -84,6 +84,7 @@ def simulate(
     memory_limit: Limit = None,
     as_json: Json = False,
     vpp: Annotated[int | None, typer.Option(help="Chunks of a rank, for loops.")] = None,
+    p2p: Annotated[P2P, typer.Option(help="How messages share communicators.")] = P2P.ASYNC,
     certify: Annotated[
         bool, typer.Option("--certify", help="Bound the best there can be.")
     ] = False,
@@ -99,7 +100,7 @@ def simulate(
         choice = choose(spec if vpp is None else with_option(spec, "vpp", vpp))
         placement = choice.place(pp)
         limit = parse_limit(memory_limit, pp, microbatches) if memory_limit else None
-        problem = Problem(placement, microbatches, parse_costs(costs, placement), limit)
+        problem = Problem(placement, microbatches, parse_costs(costs, placement), limit, p2p=p2p)
         program, result = report(choice, problem)
         timeline = predict(program, problem.costs)
         if certify:

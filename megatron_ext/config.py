@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 from megatron_ext.schedule.registry import Choice, choose
+from megatron_ext.schedule.schedule import P2P
 
 ESTIMATE = "estimate"
 
@@ -42,6 +43,12 @@ class PipelineConfig:
         "What passes cost: a JSON file, f=10,i=12,w=8,comm=1 (per microbatch of a rank; comm per "
         "hop), or 'estimate' from the model's dimensions (the default).",
     )
+    p2p: str | None = _setting(
+        P2P.ASYNC,
+        "{async,batched}",
+        "How ranks exchange tensors: async makes a process group for each channel (the default), "
+        "batched makes none and uses the pipeline's own, where many communicators cost too much.",
+    )
 
     def __post_init__(self) -> None:
         if self.schedule is None:
@@ -53,11 +60,18 @@ class PipelineConfig:
                 )
         else:
             self.choice()
+            self.messages()
 
     def choice(self) -> Choice:
         """The chosen schedule. Raises ValueError when there is no such schedule."""
         assert self.schedule is not None
         return choose(self.schedule)
+
+    def messages(self) -> P2P:
+        """How messages share communicators. Raises ValueError when there is no such way."""
+        if self.p2p not in list(P2P):
+            raise ValueError(f"{flag('p2p')} {self.p2p}: write {' or '.join(P2P)}")
+        return P2P(self.p2p)
 
 
 def flag(name: str) -> str:

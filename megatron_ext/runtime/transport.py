@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -97,27 +98,79 @@ class Boundary:
     dtype: torch.dtype
 
 
-class Transport:
-    """The messages of one step, by their actions."""
+class Connection(Protocol):
+    """What messages travel on, over all steps. ``are_closed``: after a failure on this rank."""
+
+    rank: int
+    device: torch.device
+    are_closed: bool
+
+    def close(self) -> None: ...
+
+
+class TransportBase:
+    """What the messages of a step need, whatever they travel on."""
+
+    def __init__(
+        self, connection: Connection, boundary: Boundary, placement: Placement, recorder: Recorder
+    ) -> None:
+        if connection.are_closed:
+            raise RuntimeError(
+                f"pipeline rank {connection.rank} has failed in an earlier step, and its channels "
+                f"are closed: end this process, and start all ranks again"
+            )
+        self.rank = connection.rank
+        self._device = connection.device
+        self._boundary = boundary
+        self._placement = placement
+        self._recorder = recorder
+        self._ways: dict[tuple[int, Kind], Channel] = {}
+
+    def _data(self, action: Action, tensor: Tensor) -> Tensor:
+        """What ``action`` sends.
+
+        The other rank receives what the boundary says: gloo would abort it on another size, and
+        take another type's bytes for its own.
+        """
+        shape, dtype = self._boundary.shape, self._boundary.dtype
+        if tensor.dtype != dtype or (shape is not None and tensor.shape != shape):
+            expected = f"{dtype}" if shape is None else f"{dtype} of shape {shape}"
+            raise ValueError(
+                f"{action} has a tensor of {tensor.dtype} of shape {tuple(tensor.shape)}, but the "
+                f"stages of this pipeline pass on {expected}"
+            )
+        return tensor.detach().contiguous()
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def _channel_of(self, action: Action) -> Channel:
+        key = action.stage, action.kind
+        if key not in self._ways:
+            self._ways[key] = channel_of(action, self._placement)
+        return self._ways[key]
+
+    def _dealing_with_peer(self, action: Action) -> AbstractContextManager[None]:
+        """Around each call that the rank at the other end of ``action`` can make fail or wait."""
+        channel = self._channel_of(action)
+        sends = channel.sender == self.rank
+        return _Dealing(
+            self._recorder, action, sends, channel.receiver if sends else channel.sender
+        )
+
+
+class Transport(TransportBase):
+    """The messages of one step, by their actions, each on its channel."""
 
     def __init__(
         self, channels: Channels, boundary: Boundary, placement: Placement, recorder: Recorder
     ) -> None:
-        if channels.are_closed:
-            raise RuntimeError(
-                f"pipeline rank {channels.rank} has failed in an earlier step, and its channels "
-                f"are closed: end this process, and start all ranks again"
-            )
-        self.rank = channels.rank
+        super().__init__(channels, boundary, placement, recorder)
         self._channels = channels
-        self._boundary = boundary
-        self._placement = placement
-        self._recorder = recorder
         self._sending: dict[Action, list[tuple[dist.Work, Tensor]]] = {}
         self._receiving: dict[Action, tuple[dist.Work, Tensor]] = {}
         self._unread: dict[Channel, deque[Action]] = {}  # varying shapes: posted, not yet read
         self._read: dict[Action, Tensor] = {}
-        self._ways: dict[tuple[int, Kind], Channel] = {}
 
     def abandon(self) -> None:
         """Give the step up. A rank whose caller goes on after its error would leave the others
@@ -129,8 +182,7 @@ class Transport:
     def send(self, action: Action, tensor: Tensor) -> None:
         """Start sending ``tensor``; it must not change or be freed before `wait_sent`."""
         channel = self._channel_of(action)
-        data = tensor.detach().contiguous()
-        self._check(data, action)
+        data = self._data(action, tensor)
         parts = [data]
         if self._boundary.shape is None:
             parts.insert(0, _shape_header(data))
@@ -183,34 +235,6 @@ class Transport:
         with self._dealing_with_peer(action):
             self._channels.receive(channel, tensor).wait()
         return tensor
-
-    def _check(self, tensor: Tensor, action: Action) -> None:
-        """The other rank receives what the boundary says: gloo would abort it on another size, and
-        take another type's bytes for its own."""
-        shape, dtype = self._boundary.shape, self._boundary.dtype
-        if tensor.dtype != dtype or (shape is not None and tensor.shape != shape):
-            expected = f"{dtype}" if shape is None else f"{dtype} of shape {shape}"
-            raise ValueError(
-                f"{action} has a tensor of {tensor.dtype} of shape {tuple(tensor.shape)}, but the "
-                f"stages of this pipeline pass on {expected}"
-            )
-
-    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self._channels.device)
-
-    def _channel_of(self, action: Action) -> Channel:
-        key = action.stage, action.kind
-        if key not in self._ways:
-            self._ways[key] = channel_of(action, self._placement)
-        return self._ways[key]
-
-    def _dealing_with_peer(self, action: Action) -> AbstractContextManager[None]:
-        """Around each call that the rank at the other end of ``action`` can make fail or wait."""
-        channel = self._channel_of(action)
-        sends = channel.sender == self.rank
-        return _Dealing(
-            self._recorder, action, sends, channel.receiver if sends else channel.sender
-        )
 
 
 class _Dealing:

@@ -10,12 +10,19 @@ The rules are those the executor keeps and NCCL and gloo impose:
 A channel carries activations, or gradients, from one rank to another. Its k-th send meets its k-th
 receive. On a V both go from a rank to its neighbour, often not in the order in which the neighbour
 uses them; with a channel each, neither waits behind the other.
+
+Batched messages (`P2P.BATCHED`) share one communicator, which runs what it is given in order:
+
+- a send moves together with the receives directly before it, every other receive by itself;
+- a rank's batches move one after the other, so that a message waits for the batch before its own
+  at either end;
+- a message is there when all of its batch is.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -23,7 +30,7 @@ from typing import NamedTuple
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import RULES, Lane, Need, Source
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.schedule import Schedule
+from megatron_ext.schedule.schedule import P2P, Schedule
 
 
 class Channel(NamedTuple):
@@ -60,6 +67,26 @@ def partner_of(action: Action) -> Action:
     rule = RULES[action.kind]
     assert rule.partner is not None
     return Action(action.stage + rule.neighbour, rule.partner, action.microbatch)
+
+
+def batches_of(row: Sequence[Action]) -> Iterator[range]:
+    """The positions in a rank's ``row`` of the messages that move together, batch after batch."""
+    receives = 0  # directly before this position
+    for position, action in enumerate(row):
+        lane = RULES[action.kind].lane
+        if lane is Lane.RECEIVE:
+            receives += 1
+            continue
+        if lane is Lane.SEND:
+            yield range(position - receives, position + 1)
+        else:
+            yield from _alone(position, receives)
+        receives = 0
+    yield from _alone(len(row), receives)
+
+
+def _alone(position: int, receives: int) -> Iterator[range]:
+    return (range(at, at + 1) for at in range(position - receives, position))
 
 
 def needed(action: Action, placement: Placement) -> Iterator[tuple[Need, list[Action]]]:
@@ -99,11 +126,13 @@ class Graph:
         actions: all actions of all ranks, rank after rank.
         ranks: the rank of each.
         before: for each, the nodes that must have ended before it can start.
+        batches: by the node of a batched message, the nodes that move together.
     """
 
     actions: tuple[Action, ...]
     ranks: tuple[int, ...]
     before: tuple[tuple[int, ...], ...]
+    batches: Mapping[int, Sequence[int]]
 
     @cached_property
     def order(self) -> tuple[int, ...]:
@@ -146,7 +175,7 @@ class Graph:
         return [self.actions[n] for n in path[position[node] :]]
 
 
-def build_graph(schedule: Schedule) -> Graph:
+def build_graph(schedule: Schedule, p2p: P2P = P2P.ASYNC) -> Graph:
     """The graph of ``schedule``, whose actions are complete and whose needs are all there."""
     placement = schedule.placement
     actions = tuple(action for row in schedule.rows for action in row)
@@ -181,4 +210,30 @@ def build_graph(schedule: Schedule) -> Graph:
         if rule.is_message:
             partner = number[partner_of(action)]
             before[node] += [partner] if rule.lane is Lane.RECEIVE else issued_after[partner]
-    return Graph(actions, ranks, tuple(tuple(nodes) for nodes in before))
+    batches = _move_in_batches(schedule, number, before) if p2p is P2P.BATCHED else {}
+    return Graph(actions, ranks, tuple(tuple(nodes) for nodes in before), batches)
+
+
+def _move_in_batches(
+    schedule: Schedule, number: dict[tuple[int, Kind, int], int], before: list[list[int]]
+) -> dict[int, Sequence[int]]:
+    """Add to ``before`` what comes of one communicator; return `Graph.batches`."""
+    together: dict[int, Sequence[int]] = {}
+    start = 0
+    for row in schedule.rows:
+        previous: Sequence[int] = ()
+        for positions in batches_of(row):
+            batch = range(start + positions.start, start + positions.stop)
+            for node in batch:
+                together[node] = batch
+                before[node] += previous
+                action = row[node - start]
+                if RULES[action.kind].lane is Lane.RECEIVE:
+                    before[number[partner_of(action)]] += previous
+            previous = batch
+        for node, action in enumerate(row, start=start):
+            if RULES[action.kind].holds_up:
+                for earlier in tuple(before[node]):
+                    before[node] += together.get(earlier, ())
+        start += len(row)
+    return together

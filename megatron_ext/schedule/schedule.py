@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import enum
 import io
 import re
 from collections.abc import Callable
@@ -21,6 +22,13 @@ from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
 
 
+class P2P(enum.StrEnum):
+    """How messages share communicators. On one, batches move one after the other (`graph`)."""
+
+    ASYNC = "async"  # a communicator a channel, and every message by itself
+    BATCHED = "batched"  # the pipeline's one communicator
+
+
 @dataclass(frozen=True)
 class Problem:
     """What a family has to solve.
@@ -32,7 +40,9 @@ class Problem:
         memory_limit: what no rank may exceed; None is no limit.
         forward_only: evaluation, where nothing is differentiated and nothing is held.
         receives_ahead: how many receives of a channel are posted ahead of the one in use. 0 where
-            shapes vary: a tensor can then be received only when its shape has come.
+            shapes vary: a tensor can then be received only when its shape has come. Batched
+            messages are received in the order in which they are made, whatever this says.
+        p2p: how messages share communicators.
     """
 
     placement: Placement
@@ -41,6 +51,7 @@ class Problem:
     memory_limit: MemoryLimit | None = None
     forward_only: bool = False
     receives_ahead: int = 1
+    p2p: P2P = P2P.ASYNC
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:

@@ -10,10 +10,10 @@ from functools import cached_property
 from typing import NoReturn
 
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.graph import Channel, Graph, Needs, build_graph, channel_of, partner_of
+from megatron_ext.schedule.graph import Graph, Needs, build_graph, channel_of, partner_of
 from megatron_ext.schedule.kinds import FORWARD_ONLY_DUTIES, RULES, Duty, Lane
 from megatron_ext.schedule.memory import bytes_for, in_bytes, in_microbatches, memory_curve, peaks
-from megatron_ext.schedule.schedule import Problem, Schedule, is_compute
+from megatron_ext.schedule.schedule import P2P, Problem, Schedule, is_compute
 
 _SEAL = object()
 
@@ -43,7 +43,8 @@ class Program:
     def digest(self) -> str:
         """Equal on two ranks exactly when they hold the same program."""
         rows = "\n".join(",".join(map(str, row)) for row in self.schedule.rows)
-        return hashlib.sha256(f"{self.schedule.placement.rank_of}\n{rows}".encode()).hexdigest()
+        text = f"{self.problem.p2p}\n{self.schedule.placement.rank_of}\n{rows}"
+        return hashlib.sha256(text.encode()).hexdigest()
 
 
 def check_compute(schedule: Schedule, problem: Problem) -> None:
@@ -69,8 +70,8 @@ def prove(schedule: Schedule, problem: Problem) -> Program:
     """Check everything that could go wrong at run time, once, before anything runs.
 
     Every duty exactly once and on its rank; what an action needs before it; sends and receives
-    matched pairwise in the order of their channel; no cyclic wait (`graph`); memory within the
-    limit.
+    matched pairwise in the order of their channel (batched: of their two ranks); no cyclic wait
+    (`graph`); memory within the limit.
 
     Args:
         schedule: with its messages (`transforms.communication`).
@@ -81,8 +82,8 @@ def prove(schedule: Schedule, problem: Problem) -> Program:
     """
     check_compute(schedule, problem)
     _check_duties(schedule, problem, set(Lane))
-    _check_channels(schedule)
-    graph = build_graph(schedule)
+    _check_channels(schedule, problem.p2p)
+    graph = build_graph(schedule, problem.p2p)
     if len(graph.order) < len(graph.actions):
         cycle = graph.cycle()
         path = " waits for ".join(map(str, [*cycle, cycle[0]]))
@@ -188,21 +189,23 @@ def _check_needs(schedule: Schedule) -> None:
                     )
 
 
-def _check_channels(schedule: Schedule) -> None:
-    sent: dict[Channel, list[Action]] = defaultdict(list)
-    received: dict[Channel, list[Action]] = defaultdict(list)
+def _check_channels(schedule: Schedule, p2p: P2P) -> None:
+    # On one communicator activations and gradients from one rank to another go one way.
+    ends = 2 if p2p is P2P.BATCHED else 3
+    sent: dict[tuple[object, ...], list[Action]] = defaultdict(list)
+    received: dict[tuple[object, ...], list[Action]] = defaultdict(list)
     for row in schedule.rows:
         for action in row:
             rule = RULES[action.kind]
             if rule.is_message:
                 lane = sent if rule.lane is Lane.SEND else received
-                lane[channel_of(action, schedule.placement)].append(action)
-    for channel, sends in sent.items():
-        for send, receive in zip(sends, received[channel], strict=True):
+                lane[channel_of(action, schedule.placement)[:ends]].append(action)
+    for way, sends in sent.items():
+        for send, receive in zip(sends, received[way], strict=True):
             if partner_of(send) != receive:
                 _reject(
                     schedule,
-                    f"messages cross from rank {channel.sender} to rank {channel.receiver}: "
+                    f"messages cross from rank {way[0]} to rank {way[1]}: "
                     f"{send} would meet {receive}, not {partner_of(send)}",
                     [send, receive],
                 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_ext.runtime.batched import BatchedTransport, PipelineGroup
 from megatron_ext.runtime.executor import execute
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.transport import Boundary, Channels, Transport
@@ -18,11 +20,11 @@ from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build import build_program
 from megatron_ext.schedule.costs import uniform
-from megatron_ext.schedule.graph import channels
+from megatron_ext.schedule.graph import Channel, channels
 from megatron_ext.schedule.kinds import RULES, Duty
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.registry import Choice
-from megatron_ext.schedule.schedule import Problem, Schedule, from_csv, is_compute, to_csv
+from megatron_ext.schedule.schedule import P2P, Problem, Schedule, from_csv, is_compute, to_csv
 from megatron_ext.schedule.verify import Program
 
 WIDTH = 4
@@ -91,9 +93,10 @@ def program_for(
     microbatches: int,
     forward_only: bool = False,
     varies: bool = False,
+    p2p: P2P = P2P.ASYNC,
 ) -> Program:
     problem = problem_for(choice.place(ranks), microbatches, forward_only)
-    return build_program(choice, replace(problem, receives_ahead=0 if varies else 1))
+    return build_program(choice, replace(problem, receives_ahead=0 if varies else 1, p2p=p2p))
 
 
 def as_file(schedule: Schedule) -> Choice:
@@ -226,30 +229,60 @@ def world() -> dist.ProcessGroup:
     return group
 
 
-class CountingTransport(Transport):
-    """Writes down what it is asked to do."""
+class CountingTransport:
+    """Writes down what a transport is asked to do."""
 
-    def __init__(self, events: list[str], *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, transport: Transport | BatchedTransport, events: list[str]) -> None:
+        self.transport = transport
+        self.rank = transport.rank
         self.events = events
         self.read: list[Action] = []
 
     def send(self, action: Action, tensor: Tensor) -> None:
         self.events.append(str(action))
-        super().send(action, tensor)
+        self.transport.send(action, tensor)
 
     def wait_sent(self, send: Action) -> None:
         wait = {Kind.SEND_F: Kind.WAIT_F, Kind.SEND_B: Kind.WAIT_B}[send.kind]
         self.events.append(str(send._replace(kind=wait)))
-        super().wait_sent(send)
+        self.transport.wait_sent(send)
 
     def receive(self, action: Action) -> None:
         self.events.append(str(action))
-        super().receive(action)
+        self.transport.receive(action)
 
     def received(self, action: Action) -> Tensor:
         self.read.append(action)
-        return super().received(action)
+        return self.transport.received(action)
+
+    def abandon(self) -> None:
+        self.transport.abandon()
+
+    def is_empty(self) -> bool:
+        return self.transport.is_empty()
+
+
+class InOrderGroup(PipelineGroup):
+    """As strict as NCCL: one batch after the other, and one work for all of a batch."""
+
+    def __init__(self, pipeline: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(pipeline, device)
+        self._one_by_one = ThreadPoolExecutor(max_workers=1)
+
+    def start(self, messages: Sequence[tuple[Channel, Tensor]]) -> list[Any]:
+        def move() -> None:
+            for work in super(InOrderGroup, self).start(messages):
+                work.wait()
+
+        return [_Started(self._one_by_one.submit(move))]
+
+
+class _Started:
+    def __init__(self, future: Future[None]) -> None:
+        self.future = future
+
+    def wait(self) -> None:
+        self.future.result()
 
 
 @dataclass
@@ -261,10 +294,11 @@ class Pipeline:
     data: int = 0
     varies: bool = False
     faults: Mapping[Action, Callable[[], None]] = field(default_factory=dict)
+    connect: Callable[[dist.ProcessGroup, torch.device], PipelineGroup] | None = None
 
     def __post_init__(self) -> None:
         placement = self.program.schedule.placement
-        self.channels = Channels(self.group, channels(self.program.schedule), CPU)
+        self.connection = self._connection()
         self.recorder = Recorder(self.group.rank())
         self.events: list[str] = []
         self.stages = {
@@ -274,14 +308,24 @@ class Pipeline:
             for number in placement.stages_of[self.group.rank()]
         }
 
+    def _connection(self) -> Channels | PipelineGroup:
+        if self.connect is not None:
+            return self.connect(self.group, CPU)
+        if self.program.problem.p2p is P2P.BATCHED:
+            return InOrderGroup(self.group, CPU)
+        return Channels(self.group, channels(self.program.schedule), CPU)
+
+    def transport(self, program: Program) -> Transport | BatchedTransport:
+        boundary = Boundary(None if self.varies else (3, WIDTH), torch.float32)
+        if isinstance(self.connection, PipelineGroup):
+            return BatchedTransport(self.connection, boundary, program, self.recorder)
+        return Transport(self.connection, boundary, program.schedule.placement, self.recorder)
+
     def step(self, program: Program | None = None) -> CountingTransport:
         """One step, of another program if one is given; what it did is in ``events``."""
         program = program or self.program
         self.events.clear()
-        boundary = Boundary(None if self.varies else (3, WIDTH), torch.float32)
-        transport = CountingTransport(
-            self.events, self.channels, boundary, program.schedule.placement, self.recorder
-        )
+        transport = CountingTransport(self.transport(program), self.events)
         with torch.set_grad_enabled(not program.problem.forward_only):
             execute(program, self.stages, transport, self.recorder)
         return transport

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -24,10 +25,11 @@ from megatron_ext.schedule.graph import Channel  # noqa: E402
 from megatron_ext.schedule.kinds import RULES, Lane  # noqa: E402
 from megatron_ext.schedule.placement import Placement, line  # noqa: E402
 from megatron_ext.schedule.registry import choose  # noqa: E402
-from megatron_ext.schedule.schedule import Schedule  # noqa: E402
+from megatron_ext.schedule.schedule import P2P, Schedule  # noqa: E402
 from megatron_ext.schedule.verify import InvalidSchedule, Program, prove  # noqa: E402
 from tests.pipeline.stages import (  # noqa: E402
     CountingTransport,
+    InOrderGroup,
     Pipeline,
     alone,
     as_file,
@@ -96,20 +98,23 @@ def run_programs(programs: list[Program], varies: bool = False) -> Callable[[int
     return run
 
 
+@pytest.mark.parametrize("p2p", P2P)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
-def test_line(name: str, ranks: int) -> None:
-    programs = [program_for(choose(name), ranks, m) for m in MICROBATCHES]
+def test_line(name: str, ranks: int, p2p: P2P) -> None:
+    programs = [program_for(choose(name), ranks, m, p2p=p2p) for m in MICROBATCHES]
     values(run_ranks(ranks, run_programs(programs)))
 
 
+@pytest.mark.parametrize("p2p", P2P)
 @pytest.mark.parametrize("splits", [False, True], ids=["B", "I and W"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("place", [v_placement, loop_placement])
-def test_two_chunks_a_rank(place: Place, ranks: int, splits: bool) -> None:
+def test_two_chunks_a_rank(place: Place, ranks: int, splits: bool, p2p: P2P) -> None:
     """The V hands over on one rank at its turn; on one rank, V and loop always do."""
     programs = [
-        program_for(as_file(greedy(place(ranks), m, splits)), ranks, m) for m in MICROBATCHES
+        program_for(as_file(greedy(place(ranks), m, splits)), ranks, m, p2p=p2p)
+        for m in MICROBATCHES
     ]
     values(run_ranks(ranks, run_programs(programs)))
 
@@ -144,12 +149,14 @@ def test_evaluation_with_varying_shapes_does_not_hang(microbatches: int) -> None
     values(run_ranks(3, run_programs([program], varies=True), timeout=30))
 
 
-@pytest.mark.parametrize("varies", [False, True])
+@pytest.mark.parametrize(
+    ("varies", "p2p"), [(False, P2P.ASYNC), (True, P2P.ASYNC), (False, P2P.BATCHED)]
+)
 @pytest.mark.parametrize("place", [line, v_placement, loop_placement])
-def test_steps_over_the_same_channels(place: Place, varies: bool) -> None:
+def test_steps_over_the_same_channels(place: Place, varies: bool, p2p: P2P) -> None:
     """Train, evaluate (with more microbatches than sends may be pending), train again."""
-    train = program_for(as_file(greedy(place(3), 4, True)), 3, 4, varies=varies)
-    evaluate = program_for(as_file(greedy(place(3), 9, True)), 3, 9, True, varies)
+    train = program_for(as_file(greedy(place(3), 4, True)), 3, 4, varies=varies, p2p=p2p)
+    evaluate = program_for(as_file(greedy(place(3), 9, True)), 3, 9, True, varies, p2p)
 
     def run(rank: int) -> None:
         pipeline = Pipeline(train, world(), varies=varies)
@@ -166,10 +173,11 @@ def test_steps_over_the_same_channels(place: Place, varies: bool) -> None:
     values(run_ranks(3, run))
 
 
+@pytest.mark.parametrize("p2p", P2P)
 @pytest.mark.parametrize("pipelines", [[[0, 1], [2, 3]], [[0, 2], [1, 3]]])
-def test_two_pipelines_in_one_world(pipelines: list[list[int]]) -> None:
+def test_two_pipelines_in_one_world(pipelines: list[list[int]], p2p: P2P) -> None:
     """Channels are made by all ranks of the world; each pipeline keeps to its own."""
-    program = program_for(choose("zb-h1"), 2, 3)
+    program = program_for(choose("zb-h1"), 2, 3, p2p=p2p)
 
     def run(rank: int) -> None:
         groups = [dist.new_group(ranks) for ranks in pipelines]
@@ -185,20 +193,21 @@ def test_two_pipelines_in_one_world(pipelines: list[list[int]]) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_any_valid_schedule_runs(ranks: int) -> None:
-    """Random placements and orders, fixed and varying shapes; and the forward passes alone."""
+    """Random placements and orders, fixed and varying shapes, batches; and the forwards alone."""
     cases = [case for case in map(random_case, range(60)) if case.problem.ranks == ranks][:6]
     assert len(cases) == 6
 
-    def programs(varies: bool) -> list[Program]:
+    def programs(varies: bool = False, p2p: P2P = P2P.ASYNC) -> list[Program]:
         return [
             program_for(
-                as_file(case.schedule), ranks, case.problem.microbatches, forward_only, varies
+                as_file(case.schedule), ranks, case.problem.microbatches, forward_only, varies, p2p
             )
             for forward_only in (False, True)
             for case in cases
         ]
 
-    fixed, varying = programs(varies=False), programs(varies=True)
+    fixed = programs() + programs(p2p=P2P.BATCHED)
+    varying = programs(varies=True)
 
     def run(rank: int) -> None:
         run_programs(fixed)(rank)
@@ -207,15 +216,17 @@ def test_any_valid_schedule_runs(ranks: int) -> None:
     values(run_ranks(ranks, run))
 
 
-def test_what_the_proof_lets_through_runs() -> None:
+@pytest.mark.parametrize("p2p", P2P)
+def test_what_the_proof_lets_through_runs(p2p: P2P) -> None:
     """A program is changed a little, its messages and waits among the rest.
 
     Either the proof rejects the outcome, and then there is no program to run; or it runs to its
-    end on real ranks. A proof that is too mild shows as a hang.
+    end on real ranks. A proof that is too mild shows as a hang: batched, on a group that is as
+    strict about its order as NCCL's.
     """
     rng = random.Random(0)
-    problem = problem_for(v_placement(3), 4)
-    start = program_for(as_file(greedy(problem.placement, 4, True)), 3, 4).schedule
+    problem = replace(problem_for(v_placement(3), 4), p2p=p2p)
+    start = program_for(as_file(greedy(problem.placement, 4, True)), 3, 4, p2p=p2p).schedule
     accepted: list[Program] = []
     rejected = 0
     while len(accepted) < 20:
@@ -228,6 +239,19 @@ def test_what_the_proof_lets_through_runs() -> None:
             rejected += 1
     assert rejected
     values(run_ranks(3, run_programs(accepted)))
+
+
+def test_what_the_proof_refuses_hangs() -> None:
+    """Else the test above could not fail. A program for channels posts receives ahead; batched,
+    those stand in the way of what they wait for."""
+    program = program_for(choose("1f1b"), 2, 2)
+    with pytest.raises(InvalidSchedule, match="it would hang"):
+        prove(program.schedule, replace(program.problem, p2p=P2P.BATCHED))
+
+    def run(rank: int) -> None:
+        Pipeline(program, world(), connect=InOrderGroup).step()
+
+    assert [result.exit_code for result in run_ranks(2, run, timeout=3)] == [None, None]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import types
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
@@ -23,8 +23,9 @@ from megatron_ext.schedule.kinds import Duty, Held
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import Placement, line
 from megatron_ext.schedule.registry import choose
-from megatron_ext.schedule.schedule import Problem, Schedule
+from megatron_ext.schedule.schedule import P2P, Problem, Schedule
 from megatron_ext.schedule.timeline import Timeline
+from megatron_ext.schedule.transforms.batches import batch_messages
 from megatron_ext.schedule.transforms.communication import communicate
 from megatron_ext.schedule.transforms.waits import await_sends
 from megatron_ext.schedule.verify import Program
@@ -65,9 +66,15 @@ def program(name: str, problem: Problem) -> Program:
     return build_program(choose(name), problem)
 
 
+def without_waits(schedule: Schedule, problem: Problem) -> Schedule:
+    """``schedule`` with its messages alone."""
+    schedule = communicate(schedule, problem)
+    return batch_messages(schedule, problem) if problem.p2p is P2P.BATCHED else schedule
+
+
 def with_messages(schedule: Schedule, problem: Problem) -> Schedule:
     """``schedule`` as it goes to `prove`."""
-    return await_sends(communicate(schedule, problem), problem)
+    return await_sends(without_waits(schedule, problem), problem)
 
 
 def rows_of(text: str) -> tuple[tuple[Action, ...], ...]:
@@ -129,9 +136,10 @@ def random_costs(random: Random, placement: Placement) -> Costs:
 
 
 def random_problem(random: Random) -> Problem:
-    """A random placement with random costs, and up to five microbatches."""
+    """A random placement with random costs, and up to five microbatches; messages of both sorts."""
     placement = random_placement(random)
-    return Problem(placement, random.randint(1, 5), random_costs(random, placement))
+    p2p = random.choice(list(P2P))
+    return Problem(placement, random.randint(1, 5), random_costs(random, placement), p2p=p2p)
 
 
 def random_schedule(random: Random, problem: Problem) -> Schedule:
@@ -194,8 +202,11 @@ def mutate(schedule: Schedule, random: Random) -> Schedule:
     at, other = random.randrange(len(row)), random.randrange(len(row))
     sends = [n for n, action in enumerate(row) if action.kind in (Kind.SEND_F, Kind.SEND_B)]
     changes = ["drop", "duplicate", "swap", "swap neighbours", "move", "rank", "microbatch"]
+    receives = [n for n, action in enumerate(row) if action.kind in (Kind.RECV_F, Kind.RECV_B)]
     if sends:
         changes += ["swap sends", "wait at once"]
+    if receives:
+        changes += ["receive sooner"]
     change = random.choice(changes)
     if change == "drop":
         del row[at]
@@ -209,6 +220,9 @@ def mutate(schedule: Schedule, random: Random) -> Schedule:
     elif change == "swap sends":
         at, other = random.choice(sends), random.choice(sends)
         row[at], row[other] = row[other], row[at]
+    elif change == "receive sooner":  # a channel of its own takes it, the only one may hang
+        at = random.choice(receives)
+        row.insert(random.randint(0, at), row.pop(at))
     elif change == "wait at once":
         rows = [list(_waiting_at_once(row)) for row in rows]
     elif change == "move":
@@ -266,9 +280,11 @@ def run(schedule: Schedule, problem: Problem) -> Run:
     and at a wait whose send has not gone. Sends and receives are started and left to themselves.
     From one rank to another activations and gradients go separate ways, on each of which the k-th
     send meets the k-th receive, once both have been started and the message before them has gone.
-    A pass without its input, and a message that meets another's receive, are faults.
+    Batched, a rank has one batch of messages under way at a time, and none of them is there before
+    all are. A pass without its input, and a message that meets another's receive, are faults.
     """
-    return _Ranks(schedule, problem).run()
+    ranks = _BatchedRanks if problem.p2p is P2P.BATCHED else _Ranks
+    return ranks(schedule, problem).run()
 
 
 class _Ranks:
@@ -277,6 +293,7 @@ class _Ranks:
         self.problem = problem
         self.rank_of = schedule.placement.rank_of
         self.times: dict[Action, tuple[float, float]] = {}
+        self.there: dict[Action, float] = {}  # messages that may be used, or whose tensor may go
         self.started: dict[Action, float] = {}  # messages
         self.sends: dict[tuple[int, int, bool], list[Action]] = defaultdict(list)
         self.receives: dict[tuple[int, int, bool], list[Action]] = defaultdict(list)
@@ -342,9 +359,9 @@ class _Ranks:
 
     def finish(self, rank: int, action: Action, message: Action | None) -> bool:
         """Do ``action`` as soon as ``message`` has gone; False: not yet."""
-        if message is not None and message not in self.times:
+        if message is not None and message not in self.there:
             return False
-        start = max(self.free[rank], self.times[message][1] if message else 0.0)
+        start = max(self.free[rank], self.there[message] if message else 0.0)
         self.free[rank] = start + self.seconds(action)
         self.times[action] = (start, self.free[rank])
         return True
@@ -371,19 +388,24 @@ class _Ranks:
             while self.moved[channel] < min(len(sends), len(receives)):
                 count = self.moved[channel]
                 send, receive = sends[count], receives[count]
-                if send.kind is Kind.SEND_F:
-                    meant = Action(send.stage + 1, Kind.RECV_F, send.microbatch)
-                else:
-                    meant = Action(send.stage - 1, Kind.RECV_B, send.microbatch)
-                if receive != meant:
-                    raise _Fault(f"{send} meets {receive}")
                 before = self.times[sends[count - 1]][1] if count else 0.0
                 start = max(self.started[send], self.started[receive], before)
-                end = start + self.seconds(send)
-                self.times[send], self.times[receive] = (start, end), (end, end)
+                self.there[send] = self.there[receive] = self.move(send, receive, start)
                 self.moved[channel] += 1
                 moving = True
         return moving
+
+    def move(self, send: Action, receive: Action, start: float) -> float:
+        """Let ``send`` meet ``receive``; when the message has come."""
+        if send.kind is Kind.SEND_F:
+            meant = Action(send.stage + 1, Kind.RECV_F, send.microbatch)
+        else:
+            meant = Action(send.stage - 1, Kind.RECV_B, send.microbatch)
+        if receive != meant:
+            raise _Fault(f"{send} meets {receive}")
+        end = start + self.seconds(send)
+        self.times[send], self.times[receive] = (start, end), (end, end)
+        return end
 
     def seconds(self, action: Action) -> float:
         stage, kind, _ = action
@@ -411,6 +433,58 @@ class _Ranks:
             wait = waits.get(action.kind)
             if wait and action._replace(kind=wait) not in self.times:
                 raise _Fault(f"nobody waits for {action}")
+
+
+class _BatchedRanks(_Ranks):
+    """Messages go over one communicator."""
+
+    def __init__(self, schedule: Schedule, problem: Problem) -> None:
+        super().__init__(schedule, problem)
+        self.batches = [deque(_batches(row)) for row in schedule.rows]
+        self.ended = [0.0 for _ in schedule.rows]  # when each rank's latest batch had moved
+
+    def move_messages(self) -> bool:
+        moving = False
+        for rank, batches in enumerate(self.batches):
+            send = batches[0][-1] if batches else None
+            if send is None or send.kind not in (Kind.SEND_F, Kind.SEND_B) or send in self.times:
+                continue
+            there = self.rank_of[send.stage + (1 if send.kind is Kind.SEND_F else -1)]
+            ways = [(rank, there, True), (rank, there, False)]
+            receives = [
+                action
+                for action in (self.batches[there][0] if self.batches[there] else [])
+                if action not in self.times and any(action in self.receives[way] for way in ways)
+            ]
+            if send in self.started and receives and self.has_begun(there):
+                starts = [self.started[send], self.started[receives[0]]]
+                self.move(send, receives[0], max(*starts, self.ended[rank], self.ended[there]))
+                moving = True
+        for rank, batches in enumerate(self.batches):
+            while batches and all(action in self.times for action in batches[0]):
+                batch = batches.popleft()
+                self.ended[rank] = max(self.times[action][1] for action in batch)
+                self.there |= dict.fromkeys(batch, self.ended[rank])
+                moving = True
+        return moving
+
+    def has_begun(self, rank: int) -> bool:
+        return all(action in self.started for action in self.batches[rank][0])
+
+
+def _batches(row: Iterable[Action]) -> Iterator[list[Action]]:
+    """A send with the receives directly before it; other receives one by one."""
+    receives: list[Action] = []
+    for action in row:
+        if action.kind in (Kind.RECV_F, Kind.RECV_B):
+            receives.append(action)
+            continue
+        if action.kind in (Kind.SEND_F, Kind.SEND_B):
+            yield [*receives, action]
+        else:
+            yield from ([receive] for receive in receives)
+        receives = []
+    yield from ([receive] for receive in receives)
 
 
 # ---- Drawing them

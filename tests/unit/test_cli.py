@@ -36,6 +36,15 @@ def test_simulate_prints_one_object() -> None:
     assert result["bubble_share_makespan"] == pytest.approx(21 / 117)
 
 
+def test_simulate_shows_what_one_communicator_costs() -> None:
+    """A hop as long as a pass: with a channel each, the two ways of a rank's messages overlap."""
+    words = ("simulate", "interleaved", "--pp", "4", "-m", "8", "--costs", "f=1,i=1,w=1,comm=1")
+    alone, together = (
+        json.loads(run(*words, "--p2p", p2p, "--json"))["makespan"] for p2p in ("async", "batched")
+    )
+    assert together > alone
+
+
 def test_simulate_draws_and_writes_a_table_that_it_reads_back(tmp_path: Path) -> None:
     picture, table = tmp_path / "x.svg", tmp_path / "x.csv"
     sizes = ("--pp", "3", "-m", "4")
@@ -59,6 +68,7 @@ def test_simulate_draws_and_writes_a_table_that_it_reads_back(tmp_path: Path) ->
         (("simulate", "1f1b", "--pp", "4", "-m", "8", "--plot", "x.pdf"), ".svg or .png"),
         (("simulate", "1f1b", "--pp", "4", "-m", "8", "--costs", "no.json"), "cannot be read"),
         (("doctor", "--pipeline-memory-limit", "4"), "without --pipeline-schedule"),
+        (("doctor", "--pipeline-schedule", "1f1b", "--pipeline-p2p", "fast"), "async or batched"),
     ],
 )
 def test_a_mistake_exits_2_and_says_why(words: tuple[str, ...], text: str) -> None:

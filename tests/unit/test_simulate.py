@@ -18,7 +18,6 @@ from megatron_ext.schedule.schedule import Problem, Schedule, is_compute
 from megatron_ext.schedule.simulate import simulate
 from megatron_ext.schedule.summary import stock_1f1b, summary
 from megatron_ext.schedule.timeline import Timeline
-from megatron_ext.schedule.transforms.communication import communicate
 from megatron_ext.schedule.verify import prove
 from tests.unit.schedules import (
     PROPERTY,
@@ -35,6 +34,7 @@ from tests.unit.schedules import (
     run,
     table,
     with_messages,
+    without_waits,
 )
 
 
@@ -284,7 +284,7 @@ def test_waits_cost_nothing(case: Case) -> None:
     timeline = simulate(
         prove(with_messages(case.schedule, case.problem), case.problem), case.problem.costs
     )
-    without = run(communicate(case.schedule, case.problem), case.problem)
+    without = run(without_waits(case.schedule, case.problem), case.problem)
     assert not without.stuck
     for row in timeline.compute:
         for event in row:

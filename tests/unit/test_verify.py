@@ -16,7 +16,7 @@ from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.registry import choose
-from megatron_ext.schedule.schedule import Problem, Schedule
+from megatron_ext.schedule.schedule import P2P, Problem, Schedule
 from megatron_ext.schedule.transforms.forward_only import keep_forward
 from megatron_ext.schedule.verify import InvalidSchedule, Program, check_compute, prove
 from tests.unit.schedules import (
@@ -342,7 +342,13 @@ def test_transforms_keep_a_good_evaluation_good(seed: int) -> None:
     random = Random(seed)
     placement = random_placement(random)
     microbatches = random.randint(1, 12)
-    problem = Problem(placement, microbatches, random_costs(random, placement), forward_only=True)
+    problem = Problem(
+        placement,
+        microbatches,
+        random_costs(random, placement),
+        forward_only=True,
+        p2p=random.choice(list(P2P)),
+    )
     forwards = keep_forward(random_schedule(random, problem), problem)
     proved = prove(with_messages(forwards, problem), problem)
     assert proved.schedule.compute_rows == forwards.rows
@@ -381,15 +387,15 @@ def verdict(schedule: Schedule, problem: Problem) -> str:
         if "it would hang" not in str(error):
             return "refused"
         assert ran.stuck, f"said to hang, but: {ran.fault}"
-        assert_waits_in_a_circle(schedule, error)
+        assert_waits_in_a_circle(schedule, problem, error)
         return "hangs"
     assert proved.schedule is schedule
     assert ran.ended_well, f"proved, but stuck at {ran.stuck}, fault: {ran.fault}"
     return "runs"
 
 
-def assert_waits_in_a_circle(schedule: Schedule, error: InvalidSchedule) -> None:
-    graph = build_graph(schedule)
+def assert_waits_in_a_circle(schedule: Schedule, problem: Problem, error: InvalidSchedule) -> None:
+    graph = build_graph(schedule, problem.p2p)
     cycle = [graph.actions.index(action) for action in error.actions]
     for node, earlier in zip(cycle, [*cycle[1:], cycle[0]], strict=True):
         assert earlier in graph.before[node]

@@ -10,11 +10,16 @@ Sends of which a rank never hears again (those of the cool-down, and all of an e
 waited for at the end. In an evaluation the oldest is waited for sooner, once more than
 ``SENDS_BEHIND`` are under way on its channel: before a pass that comes after the send in one order
 of all actions of all ranks. As every wait keeps to that order, no two can wait for each other.
+
+Batched, a send has gone when its batch has, and a rank knows that once it has used what it received
+in that batch or a later one.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +27,7 @@ from numpy.typing import NDArray
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.graph import Channel, Graph, build_graph, channel_of, partner_of
 from megatron_ext.schedule.kinds import RULES, Lane
-from megatron_ext.schedule.schedule import Problem, Schedule, is_compute
+from megatron_ext.schedule.schedule import P2P, Problem, Schedule, is_compute
 
 SENDS_BEHIND = 4
 
@@ -36,19 +41,21 @@ _WAIT_FOR: dict[Kind, Kind] = {
 
 def await_sends(schedule: Schedule, problem: Problem) -> Schedule:
     """``schedule``, which has its messages, with a wait for each send."""
-    graph = build_graph(schedule)
-    clocks = _clocks(graph, problem.ranks)
-    received_by = _users_of_receives(graph)
+    graph = build_graph(schedule, problem.p2p)
     number = {action: node for node, action in enumerate(graph.actions)}
+    has_gone = _told_by_batches if problem.p2p is P2P.BATCHED else _told_by_clocks
+    knows_of = has_gone(graph, number)
     in_step = _in_step(graph) if problem.forward_only else []
     place = {node: place for place, node in enumerate(in_step)}
 
-    def can_be_waited_for(sends: deque[Action], to: int, node: int) -> bool:
+    def can_be_waited_for(sends: deque[Action], node: int) -> bool:
         send = number[sends[0]]
-        if received_by[number[partner_of(sends[0])]] <= clocks[node, to]:
+        if knows_of(node, send):
             return True
-        is_due = problem.forward_only and len(sends) > SENDS_BEHIND
-        return is_due and send in place and node in place and place[send] < place[node]
+        if not problem.forward_only or len(sends) <= SENDS_BEHIND or node not in place:
+            return False
+        moves = graph.batches.get(send, (send,))
+        return all(n in place and place[n] < place[node] for n in moves)
 
     rows, start = [], 0
     for row in schedule.rows:
@@ -56,8 +63,8 @@ def await_sends(schedule: Schedule, problem: Problem) -> Schedule:
         new_row: list[Action] = []
         for node, action in enumerate(row, start=start):
             if is_compute(action):
-                for channel, sends in pending.items():
-                    while sends and can_be_waited_for(sends, channel.receiver, node):
+                for sends in pending.values():
+                    while sends and can_be_waited_for(sends, node):
                         new_row.append(_wait(sends.popleft()))
             new_row.append(action)
             if RULES[action.kind].lane is Lane.SEND:
@@ -65,7 +72,7 @@ def await_sends(schedule: Schedule, problem: Problem) -> Schedule:
         new_row += [_wait(send) for sends in pending.values() for send in sends]
         rows.append(tuple(new_row))
         start += len(row)
-    return Schedule(schedule.name, schedule.placement, tuple(rows))
+    return replace(schedule, rows=tuple(rows))
 
 
 def _in_step(graph: Graph) -> list[int]:
@@ -81,9 +88,31 @@ def _wait(send: Action) -> Action:
     return Action(send.stage, _WAIT_FOR[send.kind], send.microbatch)
 
 
-def _clocks(graph: Graph, ranks: int) -> NDArray[np.int32]:
+def _told_by_clocks(graph: Graph, number: Mapping[Action, int]) -> Callable[[int, int], bool]:
+    """Whether, at a compute node, its rank knows that a send's node has ended: async messages."""
+    clocks, received_by = _clocks(graph), _users_of_receives(graph)
+
+    def knows_of(node: int, send: int) -> bool:
+        receive = number[partner_of(graph.actions[send])]
+        return bool(received_by[receive] <= clocks[node, graph.ranks[receive]])
+
+    return knows_of
+
+
+def _told_by_batches(graph: Graph, number: Mapping[Action, int]) -> Callable[[int, int], bool]:
+    """The same for batched messages: a later one of its rank, or one beside it, has been used."""
+    used: dict[int, int] = {}  # by compute node, the last message that is there by then
+    last = -1  # may be another rank's, whose nodes are below all of this one's
+    for node, action in enumerate(graph.actions):
+        if is_compute(action):
+            last = max([last, *filter(graph.batches.__contains__, graph.before[node])])
+            used[node] = last
+    return lambda node, send: used[node] >= send
+
+
+def _clocks(graph: Graph) -> NDArray[np.int32]:
     """Entry (n, r): the last compute node of rank r that must have ended before node n can."""
-    clocks = np.full((len(graph.actions), ranks), -1, dtype=np.int32)
+    clocks = np.full((len(graph.actions), graph.ranks[-1] + 1), -1, dtype=np.int32)
     for node in graph.order:
         clock = clocks[node]
         for earlier in graph.before[node]:

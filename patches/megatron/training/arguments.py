@@ -119,7 +119,8 @@ def check(args: Any, config: PipelineConfig) -> None:
     for microbatches in _microbatches_of_steps(args):
         text = config.memory_limit
         limit = None if text is None else parse_limit(text, ranks, microbatches)
-        build_program(choice, Problem(placement, microbatches, costs, limit))
+        problem = Problem(placement, microbatches, costs, limit, p2p=config.messages())
+        build_program(choice, problem)
 
 
 def _microbatches_of_steps(args: Any) -> list[int]:

@@ -6,7 +6,7 @@ backward_step, and ends as stock ends: embedding gradients, finalize_model_grads
 
 Not patched: the stock schedule functions themselves (whoever calls one by name gets it), train,
 train_step and evaluate (they ask get_forward_backward_func), P2PCommunicator (ours have their own
-channels over the same pipeline group).
+channels over the same pipeline group, or batch their messages on it).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from megatron_ext.patches.features import refuse
 from megatron_ext.patches.megatron.core.pipeline_parallel.model_stage import ModelStage, StepCall
 from megatron_ext.patches.megatron.dimensions import estimated_costs
 from megatron_ext.patches.megatron.tied import copies_differ
-from megatron_ext.runtime.executor import execute
+from megatron_ext.runtime.batched import BatchedTransport, PipelineGroup
+from megatron_ext.runtime.executor import Messages, execute
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.transport import Boundary, Channels, Transport
 from megatron_ext.runtime.watchdog import Watchdog
@@ -38,7 +39,7 @@ from megatron_ext.schedule.build import build_program
 from megatron_ext.schedule.costs import Costs, parse_costs
 from megatron_ext.schedule.graph import channels
 from megatron_ext.schedule.limit import parse_limit
-from megatron_ext.schedule.schedule import Problem
+from megatron_ext.schedule.schedule import P2P, Problem
 from megatron_ext.schedule.summary import summary
 from megatron_ext.schedule.verify import Program
 
@@ -89,9 +90,10 @@ class PipelineStep:
     def __init__(self, config: PipelineConfig) -> None:
         self._config = config
         self._choice = config.choice()
+        self._p2p = config.messages()
         self._costs: Costs | None = None
         self._programs: dict[tuple[int, bool, bool], Program] = {}
-        self._channels: Channels | None = None
+        self._connection: Channels | PipelineGroup | None = None
         self._recorder: Recorder | None = None
 
     def __call__(
@@ -117,6 +119,11 @@ class PipelineStep:
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         config = get_model_config(models[0])
         refuse(config, self._choice)
+        if config.variable_seq_lengths and self._p2p is P2P.BATCHED:
+            raise ValueError(
+                "--pipeline-p2p batched does not go with variable_seq_lengths: a tensor can be "
+                "received only when its shape has come, after its batch; drop the flag"
+            )
         if adjust_tensor_shapes_fn is not None:
             raise ValueError(
                 f"adjust_tensor_shapes_fn is not supported by --pipeline-schedule "
@@ -149,7 +156,6 @@ class PipelineStep:
         boundary = Boundary(
             None if config.variable_seq_lengths else tuple(shapes[0]), config.pipeline_dtype
         )
-        assert self._channels is not None and self._recorder is not None
         placement = program.schedule.placement
         call = StepCall(
             forward_step_func,
@@ -173,7 +179,8 @@ class PipelineStep:
             config.timers("forward-backward", log_level=1).start(
                 barrier=config.barrier_with_L1_time
             )
-        transport = Transport(self._channels, boundary, placement, self._recorder)
+        transport = self._transport(program, boundary)
+        assert self._recorder is not None
         with _no_grad_sync(config), _splitting(self._choice.splits_backward and not forward_only):
             execute(program, stages, transport, self._recorder)
         if config.finalize_model_grads_func is not None and not forward_only:
@@ -219,6 +226,7 @@ class PipelineStep:
             parse_limit(limit, pipeline.size(), num_microbatches) if limit else None,
             forward_only,
             receives_ahead=0 if config.variable_seq_lengths else 1,
+            p2p=self._p2p,
         )
         program = build_program(self._choice, problem)
         digests = _gather(pipeline, program.digest)
@@ -227,15 +235,26 @@ class PipelineStep:
                 f"pipeline ranks built different programs from {self._config.schedule}: "
                 f"{dict(enumerate(digests))}; do all ranks run one version and one file?"
             )
-        if self._channels is None:
+        if self._connection is None:
             device = torch.device(torch.cuda.current_device())
-            self._channels = Channels(pipeline, channels(program.schedule), device)
+            if self._p2p is P2P.BATCHED:
+                self._connection = PipelineGroup(pipeline, device)
+            else:
+                self._connection = Channels(pipeline, channels(program.schedule), device)
             self._recorder = Recorder(pipeline.rank())
             Watchdog(self._recorder).start()
         if not forward_only and dist.get_rank() == 0:
             print(f"megatron_ext: {summary(program)}", flush=True)
         self._programs[key] = program
         return program
+
+    def _transport(self, program: Program, boundary: Boundary) -> Messages:
+        """The messages of one step."""
+        assert self._connection is not None and self._recorder is not None
+        if isinstance(self._connection, PipelineGroup):
+            return BatchedTransport(self._connection, boundary, program, self._recorder)
+        placement = program.schedule.placement
+        return Transport(self._connection, boundary, placement, self._recorder)
 
     def _agreed_costs(
         self,
