@@ -69,10 +69,13 @@ def forward_step(data: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor
     return model(tokens, positions, mask, labels=tokens), partial(loss_function)
 
 
-def step(own_groups: bool, forward_only: bool = False) -> tuple[list[Any], dict[str, torch.Tensor]]:
+def step(
+    own_groups: bool, forward_only: bool = False, sequences_vary: bool = False
+) -> tuple[list[Any], dict[str, torch.Tensor]]:
     """One step; losses and gradients of this rank."""
     torch.manual_seed(1)
     model = build_model()
+    model.config.variable_seq_lengths = sequences_vary
     generator = torch.Generator().manual_seed(2)
     data = iter(
         torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=generator)
@@ -97,15 +100,22 @@ def step(own_groups: bool, forward_only: bool = False) -> tuple[list[Any], dict[
     return losses, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def on_rank(rank: int, schedule: str, own_groups: bool) -> None:
+def process_groups() -> int:
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def on_rank(rank: int, schedule: str, p2p: str, own_groups: bool) -> None:
     with apply(cpu.patches()):
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=RANKS)
         model_parallel_cuda_manual_seed(0)
         expected_losses, expected = step(own_groups)
         expected_evaluation, _ = step(own_groups, forward_only=True)
-        with megatron_ext.install(schedule=schedule):
+        before = process_groups()
+        with megatron_ext.install(schedule=schedule, p2p=p2p):
             losses, gradients = step(own_groups)
             evaluation, none = step(own_groups, forward_only=True)
+        neighbours = 1 if rank in (0, RANKS - 1) else 2
+        assert process_groups() - before == (2 * neighbours if p2p == "async" else 0)
         assert losses == expected_losses and len(losses) == (MICROBATCHES if rank == 3 else 0)
         assert evaluation == expected_evaluation and not none
         assert gradients.keys() == expected.keys() and gradients
@@ -113,10 +123,27 @@ def on_rank(rank: int, schedule: str, own_groups: bool) -> None:
             assert torch.equal(gradient, expected[name]), name
 
 
+@pytest.mark.parametrize("p2p", ["async", "batched"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("own_groups", [False, True])
-def test_gradients_and_losses_are_stocks(schedule: str, own_groups: bool) -> None:
-    values(run_ranks(RANKS, lambda rank: on_rank(rank, schedule, own_groups)))
+def test_gradients_and_losses_are_stocks(schedule: str, p2p: str, own_groups: bool) -> None:
+    """Batched, over the groups that are there: not one is made."""
+    values(run_ranks(RANKS, lambda rank: on_rank(rank, schedule, p2p, own_groups)))
+
+
+def test_varying_sequence_lengths_cannot_be_batched() -> None:
+    def refused(rank: int) -> str:
+        with apply(cpu.patches()):
+            parallel_state.initialize_model_parallel(pipeline_model_parallel_size=RANKS)
+            model_parallel_cuda_manual_seed(0)
+            with (
+                megatron_ext.install(schedule="1f1b", p2p="batched"),
+                pytest.raises(ValueError, match="batched does not go with variable_seq_lengths"),
+            ):
+                step(own_groups=False, sequences_vary=True)
+            return "refused"
+
+    assert values(run_ranks(RANKS, refused)) == ["refused"] * RANKS
 
 
 def test_a_rank_with_another_program_is_found_before_the_first_pass() -> None:

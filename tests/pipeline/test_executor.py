@@ -6,6 +6,7 @@ Each case compares with the same stages in one process, to the last bit.
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,11 +18,17 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from megatron_ext.runtime.batched import BatchedTransport, PipelineGroup  # noqa: E402
 from megatron_ext.runtime.recorder import Recorder  # noqa: E402
-from megatron_ext.runtime.transport import Boundary, Channels, Transport  # noqa: E402
+from megatron_ext.runtime.transport import (  # noqa: E402
+    Boundary,
+    Channels,
+    PeerFailure,
+    Transport,
+)
 from megatron_ext.runtime.weight_gradients import queue  # noqa: E402
 from megatron_ext.schedule.action import Action, Kind  # noqa: E402
-from megatron_ext.schedule.graph import Channel  # noqa: E402
+from megatron_ext.schedule.graph import Channel, batches_of  # noqa: E402
 from megatron_ext.schedule.kinds import RULES, Lane  # noqa: E402
 from megatron_ext.schedule.placement import Placement, line  # noqa: E402
 from megatron_ext.schedule.registry import choose  # noqa: E402
@@ -276,6 +283,38 @@ def test_a_tensor_that_the_other_rank_does_not_expect(
                 transport.send(Action(0, Kind.SEND_F, 1), tensor)
 
     values(run_ranks(2, run))
+
+
+def test_of_a_batch_the_message_that_fails_is_named() -> None:
+    """Not the one that was waited for: that has come."""
+    program = program_for(choose("1f1b"), 3, 3, p2p=P2P.BATCHED)
+    row = program.schedule.rows[1]
+    receive, send = next(
+        (row[batch[0]], row[batch[1]])
+        for batch in batches_of(row)
+        if [row[position].kind for position in batch] == [Kind.RECV_F, Kind.SEND_F]
+    )
+    tensor = torch.ones(3, 4)
+
+    def run(rank: int) -> str:
+        group = PipelineGroup(world(), torch.device("cpu"))
+        if rank == 0:
+            (work,) = group.start([(Channel(0, 1, Kind.SEND_F), tensor)])
+            work.wait()
+        if rank == 2:
+            time.sleep(1)  # for rank 1 to have started
+        if rank != 1:
+            return ""
+        boundary = Boundary((3, 4), torch.float32)
+        transport = BatchedTransport(group, boundary, program, Recorder(rank))
+        transport.receive(receive)
+        transport.send(send, tensor)
+        with pytest.raises(PeerFailure) as caught:
+            transport.received(receive)
+        return str(caught.value)
+
+    message = values(run_ranks(3, run))[1]
+    assert f"waiting for {send} (to pipeline rank 2)" in message
 
 
 def test_stages_agree_with_autograd() -> None:

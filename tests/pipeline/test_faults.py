@@ -24,10 +24,12 @@ import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from megatron_ext.runtime import watchdog  # noqa: E402
+from megatron_ext.runtime.batched import PipelineGroup  # noqa: E402
 from megatron_ext.runtime.recorder import Recorder  # noqa: E402
 from megatron_ext.runtime.weight_gradients import queue  # noqa: E402
 from megatron_ext.schedule.action import parse  # noqa: E402
 from megatron_ext.schedule.registry import choose  # noqa: E402
+from megatron_ext.schedule.schedule import P2P  # noqa: E402
 from tests.pipeline.stages import Pipeline, alone, program_for, world  # noqa: E402
 from tests.ranks import RankResult, Script, running_ranks, values  # noqa: E402
 
@@ -56,6 +58,7 @@ class Step:
     faults: Mapping[str, Callable[[], None]]
     before: Callable[[], None] = nothing
     varies: bool = False
+    p2p: P2P = P2P.ASYNC
 
     def __call__(self, rank: int) -> None:
         # Python takes Ctrl-C only if the shell that started the tests has not switched it off.
@@ -63,8 +66,9 @@ class Step:
         watchdog.GRACE_SECONDS = 0.5
         self.before()
         faults = {parse(action): fault for action, fault in self.faults.items()}
-        program = program_for(choose("zb-h1"), RANKS, 6)
-        pipeline = Pipeline(program, world(), faults=faults, varies=self.varies)
+        program = program_for(choose("zb-h1"), RANKS, 6, p2p=self.p2p)
+        connect = PipelineGroup if self.p2p is P2P.BATCHED else None
+        pipeline = Pipeline(program, world(), faults=faults, varies=self.varies, connect=connect)
         watchdog.Watchdog(pipeline.recorder).start()
         pipeline.step()
         say("done")
@@ -164,6 +168,22 @@ def test_every_rank_ends_when_one_fails(
             result.stderr
         )
         assert "PeerFailure" not in result.stderr and "Fatal" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("at", "fault", "exit_code"), [("1I2", kill, -signal.SIGKILL), ("0W0", throw, 1)]
+)
+def test_every_rank_of_a_batched_pipeline_ends_when_one_fails(
+    script: Script, at: str, fault: Callable[[], None], exit_code: int
+) -> None:
+    """Gloo's connections end with the process that has failed; the group stays as it is."""
+    with running_ranks(RANKS, Step({at: fault}, p2p=P2P.BATCHED), script) as running:
+        results = running.wait()
+    failed = parse(at).stage
+    assert results[failed].exit_code == exit_code, results[failed].stderr
+    for rank, result in enumerate(results):
+        if rank != failed:
+            check_cut_off(rank, result)
 
 
 @pytest.mark.parametrize("varies", [False, True])
@@ -417,9 +437,17 @@ def fail_once_then_step(rank: int) -> None:
 
 
 def go_on_after_failing(rank: int) -> None:
-    pipeline = Pipeline(
-        program_for(choose("zb-h1"), RANKS, 6), world(), faults={parse("1I2"): throw}
-    )
+    check_it_takes_no_further_step(P2P.ASYNC)
+
+
+def go_on_after_failing_in_a_batch(rank: int) -> None:
+    check_it_takes_no_further_step(P2P.BATCHED)
+
+
+def check_it_takes_no_further_step(p2p: P2P) -> None:
+    connect = PipelineGroup if p2p is P2P.BATCHED else None
+    program = program_for(choose("zb-h1"), RANKS, 6, p2p=p2p)
+    pipeline = Pipeline(program, world(), faults={parse("1I2"): throw}, connect=connect)
     try:
         pipeline.step()
     except ValueError:
@@ -434,6 +462,17 @@ def test_a_rank_whose_caller_goes_on_after_its_error(script: Script) -> None:
     with running_ranks(RANKS, go_on_after_failing, script) as running:
         running.wait_until_it_says(1, HERE)
         running.wait_until_ended(0, 2, timeout=20)
+        running.send_signal(1, signal.SIGUSR1)
+        results = running.wait()
+    assert results[1].exit_code == 0, results[1].stderr
+    for rank in (0, 2):
+        check_cut_off(rank, results[rank])
+
+
+def test_a_batched_rank_whose_caller_goes_on_after_its_error(script: Script) -> None:
+    """The group is not ours to close: the others wait until its process ends."""
+    with running_ranks(RANKS, go_on_after_failing_in_a_batch, script) as running:
+        running.wait_until_it_says(1, HERE)
         running.send_signal(1, signal.SIGUSR1)
         results = running.wait()
     assert results[1].exit_code == 0, results[1].stderr

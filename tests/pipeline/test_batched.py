@@ -1,0 +1,54 @@
+"""Training with --pipeline-p2p batched against stock Megatron: the same numbers, to the last bit.
+
+Stock trains and saves at iteration 2; a schedule loads that and trains on.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.megatron_runs import Run, assert_same, evaluations, losses, model_flags, train
+
+SAVED_AT = 2
+
+
+def run(ranks: int, **flags: object) -> list[Run]:
+    return train(
+        ranks,
+        model_flags(
+            num_layers=8,
+            pipeline_model_parallel_size=ranks,
+            train_iters=4,
+            eval_interval=4,
+            eval_iters=1,
+            **flags,
+        ),
+    )
+
+
+@functools.cache
+def stock(ranks: int) -> tuple[list[Run], Path]:
+    """Stock's run, and the checkpoint it left at iteration 2."""
+    folder = Path(tempfile.mkdtemp(prefix="batched"))
+    return run(ranks, save=folder, save_interval=SAVED_AT), folder
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v", "interleaved", "gis"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_resumed_training_is_stock_to_the_last_bit(ranks: int, schedule: str) -> None:
+    reference, folder = stock(ranks)
+    runs = run(
+        ranks,
+        load=folder,
+        ckpt_step=SAVED_AT,
+        pipeline_schedule=schedule,
+        pipeline_p2p="batched",
+    )
+    assert {one.schedule for one in runs} == {"PipelineStep"}
+    assert len(losses(runs)) == len(losses(reference)) - SAVED_AT
+    assert evaluations(runs)
+    assert_same(runs, reference)
