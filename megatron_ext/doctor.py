@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+from pathlib import Path
 from typing import Any
 
 import megatron_ext
@@ -11,7 +12,7 @@ from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, PatchError, applied, mismatch, resolve
 from megatron_ext.patches.features import FEATURES
 
-PACKAGES = ("megatron-core", "transformer-engine", "torch", "numpy")
+PACKAGES = ("transformer-engine", "torch", "numpy")
 
 
 def diagnose(config: PipelineConfig) -> dict[str, Any]:
@@ -24,7 +25,11 @@ def diagnose(config: PipelineConfig) -> dict[str, Any]:
 
 
 def _environment() -> dict[str, str]:
-    found = {"megatron_ext": megatron_ext.__version__, "python": platform.python_version()}
+    found = {
+        "megatron_ext": megatron_ext.__version__,
+        "python": platform.python_version(),
+        "megatron-core": _megatron(),
+    }
     for package in PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
@@ -40,6 +45,16 @@ def _environment() -> dict[str, str]:
         torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())
     ) or ("none: the CPU platform would be used")
     return found
+
+
+def _megatron() -> str:
+    """The version that is imported, and from where: a checkout may hide an installed one."""
+    try:
+        version = resolve("megatron.core:__version__")
+    except PatchError:
+        return "not installed"
+    number = version.original.partition("+")[0]  # then comes the commit of any repository around
+    return f"{number} ({Path(version.owner.__file__).parent})"
 
 
 def _patches(config: PipelineConfig) -> list[dict[str, str]]:

@@ -2,10 +2,11 @@
 
 A patch says what it changes (``package.module:Name`` or ``package.module:Class.attribute``), why,
 and what it expects to find there: the signature, and the digests of the sources it was read
-against. `apply` resolves and checks every target before it touches one. Modules that imported the
-target by name hold an alias; aliases of a function or class are rebound by identity over
-``sys.modules``, and back again by the handle. A constant has no identity of its own (``False`` is
-one object everywhere), so only the named attribute changes.
+against. Where versions differ it names each it is right for. `apply` resolves and checks every
+target before it touches one. Modules that imported the target by name hold an alias; aliases of a
+function or class are rebound by identity over ``sys.modules``, and back again by the handle.
+A constant has no identity of its own (``False`` is one object everywhere), so only the named
+attribute changes.
 
 Not covered: references that are no module attribute (a default argument, a `functools.partial`,
 a closure, an entry in somebody's table). `stale_references` finds the partials and the closures,
@@ -33,6 +34,7 @@ from typing import Any
 ALLOW_UNKNOWN = "MEGATRON_EXT_ALLOW_UNKNOWN"
 
 Alias = tuple[types.ModuleType, str]
+Signature = str | Iterable[str] | None
 
 
 class PatchError(RuntimeError):
@@ -55,7 +57,7 @@ class Patch:
     how: How
     reason: str
     change: Any  # the substitute or the wrapper
-    signature: str | None
+    signatures: tuple[str, ...]
     digests: tuple[str, ...]
 
     def build(self, original: Any) -> Any:
@@ -76,7 +78,7 @@ def replace(
     substitute: Any,
     *,
     reason: str,
-    signature: str | None = None,
+    signature: Signature = None,
     digests: Iterable[str] = (),
 ) -> Patch:
     """Declare that ``substitute`` stands where ``target`` stood.
@@ -89,12 +91,13 @@ def replace(
         target: ``package.module:Name`` or ``package.module:Class.attribute``.
         substitute: the object to put there; for a static or class method, the plain function.
         reason: one line for `megatron-ext doctor`.
-        signature: what ``inspect.signature`` of the original must print without annotations; None
-            skips the check (the original is no function, or its signature does not matter).
+        signature: what ``inspect.signature`` of the original must print without annotations, or
+            one such text for each version that differs; None skips the check (the original is no
+            function, or its signature does not matter).
         digests: `source_digest` of each original this patch was read against; empty skips the
             check (the patch does not depend on the original's body).
     """
-    return Patch(target, How.REPLACE, reason, substitute, signature, (*digests,))
+    return Patch(target, How.REPLACE, reason, substitute, _each(signature), (*digests,))
 
 
 def wrap(
@@ -102,7 +105,7 @@ def wrap(
     wrapper: Callable[..., Any],
     *,
     reason: str,
-    signature: str | None = None,
+    signature: Signature = None,
     digests: Iterable[str] = (),
 ) -> Patch:
     """Declare that calls of ``target`` become ``wrapper(original, *args, **kwargs)``.
@@ -110,17 +113,23 @@ def wrap(
     The arguments are those of `replace`. ``args`` begins with ``self`` for a method and with
     ``cls`` for a class method.
     """
-    return Patch(target, How.WRAP, reason, wrapper, signature, (*digests,))
+    return Patch(target, How.WRAP, reason, wrapper, _each(signature), (*digests,))
 
 
 def expect(
-    target: str, *, reason: str, signature: str | None = None, digests: Iterable[str] = ()
+    target: str, *, reason: str, signature: Signature = None, digests: Iterable[str] = ()
 ) -> Patch:
     """Declare that other patches rely on ``target`` being as they know it; it is not changed.
 
     The arguments are those of `replace`.
     """
-    return Patch(target, How.EXPECT, reason, None, signature, (*digests,))
+    return Patch(target, How.EXPECT, reason, None, _each(signature), (*digests,))
+
+
+def _each(signature: Signature) -> tuple[str, ...]:
+    if signature is None:
+        return ()
+    return (signature,) if isinstance(signature, str) else (*signature,)
 
 
 @dataclass(frozen=True)
@@ -189,13 +198,14 @@ def source_digest(original: Any) -> str:
 
 def mismatch(patch: Patch, original: Any) -> str | None:
     """Why ``patch`` does not fit ``original``, or None when it fits."""
-    if patch.signature is not None:
+    if patch.signatures:
+        known = " or ".join(patch.signatures)
         try:
             found = plain_signature(original)
         except (TypeError, ValueError):
-            return f"{patch.target} has no signature, the patch was written for {patch.signature}"
-        if found != patch.signature:
-            return f"{patch.target} takes {found}, the patch was written for {patch.signature}"
+            return f"{patch.target} has no signature, the patch was written for {known}"
+        if found not in patch.signatures:
+            return f"{patch.target} takes {found}, the patch was written for {known}"
     if patch.digests and os.environ.get(ALLOW_UNKNOWN) != "1":
         try:
             found = source_digest(original)

@@ -19,11 +19,17 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_tp_rank
 from megatron.training import get_args, get_timers, pretrain, print_rank_0
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.argument_utils import (
+    core_transformer_config_from_args,
+    pretrain_cfg_container_from_args,
+)
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
@@ -37,6 +43,16 @@ UNSERVED = {
     "per_dataset_sequences_path": None,
     "sft": False,
 }
+
+try:
+    from megatron.training.argument_utils import gpt_config_from_args
+except ImportError:  # Megatron 0.18, for which `model_provider` builds the model
+    gpt_config_from_args = None
+    UNSERVED |= {
+        "experimental_attention_variant": None,
+        "heterogeneous_layers_config_path": None,
+        "spec": None,
+    }
 
 Batch = dict[str, Any]  # the tensors of a microbatch by field, None where the stage needs none
 
@@ -67,7 +83,7 @@ def get_batch(data_iterator: Iterator[Batch], vp_stage: int | None) -> Batch:
             batch[field] = None if tensor is None else tensor.cuda(non_blocking=True)
     return get_batch_on_this_tp_rank(
         batch,
-        has_cu_seqlens=False,
+        False,  # no packed sequences: has_cu_seqlens, is_sft in Megatron 0.18
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
@@ -160,11 +176,53 @@ def datasets(samples: list[int], vp_stage: int | None = None) -> Any:
 datasets.is_distributed = True  # type: ignore[attr-defined]  # every rank calls it, not TP rank 0
 
 
+def model_provider(
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    config: TransformerConfig | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> GPTModel:
+    """A chunk of the model, where Megatron has no builder that makes it from a config."""
+    args = get_args()
+    config = config or core_transformer_config_from_args(args)
+    layers = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=args.transformer_impl == "transformer_engine",
+        normalization=args.normalization,
+        qk_l2_norm=args.qk_l2_norm,
+        vp_stage=vp_stage,
+    )
+    return GPTModel(
+        config,
+        layers,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        pg_collection=pg_collection,
+        vp_stage=vp_stage,
+    )
+
+
 def main() -> None:
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
     refuse_unserved(args)
-    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)
+    model = gpt_config_from_args(args) if gpt_config_from_args else None
+    pretrain(
+        pretrain_cfg_container_from_args(args, model),
+        datasets,
+        model_type=ModelType.encoder_or_decoder,
+        forward_step_func=forward_step,
+        model_provider=model_provider,
+    )
 
 
 if __name__ == "__main__":

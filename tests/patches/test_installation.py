@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
+import megatron.core
 import pytest
 from megatron.core import pipeline_parallel
 from megatron.core.pipeline_parallel import schedules
@@ -61,6 +63,13 @@ def test_an_unknown_megatron_is_refused_whole(monkeypatch: pytest.MonkeyPatch) -
     assert schedules.get_forward_backward_func is stock
     monkeypatch.setenv(ALLOW_UNKNOWN, "1")
     megatron_ext.install(schedule="1f1b").undo()
+
+
+def test_doctor_tells_the_megatron_that_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkout of another version on the path was reported as the wheel it hides."""
+    monkeypatch.setattr(megatron.core, "__version__", "9.9.9+0a1b2c3")
+    told = diagnose(PipelineConfig())["environment"]["megatron-core"]
+    assert told == f"9.9.9 ({Path(megatron.core.__file__).parent})"
 
 
 def test_a_pipeline_of_one_rank_is_refused() -> None:

@@ -289,6 +289,16 @@ def test_override_admits_an_unknown_source_but_no_other_signature(
         apply([wrap("fake_theirs:train", ours, reason="test", signature="()")])
 
 
+def test_a_patch_for_several_versions_fits_each_and_no_other(theirs: Any) -> None:
+    """Megatron 0.19 gave functions an argument that 0.18 does not know."""
+    older, newer = "(steps)", plain_signature(theirs.train)
+    known = wrap("fake_theirs:train", ours, reason="test", signature=(older, newer))
+    with apply([known]):
+        assert theirs.train(1)[0] == "ours"
+    with pytest.raises(PatchError, match=r"was written for \(steps\) or \(\)"):
+        apply([wrap("fake_theirs:train", ours, reason="test", signature=(older, "()"))])
+
+
 @pytest.mark.parametrize("how", [replace, wrap])
 @pytest.mark.parametrize(
     "target", ["Layer.forward", "Layer.shape", "Layer.make", "Layer.width", "Layer.inherited"]

@@ -128,6 +128,7 @@ STRINGS = (
     "megatron_ext.patches.engine",
     "megatron_ext.installation",
     "megatron_ext.cli",
+    "megatron_ext.doctor",
 )
 
 WALLS = {
@@ -156,7 +157,7 @@ WALLS = {
     ),
     "megatron": Wall(
         "only patches/megatron, patches/cpu.py and scripts/ name Megatron's modules; "
-        "features.py, engine.py and cli.py may in strings",
+        "features.py, engine.py, cli.py and doctor.py may in strings",
         in_package,
         only_in(
             "megatron_ext.patches.megatron",
@@ -167,7 +168,7 @@ WALLS = {
     ),
     "transformer_engine": Wall(
         "only patches/transformer_engine names Transformer Engine's modules; features.py, "
-        "engine.py and cli.py may in strings",
+        "engine.py, cli.py and doctor.py may in strings",
         in_package,
         only_in(
             "megatron_ext.patches.transformer_engine",

@@ -12,6 +12,12 @@ from typing import Any
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, wrap
 
+_SIGNATURE = (
+    "(batch, {}, is_hybrid_cp, create_attention_mask_in_dataloader, broadcast_src_rank, "
+    "broadcast_group, cp_size, tp_rank, micro_batch_size, seq_length, mtp_on_this_rank, "
+    "pipeline_model_parallel_size=1, is_pipeline_first_stage=False, is_pipeline_last_stage=False)"
+)
+
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
     """The patch for batches on a rank with both ends."""
@@ -20,6 +26,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             "megatron.core.utils:get_batch_on_this_tp_rank",
             whole_batch,
             reason="a rank with the first and the last stage needs tokens and labels",
+            signature=[_SIGNATURE.format(name) for name in ("is_sft", "has_cu_seqlens")],
         ),
     )
 

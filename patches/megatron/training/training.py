@@ -1,6 +1,6 @@
 """Models from a model provider, like those from a model builder, start with equal tied weights.
 
-Scripts written for Megatron before 0.18 give pretrain() a model provider; `get_model` builds these.
+Scripts written for Megatron before 0.19 give pretrain() a model provider; `get_model` builds these.
 
 Not patched: how a chunk is built, wrapped and moved; train and what it calls.
 """

@@ -20,7 +20,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.process_groups_config import MultiModuleProcessGroupCollection
+from megatron.core.process_groups_config import (
+    MultiModuleProcessGroupCollection,
+    ProcessGroupCollection,
+)
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_ext.config import ESTIMATE, PipelineConfig
@@ -64,12 +67,15 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             f"{_SCHEDULES}:get_forward_backward_func",
             choose,
             reason=f"train under the schedule {config.schedule}",
-            signature="(pp_size=None, vp_size=None, schedule_pg_collection=None)",
+            signature=(
+                "(pp_size=None, vp_size=None)",  # 0.18
+                "(pp_size=None, vp_size=None, schedule_pg_collection=None)",
+            ),
         ),
         expect(
             f"{_SCHEDULES}:forward_backward_pipelining_without_interleaving",
             reason="a step of ours begins and ends as stock's does",
-            digests=("4495c5d6a879",),
+            digests=("da1b3a98c04e", "4495c5d6a879"),  # 0.18, 0.19
         ),
         expect(
             f"{_SCHEDULES}:forward_step",
@@ -80,6 +86,22 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             f"{_SCHEDULES}:backward_step",
             reason="a stage's backward is this function",
             digests=("08eb27c7ffab",),
+        ),
+        expect(
+            f"{_SCHEDULES}:get_tensor_shapes",
+            reason="tells what goes from stage to stage",
+            signature="(*, seq_length, micro_batch_size, decoder_seq_length, config, "
+            "tp_group=None, cp_group=None)",
+        ),
+        expect(
+            f"{_SCHEDULES}:check_first_val_step",
+            reason="tells a forward pass whether it is the step's first",
+            signature="(first_val_step, forward_only, cond)",
+        ),
+        expect(
+            f"{_SCHEDULES}:deallocate_output_tensor",
+            reason="frees what has been sent",
+            signature="(out, deallocate_pipeline_outputs=False)",
         ),
     )
 
@@ -137,7 +159,7 @@ class PipelineStep:
         if (p2p_communicator is None) != (pg_collection is None):
             raise ValueError("Provide both p2p_communicator and pg_collection, or neither")
         if p2p_communicator is None:
-            pg_collection = schedules._build_default_pg_collection()
+            pg_collection = _default_groups()
             pipeline = parallel_state.get_pipeline_model_parallel_group()
         else:
             pipeline = p2p_communicator.pp_group
@@ -285,6 +307,13 @@ class PipelineStep:
         dist.broadcast_object_list(costs, src=source, group=pipeline)
         assert costs[0] is not None
         return costs[0]
+
+
+def _default_groups() -> Any:
+    """The groups that stock's schedules take where their caller gives none."""
+    # Megatron 0.18 has no function for them.
+    everything = ProcessGroupCollection.use_mpu_process_groups
+    return getattr(schedules, "_build_default_pg_collection", everything)()
 
 
 def _size(chunk: torch.nn.Module) -> tuple[int, int]:

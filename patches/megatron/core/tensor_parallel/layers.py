@@ -33,6 +33,11 @@ from megatron_ext.runtime.weight_gradients import queue
 
 _FUNCTION = "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication"
 
+_ARGUMENTS = (
+    "(ctx, input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, "
+    "grad_output_buffer, wgrad_deferral_limit, tp_group"
+)
+
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
     """The patch that splits the local linears' backward."""
@@ -43,9 +48,18 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             reason="put weight gradients off to their W pass",
         ),
         expect(
+            f"{_FUNCTION}.forward",
+            reason="its arguments are taken apart and put together again",
+            signature=(
+                f"{_ARGUMENTS})",  # 0.18
+                f"{_ARGUMENTS}, gtp_remat_size)",  # 0.19
+                f"{_ARGUMENTS}, gtp_remat_size, output_dtype)",  # main
+            ),
+        ),
+        expect(
             _FUNCTION,
             reason="its forward and backward run inside ours, without the weight's gradient",
-            digests=("4ee6a48b6915",),
+            digests=("fda90bfaf38e", "4ee6a48b6915"),  # 0.18, 0.19
         ),
     )
 
@@ -57,6 +71,7 @@ class _Linear:
     weight: Tensor
     sequence_parallel: bool
     tensor_parallel_group: Any
+    newer: tuple[Any, ...]  # what newer versions of Megatron take: gtp_remat_size, output_dtype
 
     def gradient(self, x: Tensor, dy: Tensor) -> Tensor:
         """The weight's gradient; under sequence parallelism x is gathered again first."""
@@ -70,35 +85,13 @@ class _Linear:
         return dy.t().matmul(x)
 
 
-def split_apply(
-    original: Callable[..., Tensor],
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    gradient_accumulation_fusion: bool,
-    allreduce_dgrad: bool,
-    sequence_parallel: bool,
-    grad_output_buffer: list[Tensor] | None,
-    wgrad_deferral_limit: int | None,
-    tp_group: Any,
-    gtp_remat_size: int,
-) -> Tensor:
+def split_apply(original: Callable[..., Tensor], *args: Any) -> Tensor:
     """``original``'s result, with a backward that puts the weight's gradient off."""
+    x, weight, bias, fused, allreduce_dgrad, sequence_parallel, deferred, _, group, *newer = args
     if not (queue.splitting and weight.requires_grad and x.requires_grad):
-        return original(
-            x,
-            weight,
-            bias,
-            gradient_accumulation_fusion,
-            allreduce_dgrad,
-            sequence_parallel,
-            grad_output_buffer,
-            wgrad_deferral_limit,
-            tp_group,
-            gtp_remat_size,
-        )
-    assert not gradient_accumulation_fusion and grad_output_buffer is None and gtp_remat_size == 1
-    linear = _Linear(weight, sequence_parallel, tp_group)
+        return original(*args)
+    assert not fused and deferred is None and newer in ([], [1], [1, None])
+    linear = _Linear(weight, sequence_parallel, group, (*newer,))
     output: Tensor = _SplitLinear.apply(x, linear, allreduce_dgrad)
     return output if bias is None else output + bias
 
@@ -121,7 +114,7 @@ class _SplitLinear(torch.autograd.Function):
             [],  # grad_output_buffer
             0,  # wgrad_deferral_limit: none
             linear.tensor_parallel_group,
-            1,  # gtp_remat_size
+            *linear.newer,
         )
         return output
 

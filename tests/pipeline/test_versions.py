@@ -1,0 +1,79 @@
+"""Another Megatron than the installed one: the same tests, run once more under it.
+
+It is installed into a folder of pytest's cache and goes before the installed one on the path of a
+process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import ROOT
+
+VERSION = "0.18.2"
+
+TESTS = (
+    "tests/patches/test_installation.py::test_every_binding_is_changed_and_put_back",
+    "tests/pipeline/test_parity.py::test_no_flag_means_stock",
+    *(
+        f"tests/pipeline/test_parity.py::test_resumed_training_is_stock_to_the_last_bit[{case}]"
+        for case in ("pp2-tied-1f1b", "pp2-tied-zb-h1")
+    ),
+    *(
+        f"tests/pipeline/test_placements.py::test_resumed_training_is_stock_to_the_last_bit[{case}]"
+        for case in ("pp2-zb-v", "pp2 untied-interleaved")
+    ),
+    "tests/pipeline/test_placements.py::test_saved_on_a_v_and_resumed_elsewhere[None]",
+)
+
+
+@pytest.fixture(scope="module")
+def other_megatron(pytestconfig: pytest.Config) -> Path:
+    """A folder with that version alone; what it depends on is installed with ours."""
+    cache = pytestconfig.cache
+    assert cache is not None
+    folder = cache.mkdir("megatron-core") / VERSION
+    if not folder.exists():
+        unfinished = folder.with_suffix(".unfinished")
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--retries", "1"]
+        where = ["--no-deps", "--upgrade", "--target", str(unfinished)]
+        result = subprocess.run(
+            [*pip, *where, f"megatron-core=={VERSION}"], capture_output=True, text=True
+        )
+        if result.returncode:
+            reason = result.stderr.strip().splitlines()[-1]
+            pytest.skip(f"megatron-core {VERSION} cannot be installed: {reason}")
+        unfinished.rename(folder)
+    return folder
+
+
+def run_under(megatron: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """``python -m`` with ``words``, where that Megatron is the one that is imported."""
+    return subprocess.run(
+        [sys.executable, "-m", *words],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(megatron)},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_doctor_finds_that_every_patch_fits(other_megatron: Path) -> None:
+    result = run_under(other_megatron, "megatron_ext", "doctor", "--json")
+    found = json.loads(result.stdout)
+    assert found["environment"]["megatron-core"] == f"{VERSION} ({other_megatron}/megatron/core)"
+    assert {patch["state"] for patch in found["patches"]} == {"not wanted"}
+    assert result.returncode == 0
+
+
+def test_it_trains_to_its_own_numbers(other_megatron: Path) -> None:
+    """Stock of that version is the reference; checkpoints go from one schedule to another."""
+    result = run_under(other_megatron, "pytest", "-q", "-p", "no:cacheprovider", *TESTS)
+    assert result.returncode == 0, result.stdout
+    assert f"{len(TESTS)} passed" in result.stdout, result.stdout
