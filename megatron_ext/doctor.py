@@ -66,7 +66,7 @@ def _patches(config: PipelineConfig) -> list[dict[str, str]]:
     for feature in FEATURES:
         try:
             patches = feature.patches(example)
-        except ImportError as error:
+        except PatchError as error:
             state = f"does not fit: {error}"
             rows.append(
                 {"feature": feature.name, "target": "", "how": "", "reason": "", "state": state}

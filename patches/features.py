@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ext.config import PipelineConfig
-from megatron_ext.patches.engine import Patch
+from megatron_ext.patches.engine import Patch, PatchError
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.registry import Choice, with_option
 
@@ -35,8 +35,12 @@ class Feature:
         return config.schedule is not None and self.wanted(config.choice())
 
     def patches(self, config: PipelineConfig) -> list[Patch]:
+        """Its patches; raises PatchError where Megatron lacks something that they import."""
         package = "megatron_ext.patches.megatron"
-        modules = [importlib.import_module(f"{package}.{name}") for name in self.modules]
+        try:
+            modules = [importlib.import_module(f"{package}.{name}") for name in self.modules]
+        except ImportError as error:
+            raise PatchError(f"{self.name}: what its patches need is missing: {error}") from error
         return [patch for module in modules for patch in module.patches(config)]
 
 

@@ -25,8 +25,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import add_megatron_arguments
@@ -148,31 +146,6 @@ def train(
     )
     assert any(run.losses for run in runs), "not one iteration was trained"
     return runs
-
-
-def provide_gpt(
-    pre_process: bool = True,
-    post_process: bool = True,
-    vp_stage: int | None = None,
-    config: Any = None,
-    pg_collection: Any = None,
-) -> GPTModel:
-    """A model provider, as scripts for Megatron before 0.18 have it."""
-    from megatron.training import get_args
-    from megatron.training.argument_utils import core_transformer_config_from_args
-
-    args = get_args()
-    return GPTModel(
-        config or core_transformer_config_from_args(args),
-        get_gpt_layer_local_spec(),
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
-        pre_process=pre_process,
-        post_process=post_process,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        pg_collection=pg_collection,
-        vp_stage=vp_stage,
-    )
 
 
 def losses(runs: Sequence[Run]) -> list[float]:

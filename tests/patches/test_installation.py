@@ -65,6 +65,18 @@ def test_an_unknown_megatron_is_refused_whole(monkeypatch: pytest.MonkeyPatch) -
     megatron_ext.install(schedule="1f1b").undo()
 
 
+def test_a_megatron_that_lacks_what_patches_import_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU Megatron 0.17 ended the launch with the traceback of an ImportError."""
+    module = "megatron_ext.patches.megatron.training.arguments"
+    monkeypatch.setitem(sys.modules, module, None)  # importing it fails now
+    with pytest.raises(PatchError, match=rf"flags: what its patches need is missing: .*{module}"):
+        megatron_ext.install(schedule="1f1b")
+    states = {patch["feature"]: patch["state"] for patch in diagnose(PipelineConfig())["patches"]}
+    assert states["flags"].startswith("does not fit: ") and states["schedule"] == "not wanted"
+
+
 def test_doctor_tells_the_megatron_that_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkout of another version on the path was reported as the wheel it hides."""
     monkeypatch.setattr(megatron.core, "__version__", "9.9.9+0a1b2c3")

@@ -21,15 +21,9 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_ext.patches.megatron.core.pipeline_parallel.model_stage import ModelStage
+from scripts.pretrain_gpt import model_provider
 from tests.documents import check_written, table
-from tests.megatron_runs import (
-    Run,
-    assert_same,
-    losses,
-    model_flags,
-    provide_gpt,
-    train,
-)
+from tests.megatron_runs import Run, assert_same, losses, model_flags, train
 
 SAVED_AT = 1
 RANKS = 4
@@ -176,7 +170,7 @@ def test_fp16_skips_the_steps_that_stock_skips(schedule: str) -> None:
 
 def with_frozen_weights(*args: Any, **kwargs: Any) -> Any:
     """A model of which one linear of each layer, and the embedding, are not trained."""
-    model = provide_gpt(*args, **kwargs)
+    model = model_provider(*args, **kwargs)
     for name, parameter in model.named_parameters():
         if "linear_fc1" in name or "word_embeddings" in name:
             parameter.requires_grad_(False)
