@@ -85,7 +85,7 @@ def step(
     if own_groups:
         pipeline = parallel_state.get_pipeline_model_parallel_group()
         groups["p2p_communicator"] = P2PCommunicator(pipeline, model.config)
-        groups["pg_collection"] = schedules._build_default_pg_collection()
+        groups["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
     run = schedules.get_forward_backward_func()
     losses = run(
         forward_step_func=forward_step,
