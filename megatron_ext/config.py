@@ -44,7 +44,7 @@ class PipelineConfig:
         "hop), or 'estimate' from the model's dimensions (the default).",
     )
     p2p: str | None = _setting(
-        P2P.ASYNC,
+        P2P.ASYNC.value,
         "{async,batched}",
         "How ranks exchange tensors: async makes a process group for each channel (the default), "
         "batched makes none and uses the pipeline's own, where many communicators cost too much.",

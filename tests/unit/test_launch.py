@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.config import add_flags
 from megatron_ext.launch import first_host, is_launch, slurm_ranks
 from megatron_ext.launch import launch as run_launch
 
@@ -129,3 +131,10 @@ def test_a_mistake_is_one_line_and_status_2(
     assert result.returncode == 2, result.stderr
     assert text in result.stderr and "Traceback" not in result.stderr
     assert "ran" not in result.stdout
+
+
+def test_flags_leave_plain_text_in_the_arguments() -> None:
+    """A checkpoint keeps Megatron's arguments, and could not be loaded without our package: the
+    default of --pipeline-p2p was a member of an enum of ours."""
+    arguments = add_flags(argparse.ArgumentParser()).parse_args(["--pipeline-schedule", "1f1b"])
+    assert {type(value) for value in vars(arguments).values()} <= {str, type(None)}
