@@ -28,13 +28,14 @@ pytestmark = [
 
 
 @functools.cache
-def losses(schedule: str | None) -> tuple[str, ...]:
+def losses(schedule: str | None, p2p: str | None = None) -> tuple[str, ...]:
     """The losses that a run prints, digit for digit."""
     ranks = 4 if GPUS >= 4 else 2
     flags = model_flags(
         num_layers=8,
         pipeline_model_parallel_size=ranks,
         pipeline_schedule=schedule,
+        pipeline_p2p=p2p,
         transformer_impl="local",
         no_masked_softmax_fusion=True,
         no_gradient_accumulation_fusion=True,
@@ -62,6 +63,13 @@ def losses(schedule: str | None) -> tuple[str, ...]:
 def test_losses_are_stocks(schedule: str) -> None:
     """With one stage a rank a run from scratch starts from stock's weights."""
     assert losses(schedule) == losses(None)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v", "interleaved", "gis", "v-half"])
+def test_one_communicator_gives_the_losses_of_many(schedule: str) -> None:
+    """NCCL runs its batches in order, and CUDA_DEVICE_MAX_CONNECTIONS=1 holds up passes behind a
+    batch that waits: should the order of messages be wrong, this hangs."""
+    assert losses(schedule, "batched") == losses(schedule)
 
 
 @pytest.mark.parametrize("schedule", ["zb-v", "v-half", "interleaved", "gis"])

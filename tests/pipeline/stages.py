@@ -108,7 +108,7 @@ def as_file(schedule: Schedule) -> Choice:
 # --- stages
 
 
-class _SplitLinear(torch.autograd.Function):
+class SplitLinear(torch.autograd.Function):
     """A linear layer whose weight gradient waits in the queue for the W pass."""
 
     @staticmethod
@@ -159,7 +159,7 @@ class LinearStage:
         self._begin(Kind.FORWARD, microbatch)
         assert (x is None) == (self.number == 0)
         given = self.sample(microbatch) if x is None else x
-        y = _SplitLinear.apply(torch.tanh(given), self.weight) + self.bias
+        y = self.output(given)
         if self.number == self.stages - 1:
             y = y.square().mean()
             self.losses[microbatch] = y.detach()
@@ -167,6 +167,10 @@ class LinearStage:
             self._unsent[microbatch] = y
         if torch.is_grad_enabled():
             self._between[microbatch] = x, y
+        return y
+
+    def output(self, x: Tensor) -> Tensor:
+        y: Tensor = SplitLinear.apply(torch.tanh(x), self.weight) + self.bias
         return y
 
     def backward(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
@@ -185,7 +189,8 @@ class LinearStage:
 
     def output_sent(self, microbatch: int) -> None:
         """Free the output's data as Megatron does; gloo would abort, were it still on its way."""
-        self._unsent.pop(microbatch).data = torch.empty(1)
+        output = self._unsent.pop(microbatch)
+        output.data = output.data.new_empty(1)
 
     def gradients_complete(self) -> None:
         self.events.append(f"{self.number} complete")

@@ -29,14 +29,13 @@ from megatron_ext.schedule.schedule import Problem
 from megatron_ext.schedule.verify import Program
 from tests.megatron_runs import model_flags, train
 from tests.pipeline.held_bytes import (
-    LiveStorages,
     Measured,
     computing,
     measure_steps,
     measure_stock_steps,
-    messages_on_their_way,
     read_steps,
 )
+from tests.pipeline.storages import LiveStorages, messages_on_their_way
 
 RANKS = 4
 MICROBATCHES = 8

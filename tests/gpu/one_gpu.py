@@ -1,0 +1,237 @@
+"""Ranks that share one device, and what they measure of it.
+
+NCCL refuses two ranks on one GPU. So gloo sends copies on the host, in the place of NCCL's
+messages; all else is the executor that trains, with its tensors on the device. On the CPU the same
+copies are made of tensors that are there already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_ext.runtime.batched import BatchedTransport, PipelineGroup
+from megatron_ext.runtime.executor import Messages, execute
+from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.transport import Boundary, Channels, Transport
+from megatron_ext.schedule.action import Action
+from megatron_ext.schedule.graph import Channel, channels
+from megatron_ext.schedule.schedule import P2P
+from megatron_ext.schedule.verify import Program
+from tests.pipeline.stages import LinearStage, SplitLinear, world
+from tests.pipeline.storages import LiveStorages
+
+LAYERS = 24  # of a stage, so that what one layer needs for a moment counts little
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """A message by way of the host. ``to``: where a receive belongs."""
+
+    work: dist.Work
+    host: Tensor  # must live until the message has moved
+    to: Tensor | None
+
+    def wait(self) -> None:
+        self.work.wait()
+        if self.to is not None:
+            self.to.copy_(self.host)
+
+
+def host_like(tensor: Tensor) -> Tensor:
+    """Memory on the host; not by torch, which on the CPU would count it as a rank's (`Gauge`)."""
+    return torch.from_numpy(np.empty(tuple(tensor.shape), np.float32))
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    return host_like(tensor).copy_(tensor)
+
+
+class HostChannels(Channels):
+    """`Channels` whose messages go by way of the host."""
+
+    def send(self, channel: Channel, tensor: Tensor) -> Any:
+        host = on_host(tensor)
+        return HostCopy(super().send(channel, host), host, None)
+
+    def receive(self, channel: Channel, tensor: Tensor) -> Any:
+        host = host_like(tensor)
+        return HostCopy(super().receive(channel, host), host, tensor)
+
+
+class HostGroup(PipelineGroup):
+    """`PipelineGroup` whose batches go by way of the host."""
+
+    def start(self, messages: Sequence[tuple[Channel, Tensor]]) -> list[Any]:
+        ways = [way for way, _ in messages]
+        hosts = [(on_host if way.sender == self.rank else host_like)(t) for way, t in messages]
+        works = super().start(list(zip(ways, hosts, strict=True)))
+        return [
+            HostCopy(work, host, tensor if way.receiver == self.rank else None)
+            for work, host, (way, tensor) in zip(works, hosts, messages, strict=True)
+        ]
+
+
+@dataclass
+class DeepStage(LinearStage):
+    """`LAYERS` linear layers, each of which keeps its input for W, on ``device``."""
+
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    shape: tuple[int, int] = (32, 16)  # of what passes between stages: samples, width
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        draw = torch.Generator().manual_seed(self.number)
+        width = self.shape[1]
+        drawn = torch.randn(LAYERS, width, width, generator=draw) / width**0.5
+        self.weights = [torch.nn.Parameter(weight.to(self.device)) for weight in drawn]
+        for weight in self.weights:
+            weight.grad = torch.zeros_like(weight)
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        return [weight.grad for weight in self.weights if weight.grad is not None]
+
+    def output(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = SplitLinear.apply(torch.tanh(x), weight)
+        return x
+
+    def sample(self, microbatch: int) -> Tensor:
+        draw = torch.Generator().manual_seed(microbatch)
+        drawn = torch.randn(self.shape, generator=draw)
+        return drawn.to(self.device).requires_grad_()
+
+
+class Gauge:
+    """Bytes of the tensors made since it was last entered: the allocator's on a GPU, where the peak
+    is that of any moment; counted on the CPU, where it is that of the ends of passes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._live: LiveStorages | None = None
+        self._most = self._before = 0
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_allocated()
+            yield
+            return
+        self._most = 0
+        with LiveStorages() as self._live:
+            yield
+
+    def now(self) -> int:
+        if self._live is None:
+            return torch.cuda.memory_allocated() - self._before
+        return sum(self._live.sizes().values())
+
+    def pass_ends(self) -> None:
+        if self._live is not None:
+            self._most = max(self._most, self.now())
+
+    def peak(self) -> int:
+        if self._live is None:
+            return torch.cuda.max_memory_allocated() - self._before
+        return self._most
+
+
+class GaugingRecorder(Recorder):
+    """Looks at the gauge after each pass."""
+
+    def __init__(self, rank: int, gauge: Gauge) -> None:
+        super().__init__(rank)
+        self._gauge = gauge
+
+    @contextmanager
+    def computing(self, action: Action) -> Iterator[None]:
+        with super().computing(action):
+            yield
+        self._gauge.pass_ends()
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a rank has seen. ``held``: by stage, bytes from F to I and from I to W."""
+
+    held: dict[int, tuple[int, int]]
+    peak: int
+    gradients_are_stocks: bool
+
+
+def on_rank(rank: int, program: Program, device: torch.device, shape: tuple[int, int]) -> Seen:
+    """Two steps of ``program``; the first fills the libraries' caches."""
+    gauge = Gauge(device)
+    placement = program.schedule.placement
+
+    def make(number: int) -> DeepStage:
+        return DeepStage(number, placement.stages, device=device, shape=shape)
+
+    for _ in range(2):
+        held = {number: bytes_held(make(number), gauge) for number in placement.stages_of[rank]}
+    recorder = GaugingRecorder(rank, gauge)
+    boundary = Boundary(shape, torch.float32)
+    transport_of = connect(program, device, boundary, recorder)
+    for _ in range(2):
+        stages = {number: make(number) for number in placement.stages_of[rank]}
+        with gauge.open():
+            execute(program, stages, transport_of(), recorder)
+        peak = gauge.peak()
+    return Seen(held, peak, gradients_are_stocks(stages, program, make))
+
+
+def connect(
+    program: Program, device: torch.device, boundary: Boundary, recorder: Recorder
+) -> Callable[[], Messages]:
+    """What makes the transport of a step."""
+    if program.problem.p2p is P2P.BATCHED:
+        group = HostGroup(world(), device)
+        return lambda: BatchedTransport(group, boundary, program, recorder)
+    ways = HostChannels(world(), channels(program.schedule), device)
+    return lambda: Transport(ways, boundary, program.schedule.placement, recorder)
+
+
+def bytes_held(stage: DeepStage, gauge: Gauge) -> tuple[int, int]:
+    """From F to I, and from I to W, of one microbatch."""
+    first, last = stage.number == 0, stage.number == stage.stages - 1
+    with gauge.open():
+        x = None if first else torch.ones(stage.shape, device=stage.device).requires_grad_()
+        stage.forward(0, x)
+        del x
+        if not last:
+            stage.output_sent(0)
+        activation = gauge.now()
+        stage.backward_input(0, None if last else torch.ones(stage.shape, device=stage.device))
+        weight_inputs = gauge.now()
+        stage.backward_weight(0)
+    return activation, weight_inputs
+
+
+def gradients_are_stocks(
+    stages: Mapping[int, DeepStage], program: Program, make: Callable[[int], DeepStage]
+) -> bool:
+    """Whether the gradients of ``stages`` are, to the last bit, those of one process that takes one
+    microbatch after the other through all stages."""
+    alone = [make(number) for number in range(program.schedule.placement.stages)]
+    for microbatch in range(program.problem.microbatches):
+        x: Tensor | None = None
+        for stage in alone:
+            x = stage.forward(microbatch, x).detach().requires_grad_()
+        dy: Tensor | None = None
+        for stage in reversed(alone):
+            dy = stage.backward(microbatch, dy)
+    return all(
+        torch.equal(got, expected)
+        for number, stage in stages.items()
+        for got, expected in zip(stage.gradients, alone[number].gradients, strict=True)
+    )

@@ -1,0 +1,94 @@
+"""The memory that tensors take, without Megatron: storages that live, and messages on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.kinds import RULES, Duty
+from megatron_ext.schedule.placement import Placement
+
+
+class LiveStorages(TorchDispatchMode):
+    """The storages made while this mode is on, and which still live.
+
+    ``maker`` is put on what is made from then on. A weak reference to a storage keeps its address,
+    so that an address stands for one storage as long as it is known here.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker: Action | None = None
+        self.maker_of: dict[int, Action | None] = {}
+        self._references: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        # torch.tensor() says what it has made by an operation on it
+        given = () if func is torch.ops.aten.lift_fresh.default else (args, kwargs)
+        before = {storage._cdata for storage in storages(given)}
+        for storage in storages(result):
+            if storage._cdata not in before:
+                self.maker_of[storage._cdata] = self.maker
+                self._references[storage._cdata] = StorageWeakRef(storage)
+        return result
+
+    def sizes(self) -> dict[int, int]:
+        """The bytes of each storage that lives, by its address."""
+        sizes = {}
+        for address in list(self._references):
+            storage = torch.UntypedStorage._new_with_weak_ptr(address)
+            if storage is None:
+                del self._references[address], self.maker_of[address]
+            else:
+                sizes[address] = storage.nbytes()
+        return sizes
+
+
+def storages(tree: object) -> list[torch.UntypedStorage]:
+    """Those of the tensors in ``tree``."""
+    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def addresses(tree: object) -> set[int]:
+    return {storage._cdata for storage in storages(tree)}
+
+
+def messages_on_their_way(row: Sequence[Action], placement: Placement) -> list[int]:
+    """How many boundary tensors a rank must hold after each action of its ``row``, beside what the
+    simulator counts."""
+    moving: set[tuple[Kind, int, int]] = set()
+    counts = []
+    for stage, kind, microbatch in row:
+        duties = RULES[kind].covers
+        if Duty.FORWARD in duties:
+            moving.discard((Kind.RECV_F, stage, microbatch))
+            moving.discard((Kind.SEND_F, stage - 1, microbatch))  # handed over on this rank
+            if placement.is_remote(stage, +1) is not None:
+                moving.add((Kind.SEND_F, stage, microbatch))
+        elif Duty.INPUT_GRADIENT in duties:
+            moving.discard((Kind.RECV_B, stage, microbatch))
+            moving.discard((Kind.SEND_B, stage + 1, microbatch))
+            if placement.is_remote(stage, -1) is not None:
+                moving.add((Kind.SEND_B, stage, microbatch))
+        elif kind in (Kind.RECV_F, Kind.RECV_B):
+            moving.add((kind, stage, microbatch))
+        elif Duty.FREE_OUTPUT in duties:
+            moving.remove((Kind.SEND_F, stage, microbatch))
+        elif Duty.FREE_GRADIENT in duties:
+            moving.remove((Kind.SEND_B, stage, microbatch))
+        counts.append(len(moving))
+    return counts
