@@ -109,7 +109,8 @@ class BatchedTransport(TransportBase):
         self._next.clear()
 
     def _wait(self, batch: _Batch, action: Action) -> None:
-        """For all of ``batch``, of which ``action`` is wanted."""
+        """For all of ``batch``. A failure names the message that failed where each has a work, and
+        else ``action``, which is wanted."""
         actions = batch.actions if len(batch.works) > 1 else (action,)
         for each, work in zip(actions, batch.works, strict=False):
             with self._dealing_with_peer(each):

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 
 from megatron_ext.schedule.costs import Costs, uniform
-from megatron_ext.schedule.graph import batches_of
-from megatron_ext.schedule.kinds import Duty
+from megatron_ext.schedule.graph import Graph, batches_of
+from megatron_ext.schedule.kinds import RULES, Duty
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.registry import choose, entries
 from megatron_ext.schedule.schedule import P2P, Problem
 from megatron_ext.schedule.simulate import simulate
 from megatron_ext.schedule.transforms.forward_only import keep_forward
-from megatron_ext.schedule.verify import InvalidSchedule, prove
+from megatron_ext.schedule.verify import InvalidSchedule, Program, prove
 from tests.unit.schedules import (
     PROPERTY,
     drawn,
@@ -196,6 +196,31 @@ def test_every_order_of_passes_is_sound_whatever_ends_together(seed: int) -> Non
     proved = prove(with_messages(schedule, problem), problem)
     assert proved.schedule.compute_rows == schedule.rows
     assert runs_to_end(proved.schedule, problem)
+    assert not held_up_by_messages(proved).cycle()
+
+
+def held_up_by_messages(program: Program) -> Graph:
+    """The graph of ``program`` on ranks that do nothing while a message of theirs is under way.
+
+    A GPU with CUDA_DEVICE_MAX_CONNECTIONS=1 may be such a rank: a batch that waits for another
+    keeps passes behind it from starting.
+    """
+    before = [list(nodes) for nodes in program.graph.before]
+    start = 0
+    for row in program.schedule.rows:
+        messages: list[int] = []
+        for node, action in enumerate(row, start=start):
+            if RULES[action.kind].is_message:
+                messages.append(node)
+            else:
+                before[node] += messages
+        start += len(row)
+    return replace(program.graph, before=tuple(map(tuple, before)))
+
+
+def test_channels_of_their_own_need_ranks_that_go_on_meanwhile() -> None:
+    """Else `held_up_by_messages` would show nothing."""
+    assert held_up_by_messages(program("1f1b", line_problem(2, 2))).cycle()
 
 
 def test_an_evaluation_whose_passes_cost_nothing() -> None:
