@@ -13,8 +13,6 @@ Not patched, and why:
   is ``"cpu"`` here.
 - CUDA graphs, fused and flash attention, Transformer Engine, grouped GEMM, context parallelism: no
   CPU implementation exists; `default_flags` refuses them.
-- Resuming the distributed optimizer: Megatron 0.19 cannot restore torch's AdamW there, on any
-  device; `default_flags` refuses that too. Training with it works.
 """
 
 from __future__ import annotations
@@ -96,13 +94,6 @@ def default_flags(argv: Sequence[str]) -> list[str]:
         if flag in given and (harmless is None or given[flag] != harmless):
             value = f" {given[flag]}" if harmless is not None else ""
             raise ValueError(f"{flag}{value}: this machine has no GPU and {fact}; {fix}")
-    loads_states = "--load" in given and not {"--finetune", "--no-load-optim"} & given.keys()
-    if "--use-distributed-optimizer" in given and loads_states:
-        raise ValueError(
-            "--use-distributed-optimizer --load: without a GPU the optimizer is torch's AdamW, and "
-            "Megatron cannot restore its distributed states; leave --use-distributed-optimizer "
-            "out, or add --no-load-optim"
-        )
     return [
         word
         for flag, value in _NEEDED.items()
@@ -110,6 +101,9 @@ def default_flags(argv: Sequence[str]) -> list[str]:
         for word in (flag, value)
         if word is not None
     ]
+
+
+_DISTRIBUTED_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 
 
 def _cuda_names() -> dict[str, Any]:
@@ -227,6 +221,46 @@ def _norm(original: Any, cls: Any, config: Any, *args: Any, **kwargs: Any) -> An
     return norm
 
 
+def _begun_states(original: Any, optimizer: Any) -> Any:
+    """`DistributedOptimizer.state_dict`, which asks for a step that loading comes before.
+
+    What AdamW would make in its first step is made now.
+    """
+    import torch
+
+    adam = optimizer.optimizer
+    for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
+        if not adam.state[parameter]:
+            adam.state[parameter] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+    return original(optimizer)
+
+
+def _own_steps(original: Any, optimizer: Any, state_dict: Any) -> None:
+    """`DistributedOptimizer.load_state_dict`, which gives one tensor to all parameters.
+
+    AdamW adds to it in place, once for each of them.
+    """
+    original(optimizer, state_dict)
+    for state in optimizer.optimizer.state.values():
+        state["step"] = state["step"].clone()
+
+
+def _all_but_step(original: Any, optimizer: Any, parameter: Any, tensors: Any) -> None:
+    """`DistributedOptimizer._set_main_param_and_optimizer_states`; the step is loaded already.
+
+    It is not among the tensors of one format, and in another it is the one before loading. Of one
+    the loader forgets that fp32 parameters are written in place.
+    """
+    import torch
+
+    with torch.no_grad():
+        original(optimizer, parameter, {**tensors, "step": None})
+
+
 def patches() -> tuple[Patch, ...]:
     """All patches of the platform, for the engine's `apply`."""
     import torch
@@ -238,7 +272,7 @@ def patches() -> tuple[Patch, ...]:
         ),
         *(
             wrap(f"torch:{factory}", _on_cpu, reason="Megatron writes device='cuda'")
-            for factory in ("tensor", "zeros", "ones", "empty", "rand")
+            for factory in ("tensor", "zeros", "ones", "empty", "empty_like", "rand")
         ),
         replace(
             "torch:Tensor.cuda",
@@ -303,5 +337,23 @@ def patches() -> tuple[Patch, ...]:
             "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
             _norm,
             reason="torch's norms refuse sequence parallelism, which needs one mark from them",
+        ),
+        wrap(
+            f"{_DISTRIBUTED_OPTIMIZER}.state_dict",
+            _begun_states,
+            reason="asserts a first step before a checkpoint is loaded into torch's AdamW",
+            signature="(self)",
+        ),
+        wrap(
+            f"{_DISTRIBUTED_OPTIMIZER}.load_state_dict",
+            _own_steps,
+            reason="one step tensor for all parameters is counted up once for each of them",
+            signature="(self, state_dict)",
+        ),
+        wrap(
+            f"{_DISTRIBUTED_OPTIMIZER}._set_main_param_and_optimizer_states",
+            _all_but_step,
+            reason="AdamW's step is no sharded tensor",
+            signature="(self, model_param, tensors)",
         ),
     )

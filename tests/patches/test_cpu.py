@@ -205,7 +205,6 @@ def test_default_flags_leave_out_what_is_given() -> None:
         (["--context-parallel-size", "2"], "2", "--context-parallel-size 1"),
         (["--num-experts", "8", "--moe-grouped-gemm"], "--moe-grouped-gemm", "leave the flag out"),
         (["--use-flash-attn", "--bf16"], "--use-flash-attn:", "leave"),
-        (["--use-distributed-optimizer", "--load", "x"], "--load", "--no-load-optim"),
     ],
 )
 def test_default_flags_refuse_what_needs_a_gpu(argv: list[str], value: str, fix: str) -> None:
@@ -219,9 +218,7 @@ def test_default_flags_refuse_what_needs_a_gpu(argv: list[str], value: str, fix:
     "argv",
     [
         ["--context-parallel-size", "1"],
-        ["--use-distributed-optimizer"],
-        ["--use-distributed-optimizer", "--load", "x", "--no-load-optim"],
-        ["--use-distributed-optimizer", "--load", "x", "--finetune"],
+        ["--use-distributed-optimizer", "--load", "x"],
     ],
 )
 def test_default_flags_accept_what_works(argv: list[str]) -> None:
