@@ -54,7 +54,16 @@ def _moves_first_stage(choice: Choice) -> bool:
 
 FEATURES = (
     Feature("flags", ("training.arguments",), None),
-    Feature("schedule", ("core.pipeline_parallel.schedules",), lambda choice: True),
+    Feature(
+        "schedule",
+        ("core.pipeline_parallel.schedules",),
+        lambda choice: True,
+    ),
+    Feature(
+        "optimizer states that any placement can load",
+        ("core.optimizer.distrib_optimizer",),
+        lambda choice: True,
+    ),
     Feature(
         "split backward of local linear layers",
         ("core.tensor_parallel.layers",),
@@ -72,6 +81,7 @@ FEATURES = (
             "core.transformer.pipeline_parallel_layer_layout",
             "core.utils",
             "core.distributed.finalize_model_grads",
+            "core.dist_checkpointing.strategies.fully_parallel",
             "core.datasets.blended_megatron_dataset_builder",
             "core.models.common.language_module.language_module",
             "training.models.dist_utils",

@@ -1,0 +1,48 @@
+"""Tied embeddings whose two copies are on one rank: a checkpoint gets one of them.
+
+Stock shares the saving out among data-parallel ranks, by the name of a tensor: whoever is to save
+it marks every shard of that name, and two of one rank are refused as overlapping, by global rank 0
+alone, for which the others then wait.
+
+Not patched: what a checkpoint holds and who saves what; without data-parallel ranks stock takes the
+embedding's copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.utils import _sharded_tensor_shard_id
+
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches.engine import Patch, wrap
+
+
+def patches(config: PipelineConfig) -> tuple[Patch, ...]:
+    """The patch that leaves one copy to save."""
+    return (
+        wrap(
+            "megatron.core.dist_checkpointing.strategies.fully_parallel:"
+            "distribute_main_replicas_with_precomputed_distribution",
+            leave_one_copy,
+            reason="both copies of a tied embedding are on one rank, which saves one",
+            signature="(sharded_state_dict, parallelization_group, precomputed_distribution)",
+        ),
+    )
+
+
+def leave_one_copy(
+    original: Callable[..., None], sharded_state_dict: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Of the shards of one name that ``original`` has this rank save, only the first stays."""
+    original(sharded_state_dict, *args, **kwargs)
+    saved = set()
+    for shard in nested_values(sharded_state_dict):
+        if isinstance(shard, ShardedTensor) and is_main_replica(shard.replica_id):
+            name = _sharded_tensor_shard_id(shard)
+            if name in saved:
+                shard.replica_id = 1
+            saved.add(name)

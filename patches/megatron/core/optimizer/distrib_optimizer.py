@@ -1,0 +1,65 @@
+"""Optimizer states that any placement can load are cut at the right places.
+
+For --dist-ckpt-optim-fully-reshardable Megatron gathers a buffer without the padding at its
+buckets' ends, and cuts out each parameter where it lies in the buffer with it. Behind a padded
+bucket (a tied embedding has one of its own, behind the layers') a checkpoint then holds states,
+and with them fp32 weights, that are shifted and end in zeros: a warning, and another loss after
+the resume.
+
+Not patched: how states are gathered and loaded, and the other formats: they count alike on both
+sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches.engine import Patch, expect, wrap
+
+_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+
+
+def patches(config: PipelineConfig) -> tuple[Patch, ...]:
+    """The patch that cuts without padding what was gathered without."""
+    return (
+        wrap(
+            f"{_OPTIMIZER}.sharded_param_state_fully_reshardable",
+            cut_without_padding,
+            reason="states behind a padded bucket were saved shifted",
+            signature="(self, model_sharded_state_dict, is_loading=False, metadata=None)",
+            digests=("700ff1c53e47", "dfa3ca8dc4d0"),  # 0.18, 0.19
+        ),
+        expect(
+            f"{_OPTIMIZER}.get_parameter_state_dp_zero",
+            reason="gathers buffers without their padding",
+            digests=("8439c766e7b1", "9972fbc0722c"),  # 0.18, 0.19
+        ),
+    )
+
+
+def cut_without_padding(
+    original: Callable[..., Any], optimizer: Any, *args: Any, **named: Any
+) -> Any:
+    """``original`` with each buffer's index of parameters as it is without padding."""
+    indices = [buffer.param_index_map for buffer in optimizer.buffers]
+    for buffer in optimizer.buffers:
+        buffer.param_index_map = index_without_padding(buffer)
+    try:
+        return original(optimizer, *args, **named)
+    finally:
+        for buffer, index in zip(optimizer.buffers, indices, strict=True):
+            buffer.param_index_map = index
+
+
+def index_without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
+    """Parameter -> its first element, the one past its last, and its bucket."""
+    padding_before = [0]
+    for bucket in buffer.buckets:
+        padding = bucket.grad_data.numel() - bucket.numel_unpadded
+        padding_before.append(padding_before[-1] + padding)
+    return {
+        parameter: (start - padding_before[bucket], end - padding_before[bucket], bucket)
+        for parameter, (start, end, bucket) in buffer.param_index_map.items()
+    }
