@@ -48,6 +48,10 @@ def _splits(choice: Choice) -> bool:
     return choice.splits_backward
 
 
+def _moves_stages(choice: Choice) -> bool:
+    return not choice.example.in_turn
+
+
 def _moves_first_stage(choice: Choice) -> bool:
     return choice.example.rank_of[0] != 0
 
@@ -56,7 +60,7 @@ FEATURES = (
     Feature("flags", ("training.arguments",), None),
     Feature(
         "schedule",
-        ("core.pipeline_parallel.schedules",),
+        ("core.pipeline_parallel.schedules", "training.checkpointing"),
         lambda choice: True,
     ),
     Feature(
@@ -175,7 +179,7 @@ REFUSALS = (
         lambda value: value != "torch_dist",
         "a rank's stages are others than stock's, and only --ckpt-format torch_dist can be loaded "
         "wherever stages are",
-        by=_moves_first_stage,
+        by=_moves_stages,
     ),
     Refusal(
         "dataloader_save",

@@ -38,6 +38,11 @@ class Placement:
             rows[rank].append(stage)
         return tuple(tuple(row) for row in rows)
 
+    @property
+    def in_turn(self) -> bool:
+        """Whether stage s is on rank s modulo p, where Megatron's own schedules have it."""
+        return all(rank == stage % self.ranks for stage, rank in enumerate(self.rank_of))
+
     def is_remote(self, stage: int, neighbour: int) -> bool | None:
         """Whether stage ``stage + neighbour`` is on another rank; None at the pipeline's end."""
         other = stage + neighbour

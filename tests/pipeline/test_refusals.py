@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+from pathlib import Path
 
 import pytest
 
@@ -94,6 +95,40 @@ def test_refused_before_process_groups(case: str) -> None:
     (result,) = run_ranks(1, lambda rank: first_rank(flags), connect=False)
     assert result.exit_code == 0, result.error + result.stderr
     assert "megatron_ext: error: " in result.stderr and text in result.stderr, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (
+            {"use_distributed_optimizer": True},
+            "the stages are on ranks [0, 2, 1, 3], and under another schedule the optimizer states "
+            "of a checkpoint would go to the wrong stages: add --dist-ckpt-optim-fully-reshardable",
+        ),
+        (
+            {"ckpt_format": "torch"},
+            "only --ckpt-format torch_dist can be loaded wherever stages are",
+        ),
+    ],
+)
+def test_a_table_whose_checkpoints_others_would_misread(
+    overrides: dict[str, object], text: str, tmp_path: Path
+) -> None:
+    """Two stages of one size had changed places, and after a resume under 1f1b each had the other's
+    optimizer states, or in Megatron's older format its weights; nothing was said, the loss drifted.
+    """
+    rows = [",".join(f"{stage}{kind}{k}" for kind in "FB" for k in range(8)) for stage in range(4)]
+    (tmp_path / "swapped.csv").write_text("\n".join(rows[stage] for stage in (0, 2, 1, 3)))
+    flags = model_flags(
+        pipeline_model_parallel_size=4,
+        pipeline_schedule=tmp_path / "swapped.csv",
+        save=tmp_path,
+        save_interval=2,
+        **overrides,
+    )
+    (result,) = run_ranks(1, lambda rank: first_rank(flags), connect=False)
+    assert result.exit_code == 0, result.error + result.stderr
+    assert text in result.stderr, result.stderr
 
 
 def test_help_shows_our_flags_in_their_own_group() -> None:

@@ -21,6 +21,7 @@ from megatron_ext.patches.megatron.layers import layers_of_stages
 from megatron_ext.schedule.build import build_program
 from megatron_ext.schedule.costs import parse_costs
 from megatron_ext.schedule.limit import parse_limit
+from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.schedule import Problem
 
 
@@ -105,6 +106,7 @@ def check(args: Any, config: PipelineConfig) -> None:
         )
     refuse(args, choice)
     placement = choice.place(ranks)
+    _refuse_checkpoints_of_one_placement(args, placement)
     layers = layers_of_stages(args, placement)
     if config.costs is None or config.costs == ESTIMATE:
         costs = estimated_costs(
@@ -121,6 +123,22 @@ def check(args: Any, config: PipelineConfig) -> None:
         limit = None if text is None else parse_limit(text, ranks, microbatches)
         problem = Problem(placement, microbatches, costs, limit, p2p=config.messages())
         build_program(choice, problem)
+
+
+def _refuse_checkpoints_of_one_placement(args: Any, placement: Placement) -> None:
+    """Where Megatron without us would take optimizer states for those of other stages.
+
+    With the first stage on another rank the sizes differ, and Megatron says so.
+    """
+    if placement.in_turn or placement.rank_of[0] != 0:
+        return
+    saves = args.use_distributed_optimizer and args.save and not args.no_save_optim
+    if saves and not args.dist_ckpt_optim_fully_reshardable:
+        raise ValueError(
+            f"the stages are on ranks {list(placement.rank_of)}, and under another schedule the "
+            f"optimizer states of a checkpoint would go to the wrong stages: add "
+            f"--dist-ckpt-optim-fully-reshardable"
+        )
 
 
 def _microbatches_of_steps(args: Any) -> list[int]:

@@ -1,0 +1,85 @@
+"""Optimizer states that fit one placement only are not loaded under another.
+
+Without --dist-ckpt-optim-fully-reshardable the distributed optimizer's states are saved rank by
+rank: under another placement a rank would take those of other stages for its own, where the sizes
+agree. Megatron compares the number of ranks alone, so a checkpoint says which rank held which stage
+where that is not Megatron's own way.
+
+Not patched: what is saved and how it is loaded; the formats that any placement can load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megatron_ext.config import PipelineConfig
+from megatron_ext.errors import exit_for
+from megatron_ext.patches.engine import Patch, wrap
+
+_RANK_OF_STAGE = "pipeline_rank_of_stage"
+
+
+def patches(config: PipelineConfig) -> tuple[Patch, ...]:
+    """The patches that note the placement in a checkpoint, and compare it."""
+    choice = config.choice()
+
+    def rank_of_stage(args: Any) -> list[int] | None:
+        placement = choice.place(args.pipeline_model_parallel_size)
+        return None if placement.in_turn else list(placement.rank_of)
+
+    def note(original: Callable[..., dict[str, Any]], args: Any, *rest: Any, **named: Any) -> Any:
+        return original(args, *rest, **named) | {_RANK_OF_STAGE: rank_of_stage(args)}
+
+    def compare(
+        original: Callable[..., Any],
+        args: Any,
+        model: Any,
+        optimizer: Any,
+        *rest: Any,
+        **named: Any,
+    ) -> Any:
+        states = named.get("optim_sd_kwargs") or {}
+        if optimizer is not None and states.get("is_loading"):
+            try:
+                _compare(states["metadata"], rank_of_stage(args))
+            except ValueError as error:
+                exit_for(error)
+        return original(args, model, optimizer, *rest, **named)
+
+    return (
+        wrap(
+            "megatron.training.checkpointing:_build_sharded_state_dict_metadata",
+            note,
+            reason="a checkpoint says which rank held which stage",
+            signature="(args, dp_cp_group=None)",
+        ),
+        wrap(
+            "megatron.training.checkpointing:generate_state_dict",
+            compare,
+            reason="refuse to load optimizer states of another placement",
+            signature="(args, model, optimizer, opt_param_scheduler, rng_state, iteration=None, "
+            "optim_sd_kwargs=None, model_sd_kwargs=None, rerun_state=None)",
+        ),
+    )
+
+
+def _compare(metadata: dict[str, Any], now: list[int] | None) -> None:
+    """Raise ValueError if a checkpoint's states do not fit the placement there is ``now``."""
+    kind = metadata.get("distrib_optim_sharding_type")
+    saved = metadata.get(_RANK_OF_STAGE)
+    if kind is None or kind in DistributedOptimizer.checkpoint_fully_reshardable_formats:
+        return
+    if saved != now:
+        raise ValueError(
+            f"this checkpoint's optimizer states ({kind}) fit only the schedules they were saved "
+            f"under: stages were on {_ranks(saved)}, and are on {_ranks(now)}; save a checkpoint "
+            f"under such a schedule with --dist-ckpt-optim-fully-reshardable, or load this one "
+            f"with --no-load-optim"
+        )
+
+
+def _ranks(rank_of_stage: list[int] | None) -> str:
+    return "Megatron's own ranks" if rank_of_stage is None else f"ranks {rank_of_stage}"
