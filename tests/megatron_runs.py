@@ -29,7 +29,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import add_megatron_arguments
 
-from tests.ranks import run_ranks, values
+from tests.ranks import RankResult, run_ranks, values
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "pretrain_gpt.py"
 
@@ -133,19 +133,29 @@ def train(
     ``model_config`` is set on the model's config, for what has no flag. With a ``model_provider``
     Megatron builds the model by it, as for scripts that pass one to pretrain().
     """
-    port = _free_port()
-    runs = values(
-        run_ranks(
-            ranks,
-            lambda rank: _train_rank(
-                rank, ranks, port, script, flags, model_config or {}, model_provider
-            ),
-            timeout=300,
-            connect=False,
-        )
-    )
+    runs = values(train_or_fail(ranks, flags, script, model_config, model_provider))
     assert any(run.losses for run in runs), "not one iteration was trained"
     return runs
+
+
+def train_or_fail(
+    ranks: int,
+    flags: Sequence[str],
+    script: Path = SCRIPT,
+    model_config: Mapping[str, object] | None = None,
+    model_provider: Callable[..., Any] | None = None,
+    timeout: float = 300,
+) -> list[RankResult]:
+    """`train` for ranks that may end badly: how they end."""
+    port = _free_port()
+    return run_ranks(
+        ranks,
+        lambda rank: _train_rank(
+            rank, ranks, port, script, flags, model_config or {}, model_provider
+        ),
+        timeout=timeout,
+        connect=False,
+    )
 
 
 def losses(runs: Sequence[Run]) -> list[float]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
+import shutil
 import socket
 import time
 from collections import Counter
@@ -101,13 +103,27 @@ class Fault:
 
 
 @dataclass(frozen=True)
+class FullDisk:
+    """A rank cannot write files of 100 kB: as on a full disk, writing raises OSError.
+
+    What a rank writes of a checkpoint is larger, what it says is not.
+    """
+
+    rank: int
+
+    def install(self, rank: int) -> None:
+        if rank == self.rank:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+
+@dataclass(frozen=True)
 class Training:
     """What each rank does: a launch of the training script."""
 
     ranks: int
     port: int
     flags: Sequence[str]
-    fault: Fault
+    fault: Fault | FullDisk
 
     def __call__(self, rank: int) -> None:
         torch.compiler.set_stance("force_eager")
@@ -126,7 +142,9 @@ class Training:
         launch([str(SCRIPT), *self.flags])
 
 
-def end_of(script: Script, ranks: int, flags: Sequence[str], fault: Fault) -> list[RankResult]:
+def end_of(
+    script: Script, ranks: int, flags: Sequence[str], fault: Fault | FullDisk
+) -> list[RankResult]:
     """How the ranks of a training end; none may have to be killed."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -208,6 +226,39 @@ def test_a_loss_that_is_not_a_number_and_nobody_checks(precision: dict[str, obje
             runs = train(2, pipeline_flags(2, 4, pipeline_schedule=schedule, **flags))
             are_numbers = [loss == loss for loss in losses(runs)]
             assert are_numbers == [loss == loss for loss in losses(expected)]
+
+
+# --- a checkpoint that does not fit on the disk
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"async_save": True, "use_persistent_ckpt_worker": True, "async_strategy": "mcore"}],
+    ids=["at once", "in the background"],
+)
+def test_a_full_disk(script: Script, tmp_path: Path, how: dict[str, object]) -> None:
+    """All ranks end; the one whose disk is full says what failed (torch's zip writer at times hides
+    the OSError behind a wrong position), global rank 0 which one it was. The checkpoint before is
+    the one that counts."""
+    common: dict[str, object] = {
+        "hidden_size": 64,
+        "use_distributed_optimizer": True,
+        "dist_ckpt_optim_fully_reshardable": True,
+        "pipeline_schedule": "zb-v",
+    }
+    whole = train(4, pipeline_flags(2, 4, **common, save=tmp_path, save_interval=1))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
+    shutil.rmtree(tmp_path / "iter_0000002")
+    again = pipeline_flags(2, 4, **common, **how, load=tmp_path, save=tmp_path, save_interval=1)
+    results = end_of(script, 4, again, FullDisk(1))
+    assert {result.exit_code for result in results} == {1}, results
+    assert all("CheckpointException" in result.stderr for result in results), results
+    assert "Local worker 0 encountered an error: " in results[1].stderr, results[1].stderr
+    assert "dict_keys([1])" in results[0].stderr, results[0].stderr
+    assert max(result.seconds for result in results) < 60
+    runs = train(4, pipeline_flags(2, 4, **common, load=tmp_path))
+    assert len(losses(runs)) == 2
+    assert_same(runs, whole)
 
 
 # --- a forward that throws

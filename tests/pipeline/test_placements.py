@@ -61,6 +61,17 @@ def pipeline(ranks: int, layers: int = 8, **flags: object) -> dict[str, object]:
     }
 
 
+def distributed(layers: int = 8, **flags: object) -> Setting:
+    """The distributed optimizer with both overlaps, two data-parallel ranks a pipeline rank."""
+    optimizer: dict[str, object] = {
+        "use_distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "dist_ckpt_optim_fully_reshardable": True,
+    }
+    return Setting(4, pipeline(2, layers) | optimizer | flags)
+
+
 SETTINGS = {
     "pp2": Setting(2, pipeline(2)),
     "pp2 untied": Setting(2, pipeline(2, **UNTIED)),
@@ -76,6 +87,11 @@ SETTINGS = {
     "bf16": Setting(2, pipeline(2, bf16=True)),
     "loss per token": Setting(2, pipeline(2, calculate_per_token_loss=True)),
     "sequence lengths vary": Setting(2, pipeline(2), {"variable_seq_lengths": True}),
+    "distributed optimizer": distributed(),
+    "distributed optimizer, untied": distributed(**UNTIED),
+    "distributed optimizer, bf16": distributed(bf16=True),
+    "distributed optimizer, padded buckets": distributed(4, hidden_size=64),
+    "dp_reshardable": distributed(dist_ckpt_optim_fully_reshardable=None),
 }
 PARITY = [
     *(("pp2 untied", schedule) for schedule in SCHEDULES),
@@ -127,38 +143,6 @@ def test_resumed_training_is_stock_to_the_last_bit(setting: str, schedule: str) 
         assert run.norms == pytest.approx(expected.norms[SAVED_AT:], rel=2**-20)
     if "untied" not in setting and "parallel" not in setting:
         assert_copies_agree(runs)
-
-
-OVERLAPS = Setting(
-    4,
-    pipeline(
-        2,
-        use_distributed_optimizer=True,
-        overlap_grad_reduce=True,
-        overlap_param_gather=True,
-        no_load_optim=True,
-    ),
-)
-
-
-@functools.cache
-def stock_with_overlaps() -> list[Run]:
-    return OVERLAPS.train(load=stock("pp2")[1], ckpt_step=SAVED_AT)
-
-
-@pytest.mark.parametrize("schedule", ["zb-v", "gis"])
-def test_distributed_optimizer_with_both_overlaps(schedule: str) -> None:
-    """Two data-parallel ranks. Both start from stock's weights with an optimizer of their own:
-    without a GPU Megatron cannot restore the distributed optimizer's states."""
-    reference = stock_with_overlaps()
-    folder = stock("pp2")[1]
-    runs = OVERLAPS.train(load=folder, ckpt_step=SAVED_AT, pipeline_schedule=schedule)
-    assert len(losses(runs)) == len(losses(reference)) == 5 - SAVED_AT
-    assert_same(runs, reference)
-    if schedule == "zb-v":  # rank by rank: what others updated is gathered in the next forward pass
-        moments = [tables for run in runs[2:] for tables in run.tables]
-        assert len(moments) == 2 * (5 - SAVED_AT + 1)
-        assert all(len(tables) == 2 and len({*tables.values()}) == 1 for tables in moments)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
@@ -256,14 +240,6 @@ def test_saved_and_resumed_on_a_v(setting: str) -> None:
     """As if never stopped; with bf16 the fp32 main parameters come back too."""
     whole, folder = saved(setting, "v-half")
     runs = SETTINGS[setting].train(load=folder, ckpt_step=SAVED_AT, pipeline_schedule="v-half")
-    assert len(losses(runs)) == len(losses(whole)) - SAVED_AT
-    assert_same(runs, whole)
-
-
-def test_saved_in_the_background() -> None:
-    flags: dict[str, object] = {"use_persistent_ckpt_worker": True, "async_strategy": "mcore"}
-    whole, folder = saved("pp2", "v-half", async_save=True, **flags)
-    runs = SETTINGS["pp2"].train(load=folder, ckpt_step=SAVED_AT)
     assert len(losses(runs)) == len(losses(whole)) - SAVED_AT
     assert_same(runs, whole)
 

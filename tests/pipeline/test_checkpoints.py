@@ -1,0 +1,136 @@
+"""Checkpoints of the distributed optimizer, under one schedule and loaded under another.
+
+Two pipeline ranks with two data-parallel ranks each, both overlaps on. As in test_placements,
+losses, parameters, main parameters and Adam's tensors are compared to the last bit.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.megatron_runs import Run, assert_same, losses, model_flags, train_or_fail
+from tests.pipeline.test_placements import SAVED_AT, SETTINGS, resume, saved, stock
+from tests.ranks import RankResult
+
+STOCK = None  # no flag of ours
+
+
+def load(setting: str, folder: Path, schedule: str | None, **flags: object) -> list[Run]:
+    return SETTINGS[setting].train(
+        load=folder, ckpt_step=SAVED_AT, pipeline_schedule=schedule, **flags
+    )
+
+
+def assert_resumed(runs: list[Run], whole: list[Run]) -> None:
+    assert len(losses(runs)) == len(losses(whole)) - SAVED_AT
+    assert_same(runs, whole)
+
+
+@pytest.mark.parametrize(
+    ("setting", "schedule"),
+    [
+        *(("distributed optimizer", schedule) for schedule in ("zb-v", "1f1b", "gis", STOCK)),
+        ("distributed optimizer, untied", STOCK),
+        *(("distributed optimizer, bf16", schedule) for schedule in ("zb-v", STOCK)),
+    ],
+)
+def test_saved_on_a_v_and_resumed(setting: str, schedule: str | None) -> None:
+    """A V with tied embeddings and data-parallel ranks could not be saved at all: both copies of
+    the embedding's weight are on one rank, and both were to be written."""
+    whole, folder = saved(setting, "zb-v")
+    assert_resumed(load(setting, folder, schedule), whole)
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", STOCK])
+def test_states_behind_padding(schedule: str | None) -> None:
+    """A resumed run drifted: at this size the layers' bucket is padded by 64 elements, and from the
+    embedding's states behind it the first 64 were missing, and 64 zeros at their end."""
+    whole, folder = saved("distributed optimizer, padded buckets", "zb-v")
+    assert_resumed(load("distributed optimizer, padded buckets", folder, schedule), whole)
+
+
+@pytest.mark.parametrize(
+    ("setting", "schedule"),
+    [
+        ("distributed optimizer", "zb-v"),
+        ("distributed optimizer", "gis"),
+        ("distributed optimizer", STOCK),
+        ("distributed optimizer, bf16", "zb-v"),
+    ],
+)
+def test_saved_by_stock_and_resumed(setting: str, schedule: str | None) -> None:
+    """Stock itself resumed with other numbers, or not at all, on the platform without a GPU: all
+    parameters shared one step of Adam's, which each of them counted up."""
+    whole, _ = stock(setting)
+    runs = resume(setting, pipeline_schedule=schedule)
+    assert_resumed(runs, whole)
+    if schedule == "zb-v":  # rank by rank: what others updated is gathered in the next forward pass
+        moments = [tables for run in runs[2:] for tables in run.tables]
+        assert len(moments) == 2 * (5 - SAVED_AT + 1)
+        assert all(len(tables) == 2 and len({*tables.values()}) == 1 for tables in moments)
+
+
+def test_saved_in_the_background() -> None:
+    whole, folder = saved(
+        "distributed optimizer",
+        "zb-v",
+        async_save=True,
+        use_persistent_ckpt_worker=True,
+        async_strategy="mcore",
+    )
+    assert_resumed(load("distributed optimizer", folder, STOCK), whole)
+
+
+def test_loaded_in_parallel() -> None:
+    """Each data-parallel rank reads a part and sends it to the others."""
+    whole, folder = saved("distributed optimizer", "zb-v")
+    for schedule in ("zb-v", "gis"):
+        runs = load("distributed optimizer", folder, schedule, ckpt_fully_parallel_load=True)
+        assert_resumed(runs, whole)
+
+
+# Megatron's default format of the distributed optimizer's states, which stay on their ranks.
+
+
+def refused(setting: str, folder: Path, schedule: str | None) -> list[RankResult]:
+    flags = {"load": folder, "ckpt_step": SAVED_AT, "pipeline_schedule": schedule}
+    return train_or_fail(
+        SETTINGS[setting].ranks, model_flags(**SETTINGS[setting].flags | flags), timeout=60
+    )
+
+
+def test_one_placement_needs_no_other_format() -> None:
+    whole, folder = saved("dp_reshardable", "zb-v")
+    assert_resumed(load("dp_reshardable", folder, "zb-v"), whole)
+    whole, folder = stock("dp_reshardable")
+    assert_resumed(load("dp_reshardable", folder, "zb-h1"), whole)
+
+
+@pytest.mark.parametrize(
+    ("saver", "loader"), [("zb-v", "gis"), ("zb-v", "hanayo"), (STOCK, "zb-v")]
+)
+def test_another_placement_is_refused(saver: str | None, loader: str) -> None:
+    """Some ranks said that a bucket's size differs, some that a peer had gone; where all sizes
+    agree, Megatron gives a stage the states of another without a word."""
+    folder = (saved("dp_reshardable", saver) if saver else stock("dp_reshardable"))[1]
+    results = refused("dp_reshardable", folder, loader)
+    for result in results:
+        assert result.exit_code == 1 and result.error.endswith("SystemExit: 2\n"), result.error
+    (line,) = [line for line in results[0].stderr.splitlines() if "megatron_ext: error" in line]
+    assert "--dist-ckpt-optim-fully-reshardable" in line and "[1, 0, 0, 1]" in line
+
+
+def test_stock_refuses_a_vs_states() -> None:
+    """Without us: the first stage's weights are on another rank, and sizes differ on each."""
+    folder = saved("dp_reshardable", "zb-v")[1]
+    for result in refused("dp_reshardable", folder, STOCK):
+        assert result.exit_code == 1 and "Global shape mismatch" in result.error, result.error
+
+
+def test_model_alone_loads_anywhere() -> None:
+    """As the refusal says."""
+    folder = saved("dp_reshardable", "zb-v")[1]
+    runs = load("dp_reshardable", folder, "gis", no_load_optim=True)
+    assert losses(runs)[0] == losses(saved("dp_reshardable", "zb-v")[0])[SAVED_AT]
