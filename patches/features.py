@@ -12,16 +12,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ext.config import PipelineConfig
+from megatron_ext.patches import transformer_engine
 from megatron_ext.patches.engine import Patch, PatchError
+from megatron_ext.schedule.kinds import RULES, Duty
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.registry import Choice, with_option
+from megatron_ext.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True)
 class Feature:
     """Something a user switches on.
 
-    ``modules`` (below patches/megatron) have ``patches(config) -> tuple[Patch, ...]``. Without
+    ``modules`` (below patches) have ``patches(config) -> tuple[Patch, ...]``. Without
     ``wanted`` every launch with a flag of ours has it, with it a launch whose schedule says so.
     """
 
@@ -36,7 +39,7 @@ class Feature:
 
     def patches(self, config: PipelineConfig) -> list[Patch]:
         """Its patches; raises PatchError where Megatron lacks something that they import."""
-        package = "megatron_ext.patches.megatron"
+        package = "megatron_ext.patches"
         try:
             modules = [importlib.import_module(f"{package}.{name}") for name in self.modules]
         except ImportError as error:
@@ -57,39 +60,47 @@ def _moves_first_stage(choice: Choice) -> bool:
 
 
 FEATURES = (
-    Feature("flags", ("training.arguments",), None),
+    Feature("flags", ("megatron.training.arguments",), None),
     Feature(
         "schedule",
-        ("core.pipeline_parallel.schedules", "training.checkpointing"),
+        ("megatron.core.pipeline_parallel.schedules", "megatron.training.checkpointing"),
         lambda choice: True,
     ),
     Feature(
         "optimizer states that any placement can load",
-        ("core.optimizer.distrib_optimizer",),
+        ("megatron.core.optimizer.distrib_optimizer",),
         lambda choice: True,
     ),
     Feature(
         "split backward of local linear layers",
-        ("core.tensor_parallel.layers",),
+        ("megatron.core.tensor_parallel.layers",),
+        _splits,
+    ),
+    Feature(
+        "split backward of Transformer Engine's linear layers",
+        (
+            "transformer_engine.pytorch.module._common",
+            "megatron.core.distributed.distributed_data_parallel",
+        ),
         _splits,
     ),
     Feature(
         "virtual stages",
-        ("core.transformer.transformer_config", "core.parallel_state"),
+        ("megatron.core.transformer.transformer_config", "megatron.core.parallel_state"),
         lambda choice: choice.example.chunks > 1,
     ),
     Feature(
         "a first stage that is not on the first rank",
         (
-            "core.pipeline_parallel.utils",
-            "core.transformer.pipeline_parallel_layer_layout",
-            "core.utils",
-            "core.distributed.finalize_model_grads",
-            "core.dist_checkpointing.strategies.fully_parallel",
-            "core.datasets.blended_megatron_dataset_builder",
-            "core.models.common.language_module.language_module",
-            "training.models.dist_utils",
-            "training.training",
+            "megatron.core.pipeline_parallel.utils",
+            "megatron.core.transformer.pipeline_parallel_layer_layout",
+            "megatron.core.utils",
+            "megatron.core.distributed.finalize_model_grads",
+            "megatron.core.dist_checkpointing.strategies.fully_parallel",
+            "megatron.core.datasets.blended_megatron_dataset_builder",
+            "megatron.core.models.common.language_module.language_module",
+            "megatron.training.models.dist_utils",
+            "megatron.training.training",
         ),
         _moves_first_stage,
     ),
@@ -112,27 +123,45 @@ class Refusal:
 
     ``setting`` is its name in Megatron's arguments and configs, ``unsupported`` tells of a value
     whether it is refused (it is not called where the setting does not exist), ``instead`` what to
-    write. ``by``: which schedules refuse it.
+    write. ``by``: which schedules refuse it; ``beside``: only among such settings.
     """
 
     setting: str
     unsupported: Callable[[Any], bool]
     instead: str
     by: Callable[[Choice], bool] = lambda choice: True
+    beside: Callable[[Any], bool] = lambda settings: True
 
 
 REFUSALS = (
     Refusal(
         "transformer_impl",
-        lambda value: value != "local",
-        "the backward of Transformer Engine's layers is not split yet: "
-        "write --transformer-impl local, or use 1f1b or gpipe",
+        lambda value: (
+            value != "local"
+            and not (value == "transformer_engine" and transformer_engine.can_split())
+        ),
+        "its backward is not split: write --transformer-impl local, use 1f1b or gpipe, or install "
+        "Transformer Engine 2.8 or later",
         by=_splits,
     ),
     Refusal(
-        "gradient_accumulation_fusion",
+        "tp_comm_overlap",
         bool,
-        "add --no-gradient-accumulation-fusion",
+        "drop --tp-comm-overlap: Transformer Engine cannot put off a weight gradient whose GEMM "
+        "overlaps communication",
+        by=_splits,
+    ),
+    Refusal(
+        "use_transformer_engine_op_fuser",
+        bool,
+        "drop --use-transformer-engine-op-fuser: its operations have no weight gradient of their "
+        "own to put off",
+        by=_splits,
+    ),
+    Refusal(
+        "gtp_weight_remat_size",
+        lambda value: value > 1,
+        "drop --tensor-parallel-num-weight-shards",
         by=_splits,
     ),
     Refusal(
@@ -140,6 +169,17 @@ REFUSALS = (
         bool,
         "drop --moe-grouped-gemm: the experts' linears are split one by one",
         by=_splits,
+    ),
+    *(
+        Refusal(
+            name,
+            bool,
+            "experts of Transformer Engine's linears are untried: write --transformer-impl local, "
+            "or use 1f1b or gpipe",
+            by=_splits,
+            beside=lambda settings: settings.transformer_impl != "local",
+        )
+        for name in ("num_experts", "num_moe_experts")  # an argument's name, and a config's
     ),
     Refusal("defer_embedding_wgrad_compute", bool, "drop --defer-embedding-wgrad-compute"),
     Refusal("delay_wgrad_compute", bool, "drop --delay-wgrad-compute: the schedule places W"),
@@ -220,13 +260,37 @@ def refuse(settings: Any, choice: Choice) -> None:
             f"that have one; write {with_option(choice.spec, 'group', group)} in its place"
         )
     for refusal in REFUSALS:
-        if not refusal.by(choice):
+        if not (refusal.by(choice) and refusal.beside(settings)):
             continue
         value = getattr(settings, refusal.setting, None)
         if value is not None and refusal.unsupported(value):
             raise ValueError(
                 f"--pipeline-schedule {choice.spec} does not go with "
                 f"{refusal.setting}={value}: {refusal.instead}"
+            )
+
+
+def refuse_order(settings: Any, schedule: Schedule) -> None:
+    """Raise ValueError where a stage's first weight gradient must be that of its first microbatch.
+
+    Transformer Engine writes that one over ``main_grad``, when it fuses the accumulation, and adds
+    the others.
+    """
+    overwrites = (
+        settings.transformer_impl == "transformer_engine" and settings.gradient_accumulation_fusion
+    )
+    if not overwrites:
+        return
+    begun = set()
+    for action in (action for row in schedule.compute_rows for action in row):
+        if Duty.WEIGHT_GRADIENT not in RULES[action.kind].covers or action.stage in begun:
+            continue
+        begun.add(action.stage)
+        if action.microbatch != 0:
+            raise ValueError(
+                f"{schedule.name} begins stage {action.stage}'s weight gradients with {action}, "
+                f"and Transformer Engine writes those of microbatch 0 over the sum so far: put "
+                f"them first, or add --no-gradient-accumulation-fusion"
             )
 
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 Key = tuple[int, int]  # stage, microbatch
+Weights = tuple[Tensor, ...]
+Contribution = Tensor | None  # None: none, or it has been added already
 
 
 class WeightGradients:
@@ -27,7 +30,9 @@ class WeightGradients:
     def __init__(self) -> None:
         self.splitting = False
         self._key: Key | None = None
-        self._pending: dict[Key, dict[Tensor, list[Callable[[], Tensor]]]] = {}
+        self._pending: dict[
+            Key, dict[Weights, list[Callable[[], Contribution | tuple[Contribution, ...]]]]
+        ] = {}
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -42,10 +47,25 @@ class WeightGradients:
         finally:
             self._key = None
 
-    def put(self, weight: Tensor, compute: Callable[[], Tensor]) -> None:
-        """Keep ``compute``, which returns one contribution to ``weight``'s gradient, for W."""
+    def put(self, weight: Tensor, compute: Callable[[], Contribution]) -> None:
+        """Keep ``compute``, which returns one contribution to ``weight``'s gradient, for W.
+
+        It returns None where it adds its contribution to the gradient itself.
+        """
+        self._waiting((weight,)).append(compute)
+
+    def put_together(
+        self, weights: Weights, compute: Callable[[], tuple[Contribution, ...]]
+    ) -> None:
+        """Keep ``compute``, which makes the gradients of several weights at once, for W.
+
+        It returns a contribution to each of ``weights``, or None as for `put`.
+        """
+        self._waiting(weights).append(compute)
+
+    def _waiting(self, weights: Weights) -> list[Any]:
         assert self._key is not None, "a split layer ran its backward outside an I pass"
-        self._pending[self._key][weight].append(compute)
+        return self._pending[self._key][weights]
 
     def run(self, stage: int, microbatch: int) -> None:
         """The W pass. A weight used several times has its contributions summed before they are
@@ -53,17 +73,29 @@ class WeightGradients:
         pending = self._pending.pop((stage, microbatch))
         with torch.no_grad():
             while pending:
-                weight = next(iter(pending))
-                computes = pending.pop(weight)
-                gradient = computes.pop(0)()
+                weights = next(iter(pending))
+                computes = pending.pop(weights)
+                gradients = _several(computes.pop(0)())
                 for compute in computes:
-                    gradient = gradient + compute()
-                accumulate(weight, gradient)
+                    gradients = tuple(map(_sum, gradients, _several(compute())))
+                for weight, gradient in zip(weights, gradients, strict=True):
+                    if gradient is not None:
+                        accumulate(weight, gradient)
 
     def clear(self) -> None:
         """Forget everything: after a step that failed."""
         self._pending.clear()
         self.splitting = False
+
+
+def _several(made: Contribution | tuple[Contribution, ...]) -> tuple[Contribution, ...]:
+    return made if isinstance(made, tuple) else (made,)
+
+
+def _sum(gradient: Contribution, contribution: Contribution) -> Contribution:
+    if gradient is None or contribution is None:
+        return contribution if gradient is None else gradient
+    return gradient + contribution
 
 
 def accumulate(weight: Tensor, gradient: Tensor) -> None:
@@ -72,7 +104,13 @@ def accumulate(weight: Tensor, gradient: Tensor) -> None:
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is not None:
         main_grad.add_(gradient)
-    elif weight.grad is None:
+    else:
+        add_to_grad(weight, gradient)
+
+
+def add_to_grad(weight: Tensor, gradient: Tensor) -> None:
+    """Add ``gradient`` to ``weight.grad``."""
+    if weight.grad is None:
         weight.grad = gradient
     else:
         weight.grad.add_(gradient)

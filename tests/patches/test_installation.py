@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import megatron.core
 import pytest
@@ -18,8 +19,9 @@ import megatron_ext
 from megatron_ext.config import PipelineConfig
 from megatron_ext.doctor import diagnose
 from megatron_ext.patches.engine import ALLOW_UNKNOWN, PatchError
-from megatron_ext.patches.features import REFUSALS, refuse
+from megatron_ext.patches.features import REFUSALS, refuse, refuse_order, wanted_patches
 from megatron_ext.schedule.registry import choose
+from megatron_ext.schedule.schedule import from_csv
 
 
 def test_every_binding_is_changed_and_put_back() -> None:
@@ -103,13 +105,66 @@ def test_what_is_refused_says_what_to_write_instead(refusal: object) -> None:
 
 def test_whole_backward_schedules_refuse_less() -> None:
     settings = SimpleNamespace(
-        transformer_impl="transformer_engine",
+        transformer_impl="inference_optimized",
         pipeline_model_parallel_size=2,
         virtual_pipeline_model_parallel_size=None,
     )
     refuse(settings, choose("1f1b"))
     with pytest.raises(ValueError, match="--transformer-impl local"):
         refuse(settings, choose("zb-h1"))
+
+
+@pytest.mark.parametrize(
+    ("version", "splits"), [(None, False), ("2.7.9", False), ("2.8.0", True), ("3.0.0+abc", True)]
+)
+def test_transformer_engine_is_split_from_2_8_on(
+    monkeypatch: pytest.MonkeyPatch, version: str | None, splits: bool
+) -> None:
+    def find(package: str) -> str:
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", find)
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    settings = SimpleNamespace(
+        transformer_impl="transformer_engine",
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=None,
+    )
+    targets = [patch.target for patch in wanted_patches(PipelineConfig(schedule="zb-h1"))]
+    assert any(target.startswith("transformer_engine") for target in targets) == splits
+    if splits:
+        refuse(settings, choose("zb-h1"))
+    else:
+        with pytest.raises(ValueError, match=r"install Transformer Engine 2\.8 or later"):
+            refuse(settings, choose("zb-h1"))
+
+
+def test_a_transformer_engine_that_cannot_be_imported_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A container with Transformer Engine, on a machine without the driver: Megatron goes on with
+    local layers, and so must we."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "2.8.0")
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    targets = [patch.target for patch in wanted_patches(PipelineConfig(schedule="zb-h1"))]
+    assert not any(target.startswith("transformer_engine") for target in targets)
+
+
+@pytest.mark.parametrize("rows", ["0F0,0F1,0B1,0B0", "0F0,0F1,0I0,0I1,0W1,0W0"])
+def test_weight_gradients_that_overwrite_come_first(rows: str) -> None:
+    """Transformer Engine adds the first microbatch's weight gradient to nothing, but writes it, and
+    in a file of a user's another microbatch's may come before."""
+    schedule = from_csv(rows, "mine.csv")
+    settings = SimpleNamespace(
+        transformer_impl="transformer_engine", gradient_accumulation_fusion=True
+    )
+    with pytest.raises(ValueError, match=r"mine\.csv begins stage 0's .*(0B1|0W1)"):
+        refuse_order(settings, schedule)
+    settings.gradient_accumulation_fusion = False
+    refuse_order(settings, schedule)
 
 
 def test_importing_the_package_imports_neither_torch_nor_megatron() -> None:

@@ -15,7 +15,7 @@ from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatch
 from megatron_ext.config import ESTIMATE, PipelineConfig, add_flags
 from megatron_ext.errors import exit_for
 from megatron_ext.patches.engine import Patch, wrap
-from megatron_ext.patches.features import refuse
+from megatron_ext.patches.features import refuse, refuse_order
 from megatron_ext.patches.megatron.dimensions import estimated_costs
 from megatron_ext.patches.megatron.layers import layers_of_stages
 from megatron_ext.schedule.build import build_program
@@ -122,7 +122,8 @@ def check(args: Any, config: PipelineConfig) -> None:
         text = config.memory_limit
         limit = None if text is None else parse_limit(text, ranks, microbatches)
         problem = Problem(placement, microbatches, costs, limit, p2p=config.messages())
-        build_program(choice, problem)
+        program = build_program(choice, problem)
+        refuse_order(args, program.schedule)
 
 
 def _refuse_checkpoints_of_one_placement(args: Any, placement: Placement) -> None:

@@ -28,7 +28,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_ext.config import ESTIMATE, PipelineConfig
 from megatron_ext.patches.engine import Patch, expect, wrap
-from megatron_ext.patches.features import refuse
+from megatron_ext.patches.features import refuse, refuse_order
 from megatron_ext.patches.megatron.core.pipeline_parallel.model_stage import ModelStage, StepCall
 from megatron_ext.patches.megatron.dimensions import estimated_costs
 from megatron_ext.patches.megatron.tied import copies_differ
@@ -251,6 +251,7 @@ class PipelineStep:
             p2p=self._p2p,
         )
         program = build_program(self._choice, problem)
+        refuse_order(config, program.schedule)
         digests = _gather(pipeline, program.digest)
         if len(set(digests)) > 1:
             raise RuntimeError(

@@ -7,12 +7,13 @@ of `weight_gradients` for W. Nothing is cloned: the queue holds the layer's inpu
 gradient.
 
 Since the weight is not in the graph, data-parallel hooks on it do not fire in I; W adds to
-``main_grad`` itself, and the reduction starts after the chunk's last W.
+``main_grad`` itself, by Megatron's fused kernel where Megatron would, and the reduction starts
+after the chunk's last W.
 
 Not patched, and not split: embeddings, norms, biases and routers (their gradients are cheap and
-come with I), Transformer Engine's layers, grouped GEMM. Stock's function runs as it is where there
-is nothing to put off: a frozen weight, an input that needs no gradient (its node would vanish
-from the graph, and W with it), evaluation.
+come with I), grouped GEMM. Transformer Engine's layers have patches of their own. Stock's function
+runs as it is where there is nothing to put off: a frozen weight, an input that needs no gradient
+(its node would vanish from the graph, and W with it), evaluation.
 """
 
 from __future__ import annotations
@@ -69,12 +70,16 @@ class _Linear:
     """A layer's weight, kept from autograd, and how its weight gradient is computed."""
 
     weight: Tensor
+    fused: bool
     sequence_parallel: bool
     tensor_parallel_group: Any
     newer: tuple[Any, ...]  # what newer versions of Megatron take: gtp_remat_size, output_dtype
 
-    def gradient(self, x: Tensor, dy: Tensor) -> Tensor:
-        """The weight's gradient; under sequence parallelism x is gathered again first."""
+    def gradient(self, x: Tensor, dy: Tensor) -> Tensor | None:
+        """The weight's gradient; None when ``fused``, as it is in ``main_grad`` then.
+
+        Under sequence parallelism x is gathered again first.
+        """
         if self.sequence_parallel:
             sizes = list(x.size())
             sizes[0] *= self.tensor_parallel_group.size()
@@ -82,7 +87,14 @@ class _Linear:
             layers.dist_all_gather_func(total, x, group=self.tensor_parallel_group)
             x = total
         dy, x = prepare_input_tensors_for_wgrad_compute(dy, x)
-        return dy.t().matmul(x)
+        if not self.fused:
+            return dy.t().matmul(x)
+        main_grad: Tensor = self.weight.main_grad  # type: ignore[attr-defined]  # Megatron's
+        kernels = layers.fused_weight_gradient_mlp_cuda
+        in_fp32 = main_grad.dtype == torch.float32
+        add = kernels.wgrad_gemm_accum_fp32 if in_fp32 else kernels.wgrad_gemm_accum_fp16
+        add(x, dy, main_grad)
+        return None
 
 
 def split_apply(original: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -90,8 +102,8 @@ def split_apply(original: Callable[..., Tensor], *args: Any) -> Tensor:
     x, weight, bias, fused, allreduce_dgrad, sequence_parallel, deferred, _, group, *newer = args
     if not (queue.splitting and weight.requires_grad and x.requires_grad):
         return original(*args)
-    assert not fused and deferred is None and newer in ([], [1], [1, None])
-    linear = _Linear(weight, sequence_parallel, group, (*newer,))
+    assert deferred is None and newer in ([], [1], [1, None])
+    linear = _Linear(weight, fused, sequence_parallel, group, (*newer,))
     output: Tensor = _SplitLinear.apply(x, linear, allreduce_dgrad)
     return output if bias is None else output + bias
 

@@ -1,0 +1,210 @@
+"""Transformer Engine's own delayed weight gradients, put into our queue.
+
+Linear, LayerNormLinear, LayerNormMLP and GroupedLinear can leave their weight gradient to a call of
+``backward_dw``: their backward then puts it, as tensors and a function, into the module's
+`WeightGradStore`. That store is one FIFO a module, and ``backward_dw`` overwrites ``.grad``. Here
+the stores of all modules are on while a schedule splits the backward, and what they are given goes
+into the queue of `weight_gradients` instead, under its stage and microbatch. Nothing is copied: in
+FP8 the queue holds what I has quantised, and a fused accumulation is still one with the GEMM.
+
+Not patched: the layers themselves; ``backward_dw``, which nobody calls here. Not split: te.ops,
+attention, norms.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches.engine import Patch, wrap
+from megatron_ext.patches.transformer_engine import can_split
+from megatron_ext.runtime.weight_gradients import Contribution, Weights, add_to_grad, queue
+
+_MODULES = "transformer_engine.pytorch.module"
+
+# LayerNormMLP has two linear layers and one store, and puts fc2's gradient first.
+_PREFIX_OF = {"fc1_wgrad_gemm": "fc1_", "fc2_wgrad_gemm": "fc2_"}
+
+_module_of: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+
+
+def patches(config: PipelineConfig) -> tuple[Patch, ...]:
+    """The patches that split the backward of Transformer Engine's linear layers, if it is here."""
+    if not can_split():
+        return ()
+    return (
+        wrap(
+            f"{_MODULES}._common:WeightGradStore.delay_wgrad_compute",
+            delays,
+            reason="weight gradients are put off while a schedule splits the backward",
+            signature="(self)",
+        ),
+        wrap(
+            f"{_MODULES}._common:WeightGradStore.put",
+            put,
+            reason="put weight gradients off to their W pass",
+            signature="(self, tensor_list, func)",
+        ),
+        wrap(
+            f"{_MODULES}.base:TransformerEngineBaseModule.prepare_forward",
+            remember_module,
+            reason="a store does not know whose weight gradients it is given",
+        ),
+    )
+
+
+def delays(original: Callable[[Any], bool], store: Any) -> bool:
+    """Whether weight gradients are put off."""
+    if not queue.splitting:
+        return original(store)
+    from transformer_engine.debug.pytorch.debug_state import TEDebugState
+
+    if TEDebugState.debug_enabled:
+        raise ValueError(
+            "Transformer Engine's debug mode (nvdlfw_inspect) is on, and cannot put weight "
+            "gradients off: leave it off, or use 1f1b or gpipe"
+        )
+    return True
+
+
+def remember_module(original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+    """``original``, which begins each forward pass of ``module``."""
+    store = getattr(module, "wgrad_store", None)
+    if queue.splitting and store is not None:
+        _module_of[store] = weakref.ref(module)
+    return original(module, *args, **kwargs)
+
+
+def put(
+    original: Callable[..., None], store: Any, tensors: list[Any], function: Callable[..., Any]
+) -> None:
+    """Put a module's weight gradient, ``function(*tensors)``, into our queue.
+
+    ``tensors`` are the layer's input and its output's gradient. A GroupedLinear's are lists, with a
+    third one of what ``function`` writes the weights' gradients to.
+    """
+    if not queue.splitting:
+        original(store, tensors, function)
+        return
+    module = _owner(store)
+    hooks = module.wgrad_accumulation_and_reduce_hooks
+    x, dy, *rest = tensors
+    make: Callable[[], _Made]
+    if rest:
+        numbers = range(module.num_gemms)
+        weights = _parameters(module, [f"weight{number}" for number in numbers])
+        biases = _parameters(module, [f"bias{number}" for number in numbers] * module.use_bias)
+        outputs = rest[0]
+        written = (lambda: outputs) if module.fuse_wgrad_accumulation else _taken_back(outputs)
+        make = partial(_make_grouped, function, _cut_off(x), _cut_off(dy), written)
+    else:
+        prefix = _PREFIX_OF.get(function.__name__, "")
+        weights = _parameters(module, [f"{prefix}weight"])
+        biases = _parameters(module, [f"{prefix}bias"] * module.use_bias)
+        make = partial(_make, function, _cut_off(x), _cut_off(dy))
+        if prefix == "fc2_" and module.fc1_weight.requires_grad:
+            hooks = []  # fc1's gradient is still to come
+    gradient = _Gradient(weights, biases, module.fuse_wgrad_accumulation, make, hooks)
+    queue.put_together((*weights, *biases), gradient.compute)
+
+
+def _owner(store: Any) -> Any:
+    reference = _module_of.get(store)
+    module = None if reference is None else reference()
+    if module is None:
+        raise ValueError(
+            "a layer that is no Linear, LayerNormLinear, LayerNormMLP or GroupedLinear of "
+            "Transformer Engine's puts a weight gradient off: use 1f1b or gpipe"
+        )
+    return module
+
+
+_Made = tuple[Sequence[Tensor], Sequence[Contribution]]  # of the weights, of the biases
+
+
+def _make(function: Callable[..., Any], x: Any, dy: Any) -> _Made:
+    weight_gradient, bias_gradient = function(x, dy)
+    return [weight_gradient], [bias_gradient]
+
+
+def _make_grouped(
+    function: Callable[..., Any], x: Any, dy: Any, written: Callable[[], list[Tensor]]
+) -> _Made:
+    outputs = written()
+    _, bias_gradients, _ = function(x, dy, outputs)
+    return outputs, bias_gradients
+
+
+def _taken_back(outputs: list[Tensor]) -> Callable[[], list[Tensor]]:
+    """Empty ``outputs``, a GroupedLinear's unwritten gradients; returns what makes them again.
+
+    The same list goes to autograd next, which would add them to the weights' gradients as they are;
+    and they would take the weights' memory from I to W.
+    """
+    shape, dtype, device = outputs[0].shape, outputs[0].dtype, outputs[0].device
+    count = len(outputs)
+    outputs[:] = [None] * count  # type: ignore[list-item]  # as autograd takes them
+    return lambda: list(torch.empty(count, *shape, dtype=dtype, device=device))
+
+
+@dataclass(frozen=True)
+class _Gradient:
+    """What a module has put off.
+
+    ``fused``: ``make`` adds the weights' gradients to ``main_grad`` itself. The ``hooks`` are those
+    of ``register_wgrad_accumulation_and_reduce_hooks``; they expect the gradients in ``.grad``.
+    """
+
+    weights: Weights
+    biases: Weights
+    fused: bool
+    make: Callable[[], _Made]
+    hooks: Sequence[Callable[[], None]]
+
+    def compute(self) -> tuple[Contribution, ...]:
+        """The contributions to the gradients of ``weights`` and then ``biases``."""
+        made, made_of_biases = self.make()
+        parameters = (*self.weights, *self.biases)
+        # A layer without biases makes nothing of use for them.
+        gradients = (*([None] * len(made) if self.fused else made), *made_of_biases)
+        contributions = tuple(map(_contribution, parameters, gradients))
+        if not self.hooks:
+            return contributions
+        for parameter, contribution in zip(parameters, contributions, strict=True):
+            if contribution is not None:
+                add_to_grad(parameter, contribution)
+        for hook in self.hooks:
+            hook()
+        return (None,) * len(parameters)
+
+
+def _contribution(parameter: Tensor, gradient: Contribution) -> Contribution:
+    """``gradient`` as autograd would add it; a bias's is None or empty where it came in I."""
+    if gradient is None or not gradient.numel() or not parameter.requires_grad:
+        return None
+    return gradient.to(parameter.dtype)
+
+
+def _parameters(module: Any, names: Sequence[str]) -> Weights:
+    if any(getattr(module, name, None) is None for name in names):
+        raise ValueError(
+            f"{type(module).__name__} has no {', '.join(names)}, but keeps its weights in another "
+            f"way (parameters_split, single_grouped_weight): use 1f1b or gpipe"
+        )
+    return tuple(getattr(module, name) for name in names)
+
+
+def _cut_off(saved: Any) -> Any:
+    """``saved`` without the graph, which holds the stage's input and its gradient."""
+    if isinstance(saved, list | tuple):
+        return [_cut_off(each) for each in saved]
+    if isinstance(saved, Tensor) and saved.requires_grad:
+        return saved.detach()
+    return saved

@@ -1,0 +1,495 @@
+"""Transformer Engine's own layers, split: real classes in several versions, their GEMMs by torch.
+
+A version can be loaded once in a process, and not beside another. So all cases of a version run in
+one forked process, and each test looks at how its case ended there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches import cpu
+from megatron_ext.patches.engine import apply
+from megatron_ext.patches.megatron.core.distributed import distributed_data_parallel
+from megatron_ext.patches.transformer_engine.pytorch.module import _common
+from megatron_ext.runtime.weight_gradients import queue
+from tests.patches import transformer_engine_on_cpu as on_cpu
+from tests.pipeline.held_bytes import LiveStorages
+from tests.ranks import run_ranks, values
+
+ROWS, WIDTH, WIDER = 6, 8, 12
+MICROBATCHES = 3
+BF16 = {"device": "cpu", "params_dtype": torch.bfloat16}
+
+Te = Any  # transformer_engine.pytorch
+Layer = Callable[..., torch.nn.Module]
+
+LAYERS: dict[str, Layer] = {
+    "Linear": lambda te, **options: te.Linear(WIDTH, WIDER, **BF16, **options),
+    "LayerNormLinear": lambda te, **options: te.LayerNormLinear(WIDTH, WIDER, **BF16, **options),
+    "RMSNormLinear": lambda te, **options: te.LayerNormLinear(
+        WIDTH, WIDER, normalization="RMSNorm", **BF16, **options
+    ),
+    "LayerNormMLP": lambda te, **options: te.LayerNormMLP(WIDTH, WIDER, **BF16, **options),
+    "ReluMLP": lambda te, **options: te.LayerNormMLP(
+        WIDTH, WIDER, activation="relu", **BF16, **options
+    ),
+    "GroupedLinear": lambda te, **options: te.GroupedLinear(2, WIDTH, WIDER, **BF16, **options),
+}
+
+CASES: dict[str, Callable[[Te], None]] = {}
+
+
+def case(function: Callable[..., None], *arguments: Any) -> Callable[..., None]:
+    """Let ``function(te, *arguments)`` run in each version."""
+    name = "-".join([function.__name__, *map(str, arguments)])
+    CASES[name] = lambda te: function(te, *arguments)
+    return function
+
+
+def case_for(*rows: tuple[Any, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        for row in rows:
+            case(function, *row)
+        return function
+
+    return register
+
+
+@functools.cache
+def outcomes(version: str) -> dict[str, str]:
+    """How each case ended under a version: an empty text, or the traceback."""
+    folder = on_cpu.fetch(version)
+
+    def run(rank: int) -> dict[str, str]:
+        te = on_cpu.load(folder)
+        apply([patch for patch in cpu.patches() if patch.target.startswith("torch")])
+        parallel_state.initialize_model_parallel()
+        return {name: outcome(te, run) for name, run in CASES.items()}
+
+    (found,) = values(run_ranks(1, run, timeout=240))
+    return found
+
+
+def outcome(te: Te, run: Callable[[Te], None]) -> str:
+    try:
+        run(te)
+    except BaseException:
+        return traceback.format_exc()
+    finally:
+        queue.clear()
+    return ""
+
+
+@pytest.fixture(scope="module", params=on_cpu.VERSIONS)
+def version(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+class Split:
+    """Patches in force, and our queue splitting, in a ``with`` block."""
+
+    def __enter__(self) -> None:
+        config = PipelineConfig(schedule="zb-h1")
+        self._handle = apply([*_common.patches(config), *distributed_data_parallel.patches(config)])
+        queue.splitting = True
+
+    def __exit__(self, *exception: object) -> None:
+        queue.splitting = False
+        self._handle.undo()
+
+
+def inputs() -> Iterator[tuple[Tensor, Tensor]]:
+    """x and the seed of dy for each microbatch, the same at each call."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(MICROBATCHES):
+        x = torch.randn(ROWS, WIDTH, generator=generator).bfloat16().requires_grad_()
+        yield x, torch.randn(ROWS, WIDER, generator=generator).bfloat16()
+
+
+def forward(layer: torch.nn.Module, x: Tensor) -> Tensor:
+    splits = ([ROWS - 2, 2],) if hasattr(layer, "num_gemms") else ()
+    y = layer(x, *splits)
+    return y[0] if isinstance(y, tuple) else y
+
+
+def backward(y: Tensor, dy: Tensor) -> None:
+    y.backward(dy[:, : y.shape[-1]])
+
+
+def same_layers(te: Te, name: str, **options: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """Two with the same parameters."""
+    torch.manual_seed(0)
+    first = LAYERS[name](te, **options)
+    second = LAYERS[name](te, **options)
+    second.load_state_dict(first.state_dict())
+    return first, second
+
+
+def with_main_grad(layer: torch.nn.Module) -> torch.nn.Module:
+    """As a data-parallel wrapper leaves it: gradients are added up in fp32."""
+    for parameter in layer.parameters():
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
+        parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        node: Any = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        node.register_hook(functools.partial(move_to_main_grad, parameter))
+        parameter.node = node  # type: ignore[attr-defined]  # it must live
+    return layer
+
+
+def move_to_main_grad(parameter: Any, *unused: Any) -> None:
+    if parameter.grad is not None and not parameter.grad_added_to_main_grad:
+        parameter.main_grad.add_(parameter.grad)
+    parameter.grad = None
+
+
+def gradients(layer: torch.nn.Module) -> dict[str, Tensor | None]:
+    return {
+        name: getattr(parameter, "main_grad", parameter.grad)
+        for name, parameter in layer.named_parameters()
+    }
+
+
+def assert_same(ours: dict[str, Tensor | None], stock: dict[str, Tensor | None]) -> None:
+    assert ours.keys() == stock.keys()
+    for name, expected in stock.items():
+        found = ours[name]
+        if expected is None or found is None:
+            assert found is expected, f"{name} has {found}, expected {expected}"
+        else:
+            assert expected.count_nonzero(), f"nothing is tested: {name} has no gradient"
+            assert torch.equal(found, expected), f"{name} differs"
+
+
+def whole(layer: torch.nn.Module) -> list[Tensor]:
+    """Microbatches forwards and backwards, as 1F1B has them; the inputs' gradients."""
+    made = []
+    for x, dy in inputs():
+        backward(forward(layer, x), dy)
+        assert x.grad is not None
+        made.append(x.grad)
+    return made
+
+
+def split(layer: torch.nn.Module) -> list[Tensor]:
+    """The same under a splitting schedule, each W after the next microbatch's I."""
+    pairs = list(inputs())
+    outputs = [forward(layer, x) for x, _ in pairs]
+    for microbatch, (_, dy) in enumerate(pairs):
+        with queue.collecting(0, microbatch):
+            backward(outputs[microbatch], dy)
+        if microbatch:
+            queue.run(0, microbatch - 1)
+    queue.run(0, MICROBATCHES - 1)
+    assert not len(queue)
+    return [x.grad for x, _ in pairs if x.grad is not None]
+
+
+@case_for(*[(name, how) for name in LAYERS for how in ("grad", "main_grad", "fused")])
+def gradients_are_stocks(te: Te, name: str, how: str) -> None:
+    stock, ours = same_layers(te, name, fuse_wgrad_accumulation=how == "fused")
+    if how != "grad":
+        with_main_grad(stock)
+        with_main_grad(ours)
+    expected = whole(stock)
+    with Split():
+        found = split(ours)
+    assert all(map(torch.equal, found, expected))
+    assert_same(gradients(ours), gradients(stock))
+
+
+@case_for(*[(name,) for name in LAYERS])
+def the_first_microbatch_overwrites(te: Te, name: str) -> None:
+    """What is in main_grad before a step's first weight gradient is lost, as with stock."""
+    stock, ours = map(with_main_grad, same_layers(te, name, fuse_wgrad_accumulation=True))
+    for layer in (stock, ours):
+        plain = layer.forward
+        firsts = iter([True] + [False] * (MICROBATCHES - 1))
+        layer.forward = lambda *arguments, plain=plain, firsts=firsts: plain(
+            *arguments, is_first_microbatch=next(firsts)
+        )
+        for parameter in layer.parameters():
+            parameter.main_grad.fill_(1000)  # type: ignore[attr-defined]
+    whole(stock)
+    with Split():
+        split(ours)
+    assert_same(gradients(ours), gradients(stock))
+
+
+@case_for(*[(name,) for name in LAYERS])
+def weights_may_be_of_another_type(te: Te, name: str) -> None:
+    """Under autocast the GEMMs make bf16, and autograd casts that to the weights' fp32."""
+    stock, ours = same_layers(te, name)
+    for layer in (stock, ours):
+        layer.float()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.autocast("cuda", torch.bfloat16))
+            if layer is ours:
+                stack.enter_context(Split())
+                split(ours)
+            else:
+                whole(stock)
+    assert all(parameter.grad.dtype == torch.float32 for parameter in ours.parameters())  # type: ignore[union-attr]
+    assert_same(gradients(ours), gradients(stock))
+
+
+@case_for(("Linear",), ("GroupedLinear",), ("LayerNormMLP",))
+def a_bias_may_be_frozen(te: Te, name: str) -> None:
+    """Its gradient is made with the weight's all the same."""
+    stock, ours = same_layers(te, name)
+    for layer in (stock, ours):
+        for each, parameter in layer.named_parameters():
+            parameter.requires_grad_("bias" not in each)
+    whole(stock)
+    with Split():
+        split(ours)
+    assert_same(gradients(ours), gradients(stock))
+
+
+@case_for(*[(name,) for name in LAYERS])
+def gradients_wait_for_w(te: Te, name: str) -> None:
+    """No weight, and no bias whose gradient the GEMM makes, has a gradient after I."""
+    layer = LAYERS[name](te)
+    (x, dy), *_ = inputs()
+    with Split():
+        y = forward(layer, x)
+        with queue.collecting(0, 0):
+            backward(y, dy)
+        early = {each for each, gradient in gradients(layer).items() if gradient is not None}
+        assert not {each for each in early if "weight" in each and "norm" not in each}
+        queue.run(0, 0)
+    assert None not in gradients(layer).values()
+
+
+@case_for(*[(name, how) for name in LAYERS for how in ("main_grad", "fused")])
+def only_inputs_and_gradients_are_held(te: Te, name: str, how: str) -> None:
+    """After I a linear layer holds its input and its output's gradient, after W nothing."""
+    layer = with_main_grad(LAYERS[name](te, fuse_wgrad_accumulation=how == "fused"))
+    with Split():
+        split(layer)  # caches are filled
+        x, dy = next(inputs())
+        whole_dy = dy[:, : forward(layer, x).shape[-1]].contiguous()
+        with LiveStorages() as live:
+            x = x.detach().clone().requires_grad_()
+            dy = whole_dy.clone()
+            y = forward(layer, x)
+            with queue.collecting(0, 0):
+                y.backward(dy)
+            del x, y, dy
+            gc.collect()
+            assert sorted(live.sizes().values()) == held_after_i(name)
+            queue.run(0, 0)
+            assert not live.sizes()
+
+
+def held_after_i(name: str) -> list[int]:
+    x, dy = 2 * ROWS * WIDTH, 2 * ROWS * WIDER
+    return sorted([x, dy, dy, x] if "MLP" in name else [x, dy])
+
+
+@case_for(*[(name,) for name in LAYERS])
+def hooks_fire_once(te: Te, name: str) -> None:
+    """As ``backward_dw`` has it: the gradient is in ``.grad``, then the module's hooks."""
+    stock, ours = same_layers(te, name)
+    whole(stock)
+    expected = gradients(stock)
+    weights = [each for each in expected if "weight" in each and "norm" not in each]
+    moved: dict[str, list[Tensor]] = {each: [] for each in weights}
+
+    def take() -> None:
+        for each in weights:
+            parameter = ours.get_parameter(each)
+            assert parameter.grad is not None
+            moved[each].append(parameter.grad)
+            parameter.grad = None
+
+    ours.register_wgrad_accumulation_and_reduce_hooks(take)  # type: ignore[operator]
+    with Split():
+        split(ours)
+    for each, parts in moved.items():
+        assert len(parts) == MICROBATCHES
+        total = functools.reduce(torch.Tensor.add, parts)
+        assert torch.equal(total, expected[each])  # type: ignore[arg-type]
+
+
+@case_for(("Linear",), ("LayerNormLinear",), ("GroupedLinear",))
+def a_frozen_weight_has_no_w(te: Te, name: str) -> None:
+    stock, ours = same_layers(te, name)
+    for layer in (stock, ours):
+        for each, parameter in layer.named_parameters():
+            parameter.requires_grad_("norm" in each)
+    expected = whole(stock)
+    with Split():
+        pairs = list(inputs())
+        for microbatch, (x, dy) in enumerate(pairs):
+            y = forward(ours, x)
+            with queue.collecting(0, microbatch):
+                backward(y, dy)
+            assert not queue._pending[0, microbatch]
+            queue.run(0, microbatch)
+    assert all(torch.equal(x.grad, e) for (x, _), e in zip(pairs, expected, strict=True))  # type: ignore[arg-type]
+    assert_same(gradients(ours), gradients(stock))
+
+
+@case_for(("LayerNormMLP", "fc1_"), ("LayerNormMLP", "fc2_"))
+def half_of_an_mlp_may_be_frozen(te: Te, name: str, prefix: str) -> None:
+    """Its two linear layers share a store, and the hooks came after fc1's gradient only."""
+    stock, ours = same_layers(te, name)
+    for layer in (stock, ours):
+        layer.get_parameter(f"{prefix}weight").requires_grad_(False)
+        layer.get_parameter(f"{prefix}bias").requires_grad_(False)
+    fired: list[None] = []
+    ours.register_wgrad_accumulation_and_reduce_hooks(lambda: fired.append(None))  # type: ignore[operator]
+    whole(stock)
+    with Split():
+        split(ours)
+    assert_same(gradients(ours), gradients(stock))
+    assert len(fired) == MICROBATCHES
+
+
+@case_for(("Linear",), ("LayerNormLinear",))
+def an_input_may_need_no_gradient(te: Te, name: str) -> None:
+    """The first layer of a stage without embeddings: its weights are in the graph, so W comes."""
+    stock, ours = same_layers(te, name)
+    for layer, splits in ((stock, False), (ours, True)):
+        x, dy = next(inputs())
+        x = x.detach()
+        if not splits:
+            backward(forward(layer, x), dy)
+            continue
+        with Split():
+            y = forward(layer, x)
+            with queue.collecting(0, 0):
+                backward(y, dy)
+            queue.run(0, 0)
+    assert_same(gradients(ours), gradients(stock))
+
+
+@case_for(("Linear",), ("LayerNormLinear",), ("LayerNormMLP",))
+def a_layer_may_be_used_twice(te: Te, name: str) -> None:
+    """Autograd sums the two contributions in bf16 before they are added to main_grad in fp32."""
+    stock, ours = map(with_main_grad, same_layers(te, name))
+    for layer in (stock, ours):
+        (x, dy), (other_x, other_dy), *_ = inputs()
+
+        def both(layer: torch.nn.Module = layer, a: Any = (x, dy), b: Any = (other_x, other_dy)):
+            y, other = forward(layer, a[0]), forward(layer, b[0])
+            return (y * a[1][:, : y.shape[-1]]).sum() + (other * b[1][:, : y.shape[-1]]).sum()
+
+        if layer is stock:
+            both().backward()
+            continue
+        with Split():
+            loss = both()
+            with queue.collecting(0, 0):
+                loss.backward()
+            queue.run(0, 0)
+    assert_same(gradients(ours), gradients(stock))
+
+
+@case_for(
+    *[
+        (name, overlap, fused)
+        for name in ("LayerNormLinear", "GroupedLinear", "LayerNormMLP")
+        for overlap in (False, True)
+        for fused in (False, True)
+    ]
+)
+def megatrons_data_parallel_wrapper_is_content(
+    te: Te, name: str, overlap: bool, fused: bool
+) -> None:
+    """With the reduction overlapped its hooks insist on a gradient in I, where there is none."""
+    stock, ours = same_layers(te, name, fuse_wgrad_accumulation=fused)
+    config = TransformerConfig(num_layers=1, hidden_size=WIDTH, num_attention_heads=1)
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=overlap, average_in_collective=False
+    )
+    wrapped = DistributedDataParallel(config, settings, stock)
+    pairs = list(inputs())
+    for number, (x, dy) in enumerate(pairs):
+        if number < len(pairs) - 1:
+            with wrapped.no_sync():
+                backward(forward(stock, x), dy)
+        else:
+            backward(forward(stock, x), dy)
+    wrapped.finish_grad_sync()
+    with Split():
+        wrapped = DistributedDataParallel(config, settings, ours)
+        with wrapped.no_sync():
+            split(ours)
+        if overlap:
+            wrapped.start_grad_sync()
+        wrapped.finish_grad_sync()
+    assert all(parameter.grad is None for parameter in ours.parameters())
+    assert_same(gradients(ours), gradients(stock))
+
+
+@case_for(("Linear",), ("GroupedLinear",))
+def its_own_delay_stays_as_it_is(te: Te, name: str) -> None:
+    """Someone else's delayed weight gradients, in a process with our patches, are theirs."""
+    stock, ours = same_layers(te, name, delay_wgrad_compute=True)
+    for layer in (stock, ours):
+        x, dy = next(inputs())
+        if layer is stock:
+            backward(forward(layer, x), dy)
+            layer.backward_dw()  # type: ignore[operator]
+            continue
+        with Split():
+            queue.splitting = False
+            backward(forward(layer, x), dy)
+            layer.backward_dw()  # type: ignore[operator]
+    assert_same(gradients(ours), gradients(stock))
+
+
+@case_for(())
+def debug_mode_is_refused(te: Te) -> None:
+    from transformer_engine.debug.pytorch.debug_state import TEDebugState
+
+    layer = LAYERS["Linear"](te)
+    TEDebugState.debug_enabled = True
+    try:
+        with Split(), pytest.raises(ValueError, match=r"debug mode.* use 1f1b or gpipe"):
+            layer.wgrad_store.delay_wgrad_compute()  # type: ignore[operator,union-attr]
+    finally:
+        TEDebugState.debug_enabled = False
+
+
+@case_for(())
+def a_weight_in_parts_is_refused(te: Te) -> None:
+    layer = te.Linear(WIDTH, WIDER, parameters_split={"q_": 8, "k_": 4}, **BF16)
+    x, dy = next(inputs())
+    with Split():
+        y = forward(layer, x)
+        with (
+            pytest.raises(ValueError, match=r"Linear has no weight, .*use 1f1b or gpipe"),
+            queue.collecting(0, 0),
+        ):
+            backward(y, dy)
+
+
+@case_for(())
+def a_layer_of_another_kind_is_refused(te: Te) -> None:
+    from transformer_engine.pytorch.module._common import WeightGradStore
+
+    store = WeightGradStore()
+    with Split(), pytest.raises(ValueError, match=r"a layer that is no Linear.*use 1f1b or gpipe"):
+        store.put([], lambda: None)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_with(version: str, name: str) -> None:
+    error = outcomes(version)[name]
+    assert not error, f"Transformer Engine {version}:\n{error}"

@@ -1,0 +1,125 @@
+"""Trainings of a GPT with Transformer Engine's linear layers: ours are stock's to the last bit.
+
+Layers are Megatron's own TE classes, built on the real Python sources and torch's GEMMs; attention,
+the embedding and the output layer are local ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from megatron.core import utils
+from megatron.core.extensions import transformer_engine as extension
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import layers
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor
+
+from tests.megatron_runs import Run, assert_same, losses, model_flags, train
+from tests.patches import transformer_engine_on_cpu as on_cpu
+from tests.ranks import run_ranks, values
+
+OLDEST, *_, NEWEST = on_cpu.VERSIONS
+
+
+def spec() -> ModuleSpec:
+    """A layer whose linear layers are Transformer Engine's, with the norms in front of them."""
+    made = get_gpt_layer_local_spec()
+    parts, attention = made.submodules, made.submodules.self_attention.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
+    attention.linear_qkv = extension.TELayerNormColumnParallelLinear
+    attention.linear_proj = extension.TERowParallelLinear
+    parts.mlp = functools.partial(
+        MLP.as_mlp_submodule,
+        submodules=MLPSubmodules(
+            linear_fc1=extension.TELayerNormColumnParallelLinear,
+            linear_fc2=extension.TERowParallelLinear,
+        ),
+    )
+    return made
+
+
+def provide(
+    fused: bool,
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    config: Any = None,
+    pg_collection: Any = None,
+) -> GPTModel:
+    from megatron.training import get_args
+    from megatron.training.argument_utils import core_transformer_config_from_args
+
+    args = get_args()
+    config = config or core_transformer_config_from_args(args)
+    config.gradient_accumulation_fusion = fused
+    with mock.patch.object(torch.cuda, "is_available", lambda: True):
+        return GPTModel(
+            config,
+            spec(),
+            vocab_size=args.padded_vocab_size,
+            max_sequence_length=args.max_position_embeddings,
+            pre_process=pre_process,
+            post_process=post_process,
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+            pg_collection=pg_collection,
+            vp_stage=vp_stage,
+        )
+
+
+def add_product(x: Tensor, dy: Tensor, main_grad: Tensor) -> None:
+    main_grad.add_(dy.t().matmul(x))
+
+
+def use_transformer_engine(version: str) -> None:
+    """In a forked process: Megatron, which has been imported without it, finds it now."""
+    on_cpu.load(on_cpu.fetch(version))
+    torch.cuda.is_available = lambda: False  # else ranks would look for NCCL
+    utils._te_version = None
+    importlib.reload(extension)
+    kernels = SimpleNamespace(wgrad_gemm_accum_fp32=add_product, wgrad_gemm_accum_fp16=add_product)
+    layers.fused_weight_gradient_mlp_cuda = kernels
+    layers._grad_accum_fusion_available = True
+
+
+SETTINGS: dict[str, dict[str, object]] = {
+    "bf16, overlapped": {"bf16": True, "overlap_grad_reduce": True},
+    "fused, bf16, overlapped": {"bf16": True, "overlap_grad_reduce": True},
+    "tensor and sequence parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "full recompute": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("version", "setting"),
+    [(OLDEST, "bf16, overlapped"), *((NEWEST, setting) for setting in SETTINGS)],
+)
+def test_training_is_stocks_to_the_last_bit(version: str, setting: str) -> None:
+    on_cpu.fetch(version)  # here, where a test can be skipped
+    flags = {"pipeline_model_parallel_size": 2, "train_iters": 3, **SETTINGS[setting]}
+    ranks = 2 * int(str(flags.get("tensor_model_parallel_size", 1)))
+    provider = functools.partial(provide, "fused" in setting)
+
+    def both(rank: int) -> tuple[list[Run], list[Run]]:
+        use_transformer_engine(version)
+        reference = train(ranks, model_flags(**flags), model_provider=provider)
+        ours = model_flags(**flags, pipeline_schedule="zb-h1")
+        return train(ranks, ours, model_provider=provider), reference
+
+    ((runs, reference),) = values(run_ranks(1, both, timeout=280, connect=False))
+    assert len(losses(runs)) == 3
+    assert {run.schedule for run in runs} == {"PipelineStep"}
+    assert_same(runs, reference)

@@ -1,0 +1,258 @@
+"""Transformer Engine's own Python classes on the CPU, in several versions, for forked processes.
+
+Its wheel on PyPI holds the Python sources alone. They are fetched once, and their compiled
+extension is stood in for by torch's own operations: GEMMs, norms and activations in high precision.
+FP8, attention and communication are not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import importlib
+import importlib.machinery
+import itertools
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from torch import Tensor
+
+VERSIONS = ("2.8.0", "2.12.0", "2.20.2")
+
+FETCHED = Path(__file__).parents[2] / "build" / "transformer_engine"
+
+
+def fetch(version: str) -> Path:
+    """The folder with Transformer Engine's Python sources; skips the test if they cannot be had."""
+    folder, problem = _fetch(version)
+    if problem:
+        pytest.skip(f"Transformer Engine {version} cannot be fetched with pip: {problem}")
+    return folder
+
+
+@functools.cache  # without a network, one attempt is enough
+def _fetch(version: str) -> tuple[Path, str]:
+    folder = FETCHED / version
+    if folder.exists():
+        return folder, ""
+    arriving = folder.with_name(f"{version}.{os.getpid()}")
+    ended = subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--quiet"),
+            *("--no-deps", "--retries", "1", "--timeout", "10", "--target", str(arriving)),
+            f"transformer_engine=={version}",
+        ],
+        capture_output=True,
+        text=True,
+    )
+    if ended.returncode:
+        return folder, (ended.stderr.strip().splitlines() or ["no message"])[-1]
+    arriving.rename(folder)
+    return folder, ""
+
+
+def load(folder: Path) -> Any:
+    """``transformer_engine.pytorch`` from ``folder``. Changes torch: for a forked process only.
+
+    Its layers run on the CPU platform's patches of torch.
+    """
+    sys.path.insert(0, str(folder))
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # its libraries are not loaded
+    sys.modules["transformer_engine_torch"] = Extension("transformer_engine_torch")
+    for name in ("onnx", "onnxscript", "einops"):  # for what is not asked for here
+        sys.modules[name] = MagicMock(__spec__=importlib.machinery.ModuleSpec(name, None))
+    torch.compiler.set_stance("force_eager")
+    gpu = SimpleNamespace(major=8, minor=0, multi_processor_count=1)
+    cuda = {
+        "is_available": lambda: True,
+        "get_device_properties": lambda device=None: gpu,
+        "get_device_capability": lambda device=None: (gpu.major, gpu.minor),
+        "is_current_stream_capturing": lambda: False,
+        "device": lambda device: contextlib.nullcontext(),
+        "nvtx": MagicMock(),
+    }
+    for name, meaning in cuda.items():
+        setattr(torch.cuda, name, meaning)
+    torch.Tensor.is_cuda = property(lambda tensor: True)  # type: ignore[assignment]
+    common: Any = importlib.import_module("transformer_engine.common")
+    common.load_framework_extension = lambda framework: None
+    return importlib.import_module("transformer_engine.pytorch")
+
+
+class _Numbered(type):
+    """An enumeration such as ``CommOverlapType``, with whatever members are asked for."""
+
+    numbers = itertools.count()
+
+    @property
+    def __members__(cls) -> dict[str, int]:
+        return {name: value for name, value in vars(cls).items() if not name.startswith("__")}
+
+    def __getattr__(cls, name: str) -> int:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        setattr(cls, name, number := next(_Numbered.numbers))
+        return number
+
+
+DType = enum.IntEnum(
+    "DType",
+    "kByte kInt32 kFloat32 kFloat16 kBFloat16 kFloat8E4M3 kFloat8E5M2 kFloat4E2M1",
+    start=0,
+)
+
+
+class Extension(types.ModuleType):
+    """Stands in for the compiled ``transformer_engine_torch``.
+
+    An operation that is not below is an empty class, and the layers that call it fail.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.DType = DType
+        for operation in OPERATIONS:
+            setattr(self, operation.__name__, torch.no_grad()(operation))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        setattr(self, name, made := _Numbered(name, (), {}))
+        return made
+
+
+def get_num_cublas_streams() -> int:
+    return 1
+
+
+def generic_gemm(
+    a: Tensor,
+    transpose_a: bool,
+    b: Tensor,
+    transpose_b: bool,
+    out: Tensor | None,
+    quantizer: None,
+    out_dtype: Any,
+    bias: Tensor | None,
+    bias_dtype: Any,
+    gelu: bool,
+    gelu_in: None,
+    grad: bool,
+    workspace: Tensor,
+    workspace_size: int,
+    accumulate: bool,
+    use_split_accumulator: bool,
+    **overlap: Any,
+) -> tuple[Tensor, Tensor | None, None, None]:
+    """b times a, columns first as cuBLAS counts; and a bias, or the bias's gradient."""
+    assert quantizer is None and not gelu
+    assert not any(v for k, v in overlap.items() if k not in ("alpha", "beta"))
+    made = _multiply(a, transpose_a, b, transpose_b)
+    bias_gradient = None
+    if bias is not None and grad:
+        bias_gradient = b.reshape(-1, b.shape[-1]).sum(0)
+    elif bias is not None:
+        made = made + bias
+    return _write(made, out, accumulate, out_dtype), bias_gradient, None, None
+
+
+def te_general_grouped_gemm(
+    a: list[Tensor],
+    transpose_a: bool,
+    b: list[Tensor],
+    transpose_b: bool,
+    out: list[Tensor],
+    out_dtype: Any,
+    splits: list[int],
+    bias: list[Tensor],
+    bias_dtype: Any,
+    single_output: bool,
+    gelu_in: Any,
+    grad: bool,
+    workspaces: Any,
+    workspace_size: int,
+    accumulate: bool,
+    *rest: Any,
+) -> list[Tensor]:
+    outputs = list(out[0].split(splits)) if single_output else out
+    for each in range(len(a)):
+        made = _multiply(a[each], transpose_a, b[each], transpose_b)
+        if bias[each].numel() and grad:
+            bias[each].copy_(b[each].sum(0))
+        elif bias[each].numel():
+            made = made + bias[each]
+        _write(made, outputs[each], accumulate, None)
+    return bias
+
+
+def layernorm_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, out: Any, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def layernorm_bwd(
+    dy: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.ops.aten.native_layer_norm_backward(
+        dy, x, x.shape[-1:], mean, scale, weight, weight, [True, True, True]
+    )
+
+
+def rmsnorm_fwd(
+    x: Tensor, weight: Tensor, eps: float, out: Any, *rest: Any
+) -> tuple[Tensor, None, Tensor]:
+    scale = (x.square().mean(-1) + eps).rsqrt()
+    return x * scale[:, None] * weight, None, scale
+
+
+def rmsnorm_bwd(
+    dy: Tensor, x: Tensor, scale: Tensor, weight: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    normed = x * scale[:, None]
+    dnormed = dy * weight
+    dx = (dnormed - normed * (dnormed * normed).mean(-1, keepdim=True)) * scale[:, None]
+    return dx, (dy * normed).sum(0)
+
+
+def relu(x: Tensor, quantizer: None) -> Tensor:
+    return x.relu()
+
+
+def drelu(dy: Tensor, x: Tensor, quantizer: None) -> Tensor:
+    return dy * (x > 0)
+
+
+def _multiply(a: Tensor, transpose_a: bool, b: Tensor, transpose_b: bool) -> Tensor:
+    """All but the last dimension are one; they are b's afterwards, unless b is transposed."""
+    rows, columns = b.reshape(-1, b.shape[-1]), a.reshape(-1, a.shape[-1])
+    made = (rows.t() if transpose_b else rows) @ (columns.t() if transpose_a else columns)
+    return made if transpose_b else made.reshape(*b.shape[:-1], -1)
+
+
+def _write(made: Tensor, out: Tensor | None, accumulate: bool, dtype: Any) -> Tensor:
+    if out is None:
+        return made
+    return out.add_(made) if accumulate else out.copy_(made)
+
+
+OPERATIONS = (
+    get_num_cublas_streams,
+    generic_gemm,
+    te_general_grouped_gemm,
+    layernorm_fwd,
+    layernorm_bwd,
+    rmsnorm_fwd,
+    rmsnorm_bwd,
+    relu,
+    drelu,
+)
