@@ -52,3 +52,17 @@ def test_resumed_training_is_stock_to_the_last_bit(ranks: int, schedule: str) ->
     assert len(losses(runs)) == len(losses(reference)) - SAVED_AT
     assert evaluations(runs)
     assert_same(runs, reference)
+
+
+def test_two_pipelines_with_both_overlaps() -> None:
+    """Each pipeline batches on its own group; gradients are reduced on others meanwhile."""
+    flags: dict[str, object] = {
+        "pipeline_model_parallel_size": 2,
+        "use_distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "train_iters": 4,
+    }
+    reference = train(4, model_flags(**flags))
+    runs = train(4, model_flags(**flags, pipeline_schedule="zb-h1", pipeline_p2p="batched"))
+    assert_same(runs, reference)
