@@ -83,6 +83,15 @@ def test_saved_in_the_background() -> None:
     assert_resumed(load("distributed optimizer", folder, STOCK), whole)
 
 
+def test_a_checkpoint_needs_nothing_of_ours() -> None:
+    """Only who had this package could load one: Megatron saves its arguments, and one of ours was
+    an enum."""
+    folder = saved("distributed optimizer", "zb-v")[1]
+    contents = [path.read_bytes() for path in folder.glob("iter_*/*") if path.is_file()]
+    assert any(b"pipeline_schedule" in content for content in contents), "no arguments were saved"
+    assert not any(b"megatron_ext" in content for content in contents)
+
+
 def test_loaded_in_parallel() -> None:
     """Each data-parallel rank reads a part and sends it to the others."""
     whole, folder = saved("distributed optimizer", "zb-v")
