@@ -28,6 +28,7 @@ TESTS = (
     "tests/pipeline/test_placements.py::test_resumed_training_is_stock_to_the_last_bit[pp2-zb-v]",
     "tests/pipeline/test_placements.py::test_dropout_is_that_of_stocks_interleaving",
     "tests/pipeline/test_placements.py::test_saved_on_a_v_and_resumed_elsewhere[None]",
+    "tests/pipeline/test_checkpoints.py::test_states_behind_padding[zb-v]",
     "tests/pipeline/test_callers.py::test_gradients_and_losses_are_stocks[True-zb-h1-async]",
 )
 
