@@ -91,32 +91,53 @@ def use_transformer_engine(version: str) -> None:
     layers._grad_accum_fusion_available = True
 
 
-SETTINGS: dict[str, dict[str, object]] = {
-    "bf16, overlapped": {"bf16": True, "overlap_grad_reduce": True},
-    "fused, bf16, overlapped": {"bf16": True, "overlap_grad_reduce": True},
-    "tensor and sequence parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    "full recompute": {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    },
+OVERLAPPED: dict[str, object] = {"bf16": True, "overlap_grad_reduce": True}
+
+# the number of ranks, our schedule, flags of both
+SETTINGS: dict[str, tuple[int, str, dict[str, object]]] = {
+    "overlapped": (2, "zb-h1", OVERLAPPED),
+    "overlapped, fused": (2, "zb-h1", OVERLAPPED),
+    "tensor and sequence parallel": (
+        4,
+        "zb-h1",
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    ),
+    "full recompute": (
+        2,
+        "zb-h1",
+        {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        },
+    ),
+    "loop, distributed optimizer, fused": (
+        4,
+        "interleaved-zb",
+        {
+            **OVERLAPPED,
+            "num_virtual_stages_per_pipeline_rank": 2,
+            "use_distributed_optimizer": True,
+            "overlap_param_gather": True,
+        },
+    ),
 }
 
 
 @pytest.mark.parametrize(
     ("version", "setting"),
-    [(OLDEST, "bf16, overlapped"), *((NEWEST, setting) for setting in SETTINGS)],
+    [(OLDEST, "overlapped"), *((NEWEST, setting) for setting in SETTINGS)],
 )
 def test_training_is_stocks_to_the_last_bit(version: str, setting: str) -> None:
     on_cpu.fetch(version)  # here, where a test can be skipped
-    flags = {"pipeline_model_parallel_size": 2, "train_iters": 3, **SETTINGS[setting]}
-    ranks = 2 * int(str(flags.get("tensor_model_parallel_size", 1)))
+    ranks, schedule, given = SETTINGS[setting]
+    flags = {"pipeline_model_parallel_size": 2, "train_iters": 3, **given}
     provider = functools.partial(provide, "fused" in setting)
 
     def both(rank: int) -> tuple[list[Run], list[Run]]:
         use_transformer_engine(version)
         reference = train(ranks, model_flags(**flags), model_provider=provider)
-        ours = model_flags(**flags, pipeline_schedule="zb-h1")
+        ours = model_flags(**flags, pipeline_schedule=schedule)
         return train(ranks, ours, model_provider=provider), reference
 
     ((runs, reference),) = values(run_ranks(1, both, timeout=280, connect=False))
