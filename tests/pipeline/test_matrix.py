@@ -47,6 +47,12 @@ PARALLELISM: dict[str, Flags] = {
     "TP2, SP": TENSOR | {"sequence_parallel": True},
     "EP2, 4 experts": EXPERTS,
     "DP2": {},
+    "DP2, distributed optimizer, both overlaps": {
+        "use_distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "dist_ckpt_optim_fully_reshardable": True,
+    },
 }
 EMBEDDINGS: dict[str, Flags] = {"tied": {}, "untied": {"untie_embeddings_and_output_weights": True}}
 RECOMPUTE: dict[str, Flags] = {
