@@ -177,7 +177,7 @@ REFUSALS = (
             "experts of Transformer Engine's linears are untried: write --transformer-impl local, "
             "or use 1f1b or gpipe",
             by=_splits,
-            beside=lambda settings: settings.transformer_impl != "local",
+            beside=lambda settings: getattr(settings, "transformer_impl", None) != "local",
         )
         for name in ("num_experts", "num_moe_experts")  # an argument's name, and a config's
     ),
