@@ -19,6 +19,7 @@ def install(
     memory_limit: str | None = None,
     costs: str | None = "estimate",
     p2p: str | None = "async",
+    report_split: bool = False,
 ) -> Handle:
     """Make Megatron train under ``schedule``, in this process, from now on.
 
@@ -35,5 +36,4 @@ def install(
     from megatron_ext.config import PipelineConfig
     from megatron_ext.installation import install as install_config
 
-    config = PipelineConfig(schedule=schedule, memory_limit=memory_limit, costs=costs, p2p=p2p)
-    return install_config(config)
+    return install_config(PipelineConfig(schedule, memory_limit, costs, p2p, report_split))

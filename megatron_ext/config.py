@@ -17,6 +17,11 @@ def _setting(default: str | None, metavar: str, text: str) -> str | None:
     return setting
 
 
+def _switch(text: str) -> bool:
+    switch: bool = field(default=False, metadata={"help": text})
+    return switch
+
+
 @dataclass(frozen=True)
 class PipelineConfig:
     """The pipeline settings of a run, as the user wrote them.
@@ -50,13 +55,20 @@ class PipelineConfig:
         "batched makes none and uses the pipeline's own, where many communicators cost too much.",
     )
 
+    report_split: bool = _switch(
+        "After the first step, print for each rank of the first pipeline what share of the weight "
+        "gradients the schedule puts off, and what comes with the input gradients and why."
+    )
+
     def __post_init__(self) -> None:
         if self.schedule is None:
             given = [f for f in fields(self) if getattr(self, f.name) != f.default]
             if given:
+                value = getattr(self, given[0].name)
+                words = flag(given[0].name) + ("" if value is True else f" {value}")
                 raise ValueError(
-                    f"{flag(given[0].name)} {getattr(self, given[0].name)} is given without "
-                    f"{flag('schedule')}: it acts on a schedule of ours only; add one or drop it"
+                    f"{words} is given without {flag('schedule')}: it acts on a schedule of ours "
+                    f"only; add one or drop it"
                 )
         else:
             self.choice()
@@ -83,13 +95,14 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Declare our flags, in their own group, on ``parser``."""
     group = parser.add_argument_group("megatron_ext", "pipeline schedules of megatron_ext")
     for setting in fields(PipelineConfig):
-        group.add_argument(
-            flag(setting.name),
-            dest=f"pipeline_{setting.name}",
-            default=setting.default,
-            metavar=setting.metadata["metavar"],
-            help=setting.metadata["help"],
-        )
+        named = {"dest": f"pipeline_{setting.name}", "help": setting.metadata["help"]}
+        if setting.default is False:
+            group.add_argument(flag(setting.name), action="store_true", **named)
+        else:
+            metavar = setting.metadata["metavar"]
+            group.add_argument(
+                flag(setting.name), default=setting.default, metavar=metavar, **named
+            )
     return parser
 
 

@@ -22,13 +22,15 @@ Contribution = Tensor | None  # None: none, or it has been added already
 class WeightGradients:
     """Pending weight gradients by stage and microbatch.
 
-    ``splitting`` tells layers, in the forward pass, that a W pass will come. The current key is a
+    ``splitting`` tells layers, in the forward pass, that a W pass will come. ``weights`` collects
+    whose gradients are put off, while it is a set and not None. The current key is a
     plain attribute and not a thread's: autograd runs backwards, and with activation recompute
     forwards too, on threads of its own.
     """
 
     def __init__(self) -> None:
         self.splitting = False
+        self.weights: set[Tensor] | None = None
         self._key: Key | None = None
         self._pending: dict[
             Key, dict[Weights, list[Callable[[], Contribution | tuple[Contribution, ...]]]]
@@ -65,6 +67,8 @@ class WeightGradients:
 
     def _waiting(self, weights: Weights) -> list[Any]:
         assert self._key is not None, "a split layer ran its backward outside an I pass"
+        if self.weights is not None:
+            self.weights.update(weights)
         return self._pending[self._key][weights]
 
     def run(self, stage: int, microbatch: int) -> None:

@@ -255,6 +255,26 @@ def test_a_chunks_reduction_starts_right_after_its_last_w(
         assert "W" in events[reductions[0] + 1], "nothing is left that could hide the first"
 
 
+def test_the_split_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
+    flags = pipeline(
+        **EMBEDDINGS["untied"],
+        num_experts=4,
+        disable_bias_linear=True,
+        train_iters=2,
+        pipeline_schedule="zb-v",
+        pipeline_report_split=True,
+    )
+    train(2, flags, model_provider=with_frozen_weights)
+    lines = [line for line in capfd.readouterr().out.splitlines() if "without a W" in line]
+    assert len(lines) == 2, "once a rank, after the first step"
+    first, last = lines
+    assert first.startswith("megatron_ext: pipeline rank 0: W has 9")
+    # a rank's two layers with four experts each
+    assert "8 frozen" in first and "9 frozen" in last
+    assert "2 decoder.layers.*.mlp.router.weight (its layer is not split" in first
+    assert "1 of embeddings" in last and "norms" in last
+
+
 # ---- The table
 
 

@@ -30,6 +30,7 @@ from megatron_ext.config import ESTIMATE, PipelineConfig
 from megatron_ext.patches.engine import Patch, expect, wrap
 from megatron_ext.patches.features import refuse, refuse_order
 from megatron_ext.patches.megatron.core.pipeline_parallel.model_stage import ModelStage, StepCall
+from megatron_ext.patches.megatron.core.pipeline_parallel.split_report import split_report
 from megatron_ext.patches.megatron.dimensions import estimated_costs
 from megatron_ext.patches.megatron.tied import copies_differ
 from megatron_ext.runtime.batched import BatchedTransport, PipelineGroup
@@ -117,6 +118,7 @@ class PipelineStep:
         self._programs: dict[tuple[int, bool, bool], Program] = {}
         self._connection: Channels | PipelineGroup | None = None
         self._recorder: Recorder | None = None
+        self._has_reported = False
 
     def __call__(
         self,
@@ -203,8 +205,12 @@ class PipelineStep:
             )
         transport = self._transport(program, boundary)
         assert self._recorder is not None
+        reports = self._config.report_split and not forward_only and not self._has_reported
+        queue.weights = set() if reports else None
         with _no_grad_sync(config), _splitting(self._choice.splits_backward and not forward_only):
             execute(program, stages, transport, self._recorder)
+        if queue.weights is not None:
+            self._report_split(pipeline, models, queue.weights)
         if config.finalize_model_grads_func is not None and not forward_only:
             tokens = torch.stack([stage.tokens for stage in stages.values()]).sum(dtype=torch.int)
             config.finalize_model_grads_func(
@@ -216,6 +222,15 @@ class PipelineStep:
         if config.timers is not None:
             config.timers("forward-backward").stop()
         return [loss for stage in stages.values() for loss in stage.losses]
+
+    def _report_split(
+        self, pipeline: dist.ProcessGroup, models: list[torch.nn.Module], put_off: set[torch.Tensor]
+    ) -> None:
+        lines = _gather(pipeline, split_report(models, put_off))
+        if dist.get_rank() == 0:
+            for rank, line in enumerate(lines):
+                print(f"megatron_ext: pipeline rank {rank}: {line}", flush=True)
+        self._has_reported = True
 
     def _program(
         self,

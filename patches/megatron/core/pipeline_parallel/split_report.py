@@ -1,0 +1,48 @@
+"""What of a rank's weight gradients a schedule puts off to W, and what not and why."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+import torch
+from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+from torch import Tensor
+
+
+def split_report(chunks: Sequence[torch.nn.Module], put_off: Collection[Tensor]) -> str:
+    """One line on the weights of ``chunks``, of which those in ``put_off`` have their own W.
+
+    A weight's work is counted in its elements: its gradient is a matrix product with two operations
+    for each of them and token, as many as the input's gradient has.
+    """
+    tables = {
+        parameter
+        for chunk in chunks
+        for module in chunk.modules()
+        if isinstance(module, torch.nn.Embedding | VocabParallelEmbedding)
+        for parameter in module.parameters(recurse=False)
+    }
+    split = whole = 0
+    reasons: Counter[str] = Counter()
+    for name, parameter in (item for chunk in chunks for item in chunk.named_parameters()):
+        if parameter in put_off:
+            split += parameter.numel()
+        elif not parameter.requires_grad:
+            reasons["frozen"] += 1
+        elif parameter.dim() < 2:
+            reasons["of one dimension (norms, biases: no matrix product)"] += 1
+        elif parameter in tables:
+            reasons["of embeddings (no matrix product)"] += 1
+        else:
+            whole += parameter.numel()
+            alike = re.sub(r"\.\d+\.", ".*.", name.removeprefix("module."))
+            reasons[f"{alike} (its layer is not split, or its input has no gradient)"] += 1
+    work = split + whole
+    share = split / work if work else 0.0
+    left = ", ".join(f"{count} {reason}" for reason, count in reasons.items()) or "none"
+    return (
+        f"W has {share:.1%} of the weights' matrix products, {share / 2:.1%} of the whole "
+        f"backward's without attention; parameters without a W: {left}"
+    )
