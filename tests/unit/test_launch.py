@@ -133,8 +133,8 @@ def test_a_mistake_is_one_line_and_status_2(
     assert "ran" not in result.stdout
 
 
-def test_flags_leave_plain_text_in_the_arguments() -> None:
+def test_flags_leave_plain_values_in_the_arguments() -> None:
     """A checkpoint keeps Megatron's arguments, and could not be loaded without our package: the
     default of --pipeline-p2p was a member of an enum of ours."""
     arguments = add_flags(argparse.ArgumentParser()).parse_args(["--pipeline-schedule", "1f1b"])
-    assert {type(value) for value in vars(arguments).values()} <= {str, type(None)}
+    assert {type(value) for value in vars(arguments).values()} <= {str, bool, type(None)}
