@@ -37,11 +37,11 @@ def lower_bound(problem: Problem, splits_backward: bool) -> float:
     ]
     last_weight = weight_gradient[0] if splits_backward else 0.0
 
-    bound = sum(forward) + sum(backward) + 2 * sum(hop) + last_weight  # one microbatch
+    way_out = sum(forward) + sum(hop)
+    bound = way_out + sum(backward) + sum(hop) + last_weight  # one microbatch
     for rank, row in enumerate(placement.stages_of):
         first, last = row[0], row[-1]
         arrival = sum(forward[:first]) + sum(hop[: first + 1])
-        way_out = sum(forward) + sum(hop)
         way_back = sum(backward[last + 1 :]) + sum(hop[last + 1 :])
         return_trip = sum(backward[:first]) + sum(hop[: first + 1]) + last_weight
         ahead = _most_work(forward, Held.ACTIVATION, rank, problem, memory)
@@ -62,8 +62,7 @@ def _most_work(
     needs = {stage: memory.amount(held, stage) for stage in problem.placement.stages_of[rank]}
     best_first = sorted(needs, key=lambda s: seconds[s] / needs[s] if needs[s] else math.inf)
     for stage in reversed(best_first):
-        fit = min(room / needs[stage], problem.microbatches) if needs[stage] else math.inf
-        fit = min(fit, problem.microbatches)
+        fit = min(room / needs[stage] if needs[stage] else math.inf, problem.microbatches)
         room -= fit * needs[stage]
         most += fit * seconds[stage]
     return most
