@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import functools
 import importlib
 import importlib.machinery
 import itertools
 import os
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -22,42 +20,17 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
-import pytest
 import torch
 from torch import Tensor
 
-VERSIONS = ("2.8.0", "2.12.0", "2.20.2")
+from tests.fetched import fetched
 
-FETCHED = Path(__file__).parents[2] / "build" / "transformer_engine"
+VERSIONS = ("2.8.0", "2.12.0", "2.20.2")
 
 
 def fetch(version: str) -> Path:
     """The folder with Transformer Engine's Python sources; skips the test if they cannot be had."""
-    folder, problem = _fetch(version)
-    if problem:
-        pytest.skip(f"Transformer Engine {version} cannot be fetched with pip: {problem}")
-    return folder
-
-
-@functools.cache  # without a network, one attempt is enough
-def _fetch(version: str) -> tuple[Path, str]:
-    folder = FETCHED / version
-    if folder.exists():
-        return folder, ""
-    arriving = folder.with_name(f"{version}.{os.getpid()}")
-    ended = subprocess.run(
-        [
-            *(sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--quiet"),
-            *("--no-deps", "--retries", "1", "--timeout", "10", "--target", str(arriving)),
-            f"transformer_engine=={version}",
-        ],
-        capture_output=True,
-        text=True,
-    )
-    if ended.returncode:
-        return folder, (ended.stderr.strip().splitlines() or ["no message"])[-1]
-    arriving.rename(folder)
-    return folder, ""
+    return fetched("transformer_engine", version)
 
 
 def load(folder: Path) -> Any:

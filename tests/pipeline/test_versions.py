@@ -1,6 +1,6 @@
 """Another Megatron than the installed one: the same tests, run once more under it.
 
-It is installed into a folder of pytest's cache and goes before the installed one on the path of a
+It is fetched into a folder of its own and goes before the installed one on the path of a
 process of its own.
 """
 
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fetched import fetched
 from tests.ranks import ROOT
 
 VERSION = "0.18.2"
@@ -34,25 +35,9 @@ TESTS = (
 
 
 @pytest.fixture(scope="module")
-def other_megatron(pytestconfig: pytest.Config) -> Path:
-    """A folder with that version alone; what it depends on is installed with ours."""
-    cache = pytestconfig.cache
-    assert cache is not None
-    folder = cache.mkdir("megatron-core") / VERSION
-    if not folder.exists():
-        unfinished = folder.with_suffix(".unfinished")
-        pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-        install = ["install", "--retries", "1", "--no-deps", "--upgrade", "--target"]
-        result = subprocess.run(
-            [*pip, *install, str(unfinished), f"megatron-core=={VERSION}"],
-            capture_output=True,
-            text=True,
-        )
-        if result.returncode:
-            reason = result.stderr.strip().splitlines()[-1]
-            pytest.skip(f"megatron-core {VERSION} cannot be installed: {reason}")
-        unfinished.rename(folder)
-    return folder
+def other_megatron() -> Path:
+    """What it depends on is installed with ours."""
+    return fetched("megatron-core", VERSION)
 
 
 def run_under(megatron: Path, *words: str) -> subprocess.CompletedProcess[str]:
