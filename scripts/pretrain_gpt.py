@@ -111,7 +111,8 @@ def loss_func(
     loss = (output_tensor.reshape(-1).float() * mask).sum()
     if get_args().check_for_nan_in_loss_and_grad:
         get_rerun_state_machine().validate_result(
-            result=loss,
+            # A copy: it is compared with that of a second run, and the schedule frees the loss.
+            result=loss.detach().clone(),
             rejection_func=not_finite,
             message="the loss of a microbatch is not finite",
             tolerance=0.0,
