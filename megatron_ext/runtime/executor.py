@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.stage import Stage
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.kinds import RULES, Duty
+from megatron_ext.schedule.kinds import GRADIENT_DUTIES, RULES
 from megatron_ext.schedule.schedule import is_compute
 from megatron_ext.schedule.verify import Program
 
@@ -66,7 +66,7 @@ class _Execution:
         self.last_gradient = {
             action.stage: action
             for action in self.row
-            if Duty.WEIGHT_GRADIENT in RULES[action.kind].covers
+            if not GRADIENT_DUTIES.isdisjoint(RULES[action.kind].covers)
         }
         self.handlers: dict[Kind, Callable[[Action], None]] = {
             Kind.FORWARD: self.forward,

@@ -24,6 +24,20 @@ class Kind(enum.StrEnum):
     RECV_B = "RECV_B"
     WAIT_F = "WAIT_F"
     WAIT_B = "WAIT_B"
+    # Vocabulary parallelism (`transforms.vocabulary`): on a rank's first stage, for its shard.
+    LOGITS = "S"
+    LOGITS_INPUT = "SI"
+    LOGITS_WEIGHT = "SW"
+    LOSS = "L"
+    EMBEDDING = "E"
+    EMBEDDING_WEIGHT = "EW"
+    BCAST_S = "BCAST_S"
+    GATHER_S = "GATHER_S"
+    REDUCE_SI = "REDUCE_SI"
+    BCAST_SW = "BCAST_SW"
+    BCAST_E = "BCAST_E"
+    REDUCE_E = "REDUCE_E"
+    BCAST_EW = "BCAST_EW"
 
 
 class Action(NamedTuple):
@@ -32,6 +46,13 @@ class Action(NamedTuple):
     ``3SEND_F7`` sends what ``3F7`` made to stage 4; ``4RECV_F7`` receives it there. ``4SEND_B7``
     sends the gradient of stage 4's input to stage 3; ``3RECV_B7`` receives it there. ``3WAIT_F7``
     and ``4WAIT_B7`` wait until the send has gone and give its tensor up.
+
+    Vocabulary parallelism (Yeung et al. 2024, whose T is SI and SW). ``3S7`` are logits and their
+    statistics on the shard of the rank whose first stage is 3, ``3SI7`` the shard's part of the
+    gradient of the last hidden states, ``3SW7`` the gradient of the shard, ``3L7`` the loss, once
+    all statistics are there. ``3E7`` looks tokens up in the shard of the embedding, ``3EW7`` is
+    that shard's gradient. ``BCAST_k`` brings every rank what k needs, ``GATHER_S`` and ``REDUCE_k``
+    bring together what k has made.
     """
 
     stage: int

@@ -21,6 +21,21 @@ FILE_VERSION = 1
 
 
 @dataclass(frozen=True)
+class VocabularyCosts:
+    """What a microbatch takes in the embedding and the output layer, were one rank to have them.
+
+    Attributes:
+        head: seconds of the output layer and the loss, for F, I and W.
+        embedding: seconds of the lookup, and of its weight's gradient.
+        logits_bytes: bytes of all logits.
+    """
+
+    head: tuple[float, float, float]
+    embedding: tuple[float, float] = (0.0, 0.0)
+    logits_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
 class Costs:
     """Costs of one microbatch.
 
@@ -28,6 +43,9 @@ class Costs:
         seconds: per duty, one figure per stage. (Any unit of time will do if all share it.)
         hop: seconds a message takes from one rank to another.
         held_bytes: per kind of memory, bytes per stage; None when bytes are not known.
+        vocabulary: which part of the first and the last stage's figures is the embedding's and the
+            output layer's; None when that is not known.
+        whole: of costs whose vocabulary is shared by the ranks, what they were before.
         origin: how these figures came about, for people to read.
     """
 
@@ -35,6 +53,8 @@ class Costs:
     hop: float = 0.0
     held_bytes: Mapping[Held, tuple[float, ...]] | None = None
     origin: str = "given"
+    vocabulary: VocabularyCosts | None = None
+    whole: Costs | None = None
 
     def __post_init__(self) -> None:
         if not any(map(any, self.seconds.values())):
@@ -45,11 +65,12 @@ class Costs:
         return len(self.seconds[Duty.FORWARD])
 
     def of(self, action: Action) -> float:
-        """Seconds of ``action`` on its lane. A message takes its hop at the sender."""
+        """Seconds of ``action`` on its lane. A message takes its hop at the sender, and so does a
+        collective."""
         rule = RULES[action.kind]
         if rule.lane is Lane.COMPUTE:
             return sum(self.seconds[duty][action.stage] for duty in rule.covers)
-        return self.hop if rule.lane is Lane.SEND else 0.0
+        return self.hop if rule.lane in (Lane.SEND, Lane.COLLECTIVE) else 0.0
 
     def per_rank(self, placement: Placement) -> Costs:
         """The same work with each rank's chunks in one stage, as on a line."""
@@ -156,10 +177,11 @@ def load_costs(path: Path, placement: Placement) -> Costs:
     held = None
     if "bytes" in data:
         figures = data["bytes"]
-        names = [kind.value for kind in Held]
+        kinds = (Held.ACTIVATION, Held.WEIGHT_INPUTS)
+        names = [kind.value for kind in kinds]
         if not isinstance(figures, dict) or figures.keys() != set(names):
             raise ValueError(f"costs file {path}: bytes must give {' and '.join(names)}")
-        held = {kind: per_stage(figures[kind.value], kind.value) for kind in Held}
+        held = {kind: per_stage(figures[kind.value], kind.value) for kind in kinds}
     seconds = {duty: per_stage(data[key], key) for key, duty in _DUTY_OF.items()}
     hop = data.get("comm", 0)
     _check_figures(f"{path}, comm", [hop])

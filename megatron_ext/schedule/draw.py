@@ -22,12 +22,24 @@ COLOURS = {
     Kind.BACKWARD_INPUT: "#E69F00",
     Kind.BACKWARD_WEIGHT: "#009E73",
     Kind.FULL_BACKWARD: "#F0A860",
+    Kind.LOGITS: "#CC79A7",
+    Kind.LOGITS_INPUT: "#D55E00",
+    Kind.LOGITS_WEIGHT: "#0072B2",
+    Kind.LOSS: "#000000",
+    Kind.EMBEDDING: "#F0E442",
+    Kind.EMBEDDING_WEIGHT: "#A6A044",
 }
 NAMES = {
     Kind.FORWARD: "F  forward",
     Kind.BACKWARD_INPUT: "I  input gradient",
     Kind.BACKWARD_WEIGHT: "W  weight gradient",
     Kind.FULL_BACKWARD: "B  backward (I and W)",
+    Kind.LOGITS: "S  logits of a shard",
+    Kind.LOGITS_INPUT: "SI  their input gradient",
+    Kind.LOGITS_WEIGHT: "SW  their weight gradient",
+    Kind.LOSS: "L  loss",
+    Kind.EMBEDDING: "E  embedding shard",
+    Kind.EMBEDDING_WEIGHT: "EW  its gradient",
 }
 assert COLOURS.keys() == {kind for kind, rule in RULES.items() if rule.lane is Lane.COMPUTE}
 BUBBLE = "#E8E8E8"

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.costs import Costs, VocabularyCosts
 from megatron_ext.schedule.kinds import Duty, Held
 
 
@@ -117,4 +117,9 @@ def estimate(model: ModelDimensions, rates: Rates) -> Costs:
         hop=boundary * share / rates.bytes,
         held_bytes={Held.ACTIVATION: activation, Held.WEIGHT_INPUTS: weight_inputs},
         origin="estimated from the model's dimensions",
+        vocabulary=VocabularyCosts(
+            head=(head / rates.operations,) * 3,
+            embedding=(0.0, 0.0),  # no matrix product
+            logits_bytes=logits,
+        ),
     )

@@ -67,7 +67,7 @@ class Memory:
     def of(self, stage: int) -> float:
         """What a microbatch takes on ``stage`` from F to I."""
         # Should W need more than the activations, there must be room for it when I comes.
-        return max(self.amount(held, stage) for held in Held)
+        return max(self.amount(held, stage) for held in (Held.ACTIVATION, Held.WEIGHT_INPUTS))
 
 
 def memory_of(problem: Problem, microbatches: float = math.inf) -> Memory:

@@ -5,7 +5,8 @@ The rules are those the executor keeps and NCCL and gloo impose:
 - a rank issues its actions in order, and compute and waits hold up what follows them;
 - a channel takes its sends in order, and its receives;
 - a message moves when both its send and its receive have been issued (rendezvous);
-- what an action needs must be done.
+- what an action needs must be done;
+- a collective ends on all ranks together, once all have issued it.
 
 A channel carries activations, or gradients, from one rank to another. Its k-th send meets its k-th
 receive. On a V both go from a rank to its neighbour, often not in the order in which the neighbour
@@ -28,7 +29,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.kinds import RULES, Lane, Need, Source
+from megatron_ext.schedule.kinds import RULES, Lane, Need, Source, Where
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.schedule import P2P, Schedule
 
@@ -94,12 +95,37 @@ def needed(action: Action, placement: Placement) -> Iterator[tuple[Need, list[Ac
     for need in RULES[action.kind].needs:
         if need.source is Source.OWN:
             stage = action.stage
+        elif need.source in _ENDS:
+            end = _ENDS[need.source] % placement.stages
+            if placement.rank_of[action.stage] != placement.rank_of[end]:
+                continue
+            if need.source in (Source.FIRST, Source.LAST):
+                stage = end
+            elif action.stage == end:
+                stage = placement.shard_beside(end)
+            else:
+                continue
         else:
             remote = placement.is_remote(action.stage, need.neighbour)
             if remote is None or remote != (need.source is Source.REMOTE):
                 continue
             stage = action.stage if remote else action.stage + need.neighbour
         yield need, [Action(stage, kind, action.microbatch) for kind in need.kinds]
+
+
+_ENDS = {Source.FIRST: 0, Source.INPUT_SHARD: 0, Source.LAST: -1, Source.OUTPUT_SHARD: -1}
+
+
+def has_place(kind: Kind, stage: int, placement: Placement) -> bool:
+    """Whether ``kind`` is found on ``stage``, in a schedule that has such kinds."""
+    rule = RULES[kind]
+    if rule.neighbour and not placement.is_remote(stage, rule.neighbour):
+        return False
+    if rule.where is Where.STAGE:
+        return True
+    if rule.where is Where.SHARD:
+        return stage == placement.shard_beside(stage)
+    return stage == placement.shard_beside(placement.stages - 1)
 
 
 class Needs(dict[tuple[int, Kind], list[tuple[int, Kind]]]):
@@ -127,12 +153,14 @@ class Graph:
         ranks: the rank of each.
         before: for each, the nodes that must have ended before it can start.
         batches: by the node of a batched message, the nodes that move together.
+        followers: collectives, but for one node of each, which all its others wait for.
     """
 
     actions: tuple[Action, ...]
     ranks: tuple[int, ...]
     before: tuple[tuple[int, ...], ...]
     batches: Mapping[int, Sequence[int]]
+    followers: frozenset[int]
 
     @cached_property
     def order(self) -> tuple[int, ...]:
@@ -188,13 +216,13 @@ def build_graph(schedule: Schedule, p2p: P2P = P2P.ASYNC) -> Graph:
     start = 0
     for row in schedule.rows:
         latest: list[int] = []
-        channel_end: dict[Channel, list[int]] = {}
+        channel_end: dict[Channel | Kind, list[int]] = {}
         for node, action in enumerate(row, start=start):
             rule = RULES[action.kind]
             issued_after[node] = latest
             before[node] += latest
-            if rule.is_message:
-                channel = channel_of(action, placement)
+            if rule.is_message or rule.lane is Lane.COLLECTIVE:
+                channel = channel_of(action, placement) if rule.is_message else action.kind
                 before[node] += channel_end.get(channel, [])
                 channel_end[channel] = [node]
             if rule.holds_up:
@@ -211,7 +239,22 @@ def build_graph(schedule: Schedule, p2p: P2P = P2P.ASYNC) -> Graph:
             partner = number[partner_of(action)]
             before[node] += [partner] if rule.lane is Lane.RECEIVE else issued_after[partner]
     batches = _move_in_batches(schedule, number, before) if p2p is P2P.BATCHED else {}
-    return Graph(actions, ranks, tuple(tuple(nodes) for nodes in before), batches)
+    followers = _move_together(actions, before)
+    return Graph(actions, ranks, tuple(tuple(nodes) for nodes in before), batches, followers)
+
+
+def _move_together(actions: Sequence[Action], before: list[list[int]]) -> frozenset[int]:
+    """Add to ``before`` that a collective ends on all ranks together; return `Graph.followers`."""
+    leaders: dict[tuple[Kind, int], int] = {}
+    followers = set()
+    for node, action in enumerate(actions):
+        if RULES[action.kind].lane is Lane.COLLECTIVE:
+            leader = leaders.setdefault((action.kind, action.microbatch), node)
+            if leader != node:
+                before[leader] += before[node]
+                before[node].append(leader)
+                followers.add(node)
+    return frozenset(followers)
 
 
 def _move_in_batches(

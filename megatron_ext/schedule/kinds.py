@@ -17,13 +17,23 @@ class Lane(enum.Enum):
     """Where an action runs. One lane of a rank does one thing at a time, in program order.
 
     Compute and waits hold up what follows them on their rank. Messages are started in passing and
-    end on their own time; whoever needs them waits.
+    end on their own time; whoever needs them waits. So are collectives, in which all ranks of the
+    pipeline take part.
     """
 
     COMPUTE = "compute"
     WAIT = "wait"
     SEND = "send"
     RECEIVE = "receive"
+    COLLECTIVE = "collective"
+
+
+class Where(enum.Enum):
+    """On which stages a kind is found."""
+
+    STAGE = "every stage"
+    SHARD = "the first stage of a rank, beside which its shard of the vocabulary lies"
+    LOSS = "the first stage of the rank that has the last stage, and so the loss"
 
 
 class Duty(enum.Enum):
@@ -38,10 +48,40 @@ class Duty(enum.Enum):
     RECEIVE_GRADIENT = "receive of the output's gradient"
     FREE_OUTPUT = "wait for the output's send"
     FREE_GRADIENT = "wait for the gradient's send"
+    LOGITS = "logits of a shard"
+    LOGITS_INPUT_GRADIENT = "shard's part of the last hidden states' gradient"
+    LOGITS_WEIGHT_GRADIENT = "gradient of the output layer's shard"
+    LOSS = "loss"
+    EMBEDDING = "lookup in a shard"
+    EMBEDDING_WEIGHT_GRADIENT = "gradient of the embedding's shard"
+    SHARE_HIDDEN_STATES = "broadcast of the last hidden states"
+    SHARE_STATISTICS = "exchange of the logits' statistics"
+    SUM_INPUT_GRADIENT = "sum of the last hidden states' gradient"
+    SHARE_LOSS_GRADIENT = "broadcast of the loss's gradient"
+    SHARE_TOKENS = "broadcast of the tokens"
+    SUM_EMBEDDINGS = "sum of the embeddings"
+    SHARE_EMBEDDING_GRADIENT = "broadcast of the embeddings' gradient"
 
 
 FORWARD_ONLY_DUTIES = frozenset(
-    {Duty.FORWARD, Duty.SEND_OUTPUT, Duty.RECEIVE_INPUT, Duty.FREE_OUTPUT}
+    {
+        Duty.FORWARD,
+        Duty.SEND_OUTPUT,
+        Duty.RECEIVE_INPUT,
+        Duty.FREE_OUTPUT,
+        Duty.LOGITS,
+        Duty.LOSS,
+        Duty.EMBEDDING,
+        Duty.SHARE_HIDDEN_STATES,
+        Duty.SHARE_STATISTICS,
+        Duty.SHARE_TOKENS,
+        Duty.SUM_EMBEDDINGS,
+    }
+)
+
+# What adds to the gradients of a stage's parameters, or of the shard beside it.
+GRADIENT_DUTIES = frozenset(
+    {Duty.WEIGHT_GRADIENT, Duty.LOGITS_WEIGHT_GRADIENT, Duty.EMBEDDING_WEIGHT_GRADIENT}
 )
 
 
@@ -50,6 +90,7 @@ class Held(enum.Enum):
 
     ACTIVATION = "activation"  # what the backward of a stage needs
     WEIGHT_INPUTS = "weight inputs"  # what W alone needs, once the input gradient is done
+    LOGITS = "logits"  # a shard's, and the hidden states they are made of
 
 
 class Source(enum.Enum):
@@ -58,6 +99,10 @@ class Source(enum.Enum):
     OWN = "own"  # same stage, always
     LOCAL = "local"  # the neighbouring stage, when it is on this rank
     REMOTE = "remote"  # same stage, when the neighbouring stage is on another rank
+    INPUT_SHARD = "input shard"  # of the first stage: the first stage of its rank
+    OUTPUT_SHARD = "output shard"  # of the last stage: the first stage of its rank
+    FIRST = "first"  # the first stage, when it is on this rank
+    LAST = "last"  # the last stage, when it is on this rank
 
 
 @dataclass(frozen=True)
@@ -80,6 +125,7 @@ class Rule:
     releases: tuple[Held, ...] = ()  # at its end
     neighbour: int = 0  # the stage a message goes to or comes from, as an offset
     partner: Kind | None = None  # a message's other end
+    where: Where = Where.STAGE
 
     @property
     def is_message(self) -> bool:
@@ -95,6 +141,8 @@ _GRADIENT_OF_OUTPUT = (
     Need((Kind.FORWARD,)),
     Need((Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD), Source.LOCAL, +1),
     Need((Kind.RECV_B,), Source.REMOTE, +1),
+    Need((Kind.REDUCE_SI,), Source.OUTPUT_SHARD),
+    Need((Kind.LOSS,), Source.OUTPUT_SHARD),
 )
 
 RULES: Mapping[Kind, Rule] = MappingProxyType(
@@ -105,6 +153,7 @@ RULES: Mapping[Kind, Rule] = MappingProxyType(
             needs=(
                 Need((Kind.FORWARD,), Source.LOCAL, -1),
                 Need((Kind.RECV_F,), Source.REMOTE, -1),
+                Need((Kind.REDUCE_E,), Source.INPUT_SHARD),
             ),
             acquires=(Held.ACTIVATION,),
         ),
@@ -152,6 +201,81 @@ RULES: Mapping[Kind, Rule] = MappingProxyType(
         ),
         Kind.WAIT_B: Rule(
             Lane.WAIT, covers=(Duty.FREE_GRADIENT,), needs=(Need((Kind.SEND_B,)),), neighbour=-1
+        ),
+        Kind.BCAST_S: Rule(
+            Lane.COLLECTIVE,
+            covers=(Duty.SHARE_HIDDEN_STATES,),
+            needs=(Need((Kind.FORWARD,), Source.LAST),),
+            where=Where.SHARD,
+        ),
+        Kind.LOGITS: Rule(
+            Lane.COMPUTE,
+            covers=(Duty.LOGITS,),
+            needs=(Need((Kind.BCAST_S,)),),
+            acquires=(Held.LOGITS,),
+            where=Where.SHARD,
+        ),
+        Kind.GATHER_S: Rule(
+            Lane.COLLECTIVE,
+            covers=(Duty.SHARE_STATISTICS,),
+            needs=(Need((Kind.LOGITS,)),),
+            where=Where.SHARD,
+        ),
+        Kind.LOSS: Rule(
+            Lane.COMPUTE,
+            covers=(Duty.LOSS,),
+            needs=(Need((Kind.GATHER_S,)),),
+            where=Where.LOSS,
+        ),
+        Kind.LOGITS_INPUT: Rule(
+            Lane.COMPUTE,
+            covers=(Duty.LOGITS_INPUT_GRADIENT,),
+            needs=(Need((Kind.GATHER_S,)),),
+            where=Where.SHARD,
+        ),
+        Kind.REDUCE_SI: Rule(
+            Lane.COLLECTIVE,
+            covers=(Duty.SUM_INPUT_GRADIENT,),
+            needs=(Need((Kind.LOGITS_INPUT,)),),
+            where=Where.SHARD,
+        ),
+        Kind.BCAST_SW: Rule(
+            Lane.COLLECTIVE,
+            covers=(Duty.SHARE_LOSS_GRADIENT,),
+            needs=(Need((Kind.LOSS,)),),
+            where=Where.SHARD,
+        ),
+        Kind.LOGITS_WEIGHT: Rule(
+            Lane.COMPUTE,
+            covers=(Duty.LOGITS_WEIGHT_GRADIENT,),
+            needs=(Need((Kind.LOGITS_INPUT,)), Need((Kind.BCAST_SW,))),
+            releases=(Held.LOGITS,),
+            where=Where.SHARD,
+        ),
+        Kind.BCAST_E: Rule(Lane.COLLECTIVE, covers=(Duty.SHARE_TOKENS,), where=Where.SHARD),
+        Kind.EMBEDDING: Rule(
+            Lane.COMPUTE,
+            covers=(Duty.EMBEDDING,),
+            needs=(Need((Kind.BCAST_E,)),),
+            where=Where.SHARD,
+        ),
+        Kind.REDUCE_E: Rule(
+            Lane.COLLECTIVE,
+            covers=(Duty.SUM_EMBEDDINGS,),
+            needs=(Need((Kind.EMBEDDING,)),),
+            where=Where.SHARD,
+        ),
+        Kind.BCAST_EW: Rule(
+            Lane.COLLECTIVE,
+            covers=(Duty.SHARE_EMBEDDING_GRADIENT,),
+            needs=(Need((Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD), Source.FIRST),),
+            where=Where.SHARD,
+        ),
+        Kind.EMBEDDING_WEIGHT: Rule(
+            Lane.COMPUTE,
+            covers=(Duty.EMBEDDING_WEIGHT_GRADIENT,),
+            needs=(Need((Kind.BCAST_EW,)), Need((Kind.EMBEDDING,))),
+            where=Where.SHARD,
         ),
     }
 )

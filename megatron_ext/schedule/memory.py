@@ -8,7 +8,7 @@ from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import RULES, Held
 from megatron_ext.schedule.limit import MemoryLimit
-from megatron_ext.schedule.schedule import Schedule, is_compute
+from megatron_ext.schedule.schedule import Problem, Schedule, is_compute
 
 Amount = Callable[[Held, int], float]  # of what, on which stage -> how much
 
@@ -32,9 +32,12 @@ def memory_curve(row: tuple[Action, ...], amount: Amount) -> list[float]:
 
 
 def in_microbatches(schedule: Schedule) -> Amount:
-    """The zero-bubble papers' measure: 1/v from F to W (or B), the input gradient frees nothing."""
+    """The zero-bubble papers' measure: 1/v from F to W (or B), the input gradient frees nothing.
+
+    Logits do not count: they are no layer's.
+    """
     share = 1 / schedule.placement.chunks
-    return lambda held, stage: share
+    return lambda held, stage: 0.0 if held is Held.LOGITS else share
 
 
 def in_bytes(costs: Costs) -> Amount:
@@ -52,6 +55,37 @@ def bytes_for(limit: MemoryLimit, costs: Costs) -> Mapping[Held, tuple[float, ..
             f"bytes: give the limit in microbatches, or a costs file with bytes"
         )
     return costs.held_bytes
+
+
+def leaving_room(limit: MemoryLimit, microbatches: int, problem: Problem) -> MemoryLimit:
+    """What ``limit`` leaves when every rank holds so many ``microbatches`` more.
+
+    Raises:
+        ValueError: nothing.
+    """
+    if limit.microbatches is not None:
+        least, left = 1.0, limit.microbatches - microbatches
+    else:
+        assert limit.bytes is not None
+        held = bytes_for(limit, problem.costs)
+        activation, logits = (
+            held[Held.ACTIVATION],
+            held.get(Held.LOGITS, (0.0,) * len(problem.placement.rank_of)),
+        )
+        of_a_microbatch = max(
+            sum(activation[stage] + logits[stage] for stage in stages)
+            for stages in problem.placement.stages_of
+        )
+        least, left = of_a_microbatch, limit.bytes - microbatches * of_a_microbatch
+    if left < least:
+        raise ValueError(
+            f"the memory limit is {limit}, and vocabulary parallelism {problem.vocabulary} holds "
+            f"{microbatches} more than a schedule alone, which needs room for one; give at least "
+            f"{limit.at_least(least + (microbatches * least))}"
+        )
+    if limit.microbatches is not None:
+        return MemoryLimit(microbatches=left)
+    return MemoryLimit(bytes=int(left))
 
 
 def peaks(schedule: Schedule, amount: Amount) -> list[float]:

@@ -38,6 +38,11 @@ class Placement:
             rows[rank].append(stage)
         return tuple(tuple(row) for row in rows)
 
+    def shard_beside(self, stage: int) -> int:
+        """The first stage of the rank that holds ``stage``: with vocabulary parallelism the rank's
+        shard lies beside it."""
+        return self.stages_of[self.rank_of[stage]][0]
+
     @property
     def in_turn(self) -> bool:
         """Whether stage s is on rank s modulo p, where Megatron's own schedules have it."""

@@ -17,7 +17,7 @@ from megatron_ext.schedule.flip import (
     flipped,
     opens_on_first_rank,
 )
-from megatron_ext.schedule.kinds import RULES, Duty, Lane
+from megatron_ext.schedule.kinds import RULES, Duty, Lane, Where
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
 
@@ -27,6 +27,14 @@ class P2P(enum.StrEnum):
 
     ASYNC = "async"  # a communicator a channel, and every message by itself
     BATCHED = "batched"  # the pipeline's one communicator
+
+
+class VocabularyParallel(enum.StrEnum):
+    """How embedding and output layer are divided over the ranks (Yeung et al. 2024, section 4)."""
+
+    NONE = "none"  # not: they are on the first and the last stage
+    ONE = "1"  # over all ranks; the input gradient is made when all statistics are there
+    TWO = "2"  # the same, but before: one exchange less between logits and input gradient
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,8 @@ class Problem:
             shapes vary: a tensor can then be received only when its shape has come. Batched
             messages are received in the order in which they are made, whatever this says.
         p2p: how messages share communicators.
+        vocabulary: how embedding and output layer are divided over the ranks. (Families are asked
+            without: `transforms.vocabulary` adds the passes.)
     """
 
     placement: Placement
@@ -52,6 +62,7 @@ class Problem:
     forward_only: bool = False
     receives_ahead: int = 1
     p2p: P2P = P2P.ASYNC
+    vocabulary: VocabularyParallel = VocabularyParallel.NONE
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
@@ -156,11 +167,14 @@ def _parts(cell: str) -> list[str]:
 def bitwise_order(schedule: Schedule) -> bool:
     """Whether F, I (or B) and W of each stage each run in microbatch order, as in stock Megatron.
 
-    Then gradients are summed in stock's order, and the results are stock's to the last bit.
+    Then gradients are summed in stock's order, and the results are stock's to the last bit. (Not
+    with vocabulary parallelism: the ranks' shards are summed in another order.)
     """
     latest: dict[tuple[int, Duty], int] = {}
     for row in schedule.compute_rows:
         for action in row:
+            if RULES[action.kind].where is not Where.STAGE:
+                return False
             for duty in RULES[action.kind].covers:
                 if latest.get((action.stage, duty), -1) > action.microbatch:
                     return False

@@ -10,10 +10,23 @@ from functools import cached_property
 from typing import NoReturn
 
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.graph import Graph, Needs, build_graph, channel_of, partner_of
-from megatron_ext.schedule.kinds import FORWARD_ONLY_DUTIES, RULES, Duty, Lane
+from megatron_ext.schedule.graph import (
+    Graph,
+    Needs,
+    build_graph,
+    channel_of,
+    has_place,
+    partner_of,
+)
+from megatron_ext.schedule.kinds import FORWARD_ONLY_DUTIES, RULES, Duty, Lane, Where
 from megatron_ext.schedule.memory import bytes_for, in_bytes, in_microbatches, memory_curve, peaks
-from megatron_ext.schedule.schedule import P2P, Problem, Schedule, is_compute
+from megatron_ext.schedule.schedule import (
+    P2P,
+    Problem,
+    Schedule,
+    VocabularyParallel,
+    is_compute,
+)
 
 _SEAL = object()
 
@@ -70,8 +83,8 @@ def prove(schedule: Schedule, problem: Problem) -> Program:
     """Check everything that could go wrong at run time, once, before anything runs.
 
     Every duty exactly once and on its rank; what an action needs before it; sends and receives
-    matched pairwise in the order of their channel (batched: of their two ranks); no cyclic wait
-    (`graph`); memory within the limit.
+    matched pairwise in the order of their channel (batched: of their two ranks), collectives in one
+    order on all ranks; no cyclic wait (`graph`); memory within the limit.
 
     Args:
         schedule: with its messages (`transforms.communication`).
@@ -83,6 +96,7 @@ def prove(schedule: Schedule, problem: Problem) -> Program:
     check_compute(schedule, problem)
     _check_duties(schedule, problem, set(Lane))
     _check_channels(schedule, problem.p2p)
+    _check_collectives(schedule)
     graph = build_graph(schedule, problem.p2p)
     if len(graph.order) < len(graph.actions):
         cycle = graph.cycle()
@@ -135,12 +149,28 @@ def _duties(schedule: Schedule, problem: Problem, lanes: set[Lane]) -> dict[int,
             rule = RULES[kind]
             if rule.lane not in lanes:
                 continue
-            if rule.neighbour and not schedule.placement.is_remote(stage, rule.neighbour):
+            if not _belongs(kind, stage, problem):
                 continue
             for duty in rule.covers:
                 if not problem.forward_only or duty in FORWARD_ONLY_DUTIES:
                     duties[stage].setdefault(duty, kind)
     return duties
+
+
+def _belongs(kind: Kind, stage: int, problem: Problem) -> bool:
+    """Whether ``kind`` is found on ``stage`` in a schedule for ``problem``."""
+    if RULES[kind].where is not Where.STAGE and problem.vocabulary is VocabularyParallel.NONE:
+        return False
+    return has_place(kind, stage, problem.placement)
+
+
+def _why_not(kind: Kind, problem: Problem) -> str:
+    rule = RULES[kind]
+    if rule.is_message or rule.lane is Lane.WAIT:
+        return "has no other rank to talk to"
+    if problem.vocabulary is VocabularyParallel.NONE:
+        return "is vocabulary parallel, and the problem is not"
+    return f"is on a stage that is not {rule.where.value}"
 
 
 def _check_duties(schedule: Schedule, problem: Problem, lanes: set[Lane]) -> None:
@@ -152,8 +182,8 @@ def _check_duties(schedule: Schedule, problem: Problem, lanes: set[Lane]) -> Non
             stage, kind, microbatch = action
             if (stage, kind) not in sets:
                 rule = RULES[kind]
-                if rule.neighbour and not schedule.placement.is_remote(stage, rule.neighbour):
-                    _reject(schedule, f"{action} has no other rank to talk to", [action])
+                if not _belongs(kind, stage, problem):
+                    _reject(schedule, f"{action} {_why_not(kind, problem)}", [action])
                 if problem.forward_only and not FORWARD_ONLY_DUTIES.issuperset(rule.covers):
                     _reject(schedule, f"{action} has no place in an evaluation", [action])
                 sets[stage, kind] = [(duty, done[stage, duty]) for duty in rule.covers]
@@ -209,6 +239,24 @@ def _check_channels(schedule: Schedule, p2p: P2P) -> None:
                     f"{send} would meet {receive}, not {partner_of(send)}",
                     [send, receive],
                 )
+
+
+def _check_collectives(schedule: Schedule) -> None:
+    """Each kind has a communicator of its own, on which every rank must call in one order."""
+    called: list[dict[Kind, list[Action]]] = [defaultdict(list) for _ in schedule.rows]
+    for row, calls in zip(schedule.rows, called, strict=True):
+        for action in row:
+            if RULES[action.kind].lane is Lane.COLLECTIVE:
+                calls[action.kind].append(action)
+    for rank, calls in enumerate(called):
+        for kind, actions in calls.items():
+            for first, other in zip(called[0][kind], actions, strict=True):
+                if first.microbatch != other.microbatch:
+                    _reject(
+                        schedule,
+                        f"collectives cross: {first} of rank 0 would meet {other} of rank {rank}",
+                        [first, other],
+                    )
 
 
 def _check_memory(schedule: Schedule, problem: Problem) -> None:

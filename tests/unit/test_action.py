@@ -19,6 +19,19 @@ TEXTS = {
     Kind.RECV_B: "3RECV_B7",
     Kind.WAIT_F: "3WAIT_F7",
     Kind.WAIT_B: "3WAIT_B7",
+    Kind.LOGITS: "3S7",
+    Kind.LOGITS_INPUT: "3SI7",
+    Kind.LOGITS_WEIGHT: "3SW7",
+    Kind.LOSS: "3L7",
+    Kind.EMBEDDING: "3E7",
+    Kind.EMBEDDING_WEIGHT: "3EW7",
+    Kind.BCAST_S: "3BCAST_S7",
+    Kind.GATHER_S: "3GATHER_S7",
+    Kind.REDUCE_SI: "3REDUCE_SI7",
+    Kind.BCAST_SW: "3BCAST_SW7",
+    Kind.BCAST_E: "3BCAST_E7",
+    Kind.REDUCE_E: "3REDUCE_E7",
+    Kind.BCAST_EW: "3BCAST_EW7",
 }
 
 
