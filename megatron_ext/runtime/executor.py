@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.stage import Stage
+from megatron_ext.runtime.vocabulary import VocabularyPasses
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import GRADIENT_DUTIES, RULES
 from megatron_ext.schedule.schedule import is_compute
@@ -28,7 +29,11 @@ class Messages(Protocol):
 
 
 def execute(
-    program: Program, stages: Mapping[int, Stage], transport: Messages, recorder: Recorder
+    program: Program,
+    stages: Mapping[int, Stage],
+    transport: Messages,
+    recorder: Recorder,
+    vocabulary: VocabularyPasses | None = None,
 ) -> None:
     """Run one step of ``program`` on this rank.
 
@@ -37,12 +42,13 @@ def execute(
         stages: the stages of this rank, by number.
         transport: the step's messages.
         recorder: told what runs.
+        vocabulary: the step's, of a program with vocabulary parallelism.
 
     Raises:
         PeerFailure: another rank has failed. Exceptions of a stage pass through, with a note that
             names the action. Either way the channels are closed, so that all ranks fail.
     """
-    _Execution(program, stages, transport, recorder).run()
+    _Execution(program, stages, transport, recorder, vocabulary).run()
 
 
 class _Execution:
@@ -54,6 +60,7 @@ class _Execution:
         stages: Mapping[int, Stage],
         transport: Messages,
         recorder: Recorder,
+        vocabulary: VocabularyPasses | None = None,
     ) -> None:
         self.row = program.schedule.rows[transport.rank]
         self.placement = program.schedule.placement
@@ -61,6 +68,7 @@ class _Execution:
         self.stages = stages
         self.transport = transport
         self.recorder = recorder
+        self.vocabulary = vocabulary
         self.outputs: dict[tuple[int, int], Tensor] = {}  # of (stage, microbatch), to pass on
         self.gradients: dict[tuple[int, int], Tensor] = {}  # of its input, to pass back
         self.last_gradient = {
@@ -80,6 +88,8 @@ class _Execution:
             Kind.WAIT_F: self.wait_output,
             Kind.WAIT_B: self.wait_gradient,
         }
+        if vocabulary is not None:
+            self.handlers |= vocabulary.handlers
 
     def run(self) -> None:
         for action in self.row:
@@ -94,9 +104,20 @@ class _Execution:
                         f"megatron_ext: the data iterator has ended; a step of "
                         f"{self.microbatches} microbatches takes as many items"
                     )
-                self.transport.abandon()
+                self.abandon()
+                raise
+        if self.vocabulary is not None:
+            try:
+                self.vocabulary.finish()
+            except BaseException:
+                self.abandon()
                 raise
         assert not self.outputs and not self.gradients
+
+    def abandon(self) -> None:
+        self.transport.abandon()
+        if self.vocabulary is not None:
+            self.vocabulary.abandon()
 
     def forward(self, action: Action) -> None:
         stage, _, microbatch = action
@@ -105,6 +126,9 @@ class _Execution:
             y = self.stages[stage].forward(microbatch, x)
         if self.placement.is_remote(stage, +1) is not None:
             self.outputs[stage, microbatch] = y
+        elif self.vocabulary is not None:
+            self.vocabulary.take_hidden_states(microbatch, y)
+            self.stages[stage].output_sent(microbatch)
 
     def backward(self, action: Action) -> None:
         stage, kind, microbatch = action
@@ -113,9 +137,13 @@ class _Execution:
         run = self.stages[stage].backward if whole else self.stages[stage].backward_input
         with self.recorder.computing(action):
             dx = run(microbatch, dy)
-        if self.placement.is_remote(stage, -1) is not None:
-            assert dx is not None, f"{action} gave no gradient of its input"
+        if stage == 0 and self.vocabulary is None:
+            return
+        assert dx is not None, f"{action} gave no gradient of its input"
+        if stage > 0:
             self.gradients[stage, microbatch] = dx
+        elif self.vocabulary is not None:
+            self.vocabulary.take_embedding_gradient(microbatch, dx)
 
     def backward_weight(self, action: Action) -> None:
         with self.recorder.computing(action):
@@ -124,8 +152,10 @@ class _Execution:
     def input_of(self, stage: int, microbatch: int) -> Tensor | None:
         remote = self.placement.is_remote(stage, -1)
         if remote is None:
-            return None
-        if remote:
+            if self.vocabulary is None:
+                return None
+            x = self.vocabulary.embeddings(microbatch)
+        elif remote:
             x = self.transport.received(Action(stage, Kind.RECV_F, microbatch))
         else:  # handed over on this rank: the same memory, cut off from the graph that made it
             x = self.outputs.pop((stage - 1, microbatch)).detach()
@@ -135,7 +165,9 @@ class _Execution:
     def gradient_of_output(self, stage: int, microbatch: int) -> Tensor | None:
         remote = self.placement.is_remote(stage, +1)
         if remote is None:
-            return None
+            if self.vocabulary is None:
+                return None
+            return self.vocabulary.hidden_states_gradient(microbatch)
         if remote:
             return self.transport.received(Action(stage, Kind.RECV_B, microbatch))
         return self.gradients.pop((stage + 1, microbatch))

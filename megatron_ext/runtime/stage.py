@@ -11,7 +11,9 @@ class Stage(Protocol):
     """One stage. It keeps what it needs between the passes of a microbatch.
 
     ``x`` is the stage's input (None on the first stage, which reads the data), ``dy`` the gradient
-    of its output (None on the last stage, which holds the loss).
+    of its output (None on the last stage, which holds the loss). With vocabulary parallelism
+    (`vocabulary`) both are given on all stages: the first has the embeddings for its input, and the
+    last gives hidden states.
     """
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor: ...

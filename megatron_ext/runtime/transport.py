@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -41,17 +41,8 @@ class Channels:
         pipeline calls it, with the same ``channels``."""
         self.rank = pipeline.rank()
         self.device = device
-        self._global_ranks = dist.get_process_group_ranks(pipeline)
-        self._groups: dict[Channel, dist.ProcessGroup] = {}
-        order = sorted(channels)
-        timeout = pipeline._get_backend(device).options._timeout
-        for ranks in _all_pipelines(self._global_ranks):
-            for channel in order:
-                ends = channel.sender, channel.receiver
-                group = dist.new_group([ranks[end] for end in ends], timeout=timeout)
-                if ranks == self._global_ranks and self.rank in ends:
-                    assert isinstance(group, dist.ProcessGroup)
-                    self._groups[channel] = group
+        ends = {channel: (channel.sender, channel.receiver) for channel in sorted(channels)}
+        self._groups = make_groups(pipeline, ends, device)
         for channel in self._groups:
             self._use_once(channel)
         self.are_closed = False
@@ -83,6 +74,26 @@ class Channels:
         return group.recv([tensor], 1 - group.rank(), 0)
 
 
+def make_groups[Key](
+    pipeline: dist.ProcessGroup, members: Mapping[Key, Collection[int]], device: torch.device
+) -> dict[Key, dist.ProcessGroup]:
+    """A process group for each of ``members``, given as pipeline ranks; those of this rank.
+
+    Collective over the world: every rank of every pipeline calls it with the same ``members``, in
+    the same order.
+    """
+    mine = dist.get_process_group_ranks(pipeline)
+    timeout = pipeline._get_backend(device).options._timeout
+    groups: dict[Key, dist.ProcessGroup] = {}
+    for ranks in _all_pipelines(mine):
+        for key, members_of_key in members.items():
+            group = dist.new_group([ranks[member] for member in members_of_key], timeout=timeout)
+            if ranks == mine and pipeline.rank() in members_of_key:
+                assert isinstance(group, dist.ProcessGroup)
+                groups[key] = group
+    return groups
+
+
 def _all_pipelines(mine: list[int]) -> list[list[int]]:
     """The global ranks of every pipeline in the world, in one order everywhere."""
     gathered: list[list[int]] = [[] for _ in range(dist.get_world_size())]
@@ -108,17 +119,22 @@ class Connection(Protocol):
     def close(self) -> None: ...
 
 
+def check_open(connection: Connection) -> None:
+    """Raise RuntimeError after a failure on this rank."""
+    if connection.are_closed:
+        raise RuntimeError(
+            f"pipeline rank {connection.rank} has failed in an earlier step, and its channels "
+            f"are closed: end this process, and start all ranks again"
+        )
+
+
 class TransportBase:
     """What the messages of a step need, whatever they travel on."""
 
     def __init__(
         self, connection: Connection, boundary: Boundary, placement: Placement, recorder: Recorder
     ) -> None:
-        if connection.are_closed:
-            raise RuntimeError(
-                f"pipeline rank {connection.rank} has failed in an earlier step, and its channels "
-                f"are closed: end this process, and start all ranks again"
-            )
+        check_open(connection)
         self.rank = connection.rank
         self._device = connection.device
         self._boundary = boundary
@@ -153,10 +169,9 @@ class TransportBase:
     def _dealing_with_peer(self, action: Action) -> AbstractContextManager[None]:
         """Around each call that the rank at the other end of ``action`` can make fail or wait."""
         channel = self._channel_of(action)
-        sends = channel.sender == self.rank
-        return _Dealing(
-            self._recorder, action, sends, channel.receiver if sends else channel.sender
-        )
+        if channel.sender == self.rank:
+            return Dealing(self._recorder, action, channel.receiver, "to")
+        return Dealing(self._recorder, action, channel.sender, "from")
 
 
 class Transport(TransportBase):
@@ -237,16 +252,20 @@ class Transport(TransportBase):
         return tensor
 
 
-class _Dealing:
-    """A call that a peer can make fail or wait. (A class costs less than a generator.)"""
+class Dealing:
+    """A call that a peer can make fail or wait. (A class costs less than a generator.)
 
-    __slots__ = ("_action", "_peer", "_recorder", "_sends", "_waiting")
+    ``direction``: whether a message goes ``to`` the peer or comes ``from`` it, or what it and all
+    other ranks do ``with`` one another.
+    """
 
-    def __init__(self, recorder: Recorder, action: Action, sends: bool, peer: int) -> None:
+    __slots__ = ("_action", "_direction", "_peer", "_recorder", "_waiting")
+
+    def __init__(self, recorder: Recorder, action: Action, peer: int, direction: str) -> None:
         self._recorder = recorder
         self._action = action
-        self._sends = sends
         self._peer = peer
+        self._direction = direction
         self._waiting = recorder.waiting(action, peer)
 
     def __enter__(self) -> None:
@@ -258,10 +277,14 @@ class _Dealing:
             return
         if isinstance(error, torch.OutOfMemoryError) or str(error).startswith("CUDA error"):
             return  # this rank's own
+        if self._direction == "with":
+            whom, which = "with the other pipeline ranks", "one of which has failed or hangs"
+        else:
+            whom = f"{self._direction} pipeline rank {self._peer}"
+            which = "which has failed or hangs"
         raise PeerFailure(
-            f"pipeline rank {self._recorder.rank} was waiting for {self._action} "
-            f"({'to' if self._sends else 'from'} pipeline rank {self._peer}), which has failed or "
-            f"hangs: look for the first error of that rank. torch says: {error}"
+            f"pipeline rank {self._recorder.rank} was waiting for {self._action} ({whom}), "
+            f"{which}: look for the first error of that rank. torch says: {error}"
         ) from error
 
 

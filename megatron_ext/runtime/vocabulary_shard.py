@@ -1,0 +1,207 @@
+"""The mathematics of a rank's shard of the vocabulary.
+
+Embedding and output layer are divided by rows over all ranks (Yeung et al. 2024, "Balancing
+Pipeline Parallelism with Vocabulary Parallelism", section 4). With P the softmax over the whole
+vocabulary and G the one-hot labels, the gradient of the losses by the hidden states is (P - G) W,
+by the output layer (P - G)^T X. P needs the largest logit of a token and the sum of all
+exponentials: each shard has its own, and the ranks put theirs together (`combine`).
+
+s is the sequence length, b the batch, h the hidden size; tokens and labels are [b, s], all else has
+the sequence first, as a pipeline's activations have. Statistics and sums are fp32 whatever the
+weights are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_ext.runtime.weight_gradients import accumulate
+
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """A rank's part of both tables.
+
+    Attributes:
+        embedding: parameter [rows, h].
+        output: parameter [rows, h]; the same one where the two are tied.
+        first_row: of the padded vocabulary; the shard has ``rows`` from there on.
+        tensor_parallel: the ranks that divide a stage; None where they are not divided.
+        sequence_parallel: whether hidden states are divided over these along the sequence.
+    """
+
+    embedding: Tensor
+    output: Tensor
+    first_row: int
+    tensor_parallel: dist.ProcessGroup | None
+    sequence_parallel: bool
+
+    @property
+    def rows(self) -> int:
+        return self.output.shape[0]
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        return 1 if self.tensor_parallel is None else self.tensor_parallel.size()
+
+    def rows_of(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each token, whether its row is here, and which (row 0 for those elsewhere)."""
+        rows = tokens - self.first_row
+        is_here = (rows >= 0) & (rows < self.rows)
+        return is_here, rows.masked_fill(~is_here, 0)
+
+
+def look_up(shard: VocabularyShard, tokens: Tensor) -> Tensor:
+    """E: the embeddings [b, s, h] of ``tokens``, zero where the row is elsewhere."""
+    is_here, rows = shard.rows_of(tokens)
+    return shard.embedding[rows].masked_fill_(~is_here.unsqueeze(-1), 0.0)
+
+
+def add_embedding_gradient(shard: VocabularyShard, tokens: Tensor, gradient: Tensor) -> None:
+    """EW: add ``gradient`` [b, s, h] of the embeddings to the rows of ``tokens``."""
+    is_here, rows = shard.rows_of(tokens)
+    gradient = gradient.float().masked_fill(~is_here.unsqueeze(-1), 0.0)
+    summed = torch.ops.aten.embedding_dense_backward(gradient, rows, shard.rows, -1, False)
+    _accumulate(shard.embedding, summed)
+
+
+@dataclass(frozen=True)
+class Logits:
+    """What is kept of a microbatch from S to SW.
+
+    Attributes:
+        hidden_states: as the last stage gave them.
+        labels: [s, b].
+        logits: [s, b, rows], as the product gave them.
+        statistics: of this shard, [3, s, b]: largest logit, sum of the exponentials less it, logit
+            of the label (0 where its row is elsewhere).
+        early: variant 2, from S to SI: P' W without the labels' rows, P' the softmax over this
+            shard; of this rank's rows.
+    """
+
+    hidden_states: Tensor
+    labels: Tensor
+    logits: Tensor
+    statistics: Tensor
+    early: Tensor | None
+
+    def without_early(self) -> Logits:
+        return replace(self, early=None)
+
+
+def make_logits(
+    shard: VocabularyShard, hidden_states: Tensor, labels: Tensor, early: bool
+) -> Logits:
+    """S: logits of ``hidden_states`` ([s, b, h], or a tensor-parallel rank's part of the sequence)
+    for ``labels`` [b, s]. ``early``: with the product of variant 2."""
+    labels = labels.t()
+    is_here, rows = shard.rows_of(labels)
+    rows = rows.unsqueeze(-1)
+    logits = _whole_sequence(shard, hidden_states) @ shard.output.t()
+    largest = logits.amax(-1).float()
+    if shard.tensor_parallel is not None:
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=shard.tensor_parallel)
+    exponentials = (logits - largest.unsqueeze(-1)).exp_()  # fp32, whatever the logits are
+    of_label = logits.gather(-1, rows).squeeze(-1).float().masked_fill_(~is_here, 0.0)
+    sums = torch.stack([exponentials.sum(-1), of_label])
+    if shard.tensor_parallel is not None:
+        dist.all_reduce(sums, group=shard.tensor_parallel)
+    product = None
+    if early:
+        softmax = exponentials.div_(sums[0].unsqueeze(-1))
+        others = softmax.gather(-1, rows).masked_fill_(is_here.unsqueeze(-1), 0.0)
+        softmax.scatter_(-1, rows, others)
+        product = softmax.to(shard.output.dtype) @ shard.output
+    statistics = torch.cat([largest.unsqueeze(0), sums])
+    return Logits(hidden_states, labels, logits, statistics, product)
+
+
+def combine(statistics: Tensor) -> Tensor:
+    """``statistics`` [ranks, 3, s, b] of all shards as those of the whole vocabulary, [3, s, b]."""
+    largest, sums, of_labels = statistics.unbind(1)
+    total = largest.amax(0)
+    return torch.stack([total, (sums * (largest - total).exp_()).sum(0), of_labels.sum(0)])
+
+
+def losses_of(statistics: Tensor, labels: Tensor, vocabulary: int) -> Tensor:
+    """L: cross entropy [b, s] by the combined ``statistics``.
+
+    A label [b, s] outside the ``vocabulary`` counts as the likeliest token, as in Megatron.
+    """
+    largest, total, of_label = (each.t() for each in statistics)
+    is_none = (labels < 0) | (labels >= vocabulary)
+    return total.log() - (of_label - largest).masked_fill_(is_none, 0.0)
+
+
+def hidden_states_gradient(shard: VocabularyShard, kept: Logits, statistics: Tensor) -> Tensor:
+    """SI: this shard's part of the gradient of the losses (each by itself) by the hidden states,
+    fp32, in their layout."""
+    if kept.early is None:
+        gradient = _less_labels(shard, kept, statistics).to(shard.output.dtype) @ shard.output
+        return _own_sequence(shard, gradient.float())
+    largest, total, of_label = statistics
+    is_here, rows = shard.rows_of(kept.labels)
+    share = kept.statistics[1] * (kept.statistics[0] - largest).exp_() / total
+    # The label's row by itself: P' W - G W would lose what the two have in common.
+    label = ((of_label - largest).exp_().div_(total) - 1.0).masked_fill_(~is_here, 0.0)
+    gradient = kept.early.float() * share.unsqueeze(-1)
+    gradient.addcmul_(label.unsqueeze(-1), shard.output[rows].float())
+    return _own_sequence(shard, gradient)
+
+
+def scaled(shard: VocabularyShard, gradient: Tensor, by_loss: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum of all shards' parts, times the gradient ``by_loss`` [b, s] of each loss."""
+    by_loss = by_loss.t()
+    if shard.sequence_parallel and shard.tensor_parallel is not None:
+        by_loss = by_loss.chunk(shard.tensor_parallel_size)[shard.tensor_parallel.rank()]
+    return (gradient * by_loss.unsqueeze(-1)).to(dtype)
+
+
+def add_output_gradient(
+    shard: VocabularyShard, kept: Logits, statistics: Tensor, by_loss: Tensor
+) -> None:
+    """SW: add the gradient of the shard; ``by_loss`` [b, s] is that of each loss."""
+    gradient = _less_labels(shard, kept, statistics).mul_(by_loss.t().unsqueeze(-1))
+    rows = gradient.to(shard.output.dtype).flatten(0, 1)
+    del gradient
+    _accumulate(shard.output, rows.t() @ _whole_sequence(shard, kept.hidden_states).flatten(0, 1))
+
+
+def _less_labels(shard: VocabularyShard, kept: Logits, statistics: Tensor) -> Tensor:
+    """P - G on this shard, fp32."""
+    largest, total, _ = statistics.unsqueeze(-1)
+    is_here, rows = shard.rows_of(kept.labels.unsqueeze(-1))
+    softmax = (kept.logits - largest).exp_().div_(total)
+    return softmax.scatter_(-1, rows, softmax.gather(-1, rows) - is_here.float())
+
+
+def _whole_sequence(shard: VocabularyShard, hidden_states: Tensor) -> Tensor:
+    if shard.tensor_parallel is None or not shard.sequence_parallel:
+        return hidden_states
+    length, *rest = hidden_states.shape
+    whole = hidden_states.new_empty(length * shard.tensor_parallel_size, *rest)
+    dist.all_gather_into_tensor(whole, hidden_states, group=shard.tensor_parallel)
+    return whole
+
+
+def _own_sequence(shard: VocabularyShard, gradient: Tensor) -> Tensor:
+    """The sum over tensor-parallel ranks, or the part of it that is this rank's."""
+    if shard.tensor_parallel is None:
+        return gradient
+    if not shard.sequence_parallel:
+        dist.all_reduce(gradient, group=shard.tensor_parallel)
+        return gradient
+    length, *rest = gradient.shape
+    own = gradient.new_empty(length // shard.tensor_parallel_size, *rest)
+    dist.reduce_scatter_tensor(own, gradient, group=shard.tensor_parallel)
+    return own
+
+
+def _accumulate(weight: Tensor, gradient: Tensor) -> None:
+    """Add to the weight's gradient, which without a data-parallel wrapper has the weight's type."""
+    wraps = getattr(weight, "main_grad", None) is not None
+    accumulate(weight, gradient if wraps else gradient.to(weight.dtype))
