@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Sequence
 
 import torch
@@ -23,6 +24,9 @@ from megatron_ext.schedule.kinds import RULES, Lane
 _KINDS = sorted(kind for kind, rule in RULES.items() if rule.lane is Lane.COLLECTIVE)
 
 
+CLOSING_SECONDS = 5.0
+
+
 class Collectives:
     """The process groups of a pipeline's collectives, over all steps."""
 
@@ -33,8 +37,8 @@ class Collectives:
         self.device = device
         self.are_closed = False
         self._global_ranks = dist.get_process_group_ranks(pipeline)
-        everyone = range(pipeline.size())
-        self._groups = make_groups(pipeline, dict.fromkeys(_KINDS, everyone), device)
+        self.ranks = pipeline.size()
+        self._groups = make_groups(pipeline, dict.fromkeys(_KINDS, range(self.ranks)), device)
         for group in self._groups.values():
             dist.all_reduce(torch.zeros(1, device=device), group=group)
 
@@ -42,9 +46,11 @@ class Collectives:
         """Cut the connections, as `Channels.close` does.
 
         Gloo closes a group only when what runs on it has ended, and a broadcast that has been
-        posted ahead ends when its root has failed too. So each group is given up on a thread of its
-        own, and none waits for another.
+        posted ahead ends when its root closes too. So none waits for another: the first that is
+        idle makes others fail, who then close theirs. A rank that hangs closes nothing, and is not
+        waited for long.
         """
+        threads = []
         while self._groups:
             self.are_closed = True
             _, group = self._groups.popitem()
@@ -52,7 +58,11 @@ class Collectives:
                 dist.distributed_c10d._abort_process_group(group)
             last_reference = [group]
             del group
-            threading.Thread(target=last_reference.clear, daemon=True).start()
+            threads.append(threading.Thread(target=last_reference.clear, daemon=True))
+            threads[-1].start()
+        end = time.monotonic() + CLOSING_SECONDS
+        for thread in threads:
+            thread.join(max(0.0, end - time.monotonic()))
 
     def broadcast(self, kind: Kind, tensor: Tensor, root: int) -> dist.Work:
         work = dist.broadcast(
@@ -115,7 +125,7 @@ class Exchange:
 
         ``is_wanted``: whether this rank will ask for it.
         """
-        size = len(self._collectives._global_ranks)
+        size = self._collectives.ranks
         gathered = tensor.new_empty(size * tensor.shape[0], *tensor.shape[1:])
         with self._dealing_with_all(action, 0):
             works = [self._collectives.gather(action.kind, gathered, tensor)]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.transport import Boundary, Channels, Transport
 from megatron_ext.runtime.vocabulary import VocabularyPasses
 from megatron_ext.runtime.vocabulary_shard import VocabularyShard
+from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build import build_program
 from megatron_ext.schedule.graph import channels
@@ -34,7 +37,6 @@ class Model:
 
     dtype: torch.dtype = torch.float32
     is_tied: bool = False
-    tensor_parallel: int = 1
     sequence_parallel: bool = False
 
     def tables(self) -> tuple[Tensor, Tensor]:
@@ -76,13 +78,34 @@ def program_for(
     return build_program(choice, replace(problem, vocabulary=vocabulary))
 
 
+class JoinShards(torch.autograd.Function):
+    """As an embedding ends in Megatron: from a tensor-parallel rank's part of the sum [b, s, h] to
+    the sum [s, b, h], or with sequence parallelism to the rank's part of that."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, connections: Connections, divides: bool) -> Tensor:
+        ctx.connections, ctx.divides = connections, divides
+        return connections.whole(x.transpose(0, 1), divides)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.divides:
+            dy = ctx.connections.joined(dy)
+        return dy.transpose(0, 1), None, None
+
+
 class EndlessStage(LinearStage):
     """A stage that neither makes its own input nor a loss, and takes [s, b, h]."""
 
+    connections: Connections | None = None
+    divides: bool = False  # the sequence over tensor-parallel ranks
+
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
         self._begin(Kind.FORWARD, microbatch)
-        assert x is not None
-        y = self.output(x.transpose(0, 1) if self.number == 0 else x)
+        assert x is not None and self.connections is not None
+        y = self.output(
+            JoinShards.apply(x, self.connections, self.divides) if self.number == 0 else x
+        )
         self._unsent[microbatch] = y
         if torch.is_grad_enabled():
             self._between[microbatch] = x, y
@@ -97,13 +120,12 @@ class EndlessStage(LinearStage):
 class Ends:
     """The data, and the loss function."""
 
-    events: list[str]
-    faults: Mapping[Action, Callable[[], None]] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
+    shape: tuple[int, int] = SHAPE
 
     def tokens(self, microbatch: int) -> Tensor:
-        self.events.append(f"tokens {microbatch}")
-        return tokens_of(microbatch)[0]
+        batch, sequence = self.shape
+        return tokens_of(microbatch)[0][:batch, :sequence]
 
     def labels(self, microbatch: int) -> Tensor:
         return tokens_of(microbatch)[1]
@@ -117,46 +139,124 @@ class Ends:
         return losses.grad
 
 
+@dataclass(frozen=True)
+class Connections:
+    """This rank's groups. Neighbouring ranks are tensor parallel."""
+
+    pipeline: dist.ProcessGroup
+    tensor_parallel: dist.ProcessGroup | None
+    channels: Channels
+    collectives: Collectives
+
+    def whole(self, partial: Tensor, divides: bool) -> Tensor:
+        """The sum over tensor-parallel ranks, or this rank's part of the sequence of it."""
+        total = partial.clone(memory_format=torch.contiguous_format)
+        if self.tensor_parallel is not None:
+            dist.all_reduce(total, group=self.tensor_parallel)
+            if divides:
+                total = total.chunk(self.tensor_parallel.size())[self.tensor_parallel.rank()]
+        return total
+
+    def joined(self, part: Tensor) -> Tensor:
+        """The whole sequence."""
+        if self.tensor_parallel is None:
+            return part
+        parts = [torch.empty_like(part) for _ in range(self.tensor_parallel.size())]
+        dist.all_gather(parts, part, group=self.tensor_parallel)
+        return torch.cat(parts)
+
+
+def connect(program: Program, tensor_parallel: int = 1) -> Connections:
+    """For ``program`` and others on its placement."""
+    rank, world = dist.get_rank(), range(dist.get_world_size())
+    mine: list[dist.ProcessGroup] = []
+    pipelines = [[*world[t::tensor_parallel]] for t in range(tensor_parallel)]
+    stages = [[*world[at : at + tensor_parallel]] for at in world[::tensor_parallel]]
+    for ranks in pipelines + stages:
+        group = dist.new_group(ranks)
+        if rank in ranks:
+            assert isinstance(group, dist.ProcessGroup)
+            mine.append(group)
+    pipeline, tensor_parallel_group = mine
+    return Connections(
+        pipeline,
+        tensor_parallel_group if tensor_parallel > 1 else None,
+        Channels(pipeline, channels(program.schedule), CPU),
+        Collectives(pipeline, CPU),
+    )
+
+
+def nothing(action: Action) -> None:
+    pass
+
+
 @dataclass
 class VocabularyPipeline:
-    """This rank's stages and shard, over several steps."""
+    """This rank's stages and shard, over several steps.
+
+    Attributes:
+        before, after: called with each action of the vocabulary.
+    """
 
     program: Program
-    group: dist.ProcessGroup
+    connections: Connections
     model: Model
+    before: Callable[[Action], None] = nothing
+    after: Callable[[Action], None] = nothing
 
     def __post_init__(self) -> None:
         placement = self.program.schedule.placement
-        rank = self.group.rank()
-        self.channels = Channels(self.group, channels(self.program.schedule), CPU)
-        self.collectives = Collectives(self.group, CPU)
-        self.recorder = Recorder(rank)
-        self.ends = Ends([])
-        self.stages = {
-            number: self.model.stage(number, placement.stages)
-            for number in placement.stages_of[rank]
-        }
-        rows = VOCABULARY // placement.ranks
+        tensor_parallel = self.connections.tensor_parallel
+        self.rank = self.connections.pipeline.rank()
+        self.recorder = Recorder(self.rank)
+        self.ends = Ends()
+        self.stages: dict[int, EndlessStage] = {}
+        for number in placement.stages_of[self.rank]:
+            stage = self.stages[number] = self.model.stage(number, placement.stages)
+            stage.connections, stage.divides = self.connections, self.model.sequence_parallel
+        parts = 1 if tensor_parallel is None else tensor_parallel.size()
+        part = 0 if tensor_parallel is None else tensor_parallel.rank()
+        rows = VOCABULARY // (placement.ranks * parts)
+        first = (self.rank * parts + part) * rows
         embedding, output = (
-            torch.nn.Parameter(table[rank * rows : (rank + 1) * rows].clone())
-            for table in self.model.tables()
+            torch.nn.Parameter(table[first : first + rows].clone()) for table in self.model.tables()
         )
         if self.model.is_tied:
             output = embedding
-        self.shard = VocabularyShard(embedding, output, rank * rows, None, False)
+        self.shard = VocabularyShard(
+            embedding, output, first, tensor_parallel, self.model.sequence_parallel
+        )
+        batch, sequence = SHAPE
+        if self.model.sequence_parallel:
+            sequence //= parts
+        self.boundary = Boundary((sequence, batch, WIDTH), self.model.dtype)
 
     def step(self, program: Program | None = None) -> None:
+        """One step, of another program if one is given."""
         program = program or self.program
-        boundary = Boundary((*reversed(SHAPE), WIDTH), self.model.dtype)
         placement = program.schedule.placement
-        transport = Transport(self.channels, boundary, placement, self.recorder)
+        transport = Transport(self.connections.channels, self.boundary, placement, self.recorder)
         vocabulary = VocabularyPasses(
-            program, self.ends, self.shard, self.collectives, boundary, SHAPE, self.recorder
+            program,
+            self.ends,
+            self.shard,
+            self.connections.collectives,
+            self.boundary,
+            SHAPE,
+            self.recorder,
         )
+        for kind, handler in vocabulary.handlers.items():
+            vocabulary.handlers[kind] = partial(self._handle, handler)
         with torch.set_grad_enabled(not program.problem.forward_only):
             execute(program, self.stages, transport, self.recorder, vocabulary)
         assert transport.is_empty()
+        assert len(queue) == 0
         assert all(stage.is_empty() for stage in self.stages.values())
+
+    def _handle(self, handler: Callable[[Action], None], action: Action) -> None:
+        self.before(action)
+        handler(action)
+        self.after(action)
 
 
 @dataclass(frozen=True)
