@@ -18,8 +18,8 @@ from megatron_ext.patches.engine import Patch, wrap
 from megatron_ext.patches.features import refuse, refuse_order
 from megatron_ext.patches.megatron.dimensions import estimated_costs
 from megatron_ext.patches.megatron.layers import layers_of_stages
-from megatron_ext.schedule.build import build_program
 from megatron_ext.schedule.costs import parse_costs
+from megatron_ext.schedule.head import place_head
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.schedule import Problem
@@ -122,8 +122,7 @@ def check(args: Any, config: PipelineConfig) -> None:
         text = config.memory_limit
         limit = None if text is None else parse_limit(text, ranks, microbatches)
         problem = Problem(placement, microbatches, costs, limit, p2p=config.messages())
-        program = build_program(choice, problem)
-        refuse_order(args, program.schedule)
+        refuse_order(args, place_head(choice, problem).program.schedule)
 
 
 def _refuse_checkpoints_of_one_placement(args: Any, placement: Placement) -> None:
