@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from megatron_ext.patches.features import refuse, refuse_order
 from megatron_ext.patches.megatron.core.pipeline_parallel.model_stage import ModelStage, StepCall
 from megatron_ext.patches.megatron.core.pipeline_parallel.split_report import split_report
 from megatron_ext.patches.megatron.dimensions import estimated_costs
+from megatron_ext.patches.megatron.step_trace import StepTrace
 from megatron_ext.patches.megatron.tied import copies_differ
 from megatron_ext.runtime.batched import BatchedTransport, PipelineGroup
 from megatron_ext.runtime.executor import Messages, execute
@@ -104,6 +106,18 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             reason="frees what has been sent",
             signature="(out, deallocate_pipeline_outputs=False)",
         ),
+        *(_traces_rely_on() if config.trace else ()),
+    )
+
+
+def _traces_rely_on() -> tuple[Patch, ...]:
+    return (
+        expect(
+            "megatron.core.distributed.param_and_grad_buffer:"
+            "_ParamAndGradBucketGroup.start_grad_sync",
+            reason="leaves a handle, by which a trace knows when a reduction is done",
+            digests=("9be2e10242ba", "e907e263929d"),  # 0.18, 0.19
+        ),
     )
 
 
@@ -119,6 +133,9 @@ class PipelineStep:
         self._connection: Channels | PipelineGroup | None = None
         self._recorder: Recorder | None = None
         self._has_reported = False
+        self._trace = None
+        if config.trace is not None:
+            self._trace = StepTrace(Path(config.trace), config.traced_iterations())
 
     def __call__(
         self,
@@ -182,6 +199,7 @@ class PipelineStep:
             None if config.variable_seq_lengths else tuple(shapes[0]), config.pipeline_dtype
         )
         placement = program.schedule.placement
+        assert self._recorder is not None
         call = StepCall(
             forward_step_func,
             num_microbatches,
@@ -193,7 +211,13 @@ class PipelineStep:
         )
         stages = {
             number: ModelStage(
-                number, chunk, config, iterator, call, is_last=number == placement.stages - 1
+                number,
+                chunk,
+                config,
+                iterator,
+                call,
+                self._recorder,
+                is_last=number == placement.stages - 1,
             )
             for number, chunk, iterator in zip(
                 placement.stages_of[pipeline.rank()], models, iterators, strict=True
@@ -205,7 +229,9 @@ class PipelineStep:
                 barrier=config.barrier_with_L1_time
             )
         transport = self._transport(program, boundary)
-        assert self._recorder is not None
+        trace = None if forward_only else self._trace
+        if trace is not None:
+            trace.begin(pipeline, self._recorder)
         reports = self._config.report_split and not forward_only and not self._has_reported
         queue.weights = set() if reports else None
         splits = self._choice.splits_backward and not forward_only
@@ -224,6 +250,8 @@ class PipelineStep:
             )
         if config.timers is not None:
             config.timers("forward-backward").stop()
+        if trace is not None:
+            trace.end(pipeline, self._recorder, program)
         return [loss for stage in stages.values() for loss in stage.losses]
 
     def _report_split(
