@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from itertools import pairwise
 from types import SimpleNamespace
@@ -102,3 +103,13 @@ def test_a_reduction_ends_when_it_is_done_and_not_when_somebody_asks() -> None:
         assert (SLEEP / 2 if rank == 0 else 0) < took < 1.8 * SLEEP
         assert (silent.rank, silent.stage, silent.is_exact) == (rank, 4, False)
         assert silent.end - silent.start >= 2 * SLEEP
+
+
+def test_an_end_that_is_marked_late_is_waited_for() -> None:
+    """gloo wakes who waits for a work first, and runs what was to be done afterwards then."""
+    recording = Recording(0, HostClock())
+    future: torch.futures.Future[None] = torch.futures.Future()
+    recording.begin_reduction(0).ends_with(SimpleNamespace(get_future=lambda: future))
+    threading.Timer(SLEEP, lambda: future.set_result(None)).start()
+    (reduction,) = recording.read()[1]
+    assert reduction.end - reduction.start >= SLEEP

@@ -62,10 +62,14 @@ def test_a_trace_of_four_ranks(tmp_path: Path) -> None:
     assert steps[0].measured.compute[0][-1].end < steps[1].measured.compute[0][0].start
 
 
-def test_the_command_explains_it(tmp_path: Path) -> None:
-    run(2, pipeline(2) | traced(tmp_path, "3:4"))
+def test_the_command_explains_the_last_iteration_of_a_resumed_run(tmp_path: Path) -> None:
+    """Iterations are those of the log: this run has two steps, the second is iteration 4."""
+    run(2, pipeline(2) | {"save": tmp_path / "saved", "save_interval": 2})
+    resumed: Flags = {"load": tmp_path / "saved", "ckpt_step": 2}
+    run(2, pipeline(2) | resumed | traced(tmp_path, "4:5"))
     found = json.loads(CliRunner().invoke(app, ["trace", str(tmp_path), "--json"]).stdout)
     assert (found["schedule"], found["pp"], found["microbatches"]) == ("zb-v", 2, 8)
+    assert [step["iteration"] for step in found["iterations"]] == [4]
     assert sum(found["parts"].values()) == pytest.approx(found["measured"]["makespan"])
     assert 0 < found["measured"]["bubble_share_makespan"] < 1
 
