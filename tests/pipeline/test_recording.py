@@ -12,14 +12,25 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
+from torch.futures import Future  # noqa: E402
 
 from megatron_ext.runtime import clocks  # noqa: E402
+from megatron_ext.runtime.bench import EmulatedStage, program_of  # noqa: E402
 from megatron_ext.runtime.clocks import Offset, clock_offsets  # noqa: E402
+from megatron_ext.runtime.emulated import DTYPE, SHAPE, EmulatedChunk  # noqa: E402
+from megatron_ext.runtime.executor import execute  # noqa: E402
+from megatron_ext.runtime.recorder import Recorder  # noqa: E402
 from megatron_ext.runtime.recording import HostClock, Recording  # noqa: E402
+from megatron_ext.runtime.transport import Boundary, Channels, Transport  # noqa: E402
+from megatron_ext.runtime.weight_gradients import queue  # noqa: E402
 from megatron_ext.schedule.action import Action, Kind  # noqa: E402
+from megatron_ext.schedule.graph import channels  # noqa: E402
 from megatron_ext.schedule.registry import choose  # noqa: E402
 from megatron_ext.schedule.schedule import P2P  # noqa: E402
-from megatron_ext.schedule.timeline import Event, Reduction  # noqa: E402
+from megatron_ext.schedule.simulate import simulate  # noqa: E402
+from megatron_ext.schedule.timeline import Event, Reduction, Timeline  # noqa: E402
+from megatron_ext.schedule.trace import beside  # noqa: E402
+from megatron_ext.schedule.verify import Program  # noqa: E402
 from tests.pipeline.stages import CPU, Pipeline, program_for, world  # noqa: E402
 from tests.ranks import run_ranks, values  # noqa: E402
 
@@ -55,6 +66,41 @@ def test_a_pass_is_recorded_and_not_what_waits_for_it(p2p: P2P) -> None:
         assert {event.rank for event in row} == {rank}
         assert all(one.end <= other.start for one, other in pairwise(row))
     assert second[0].start > slow.end, "ranks of one machine share their clock"
+
+
+def emulated_steps(rank: int, program: Program, steps: int) -> list[list[Event]]:
+    """Steps whose passes sleep for as long as they cost."""
+    placement, costs = program.schedule.placement, program.problem.costs
+    ways = Channels(world(), channels(program.schedule), CPU)
+    recorder = Recorder(rank)
+    stages = {
+        number: EmulatedStage(number, EmulatedChunk(number, costs), number == placement.stages - 1)
+        for number in placement.stages_of[rank]
+    }
+    queue.splitting = True
+    found = []
+    for _ in range(steps):
+        recording = recorder.recording = Recording(rank, HostClock())
+        transport = Transport(ways, Boundary(SHAPE, DTYPE), placement, recorder)
+        execute(program, stages, transport, recorder)
+        found.append(recording.read()[0])
+    return found
+
+
+def test_passes_of_known_length_take_the_time_that_is_predicted() -> None:
+    """Of some steps the best, for what disturbs a machine makes steps longer only."""
+    program = program_of(choose("zb-v"), 3, 6, "f=30,i=36,w=24")
+    predicted = simulate(program, program.problem.costs)
+    rows = values(run_ranks(3, lambda rank: emulated_steps(rank, program, 5)))
+    measured = [
+        Timeline(program.schedule, tuple(event for row in step for event in row))
+        for step in zip(*rows, strict=True)
+    ]
+    best = min(measured, key=lambda step: step.makespan)
+    step = beside(1, best, predicted, 0.0)
+    assert 0.999 < step.cost_factor < 1.05
+    assert best.makespan == pytest.approx(predicted.makespan, rel=0.05)
+    assert best.bubble_share_makespan == pytest.approx(predicted.bubble_share_makespan, abs=0.04)
 
 
 def skewed_offsets(rank: int, ahead: float) -> list[Offset]:
@@ -108,7 +154,7 @@ def test_a_reduction_ends_when_it_is_done_and_not_when_somebody_asks() -> None:
 def test_an_end_that_is_marked_late_is_waited_for() -> None:
     """gloo wakes who waits for a work first, and runs what was to be done afterwards then."""
     recording = Recording(0, HostClock())
-    future: torch.futures.Future[None] = torch.futures.Future()
+    future: Future[None] = Future()
     recording.begin_reduction(0).ends_with(SimpleNamespace(get_future=lambda: future))
     threading.Timer(SLEEP, lambda: future.set_result(None)).start()
     (reduction,) = recording.read()[1]
