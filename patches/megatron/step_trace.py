@@ -65,9 +65,16 @@ class StepTrace:
             simulate(program, program.problem.costs),
             max(offset.error for offset in offsets),
         )
-        if self._file is None:
-            self._file = TraceFile(self._path)
-        self._file.add(step)
+        try:
+            if self._file is None:
+                self._file = TraceFile(self._path)
+            self._file.add(step)
+        except OSError as error:  # a full disk is no reason to end a training
+            print(
+                f"megatron_ext: iteration {self._iteration} is missing in the trace: {error}",
+                file=sys.stderr,
+                flush=True,
+            )
         _log(step)
 
 
