@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -81,11 +81,14 @@ class Replay:
 
 
 def _makers(action: Action, placement: Placement) -> Iterator[Action]:
-    """The passes that may make what ``action`` needs, through whatever messages."""
-    needs: Sequence[Action] = [each for _, some in needed(action, placement) for each in some]
-    if RULES[action.kind].lane is Lane.RECEIVE:
-        needs = [*needs, partner_of(action)]
-    for each in needs:
+    """The passes that may make what ``action`` needs, through whatever messages and collectives."""
+    lane = RULES[action.kind].lane
+    ends = [action]
+    if lane is Lane.RECEIVE:
+        ends.append(partner_of(action))
+    elif lane is Lane.COLLECTIVE:
+        ends = [action._replace(stage=stages[0]) for stages in placement.stages_of]
+    for each in (each for end in ends for _, some in needed(end, placement) for each in some):
         if is_compute(each):
             yield each
         else:

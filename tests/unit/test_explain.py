@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -9,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.costs import VocabularyCosts, uniform
 from megatron_ext.schedule.explain import TOP, Explanation, Part, explain
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.registry import choose
 from megatron_ext.schedule.replay import Replay
-from megatron_ext.schedule.schedule import Problem, Schedule
+from megatron_ext.schedule.schedule import Problem, Schedule, VocabularyParallel
 from megatron_ext.schedule.simulate import simulate
 from megatron_ext.schedule.timeline import Event, Timeline
 from tests.unit.schedules import PROPERTY, drawn, line_problem, program, random_case, table
@@ -161,6 +162,25 @@ def test_a_replay_with_the_costs_is_the_simulation(name: str) -> None:
     made = program(name, Problem(placement, 6, costs))
     replayed = Replay(made.schedule).run(costs.of)
     assert replayed.compute == simulate(made, costs).compute
+
+
+@pytest.mark.parametrize("how", [VocabularyParallel.ONE, VocabularyParallel.TWO])
+def test_a_replay_knows_what_collectives_bring(how: VocabularyParallel) -> None:
+    """It waits for what is needed only, the simulation for all ranks to be there, too."""
+    placement = choose("zb-v").place(3)
+    costs = replace(
+        uniform(placement, 9, 12, 6), vocabulary=VocabularyCosts((3, 3, 3), (1, 1), 0.0)
+    )
+    made = program("zb-v", Problem(placement, 6, costs, vocabulary=how))
+    passes = Schedule("passes", placement, made.schedule.compute_rows)
+    replayed, costs = Replay(passes), made.problem.costs
+    assert Kind.LOGITS_INPUT in {
+        maker.kind for makers in replayed.inputs.values() for maker in makers
+    }
+    simulated = simulate(made, costs)
+    for ours, row in zip(replayed.run(costs.of).compute, simulated.compute, strict=True):
+        for event, expected in zip(ours, row, strict=True):
+            assert 0 <= expected.start - event.start + 1e-9 < 0.02 * simulated.makespan
 
 
 def test_a_replay_needs_no_messages_in_the_schedule() -> None:
