@@ -1,12 +1,12 @@
 """Timelines as a trace file that Perfetto (ui.perfetto.dev) and chrome://tracing open, and back.
 
 A process is a pipeline rank. Its tracks: the passes as measured (or as simulated, where nothing is
-measured), the reductions of its chunks, the passes and messages as predicted.
+measured), the reductions of its chunks, the passes and messages as predicted. What may overlap has
+tracks of its own, since a track shows slices one after the other.
 """
 
 from __future__ import annotations
 
-import enum
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.schedule.action import Action, parse
+from megatron_ext.schedule.action import parse
+from megatron_ext.schedule.graph import channel_of
 from megatron_ext.schedule.kinds import RULES, Lane
 from megatron_ext.schedule.memory import in_microbatches, memory_curve
 from megatron_ext.schedule.placement import Placement
@@ -25,17 +26,7 @@ NAME = "trace.json"  # in the folder that a training run is given
 _END = "\n]}\n"
 
 
-class _Track(enum.IntEnum):
-    """Tracks of a rank, from top to bottom. A chunk's reductions are beneath `REDUCTIONS`."""
-
-    PASSES = 0
-    MESSAGES = 1
-    PREDICTED_PASSES = 2
-    PREDICTED_MESSAGES = 3
-    REDUCTIONS = 4
-
-
-_LANES = (Lane.COMPUTE, Lane.SEND)  # what takes time there
+_PASS, _PREDICTED_PASS, _REDUCTION = "compute", "predicted compute", "reduction"  # categories
 
 
 @dataclass(frozen=True)
@@ -75,7 +66,7 @@ class TraceFile:
         self._path = path
         self._is_empty = True
         self._origin: float | None = None  # what time 0 of the trace is
-        self._tracks: set[tuple[int, int]] = set()
+        self._tracks: dict[tuple[int, str], int] = {}  # their numbers, by rank and title
 
     def add(self, step: TracedStep) -> None:
         """Write ``step``: its passes and reductions, and what was predicted beside them."""
@@ -88,40 +79,35 @@ class TraceFile:
             "clock_error_us": step.clock_error * 1e6,
         }
         events = [
-            *_passes(step.measured, _Track.PASSES, _Track.MESSAGES, about),
+            *_slices(step.measured, "", about),
             *_reductions(step.measured, about),
-            *_passes(step.predicted, _Track.PREDICTED_PASSES, _Track.PREDICTED_MESSAGES, about),
+            *_slices(step.predicted, "predicted ", about),
             *_held(step.measured),
         ]
         self._write(events, self._origin, 1.0)
 
     def add_simulated(self, timeline: Timeline, seconds_per_unit: float) -> None:
         """Write ``timeline`` alone."""
-        events = [*_passes(timeline, _Track.PASSES, _Track.MESSAGES, {}), *_held(timeline)]
+        events = [*_slices(timeline, "", {}), *_held(timeline)]
         self._write(events, 0.0, seconds_per_unit)
 
     def _write(self, events: Sequence[dict[str, Any]], origin: float, scale: float) -> None:
         lines: list[str] = []
         for event in events:
-            lines += map(json.dumps, self._names(event["pid"], event.get("tid", 0)))
-            times = {"ts": (event["ts"] - origin) * scale * 1e6}
+            placed = {"ts": (event["ts"] - origin) * scale * 1e6}
             if "dur" in event:
-                times["dur"] = event["dur"] * scale * 1e6
-            lines.append(json.dumps(event | times))
+                placed["dur"] = event["dur"] * scale * 1e6
+                rank, title = event["pid"], event.pop("track")
+                if (rank, title) not in self._tracks:
+                    self._tracks[rank, title] = len(self._tracks)
+                    lines += map(json.dumps, _names(rank, title, self._tracks[rank, title]))
+                placed["tid"] = self._tracks[rank, title]
+            lines.append(json.dumps(event | placed))
         text = ("\n" if self._is_empty else ",\n") + ",\n".join(lines) + _END
         with self._path.open("r+b") as file:
             file.seek(-len(_END), os.SEEK_END)
             file.write(text.encode())
         self._is_empty = False
-
-    def _names(self, rank: int, track: int) -> Iterator[dict[str, Any]]:
-        """What has to be said of a track before its first event."""
-        if (rank, track) in self._tracks:
-            return
-        self._tracks.add((rank, track))
-        yield _named("process_name", rank, track, {"name": f"rank {rank}"})
-        yield _named("thread_name", rank, track, {"name": _title(track)})
-        yield _named("thread_sort_index", rank, track, {"sort_index": track})
 
 
 def write_trace(timeline: Timeline, path: Path, seconds_per_unit: float = 1e-3) -> None:
@@ -164,22 +150,22 @@ def _step(iteration: int, events: Sequence[dict[str, Any]]) -> TracedStep:
     about = events[0]["args"]
     return TracedStep(
         iteration,
-        _timeline(events, _Track.PASSES),
-        _timeline(events, _Track.PREDICTED_PASSES),
+        _timeline(events, _PASS),
+        _timeline(events, _PREDICTED_PASS),
         about["cost_factor"],
         about["clock_error_us"] / 1e6,
     )
 
 
-def _timeline(events: Sequence[dict[str, Any]], track: _Track) -> Timeline:
-    """The passes of ``track``, and with them the reductions of a measured step."""
+def _timeline(events: Sequence[dict[str, Any]], category: str) -> Timeline:
+    """The passes of ``category``, and with them the reductions of a measured step."""
     found: list[list[Event]] = [[] for _ in range(1 + max(event["pid"] for event in events))]
     reductions = []
     for event in events:
         rank, start, end = event["pid"], event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
-        if event["tid"] == track:
+        if event["cat"] == category:
             found[rank].append(Event(rank, parse(event["name"]), start, end))
-        elif event["tid"] >= _Track.REDUCTIONS and track is _Track.PASSES:
+        elif event["cat"] == _REDUCTION and category == _PASS:
             args = event["args"]
             reductions.append(Reduction(rank, args["stage"], start, end, args["is_exact"]))
     rows = tuple(tuple(event.action for event in row) for row in found)
@@ -189,27 +175,28 @@ def _timeline(events: Sequence[dict[str, Any]], track: _Track) -> Timeline:
     return Timeline(schedule, tuple(event for row in found for event in row), tuple(reductions))
 
 
-def _passes(
-    timeline: Timeline, passes: _Track, messages: _Track, about: dict[str, Any]
-) -> Iterator[dict[str, Any]]:
+def _slices(timeline: Timeline, prefix: str, about: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Passes and messages; ``prefix`` goes before the names of their tracks and categories."""
+    placement = timeline.schedule.placement
     for event in timeline.events:
-        lane = RULES[event.action.kind].lane
-        if lane in _LANES:
-            track = passes if lane is Lane.COMPUTE else messages
-            yield _slice(event.rank, track, str(event.action), lane.value, event) | {
-                "args": _whose(event.action) | about
-            }
+        action = event.action
+        lane = RULES[action.kind].lane
+        if lane is Lane.COMPUTE:
+            title = "passes"
+        elif lane is Lane.SEND:
+            title = f"{action.kind} to rank {channel_of(action, placement).receiver}"
+        else:
+            continue  # takes no time there
+        args = {"stage": action.stage, "microbatch": action.microbatch} | about
+        yield _slice(event, str(action), prefix + title, prefix + lane.value, args)
 
 
 def _reductions(timeline: Timeline, about: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    stages_of = timeline.schedule.placement.stages_of
     for each in timeline.reductions:
-        # Those of two chunks may overlap, which one track could not show.
-        track = _Track.REDUCTIONS + stages_of[each.rank].index(each.stage)
-        name = f"reduction of stage {each.stage}" + ("" if each.is_exact else " (at the latest)")
-        yield _slice(each.rank, track, name, "reduction", each) | {
-            "args": {"stage": each.stage, "is_exact": each.is_exact} | about
-        }
+        name = f"reduction of stage {each.stage}"
+        args = {"stage": each.stage, "is_exact": each.is_exact} | about
+        known = "" if each.is_exact else " (at the latest)"
+        yield _slice(each, name + known, name, _REDUCTION, args)
 
 
 def _held(timeline: Timeline) -> Iterator[dict[str, Any]]:
@@ -221,21 +208,18 @@ def _held(timeline: Timeline) -> Iterator[dict[str, Any]]:
             yield _counter(rank, row[-1].end, 0.0)
 
 
-def _whose(action: Action) -> dict[str, int]:
-    return {"stage": action.stage, "microbatch": action.microbatch}
-
-
 def _slice(
-    rank: int, track: int, name: str, category: str, event: Event | Reduction
+    what: Event | Reduction, name: str, track: str, category: str, args: dict[str, Any]
 ) -> dict[str, Any]:
     return {
         "ph": "X",
-        "pid": rank,
-        "tid": int(track),
+        "pid": what.rank,
+        "track": track,
         "name": name,
         "cat": category,
-        "ts": event.start,
-        "dur": event.end - event.start,
+        "ts": what.start,
+        "dur": what.end - what.start,
+        "args": args,
     }
 
 
@@ -243,11 +227,11 @@ def _counter(rank: int, ts: float, held: float) -> dict[str, Any]:
     return {"ph": "C", "pid": rank, "name": "held", "ts": ts, "args": {"microbatches": held}}
 
 
-def _title(track: int) -> str:
-    if track >= _Track.REDUCTIONS:
-        return f"reduction, chunk {track - _Track.REDUCTIONS}"
-    return _Track(track).name.lower().replace("_", " ")
-
-
-def _named(what: str, rank: int, track: int, args: dict[str, Any]) -> dict[str, Any]:
-    return {"ph": "M", "pid": rank, "tid": int(track), "name": what, "args": args}
+def _names(rank: int, title: str, number: int) -> Iterator[dict[str, Any]]:
+    """What has to be said of a track before its first slice."""
+    for what, args in (
+        ("process_name", {"name": f"rank {rank}"}),
+        ("thread_name", {"name": title}),
+        ("thread_sort_index", {"sort_index": number}),
+    ):
+        yield {"ph": "M", "pid": rank, "tid": number, "name": what, "args": args}

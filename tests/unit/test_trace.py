@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ from typer.testing import CliRunner
 
 from megatron_ext.cli import app
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.schedule import is_compute
+from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.registry import choose
+from megatron_ext.schedule.schedule import Problem, is_compute
 from megatron_ext.schedule.simulate import simulate
 from megatron_ext.schedule.timeline import Reduction, Timeline
-from megatron_ext.schedule.trace import NAME, TracedStep, TraceFile, beside, read_trace
+from megatron_ext.schedule.trace import NAME, TracedStep, TraceFile, beside, read_trace, write_trace
 from tests.unit.schedules import line_problem, program
 
 PROGRAM = program("zb-h1", line_problem(3, 4, 10, 12, 8, 1))
@@ -108,13 +111,32 @@ def test_every_rank_has_its_tracks_named_once(tmp_path: Path) -> None:
         for event in events_of(tmp_path)
         if event["name"] == "thread_name"
     ]
-    titles = "passes", "reduction, chunk 0", "predicted passes", "predicted messages"
-    assert sorted(named) == sorted((rank, title) for rank in range(3) for title in titles)
+    expected = [
+        (rank, title)
+        for rank in range(3)
+        for title in ("passes", f"reduction of stage {rank}", "predicted passes")
+    ]
+    for rank in range(2):
+        expected.append((rank, f"predicted SEND_F to rank {rank + 1}"))
+        expected.append((rank + 1, f"predicted SEND_B to rank {rank}"))
+    assert sorted(named) == sorted(expected)
 
 
-def test_what_shares_a_track_does_not_overlap(tmp_path: Path) -> None:
+def overlapping(folder: Path) -> Timeline:
+    """A V on which messages of all channels are under way at once."""
+    placement = choose("zb-v").place(3)
+    problem = Problem(placement, 6, uniform(placement, 1, 1, 1, 3))
+    timeline = simulate(program("zb-v", problem), problem.costs)
+    write_trace(timeline, folder / "new" / NAME)
+    return timeline
+
+
+@pytest.mark.parametrize("write", [written, overlapping])
+def test_what_shares_a_track_does_not_overlap(
+    write: Callable[[Path], object], tmp_path: Path
+) -> None:
     """A viewer would show one of two slices that overlap, or nest them."""
-    written(tmp_path)
+    write(tmp_path)
     ends: dict[tuple[int, int], float] = {}
     spans = [event for event in events_of(tmp_path) if event["ph"] == "X"]
     for event in sorted(spans, key=lambda event: float(event["ts"])):
