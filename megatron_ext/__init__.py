@@ -20,6 +20,8 @@ def install(
     costs: str | None = "estimate",
     p2p: str | None = "async",
     report_split: bool = False,
+    trace: str | None = None,
+    trace_iters: str | None = None,
 ) -> Handle:
     """Make Megatron train under ``schedule``, in this process, from now on.
 
@@ -36,4 +38,6 @@ def install(
     from megatron_ext.config import PipelineConfig
     from megatron_ext.installation import install as install_config
 
-    return install_config(PipelineConfig(schedule, memory_limit, costs, p2p, report_split))
+    return install_config(
+        PipelineConfig(schedule, memory_limit, costs, p2p, report_split, trace, trace_iters)
+    )
