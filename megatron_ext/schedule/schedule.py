@@ -67,6 +67,11 @@ class Problem:
     def __post_init__(self) -> None:
         if self.microbatches < 1:
             raise ValueError(f"microbatches is {self.microbatches}; at least one is needed")
+        if self.p2p is P2P.BATCHED and self.vocabulary is not VocabularyParallel.NONE:
+            raise ValueError(
+                f"vocabulary parallelism {self.vocabulary} with messages {self.p2p}: its "
+                f"collectives need communicators of their own; write messages {P2P.ASYNC}"
+            )
         assert self.costs.stages == self.placement.stages
 
     @property
