@@ -77,8 +77,8 @@ def leaving_room(limit: MemoryLimit, microbatches: int, problem: Problem) -> Mem
     if left < one:
         raise ValueError(
             f"the memory limit is {limit}, and vocabulary parallelism {problem.vocabulary} holds "
-            f"{microbatches} microbatches more than a schedule alone, which holds at least one; "
-            f"give at least {limit.at_least(one + more)}"
+            f"{microbatches} microbatch{'es' * (microbatches > 1)} more than a schedule alone, "
+            f"which holds at least one; give at least {limit.at_least(one + more)}"
         )
     if limit.microbatches is not None:
         return MemoryLimit(microbatches=left)
