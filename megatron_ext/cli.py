@@ -108,6 +108,11 @@ def simulate(
 ) -> None:
     """Predict how long a schedule takes and what it holds."""
     try:
+        if csv is not None and vocab_parallel is not VocabularyParallel.NONE:
+            raise ValueError(
+                f"--csv writes a table to which the passes of --vocab-parallel {vocab_parallel} "
+                f"would be added a second time when it is read: leave one of them out"
+            )
         choice = choose(spec if vpp is None else with_option(spec, "vpp", vpp))
         placement = choice.place(pp)
         limit = parse_limit(memory_limit, pp, microbatches) if memory_limit else None

@@ -28,7 +28,7 @@ IMAGES = DOCS / "images"
 
 EQUAL = "f=1,i=1,w=1"
 USUAL = "f=10,i=12,w=8,comm=1"
-HEAVY_HEAD = "f=10,i=12,w=8,comm=1,head=12/12/12,embedding=1/1"
+HEAVY_HEAD = "f=10,i=12,w=8,comm=1,head=12/12/12,embedding=8/8"
 SLOW_MESSAGES = "f=10,i=12,w=8,comm=5"
 
 # Name: ranks, microbatches, costs and more. Few microbatches: a picture grows by every pass.

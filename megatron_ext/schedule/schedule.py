@@ -137,6 +137,11 @@ def from_csv(text: str, name: str) -> Schedule:
                     f"{name}, line {number}: {action} is no pass; messages and waits are inserted "
                     f"by us, leave them out"
                 )
+            if RULES[action.kind].where is not Where.STAGE:
+                raise ValueError(
+                    f"{name}, line {number}: {action} is a pass of vocabulary parallelism; those "
+                    f"are inserted by us, leave them out"
+                )
         if not row:
             raise ValueError(
                 f"{name}, line {number} holds no action; there is one line per rank, and every "

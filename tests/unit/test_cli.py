@@ -102,6 +102,10 @@ def test_simulate_draws_and_writes_a_table_that_it_reads_back(tmp_path: Path) ->
             ("simulate", "1f1b", "--pp", "2", "-m", "2", "--vocab-parallel", "2", "--certify"),
             "no bound with vocabulary parallelism 2",
         ),
+        (
+            ("simulate", "1f1b", "--pp", "2", "-m", "2", "--vocab-parallel", "1", "--csv", "x.csv"),
+            "added a second time",
+        ),
         (("doctor", "--pipeline-memory-limit", "4"), "without --pipeline-schedule"),
         (("doctor", "--pipeline-schedule", "1f1b", "--pipeline-p2p", "fast"), "async or batched"),
     ],
