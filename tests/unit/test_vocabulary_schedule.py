@@ -21,7 +21,7 @@ from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.registry import choose
 from megatron_ext.schedule.schedule import P2P, Problem, Schedule, VocabularyParallel
 from megatron_ext.schedule.simulate import simulate, simulate_unproved
-from megatron_ext.schedule.transforms.vocabulary import INTERVALS, divide_vocabulary
+from megatron_ext.schedule.transforms.vocabulary import divide_vocabulary
 from megatron_ext.schedule.verify import InvalidSchedule, Program, prove
 from megatron_ext.schedule.vocabulary_costs import share_vocabulary
 from tests.unit.schedules import (
@@ -35,6 +35,7 @@ from tests.unit.schedules import (
 )
 
 NONE, ONE, TWO = VocabularyParallel
+MORE = {ONE: 2, TWO: 1}  # intervals, and microbatches that are held
 LINES, VS = ("1f1b", "zb-h1", "gpipe", "zb-h2"), ("zb-v", "v-half", "v-min", "1f1b-v")
 LAYERS_HOLD = (Held.ACTIVATION, Held.WEIGHT_INPUTS)
 PASSES = (Duty.FORWARD, Duty.INPUT_GRADIENT, Duty.WEIGHT_GRADIENT)
@@ -95,7 +96,11 @@ def test_any_line_or_v_takes_them_and_holds_one_or_two_more(seed: int) -> None:
     name, problem = random_problem(Random(seed), LINES + VS, 9)
     program = build_program(choose(name), problem)
     check(program)
-    alone, more = without(name, problem), INTERVALS[problem.vocabulary]
+    for row in program.schedule.compute_rows:
+        for stage, kind in {(action.stage, action.kind) for action in row}:
+            order = [a.microbatch for a in row if (a.stage, a.kind) == (stage, kind)]
+            assert order == sorted(order), "gradients are added in another order than stock's"
+    alone, more = without(name, problem), MORE[problem.vocabulary]
     amount = in_microbatches(alone)
     before, after = peaks(alone, amount), peaks(program.schedule, amount)
     assert max(after) == min(max(before) + more, problem.microbatches)
@@ -117,7 +122,7 @@ def test_any_schedule_takes_them(seed: int) -> None:
     check(prove(with_messages(schedule, problem), problem))
     amount = in_microbatches(schedule)
     for before, after in zip(peaks(case.schedule, amount), peaks(schedule, amount), strict=True):
-        assert after <= before + INTERVALS[problem.vocabulary]
+        assert after <= before + MORE[problem.vocabulary]
 
 
 @settings(PROPERTY, max_examples=200)
@@ -187,7 +192,7 @@ def test_ranks_that_wait_for_one_another_in_a_collective_are_refused() -> None:
 def test_searches_leave_room(name: str, how: VocabularyParallel) -> None:
     placement = choose(name).place(3)
     costs = uniform(placement, 10, 12, 8, 1).with_vocabulary(VocabularyCosts((10.0, 12.0, 8.0)))
-    limit = 2 + INTERVALS[how]
+    limit = 2 + MORE[how]
     memory = MemoryLimit(microbatches=limit)
     problem = Problem(placement, 6, costs, memory, vocabulary=how)
     program = build_program(choose(name), problem)
@@ -213,7 +218,7 @@ def test_limits_in_bytes_count_the_shards_logits(name: str, how: VocabularyParal
 
     with pytest.raises(ValueError, match=r"vocabulary parallelism . holds"):
         held(MemoryLimit(bytes=2 * 2**30))
-    more = INTERVALS[how]
+    more = MORE[how]
     generous = (4 + more) * placement.chunks * 2**30 + (more + 1) * 2**30
     assert held(MemoryLimit(bytes=generous)) <= generous
     logits = held(None) - max(
@@ -272,7 +277,7 @@ def test_a_head_costs_its_share(name: str) -> None:
         alone, makespan = timed(name, head, how, ranks, m)
         interval = 3 + 3 * head / ranks
         fill = alone - 3 * m
-        assert makespan <= 1.02 * (m * interval + fill + INTERVALS[how] * interval), (head, how)
+        assert makespan <= 1.02 * (m * interval + fill + MORE[how] * interval), (head, how)
 
 
 def test_1f1b_alone_pays_for_the_whole_head() -> None:
