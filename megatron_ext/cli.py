@@ -18,16 +18,18 @@ from megatron_ext.bench import DEFAULT_SCHEDULES, STEPS, Measured, Setting, draw
 from megatron_ext.config import PipelineConfig
 from megatron_ext.schedule.certify import certify as certified
 from megatron_ext.schedule.choose import Plan, make_plan, peak
-from megatron_ext.schedule.costs import parse_costs, uniform
+from megatron_ext.schedule.costs import Costs, parse_costs, uniform
 from megatron_ext.schedule.draw import draw, draw_plan
 from megatron_ext.schedule.limit import parse_limit
+from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.registry import choose, entries, with_option
 from megatron_ext.schedule.report import report
-from megatron_ext.schedule.schedule import P2P, Problem, from_csv, to_csv
+from megatron_ext.schedule.schedule import P2P, Problem, VocabularyParallel, from_csv, to_csv
 from megatron_ext.schedule.simulate import simulate as predict
 from megatron_ext.schedule.summary import stock_1f1b
 from megatron_ext.schedule.trace import read_trace, write_trace
 from megatron_ext.schedule.trace_report import trace_report
+from megatron_ext.schedule.vocabulary_plan import WAYS, compare_ways
 
 app = typer.Typer(
     help="Better pipeline schedules for stock Megatron-LM. To train: "
@@ -45,7 +47,11 @@ Schedule = Annotated[
 Ranks = Annotated[int, typer.Option(help="Pipeline ranks.")]
 Microbatches = Annotated[int, typer.Option("-m", "--microbatches", help="Of one step.")]
 CostsText = Annotated[
-    str, typer.Option(help="f=10,i=12,w=8,comm=1 per microbatch of a rank, or a JSON file")
+    str,
+    typer.Option(
+        help="f=10,i=12,w=8,comm=1 per microbatch of a rank, head=5/6/4,embedding=1/1 for all of "
+        "the output layer and of the embedding beside them; or a JSON file"
+    ),
 ]
 Limit = Annotated[str | None, typer.Option(help="5, 0.5x or 60GiB")]
 
@@ -86,6 +92,10 @@ def simulate(
     as_json: Json = False,
     vpp: Annotated[int | None, typer.Option(help="Chunks of a rank, for loops.")] = None,
     p2p: Annotated[P2P, typer.Option(help="How messages share communicators.")] = P2P.ASYNC,
+    vocab_parallel: Annotated[
+        VocabularyParallel,
+        typer.Option(help="How embedding and output layer are divided over the ranks."),
+    ] = VocabularyParallel.NONE,
     certify: Annotated[
         bool, typer.Option("--certify", help="Bound the best there can be.")
     ] = False,
@@ -98,12 +108,24 @@ def simulate(
 ) -> None:
     """Predict how long a schedule takes and what it holds."""
     try:
+        if csv is not None and vocab_parallel is not VocabularyParallel.NONE:
+            raise ValueError(
+                f"--csv writes a table to which the passes of --vocab-parallel {vocab_parallel} "
+                f"would be added a second time when it is read: leave one of them out"
+            )
         choice = choose(spec if vpp is None else with_option(spec, "vpp", vpp))
         placement = choice.place(pp)
         limit = parse_limit(memory_limit, pp, microbatches) if memory_limit else None
-        problem = Problem(placement, microbatches, parse_costs(costs, placement), limit, p2p=p2p)
+        problem = Problem(
+            placement,
+            microbatches,
+            parse_costs(costs, placement),
+            limit,
+            p2p=p2p,
+            vocabulary=vocab_parallel,
+        )
         program, result = report(choice, problem)
-        timeline = predict(program, problem.costs)
+        timeline = predict(program, program.problem.costs)
         if certify:
             certificate = certified(program, seconds)
             result |= {
@@ -157,13 +179,23 @@ def plan(
     plot: Annotated[
         Path | None, typer.Option(help="Draw time against memory, as .svg or .png.")
     ] = None,
+    layers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Of the model: compare with Megatron's redistribution, where costs have a head.",
+        ),
+    ] = None,
 ) -> None:
     """Compare every schedule on one problem, and say which to take."""
+
+    def costs_on(placement: Placement) -> Costs:
+        return parse_costs(costs, placement)
+
     try:
         limit = parse_limit(memory_limit, pp, microbatches) if memory_limit else None
-        found = make_plan(
-            pp, microbatches, lambda placement: parse_costs(costs, placement), limit, _progress
-        )
+        found = make_plan(pp, microbatches, costs_on, limit, _progress)
+        ways = compare_ways(found, pp, microbatches, costs_on, limit, layers, _progress)
         if plot is not None:
             draw_plan(found, plot)
     except (ValueError, OSError) as error:
@@ -176,12 +208,14 @@ def plan(
                     "pareto": found.pareto,
                     "schedules": found.reports,
                     "refused": found.refused,
+                    "vocabulary": ways,
                 },
                 indent=2,
             )
         )
     else:
         _print_plan(found)
+        _print_ways(ways)
     if found.choice is None:
         fail(ValueError("no schedule fits; the reasons are above"))
 
@@ -209,6 +243,30 @@ def _print_plan(found: Plan) -> None:
         typer.echo("* none other is both faster and smaller")
     for name, why in found.refused.items():
         typer.echo(f"{name}: {why}", err=True)
+
+
+def _print_ways(ways: list[dict[str, Any]]) -> None:
+    if not ways:
+        return
+    typer.echo(
+        "\nmakespan with the output layer and the embedding on their stages, with layers moved"
+    )
+    typer.echo("away from them, and with both divided over all ranks (vocabulary parallelism):")
+    names = {way: f"vocabulary {way}" if way.isdigit() else way for way in ("naive", *WAYS)}
+    _print_table(
+        [
+            {"schedule": row["schedule"]}
+            | {
+                name: "-" if row[way] is None else row[way]
+                for way, name in names.items()
+                if way in row
+            }
+            for row in ways
+        ]
+    )
+    for row in ways:
+        for way, why in row["refused"].items():
+            typer.echo(f"{row['schedule']}, {names[way]}: {why}", err=True)
 
 
 @app.command()
