@@ -19,6 +19,7 @@ def install(
     memory_limit: str | None = None,
     costs: str | None = "estimate",
     p2p: str | None = "async",
+    vocab_parallel: str | None = "none",
     report_split: bool = False,
 ) -> Handle:
     """Make Megatron train under ``schedule``, in this process, from now on.
@@ -36,4 +37,6 @@ def install(
     from megatron_ext.config import PipelineConfig
     from megatron_ext.installation import install as install_config
 
-    return install_config(PipelineConfig(schedule, memory_limit, costs, p2p, report_split))
+    return install_config(
+        PipelineConfig(schedule, memory_limit, costs, p2p, vocab_parallel, report_split)
+    )

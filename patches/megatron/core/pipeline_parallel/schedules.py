@@ -12,7 +12,7 @@ channels over the same pipeline group, or batch their messages on it).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,21 +29,27 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron_ext.config import ESTIMATE, PipelineConfig
 from megatron_ext.patches.engine import Patch, expect, wrap
 from megatron_ext.patches.features import refuse, refuse_order
+from megatron_ext.patches.megatron.core.pipeline_parallel.end_stage import EndStage, ends_of
 from megatron_ext.patches.megatron.core.pipeline_parallel.model_stage import ModelStage, StepCall
 from megatron_ext.patches.megatron.core.pipeline_parallel.split_report import split_report
 from megatron_ext.patches.megatron.dimensions import estimated_costs
 from megatron_ext.patches.megatron.tied import copies_differ
+from megatron_ext.patches.megatron.vocabulary import embedding_part, part_of, tables
 from megatron_ext.runtime.batched import BatchedTransport, PipelineGroup
+from megatron_ext.runtime.collectives import Collectives
 from megatron_ext.runtime.executor import Messages, execute
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.transport import Boundary, Channels, Transport
+from megatron_ext.runtime.vocabulary import VocabularyPasses
+from megatron_ext.runtime.vocabulary_shard import VocabularyShard
 from megatron_ext.runtime.watchdog import Watchdog
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.build import build_program
 from megatron_ext.schedule.costs import Costs, parse_costs
 from megatron_ext.schedule.graph import channels
 from megatron_ext.schedule.limit import parse_limit
-from megatron_ext.schedule.schedule import P2P, Problem
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.schedule import P2P, Problem, VocabularyParallel
 from megatron_ext.schedule.summary import summary
 from megatron_ext.schedule.verify import Program
 
@@ -84,6 +90,11 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             digests=("ca082631bab1",),
         ),
         expect(
+            f"{_SCHEDULES}:forward_step_calc_loss",
+            reason="a loss made by passes of the schedule goes into this function",
+            digests=("ff5e1acdaba2", "669c1962e226"),  # 0.18, 0.19
+        ),
+        expect(
             f"{_SCHEDULES}:backward_step",
             reason="a stage's backward is this function",
             digests=("08eb27c7ffab",),
@@ -114,9 +125,11 @@ class PipelineStep:
         self._config = config
         self._choice = config.choice()
         self._p2p = config.messages()
+        self._vocabulary = config.vocabulary()
         self._costs: Costs | None = None
         self._programs: dict[tuple[int, bool, bool], Program] = {}
         self._connection: Channels | PipelineGroup | None = None
+        self._collectives: Collectives | None = None
         self._recorder: Recorder | None = None
         self._has_reported = False
 
@@ -142,7 +155,7 @@ class PipelineStep:
         models = model if isinstance(model, list) else [model]
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         config = get_model_config(models[0])
-        refuse(config, self._choice)
+        refuse(config, self._choice, self._vocabulary)
         if config.variable_seq_lengths and self._p2p is P2P.BATCHED:
             raise ValueError(
                 "--pipeline-p2p batched does not go with variable_seq_lengths: a tensor can be "
@@ -152,6 +165,11 @@ class PipelineStep:
             raise ValueError(
                 f"adjust_tensor_shapes_fn is not supported by --pipeline-schedule "
                 f"{self._config.schedule}: it sends one tensor between stages; drop the flag"
+            )
+        if self._vocabulary is not VocabularyParallel.NONE and collect_non_loss_data:
+            raise ValueError(
+                f"collect_non_loss_data does not go with --pipeline-vocab-parallel "
+                f"{self._vocabulary}: no rank has whole logits; drop the flag"
             )
         if isinstance(pg_collection, MultiModuleProcessGroupCollection):
             raise ValueError(
@@ -191,9 +209,7 @@ class PipelineStep:
             pg_collection.cp.size(),
         )
         stages = {
-            number: ModelStage(
-                number, chunk, config, iterator, call, is_last=number == placement.stages - 1
-            )
+            number: self._stage(number, chunk, config, iterator, call, placement)
             for number, chunk, iterator in zip(
                 placement.stages_of[pipeline.rank()], models, iterators, strict=True
             )
@@ -204,11 +220,16 @@ class PipelineStep:
                 barrier=config.barrier_with_L1_time
             )
         transport = self._transport(program, boundary)
+        vocabulary = None
+        if self._vocabulary is not VocabularyParallel.NONE:
+            vocabulary = self._passes(
+                program, models, stages, boundary, pg_collection, (micro_batch_size, seq_length)
+            )
         assert self._recorder is not None
         reports = self._config.report_split and not forward_only and not self._has_reported
         queue.weights = set() if reports else None
         with _no_grad_sync(config), _splitting(self._choice.splits_backward and not forward_only):
-            execute(program, stages, transport, self._recorder)
+            execute(program, stages, transport, self._recorder, vocabulary)
         if queue.weights is not None:
             self._report_split(pipeline, models, queue.weights)
         if config.finalize_model_grads_func is not None and not forward_only:
@@ -264,6 +285,7 @@ class PipelineStep:
             forward_only,
             receives_ahead=0 if config.variable_seq_lengths else 1,
             p2p=self._p2p,
+            vocabulary=self._vocabulary,
         )
         program = build_program(self._choice, problem)
         refuse_order(config, program.schedule)
@@ -279,6 +301,8 @@ class PipelineStep:
                 self._connection = PipelineGroup(pipeline, device)
             else:
                 self._connection = Channels(pipeline, channels(program.schedule), device)
+            if self._vocabulary is not VocabularyParallel.NONE:
+                self._collectives = Collectives(pipeline, device)
             self._recorder = Recorder(pipeline.rank())
             Watchdog(self._recorder).start()
         if not forward_only and dist.get_rank() == 0:
@@ -293,6 +317,50 @@ class PipelineStep:
             return BatchedTransport(self._connection, boundary, program, self._recorder)
         placement = program.schedule.placement
         return Transport(self._connection, boundary, placement, self._recorder)
+
+    def _stage(
+        self,
+        number: int,
+        chunk: torch.nn.Module,
+        config: Any,
+        data_iterator: Any,
+        call: StepCall,
+        placement: Placement,
+    ) -> ModelStage:
+        is_last = number == placement.stages - 1
+        if self._vocabulary is not VocabularyParallel.NONE and (number == 0 or is_last):
+            return EndStage(number, chunk, config, data_iterator, call, is_last=is_last)
+        return ModelStage(number, chunk, config, data_iterator, call, has_loss=is_last)
+
+    def _passes(
+        self,
+        program: Program,
+        models: list[torch.nn.Module],
+        stages: Mapping[int, ModelStage],
+        boundary: Boundary,
+        groups: Any,
+        tokens_shape: tuple[int, int],
+    ) -> VocabularyPasses:
+        """What this rank does for the vocabulary in one step."""
+        assert self._collectives is not None and self._recorder is not None
+        embedding, output = tables(models)
+        part = part_of(groups.pp, groups.tp)
+        shard = VocabularyShard(
+            embedding,
+            output,
+            first_row=part.index * len(output),
+            tensor_parallel=groups.tp if groups.tp.size() > 1 else None,
+            sequence_parallel=get_model_config(models[0]).sequence_parallel,
+        )
+        return VocabularyPasses(
+            program,
+            ends_of(stages.values()),
+            shard,
+            self._collectives,
+            boundary,
+            tokens_shape,
+            self._recorder,
+        )
 
     def _agreed_costs(
         self,
@@ -316,7 +384,7 @@ class PipelineStep:
                 layers=[layers for layers, _ in per_stage],
                 sequence=sequence // config.context_parallel_size,
                 micro_batch=micro_batch,
-                vocabulary=per_stage[-1][1] * config.tensor_model_parallel_size,
+                vocabulary=sum(rows for _, rows in per_stage) * config.tensor_model_parallel_size,
             )
         costs = [parse_costs(text, placement) if pipeline.rank() == 0 else None]
         source = dist.get_global_rank(pipeline, 0)
@@ -336,6 +404,8 @@ def _size(chunk: torch.nn.Module) -> tuple[int, int]:
     """Transformer layers of a model chunk, and rows of its output layer (0 without one)."""
     model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
     rows = getattr(getattr(model, "output_layer", None), "output_size_per_partition", 0)
+    if rows == 0 and (part := embedding_part(chunk)) is not None:  # which is the output layer's too
+        rows = part.num_embeddings_per_partition
     return len(model.decoder.layers), rows
 
 
