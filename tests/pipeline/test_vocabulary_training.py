@@ -31,8 +31,8 @@ from tests.megatron_runs import Run, evaluations, losses, model_flags, train
 
 SAVED_AT = 2
 ULP = 2.0**-23  # of fp32, as a share of the number
-# Of the largest gradient of a tensor. The largest differences that were seen are 4 ulps of fp32; and
-# in bf16, whose numbers are 2**-8 apart, 2**-6 in the bias of a norm, a sum over tokens that cancel.
+# Of the largest gradient of a tensor. The largest difference that was seen is 4 ulps; and in bf16,
+# whose numbers are 2**-8 apart, 2**-6, in the bias of a norm: a sum over tokens that cancel.
 GRADIENTS = {"fp32": 8 * ULP, "bf16": 2.0**-5}
 Flags = dict[str, object]
 

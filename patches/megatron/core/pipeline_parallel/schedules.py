@@ -12,7 +12,7 @@ channels over the same pipeline group, or batch their messages on it).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -220,14 +220,24 @@ class PipelineStep:
                 barrier=config.barrier_with_L1_time
             )
         transport = self._transport(program, boundary)
-        vocabulary = None
-        if self._vocabulary is not VocabularyParallel.NONE:
-            vocabulary = self._passes(
-                program, models, stages, boundary, pg_collection, (micro_batch_size, seq_length)
-            )
         assert self._recorder is not None
         reports = self._config.report_split and not forward_only and not self._has_reported
         queue.weights = set() if reports else None
+        vocabulary = None
+        if self._vocabulary is not VocabularyParallel.NONE:
+            assert self._collectives is not None
+            shard = _shard(models, pipeline, pg_collection.tp)
+            vocabulary = VocabularyPasses(
+                program,
+                ends_of(stages.values()),
+                shard,
+                self._collectives,
+                boundary,
+                (micro_batch_size, seq_length),
+                self._recorder,
+            )
+            if queue.weights is not None:
+                queue.weights.add(shard.output)
         with _no_grad_sync(config), _splitting(self._choice.splits_backward and not forward_only):
             execute(program, stages, transport, self._recorder, vocabulary)
         if queue.weights is not None:
@@ -332,36 +342,6 @@ class PipelineStep:
             return EndStage(number, chunk, config, data_iterator, call, is_last=is_last)
         return ModelStage(number, chunk, config, data_iterator, call, has_loss=is_last)
 
-    def _passes(
-        self,
-        program: Program,
-        models: list[torch.nn.Module],
-        stages: Mapping[int, ModelStage],
-        boundary: Boundary,
-        groups: Any,
-        tokens_shape: tuple[int, int],
-    ) -> VocabularyPasses:
-        """What this rank does for the vocabulary in one step."""
-        assert self._collectives is not None and self._recorder is not None
-        embedding, output = tables(models)
-        part = part_of(groups.pp, groups.tp)
-        shard = VocabularyShard(
-            embedding,
-            output,
-            first_row=part.index * len(output),
-            tensor_parallel=groups.tp if groups.tp.size() > 1 else None,
-            sequence_parallel=get_model_config(models[0]).sequence_parallel,
-        )
-        return VocabularyPasses(
-            program,
-            ends_of(stages.values()),
-            shard,
-            self._collectives,
-            boundary,
-            tokens_shape,
-            self._recorder,
-        )
-
     def _agreed_costs(
         self,
         pipeline: dist.ProcessGroup,
@@ -391,6 +371,22 @@ class PipelineStep:
         dist.broadcast_object_list(costs, src=source, group=pipeline)
         assert costs[0] is not None
         return costs[0]
+
+
+def _shard(
+    models: list[torch.nn.Module],
+    pipeline: dist.ProcessGroup,
+    tensor_parallel: dist.ProcessGroup,
+) -> VocabularyShard:
+    """This rank's part of the vocabulary."""
+    embedding, output = tables(models)
+    return VocabularyShard(
+        embedding,
+        output,
+        first_row=part_of(pipeline, tensor_parallel).index * len(output),
+        tensor_parallel=tensor_parallel if tensor_parallel.size() > 1 else None,
+        sequence_parallel=get_model_config(models[0]).sequence_parallel,
+    )
 
 
 def _default_groups() -> Any:
