@@ -266,6 +266,12 @@ VOCABULARY_REFUSALS = (
     Refusal("modelopt_enabled", bool, "models of ModelOpt are untried"),
     Refusal("init_model_with_meta_device", bool, "drop --init-model-with-meta-device"),
     Refusal(
+        "ckpt_format",
+        lambda value: value != "torch_dist",
+        "a rank's rows are others than stock's, and only --ckpt-format torch_dist can be loaded "
+        "wherever rows are",
+    ),
+    Refusal(
         "variable_seq_lengths",
         bool,
         "collectives need one shape: give all microbatches one sequence length",

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -290,3 +291,44 @@ def test_a_rank_holds_its_part_of_the_tables(
     for note in tmp_path.iterdir():
         expected = {table: [vocabulary // 4, 4] for table in tables} if note in first_chunks else {}
         assert json.loads(note.read_text()) == expected, note.name
+
+
+# ---- What is not a setting above
+
+
+@pytest.mark.skipif("MEGATRON_LM_DIR" not in os.environ, reason="MEGATRON_LM_DIR is not set")
+def test_megatrons_own_script(tmp_path: Path) -> None:
+    script = Path(os.environ["MEGATRON_LM_DIR"]) / "pretrain_gpt.py"
+    setting = SETTINGS["pp2"]
+    saving = setting.words(save=tmp_path, save_interval=SAVED_AT)
+    reference = train(2, saving, script)
+    flags = {"load": tmp_path, "ckpt_step": SAVED_AT, "pipeline_vocab_parallel": 2}
+    runs = train(2, setting.words(**flags, pipeline_schedule="zb-v"), script)
+    assert_close(runs, reference)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        {"fp16": True, "initial_loss_scale": 2**12},
+        {"num_experts": 4, "moe_aux_loss_coeff": 1e-2, "disable_bias_linear": True},
+        {"eod_mask_loss": True, "pipeline_model_parallel_layout": "E|tttt|tttt|L"},
+    ],
+    ids=lambda more: next(iter(more)),
+)
+def test_it_goes_with(more: Flags, tmp_path: Path) -> None:
+    """Full recompute, loss scaling, experts, and stages of nothing but an end of the model."""
+    setting = SETTINGS["pp2 untied"]
+    layout = more.pop("pipeline_model_parallel_layout", None)
+    reference = setting.train(tmp_path / "stock", **more)
+    runs = setting.train(
+        tmp_path / "ours",
+        load=tmp_path / "stock",
+        ckpt_step=SAVED_AT,
+        pipeline_schedule="zb-v",
+        pipeline_vocab_parallel=1,
+        pipeline_model_parallel_layout=layout,
+        **more,
+    )
+    assert_close(runs, reference, "bf16" if "fp16" in more else "fp32")
