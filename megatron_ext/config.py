@@ -65,6 +65,17 @@ class PipelineConfig:
         "After the first step, print for each rank of the first pipeline what share of the weight "
         "gradients the schedule puts off, and what comes with the input gradients and why."
     )
+    trace: str | None = _setting(
+        None,
+        "DIR",
+        "Write DIR/trace.json for Perfetto: when each pass ran on each rank of the last pipeline, "
+        "beside the prediction. Wants --pipeline-trace-iters. See 'megatron-ext trace DIR'.",
+    )
+    trace_iters: str | None = _setting(
+        None,
+        "A:B",
+        "The training iterations to trace: A to B-1, as Megatron's log counts them.",
+    )
 
     def __post_init__(self) -> None:
         if self.schedule is None:
@@ -85,6 +96,7 @@ class PipelineConfig:
                     f"{flag('p2p')} batched does not go with {flag('vocab_parallel')} "
                     f"{self.vocab_parallel}: collectives have communicators of their own; drop one"
                 )
+            self.traced_iterations()
 
     def choice(self) -> Choice:
         """The chosen schedule. Raises ValueError when there is no such schedule."""
@@ -96,6 +108,25 @@ class PipelineConfig:
         if self.p2p not in list(P2P):
             raise ValueError(f"{flag('p2p')} {self.p2p}: write {' or '.join(P2P)}")
         return P2P(self.p2p)
+
+    def traced_iterations(self) -> range:
+        """The training iterations to trace, none without a folder for the trace.
+
+        Raises ValueError when there is no telling which, or where to.
+        """
+        if self.trace is None and self.trace_iters is None:
+            return range(0)
+        example = f"write {flag('trace')} DIR {flag('trace_iters')} 10:12 to trace 10 and 11"
+        if self.trace is None:
+            raise ValueError(f"{flag('trace_iters')} has no folder to write to; {example}")
+        if self.trace_iters is None:
+            raise ValueError(f"{flag('trace')} does not say which iterations; {example}")
+        first, _, end = self.trace_iters.partition(":")
+        if not (first.isdecimal() and end.isdecimal() and 1 <= int(first) < int(end)):
+            raise ValueError(
+                f"{flag('trace_iters')} {self.trace_iters} is no A:B with 1 <= A < B; {example}"
+            )
+        return range(int(first), int(end))
 
     def vocabulary(self) -> VocabularyParallel:
         """How the vocabulary is divided. Raises ValueError when there is no such way."""

@@ -76,25 +76,11 @@ class _Execution:
             for action in self.row
             if not GRADIENT_DUTIES.isdisjoint(RULES[action.kind].covers)
         }
-        self.handlers: dict[Kind, Callable[[Action], None]] = {
-            Kind.FORWARD: self.forward,
-            Kind.BACKWARD_INPUT: self.backward,
-            Kind.FULL_BACKWARD: self.backward,
-            Kind.BACKWARD_WEIGHT: self.backward_weight,
-            Kind.SEND_F: lambda a: self.transport.send(a, self.outputs[a.stage, a.microbatch]),
-            Kind.SEND_B: lambda a: self.transport.send(a, self.gradients[a.stage, a.microbatch]),
-            Kind.RECV_F: self.transport.receive,
-            Kind.RECV_B: self.transport.receive,
-            Kind.WAIT_F: self.wait_output,
-            Kind.WAIT_B: self.wait_gradient,
-        }
-        if vocabulary is not None:
-            self.handlers |= vocabulary.handlers
 
     def run(self) -> None:
         for action in self.row:
             try:
-                self.handlers[action.kind](action)
+                self.perform(action)
                 if is_compute(action) and self.last_gradient.get(action.stage) == action:
                     self.stages[action.stage].gradients_complete()
             except BaseException as error:
@@ -118,6 +104,14 @@ class _Execution:
         self.transport.abandon()
         if self.vocabulary is not None:
             self.vocabulary.abandon()
+
+    def perform(self, action: Action) -> None:
+        handler = _HANDLERS.get(action.kind)
+        if handler is not None:
+            handler(self, action)
+        else:
+            assert self.vocabulary is not None, f"{action} without a vocabulary"
+            self.vocabulary.perform(action)
 
     def forward(self, action: Action) -> None:
         stage, _, microbatch = action
@@ -148,6 +142,15 @@ class _Execution:
     def backward_weight(self, action: Action) -> None:
         with self.recorder.computing(action):
             self.stages[action.stage].backward_weight(action.microbatch)
+
+    def send_output(self, action: Action) -> None:
+        self.transport.send(action, self.outputs[action.stage, action.microbatch])
+
+    def send_gradient(self, action: Action) -> None:
+        self.transport.send(action, self.gradients[action.stage, action.microbatch])
+
+    def receive(self, action: Action) -> None:
+        self.transport.receive(action)
 
     def input_of(self, stage: int, microbatch: int) -> Tensor | None:
         remote = self.placement.is_remote(stage, -1)
@@ -180,3 +183,19 @@ class _Execution:
     def wait_gradient(self, action: Action) -> None:
         self.transport.wait_sent(action._replace(kind=Kind.SEND_B))
         del self.gradients[action.stage, action.microbatch]
+
+
+# Of the class: in an object, its own bound methods would be a cycle of references, which keeps the
+# step's stages, and through them Megatron's data loaders, until Python collects garbage.
+_HANDLERS: Mapping[Kind, Callable[[_Execution, Action], None]] = {
+    Kind.FORWARD: _Execution.forward,
+    Kind.BACKWARD_INPUT: _Execution.backward,
+    Kind.FULL_BACKWARD: _Execution.backward,
+    Kind.BACKWARD_WEIGHT: _Execution.backward_weight,
+    Kind.SEND_F: _Execution.send_output,
+    Kind.SEND_B: _Execution.send_gradient,
+    Kind.RECV_F: _Execution.receive,
+    Kind.RECV_B: _Execution.receive,
+    Kind.WAIT_F: _Execution.wait_output,
+    Kind.WAIT_B: _Execution.wait_gradient,
+}

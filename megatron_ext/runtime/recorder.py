@@ -1,4 +1,4 @@
-"""Where a rank is in its program: for its watchdog, its error messages, and profilers."""
+"""Where a rank is in its program: for its watchdog, its error messages, profilers and traces."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from megatron_ext.runtime.recording import Recording
 from megatron_ext.schedule.action import Action
 
 
@@ -33,16 +34,23 @@ class Position(NamedTuple):
 
 
 class Recorder:
-    """Keeps the current `Position`; marks compute for Nsight with ranges named by the actions."""
+    """Keeps the current `Position`; marks compute for Nsight with ranges named by the actions.
+
+    While there is a ``recording``, it is told when passes begin and end.
+    """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.position: Position | None = None  # None between steps
         self.ranges = torch.cuda.is_available()
+        self.recording: Recording | None = None
 
     def computing(self, action: Action) -> AbstractContextManager[None]:
         """Around a pass."""
-        return _Stay(self, Position(self.rank, action, None, time.monotonic()))
+        position = Position(self.rank, action, None, time.monotonic())
+        if self.recording is not None:
+            return _RecordedStay(self, position, self.recording)
+        return _Stay(self, position)
 
     def waiting(self, action: Action, peer: int) -> AbstractContextManager[None]:
         """Around a blocking wait for the message ``action``."""
@@ -67,3 +75,21 @@ class _Stay:
         self._recorder.position = None
         if self._recorder.ranges and self._position.peer is None:
             torch.cuda.nvtx.range_pop()
+
+
+class _RecordedStay(_Stay):
+    """A pass, of which nothing is recorded but itself."""
+
+    __slots__ = ("_began", "_recording")
+
+    def __init__(self, recorder: Recorder, position: Position, recording: Recording) -> None:
+        super().__init__(recorder, position)
+        self._recording = recording
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._began = self._recording.clock.mark()
+
+    def __exit__(self, *error: object) -> None:
+        self._recording.add_pass(self._position.action, self._began)
+        super().__exit__(*error)

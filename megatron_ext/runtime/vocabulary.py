@@ -6,7 +6,7 @@ gradient; the last stage gives hidden states and takes their gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
@@ -59,8 +59,7 @@ class VocabularyEnds(Protocol):
 class VocabularyPasses:
     """The vocabulary of one step on this rank. It keeps what is needed between the passes.
 
-    ``handlers`` runs an action of the vocabulary. The rest is for the executor: the stages at the
-    model's ends take from here what others take from messages.
+    The stages at the model's ends take from here what others take from messages.
     """
 
     def __init__(
@@ -109,21 +108,10 @@ class VocabularyPasses:
         self._labels: dict[int, Tensor] = {}  # to L
         self._statistics: dict[int, Tensor] = {}  # combined, for L, SI and SW
         self._scales: dict[int, Tensor] = {}  # L to the last stage's I or B
-        self.handlers: dict[Kind, Callable[[Action], None]] = {
-            Kind.BCAST_E: self._share_tokens,
-            Kind.EMBEDDING: self._look_up,
-            Kind.REDUCE_E: lambda a: self._sum(a, self._looked_up, self._first_rank),
-            Kind.BCAST_S: self._share_hidden_states,
-            Kind.LOGITS: self._make_logits,
-            Kind.GATHER_S: self._share_statistics,
-            Kind.LOSS: self._make_loss,
-            Kind.BCAST_SW: self._share_loss_gradient,
-            Kind.LOGITS_INPUT: self._make_gradient,
-            Kind.REDUCE_SI: lambda a: self._sum(a, self._own_gradients, self._last_rank),
-            Kind.LOGITS_WEIGHT: self._add_output_gradient,
-            Kind.BCAST_EW: self._share_embedding_gradient,
-            Kind.EMBEDDING_WEIGHT: self._add_embedding_gradient,
-        }
+
+    def perform(self, action: Action) -> None:
+        """Run an action of the vocabulary."""
+        _HANDLERS[action.kind](self, action)
 
     # --- what the executor asks for and hands over
 
@@ -149,7 +137,7 @@ class VocabularyPasses:
         """Return when all collectives have ended; then nothing is kept."""
         self._exchange.finish()
         kept = [value for value in vars(self).values() if isinstance(value, dict)]
-        assert not any(each for each in kept if each is not self.handlers)
+        assert not any(kept)
 
     def abandon(self) -> None:
         """Give the step up, so that all ranks fail."""
@@ -170,6 +158,10 @@ class VocabularyPasses:
             self._looked_up[action.microbatch] = look_up(self._shard, tokens)
         if self._trains:
             self._tokens[action.microbatch] = tokens
+
+    def _sum_embeddings(self, action: Action) -> None:
+        part = self._looked_up.pop(action.microbatch)
+        self._exchange.sum(action, part, self._first_rank)
 
     def _share_embedding_gradient(self, action: Action) -> None:
         gradient = self._embedding_gradients.pop(action.microbatch, None)
@@ -244,6 +236,10 @@ class VocabularyPasses:
             self._own_gradients[microbatch] = gradient
             self._logits[microbatch] = logits.without_early()
 
+    def _sum_gradients(self, action: Action) -> None:
+        part = self._own_gradients.pop(action.microbatch)
+        self._exchange.sum(action, part, self._last_rank)
+
     def _add_output_gradient(self, action: Action) -> None:
         microbatch = action.microbatch
         by_loss = self._brought(Kind.BCAST_SW, microbatch)
@@ -265,9 +261,6 @@ class VocabularyPasses:
     def _is_on(self, rank: int) -> bool:
         return self._exchange.rank == rank
 
-    def _sum(self, action: Action, parts: dict[int, Tensor], root: int) -> None:
-        self._exchange.sum(action, parts.pop(action.microbatch), root)
-
     def _share(
         self,
         action: Action,
@@ -287,3 +280,21 @@ class VocabularyPasses:
                 )
             shared.append(tensor.detach().contiguous())
         self._exchange.broadcast(action, shared, root)
+
+
+# Of the class, for the reason that the executor's has.
+_HANDLERS: Mapping[Kind, Callable[[VocabularyPasses, Action], None]] = {
+    Kind.BCAST_E: VocabularyPasses._share_tokens,
+    Kind.EMBEDDING: VocabularyPasses._look_up,
+    Kind.REDUCE_E: VocabularyPasses._sum_embeddings,
+    Kind.BCAST_S: VocabularyPasses._share_hidden_states,
+    Kind.LOGITS: VocabularyPasses._make_logits,
+    Kind.GATHER_S: VocabularyPasses._share_statistics,
+    Kind.LOSS: VocabularyPasses._make_loss,
+    Kind.BCAST_SW: VocabularyPasses._share_loss_gradient,
+    Kind.LOGITS_INPUT: VocabularyPasses._make_gradient,
+    Kind.REDUCE_SI: VocabularyPasses._sum_gradients,
+    Kind.LOGITS_WEIGHT: VocabularyPasses._add_output_gradient,
+    Kind.BCAST_EW: VocabularyPasses._share_embedding_gradient,
+    Kind.EMBEDDING_WEIGHT: VocabularyPasses._add_embedding_gradient,
+}

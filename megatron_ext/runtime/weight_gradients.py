@@ -22,19 +22,25 @@ Contribution = Tensor | None  # None: none, or it has been added already
 class WeightGradients:
     """Pending weight gradients by stage and microbatch.
 
-    ``splitting`` tells layers, in the forward pass, that a W pass will come. ``weights`` collects
-    whose gradients are put off, while it is a set and not None. The current key is a
+    ``splitting`` tells layers, in the forward pass, that a W pass will come, but not for the
+    weights in ``at_once``. ``weights`` collects whose gradients are put off, while it is a set and
+    not None. The current key is a
     plain attribute and not a thread's: autograd runs backwards, and with activation recompute
     forwards too, on threads of its own.
     """
 
     def __init__(self) -> None:
         self.splitting = False
+        self.at_once: frozenset[Tensor] = frozenset()
         self.weights: set[Tensor] | None = None
         self._key: Key | None = None
         self._pending: dict[
             Key, dict[Weights, list[Callable[[], Contribution | tuple[Contribution, ...]]]]
         ] = {}
+
+    def splits(self, weight: Tensor) -> bool:
+        """Whether the gradient of ``weight`` is to be put off."""
+        return self.splitting and weight not in self.at_once
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -90,6 +96,7 @@ class WeightGradients:
         """Forget everything: after a step that failed."""
         self._pending.clear()
         self.splitting = False
+        self.at_once = frozenset()
 
 
 def _several(made: Contribution | tuple[Contribution, ...]) -> tuple[Contribution, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_ext.schedule.action import Action
@@ -20,11 +20,30 @@ class Event:
 
 
 @dataclass(frozen=True)
+class Reduction:
+    """The data-parallel reduction of ``stage``'s gradients, on ``rank`` (seconds).
+
+    ``end`` is the latest that it can have been done where nobody could tell the moment
+    (``is_exact`` is False): somebody waited for it, until then.
+    """
+
+    rank: int
+    stage: int
+    start: float
+    end: float
+    is_exact: bool = True
+
+
+@dataclass(frozen=True)
 class Timeline:
-    """The events of one step of ``schedule``, rank after rank, each rank's in order."""
+    """The events of one step of ``schedule``, rank after rank, each rank's in order.
+
+    ``reductions`` are known of a measured step, where they overlap the passes.
+    """
 
     schedule: Schedule
     events: tuple[Event, ...]
+    reductions: tuple[Reduction, ...] = ()
 
     @cached_property
     def compute(self) -> tuple[tuple[Event, ...], ...]:
@@ -36,11 +55,14 @@ class Timeline:
         return tuple(tuple(row) for row in rows)
 
     @property
+    def start(self) -> float:
+        """The first start of a pass."""
+        return min(row[0].start for row in self.compute if row)
+
+    @property
     def makespan(self) -> float:
         """First start to last end over all ranks: a step with a synchronous optimizer."""
-        ends = [row[-1].end for row in self.compute if row]
-        starts = [row[0].start for row in self.compute if row]
-        return max(ends) - min(starts)
+        return max(row[-1].end for row in self.compute if row) - self.start
 
     @property
     def span(self) -> float:
@@ -62,3 +84,17 @@ class Timeline:
     def bubble_share_span(self) -> float:
         """Idle share of the span."""
         return 1 - self.work / self.span
+
+    def moved(self, start: float, factor: float = 1.0) -> Timeline:
+        """This timeline with its first pass at ``start``, ``factor`` times as long."""
+
+        first = self.start
+
+        def at(time: float) -> float:
+            return start + (time - first) * factor
+
+        return replace(
+            self,
+            events=tuple(replace(e, start=at(e.start), end=at(e.end)) for e in self.events),
+            reductions=tuple(replace(r, start=at(r.start), end=at(r.end)) for r in self.reductions),
+        )

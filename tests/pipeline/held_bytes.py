@@ -88,8 +88,7 @@ class _MeasuredExecution:
         self.stages = stages
         self.transport = transport
         self.execution = _Execution(program, stages, transport, recorder)
-        for kind, handler in self.execution.handlers.items():
-            self.execution.handlers[kind] = self.sampled(handler)
+        self.execution.perform = self.sampled(self.execution.perform)  # type: ignore[assignment]
         self.live = LiveStorages()
         self.samples: list[Sample] = []
 
@@ -103,15 +102,15 @@ class _MeasuredExecution:
             self.digest, tuple(self.samples), sum(sizes[address] for address in left_over)
         )
 
-    def sampled(self, handler: Callable[[Action], None]) -> Callable[[Action], None]:
-        def handle(action: Action) -> None:
+    def sampled(self, perform: Callable[[Action], None]) -> Callable[[Action], None]:
+        def performed(action: Action) -> None:
             self.hand_over(action)
             self.live.maker = action
-            handler(action)
+            perform(action)
             self.live.maker = None
             self.samples.append(self.sample(action))
 
-        return handle
+        return performed
 
     def hand_over(self, action: Action) -> None:
         """What the neighbouring stage on this rank has made for ``action`` is its own now."""

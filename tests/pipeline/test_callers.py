@@ -9,6 +9,7 @@ import contextlib
 import zlib
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ import megatron_ext
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
 from megatron_ext.patches.megatron.tied import tied_weights
+from megatron_ext.schedule.trace import NAME, read_trace
 from tests.ranks import run_ranks, values
 
 RANKS = 4
@@ -129,6 +131,36 @@ def on_rank(rank: int, schedule: str, p2p: str, own_groups: bool) -> None:
 def test_gradients_and_losses_are_stocks(schedule: str, p2p: str, own_groups: bool) -> None:
     """Batched, over the groups that are there: not one is made."""
     values(run_ranks(RANKS, lambda rank: on_rank(rank, schedule, p2p, own_groups)))
+
+
+def traced_loop(rank: int, folder: Path, own_groups: bool) -> None:
+    """Three training steps, with evaluations; the second and third are to be traced."""
+    with apply(cpu.patches()):
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=RANKS)
+        model_parallel_cuda_manual_seed(0)
+        with megatron_ext.install(schedule="zb-h1", trace=str(folder), trace_iters="2:4"):
+            for forward_only in (False, True, False, True, False):
+                step(own_groups, forward_only)
+
+
+@pytest.mark.parametrize("own_groups", [False, True])
+def test_steps_of_a_loop_of_ones_own_are_counted_for_a_trace(
+    own_groups: bool, tmp_path: Path
+) -> None:
+    """From 1, and evaluations are no training steps."""
+    values(run_ranks(RANKS, lambda rank: traced_loop(rank, tmp_path, own_groups)))
+    steps = read_trace(tmp_path)
+    assert [traced.iteration for traced in steps] == [2, 3]
+    for traced in steps:
+        assert [len(row) for row in traced.measured.compute] == [3 * MICROBATCHES] * RANKS
+
+
+def test_a_trace_that_cannot_be_written_does_not_end_the_training(tmp_path: Path) -> None:
+    (tmp_path / NAME).mkdir()
+    results = run_ranks(RANKS, lambda rank: traced_loop(rank, tmp_path, False))
+    values(results)
+    for iteration in (2, 3):
+        assert f"iteration {iteration} is missing in the trace" in results[-1].stderr
 
 
 def test_varying_sequence_lengths_cannot_be_batched() -> None:

@@ -5,8 +5,10 @@ Each case compares with the same stages in one process, to the last bit.
 
 from __future__ import annotations
 
+import gc
 import random
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -178,6 +180,24 @@ def test_steps_over_the_same_channels(place: Place, varies: bool, p2p: P2P) -> N
         check_numbers(pipeline, steps=2)
 
     values(run_ranks(3, run))
+
+
+@pytest.mark.parametrize("p2p", P2P)
+def test_a_step_lets_go_of_its_stages(p2p: P2P) -> None:
+    """At once, not when garbage is collected: a stage has Megatron's data iterator, whose worker
+    processes must end before the interpreter waits for them. A run with --exit-signal-handler and
+    --num-workers did not end."""
+    program = program_for(choose("zb-h1"), 2, 3, p2p=p2p)
+
+    def run(rank: int) -> None:
+        pipeline = Pipeline(program, world())
+        gc.disable()
+        pipeline.step()
+        (stage,) = map(weakref.ref, pipeline.stages.values())
+        del pipeline
+        assert stage() is None, gc.get_referrers(stage())
+
+    values(run_ranks(2, run))
 
 
 @pytest.mark.parametrize("p2p", P2P)

@@ -275,6 +275,22 @@ def test_the_split_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
     assert "1 of embeddings" in last and "norms" in last
 
 
+@pytest.mark.parametrize("room", [True, False])
+def test_the_output_layer_waits_for_w_only_where_its_logits_have_room(
+    room: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """zb-h1's ranks all hold the same: without a limit in bytes the last one has no room to spare.
+    Either way the numbers are stock's."""
+    reference = train(2, pipeline(clip_grad=0.0))
+    limit = {"pipeline_memory_limit": "60GiB"} if room else {}
+    ours: Flags = {"pipeline_schedule": "zb-h1", "pipeline_report_split": True, **limit}
+    assert_same(train(2, pipeline(clip_grad=0.0, **ours)), reference)
+    lines = [line for line in capfd.readouterr().out.splitlines() if "without a W" in line]
+    assert len(lines) == 2
+    assert "output layer" not in lines[0]
+    assert ("output layer (no room" in lines[1]) != room
+
+
 # ---- The table
 
 

@@ -66,6 +66,14 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
         {"pipeline_schedule": "zb-v", "num_layers": 8, "ckpt_format": "torch"},
         "only --ckpt-format torch_dist can be loaded wherever stages are",
     ),
+    "an iteration to trace that will not come": (
+        {"pipeline_trace": "/dev/null/no", "pipeline_trace_iters": "5:7", "train_iters": 5},
+        "--pipeline-trace-iters 5:7: iteration 6 will not come, --train-iters is 5",
+    ),
+    "a trace that cannot be written": (
+        {"pipeline_trace": "/dev/null/no", "pipeline_trace_iters": "5:6"},
+        "--pipeline-trace /dev/null/no: no trace can be written there",
+    ),
     "delayed weight gradients": (
         {"defer_embedding_wgrad_compute": True, "untie_embeddings_and_output_weights": True},
         "does not go with",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -13,13 +13,16 @@ torch = pytest.importorskip("torch")
 
 from torch import Tensor  # noqa: E402
 
+from megatron_ext.runtime.collectives import Collectives, Exchange  # noqa: E402
+from megatron_ext.runtime.recorder import Recorder  # noqa: E402
+from megatron_ext.runtime.transport import PeerFailure  # noqa: E402
 from megatron_ext.schedule.action import Action, Kind, parse  # noqa: E402
 from megatron_ext.schedule.kinds import GRADIENT_DUTIES, RULES  # noqa: E402
 from megatron_ext.schedule.schedule import VocabularyParallel  # noqa: E402
 from megatron_ext.schedule.verify import Program  # noqa: E402
-from tests.pipeline.stages import WIDTH  # noqa: E402
+from tests.pipeline.stages import WIDTH, world  # noqa: E402
 from tests.pipeline.storages import LiveStorages, storages  # noqa: E402
-from tests.pipeline.test_faults import HERE, kill, throw, wait_until_told  # noqa: E402
+from tests.pipeline.test_faults import HERE, hang, kill, throw, wait_until_told  # noqa: E402
 from tests.pipeline.vocabulary import (  # noqa: E402
     SHAPE,
     VOCABULARY,
@@ -222,18 +225,16 @@ def test_what_is_held(name: str, how: VocabularyParallel) -> None:
 
 @dataclass(frozen=True)
 class Step:
-    """What each rank does: a watched step, in which something happens at an action."""
+    """What each rank does: a step in which something happens at some actions."""
 
-    at: str
-    fault: Callable[[], None]
+    faults: Mapping[str, Callable[[], None]]
     goes_on: bool = False
 
     def __call__(self, rank: int) -> None:
         program = program_for("zb-h1", 3, 6, VocabularyParallel.TWO)
 
         def before(action: Action) -> None:
-            if str(action) == self.at:
-                self.fault()
+            self.faults.get(str(action), lambda: None)()
 
         pipeline = VocabularyPipeline(program, connect(program), Model(), before)
         try:
@@ -282,7 +283,7 @@ def test_every_rank_ends_when_one_fails(
     script: Script, at: str, fault: Callable[[], None], exit_code: int
 ) -> None:
     """Also with broadcasts posted ahead, for which gloo would keep a group open that is closed."""
-    with running_ranks(3, Step(at, fault), script) as running:
+    with running_ranks(3, Step({at: fault}), script) as running:
         results = running.wait()
     failed = parse(at).stage
     for rank, result in enumerate(results):
@@ -297,7 +298,7 @@ def test_every_rank_ends_when_one_fails(
 
 @pytest.mark.parametrize("at", ["1S2", "2S0", "0SI4"])
 def test_a_rank_whose_caller_goes_on_after_its_error(script: Script, at: str) -> None:
-    with running_ranks(3, Step(at, throw, goes_on=True), script) as running:
+    with running_ranks(3, Step({at: throw}, goes_on=True), script) as running:
         failed = parse(at).stage
         others = [rank for rank in range(3) if rank != failed]
         running.wait_until_it_says(failed, HERE)
@@ -307,6 +308,36 @@ def test_a_rank_whose_caller_goes_on_after_its_error(script: Script, at: str) ->
     assert results[failed].exit_code == 0, results[failed].stderr
     for rank in others:
         check_cut_off(rank, results[rank])
+
+
+def test_who_has_failed_does_not_wait_long_for_one_that_hangs(script: Script) -> None:
+    """Rank 0 is the root of a broadcast that rank 1 has posted ahead: until it comes, gloo keeps
+    the group, on a thread that must not stand in the way of the process's end."""
+    with running_ranks(3, Step({"0S1": hang, "1S1": throw}), script) as running:
+        running.wait_until_ended(1, 2, timeout=30)
+        running.send_signal(0, signal.SIGKILL)
+        results = running.wait()
+    assert results[1].exit_code == 1, results[1].stderr
+    assert "ValueError: the model is broken" in results[1].stderr
+    assert "Fatal" not in results[1].stderr
+    check_cut_off(2, results[2])
+
+
+def test_groups_are_closed_at_once() -> None:
+    """Rank 1 fails with a collective under way that rank 0 never comes to, for it waits for rank 1
+    in another. Closed one after the other, the first group kept both waiting."""
+
+    def run(rank: int) -> None:
+        exchange = Exchange(Collectives(world(), torch.device("cpu")), Recorder(rank))
+        if rank == 1:
+            exchange.gather(parse("1GATHER_S0"), torch.zeros(1), is_wanted=True)
+        else:
+            exchange.broadcast(parse("0BCAST_S0"), [torch.zeros(1)], root=1)
+            with pytest.raises(PeerFailure, match=r"0BCAST_S0 \(with the other pipeline ranks\)"):
+                exchange.result(parse("0BCAST_S0"))
+        exchange.abandon()
+
+    values(run_ranks(2, run, timeout=20))
 
 
 def test_a_tensor_that_the_other_ranks_do_not_expect() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -190,6 +189,18 @@ def nothing(action: Action) -> None:
     pass
 
 
+class WatchedPasses(VocabularyPasses):
+    """Tells of each action."""
+
+    before: Callable[[Action], None]
+    after: Callable[[Action], None]
+
+    def perform(self, action: Action) -> None:
+        self.before(action)
+        super().perform(action)
+        self.after(action)
+
+
 @dataclass
 class VocabularyPipeline:
     """This rank's stages and shard, over several steps.
@@ -236,7 +247,7 @@ class VocabularyPipeline:
         program = program or self.program
         placement = program.schedule.placement
         transport = Transport(self.connections.channels, self.boundary, placement, self.recorder)
-        vocabulary = VocabularyPasses(
+        vocabulary = WatchedPasses(
             program,
             self.ends,
             self.shard,
@@ -245,18 +256,12 @@ class VocabularyPipeline:
             SHAPE,
             self.recorder,
         )
-        for kind, handler in vocabulary.handlers.items():
-            vocabulary.handlers[kind] = partial(self._handle, handler)
+        vocabulary.before, vocabulary.after = self.before, self.after
         with torch.set_grad_enabled(not program.problem.forward_only):
             execute(program, self.stages, transport, self.recorder, vocabulary)
         assert transport.is_empty()
         assert len(queue) == 0
         assert all(stage.is_empty() for stage in self.stages.values())
-
-    def _handle(self, handler: Callable[[Action], None], action: Action) -> None:
-        self.before(action)
-        handler(action)
-        self.after(action)
 
 
 @dataclass(frozen=True)

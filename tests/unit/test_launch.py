@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron_ext.config import add_flags
+from megatron_ext.config import PipelineConfig, add_flags
 from megatron_ext.launch import first_host, is_launch, slurm_ranks
 from megatron_ext.launch import launch as run_launch
 
@@ -121,6 +123,7 @@ def test_patches_come_before_the_script_and_only_with_a_flag_of_ours(
         (("x.py", "--pipeline-schedule", "zb-h1:a=1"), "zb-h1 has no option 'a'; it has: none"),
         (("x.py", "--pipeline-costs", "f=1"), "without --pipeline-schedule"),
         (("x.py", "--pipeline-schedule", "none.csv"), "none.csv cannot be read"),
+        (("x.py", "--pipeline-trace", "t"), "without --pipeline-schedule"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(
@@ -138,3 +141,28 @@ def test_flags_leave_plain_values_in_the_arguments() -> None:
     default of --pipeline-p2p was a member of an enum of ours."""
     arguments = add_flags(argparse.ArgumentParser()).parse_args(["--pipeline-schedule", "1f1b"])
     assert {type(value) for value in vars(arguments).values()} <= {str, bool, type(None)}
+
+
+TRACE: dict[str, Any] = {"schedule": "1f1b", "trace": "folder"}
+
+
+def test_the_iterations_to_trace() -> None:
+    assert PipelineConfig().traced_iterations() == range(0)
+    assert PipelineConfig(**TRACE, trace_iters="10:12").traced_iterations() == range(10, 12)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        (TRACE, "--pipeline-trace does not say which iterations"),
+        ({"schedule": "1f1b", "trace_iters": "1:2"}, "--pipeline-trace-iters has no folder"),
+        ({"trace_iters": "1:2"}, "--pipeline-trace-iters 1:2 is given without --pipeline-schedule"),
+        *(
+            (TRACE | {"trace_iters": text}, f"--pipeline-trace-iters {text} is no A:B with 1 <= A")
+            for text in ("", "3", "3:", ":3", "0:3", "3:3", "4:3", "-1:3", "a:b", "1:2:3", "1.5:3")
+        ),
+    ],
+)
+def test_iterations_that_nobody_can_trace(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        PipelineConfig(**settings)

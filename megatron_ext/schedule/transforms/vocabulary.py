@@ -67,6 +67,7 @@ def _divided(base: Timeline, problem: Problem, delays: _Delays) -> Schedule:
     interval = max(sum(e.end - e.start for e in row) for row in base.compute) / problem.microbatches
     later = INTERVALS[problem.vocabulary] * interval
     passes: list[list[tuple[float, Action]]] = [[] for _ in base.compute]
+    instant: list[list[tuple[float, Action]]] = [[] for _ in base.compute]
     first: dict[int, Event] = {}  # by microbatch: the forward pass of the first and the last stage
     last: dict[int, Event] = {}
     back: dict[int, float] = {}  # when the first stage's backward pass has ended
@@ -74,7 +75,8 @@ def _divided(base: Timeline, problem: Problem, delays: _Delays) -> Schedule:
         for event in row:
             stage, kind, microbatch = event.action
             is_forward = kind is Kind.FORWARD
-            passes[rank].append((event.start + (0.0 if is_forward else later), event.action))
+            into = passes if event.end > event.start else instant
+            into[rank].append((event.start + (0.0 if is_forward else later), event.action))
             if is_forward and stage == 0:
                 first[microbatch] = event
             if is_forward and stage == placement.stages - 1:
@@ -108,10 +110,10 @@ def _divided(base: Timeline, problem: Problem, delays: _Delays) -> Schedule:
                     shards[rank].append((time - ahead, Action(stage, kind, microbatch)))
 
     # Sorting keeps the order of what has the same time: a pass that could start is no reason to
-    # let all ranks wait for this one's part.
+    # let all ranks wait for this one's part. (One that takes no time has ended, though.)
     rows = (
-        tuple(action for _, action in sorted([*own, *layers], key=lambda item: item[0]))
-        for own, layers in zip(shards, passes, strict=True)
+        tuple(action for _, action in sorted([*at_once, *own, *layers], key=lambda item: item[0]))
+        for at_once, own, layers in zip(instant, shards, passes, strict=True)
     )
     return Schedule(base.schedule.name, placement, tuple(rows))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
@@ -20,8 +21,8 @@ from megatron_ext.patches.features import refuse, refuse_order
 from megatron_ext.patches.megatron.dimensions import estimated_costs
 from megatron_ext.patches.megatron.layers import layers_of_stages
 from megatron_ext.patches.megatron.vocabulary import check_divisible
-from megatron_ext.schedule.build import build_program
 from megatron_ext.schedule.costs import parse_costs
+from megatron_ext.schedule.head import place_head
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.schedule import Problem, VocabularyParallel
@@ -109,6 +110,7 @@ def check(args: Any, config: PipelineConfig) -> None:
             f"--pipeline-model-parallel-size is {ranks}: set it to 2 or more, or drop the flag"
         )
     refuse(args, choice, config.vocabulary())
+    _check_trace(args, config)
     placement = choice.place(ranks)
     _refuse_checkpoints_of_one_placement(args, placement)
     layers = layers_of_stages(args, placement)
@@ -133,8 +135,24 @@ def check(args: Any, config: PipelineConfig) -> None:
             p2p=config.messages(),
             vocabulary=config.vocabulary(),
         )
-        program = build_program(choice, problem)
-        refuse_order(args, program.schedule)
+        refuse_order(args, place_head(choice, problem).program.schedule)
+
+
+def _check_trace(args: Any, config: PipelineConfig) -> None:
+    traced = config.traced_iterations()
+    if config.trace is None:
+        return
+    if args.train_iters is not None and traced[-1] > args.train_iters:
+        raise ValueError(
+            f"--pipeline-trace-iters {config.trace_iters}: iteration {traced[-1]} will not come, "
+            f"--train-iters is {args.train_iters}"
+        )
+    try:
+        Path(config.trace).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"--pipeline-trace {config.trace}: no trace can be written there: {error}"
+        ) from None
 
 
 def pad_vocabulary(args: Any) -> None:

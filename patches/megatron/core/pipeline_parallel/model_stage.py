@@ -15,6 +15,8 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
+from megatron_ext.patches.megatron.reductions import watch
+from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.weight_gradients import queue
 
 
@@ -41,6 +43,7 @@ class ModelStage:
         config: Any,
         data_iterator: Any,
         call: StepCall,
+        recorder: Recorder,
         *,
         has_loss: bool,
     ) -> None:
@@ -49,6 +52,7 @@ class ModelStage:
         self._config = config
         self._data_iterator = data_iterator
         self._call = call
+        self._recorder = recorder
         self._has_loss = has_loss
         self._between: dict[int, tuple[Tensor | None, Tensor]] = {}  # input, output of F
         self.losses: list[Any] = []
@@ -104,8 +108,13 @@ class ModelStage:
         With ``force_all_reduce`` it is left to finalize_model_grads, which knows of it.
         """
         overlaps = getattr(getattr(self._model, "ddp_config", None), "overlap_grad_reduce", False)
-        if overlaps and not self._call.force_all_reduce:
-            self._model.start_grad_sync()  # type: ignore[operator]  # DistributedDataParallel's
+        if not overlaps or self._call.force_all_reduce:
+            return
+        recording = self._recorder.recording
+        reduction = recording.begin_reduction(self._number) if recording is not None else None
+        self._model.start_grad_sync()  # type: ignore[operator]  # DistributedDataParallel's
+        if reduction is not None:
+            watch(self._model, reduction)
 
     def _forward_step_func(self, microbatch: int) -> Callable[..., Any]:
         return self._call.forward_step_func

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from megatron_ext.patches.megatron.core.pipeline_parallel.end_stage import EndSt
 from megatron_ext.patches.megatron.core.pipeline_parallel.model_stage import ModelStage, StepCall
 from megatron_ext.patches.megatron.core.pipeline_parallel.split_report import split_report
 from megatron_ext.patches.megatron.dimensions import estimated_costs
+from megatron_ext.patches.megatron.step_trace import StepTrace
 from megatron_ext.patches.megatron.tied import copies_differ
 from megatron_ext.patches.megatron.vocabulary import embedding_part, part_of, tables
 from megatron_ext.runtime.batched import BatchedTransport, PipelineGroup
@@ -44,9 +46,9 @@ from megatron_ext.runtime.vocabulary import VocabularyPasses
 from megatron_ext.runtime.vocabulary_shard import VocabularyShard
 from megatron_ext.runtime.watchdog import Watchdog
 from megatron_ext.runtime.weight_gradients import queue
-from megatron_ext.schedule.build import build_program
 from megatron_ext.schedule.costs import Costs, parse_costs
 from megatron_ext.schedule.graph import channels
+from megatron_ext.schedule.head import Placed, place_head
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.schedule import P2P, Problem, VocabularyParallel
@@ -115,6 +117,18 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             reason="frees what has been sent",
             signature="(out, deallocate_pipeline_outputs=False)",
         ),
+        *(_traces_rely_on() if config.trace else ()),
+    )
+
+
+def _traces_rely_on() -> tuple[Patch, ...]:
+    return (
+        expect(
+            "megatron.core.distributed.param_and_grad_buffer:"
+            "_ParamAndGradBucketGroup.start_grad_sync",
+            reason="leaves a handle, by which a trace knows when a reduction is done",
+            digests=("9be2e10242ba", "e907e263929d"),  # 0.18, 0.19
+        ),
     )
 
 
@@ -127,11 +141,14 @@ class PipelineStep:
         self._p2p = config.messages()
         self._vocabulary = config.vocabulary()
         self._costs: Costs | None = None
-        self._programs: dict[tuple[int, bool, bool], Program] = {}
+        self._programs: dict[tuple[int, bool, bool], Placed] = {}
         self._connection: Channels | PipelineGroup | None = None
         self._collectives: Collectives | None = None
         self._recorder: Recorder | None = None
         self._has_reported = False
+        self._trace = None
+        if config.trace is not None:
+            self._trace = StepTrace(Path(config.trace), config.traced_iterations())
 
     def __call__(
         self,
@@ -184,9 +201,10 @@ class PipelineStep:
         else:
             pipeline = p2p_communicator.pp_group
 
-        program = self._program(
+        placed = self._program(
             pipeline, config, models, num_microbatches, seq_length, micro_batch_size, forward_only
         )
+        program = placed.program
         shapes = schedules.get_tensor_shapes(
             seq_length=seq_length,
             micro_batch_size=micro_batch_size,
@@ -199,6 +217,7 @@ class PipelineStep:
             None if config.variable_seq_lengths else tuple(shapes[0]), config.pipeline_dtype
         )
         placement = program.schedule.placement
+        assert self._recorder is not None
         call = StepCall(
             forward_step_func,
             num_microbatches,
@@ -220,9 +239,13 @@ class PipelineStep:
                 barrier=config.barrier_with_L1_time
             )
         transport = self._transport(program, boundary)
-        assert self._recorder is not None
+        trace = None if forward_only else self._trace
+        if trace is not None:
+            trace.begin(pipeline, self._recorder)
         reports = self._config.report_split and not forward_only and not self._has_reported
         queue.weights = set() if reports else None
+        splits = self._choice.splits_backward and not forward_only
+        at_once = frozenset[torch.Tensor]() if placed.head_waits else _head_weights(models)
         vocabulary = None
         if self._vocabulary is not VocabularyParallel.NONE:
             assert self._collectives is not None
@@ -236,12 +259,13 @@ class PipelineStep:
                 (micro_batch_size, seq_length),
                 self._recorder,
             )
+            at_once = frozenset()  # its gradient has a pass of its own
             if queue.weights is not None:
                 queue.weights.add(shard.output)
-        with _no_grad_sync(config), _splitting(self._choice.splits_backward and not forward_only):
+        with _no_grad_sync(config), _splitting(splits, at_once):
             execute(program, stages, transport, self._recorder, vocabulary)
         if queue.weights is not None:
-            self._report_split(pipeline, models, queue.weights)
+            self._report_split(pipeline, models, queue.weights, at_once)
         if config.finalize_model_grads_func is not None and not forward_only:
             tokens = torch.stack([stage.tokens for stage in stages.values()]).sum(dtype=torch.int)
             config.finalize_model_grads_func(
@@ -252,12 +276,18 @@ class PipelineStep:
             )
         if config.timers is not None:
             config.timers("forward-backward").stop()
+        if trace is not None:
+            trace.end(pipeline, self._recorder, program)
         return [loss for stage in stages.values() for loss in stage.losses]
 
     def _report_split(
-        self, pipeline: dist.ProcessGroup, models: list[torch.nn.Module], put_off: set[torch.Tensor]
+        self,
+        pipeline: dist.ProcessGroup,
+        models: list[torch.nn.Module],
+        put_off: set[torch.Tensor],
+        at_once: frozenset[torch.Tensor],
     ) -> None:
-        lines = _gather(pipeline, split_report(models, put_off))
+        lines = _gather(pipeline, split_report(models, put_off, at_once))
         if dist.get_rank() == 0:
             for rank, line in enumerate(lines):
                 print(f"megatron_ext: pipeline rank {rank}: {line}", flush=True)
@@ -272,7 +302,7 @@ class PipelineStep:
         seq_length: int,
         micro_batch_size: int,
         forward_only: bool,
-    ) -> Program:
+    ) -> Placed:
         """The program for this step, the same on every rank of ``pipeline``; cached."""
         key = (num_microbatches, forward_only, config.variable_seq_lengths)
         if key in self._programs:
@@ -297,7 +327,8 @@ class PipelineStep:
             p2p=self._p2p,
             vocabulary=self._vocabulary,
         )
-        program = build_program(self._choice, problem)
+        placed = place_head(self._choice, problem)
+        program = placed.program
         refuse_order(config, program.schedule)
         digests = _gather(pipeline, program.digest)
         if len(set(digests)) > 1:
@@ -317,8 +348,8 @@ class PipelineStep:
             Watchdog(self._recorder).start()
         if not forward_only and dist.get_rank() == 0:
             print(f"megatron_ext: {summary(program)}", flush=True)
-        self._programs[key] = program
-        return program
+        self._programs[key] = placed
+        return placed
 
     def _transport(self, program: Program, boundary: Boundary) -> Messages:
         """The messages of one step."""
@@ -337,10 +368,12 @@ class PipelineStep:
         call: StepCall,
         placement: Placement,
     ) -> ModelStage:
+        assert self._recorder is not None
         is_last = number == placement.stages - 1
+        common = number, chunk, config, data_iterator, call, self._recorder
         if self._vocabulary is not VocabularyParallel.NONE and (number == 0 or is_last):
-            return EndStage(number, chunk, config, data_iterator, call, is_last=is_last)
-        return ModelStage(number, chunk, config, data_iterator, call, has_loss=is_last)
+            return EndStage(*common, is_last=is_last)
+        return ModelStage(*common, has_loss=is_last)
 
     def _agreed_costs(
         self,
@@ -421,10 +454,20 @@ def _no_grad_sync(config: Any) -> Iterator[None]:
         yield
 
 
+def _head_weights(models: list[torch.nn.Module]) -> frozenset[torch.Tensor]:
+    """The output layer's weight, on the rank that has it. (A pipeline's last stage has its own,
+    tied or not.)"""
+    model = get_attr_wrapped_model(models[-1], "decoder", return_model_obj=True)
+    weight = getattr(getattr(model, "output_layer", None), "weight", None)
+    return frozenset() if weight is None else frozenset([weight])
+
+
 @contextlib.contextmanager
-def _splitting(splits: bool) -> Iterator[None]:
-    """Tell split layers that W passes will come; leave nothing behind, whatever happens."""
+def _splitting(splits: bool, at_once: frozenset[torch.Tensor]) -> Iterator[None]:
+    """Tell split layers that W passes will come, but not for ``at_once``; leave nothing behind,
+    whatever happens."""
     queue.splitting = splits
+    queue.at_once = at_once
     try:
         yield
         assert not len(queue), "weight gradients are left over after the step"

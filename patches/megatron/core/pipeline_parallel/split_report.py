@@ -11,8 +11,11 @@ from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from torch import Tensor
 
 
-def split_report(chunks: Sequence[torch.nn.Module], put_off: Collection[Tensor]) -> str:
-    """One line on the weights of ``chunks``, of which those in ``put_off`` have their own W.
+def split_report(
+    chunks: Sequence[torch.nn.Module], put_off: Collection[Tensor], at_once: Collection[Tensor]
+) -> str:
+    """One line on the weights of ``chunks``, of which those in ``put_off`` have their own W, and
+    the output layer's, in ``at_once``, would keep too much.
 
     A weight's work is counted in its elements: its gradient is a matrix product with two operations
     for each of them and token, as many as the input's gradient has.
@@ -33,6 +36,9 @@ def split_report(chunks: Sequence[torch.nn.Module], put_off: Collection[Tensor])
             reasons["frozen"] += 1
         elif parameter.dim() < 2:
             reasons["of one dimension (norms, biases: no matrix product)"] += 1
+        elif parameter in at_once:
+            whole += parameter.numel()
+            reasons["output layer (no room to keep its logits' gradient until W)"] += 1
         elif parameter in tables:
             reasons["of embeddings (no matrix product)"] += 1
         else:

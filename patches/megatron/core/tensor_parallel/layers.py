@@ -11,7 +11,8 @@ Since the weight is not in the graph, data-parallel hooks on it do not fire in I
 after the chunk's last W.
 
 Not patched, and not split: embeddings, norms, biases and routers (their gradients are cheap and
-come with I), grouped GEMM. Transformer Engine's layers have patches of their own. Stock's function
+come with I), grouped GEMM, and the output layer where there is no room for its logits' gradient
+(`schedule.head`). Transformer Engine's layers have patches of their own. Stock's function
 runs as it is where there is nothing to put off: a frozen weight, an input that needs no gradient
 (its node would vanish from the graph, and W with it), evaluation.
 """
@@ -100,7 +101,7 @@ class _Linear:
 def split_apply(original: Callable[..., Tensor], *args: Any) -> Tensor:
     """``original``'s result, with a backward that puts the weight's gradient off."""
     x, weight, bias, fused, allreduce_dgrad, sequence_parallel, deferred, _, group, *newer = args
-    if not (queue.splitting and weight.requires_grad and x.requires_grad):
+    if not (queue.splits(weight) and weight.requires_grad and x.requires_grad):
         return original(*args)
     assert deferred is None and newer in ([], [1], [1, None])
     linear = _Linear(weight, fused, sequence_parallel, group, (*newer,))

@@ -1,0 +1,120 @@
+"""Steps of a training, measured and written as a trace (``--pipeline-trace``).
+
+One pipeline is traced, the one that global rank world_size - 1 belongs to: there Megatron keeps its
+TensorBoard and W&B writers, which get the bubble and the prediction.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext.runtime.clocks import clock_offsets
+from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.recording import Recording, clock_of
+from megatron_ext.schedule.simulate import simulate
+from megatron_ext.schedule.timeline import Event, Reduction, Timeline
+from megatron_ext.schedule.trace import NAME, TracedStep, TraceFile, beside
+from megatron_ext.schedule.verify import Program
+
+_Recorded = tuple[list[Event], list[Reduction]]
+
+
+class StepTrace:
+    """Records the training steps of ``iterations`` and writes them to ``folder``."""
+
+    def __init__(self, folder: Path, iterations: range) -> None:
+        self._path = folder / NAME
+        self._iterations = iterations
+        self._calls = 0
+        self._iteration = 0
+        self._latest = 0  # iteration that was written: Megatron can run one a second time
+        self._file: TraceFile | None = None
+
+    def begin(self, pipeline: dist.ProcessGroup, recorder: Recorder) -> None:
+        """Before the passes of a training step: record them, if they are to be."""
+        self._calls += 1
+        self._iteration = _megatrons_iteration() or self._calls
+        is_wanted = self._iteration in self._iterations and self._iteration > self._latest
+        if is_wanted and dist.get_world_size() - 1 in dist.get_process_group_ranks(pipeline):
+            device = torch.device(torch.cuda.current_device())
+            recorder.recording = Recording(recorder.rank, clock_of(device))
+
+    def end(self, pipeline: dist.ProcessGroup, recorder: Recorder, program: Program) -> None:
+        """After a training step, with its reductions: write it, if it was recorded.
+
+        Collective over ``pipeline`` then.
+        """
+        recording, recorder.recording = recorder.recording, None
+        if recording is None:
+            return
+        self._latest = self._iteration
+        recorded: list[_Recorded] = [([], [])] * pipeline.size()
+        dist.all_gather_object(recorded, recording.read(), group=pipeline)
+        offsets = clock_offsets(pipeline, torch.device(torch.cuda.current_device()))
+        if dist.get_rank() != dist.get_world_size() - 1:
+            return
+        measured = _on_one_clock(program, recorded, [offset.seconds for offset in offsets])
+        step = beside(
+            self._iteration,
+            measured,
+            simulate(program, program.problem.costs),
+            max(offset.error for offset in offsets),
+        )
+        try:
+            if self._file is None:
+                self._file = TraceFile(self._path)
+            self._file.add(step)
+        except OSError as error:  # a full disk is no reason to end a training
+            print(
+                f"megatron_ext: iteration {self._iteration} is missing in the trace: {error}",
+                file=sys.stderr,
+                flush=True,
+            )
+        _log(step)
+
+
+def _on_one_clock(program: Program, recorded: list[_Recorded], offsets: list[float]) -> Timeline:
+    """What all ranks recorded, as rank 0's clock would have shown it."""
+    events, reductions = [], []
+    for (passes, mine), ahead in zip(recorded, offsets, strict=True):
+        events += [Event(e.rank, e.action, e.start - ahead, e.end - ahead) for e in passes]
+        reductions += [
+            Reduction(r.rank, r.stage, r.start - ahead, r.end - ahead, r.is_exact) for r in mine
+        ]
+    return Timeline(program.schedule, tuple(events), tuple(reductions))
+
+
+def _megatrons_iteration() -> int | None:
+    """The iteration as Megatron's log will count it; None where its training loop does not run."""
+    iteration: int | None = getattr(_megatrons("_GLOBAL_ARGS"), "curr_iteration", None)
+    return None if iteration is None else iteration + 1
+
+
+def _megatrons(name: str) -> Any:
+    """A global of Megatron's training; None where nobody has imported or initialised that."""
+    return getattr(sys.modules.get("megatron.training.global_vars"), name, None)
+
+
+def _log(step: TracedStep) -> None:
+    """What Megatron's own writers are told, where it has any, as often as it tells them."""
+    every = getattr(_megatrons("_GLOBAL_ARGS"), "tensorboard_log_interval", 1)
+    if step.iteration % every:
+        return
+    figures = {
+        "pipeline/bubble share": step.measured.bubble_share_makespan,
+        "pipeline/bubble share, predicted": step.predicted.bubble_share_makespan,
+        "pipeline/step seconds": step.measured.makespan,
+        "pipeline/step seconds, predicted": step.predicted.makespan,
+    }
+    tensorboard = _megatrons("_GLOBAL_TENSORBOARD_WRITER")
+    wandb = _megatrons("_GLOBAL_WANDB_WRITER")
+    if tensorboard is not None:
+        for name, figure in figures.items():
+            tensorboard.add_scalar(name, figure, step.iteration)
+    if wandb is not None:
+        wandb.log(figures, step.iteration)

@@ -1,0 +1,160 @@
+"""Steps that are recorded: when passes ran, and nothing of what their ranks waited for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+from torch.futures import Future  # noqa: E402
+
+from megatron_ext.runtime import clocks  # noqa: E402
+from megatron_ext.runtime.bench import EmulatedStage, program_of  # noqa: E402
+from megatron_ext.runtime.clocks import Offset, clock_offsets  # noqa: E402
+from megatron_ext.runtime.emulated import DTYPE, SHAPE, EmulatedChunk  # noqa: E402
+from megatron_ext.runtime.executor import execute  # noqa: E402
+from megatron_ext.runtime.recorder import Recorder  # noqa: E402
+from megatron_ext.runtime.recording import HostClock, Recording  # noqa: E402
+from megatron_ext.runtime.transport import Boundary, Channels, Transport  # noqa: E402
+from megatron_ext.runtime.weight_gradients import queue  # noqa: E402
+from megatron_ext.schedule.action import Action, Kind  # noqa: E402
+from megatron_ext.schedule.graph import channels  # noqa: E402
+from megatron_ext.schedule.registry import choose  # noqa: E402
+from megatron_ext.schedule.schedule import P2P  # noqa: E402
+from megatron_ext.schedule.simulate import simulate  # noqa: E402
+from megatron_ext.schedule.timeline import Event, Reduction, Timeline  # noqa: E402
+from megatron_ext.schedule.trace import beside  # noqa: E402
+from megatron_ext.schedule.verify import Program  # noqa: E402
+from tests.pipeline.stages import CPU, Pipeline, program_for, world  # noqa: E402
+from tests.ranks import run_ranks, values  # noqa: E402
+
+SLEEP = 0.2
+SLOW = Action(0, Kind.FORWARD, 0)
+
+
+def recorded_step(rank: int, p2p: P2P) -> list[Event]:
+    """The second of three steps."""
+    program = program_for(choose("zb-h1"), 2, 3, p2p=p2p)
+    faults = {SLOW: lambda: time.sleep(SLEEP)}
+    pipeline = Pipeline(program, world(), faults=faults)
+    recorder = pipeline.recorder
+    pipeline.step()
+    recording = recorder.recording = Recording(rank, HostClock())
+    pipeline.step()
+    recorder.recording = None
+    pipeline.step()
+    events, reductions = recording.read()
+    assert reductions == []
+    assert [event.action for event in events] == list(program.schedule.compute_rows[rank])
+    return events
+
+
+@pytest.mark.parametrize("p2p", P2P)
+def test_a_pass_is_recorded_and_not_what_waits_for_it(p2p: P2P) -> None:
+    first, second = values(run_ranks(2, lambda rank: recorded_step(rank, p2p)))
+    slow = first[0]
+    assert slow.action == SLOW and SLEEP <= slow.end - slow.start < 2 * SLEEP
+    for event in (*first[1:], *second):
+        assert 0 < event.end - event.start < SLEEP / 2, f"{event} has waiting in it"
+    for row, rank in ((first, 0), (second, 1)):
+        assert {event.rank for event in row} == {rank}
+        assert all(one.end <= other.start for one, other in pairwise(row))
+    assert second[0].start > slow.end, "ranks of one machine share their clock"
+
+
+def emulated_steps(rank: int, program: Program, steps: int) -> list[list[Event]]:
+    """Steps whose passes sleep for as long as they cost."""
+    placement, costs = program.schedule.placement, program.problem.costs
+    ways = Channels(world(), channels(program.schedule), CPU)
+    recorder = Recorder(rank)
+    stages = {
+        number: EmulatedStage(number, EmulatedChunk(number, costs), number == placement.stages - 1)
+        for number in placement.stages_of[rank]
+    }
+    queue.splitting = True
+    found = []
+    for _ in range(steps):
+        recording = recorder.recording = Recording(rank, HostClock())
+        transport = Transport(ways, Boundary(SHAPE, DTYPE), placement, recorder)
+        execute(program, stages, transport, recorder)
+        found.append(recording.read()[0])
+    return found
+
+
+def test_passes_of_known_length_take_the_time_that_is_predicted() -> None:
+    """Of some steps the best, for what disturbs a machine makes steps longer only."""
+    program = program_of(choose("zb-v"), 3, 6, "f=30,i=36,w=24")
+    predicted = simulate(program, program.problem.costs)
+    rows = values(run_ranks(3, lambda rank: emulated_steps(rank, program, 8)))
+    measured = [
+        Timeline(program.schedule, tuple(event for row in step for event in row))
+        for step in zip(*rows, strict=True)
+    ]
+    best = min(measured, key=lambda step: step.makespan)
+    step = beside(1, best, predicted, 0.0)
+    assert 0.999 < step.cost_factor < 1.1
+    assert best.makespan == pytest.approx(predicted.makespan, rel=0.1)
+
+
+def skewed_offsets(rank: int, ahead: float) -> list[Offset]:
+    """Rank 1's clock is ``ahead`` of the others'; rank 2 comes late to every round."""
+    skew = ahead if rank == 1 else 0.0
+
+    def perf_counter() -> float:
+        if rank == 2:
+            time.sleep(0.001)
+        return time.perf_counter() + skew
+
+    clocks.__dict__["time"] = SimpleNamespace(perf_counter=perf_counter)
+    return clock_offsets(world(), CPU)
+
+
+@pytest.mark.parametrize("ahead", [0.0, 3.5, -1000.0])
+def test_clocks_that_differ(ahead: float) -> None:
+    first, *others = values(run_ranks(3, lambda rank: skewed_offsets(rank, ahead)))
+    assert all(offsets == first for offsets in others), "ranks disagree"
+    for offset, truth in zip(first, (0.0, ahead, 0.0), strict=True):
+        assert abs(offset.seconds - truth) <= offset.error + 1e-9
+        assert offset.error < 0.1
+    assert first[0] == Offset(0.0, 0.0)
+
+
+def recorded_reductions(rank: int) -> list[Reduction]:
+    """Rank 1 comes late. Of two reductions one tells when it is done, and one does not."""
+    recording = Recording(rank, HostClock())
+    tensor = torch.ones(8)
+    if rank == 1:
+        time.sleep(SLEEP)
+    telling = recording.begin_reduction(3)
+    assert telling.ends_with(dist.all_reduce(tensor, async_op=True))
+    silent = recording.begin_reduction(4)
+    assert not silent.ends_with(SimpleNamespace())
+    recording.begin_reduction(5)
+    time.sleep(2 * SLEEP)  # passes
+    silent.was_awaited()
+    return recording.read()[1]
+
+
+def test_a_reduction_ends_when_it_is_done_and_not_when_somebody_asks() -> None:
+    for rank, (telling, silent) in enumerate(values(run_ranks(2, recorded_reductions))):
+        assert (telling.rank, telling.stage, telling.is_exact) == (rank, 3, True)
+        took = telling.end - telling.start
+        assert (SLEEP / 2 if rank == 0 else 0) < took < 1.8 * SLEEP
+        assert (silent.rank, silent.stage, silent.is_exact) == (rank, 4, False)
+        assert silent.end - silent.start >= 2 * SLEEP
+
+
+def test_an_end_that_is_marked_late_is_waited_for() -> None:
+    """gloo wakes who waits for a work first, and runs what was to be done afterwards then."""
+    recording = Recording(0, HostClock())
+    future: Future[None] = Future()
+    recording.begin_reduction(0).ends_with(SimpleNamespace(get_future=lambda: future))
+    threading.Timer(SLEEP, lambda: future.set_result(None)).start()
+    (reduction,) = recording.read()[1]
+    assert reduction.end - reduction.start >= SLEEP

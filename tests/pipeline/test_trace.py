@@ -1,0 +1,159 @@
+"""Traces of real training runs: every rank in one file, predicted beside measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_ext.cli import app
+from megatron_ext.schedule.kinds import RULES, Duty
+from megatron_ext.schedule.trace import NAME, TracedStep, read_trace
+from tests.megatron_runs import SCRIPT, Run, assert_same, model_flags, train
+
+Flags = dict[str, object]
+
+
+def run(ranks: int, flags: Flags, script: Path = SCRIPT) -> list[Run]:
+    """Four iterations on a V, two stages a rank."""
+    common: Flags = {"num_layers": 8, "train_iters": 4, "pipeline_schedule": "zb-v"}
+    return train(ranks, model_flags(**common | flags), script)
+
+
+def pipeline(ranks: int) -> Flags:
+    return {"pipeline_model_parallel_size": ranks}
+
+
+def traced(folder: Path, iterations: str) -> Flags:
+    return {"pipeline_trace": folder, "pipeline_trace_iters": iterations}
+
+
+def orders(step: TracedStep, which: str) -> list[list[str]]:
+    rows: Sequence[Any] = getattr(step, which).compute
+    return [[str(event.action) for event in row] for row in rows]
+
+
+def test_a_trace_of_four_ranks(tmp_path: Path) -> None:
+    """And to trace a run does not change its numbers."""
+    reference = run(4, pipeline(4))
+    runs = run(4, pipeline(4) | traced(tmp_path / "new", "2:4"))
+    assert_same(runs, reference)
+    events = json.loads((tmp_path / "new" / NAME).read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {event["pid"] for event in spans} == {0, 1, 2, 3}
+    assert {event["args"]["iteration"] for event in spans} == {2, 3}
+    steps = read_trace(tmp_path / "new")
+    assert [step.iteration for step in steps] == [2, 3]
+    for step in steps:
+        measured, predicted = orders(step, "measured"), orders(step, "predicted")
+        assert measured == predicted and len(measured) == 4
+        assert {len(row) for row in measured} == {8 * 2 * 3}
+        assert step.measured.work == pytest.approx(step.predicted.work)
+        assert 0 < step.clock_error < 0.1
+        happens = {event.action: event for row in step.measured.compute for event in row}
+        for action, event in happens.items():  # one clock: nothing is used before it is made
+            if RULES[action.kind].covers == (Duty.FORWARD,) and action.stage:
+                made = happens[action._replace(stage=action.stage - 1)].end
+                assert event.start >= made - step.clock_error
+    assert steps[0].measured.compute[0][-1].end < steps[1].measured.compute[0][0].start
+
+
+def test_the_command_explains_the_last_iteration_of_a_resumed_run(tmp_path: Path) -> None:
+    """Iterations are those of the log: this run has two steps, the second is iteration 4."""
+    run(2, pipeline(2) | {"save": tmp_path / "saved", "save_interval": 2})
+    resumed: Flags = {"load": tmp_path / "saved", "ckpt_step": 2}
+    run(2, pipeline(2) | resumed | traced(tmp_path, "4:5"))
+    found = json.loads(CliRunner().invoke(app, ["trace", str(tmp_path), "--json"]).stdout)
+    assert (found["schedule"], found["pp"], found["microbatches"]) == ("zb-v", 2, 8)
+    assert [step["iteration"] for step in found["iterations"]] == [4]
+    assert sum(found["parts"].values()) == pytest.approx(found["measured"]["makespan"])
+    assert 0 < found["measured"]["bubble_share_makespan"] < 1
+
+
+OVERLAP: Flags = {"overlap_grad_reduce": True}
+DISTRIBUTED: Flags = {"use_distributed_optimizer": True, "overlap_param_gather": True}
+
+
+@pytest.mark.parametrize("optimizer", [{}, DISTRIBUTED], ids=["plain", "distributed"])
+def test_a_reduction_starts_after_its_last_weight_gradient_and_overlaps_passes(
+    optimizer: Flags, tmp_path: Path
+) -> None:
+    run(4, pipeline(2) | OVERLAP | optimizer | traced(tmp_path, "2:5"))
+    steps = read_trace(tmp_path)
+    assert [step.iteration for step in steps] == [2, 3, 4]
+    overlaps = []
+    for step in steps:
+        assert len(step.measured.reductions) == 4, "of each stage one"
+        early = set()
+        for reduction in step.measured.reductions:
+            row = step.measured.compute[reduction.rank]
+            last = [event for event in row if event.action.stage == reduction.stage][-1]
+            assert Duty.WEIGHT_GRADIENT in RULES[last.action.kind].covers
+            assert last.end <= reduction.start < reduction.end
+            assert reduction.is_exact == (not optimizer)
+            if later := [event for event in row if event.start >= last.end]:  # of the other chunk
+                assert reduction.start <= later[0].start
+                early.add(reduction.rank)
+                overlaps.append(later[0].start < reduction.end)
+        assert early == {0, 1}, "on each rank one chunk is done before the other"
+    assert any(overlaps), "so small a reduction can end before the next pass begins, but not all"
+
+
+WRITERS = """
+import json, os, runpy, sys
+from pathlib import Path
+from types import SimpleNamespace
+from megatron.training import global_vars
+
+class Writer:
+    def __init__(self, name):
+        self.file = Path(os.environ["WRITTEN"]) / f"{name}-{os.environ['RANK']}"
+        self.config = SimpleNamespace(update=lambda *args: None)
+
+    def add_scalar(self, name, value, step):
+        with self.file.open("a") as file:
+            print(json.dumps([name, float(value), step]), file=file)
+
+    def log(self, figures, step=None):
+        for name, value in figures.items():
+            self.add_scalar(name, value, step)
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: None
+
+def use(name, variable):
+    def setter(args):
+        if args.rank == args.world_size - 1:
+            setattr(global_vars, variable, Writer(name))
+    return setter
+
+global_vars._set_tensorboard_writer = use("tensorboard", "_GLOBAL_TENSORBOARD_WRITER")
+global_vars._set_wandb_writer = use("wandb", "_GLOBAL_WANDB_WRITER")
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+def test_megatrons_own_writers_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorBoard's and W&B's, here stand-ins of both, on the rank where Megatron has them."""
+    script = tmp_path / "script.py"
+    script.write_text(WRITERS.replace("{script!r}", repr(str(SCRIPT))))
+    monkeypatch.setenv("WRITTEN", str(tmp_path))
+    flags = pipeline(2) | {"tensorboard_log_interval": 2} | traced(tmp_path, "1:4")
+    run(4, flags, script)
+    (step,) = [step for step in read_trace(tmp_path) if step.iteration == 2]
+    for name in ("tensorboard", "wandb"):
+        lines = map(json.loads, (tmp_path / f"{name}-3").read_text().splitlines())
+        told = {what: (value, at) for what, value, at in lines if what.startswith("pipeline/")}
+        assert told == {
+            "pipeline/bubble share": (pytest.approx(step.measured.bubble_share_makespan), 2),
+            "pipeline/bubble share, predicted": (
+                pytest.approx(step.predicted.bubble_share_makespan),
+                2,
+            ),
+            "pipeline/step seconds": (pytest.approx(step.measured.makespan), 2),
+            "pipeline/step seconds, predicted": (pytest.approx(step.predicted.makespan), 2),
+        }

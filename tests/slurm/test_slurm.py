@@ -1,0 +1,199 @@
+"""scripts/slurm/pretrain.sh on a real SLURM: two nodes, which are both this machine.
+
+It needs root and SLURM's daemons, which `tests/slurm/cluster.sh --install` brings.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("megatron.training")
+
+from scripts import quickstart
+from tests.megatron_runs import losses, train
+
+ROOT = Path(__file__).parents[2]
+CLUSTER = ROOT / "tests" / "slurm" / "cluster.sh"
+PRETRAIN = ROOT / "scripts" / "slurm" / "pretrain.sh"
+RECORDED = ROOT / "tests" / "slurm" / "recorded.py"
+
+RANKS = 4
+SAVE_INTERVAL = 4
+FLAGS = quickstart.MODEL | {
+    "--pipeline-schedule": "zb-v",
+    "--pipeline-model-parallel-size": str(RANKS),
+    "--global-batch-size": "8",
+    "--train-iters": "20",
+    "--eval-iters": "0",
+    "--num-workers": "1",  # of a rank, and SLURM sends them its signals, too
+}
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
+
+MISSING = [name for name in ("slurmctld", "slurmd", "munged") if not shutil.which(name)]
+
+pytestmark = [
+    pytest.mark.timeout(900),  # `Job.wait_until` is stricter, and says more
+    pytest.mark.skipif(os.geteuid() != 0, reason="needs root: SLURM starts jobs as root"),
+    pytest.mark.skipif(
+        bool(MISSING),
+        reason=f"{', '.join(MISSING)} not installed: as root, tests/slurm/cluster.sh --install",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A running SLURM; its files are in ``folder``."""
+
+    folder: Path
+    environment: dict[str, str]
+
+    def run(self, *words: str) -> str:
+        """What one of SLURM's commands prints; fails when it does."""
+        ended = subprocess.run(
+            words, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=60
+        )
+        assert ended.returncode == 0, f"{words}: {ended.stderr}"
+        return ended.stdout.strip()
+
+    def processes(self) -> list[str]:
+        """The command lines of what runs in it, daemons included."""
+        mark = f"SLURM_CONF={self.environment['SLURM_CONF']}".encode()
+        lines = []
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                if mark in (process / "environ").read_bytes().split(b"\0"):
+                    lines.append((process / "cmdline").read_text().replace("\0", " "))
+            except OSError:  # it has just ended
+                continue
+        return lines
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training that was submitted."""
+
+    cluster: Cluster
+    number: str
+    log: Path
+
+    @property
+    def state(self) -> str:
+        line = ("squeue", "--noheader", "--states", "all", "--format", "%T", "--job", self.number)
+        return self.cluster.run(*line)
+
+    def losses(self) -> list[tuple[int, str]]:
+        """Each iteration that was trained, in the log's order, with its loss to the last bit."""
+        text = self.log.read_text() if self.log.exists() else ""
+        found = re.findall(r"^loss of iteration (\d+): (\S+)$", text, re.MULTILINE)
+        return [(int(iteration), loss) for iteration, loss in found]
+
+    def resumed_at(self) -> list[int]:
+        """The iterations of the checkpoints that its later starts have loaded."""
+        text = self.log.read_text()
+        return [int(at) for at in re.findall(r"successfully loaded .* at iteration (\d+)", text)]
+
+    def wait_until(self, happened: Callable[[], bool], what: str, seconds: float = 180) -> None:
+        """Return when ``happened``; fail when the job ends before, or after ``seconds``."""
+        end = time.monotonic() + seconds
+        while not happened():
+            if self.state in ENDED or time.monotonic() > end:
+                if happened():
+                    return
+                pytest.fail(f"not {what}:\n{self.report()}", pytrace=False)
+            time.sleep(0.2)
+
+    def report(self) -> str:
+        logs = {self.log: 60, self.cluster.folder / "slurmctld.log": 20}
+        return "\n".join(
+            [
+                self.cluster.run("scontrol", "show", "job", self.number),
+                self.cluster.run("sinfo", "--Node", "--long"),
+                *(
+                    f"--- {path}\n" + "\n".join(path.read_text().splitlines()[-lines:])
+                    for path, lines in logs.items()
+                    if path.exists()
+                ),
+            ]
+        )
+
+
+def submit(cluster: Cluster, folder: Path) -> Job:
+    """A training on two nodes, and two ranks on each."""
+    settings = {"SCRIPT": str(RECORDED), "CHECKPOINTS": str(folder / "checkpoints")}
+    number = replace(cluster, environment=cluster.environment | settings).run(
+        *("sbatch", "--parsable", "--nodes", "2", "--gpus-per-node", str(RANKS // 2)),
+        *("--output", str(folder / "log"), str(PRETRAIN)),
+        *(word for pair in FLAGS.items() for word in pair),
+        *("--save-interval", str(SAVE_INTERVAL)),
+    )
+    return Job(cluster, number, folder / "log")
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    """Up for a test; fails the test if anything of it outlives it."""
+    folder = tmp_path / "cluster"
+    outside = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_"))}
+    environment = outside | {
+        "SLURM_CONF": str(folder / "slurm.conf"),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",  # torchrun
+        "PYTHONPATH": str(ROOT),
+        "PYTHONWARNINGS": "ignore",
+        "CUDA_VISIBLE_DEVICES": "",  # ranks train on the CPU, also where there are GPUs
+    }
+    running = Cluster(folder, environment)
+    # It lives as long as `cat`, which echoes a line as soon as it is up.
+    with subprocess.Popen(
+        [CLUSTER, "cat"],
+        env={**outside, "CLUSTER": str(folder)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin and process.stdout and process.stderr
+        process.stdin.write("up\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "up\n", process.stderr.read()
+        yield running
+        process.stdin.close()
+        process.wait(timeout=90)
+    assert process.returncode == 0
+    assert not running.processes(), "these have outlived the cluster"
+
+
+def test_requeued_in_the_middle_and_the_losses_of_a_run_that_never_stopped(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """Once from outside, where its last periodic checkpoint counts, and once by itself, as when its
+    time is up (SLURM sends the same signal), where it saves first."""
+    quickstart.RUNS.mkdir(parents=True, exist_ok=True)
+    quickstart.prepare_text()
+    job = submit(cluster, tmp_path)
+    job.wait_until(lambda: len(job.losses()) > SAVE_INTERVAL + 1, "past its first checkpoint")
+    cluster.run("scontrol", "requeue", job.number)
+    job.wait_until(lambda: len(job.resumed_at()) == 1, "started again")
+    before = len(job.losses())
+    job.wait_until(lambda: len(job.losses()) > before, "training again")
+    cluster.run("scancel", "--batch", "--signal", "USR1", job.number)
+    job.wait_until(lambda: len(job.resumed_at()) == 2, "started a third time")
+    job.wait_until(lambda: job.state == "COMPLETED", "completed")
+
+    assert "out of time: saving" in job.log.read_text()
+    assert job.resumed_at()[1] > job.resumed_at()[0] >= SAVE_INTERVAL
+    runs = train(RANKS, [word for pair in FLAGS.items() for word in pair])
+    whole = {iteration: loss.hex() for iteration, loss in enumerate(losses(runs), start=1)}
+    assert dict(job.losses()) == whole, "it has other losses than a run that never stopped"
+    assert set(job.losses()) == {*whole.items()}, "what was trained twice has two losses"

@@ -1,0 +1,189 @@
+"""Where a step's time went: drawn steps of which one knows it, and sums that must come out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.costs import VocabularyCosts, uniform
+from megatron_ext.schedule.explain import TOP, Explanation, Part, explain
+from megatron_ext.schedule.placement import line
+from megatron_ext.schedule.registry import choose
+from megatron_ext.schedule.replay import Replay
+from megatron_ext.schedule.schedule import Problem, Schedule, VocabularyParallel
+from megatron_ext.schedule.simulate import simulate
+from megatron_ext.schedule.timeline import Event, Timeline
+from tests.unit.schedules import PROPERTY, drawn, line_problem, program, random_case, table
+
+
+def step(drawing: str) -> Timeline:
+    """The inverse of `drawn`, for one stage a rank."""
+    events: list[Event] = []
+    for rank, text in enumerate(table(drawing).splitlines()):
+        for column, cell in enumerate(text.split()[1:]):
+            if cell == "=":
+                last = events[-1]
+                events[-1] = Event(rank, last.action, last.start, column + 1)
+            elif cell != ".":
+                action = Action(rank, Kind(cell[0]), int(cell[1:]))
+                events.append(Event(rank, action, column, column + 1))
+    ranks = 1 + events[-1].rank
+    rows = tuple(tuple(e.action for e in events if e.rank == rank) for rank in range(ranks))
+    timeline = Timeline(Schedule("drawn", line(ranks), rows), tuple(events))
+    assert drawn(timeline) == table(drawing)
+    return timeline
+
+
+PREDICTED = step("""
+    0 F0 F1 .  . B0 = F2 B1 = .  B2 =
+    1 .  F0 B0 = F1 B1 = F2 B2 = .  .
+""")
+OWN = {Part.WORK: 9.0, Part.SCHEDULE: 3.0}
+
+LATE_MESSAGE = """
+    0 F0 F1 .  . .  .  . B0 = F2 B1 = .  B2 =
+    1 .  F0 B0 = F1 B1 = .  . .  F2 B2 = .  .
+"""
+SLOW_PASS = """
+    0 F0 F1 .  . B0 = F2 . .  . B1 = .  B2 =
+    1 .  F0 B0 = F1 = =  = B1 = F2 B2 = .  .
+"""
+SLOW_RANK = """
+    0 F0 F1 . .  . . . B0 = F2 . . . B1 = .  . . . B2 =
+    1 .  F0 = B0 = = = F1 = B1 = = = F2 = B2 = = = .  .
+"""
+PAUSE = """
+    0 F0 F1 .  . B0 = F2 . .  . B1 = .  B2 =
+    1 .  F0 B0 = F1 . .  . B1 = F2 B2 = .  .
+"""
+
+
+@pytest.mark.parametrize(
+    ("drawing", "part", "seconds", "words"),
+    [
+        (LATE_MESSAGE, Part.MESSAGES, 3, "messages from rank 1 to rank 0 came late: 3e+03 ms in"),
+        (SLOW_PASS, Part.SLOW_PASSES, 3, "1F1 on rank 1 was a slow pass: 4e+03 ms, usually 1e+03"),
+        (SLOW_RANK, Part.SLOW_RANKS, 9, "rank 1 is slow: beside other ranks its passes take 2.00"),
+        (PAUSE, Part.BETWEEN, 3, "rank 1 did nothing between passes, waiting for no other: 3e+03"),
+    ],
+)
+def test_one_thing_is_wrong(drawing: str, part: Part, seconds: float, words: str) -> None:
+    found = explain(step(drawing), PREDICTED)
+    assert found.parts == pytest.approx(dict.fromkeys(Part, 0.0) | OWN | {part: seconds})
+    assert [cause.seconds for cause in found.causes] == pytest.approx([seconds])
+    assert found.causes[0].text.startswith(words)
+
+
+def test_two_things_are_wrong() -> None:
+    """The message is late, but its rank would have had to wait for the slow pass anyway."""
+    found = explain(
+        step("""
+            0 F0 F1 .  . .  . B0 = F2 . B1 = .  B2 =
+            1 .  F0 B0 = F1 = =  = B1 = F2 B2 = .  .
+        """),
+        PREDICTED,
+    )
+    assert found.parts[Part.SLOW_PASSES] == pytest.approx(3)
+    assert found.parts[Part.MESSAGES] == pytest.approx(0)
+    assert [cause.text.split(" was")[0] for cause in found.causes] == ["1F1 on rank 1"]
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.5])
+def test_nothing_is_wrong(factor: float) -> None:
+    """All passes as predicted, in whatever unit: what is idle is the schedule's own."""
+    found = explain(PREDICTED.moved(7.0, factor), PREDICTED)
+    expected = {part: seconds * factor for part, seconds in OWN.items()}
+    assert found.parts == pytest.approx(dict.fromkeys(Part, 0.0) | expected)
+    assert found.causes == ()
+
+
+def test_passes_in_other_proportions() -> None:
+    """Each rank has as much work as predicted, but on rank 0 it is F that takes three times B."""
+    measured = step("""
+        0 F0 = = F1 = = F2 = = .  .  . . B0 . . B1 . . B2
+        1 .  . . F0 . . F1 . . F2 B0 = = B1 = = B2 = = .
+    """)
+    predicted = step("""
+        0 F0 F1 F2 .  .  . . B0 = = B1 = = B2 = =
+        1 .  F0 F1 F2 B0 = = B1 = = B2 = = .  . .
+    """)
+    expected = {Part.WORK: 12.0, Part.SCHEDULE: 4.0, Part.COSTS: 4.0}
+    found = explain(measured, predicted)
+    assert found.parts == pytest.approx(dict.fromkeys(Part, 0.0) | expected)
+
+
+def randomly_measured(seed: int) -> tuple[Timeline, Timeline]:
+    """A step as predicted, and one whose passes and delays are all others."""
+    random = Random(seed)
+    schedule = random_case(seed).schedule
+    replay = Replay(schedule)
+    seconds = {action: random.uniform(0.5, 4) for action in replay.inputs}
+    delays = {action: random.choice([0, 0, random.random()]) for action in replay.inputs}
+    return replay.run(lambda action: 1.0), replay.run(seconds.__getitem__, delays.__getitem__)
+
+
+@PROPERTY
+@given(st.integers(0, 2**32))
+def test_the_parts_add_up(seed: int) -> None:
+    predicted, measured = randomly_measured(seed)
+    found: Explanation = explain(measured, predicted)
+    assert list(found.parts) == list(Part)
+    assert sum(found.parts.values()) == pytest.approx(measured.makespan)
+    saved = [cause.seconds for cause in found.causes]
+    assert len(saved) <= TOP and saved == sorted(saved, reverse=True)
+    assert all(0 < seconds < measured.makespan for seconds in saved)
+
+
+@PROPERTY
+@given(st.integers(0, 2**32))
+def test_a_step_replayed_as_it_was_is_that_step(seed: int) -> None:
+    _, measured = randomly_measured(seed)
+    replay = Replay(measured.schedule)
+    events = {event.action: event for row in measured.compute for event in row}
+    ready = replay.ready(events)
+    again = replay.run(
+        lambda action: events[action].end - events[action].start,
+        lambda action: events[action].start - max(ready[action]),
+    )
+    for event in again.events:
+        assert event.start == pytest.approx(events[event.action].start - measured.start)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved", "zb-v", "hanayo"])
+def test_a_replay_with_the_costs_is_the_simulation(name: str) -> None:
+    """Where messages take no time."""
+    placement = choose(name).place(3)
+    costs = uniform(placement, 3, 4, 2)
+    made = program(name, Problem(placement, 6, costs))
+    replayed = Replay(made.schedule).run(costs.of)
+    assert replayed.compute == simulate(made, costs).compute
+
+
+@pytest.mark.parametrize("how", [VocabularyParallel.ONE, VocabularyParallel.TWO])
+def test_a_replay_knows_what_collectives_bring(how: VocabularyParallel) -> None:
+    """It waits for what is needed only, the simulation for all ranks to be there, too."""
+    placement = choose("zb-v").place(3)
+    costs = replace(
+        uniform(placement, 9, 12, 6), vocabulary=VocabularyCosts((3, 3, 3), (1, 1), 0.0)
+    )
+    made = program("zb-v", Problem(placement, 6, costs, vocabulary=how))
+    passes = Schedule("passes", placement, made.schedule.compute_rows)
+    replayed, costs = Replay(passes), made.problem.costs
+    assert Kind.LOGITS_INPUT in {
+        maker.kind for makers in replayed.inputs.values() for maker in makers
+    }
+    simulated = simulate(made, costs)
+    for ours, row in zip(replayed.run(costs.of).compute, simulated.compute, strict=True):
+        for event, expected in zip(ours, row, strict=True):
+            assert 0 <= expected.start - event.start + 1e-9 < 0.02 * simulated.makespan
+
+
+def test_a_replay_needs_no_messages_in_the_schedule() -> None:
+    made = program("1f1b", line_problem(2, 3, 1, 1, 1))
+    alone = Schedule("alone", made.schedule.placement, made.schedule.compute_rows)
+    assert drawn(Replay(alone).run(made.problem.costs.of)) == drawn(PREDICTED)

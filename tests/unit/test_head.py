@@ -1,0 +1,95 @@
+"""Whether the output layer's weight gradient waits for W (`schedule.head`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_ext.schedule.costs import Costs, uniform
+from megatron_ext.schedule.estimate import GPU, ModelDimensions, estimate
+from megatron_ext.schedule.head import place_head
+from megatron_ext.schedule.kinds import Duty, Held
+from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.memory import in_bytes, peaks
+from megatron_ext.schedule.registry import choose
+from megatron_ext.schedule.schedule import Problem
+from megatron_ext.schedule.simulate import simulate
+
+MODEL = ModelDimensions(
+    layers=(4, 4, 4, 4),
+    hidden=2048,
+    ffn_hidden=8192,
+    query_width=2048,
+    key_value_width=2048,
+    gated=False,
+    heads=16,
+    sequence=2048,
+    micro_batch=1,
+    vocabulary=50304,
+)
+LIGHT_END = replace(MODEL, layers=(6, 6, 6, 2))
+LINE = choose("zb-h1")
+V = choose("zb-v")
+
+
+def problem(costs: Costs, limit: int | None = None, spec: str = "zb-h1") -> Problem:
+    held = None if limit is None else MemoryLimit(bytes=limit)
+    return Problem(choose(spec).place(4), 8, costs, held)
+
+
+def on_v() -> Costs:
+    """Costs of a V's eight stages."""
+    return estimate(replace(MODEL, layers=(2,) * 8), GPU)
+
+
+def test_it_waits_on_a_rank_that_holds_less_than_others() -> None:
+    """The last rank has a layer less, as is usual with a large vocabulary: there is room."""
+    placed = place_head(LINE, problem(estimate(LIGHT_END, GPU)))
+    assert placed.head_waits
+    held = peaks(placed.program.schedule, in_bytes(placed.program.problem.costs))
+    assert held[-1] <= max(held[:-1])
+
+
+def test_it_comes_with_the_input_gradient_where_all_ranks_hold_the_same() -> None:
+    costs = on_v()
+    placed = place_head(V, problem(costs, spec="zb-v"))
+    assert not placed.head_waits
+    own = placed.program.problem.costs
+    assert own.held_bytes is not None and costs.held_bytes is not None
+    assert costs.vocabulary is not None
+    logits = costs.vocabulary.logits_bytes
+    of_w = Held.WEIGHT_INPUTS
+    assert own.held_bytes[of_w][-1] == pytest.approx(costs.held_bytes[of_w][-1] - logits)
+    gradient = costs.vocabulary.head[2]
+    for duty, more in ((Duty.INPUT_GRADIENT, gradient), (Duty.WEIGHT_GRADIENT, -gradient)):
+        assert own.seconds[duty][-1] == pytest.approx(costs.seconds[duty][-1] + more)
+        assert own.seconds[duty][:-1] == costs.seconds[duty][:-1]
+
+
+def test_a_limit_in_bytes_decides() -> None:
+    """2bp keeps all microbatches' logits until the end, if they wait."""
+    costs, all_at_the_end = estimate(MODEL, GPU), choose("2bp")
+    with_room = place_head(all_at_the_end, problem(costs, 2**40))
+    assert with_room.head_waits
+    peak = max(peaks(with_room.program.schedule, in_bytes(costs)))
+    tight = place_head(all_at_the_end, problem(costs, int(0.99 * peak)))
+    assert not tight.head_waits
+    assert max(peaks(tight.program.schedule, in_bytes(tight.program.problem.costs))) < 0.99 * peak
+
+
+def test_it_waits_only_where_that_is_sooner() -> None:
+    costs = estimate(LIGHT_END, GPU)
+    placed = place_head(LINE, problem(costs))
+    at_once = place_head(LINE, problem(replace(costs, held_bytes=None)))
+    assert placed.head_waits and not at_once.head_waits
+    sooner, later = (simulate(p.program, p.program.problem.costs) for p in (placed, at_once))
+    assert sooner.makespan < later.makespan
+
+
+@pytest.mark.parametrize("spec", ["1f1b", "zb-h1"])
+def test_nothing_waits_where_nothing_is_known(spec: str) -> None:
+    costs = uniform(choose(spec).place(4), 1, 1, 1)
+    placed = place_head(choose(spec), problem(costs, spec=spec))
+    assert not placed.head_waits
+    assert placed.program.problem.costs == costs
