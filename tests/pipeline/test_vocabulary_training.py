@@ -28,7 +28,7 @@ from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from scripts.pretrain_gpt import model_provider
-from tests.megatron_runs import Run, evaluations, losses, model_flags, train
+from tests.megatron_runs import Run, evaluations, losses, model_flags, train, train_or_fail
 
 SAVED_AT = 2
 ULP = 2.0**-23  # of fp32, as a share of the number
@@ -216,6 +216,19 @@ def test_saved_with_it_and_resumed(
     )
     assert len(losses(runs)) == 1
     assert_close(runs, reference)
+
+
+def test_states_saved_rank_by_rank_fit_a_divided_vocabulary_only(tmp_path: Path) -> None:
+    """Without the format that any placement can load; Megatron compares the number of ranks."""
+    setting = SETTINGS["distributed optimizer"]
+    flags: Flags = {"dist_ckpt_optim_fully_reshardable": None, "pipeline_schedule": "1f1b"}
+    setting.train(tmp_path, **flags, train_iters=SAVED_AT, pipeline_vocab_parallel=1)
+    words = setting.words(**flags, load=tmp_path, ckpt_step=SAVED_AT)
+    results = train_or_fail(setting.ranks, words, timeout=60)
+    for result in results:
+        assert result.exit_code == 1 and result.error.endswith("SystemExit: 2\n"), result.error
+    text = "stages were on Megatron's own ranks with the vocabulary divided over all, and are on"
+    assert text in results[0].stderr
 
 
 def test_another_padding(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
