@@ -19,6 +19,7 @@ def install(
     memory_limit: str | None = None,
     costs: str | None = "estimate",
     p2p: str | None = "async",
+    vocab_parallel: str | None = "none",
     report_split: bool = False,
     trace: str | None = None,
     trace_iters: str | None = None,
@@ -39,5 +40,7 @@ def install(
     from megatron_ext.installation import install as install_config
 
     return install_config(
-        PipelineConfig(schedule, memory_limit, costs, p2p, report_split, trace, trace_iters)
+        PipelineConfig(
+            schedule, memory_limit, costs, p2p, vocab_parallel, report_split, trace, trace_iters
+        )
     )

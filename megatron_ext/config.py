@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 from megatron_ext.schedule.registry import Choice, choose
-from megatron_ext.schedule.schedule import P2P
+from megatron_ext.schedule.schedule import P2P, VocabularyParallel
 
 ESTIMATE = "estimate"
 
@@ -54,7 +54,13 @@ class PipelineConfig:
         "How ranks exchange tensors: async makes a process group for each channel (the default), "
         "batched makes none and uses the pipeline's own, where many communicators cost too much.",
     )
-
+    vocab_parallel: str | None = _setting(
+        VocabularyParallel.NONE.value,
+        "{none,1,2}",
+        "Divide embedding and output layer over all pipeline ranks, and make their passes part of "
+        "the schedule: 1 holds two microbatches more than without, 2 one. Default: none, they are "
+        "on the first and the last stage.",
+    )
     report_split: bool = _switch(
         "After the first step, print for each rank of the first pipeline what share of the weight "
         "gradients the schedule puts off, and what comes with the input gradients and why."
@@ -83,7 +89,13 @@ class PipelineConfig:
                 )
         else:
             self.choice()
-            self.messages()
+            messages = self.messages()
+            divided = self.vocabulary() is not VocabularyParallel.NONE
+            if divided and messages is P2P.BATCHED:
+                raise ValueError(
+                    f"{flag('p2p')} batched does not go with {flag('vocab_parallel')} "
+                    f"{self.vocab_parallel}: collectives have communicators of their own; drop one"
+                )
             self.traced_iterations()
 
     def choice(self) -> Choice:
@@ -115,6 +127,16 @@ class PipelineConfig:
                 f"{flag('trace_iters')} {self.trace_iters} is no A:B with 1 <= A < B; {example}"
             )
         return range(int(first), int(end))
+
+    def vocabulary(self) -> VocabularyParallel:
+        """How the vocabulary is divided. Raises ValueError when there is no such way."""
+        ways = list(VocabularyParallel)
+        if self.vocab_parallel not in ways:
+            raise ValueError(
+                f"{flag('vocab_parallel')} {self.vocab_parallel}: write {', '.join(ways[:-1])} or "
+                f"{ways[-1]}"
+            )
+        return VocabularyParallel(self.vocab_parallel)
 
 
 def flag(name: str) -> str:

@@ -1,4 +1,4 @@
-"""One table: each feature, its patches, when it is wanted; and what a schedule refuses.
+"""One table: each feature, its patches, when it is wanted; and what is refused beside it.
 
 Refused is the default for whatever nobody has made work together. A refusal is one line: what
 clashes, and what to write instead.
@@ -15,9 +15,9 @@ from megatron_ext.config import PipelineConfig
 from megatron_ext.patches import transformer_engine
 from megatron_ext.patches.engine import Patch, PatchError
 from megatron_ext.schedule.kinds import RULES, Duty
-from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.placement import Placement, line, v
 from megatron_ext.schedule.registry import Choice, with_option
-from megatron_ext.schedule.schedule import Schedule
+from megatron_ext.schedule.schedule import Schedule, VocabularyParallel
 
 
 @dataclass(frozen=True)
@@ -25,17 +25,21 @@ class Feature:
     """Something a user switches on.
 
     ``modules`` (below patches) have ``patches(config) -> tuple[Patch, ...]``. Without
-    ``wanted`` every launch with a flag of ours has it, with it a launch whose schedule says so.
+    ``wanted`` every launch with a flag of ours has it, with it a launch whose schedule says so,
+    with ``asked_for`` one whose settings do.
     """
 
     name: str
     modules: tuple[str, ...]
     wanted: Callable[[Choice], bool] | None
+    asked_for: Callable[[PipelineConfig], bool] = lambda config: True
 
     def is_wanted(self, config: PipelineConfig) -> bool:
         if self.wanted is None:
             return True
-        return config.schedule is not None and self.wanted(config.choice())
+        if config.schedule is None:
+            return False
+        return self.wanted(config.choice()) and self.asked_for(config)
 
     def patches(self, config: PipelineConfig) -> list[Patch]:
         """Its patches; raises PatchError where Megatron lacks something that they import."""
@@ -103,6 +107,12 @@ FEATURES = (
             "megatron.training.training",
         ),
         _moves_first_stage,
+    ),
+    Feature(
+        "vocabulary parallelism",
+        ("megatron.core.models.gpt.gpt_model",),
+        lambda choice: True,
+        asked_for=lambda config: config.vocabulary() is not VocabularyParallel.NONE,
     ),
 )
 
@@ -237,8 +247,44 @@ REFUSALS = (
     Refusal("yaml_cfg", bool, "give Megatron's settings as flags, not by --yaml-cfg"),
 )
 
+_MADE_BY_PASSES = "the loss is made by passes of the schedule"
 
-def refuse(settings: Any, choice: Choice) -> None:
+VOCABULARY_REFUSALS = (
+    Refusal(
+        "cross_entropy_loss_fusion",
+        bool,
+        f"drop --cross-entropy-loss-fusion: {_MADE_BY_PASSES}",
+    ),
+    Refusal(
+        "fp16_lm_cross_entropy", bool, f"drop --fp16-lm-cross-entropy: {_MADE_BY_PASSES}, in fp32"
+    ),
+    Refusal("use_mup", bool, "drop --use-mup: the logits are not scaled"),
+    Refusal("fp8_output_proj", bool, "drop --fp8-output-proj: the logits are not made in fp8"),
+    Refusal("context_parallel_size", lambda value: value > 1, "context parallelism is untried"),
+    Refusal("sft", bool, "drop --sft: packed sequences are untried"),
+    Refusal("logits_load_dir", bool, f"drop --logits-load-dir: {_MADE_BY_PASSES}, from labels"),
+    Refusal("modelopt_enabled", bool, "models of ModelOpt are untried"),
+    Refusal("init_model_with_meta_device", bool, "drop --init-model-with-meta-device"),
+    Refusal(
+        "ckpt_format",
+        lambda value: value != "torch_dist",
+        "a rank's rows are others than stock's, and only --ckpt-format torch_dist can be loaded "
+        "wherever rows are",
+    ),
+    Refusal(
+        "variable_seq_lengths",
+        bool,
+        "collectives need one shape: give all microbatches one sequence length",
+    ),
+    Refusal(
+        "gtp_weight_remat_size", lambda value: value > 1, "drop --tensor-parallel-num-weight-shards"
+    ),
+)
+
+
+def refuse(
+    settings: Any, choice: Choice, vocabulary: VocabularyParallel = VocabularyParallel.NONE
+) -> None:
     """Raise ValueError for the first of ``settings`` that ``choice`` cannot honour.
 
     ``settings`` are Megatron's parsed arguments or a TransformerConfig.
@@ -259,14 +305,28 @@ def refuse(settings: Any, choice: Choice) -> None:
             f"microbatch_group_size_per_vp_stage={group}: the group is an option of the schedules "
             f"that have one; write {with_option(choice.spec, 'group', group)} in its place"
         )
-    for refusal in REFUSALS:
+    _refuse_settings(settings, choice, REFUSALS, f"--pipeline-schedule {choice.spec}")
+    if vocabulary is not VocabularyParallel.NONE:
+        ours = f"--pipeline-vocab-parallel {vocabulary}"
+        if placement.rank_of not in (line(placement.ranks).rank_of, v(placement.ranks).rank_of):
+            raise ValueError(
+                f"{ours} does not go with --pipeline-schedule {choice.spec}, whose stages are on "
+                f"ranks {list(placement.rank_of)}: choose a schedule with one stage a rank, in "
+                f"order, or a V such as zb-v, v-half or v-auto"
+            )
+        _refuse_settings(settings, choice, VOCABULARY_REFUSALS, ours)
+
+
+def _refuse_settings(
+    settings: Any, choice: Choice, refusals: tuple[Refusal, ...], ours: str
+) -> None:
+    for refusal in refusals:
         if not (refusal.by(choice) and refusal.beside(settings)):
             continue
         value = getattr(settings, refusal.setting, None)
         if value is not None and refusal.unsupported(value):
             raise ValueError(
-                f"--pipeline-schedule {choice.spec} does not go with "
-                f"{refusal.setting}={value}: {refusal.instead}"
+                f"{ours} does not go with {refusal.setting}={value}: {refusal.instead}"
             )
 
 

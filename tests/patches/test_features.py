@@ -9,7 +9,7 @@ from tests.documents import check_written, table
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
-from megatron_ext.patches.features import REFUSALS, Refusal
+from megatron_ext.patches.features import REFUSALS, VOCABULARY_REFUSALS, Refusal
 
 
 def who(refusal: Refusal) -> str:
@@ -26,3 +26,8 @@ def who(refusal: Refusal) -> str:
 def test_the_docs_tell_what_is_refused() -> None:
     rows = [[f"`{refusal.setting}`", who(refusal), refusal.instead] for refusal in REFUSALS]
     check_written("refusals", table(["setting", "refused by", "because, or instead"], rows))
+
+
+def test_the_docs_tell_what_a_divided_vocabulary_refuses() -> None:
+    rows = [[f"`{refusal.setting}`", refusal.instead] for refusal in VOCABULARY_REFUSALS]
+    check_written("vocabulary refusals", table(["setting", "because, or instead"], rows))

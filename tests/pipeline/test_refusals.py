@@ -78,6 +78,35 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
         {"defer_embedding_wgrad_compute": True, "untie_embeddings_and_output_weights": True},
         "does not go with",
     ),
+    "a divided vocabulary, no such way": (
+        {"pipeline_vocab_parallel": "3"},
+        "--pipeline-vocab-parallel 3: write none, 1 or 2",
+    ),
+    "a divided vocabulary, batched": (
+        {"pipeline_vocab_parallel": 1, "pipeline_p2p": "batched"},
+        "--pipeline-p2p batched does not go with --pipeline-vocab-parallel 1",
+    ),
+    "a divided vocabulary on a loop": (
+        {"pipeline_vocab_parallel": 1, "pipeline_schedule": "interleaved", "num_layers": 8},
+        "whose stages are on ranks [0, 1, 2, 3, 0, 1, 2, 3]: choose a schedule with one stage",
+    ),
+    "a vocabulary of fewer rows than ranks": (
+        {"pipeline_vocab_parallel": 2, "vocab_size": 3},
+        "--vocab-size 3 cannot be divided over 4 ranks",
+    ),
+    "a given padding that does not divide": (
+        {"pipeline_vocab_parallel": 2, "padded_vocab_size": 66},
+        "a vocabulary of 66 does not divide over 4 ranks (pipeline x tensor parallel): pad it to "
+        "68",
+    ),
+    "a divided vocabulary, another loss": (
+        {"pipeline_vocab_parallel": 2, "cross_entropy_loss_fusion": True},
+        "--pipeline-vocab-parallel 2 does not go with cross_entropy_loss_fusion=True: drop",
+    ),
+    "a divided vocabulary over the memory limit": (
+        {"pipeline_vocab_parallel": 1, "pipeline_schedule": "1f1b", "pipeline_memory_limit": "4"},
+        "over the memory limit of 4 microbatches",
+    ),
 }
 
 

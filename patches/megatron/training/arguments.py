@@ -7,6 +7,7 @@ in checkpoints, where stock ignores them).
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,12 @@ from megatron_ext.patches.engine import Patch, wrap
 from megatron_ext.patches.features import refuse, refuse_order
 from megatron_ext.patches.megatron.dimensions import estimated_costs
 from megatron_ext.patches.megatron.layers import layers_of_stages
+from megatron_ext.patches.megatron.vocabulary import check_divisible
 from megatron_ext.schedule.costs import parse_costs
 from megatron_ext.schedule.head import place_head
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.schedule import Problem
+from megatron_ext.schedule.schedule import Problem, VocabularyParallel
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
@@ -41,6 +43,8 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             add_virtual_stages(args, config)
             args = original(args, defaults)
             check(args, config)
+            if config.vocabulary() is not VocabularyParallel.NONE:
+                pad_vocabulary(args)
         except ValueError as error:
             exit_for(error)
         # Only stock's own loop starts gathers by itself; with any other each starts the next.
@@ -105,7 +109,7 @@ def check(args: Any, config: PipelineConfig) -> None:
             f"--pipeline-schedule {config.schedule} needs a pipeline, but "
             f"--pipeline-model-parallel-size is {ranks}: set it to 2 or more, or drop the flag"
         )
-    refuse(args, choice)
+    refuse(args, choice, config.vocabulary())
     _check_trace(args, config)
     placement = choice.place(ranks)
     _refuse_checkpoints_of_one_placement(args, placement)
@@ -123,7 +127,14 @@ def check(args: Any, config: PipelineConfig) -> None:
     for microbatches in _microbatches_of_steps(args):
         text = config.memory_limit
         limit = None if text is None else parse_limit(text, ranks, microbatches)
-        problem = Problem(placement, microbatches, costs, limit, p2p=config.messages())
+        problem = Problem(
+            placement,
+            microbatches,
+            costs,
+            limit,
+            p2p=config.messages(),
+            vocabulary=config.vocabulary(),
+        )
         refuse_order(args, place_head(choice, problem).program.schedule)
 
 
@@ -142,6 +153,39 @@ def _check_trace(args: Any, config: PipelineConfig) -> None:
         raise ValueError(
             f"--pipeline-trace {config.trace}: no trace can be written there: {error}"
         ) from None
+
+
+def pad_vocabulary(args: Any) -> None:
+    """Have the vocabulary padded so that it divides over all ranks, twice (Yeung et al. 2024).
+
+    Raises:
+        ValueError: it cannot be divided.
+    """
+    ranks = args.pipeline_model_parallel_size
+    tensor_parallel = args.tensor_model_parallel_size
+    shards = ranks * tensor_parallel
+    given = args.padded_vocab_size
+    if given is not None:  # by the user, or by a checkpoint whose arguments are used
+        check_divisible(given, shards)
+        return
+    if args.vocab_size is not None and args.vocab_size < shards:
+        raise ValueError(
+            f"--vocab-size {args.vocab_size} cannot be divided over {shards} ranks (pipeline x "
+            f"tensor parallel): drop --pipeline-vocab-parallel"
+        )
+    before = args.make_vocab_size_divisible_by
+    args.make_vocab_size_divisible_by = math.lcm(before, 2 * ranks)
+    sizes = [before * tensor_parallel, args.make_vocab_size_divisible_by * tensor_parallel]
+    words = "a multiple of "
+    if args.vocab_size is not None:
+        sizes = [math.ceil(args.vocab_size / size) * size for size in sizes]
+        words = ""
+    if sizes[0] != sizes[1] and args.rank == 0:
+        print(
+            f"megatron_ext: the vocabulary is padded to {words}{sizes[1]}, not {sizes[0]}, so that "
+            f"it divides over {ranks} pipeline x {tensor_parallel} tensor parallel ranks",
+            flush=True,
+        )
 
 
 def _refuse_checkpoints_of_one_placement(args: Any, placement: Placement) -> None:

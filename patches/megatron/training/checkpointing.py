@@ -3,7 +3,7 @@
 Without --dist-ckpt-optim-fully-reshardable the distributed optimizer's states are saved rank by
 rank: under another placement a rank would take those of other stages for its own, where the sizes
 agree. Megatron compares the number of ranks alone, so a checkpoint says which rank held which stage
-where that is not Megatron's own way.
+where that is not Megatron's own way, and whether the vocabulary was divided over all ranks.
 
 Not patched: what is saved and how it is loaded; the formats that any placement can load.
 """
@@ -18,20 +18,24 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron_ext.config import PipelineConfig
 from megatron_ext.errors import exit_for
 from megatron_ext.patches.engine import Patch, wrap
+from megatron_ext.schedule.schedule import VocabularyParallel
 
 _RANK_OF_STAGE = "pipeline_rank_of_stage"
+_DIVIDED = "pipeline_vocabulary_is_divided"
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
     """The patches that note the placement in a checkpoint, and compare it."""
     choice = config.choice()
+    divided = config.vocabulary() is not VocabularyParallel.NONE
 
     def rank_of_stage(args: Any) -> list[int] | None:
         placement = choice.place(args.pipeline_model_parallel_size)
         return None if placement.in_turn else list(placement.rank_of)
 
     def note(original: Callable[..., dict[str, Any]], args: Any, *rest: Any, **named: Any) -> Any:
-        return original(args, *rest, **named) | {_RANK_OF_STAGE: rank_of_stage(args)}
+        ours = {_RANK_OF_STAGE: rank_of_stage(args), _DIVIDED: divided}
+        return original(args, *rest, **named) | ours
 
     def compare(
         original: Callable[..., Any],
@@ -44,7 +48,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         states = named.get("optim_sd_kwargs") or {}
         if optimizer is not None and states.get("is_loading"):
             try:
-                _compare(states["metadata"], rank_of_stage(args))
+                _compare(states["metadata"], rank_of_stage(args), divided)
             except ValueError as error:
                 exit_for(error)
         return original(args, model, optimizer, *rest, **named)
@@ -66,20 +70,21 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
     )
 
 
-def _compare(metadata: dict[str, Any], now: list[int] | None) -> None:
+def _compare(metadata: dict[str, Any], now: list[int] | None, divided: bool) -> None:
     """Raise ValueError if a checkpoint's states do not fit the placement there is ``now``."""
     kind = metadata.get("distrib_optim_sharding_type")
-    saved = metadata.get(_RANK_OF_STAGE)
+    saved, was_divided = metadata.get(_RANK_OF_STAGE), bool(metadata.get(_DIVIDED))
     if kind is None or kind in DistributedOptimizer.checkpoint_fully_reshardable_formats:
         return
-    if saved != now:
+    if (saved, was_divided) != (now, divided):
         raise ValueError(
             f"this checkpoint's optimizer states ({kind}) fit only the schedules they were saved "
-            f"under: stages were on {_ranks(saved)}, and are on {_ranks(now)}; save a checkpoint "
-            f"under such a schedule with --dist-ckpt-optim-fully-reshardable, or load this one "
-            f"with --no-load-optim"
+            f"under: stages were on {_ranks(saved, was_divided)}, and are on "
+            f"{_ranks(now, divided)}; save a checkpoint under such a schedule with "
+            f"--dist-ckpt-optim-fully-reshardable, or load this one with --no-load-optim"
         )
 
 
-def _ranks(rank_of_stage: list[int] | None) -> str:
-    return "Megatron's own ranks" if rank_of_stage is None else f"ranks {rank_of_stage}"
+def _ranks(rank_of_stage: list[int] | None, divided: bool) -> str:
+    ranks = "Megatron's own ranks" if rank_of_stage is None else f"ranks {rank_of_stage}"
+    return ranks + (" with the vocabulary divided over all" if divided else "")

@@ -45,7 +45,7 @@ class ModelStage:
         call: StepCall,
         recorder: Recorder,
         *,
-        is_last: bool,
+        has_loss: bool,
     ) -> None:
         self._number = number
         self._model = model
@@ -53,7 +53,7 @@ class ModelStage:
         self._data_iterator = data_iterator
         self._call = call
         self._recorder = recorder
-        self._is_last = is_last
+        self._has_loss = has_loss
         self._between: dict[int, tuple[Tensor | None, Tensor]] = {}  # input, output of F
         self.losses: list[Any] = []
         self.tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
@@ -61,7 +61,7 @@ class ModelStage:
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
         call = self._call
         output, tokens = schedules.forward_step(
-            call.forward_step_func,
+            self._forward_step_func(microbatch),
             self._data_iterator,
             self._model,
             call.num_microbatches,
@@ -74,7 +74,7 @@ class ModelStage:
                 call.first_val_step, call.forward_only, microbatch == 0
             ),
             current_microbatch=microbatch,
-            is_last_stage=self._is_last,
+            is_last_stage=self._has_loss,
         )
         # Megatron's model would keep its input, and through it the gradient, until the next F.
         get_attr_wrapped_model(self._model, "set_input_tensor")([None])
@@ -94,7 +94,7 @@ class ModelStage:
 
     def backward_input(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
         x, output = self._between.pop(microbatch)
-        if self._is_last:
+        if self._has_loss:
             self._free(output)
         with queue.collecting(self._number, microbatch):
             return schedules.backward_step(x, output, dy, self._config)
@@ -115,6 +115,9 @@ class ModelStage:
         self._model.start_grad_sync()  # type: ignore[operator]  # DistributedDataParallel's
         if reduction is not None:
             watch(self._model, reduction)
+
+    def _forward_step_func(self, microbatch: int) -> Callable[..., Any]:
+        return self._call.forward_step_func
 
     def _free(self, output: Tensor) -> None:
         schedules.deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)

@@ -30,22 +30,28 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron_ext.config import ESTIMATE, PipelineConfig
 from megatron_ext.patches.engine import Patch, expect, wrap
 from megatron_ext.patches.features import refuse, refuse_order
+from megatron_ext.patches.megatron.core.pipeline_parallel.end_stage import EndStage, ends_of
 from megatron_ext.patches.megatron.core.pipeline_parallel.model_stage import ModelStage, StepCall
 from megatron_ext.patches.megatron.core.pipeline_parallel.split_report import split_report
 from megatron_ext.patches.megatron.dimensions import estimated_costs
 from megatron_ext.patches.megatron.step_trace import StepTrace
 from megatron_ext.patches.megatron.tied import copies_differ
+from megatron_ext.patches.megatron.vocabulary import embedding_part, part_of, tables
 from megatron_ext.runtime.batched import BatchedTransport, PipelineGroup
+from megatron_ext.runtime.collectives import Collectives
 from megatron_ext.runtime.executor import Messages, execute
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.transport import Boundary, Channels, Transport
+from megatron_ext.runtime.vocabulary import VocabularyPasses
+from megatron_ext.runtime.vocabulary_shard import VocabularyShard
 from megatron_ext.runtime.watchdog import Watchdog
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.costs import Costs, parse_costs
 from megatron_ext.schedule.graph import channels
 from megatron_ext.schedule.head import Placed, place_head
 from megatron_ext.schedule.limit import parse_limit
-from megatron_ext.schedule.schedule import P2P, Problem
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.schedule import P2P, Problem, VocabularyParallel
 from megatron_ext.schedule.summary import summary
 from megatron_ext.schedule.verify import Program
 
@@ -84,6 +90,11 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             f"{_SCHEDULES}:forward_step",
             reason="a stage's forward is this function",
             digests=("ca082631bab1",),
+        ),
+        expect(
+            f"{_SCHEDULES}:forward_step_calc_loss",
+            reason="a loss made by passes of the schedule goes into this function",
+            digests=("ff5e1acdaba2", "669c1962e226"),  # 0.18, 0.19
         ),
         expect(
             f"{_SCHEDULES}:backward_step",
@@ -128,9 +139,11 @@ class PipelineStep:
         self._config = config
         self._choice = config.choice()
         self._p2p = config.messages()
+        self._vocabulary = config.vocabulary()
         self._costs: Costs | None = None
         self._programs: dict[tuple[int, bool, bool], Placed] = {}
         self._connection: Channels | PipelineGroup | None = None
+        self._collectives: Collectives | None = None
         self._recorder: Recorder | None = None
         self._has_reported = False
         self._trace = None
@@ -159,7 +172,7 @@ class PipelineStep:
         models = model if isinstance(model, list) else [model]
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         config = get_model_config(models[0])
-        refuse(config, self._choice)
+        refuse(config, self._choice, self._vocabulary)
         if config.variable_seq_lengths and self._p2p is P2P.BATCHED:
             raise ValueError(
                 "--pipeline-p2p batched does not go with variable_seq_lengths: a tensor can be "
@@ -169,6 +182,11 @@ class PipelineStep:
             raise ValueError(
                 f"adjust_tensor_shapes_fn is not supported by --pipeline-schedule "
                 f"{self._config.schedule}: it sends one tensor between stages; drop the flag"
+            )
+        if self._vocabulary is not VocabularyParallel.NONE and collect_non_loss_data:
+            raise ValueError(
+                f"collect_non_loss_data does not go with --pipeline-vocab-parallel "
+                f"{self._vocabulary}: no rank has whole logits; drop the flag"
             )
         if isinstance(pg_collection, MultiModuleProcessGroupCollection):
             raise ValueError(
@@ -210,15 +228,7 @@ class PipelineStep:
             pg_collection.cp.size(),
         )
         stages = {
-            number: ModelStage(
-                number,
-                chunk,
-                config,
-                iterator,
-                call,
-                self._recorder,
-                is_last=number == placement.stages - 1,
-            )
+            number: self._stage(number, chunk, config, iterator, call, placement)
             for number, chunk, iterator in zip(
                 placement.stages_of[pipeline.rank()], models, iterators, strict=True
             )
@@ -236,8 +246,24 @@ class PipelineStep:
         queue.weights = set() if reports else None
         splits = self._choice.splits_backward and not forward_only
         at_once = frozenset[torch.Tensor]() if placed.head_waits else _head_weights(models)
+        vocabulary = None
+        if self._vocabulary is not VocabularyParallel.NONE:
+            assert self._collectives is not None
+            shard = _shard(models, pipeline, pg_collection.tp)
+            vocabulary = VocabularyPasses(
+                program,
+                ends_of(stages.values()),
+                shard,
+                self._collectives,
+                boundary,
+                (micro_batch_size, seq_length),
+                self._recorder,
+            )
+            at_once = frozenset()  # its gradient has a pass of its own
+            if queue.weights is not None:
+                queue.weights.add(shard.output)
         with _no_grad_sync(config), _splitting(splits, at_once):
-            execute(program, stages, transport, self._recorder)
+            execute(program, stages, transport, self._recorder, vocabulary)
         if queue.weights is not None:
             self._report_split(pipeline, models, queue.weights, at_once)
         if config.finalize_model_grads_func is not None and not forward_only:
@@ -299,6 +325,7 @@ class PipelineStep:
             forward_only,
             receives_ahead=0 if config.variable_seq_lengths else 1,
             p2p=self._p2p,
+            vocabulary=self._vocabulary,
         )
         placed = place_head(self._choice, problem)
         program = placed.program
@@ -315,6 +342,8 @@ class PipelineStep:
                 self._connection = PipelineGroup(pipeline, device)
             else:
                 self._connection = Channels(pipeline, channels(program.schedule), device)
+            if self._vocabulary is not VocabularyParallel.NONE:
+                self._collectives = Collectives(pipeline, device)
             self._recorder = Recorder(pipeline.rank())
             Watchdog(self._recorder).start()
         if not forward_only and dist.get_rank() == 0:
@@ -329,6 +358,22 @@ class PipelineStep:
             return BatchedTransport(self._connection, boundary, program, self._recorder)
         placement = program.schedule.placement
         return Transport(self._connection, boundary, placement, self._recorder)
+
+    def _stage(
+        self,
+        number: int,
+        chunk: torch.nn.Module,
+        config: Any,
+        data_iterator: Any,
+        call: StepCall,
+        placement: Placement,
+    ) -> ModelStage:
+        assert self._recorder is not None
+        is_last = number == placement.stages - 1
+        common = number, chunk, config, data_iterator, call, self._recorder
+        if self._vocabulary is not VocabularyParallel.NONE and (number == 0 or is_last):
+            return EndStage(*common, is_last=is_last)
+        return ModelStage(*common, has_loss=is_last)
 
     def _agreed_costs(
         self,
@@ -352,13 +397,29 @@ class PipelineStep:
                 layers=[layers for layers, _ in per_stage],
                 sequence=sequence // config.context_parallel_size,
                 micro_batch=micro_batch,
-                vocabulary=per_stage[-1][1] * config.tensor_model_parallel_size,
+                vocabulary=sum(rows for _, rows in per_stage) * config.tensor_model_parallel_size,
             )
         costs = [parse_costs(text, placement) if pipeline.rank() == 0 else None]
         source = dist.get_global_rank(pipeline, 0)
         dist.broadcast_object_list(costs, src=source, group=pipeline)
         assert costs[0] is not None
         return costs[0]
+
+
+def _shard(
+    models: list[torch.nn.Module],
+    pipeline: dist.ProcessGroup,
+    tensor_parallel: dist.ProcessGroup,
+) -> VocabularyShard:
+    """This rank's part of the vocabulary."""
+    embedding, output = tables(models)
+    return VocabularyShard(
+        embedding,
+        output,
+        first_row=part_of(pipeline, tensor_parallel).index * len(output),
+        tensor_parallel=tensor_parallel if tensor_parallel.size() > 1 else None,
+        sequence_parallel=get_model_config(models[0]).sequence_parallel,
+    )
 
 
 def _default_groups() -> Any:
@@ -372,6 +433,8 @@ def _size(chunk: torch.nn.Module) -> tuple[int, int]:
     """Transformer layers of a model chunk, and rows of its output layer (0 without one)."""
     model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
     rows = getattr(getattr(model, "output_layer", None), "output_size_per_partition", 0)
+    if rows == 0 and (part := embedding_part(chunk)) is not None:  # which is the output layer's too
+        rows = part.num_embeddings_per_partition
     return len(model.decoder.layers), rows
 
 

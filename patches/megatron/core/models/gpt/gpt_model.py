@@ -1,0 +1,126 @@
+"""Models whose embedding and output layer are divided over all pipeline ranks.
+
+Megatron builds a chunk with tables of one row a tensor parallel rank. They go again, and the first
+chunk of every rank gets its parts of the whole ones (`vocabulary`), under the names that stock
+gives the tables. The first stage then takes what the ranks have looked up, the last one ends with
+its hidden states.
+
+Not patched: `_preprocess`, `forward` and `_postprocess`, which do what they do on other stages; the
+tying of two copies, of which there is one; position embeddings, dropout and norms, which stay.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.module import MegatronModule
+
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches.engine import Patch, expect, wrap
+from megatron_ext.patches.features import refuse
+from megatron_ext.patches.megatron.vocabulary import (
+    EmbeddingPart,
+    OutputPart,
+    check_divisible,
+    part_of,
+)
+
+_MODEL = "megatron.core.models.gpt.gpt_model:GPTModel"
+
+
+def patches(config: PipelineConfig) -> tuple[Patch, ...]:
+    """The patches that divide the tables of a GPTModel."""
+    choice, vocabulary = config.choice(), config.vocabulary()
+
+    def build(original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
+        call = inspect.signature(original).bind(model, *args, **kwargs)
+        call.apply_defaults()
+        settings = call.arguments["config"]
+        if settings.pipeline_model_parallel_size == 1:
+            original(model, *args, **kwargs)
+            return
+        if type(model) is not GPTModel:
+            raise ValueError(
+                f"--pipeline-vocab-parallel {vocabulary} divides the tables of a GPTModel, and "
+                f"{type(model).__name__} may use them in ways of its own: drop the flag"
+            )
+        refuse(settings, choice, vocabulary)
+        if call.arguments["mtp_block_spec"] is not None:
+            raise ValueError(
+                f"--pipeline-vocab-parallel {vocabulary} does not go with multi-token prediction: "
+                f"drop --mtp-num-layers"
+            )
+        build_divided(original, model, call)
+
+    return (
+        wrap(
+            f"{_MODEL}.__init__",
+            build,
+            reason="each rank holds its part of embedding and output layer",
+            digests=("038b34702737", "2127a9981edd"),  # 0.18, 0.19
+        ),
+        wrap(
+            f"{_MODEL}.set_input_tensor",
+            take_embeddings,
+            reason="the first stage's input are embeddings",
+            signature="(self, input_tensor)",
+        ),
+        expect(
+            f"{_MODEL}._postprocess",
+            reason="without post_process it returns hidden states",
+            digests=("7dc649b768c7", "6c489f3a1567"),  # 0.18, 0.19
+        ),
+        expect(
+            "megatron.core.models.common.embeddings.language_model_embedding:"
+            "LanguageModelEmbedding.forward",
+            reason="takes the embeddings from the table's module, and goes on",
+            digests=("53d0b74775ed",),
+        ),
+        expect(
+            "megatron.core.tensor_parallel.layers:VocabParallelEmbedding.forward",
+            reason="the lookup ends as this does",
+            digests=("8db24043b909", "8862b2f9d30b"),  # 0.18, 0.19
+        ),
+    )
+
+
+def build_divided(original: Callable[..., None], model: Any, call: inspect.BoundArguments) -> None:
+    """Build ``model`` with this rank's parts in the place of whole tables."""
+    vocabulary = call.arguments["vocab_size"]
+    tied = call.arguments["share_embeddings_and_output_weights"]
+    config = call.arguments["config"]
+    call.arguments["vocab_size"] = config.tensor_model_parallel_size
+    call.arguments["share_embeddings_and_output_weights"] = False
+    original(*call.args, **call.kwargs)
+
+    groups = model.pg_collection
+    part = part_of(groups.pp, groups.tp)
+    check_divisible(vocabulary, part.size())
+    model.vocab_size = vocabulary
+    if model.post_process:
+        del model.output_layer
+        model.post_process = False
+    if model.pre_process:
+        embedding = model.embedding
+        embedding.vocab_size = vocabulary
+        scatters = embedding.reduce_scatter_embeddings
+        embedding.word_embeddings = EmbeddingPart(model, part, reduce_scatter=scatters)
+    elif (model.vp_stage or 0) == 0:
+        model.embedding = MegatronModule(config)
+        model.embedding.word_embeddings = EmbeddingPart(model, part)
+    else:
+        return
+    if not tied:
+        model.output_layer = OutputPart(model, part)
+
+
+def take_embeddings(original: Callable[..., None], model: Any, input_tensor: Any) -> None:
+    """Hand the first stage what the ranks have looked up, and any other its input."""
+    if not model.pre_process:
+        original(model, input_tensor)
+        return
+    (embeddings,) = input_tensor if isinstance(input_tensor, list) else [input_tensor]
+    model.embedding.word_embeddings.embeddings = embeddings

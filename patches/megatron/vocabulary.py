@@ -1,0 +1,146 @@
+"""A pipeline rank's rows of embedding and output layer, as modules of its first model chunk.
+
+They are Megatron's own layers over a larger group, all pipeline x tensor parallel ranks: rows,
+initialisation, parameter attributes and checkpoint keys are what those make of it. Only they are
+not called: their weights are read by the passes of the schedule.
+
+Rank t of tensor parallelism and p of the pipeline has part ``t * pipeline + p``, so that the parts
+of a tensor parallel rank are together what stock gives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel.mappings import (
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which part of the vocabulary a rank has, of how many. To Megatron's layers, a group."""
+
+    index: int
+    parts: int
+
+    def rank(self) -> int:
+        return self.index
+
+    def size(self) -> int:
+        return self.parts
+
+
+def part_of(pipeline: dist.ProcessGroup, tensor_parallel: dist.ProcessGroup) -> Part:
+    """The part of this rank."""
+    ranks = pipeline.size()
+    return Part(tensor_parallel.rank() * ranks + pipeline.rank(), ranks * tensor_parallel.size())
+
+
+def check_divisible(vocabulary: int, parts: int) -> None:
+    """Raise ValueError unless a vocabulary of that size, padded, divides over the ranks."""
+    if vocabulary % parts:
+        raise ValueError(
+            f"a vocabulary of {vocabulary} does not divide over {parts} ranks (pipeline x tensor "
+            f"parallel): pad it to {-(-vocabulary // parts) * parts}, or drop "
+            f"--pipeline-vocab-parallel"
+        )
+
+
+class EmbeddingPart(VocabParallelEmbedding):
+    """This rank's rows of the embedding. On the first stage, also the end of the lookup."""
+
+    def __init__(self, model: Any, part: Part, *, reduce_scatter: bool = False) -> None:
+        config = model.config
+        super().__init__(
+            model.vocab_size,
+            config.hidden_size,
+            init_method=config.embedding_init_method,
+            reduce_scatter_embeddings=reduce_scatter,
+            config=config,
+            tp_group=part,
+        )
+        self._tensor_parallel = model.pg_collection.tp
+        self.embeddings: Tensor | None = None
+        self.weight.is_embedding_or_output_parameter = True
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The embeddings of ``tokens``, which the ranks have looked up before.
+
+        What was handed over, [b, s, h], is the sum over the pipeline; that over tensor parallel
+        ranks is as stock has it.
+        """
+        embeddings = self.embeddings
+        assert embeddings is not None, "no embeddings were handed to the first stage"
+        if self.reduce_scatter_embeddings:
+            return reduce_scatter_to_sequence_parallel_region(
+                embeddings.transpose(0, 1).contiguous(), group=self._tensor_parallel
+            )
+        if self._tensor_parallel.size() > 1:
+            return reduce_from_tensor_model_parallel_region(embeddings, group=self._tensor_parallel)
+        return embeddings
+
+
+class OutputPart(ColumnParallelLinear):
+    """This rank's rows of the output layer."""
+
+    def __init__(self, model: Any, part: Part) -> None:
+        config = model.config
+        super().__init__(
+            config.hidden_size,
+            model.vocab_size,
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            tp_group=part,
+        )
+        self.weight.is_embedding_or_output_parameter = True
+
+    def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> Any:
+        sharded = super().sharded_state_dict(prefix, *args, **kwargs)
+        sharded[f"{prefix}weight"].allow_shape_mismatch = True  # another padding
+        return sharded
+
+
+def embedding_part(chunk: torch.nn.Module) -> EmbeddingPart | None:
+    """The rows of the embedding in a model chunk."""
+    return next((part for part in chunk.modules() if isinstance(part, EmbeddingPart)), None)
+
+
+def output_part(chunk: torch.nn.Module) -> OutputPart | None:
+    """The rows of the output layer in a model chunk; None where they are the embedding's."""
+    return next((part for part in chunk.modules() if isinstance(part, OutputPart)), None)
+
+
+def tables(models: Sequence[torch.nn.Module]) -> tuple[Tensor, Tensor]:
+    """The weights of this rank's parts, ready to be read: embedding and output layer.
+
+    With the gathering of parameters overlapped, whoever reads a weight waits for it first; Megatron
+    has hooks for that on each module's call.
+
+    Raises:
+        ValueError: the model was not built with parts, or they are not trained.
+    """
+    embedding = embedding_part(models[0])
+    if embedding is None:
+        raise ValueError(
+            "--pipeline-vocab-parallel divides the tables of a GPTModel, and this model has none: "
+            "drop the flag, or install it before the model is built"
+        )
+    parts = [embedding, output_part(models[0]) or embedding]
+    for part in parts:
+        if not part.weight.requires_grad:
+            raise ValueError(
+                "--pipeline-vocab-parallel does not go with a frozen embedding or output layer: "
+                "drop the flag"
+            )
+        for hook in part._forward_pre_hooks.values():
+            hook(part, ())
+    return parts[0].weight, parts[1].weight

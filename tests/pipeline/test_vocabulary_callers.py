@@ -1,0 +1,232 @@
+"""Code that calls Megatron itself and divides the vocabulary: what it gets, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+import megatron_ext
+from megatron_ext.patches import cpu
+from megatron_ext.patches.engine import apply
+from tests.ranks import run_ranks, values
+
+RANKS = 2
+SEQUENCE, BATCH, VOCABULARY, MICROBATCHES, HIDDEN = 8, 2, 32, 6, 16
+TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+def build(kind: type[GPTModel] = GPTModel, vocabulary: int = VOCABULARY) -> GPTModel:
+    """This rank's stage, weights drawn by their names; of a divided table, this rank's rows."""
+    config = TransformerConfig(
+        num_layers=RANKS,
+        hidden_size=HIDDEN,
+        num_attention_heads=2,
+        pipeline_model_parallel_size=RANKS,
+        pipeline_dtype=torch.float32,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        use_cpu_initialization=True,
+        masked_softmax_fusion=False,
+        transformer_impl="local",
+    )
+    model = kind(
+        config,
+        get_gpt_layer_local_spec(),
+        vocab_size=vocabulary,
+        max_sequence_length=SEQUENCE,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+    )
+    for name, parameter in model.named_parameters():
+        whole = torch.empty(vocabulary, HIDDEN) if name in TABLES else parameter.detach()
+        number = zlib.crc32(name.encode()) + (0 if name in TABLES else dist.get_rank())
+        whole.normal_(std=0.1, generator=torch.Generator().manual_seed(number))
+        if len(parameter) < len(whole):
+            whole = whole.chunk(RANKS)[dist.get_rank()]
+        parameter.data.copy_(whole)
+    return model
+
+
+def loss_of(weights: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """A weighted sum of the tokens' losses, and the weights as their number."""
+    loss = (losses * weights).sum()
+    return loss, weights.sum().int(), {"loss": loss.detach().clone()}
+
+
+def forward_step(data: Iterator[Tensor], model: Any, **more: Any) -> tuple[Tensor, Any]:
+    tokens = next(data)
+    positions = torch.arange(SEQUENCE).expand(BATCH, -1)
+    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE).triu(1).bool()
+    labels = tokens.roll(-1, 1)
+    output = model(tokens, positions, mask, **{"labels": labels} | more)
+    return output, partial(loss_of, (tokens % 3).float())
+
+
+def step(
+    model: GPTModel,
+    forward_step: Callable[..., Any] = forward_step,
+    forward_only: bool = False,
+    **more: Any,
+) -> list[Any]:
+    generator = torch.Generator().manual_seed(2)
+    data = [
+        torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=generator)
+        for _ in range(MICROBATCHES)
+    ]
+    losses: list[Any] = schedules.get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(data),
+        model=[model],
+        num_microbatches=MICROBATCHES,
+        seq_length=SEQUENCE,
+        micro_batch_size=BATCH,
+        forward_only=forward_only,
+        p2p_communicator=P2PCommunicator(
+            parallel_state.get_pipeline_model_parallel_group(), model.config
+        ),
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+        **more,
+    )
+    return losses
+
+
+@contextlib.contextmanager
+def pipeline(**settings: Any) -> Iterator[None]:
+    """Megatron on these ranks, with ``settings`` of ours if there are any."""
+    with apply(cpu.patches()), contextlib.ExitStack() as stack:
+        if settings:
+            stack.enter_context(megatron_ext.install(**settings))
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=RANKS)
+        model_parallel_cuda_manual_seed(0)
+        yield
+        parallel_state.destroy_model_parallel()
+
+
+def gradients(model: GPTModel) -> dict[str, Tensor]:
+    """Of all ranks; the rows of a divided table one after the other."""
+    own = {
+        name if name in TABLES else f"{dist.get_rank()} {name}": parameter.grad
+        for name, parameter in model.named_parameters()
+    }
+    everyone: list[Any] = [None] * RANKS
+    dist.all_gather_object(everyone, own)
+    return {
+        name: torch.cat([each[name] for each in everyone if name in each])
+        for name in {name for each in everyone for name in each}
+    }
+
+
+@pytest.mark.parametrize("variant", ["1", "2"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_gradients_and_losses_are_stocks(schedule: str, variant: str) -> None:
+    """Without a data-parallel wrapper, with groups of the caller's and a weighted loss."""
+
+    def trained() -> tuple[list[float], dict[str, Tensor]]:
+        model = build()
+        losses = step(model) + step(model, forward_only=True)
+        return [float(loss["loss"]) for loss in losses], gradients(model)
+
+    def on_rank(rank: int) -> None:
+        with pipeline():
+            expected_losses, expected = trained()
+        with pipeline(schedule=schedule, vocab_parallel=variant):
+            losses, ours = trained()
+        assert len(losses) == (2 * MICROBATCHES if rank == RANKS - 1 else 0)
+        assert losses == pytest.approx(expected_losses, rel=2**-21)
+        assert {name: one.shape for name, one in ours.items()} == {
+            name: one.shape for name, one in expected.items()
+        }
+        for name, gradient in ours.items():
+            largest = expected[name].abs().max()
+            assert (gradient - expected[name]).abs().max() <= 2**-20 * largest, name
+
+    values(run_ranks(RANKS, on_rank))
+
+
+def twice(data: Iterator[Tensor], model: Any) -> tuple[Tensor, Any]:
+    forward_step(iter([torch.zeros(BATCH, SEQUENCE, dtype=torch.int64)]), model)
+    return forward_step(data, model)
+
+
+def scaled(data: Iterator[Tensor], model: Any) -> tuple[Tensor, Any]:
+    output, loss = forward_step(data, model)
+    return output * 2, loss
+
+
+class Custom(GPTModel):
+    pass
+
+
+def frozen() -> GPTModel:
+    model = build()
+    model.get_parameter("embedding.word_embeddings.weight").requires_grad_(False)
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "the model is called twice": (
+        lambda: step(build(), twice),
+        "calls the model once .* called it 2 times",
+    ),
+    "the output is changed": (lambda: step(build(), scaled), "returns its output as it is"),
+    "no labels": (
+        lambda: step(build(), partial(forward_step, labels=None)),
+        "called with labels on the stage that has the loss",
+    ),
+    "an output head of one's own": (
+        lambda: step(build(), partial(forward_step, output_processor=print)),
+        "custom output head",
+    ),
+    "embeddings of one's own": (
+        lambda: step(
+            build(), partial(forward_step, decoder_input=torch.zeros(SEQUENCE, BATCH, HIDDEN))
+        ),
+        "does not go with decoder_input",
+    ),
+    "data that is no loss": (
+        lambda: step(build(), forward_only=True, collect_non_loss_data=True),
+        "no rank has whole logits",
+    ),
+    "another model": (lambda: build(Custom), "Custom may use them in ways of its own"),
+    "a vocabulary that does not divide": (
+        lambda: build(vocabulary=33),
+        "33 does not divide over 2 ranks .*: pad it to 34",
+    ),
+    "a frozen table": (lambda: step(frozen()), "frozen embedding or output layer"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_it_is_refused(case: str) -> None:
+    """By the rank that can tell, which ends the step of the others too."""
+    run, text = REFUSED[case]
+
+    def on_rank(rank: int) -> str:
+        with pipeline(schedule="1f1b", vocab_parallel="2"):
+            with pytest.raises((ValueError, RuntimeError)) as caught:
+                run()
+            return f"{type(caught.value).__name__}: {caught.value}"
+
+    errors = values(run_ranks(RANKS, on_rank))
+    assert all(error.startswith(("ValueError: ", "PeerFailure: ")) for error in errors), errors
+    told = [error for error in errors if error.startswith("ValueError")]
+    assert told
+    for error in told:
+        assert re.search(text, error), error

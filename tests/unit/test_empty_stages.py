@@ -1,0 +1,32 @@
+"""Stages of no layers, whose passes take no time once the vocabulary is divided."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_ext.schedule.build import build_program
+from megatron_ext.schedule.costs import parse_costs
+from megatron_ext.schedule.kinds import Duty
+from megatron_ext.schedule.registry import choose
+from megatron_ext.schedule.schedule import Problem, VocabularyParallel
+
+
+@pytest.mark.parametrize("hop", [0.0, 0.1])
+@pytest.mark.parametrize("variant", [VocabularyParallel.ONE, VocabularyParallel.TWO])
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "v-half"])
+def test_ends_of_the_model_without_layers(
+    name: str, variant: VocabularyParallel, hop: float
+) -> None:
+    """With the layout 'E|tt|tt|L' the last hidden states were to be sent before they were made."""
+    choice = choose(name)
+    placement = choice.place(3)
+    costs = parse_costs("f=1,i=1,w=1,comm=0", placement)
+    seconds = {
+        duty: (0.0, *costs.seconds[duty][1:-1], 0.0)
+        for duty in (Duty.FORWARD, Duty.INPUT_GRADIENT, Duty.WEIGHT_GRADIENT)
+    }
+    costs = replace(costs, seconds={**costs.seconds, **seconds}, hop=hop)
+    program = build_program(choice, Problem(placement, 4, costs, vocabulary=variant))
+    assert program.schedule.placement == placement
