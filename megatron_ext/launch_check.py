@@ -299,6 +299,10 @@ def _check_training(
     microbatches = report.attempt("batch size", lambda: launch_line.count_microbatches(args))
     if microbatches is not None:
         report.add(Verdict.RIGHT, "batch size", f"{microbatches} microbatches in the first step")
+        samples = report.attempt("training", lambda: launch_line.check_course(args))
+        if samples is not None:
+            text = "{} samples to train on, {} to validate on, {} to test on".format(*samples)
+            report.add(Verdict.RIGHT, "training", text)
     if report.attempt("model", lambda: launch_line.check_model(args, config)) is not None:
         report.add(Verdict.RIGHT, "model", f"{args.num_layers} layers divide over the ranks")
     if microbatches is None:

@@ -15,13 +15,14 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from megatron.core import num_microbatches_calculator
 from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.training import arguments
+from megatron.training import arguments, global_vars, training
 from packaging.version import Version
 
 from megatron_ext.config import PipelineConfig, add_flags
@@ -166,21 +167,45 @@ def count_microbatches(args: Any) -> int:
     Raises:
         ValueError: as `validate`, when batches do not divide.
     """
-    calculator = num_microbatches_calculator
-    with _as_value_error():
-        calculator.init_num_microbatches_calculator(
-            rank=1,  # rank 0 would log
-            global_batch_size=args.global_batch_size,
-            micro_batch_size=args.micro_batch_size,
-            data_parallel_size=args.data_parallel_size,
-            decrease_batch_size_if_needed=args.decrease_batch_size_if_needed,
-            step_batch_size_schedule=args.step_batch_size_schedule,
-            seq_length=args.seq_length,
-        )
+    with _as_value_error(), _counting_microbatches(args):
+        return int(num_microbatches_calculator.get_num_microbatches())
+
+
+def check_course(args: Any) -> tuple[int, int, int]:
+    """The samples to train on, to validate on and to test on, and that learning rates can be made.
+
+    A rank does this after the model is built, and what Megatron's validation has let pass ends it.
+
+    Raises:
+        ValueError: as `validate`.
+    """
+    args = copy.copy(args)
+    before = global_vars._GLOBAL_ARGS
+    global_vars.set_args(args)
     try:
-        return int(calculator.get_num_microbatches())
+        with _as_value_error(), _counting_microbatches(args):
+            training.get_optimizer_param_scheduler(SimpleNamespace(param_groups=[]))
+            train, validation, test = training.get_train_valid_test_num_samples()
+            return train, validation or 0, test
     finally:
-        calculator.unset_num_microbatches_calculator()
+        global_vars.set_args(before)
+
+
+@contextlib.contextmanager
+def _counting_microbatches(args: Any) -> Iterator[None]:
+    num_microbatches_calculator.init_num_microbatches_calculator(
+        rank=1,  # rank 0 would log
+        global_batch_size=args.global_batch_size,
+        micro_batch_size=args.micro_batch_size,
+        data_parallel_size=args.data_parallel_size,
+        decrease_batch_size_if_needed=args.decrease_batch_size_if_needed,
+        step_batch_size_schedule=args.step_batch_size_schedule,
+        seq_length=args.seq_length,
+    )
+    try:
+        yield
+    finally:
+        num_microbatches_calculator.unset_num_microbatches_calculator()
 
 
 def check_model(args: Any, config: PipelineConfig) -> Any:
@@ -239,7 +264,10 @@ def _as_value_error() -> Iterator[None]:
     except SystemExit:
         raise ValueError(printed.getvalue().strip().splitlines()[-1]) from None
     except Exception as error:
+        line = traceback.extract_tb(error.__traceback__)[-1].line
         text = str(error).strip()
         if not text:
-            text = f"Megatron asserts: {traceback.extract_tb(error.__traceback__)[-1].line}"
+            text = f"Megatron asserts: {line}"
+        elif not isinstance(error, AssertionError | ValueError | RuntimeError):
+            text = f"{text}, in: {line}"  # not meant for users, so it names no setting
         raise ValueError(text) from error

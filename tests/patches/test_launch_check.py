@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core import num_microbatches_calculator
+from megatron.training import global_vars
 from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 from typer.testing import CliRunner
 
@@ -55,6 +56,9 @@ def test_a_right_line() -> None:
     assert report.is_right, told(report, Verdict.WRONG)
     right = {finding.subject for finding in report.findings if finding.verdict is Verdict.RIGHT}
     assert right >= {"script", "patches", "flags", "arguments", "batch size", "model", "schedule"}
+    assert "training: 40 samples to train on, 0 to validate on, 0 to test on; " in told(
+        report, Verdict.RIGHT
+    )
     prediction = report.prediction
     assert prediction["schedule"] == "zb-v" and prediction["microbatches"] == 4
     assert 0 < prediction["bubble"] < prediction["bubble_1f1b"]
@@ -87,7 +91,7 @@ def test_nothing_is_left_behind() -> None:
     )
     assert not applied() and "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ
     assert num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR is None
-    assert not torch.distributed.is_initialized()
+    assert global_vars._GLOBAL_ARGS is None and not torch.distributed.is_initialized()
 
 
 @pytest.mark.parametrize(
@@ -117,6 +121,14 @@ def test_nothing_is_left_behind() -> None:
             "model",
             "num_attention_heads (2) must be a multiple of tensor_model_parallel_size (4)",
         ),
+        ({"eval_interval": None}, (), "training", "in: total_eval_points = args.train_iters //"),
+        (
+            {"lr_warmup_iters": 5},
+            (),
+            "training",
+            "Megatron asserts: assert self.lr_warmup_steps < self.lr_decay_steps",
+        ),
+        ({"train_iters": None}, (), "training", "either train-iters or train-samples should be"),
         ({"micro_batch_size": 0}, (), "arguments", "assert args.micro_batch_size > 0"),
         ({"checkpoint_activations": True}, (), "arguments", "is no longer valid"),
         (
