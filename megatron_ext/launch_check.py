@@ -262,7 +262,7 @@ def _say_what_is_assumed(report: Report, args: Any, launch_line: Any) -> None:
     major, minor = launch_line.CAPABILITY
     text = f"there is none here: one of compute capability {major}.{minor} is assumed"
     if args.transformer_impl == "transformer_engine" and not launch_line.has_transformer_engine():
-        text += ", with Transformer Engine 2.8 or later, which is not here either"
+        text += ", with the newest Transformer Engine, which is not here either"
     report.add(Verdict.REMARK, "GPU", text, "megatron-ext doctor tells it on the GPU's node")
     name = launch_line.CONNECTIONS
     if launch_line.wants_one_connection(args) and name not in os.environ:
