@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from rich.text import Text
 
 from megatron_ext.bench import DEFAULT_SCHEDULES, STEPS, Measured, Setting, draw_report, measure
 from megatron_ext.config import PipelineConfig
@@ -392,15 +393,32 @@ def _share(part: float) -> str:
 
 @app.command(
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
-    epilog="Give --pipeline-* flags to see the patches a launch with them would apply.",
+    epilog="Give --pipeline-* flags to see the patches a launch with them would apply, or, behind "
+    "--, a whole launch line: megatron-ext doctor --world-size 16 -- SCRIPT ARGS.",
 )
-def doctor(context: typer.Context, as_json: Json = False) -> None:
-    """Show the environment, and each patch with its target, reason and state."""
+def doctor(
+    context: typer.Context,
+    as_json: Json = False,
+    world_size: Annotated[
+        int | None, typer.Option(help="Ranks of the launch line, if torchrun's words are not there")
+    ] = None,
+    gpu_memory: Annotated[
+        str | None, typer.Option(help="What a GPU has, as 80GiB, to judge the launch line's by.")
+    ] = None,
+) -> None:
+    """Show the environment and each patch's state, or check a launch line before it is launched."""
+    if context.args and (context.args[0] == "-m" or not context.args[0].startswith("-")):
+        _check_launch_line(context.args, world_size, gpu_memory, as_json)
+    else:
+        _show_environment(context.args, as_json)
+
+
+def _show_environment(words: Sequence[str], as_json: bool) -> None:
     from megatron_ext.config import from_argv
     from megatron_ext.doctor import diagnose
 
     try:
-        config: PipelineConfig = from_argv(context.args)
+        config: PipelineConfig = from_argv(words)
     except ValueError as error:
         fail(error)
     with warnings.catch_warnings():
@@ -417,12 +435,56 @@ def doctor(context: typer.Context, as_json: Json = False) -> None:
         raise typer.Exit(1)
 
 
+def _check_launch_line(
+    words: Sequence[str], world_size: int | None, gpu_memory: str | None, as_json: bool
+) -> None:
+    from megatron_ext.launch_check import check_launch, read_launch
+    from megatron_ext.patches.engine import PatchError
+
+    try:
+        report = check_launch(read_launch(words), world_size, gpu_memory)
+    except (ValueError, PatchError) as error:
+        fail(error)
+    if as_json:
+        typer.echo(json.dumps(report.as_data(), indent=2))
+    else:
+        _print_table(
+            [
+                {"": f.verdict, "what": f.subject, "found": f.text, "what to do": f.fix}
+                for f in report.findings
+            ]
+        )
+        if ranks := report.prediction.get("ranks"):
+            typer.echo("\npredicted memory")
+            _print_table([_memory_row(row) for row in ranks])
+        wrong = [f for f in report.findings if f.verdict == "wrong"]
+        typer.echo(f"\n{len(wrong) or 'nothing'} {'are' if len(wrong) > 1 else 'is'} wrong")
+    if not report.is_right:
+        raise typer.Exit(1)
+
+
+def _memory_row(row: dict[str, Any]) -> dict[str, Any]:
+    activations = row["activation_bytes"]
+    return {
+        "pipeline rank": row["rank"],
+        "layers": row["layers"],
+        "parameters, gradients, optimizer": _gib(row["model_bytes"]),
+        "peak activations": f"{row['activation_microbatches']:g} microbatches",
+        "of": "not known" if activations is None else _gib(activations),
+        "together": _gib(row["model_bytes"] + (activations or 0)),
+    }
+
+
+def _gib(number: float) -> str:
+    return f"{number / 2**30:.3g} GiB"
+
+
 def _print_table(rows: list[dict[str, Any]]) -> None:
     table = Table(box=None, pad_edge=False)
     for column in rows[0]:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*(_cell(value) for value in row.values()))
+        table.add_row(*(Text(_cell(value)) for value in row.values()))  # no markup
     console = Console()
     if not console.is_terminal:
         console = Console(width=200)  # a pipe has no width of its own

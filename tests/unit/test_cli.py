@@ -126,3 +126,10 @@ def test_doctor_shows_what_a_flag_would_apply() -> None:
     assert states["schedule"] == states["flags"] == "would be applied"
     assert states["split backward of local linear layers"] == "not wanted"
     assert all(patch["reason"] and patch["target"] for patch in found["patches"])
+
+
+def test_doctor_knows_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.version, "hip", "6.4.1")
+    assert json.loads(run("doctor", "--json"))["environment"]["ROCm"].startswith("6.4.1: untried")
