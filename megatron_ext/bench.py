@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import itertools
 import os
 import statistics
 import tempfile
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.launch import CPU_PLATFORM
+from megatron_ext.schedule.schedule import VocabularyParallel
 
 if TYPE_CHECKING:
     from megatron_ext.runtime.emulated import Contender
@@ -41,6 +43,7 @@ class Setting:
         costs: milliseconds per microbatch of a full rank, as text (`parse_costs`).
         specs: our schedules.
         launches: how often the ranks are started afresh.
+        vocabulary: ours are measured without vocabulary parallelism, and with this too.
     """
 
     ranks: int
@@ -48,6 +51,13 @@ class Setting:
     costs: str
     specs: tuple[str, ...]
     launches: int
+    vocabulary: VocabularyParallel = VocabularyParallel.NONE
+
+    @property
+    def ours(self) -> list[tuple[str, VocabularyParallel]]:
+        """What of ours is measured."""
+        ways = dict.fromkeys([VocabularyParallel.NONE, self.vocabulary])
+        return list(itertools.product(self.specs, ways))
 
 
 @dataclass(frozen=True)
@@ -111,8 +121,8 @@ def measure(setting: Setting, progress: Callable[[str], None]) -> Report:
     from megatron_ext.runtime.bench import program_of
     from megatron_ext.schedule.registry import choose
 
-    for spec in setting.specs:  # what is wrong with it should be said here and not by a rank
-        program_of(choose(spec), setting.ranks, setting.microbatches, setting.costs)
+    for spec, way in setting.ours:  # what is wrong with it should be said here and not by a rank
+        program_of(choose(spec), setting.ranks, setting.microbatches, setting.costs, way)
     importlib.import_module("megatron_ext.patches.megatron.bench")  # once, before forking
     launches: list[dict[str, Any]] = []
     for number in range(setting.launches):
@@ -205,8 +215,8 @@ def _contenders(setting: Setting, costs: str) -> Iterator[Contender]:
 
     yield from megatron.contenders(setting.ranks, setting.microbatches, costs)
     yield from runtime.torchs(setting.ranks, setting.microbatches, costs)
-    for spec in setting.specs:
-        yield runtime.ours(spec, setting.ranks, setting.microbatches, costs)
+    for spec, way in setting.ours:
+        yield runtime.ours(spec, setting.ranks, setting.microbatches, costs, way)
 
 
 def _timed(step: Callable[[], None]) -> float:

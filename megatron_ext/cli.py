@@ -282,10 +282,17 @@ def bench(
     ] = DEFAULT_SCHEDULES,
     launches: Annotated[int, typer.Option(help="How often the ranks are started afresh.")] = 3,
     as_json: Json = False,
+    vocab_parallel: Annotated[
+        VocabularyParallel,
+        typer.Option(
+            help="Measure ours with vocabulary parallelism too; give head=F/I/W in COSTS."
+        ),
+    ] = VocabularyParallel.NONE,
     plot: Annotated[Path | None, typer.Option(help="Draw the bars, as .svg or .png.")] = None,
 ) -> None:
     """Measure executors on emulated clocks: ours, Megatron's own, torch's."""
-    setting = Setting(pp, microbatches, costs, tuple(schedules.split()), launches)
+    specs = tuple(schedules.split())
+    setting = Setting(pp, microbatches, costs, specs, launches, vocab_parallel)
     try:
         found = measure(setting, lambda text: typer.echo(text, err=True))
         if plot is not None:

@@ -17,16 +17,17 @@ from megatron_ext.runtime.emulated import (
     EmulatedChunk,
     data,
 )
+from megatron_ext.runtime.emulated_vocabulary import EmulatedVocabulary
 from megatron_ext.runtime.executor import execute
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.transport import Boundary, Channels, Transport
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.build import build_program
-from megatron_ext.schedule.costs import Costs, parse_costs
+from megatron_ext.schedule.costs import Costs, VocabularyCosts, parse_costs
 from megatron_ext.schedule.graph import channels
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.registry import Choice, choose
-from megatron_ext.schedule.schedule import Problem, from_csv
+from megatron_ext.schedule.schedule import Problem, VocabularyParallel, from_csv
 from megatron_ext.schedule.simulate import simulate
 from megatron_ext.schedule.verify import Program
 
@@ -39,10 +40,17 @@ TORCH = {
 }
 
 
-def program_of(choice: Choice, ranks: int, microbatches: int, costs: str) -> Program:
+def program_of(
+    choice: Choice,
+    ranks: int,
+    microbatches: int,
+    costs: str,
+    vocabulary: VocabularyParallel = VocabularyParallel.NONE,
+) -> Program:
     """The program of ``choice`` for emulated ``costs`` in milliseconds, with free messages."""
     placement = choice.place(ranks)
-    return build_program(choice, Problem(placement, microbatches, _seconds(costs, placement)))
+    seconds = _seconds(costs, placement)
+    return build_program(choice, Problem(placement, microbatches, seconds, vocabulary=vocabulary))
 
 
 def ideal_of(program: Program) -> float:
@@ -54,7 +62,13 @@ def _seconds(costs: str, placement: Placement) -> Costs:
     """``costs`` in milliseconds as seconds; messages are real here, so that theirs are free."""
     given = parse_costs(costs, placement)
     seconds = {duty: tuple(each / 1000 for each in row) for duty, row in given.seconds.items()}
-    return Costs(seconds)
+    whole = given.vocabulary
+    if whole is None:
+        return Costs(seconds)
+    forward, input_gradient, weight_gradient = (each / 1000 for each in whole.head)
+    lookup, table_gradient = (each / 1000 for each in whole.embedding)
+    head, embedding = (forward, input_gradient, weight_gradient), (lookup, table_gradient)
+    return Costs(seconds, vocabulary=VocabularyCosts(head, embedding))
 
 
 def _passes(program: Program) -> int:
@@ -63,25 +77,28 @@ def _passes(program: Program) -> int:
 
 
 class EmulatedStage(AutogradStage):
-    """`Stage` around an `EmulatedChunk`."""
+    """`Stage` around an `EmulatedChunk`, which may have the loss."""
 
-    def __init__(self, number: int, chunk: EmulatedChunk, is_last: bool) -> None:
+    def __init__(self, number: int, chunk: EmulatedChunk, has_loss: bool) -> None:
         super().__init__(number)
         self._chunk = chunk
-        self._is_last = is_last
+        self._has_loss = has_loss
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
         y: Tensor = self._chunk(data() if x is None else x)
-        if self._is_last:
+        if self._has_loss:
             y = y.mean()
         self.between[microbatch] = x, y
         return y
 
 
-def ours(spec: str, ranks: int, microbatches: int, costs: str) -> Contender:
+def ours(
+    spec: str, ranks: int, microbatches: int, costs: str, vocabulary: VocabularyParallel
+) -> Contender:
     """Our executor and transport under ``spec``."""
     choice = choose(spec)
-    program = program_of(choice, ranks, microbatches, costs)
+    divides = vocabulary is not VocabularyParallel.NONE
+    program = program_of(choice, ranks, microbatches, costs, vocabulary)
     placement = program.schedule.placement
     world = dist.group.WORLD
     assert world is not None
@@ -90,18 +107,23 @@ def ours(spec: str, ranks: int, microbatches: int, costs: str) -> Contender:
     recorder = Recorder(rank)
     stages = {
         number: EmulatedStage(
-            number, EmulatedChunk(number, program.problem.costs), number == placement.stages - 1
+            number,
+            EmulatedChunk(number, program.problem.costs),
+            has_loss=number == placement.stages - 1 and not divides,
         )
         for number in placement.stages_of[rank]
     }
+    shard = EmulatedVocabulary(program, world, recorder) if divides else None
 
     def step() -> None:
         queue.splitting = choice.splits_backward
         transport = Transport(ways, Boundary(SHAPE, DTYPE), placement, recorder)
-        execute(program, stages, transport, recorder)
+        passes = None if shard is None else shard.step()
+        execute(program, stages, transport, recorder, passes)
         queue.splitting = False
 
-    return Contender(f"megatron-ext {spec}", ideal_of(program), _passes(program), step)
+    name = f"megatron-ext {spec}" + f", vocabulary {vocabulary}" * divides
+    return Contender(name, ideal_of(program), _passes(program), step)
 
 
 def torchs(ranks: int, microbatches: int, costs: str) -> Iterator[Contender]:
