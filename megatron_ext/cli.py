@@ -13,21 +13,24 @@ import typer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from rich.text import Text
 
 from megatron_ext.bench import DEFAULT_SCHEDULES, STEPS, Measured, Setting, draw_report, measure
 from megatron_ext.config import PipelineConfig
 from megatron_ext.schedule.certify import certify as certified
 from megatron_ext.schedule.choose import Plan, make_plan, peak
-from megatron_ext.schedule.costs import parse_costs, uniform
+from megatron_ext.schedule.costs import Costs, parse_costs, uniform
 from megatron_ext.schedule.draw import draw, draw_plan
 from megatron_ext.schedule.limit import parse_limit
+from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.registry import choose, entries, with_option
 from megatron_ext.schedule.report import report
-from megatron_ext.schedule.schedule import P2P, Problem, from_csv, to_csv
+from megatron_ext.schedule.schedule import P2P, Problem, VocabularyParallel, from_csv, to_csv
 from megatron_ext.schedule.simulate import simulate as predict
 from megatron_ext.schedule.summary import stock_1f1b
 from megatron_ext.schedule.trace import read_trace, write_trace
 from megatron_ext.schedule.trace_report import trace_report
+from megatron_ext.schedule.vocabulary_plan import WAYS, compare_ways
 
 app = typer.Typer(
     help="Better pipeline schedules for stock Megatron-LM. To train: "
@@ -45,7 +48,11 @@ Schedule = Annotated[
 Ranks = Annotated[int, typer.Option(help="Pipeline ranks.")]
 Microbatches = Annotated[int, typer.Option("-m", "--microbatches", help="Of one step.")]
 CostsText = Annotated[
-    str, typer.Option(help="f=10,i=12,w=8,comm=1 per microbatch of a rank, or a JSON file")
+    str,
+    typer.Option(
+        help="f=10,i=12,w=8,comm=1 per microbatch of a rank, head=5/6/4,embedding=1/1 for all of "
+        "the output layer and of the embedding beside them; or a JSON file"
+    ),
 ]
 Limit = Annotated[str | None, typer.Option(help="5, 0.5x or 60GiB")]
 
@@ -86,6 +93,10 @@ def simulate(
     as_json: Json = False,
     vpp: Annotated[int | None, typer.Option(help="Chunks of a rank, for loops.")] = None,
     p2p: Annotated[P2P, typer.Option(help="How messages share communicators.")] = P2P.ASYNC,
+    vocab_parallel: Annotated[
+        VocabularyParallel,
+        typer.Option(help="How embedding and output layer are divided over the ranks."),
+    ] = VocabularyParallel.NONE,
     certify: Annotated[
         bool, typer.Option("--certify", help="Bound the best there can be.")
     ] = False,
@@ -98,12 +109,24 @@ def simulate(
 ) -> None:
     """Predict how long a schedule takes and what it holds."""
     try:
+        if csv is not None and vocab_parallel is not VocabularyParallel.NONE:
+            raise ValueError(
+                f"--csv writes a table to which the passes of --vocab-parallel {vocab_parallel} "
+                f"would be added a second time when it is read: leave one of them out"
+            )
         choice = choose(spec if vpp is None else with_option(spec, "vpp", vpp))
         placement = choice.place(pp)
         limit = parse_limit(memory_limit, pp, microbatches) if memory_limit else None
-        problem = Problem(placement, microbatches, parse_costs(costs, placement), limit, p2p=p2p)
+        problem = Problem(
+            placement,
+            microbatches,
+            parse_costs(costs, placement),
+            limit,
+            p2p=p2p,
+            vocabulary=vocab_parallel,
+        )
         program, result = report(choice, problem)
-        timeline = predict(program, problem.costs)
+        timeline = predict(program, program.problem.costs)
         if certify:
             certificate = certified(program, seconds)
             result |= {
@@ -157,13 +180,23 @@ def plan(
     plot: Annotated[
         Path | None, typer.Option(help="Draw time against memory, as .svg or .png.")
     ] = None,
+    layers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Of the model: compare with Megatron's redistribution, where costs have a head.",
+        ),
+    ] = None,
 ) -> None:
     """Compare every schedule on one problem, and say which to take."""
+
+    def costs_on(placement: Placement) -> Costs:
+        return parse_costs(costs, placement)
+
     try:
         limit = parse_limit(memory_limit, pp, microbatches) if memory_limit else None
-        found = make_plan(
-            pp, microbatches, lambda placement: parse_costs(costs, placement), limit, _progress
-        )
+        found = make_plan(pp, microbatches, costs_on, limit, _progress)
+        ways = compare_ways(found, pp, microbatches, costs_on, limit, layers, _progress)
         if plot is not None:
             draw_plan(found, plot)
     except (ValueError, OSError) as error:
@@ -176,12 +209,14 @@ def plan(
                     "pareto": found.pareto,
                     "schedules": found.reports,
                     "refused": found.refused,
+                    "vocabulary": ways,
                 },
                 indent=2,
             )
         )
     else:
         _print_plan(found)
+        _print_ways(ways)
     if found.choice is None:
         fail(ValueError("no schedule fits; the reasons are above"))
 
@@ -209,6 +244,30 @@ def _print_plan(found: Plan) -> None:
         typer.echo("* none other is both faster and smaller")
     for name, why in found.refused.items():
         typer.echo(f"{name}: {why}", err=True)
+
+
+def _print_ways(ways: list[dict[str, Any]]) -> None:
+    if not ways:
+        return
+    typer.echo(
+        "\nmakespan with the output layer and the embedding on their stages, with layers moved"
+    )
+    typer.echo("away from them, and with both divided over all ranks (vocabulary parallelism):")
+    names = {way: f"vocabulary {way}" if way.isdigit() else way for way in ("naive", *WAYS)}
+    _print_table(
+        [
+            {"schedule": row["schedule"]}
+            | {
+                name: "-" if row[way] is None else row[way]
+                for way, name in names.items()
+                if way in row
+            }
+            for row in ways
+        ]
+    )
+    for row in ways:
+        for way, why in row["refused"].items():
+            typer.echo(f"{row['schedule']}, {names[way]}: {why}", err=True)
 
 
 @app.command()
@@ -334,15 +393,32 @@ def _share(part: float) -> str:
 
 @app.command(
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
-    epilog="Give --pipeline-* flags to see the patches a launch with them would apply.",
+    epilog="Give --pipeline-* flags to see the patches a launch with them would apply, or, behind "
+    "--, a whole launch line: megatron-ext doctor --world-size 16 -- SCRIPT ARGS.",
 )
-def doctor(context: typer.Context, as_json: Json = False) -> None:
-    """Show the environment, and each patch with its target, reason and state."""
+def doctor(
+    context: typer.Context,
+    as_json: Json = False,
+    world_size: Annotated[
+        int | None, typer.Option(help="Ranks of the launch line, if torchrun's words are not there")
+    ] = None,
+    gpu_memory: Annotated[
+        str | None, typer.Option(help="What a GPU has, as 80GiB, to judge the launch line's by.")
+    ] = None,
+) -> None:
+    """Show the environment and each patch's state, or check a launch line before it is launched."""
+    if context.args and (context.args[0] == "-m" or not context.args[0].startswith("-")):
+        _check_launch_line(context.args, world_size, gpu_memory, as_json)
+    else:
+        _show_environment(context.args, as_json)
+
+
+def _show_environment(words: Sequence[str], as_json: bool) -> None:
     from megatron_ext.config import from_argv
     from megatron_ext.doctor import diagnose
 
     try:
-        config: PipelineConfig = from_argv(context.args)
+        config: PipelineConfig = from_argv(words)
     except ValueError as error:
         fail(error)
     with warnings.catch_warnings():
@@ -359,12 +435,56 @@ def doctor(context: typer.Context, as_json: Json = False) -> None:
         raise typer.Exit(1)
 
 
+def _check_launch_line(
+    words: Sequence[str], world_size: int | None, gpu_memory: str | None, as_json: bool
+) -> None:
+    from megatron_ext.launch_check import check_launch, read_launch
+    from megatron_ext.patches.engine import PatchError
+
+    try:
+        report = check_launch(read_launch(words), world_size, gpu_memory)
+    except (ValueError, PatchError) as error:
+        fail(error)
+    if as_json:
+        typer.echo(json.dumps(report.as_data(), indent=2))
+    else:
+        _print_table(
+            [
+                {"": f.verdict, "what": f.subject, "found": f.text, "what to do": f.fix}
+                for f in report.findings
+            ]
+        )
+        if ranks := report.prediction.get("ranks"):
+            typer.echo("\npredicted memory")
+            _print_table([_memory_row(row) for row in ranks])
+        wrong = [f for f in report.findings if f.verdict == "wrong"]
+        typer.echo(f"\n{len(wrong) or 'nothing'} {'are' if len(wrong) > 1 else 'is'} wrong")
+    if not report.is_right:
+        raise typer.Exit(1)
+
+
+def _memory_row(row: dict[str, Any]) -> dict[str, Any]:
+    activations = row["activation_bytes"]
+    return {
+        "pipeline rank": row["rank"],
+        "layers": row["layers"],
+        "parameters, gradients, optimizer": _gib(row["model_bytes"]),
+        "peak activations": f"{row['activation_microbatches']:g} microbatches",
+        "of": "not known" if activations is None else _gib(activations),
+        "together": _gib(row["model_bytes"] + (activations or 0)),
+    }
+
+
+def _gib(number: float) -> str:
+    return f"{number / 2**30:.3g} GiB"
+
+
 def _print_table(rows: list[dict[str, Any]]) -> None:
     table = Table(box=None, pad_edge=False)
     for column in rows[0]:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*(_cell(value) for value in row.values()))
+        table.add_row(*(Text(_cell(value)) for value in row.values()))  # no markup
     console = Console()
     if not console.is_terminal:
         console = Console(width=200)  # a pipe has no width of its own

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
 
+from megatron_ext.patches.engine import ALLOW_UNKNOWN
 from megatron_ext.schedule.registry import Choice, choose
 from megatron_ext.schedule.schedule import P2P, VocabularyParallel
 
 ESTIMATE = "estimate"
+
+_VARIABLES = "MEGATRON_EXT_"
 
 
 def _setting(default: str | None, metavar: str, text: str) -> str | None:
@@ -26,7 +29,8 @@ def _switch(text: str) -> bool:
 class PipelineConfig:
     """The pipeline settings of a run, as the user wrote them.
 
-    A field ``x`` is the flag ``--pipeline-x`` and the keyword ``x`` of `megatron_ext.install`.
+    A field ``x`` is the flag ``--pipeline-x``, the keyword ``x`` of `megatron_ext.install` and, for
+    `megatron_ext.auto`, the variable ``MEGATRON_EXT_X``.
     """
 
     schedule: str | None = _setting(
@@ -144,6 +148,11 @@ def flag(name: str) -> str:
     return f"--pipeline-{name.replace('_', '-')}"
 
 
+def variable(name: str) -> str:
+    """The environment variable of the setting ``name``."""
+    return _VARIABLES + name.upper()
+
+
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Declare our flags, in their own group, on ``parser``."""
     group = parser.add_argument_group("megatron_ext", "pipeline schedules of megatron_ext")
@@ -176,3 +185,38 @@ def settings_given(argv: Sequence[str]) -> bool:
     """Whether one of our flags is in a script's command line."""
     flags = {flag(setting.name) for setting in fields(PipelineConfig)}
     return any(word.split("=")[0] in flags for word in argv)
+
+
+def from_environment(env: Mapping[str, str]) -> PipelineConfig:
+    """The settings in environment variables, for `megatron_ext.auto`. An empty one is not given.
+
+    Raises:
+        ValueError: there is no schedule among them, a variable ``MEGATRON_EXT_*`` is no setting, or
+            a setting is not understood.
+    """
+    settings = {variable(setting.name): setting for setting in fields(PipelineConfig)}
+    given = {name: value for name, value in env.items() if name.startswith(_VARIABLES) and value}
+    for name in sorted(given.keys() - settings.keys() - {ALLOW_UNKNOWN}):
+        raise ValueError(f"{name} is no setting: write one of {', '.join(settings)}")
+    if variable("schedule") not in given:
+        raise ValueError(
+            f"{variable('schedule')} is not set: export {variable('schedule')}=zb-h1, or another "
+            f"of 'megatron-ext schedules', or do not import megatron_ext.auto"
+        )
+    values = {
+        setting.name: _value(setting, given[name])
+        for name, setting in settings.items()
+        if name in given
+    }
+    try:
+        return PipelineConfig(**values)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ValueError(f"in {_VARIABLES}* (--pipeline-x is {variable('x')}): {error}") from error
+
+
+def _value(setting: Field[object], text: str) -> str | bool:
+    if setting.default is not False:
+        return text
+    if text not in ("0", "1"):
+        raise ValueError(f"{variable(setting.name)}={text}: write 1, or 0 for its default")
+    return text == "1"

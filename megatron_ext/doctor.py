@@ -13,6 +13,10 @@ from megatron_ext.patches.engine import Patch, PatchError, applied, mismatch, re
 from megatron_ext.patches.features import FEATURES
 
 PACKAGES = ("transformer-engine", "torch", "numpy")
+ON_ROCM = (
+    "untried. torch's CUDA names work through HIP, and its nccl is RCCL; Transformer Engine would "
+    "be ROCm's fork, which the patches were not read against"
+)
 
 
 def diagnose(config: PipelineConfig) -> dict[str, Any]:
@@ -40,7 +44,7 @@ def _environment() -> dict[str, str]:
     except ImportError:
         return found
     found["CUDA"] = torch.version.cuda or "none in this torch"
-    found["ROCm"] = torch.version.hip or "none in this torch"
+    found["ROCm"] = f"{torch.version.hip}: {ON_ROCM}" if torch.version.hip else "none in this torch"
     found["GPUs"] = ", ".join(
         torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())
     ) or ("none: the CPU platform would be used")

@@ -15,14 +15,20 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import matplotlib
+from matplotlib.figure import Figure
 
 from megatron_ext.cli import app
+from megatron_ext.schedule.estimate import GPU, ModelDimensions, estimate
+from megatron_ext.schedule.registry import choose
+from megatron_ext.schedule.report import report
+from megatron_ext.schedule.schedule import Problem, VocabularyParallel
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 IMAGES = DOCS / "images"
 
 EQUAL = "f=1,i=1,w=1"
 USUAL = "f=10,i=12,w=8,comm=1"
+HEAVY_HEAD = "f=10,i=12,w=8,comm=1,head=12/12/12,embedding=8/8"
 SLOW_MESSAGES = "f=10,i=12,w=8,comm=5"
 
 # Name: ranks, microbatches, costs and more. Few microbatches: a picture grows by every pass.
@@ -58,7 +64,66 @@ def main() -> None:
         own.write_text(page.split("```python\n")[1].split("```")[0])
         for name, (ranks, microbatches, costs, more) in PICTURES.items():
             draw(name, ["--pp", str(ranks), "-m", str(microbatches), "--costs", costs, *more])
+        for how in ("1", "2"):
+            options = ["--pp", "4", "-m", "6", "--costs", HEAVY_HEAD, "--vocab-parallel", how]
+            draw(f"vocabulary-{how}", options, "1f1b")
         draw("eager-1f1b", ["--pp", "4", "-m", "8", "--costs", SLOW_MESSAGES], str(own))
+    draw_vocabulary_sizes()
+
+
+def draw_vocabulary_sizes() -> None:
+    """How busy the ranks are, by vocabulary: a GPT of 4 billion parameters as in Yeung et al. 2024,
+    section 6, estimated."""
+    sizes = [2**k * 1024 for k in (5, 6, 7, 8)]
+    line, v = (4,) * 8, (2,) * 16  # layers of each stage
+    lines: dict[str, tuple[str, tuple[int, ...], VocabularyParallel]] = {
+        "1f1b": ("1f1b", line, VocabularyParallel.NONE),
+        "1f1b, a layer less on the last stage": ("1f1b", (*line[:-1], 3), VocabularyParallel.NONE),
+        "1f1b, vocabulary 1": ("1f1b", line, VocabularyParallel.ONE),
+        "1f1b, vocabulary 2": ("1f1b", line, VocabularyParallel.TWO),
+        "zb-v": ("zb-v", v, VocabularyParallel.NONE),
+        "zb-v, vocabulary 2": ("zb-v", v, VocabularyParallel.TWO),
+    }
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    for name, (spec, layers, how) in lines.items():
+        print("drawing", name, flush=True)
+        busy = [100 * share_of_work(spec, layers, size, how) for size in sizes]
+        style = ":" if how is VocabularyParallel.NONE else "-"
+        colour = "#0072B2" if spec == "zb-v" else "#D55E00"
+        marker = "ov^sox"[list(lines).index(name)]
+        axes.plot(sizes, busy, marker=marker, linestyle=style, color=colour, label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [f"{size // 1024}k" for size in sizes])
+    axes.set_ylim(0, 100)
+    axes.set_xlabel("vocabulary")
+    axes.set_ylabel("% of the step that ranks work")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right center", frameon=False)
+    picture = IMAGES / "vocabulary-sizes.svg"
+    figure.savefig(picture)
+    picture.write_text(smaller(picture.read_text()))
+
+
+def share_of_work(
+    spec: str, layers: Sequence[int], vocabulary: int, how: VocabularyParallel
+) -> float:
+    """The share of a step of 128 microbatches in which a rank works, on average over 8 ranks."""
+    model = ModelDimensions(
+        layers=layers,
+        hidden=3072,
+        ffn_hidden=4 * 3072,
+        query_width=3072,
+        key_value_width=3072,
+        gated=False,
+        heads=24,
+        sequence=2048,
+        micro_batch=1,
+        vocabulary=vocabulary,
+    )
+    choice = choose(spec)
+    problem = Problem(choice.place(8), 128, estimate(model, GPU), vocabulary=how)
+    return 1 - float(report(choice, problem)[1]["bubble_share_makespan"])
 
 
 def draw(name: str, options: Sequence[str], spec: str | None = None) -> None:

@@ -14,7 +14,6 @@ import importlib
 import multiprocessing
 import os
 import runpy
-import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import add_megatron_arguments
 
-from tests.ranks import RankResult, run_ranks, values
+from tests.ranks import RankResult, free_port, run_ranks, torchrun_environment, values
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "pretrain_gpt.py"
 
@@ -147,7 +146,7 @@ def train_or_fail(
     timeout: float = 300,
 ) -> list[RankResult]:
     """`train` for ranks that may end badly: how they end."""
-    port = _free_port()
+    port = free_port()
     return run_ranks(
         ranks,
         lambda rank: _train_rank(
@@ -206,14 +205,7 @@ def _train_rank(
     # As TORCHDYNAMO_DISABLE does where torch is imported after the CPU platform has set it; half of
     # a rank's time would go into compiling.
     torch.compiler.set_stance("force_eager")
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    os.environ |= torchrun_environment(rank, ranks, port)
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.utils import get_model_config
     from megatron.training import training
@@ -353,10 +345,3 @@ def _digest(tensor: torch.Tensor) -> str:
         if tensor.dim()
         else repr(tensor.item()).encode()
     ).hexdigest()
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port

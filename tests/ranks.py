@@ -16,6 +16,7 @@ import multiprocessing.connection
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -248,6 +249,26 @@ def values(results: list[RankResult]) -> list[Any]:
             f"{result.error}{result.stderr}"
         )
     return [result.value for result in results]
+
+
+def free_port() -> int:
+    """A port for ranks to meet at."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def torchrun_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """The variables in which torchrun tells a rank who it is, on one node."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
 
 
 def _next_request(connection: multiprocessing.connection.Connection) -> Request:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from megatron_ext.schedule.kinds import RULES, Duty, Held, Lane
 from megatron_ext.schedule.placement import Placement
 
 _DUTY_OF = {"f": Duty.FORWARD, "i": Duty.INPUT_GRADIENT, "w": Duty.WEIGHT_GRADIENT}
+_LOGITS = Held.LOGITS.value
 FILE_VERSION = 1
 
 
@@ -30,9 +31,20 @@ class VocabularyCosts:
         logits_bytes: bytes of all logits.
     """
 
-    head: tuple[float, float, float]
+    head: tuple[float, float, float] = (0.0, 0.0, 0.0)
     embedding: tuple[float, float] = (0.0, 0.0)
     logits_bytes: float = 0.0
+
+    @property
+    def of_ends(self) -> Mapping[Duty, tuple[float, float]]:
+        """Seconds that the first and the last stage have more, per duty."""
+        lookup, table_gradient = self.embedding
+        forward, input_gradient, weight_gradient = self.head
+        return {
+            Duty.FORWARD: (lookup, forward),
+            Duty.INPUT_GRADIENT: (0.0, input_gradient),
+            Duty.WEIGHT_GRADIENT: (table_gradient, weight_gradient),
+        }
 
 
 @dataclass(frozen=True)
@@ -86,12 +98,48 @@ class Costs:
             self.origin,
         )
 
+    def with_vocabulary(self, vocabulary: VocabularyCosts) -> Costs:
+        """These costs, which are those of the layers, and ``vocabulary`` on the first and the last
+        stage."""
+        assert self.vocabulary is None
+        return replace(self._at_the_ends(vocabulary, +1), vocabulary=vocabulary)
+
+    def without_vocabulary(self) -> Costs:
+        """The layers' costs alone. Where the vocabulary's are not known, they are still there."""
+        if self.vocabulary is None:
+            return self
+        return replace(self._at_the_ends(self.vocabulary, -1), vocabulary=None)
+
+    def _at_the_ends(self, vocabulary: VocabularyCosts, sign: int) -> Costs:
+        def added(figures: tuple[float, ...], first: float, last: float) -> tuple[float, ...]:
+            more = [0.0] * len(figures)
+            more[0] += sign * first
+            more[-1] += sign * last
+            # What is taken away again may leave less than 0, by rounding.
+            return tuple(max(a + b, 0.0) for a, b in zip(figures, more, strict=True))
+
+        held = self.held_bytes
+        if held is not None:
+            logits = vocabulary.logits_bytes
+            held = {kind: added(figures, 0.0, logits) for kind, figures in held.items()}
+        ends = vocabulary.of_ends.items()
+        seconds = {duty: added(self.seconds[duty], *end) for duty, end in ends}
+        return replace(self, seconds=seconds, held_bytes=held)
+
     def __str__(self) -> str:
-        parts = [
-            f"{key}={'/'.join(f'{figure:.4g}' for figure in self.seconds[duty])}"
-            for key, duty in _DUTY_OF.items()
-        ]
-        return ",".join([*parts, f"comm={self.hop:.4g}"])
+        if self.whole is not None:
+            return str(self.whole)
+        seconds = self.without_vocabulary().seconds
+        parts = [f"{key}={_joined(seconds[duty])}" for key, duty in _DUTY_OF.items()]
+        parts.append(f"comm={self.hop:.4g}")
+        if self.vocabulary is not None:
+            given = {"head": self.vocabulary.head, "embedding": self.vocabulary.embedding}
+            parts += [f"{key}={_joined(figures)}" for key, figures in given.items() if any(figures)]
+        return ",".join(parts)
+
+
+def _joined(figures: Sequence[float]) -> str:
+    return "/".join(f"{figure:.4g}" for figure in figures)
 
 
 def uniform(
@@ -109,7 +157,9 @@ def uniform(
 def parse_costs(text: str, placement: Placement) -> Costs:
     """``f=10,i=12,w=8,comm=1`` (comm may be left out), or the path of a JSON file (`load_costs`).
 
-    ``f=5/5/5/8`` gives one figure per stage. What ``str`` of Costs prints is read back.
+    ``f=5/5/5/8`` gives one figure per stage. ``head=5/6/4`` are F, I and W of the whole output
+    layer, ``embedding=1/1`` the whole embedding's lookup and weight gradient: what the last and the
+    first stage take beside their layers. What ``str`` of Costs prints is read back.
 
     Raises:
         ValueError: neither, a figure missing, negative or given twice.
@@ -126,7 +176,7 @@ def parse_costs(text: str, placement: Placement) -> Costs:
             figures[key] = [float(figure) for figure in value.split("/")]
         except ValueError:
             raise ValueError(f"costs {text!r}: {part!r} is no figure; {_EXAMPLE}") from None
-    unknown = figures.keys() - {*_DUTY_OF, "comm"}
+    unknown = figures.keys() - {*_DUTY_OF, "comm", *_PARTS}
     missing = _DUTY_OF.keys() - figures.keys()
     if unknown or missing:
         what = f"unknown {sorted(unknown)}" if unknown else f"missing {sorted(missing)}"
@@ -136,7 +186,33 @@ def parse_costs(text: str, placement: Placement) -> Costs:
     if len(hops) > 1:
         raise ValueError(f"costs {text!r}: comm is one figure; {_EXAMPLE}")
     _check_figures(text, hops)
-    return Costs(seconds, hops[0])
+    return _with_vocabulary(Costs(seconds, hops[0]), figures, 0.0, text)
+
+
+# What is given of the vocabulary: of which passes.
+_PARTS = {"head": "F, I and W", "embedding": "the lookup and the weight gradient"}
+
+
+def _with_vocabulary(
+    costs: Costs, figures: Mapping[str, Any], logits_bytes: float, what: str
+) -> Costs:
+    """``costs``, and what ``figures`` have under the keys of `_PARTS`, if anything."""
+    parts: dict[str, Any] = {}
+    for key, passes in _PARTS.items():
+        if key not in figures:
+            continue
+        wanted = len(getattr(VocabularyCosts, key))
+        part = figures[key] if isinstance(figures[key], list) else [figures[key]]
+        if len(part) != wanted:
+            raise ValueError(
+                f"costs {what}: {key} is {wanted} figures, of {passes} (one microbatch through the "
+                f"whole of it), not {len(part)}"
+            )
+        _check_figures(f"{what}, {key}", part)
+        parts[key] = tuple(map(float, part))
+    if not parts and not logits_bytes:
+        return costs
+    return costs.with_vocabulary(VocabularyCosts(**parts, logits_bytes=logits_bytes))
 
 
 _EXAMPLE = "write f=10,i=12,w=8,comm=1 (one microbatch of a full rank; comm per hop) or a file"
@@ -146,7 +222,9 @@ def load_costs(path: Path, placement: Placement) -> Costs:
     """Read a costs file: JSON with ``version``, ``f``, ``i``, ``w``, ``comm`` and ``bytes``.
 
     ``f``, ``i`` and ``w`` are one figure per microbatch of a full rank, or a list of one figure per
-    stage. ``bytes``, if there, maps ``activation`` and ``weight inputs`` likewise.
+    stage. ``bytes``, if there, maps ``activation`` and ``weight inputs`` likewise. ``head`` and
+    ``embedding`` are lists as in `parse_costs`, and ``bytes`` may have ``logits``, one figure: what
+    the last stage holds beside its layers.
 
     Raises:
         ValueError: no such file, not JSON, another version, lists of another length, or keys that
@@ -163,7 +241,7 @@ def load_costs(path: Path, placement: Placement) -> Costs:
     missing = _DUTY_OF.keys() - data.keys()
     if missing:
         raise ValueError(f"costs file {path} lacks {sorted(missing)}; {_EXAMPLE}")
-    known = ["version", *_DUTY_OF, "comm", "bytes"]
+    known = ["version", *_DUTY_OF, "comm", "bytes", *_PARTS]
     unknown = data.keys() - set(known)
     if unknown:
         raise ValueError(
@@ -174,18 +252,23 @@ def load_costs(path: Path, placement: Placement) -> Costs:
         figures = value if isinstance(value, list) else [value]
         return _per_stage(figures, placement, f"{path}, {what}")
 
-    held = None
+    held, logits = None, 0.0
     if "bytes" in data:
         figures = data["bytes"]
         kinds = (Held.ACTIVATION, Held.WEIGHT_INPUTS)
         names = [kind.value for kind in kinds]
-        if not isinstance(figures, dict) or figures.keys() != set(names):
-            raise ValueError(f"costs file {path}: bytes must give {' and '.join(names)}")
+        if not isinstance(figures, dict) or figures.keys() - {_LOGITS} != set(names):
+            raise ValueError(
+                f"costs file {path}: bytes must give {' and '.join(names)}, and may give {_LOGITS}"
+            )
+        logits = figures.get(_LOGITS, 0.0)
+        _check_figures(f"{path}, {_LOGITS}", [logits])
         held = {kind: per_stage(figures[kind.value], kind.value) for kind in kinds}
     seconds = {duty: per_stage(data[key], key) for key, duty in _DUTY_OF.items()}
     hop = data.get("comm", 0)
     _check_figures(f"{path}, comm", [hop])
-    return Costs(seconds, float(hop), held, origin=str(path))
+    costs = Costs(seconds, float(hop), held, origin=str(path))
+    return _with_vocabulary(costs, data, float(logits), str(path))
 
 
 def _per_stage(figures: Sequence[Any], placement: Placement, what: str) -> tuple[float, ...]:

@@ -62,7 +62,8 @@ def draw(timelines: Sequence[Timeline], path: Path) -> None:
         _draw_passes(axes[2 * index], timeline)
         _draw_memory(axes[2 * index + 1], timeline)
     axes[-1].set_xlabel("time")
-    used = {e.action.kind for line in timelines for row in line.compute for e in row}
+    events = (event for line in timelines for row in line.compute for event in row)
+    used = {event.action.kind for event in events if event.end > event.start}
     figure.legend(handles=_legend(used), loc="outside lower center", ncols=5, frameon=False)
     figure.savefig(path, dpi=150)
 
@@ -157,6 +158,8 @@ def _draw_passes(axes: Axes, timeline: Timeline) -> None:
         axes.barh(rank, width, left=0, height=0.86, color=BUBBLE, zorder=0)
         for event in row:
             seconds = event.end - event.start
+            if not seconds:
+                continue  # an edge without an inside
             axes.barh(
                 rank,
                 seconds,

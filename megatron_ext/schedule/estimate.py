@@ -81,15 +81,12 @@ def estimate(model: ModelDimensions, rates: Rates) -> Costs:
     core = 4 * tokens * model.sequence * model.query_width * share / 2  # causal: half the matrix
     head = 2 * tokens * model.hidden * model.vocabulary * share
 
-    stages = range(len(model.layers))
-    heads = [head if stage == stages[-1] else 0.0 for stage in stages]
-    forward = [n * (products + core) + h for n, h in zip(model.layers, heads, strict=True)]
-    again = [n * (products + core) if model.recompute else 0.0 for n in model.layers]
+    forward = [n * (products + core) for n in model.layers]
+    again = forward if model.recompute else [0.0] * len(model.layers)
     input_gradient = [
-        n * (products + 2 * core) + h + a
-        for n, h, a in zip(model.layers, heads, again, strict=True)
+        n * (products + 2 * core) + a for n, a in zip(model.layers, again, strict=True)
     ]
-    weight_gradient = [n * products + h for n, h in zip(model.layers, heads, strict=True)]
+    weight_gradient = [n * products for n in model.layers]
 
     def seconds(operations: list[float]) -> tuple[float, ...]:
         return tuple(o / rates.operations for o in operations)
@@ -98,28 +95,26 @@ def estimate(model: ModelDimensions, rates: Rates) -> Costs:
     stored = 17 * model.hidden * model.element_bytes * tokens * share
     if not model.fused_attention:
         stored += 2.5 * model.heads * model.sequence * tokens * model.element_bytes * share
-    logits = tokens * model.vocabulary * 4 * share
-    activation = tuple(
-        n * (boundary if model.recompute else stored) + (logits if stage == stages[-1] else 0)
-        for stage, n in enumerate(model.layers)
-    )
-    weight_inputs = tuple(
-        n * (inputs + outputs) * tokens * model.element_bytes * share
-        + (logits if stage == stages[-1] else 0)
-        for stage, n in enumerate(model.layers)
-    )
-    return Costs(
+    layers = Costs(
         {
             Duty.FORWARD: seconds(forward),
             Duty.INPUT_GRADIENT: seconds(input_gradient),
             Duty.WEIGHT_GRADIENT: seconds(weight_gradient),
         },
         hop=boundary * share / rates.bytes,
-        held_bytes={Held.ACTIVATION: activation, Held.WEIGHT_INPUTS: weight_inputs},
+        held_bytes={
+            Held.ACTIVATION: tuple(
+                n * (boundary if model.recompute else stored) for n in model.layers
+            ),
+            Held.WEIGHT_INPUTS: tuple(
+                n * (inputs + outputs) * tokens * model.element_bytes * share for n in model.layers
+            ),
+        },
         origin="estimated from the model's dimensions",
-        vocabulary=VocabularyCosts(
-            head=(head / rates.operations,) * 3,
-            embedding=(0.0, 0.0),  # no matrix product
-            logits_bytes=logits,
-        ),
+    )
+    # The embedding is no matrix product.
+    head_seconds = head / rates.operations
+    logits = tokens * model.vocabulary * 4 * share
+    return layers.with_vocabulary(
+        VocabularyCosts((head_seconds, head_seconds, head_seconds), logits_bytes=logits)
     )

@@ -54,12 +54,18 @@ def channel_of(action: Action, placement: Placement) -> Channel:
 
 
 def channels(schedule: Schedule) -> set[Channel]:
-    """All channels that ``schedule`` uses."""
+    """All channels between the stages of ``schedule``.
+
+    Of an evaluation too those that only training uses: they are made once, and training may follow.
+    """
+    rank_of = schedule.placement.rank_of
+    stages = range(schedule.placement.stages)
     return {
-        channel_of(action, schedule.placement)
-        for row in schedule.rows
-        for action in row
-        if RULES[action.kind].is_message
+        channel_of(Action(stage, kind, 0), schedule.placement)
+        for kind, rule in RULES.items()
+        if rule.lane is Lane.SEND
+        for stage in stages
+        if stage + rule.neighbour in stages and rank_of[stage] != rank_of[stage + rule.neighbour]
     }
 
 

@@ -58,30 +58,27 @@ def bytes_for(limit: MemoryLimit, costs: Costs) -> Mapping[Held, tuple[float, ..
 
 
 def leaving_room(limit: MemoryLimit, microbatches: int, problem: Problem) -> MemoryLimit:
-    """What ``limit`` leaves when every rank holds so many ``microbatches`` more.
+    """What ``limit`` leaves of a rank when it holds so many ``microbatches`` more, and logits.
 
     Raises:
-        ValueError: nothing.
+        ValueError: less than one microbatch.
     """
     if limit.microbatches is not None:
-        least, left = 1.0, limit.microbatches - microbatches
+        one = 1.0
+        more, allowed = float(microbatches), limit.microbatches
     else:
         assert limit.bytes is not None
         held = bytes_for(limit, problem.costs)
-        activation, logits = (
-            held[Held.ACTIVATION],
-            held.get(Held.LOGITS, (0.0,) * len(problem.placement.rank_of)),
-        )
-        of_a_microbatch = max(
-            sum(activation[stage] + logits[stage] for stage in stages)
-            for stages in problem.placement.stages_of
-        )
-        least, left = of_a_microbatch, limit.bytes - microbatches * of_a_microbatch
-    if left < least:
+        ranks = problem.placement.stages_of
+        one = max(sum(held[Held.ACTIVATION][stage] for stage in row) for row in ranks)
+        logits = max(held[Held.LOGITS])  # of one microbatch more: they outlast its SI
+        more, allowed = microbatches * one + (microbatches + 1) * logits, float(limit.bytes)
+    left = allowed - more
+    if left < one:
         raise ValueError(
             f"the memory limit is {limit}, and vocabulary parallelism {problem.vocabulary} holds "
-            f"{microbatches} more than a schedule alone, which needs room for one; give at least "
-            f"{limit.at_least(least + (microbatches * least))}"
+            f"{microbatches} microbatch{'es' * (microbatches > 1)} more than a schedule alone, "
+            f"which holds at least one; give at least {limit.at_least(one + more)}"
         )
     if limit.microbatches is not None:
         return MemoryLimit(microbatches=left)

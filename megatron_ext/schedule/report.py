@@ -22,13 +22,14 @@ def report(choice: Choice, problem: Problem) -> tuple[Program, dict[str, Any]]:
     start = time.perf_counter()
     program = build_program(choice, problem)
     seconds = time.perf_counter() - start
-    timeline = simulate(program, problem.costs)
+    timeline = simulate(program, program.problem.costs)
     schedule = program.schedule
     return program, {
         "schedule": choice.spec,
         "pp": problem.ranks,
         "vpp": problem.placement.chunks,
         "microbatches": problem.microbatches,
+        "vocabulary": problem.vocabulary.value,
         "makespan": timeline.makespan,
         "span": timeline.span,
         "work": timeline.work,

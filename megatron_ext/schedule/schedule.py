@@ -67,6 +67,11 @@ class Problem:
     def __post_init__(self) -> None:
         if self.microbatches < 1:
             raise ValueError(f"microbatches is {self.microbatches}; at least one is needed")
+        if self.p2p is P2P.BATCHED and self.vocabulary is not VocabularyParallel.NONE:
+            raise ValueError(
+                f"vocabulary parallelism {self.vocabulary} with messages {self.p2p}: its "
+                f"collectives need communicators of their own; write messages {P2P.ASYNC}"
+            )
         assert self.costs.stages == self.placement.stages
 
     @property
@@ -131,6 +136,11 @@ def from_csv(text: str, name: str) -> Schedule:
                 raise ValueError(
                     f"{name}, line {number}: {action} is no pass; messages and waits are inserted "
                     f"by us, leave them out"
+                )
+            if RULES[action.kind].where is not Where.STAGE:
+                raise ValueError(
+                    f"{name}, line {number}: {action} is a pass of vocabulary parallelism; those "
+                    f"are inserted by us, leave them out"
                 )
         if not row:
             raise ValueError(

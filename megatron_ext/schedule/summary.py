@@ -13,8 +13,8 @@ from megatron_ext.schedule.verify import Program
 
 
 def stock_1f1b(problem: Problem) -> Timeline:
-    """The timeline of plain 1F1B on the same ranks, microbatches and costs."""
-    costs = problem.costs.per_rank(problem.placement)
+    """The timeline of plain 1F1B on the same ranks, microbatches and whole costs."""
+    costs = (problem.costs.whole or problem.costs).per_rank(problem.placement)
     on_line = Problem(line(problem.ranks), problem.microbatches, costs)
     return simulate(build_program(choose("1f1b"), on_line), costs)
 

@@ -185,6 +185,8 @@ def _slices(timeline: Timeline, prefix: str, about: dict[str, Any]) -> Iterator[
             title = "passes"
         elif lane is Lane.SEND:
             title = f"{action.kind} to rank {channel_of(action, placement).receiver}"
+        elif lane is Lane.COLLECTIVE:
+            title = action.kind.value
         else:
             continue  # takes no time there
         args = {"stage": action.stage, "microbatch": action.microbatch} | about

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron_ext.schedule.costs import Costs
-from megatron_ext.schedule.estimate import CPU, GPU, ModelDimensions, estimate
+from megatron_ext.schedule.estimate import CPU, GPU, ModelDimensions, Rates, estimate
 
 
 def estimated_costs(
@@ -42,4 +42,9 @@ def estimated_costs(
         recompute=settings.recompute_granularity == "full",
         fused_attention=getattr(settings, "transformer_impl", "") == "transformer_engine",
     )
-    return estimate(dimensions, GPU if torch.cuda.is_available() else CPU)
+    return estimate(dimensions, rates())
+
+
+def rates() -> Rates:
+    """What a rank on this machine reaches, roughly."""
+    return GPU if torch.cuda.is_available() else CPU

@@ -23,7 +23,7 @@ from megatron_ext.schedule.kinds import Duty, Held
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import Placement, line
 from megatron_ext.schedule.registry import choose
-from megatron_ext.schedule.schedule import P2P, Problem, Schedule
+from megatron_ext.schedule.schedule import P2P, Problem, Schedule, VocabularyParallel
 from megatron_ext.schedule.timeline import Timeline
 from megatron_ext.schedule.transforms.batches import batch_messages
 from megatron_ext.schedule.transforms.communication import communicate
@@ -280,6 +280,7 @@ def run(schedule: Schedule, problem: Problem) -> Run:
     and at a wait whose send has not gone. Sends and receives are started and left to themselves.
     From one rank to another activations and gradients go separate ways, on each of which the k-th
     send meets the k-th receive, once both have been started and the message before them has gone.
+    The k-th collective of a kind ends on all ranks together, once all have started it.
     Batched, a rank has one batch of messages under way at a time, and none of them is there before
     all are. A pass without its input, and a message that meets another's receive, are faults.
     """
@@ -298,6 +299,9 @@ class _Ranks:
         self.sends: dict[tuple[int, int, bool], list[Action]] = defaultdict(list)
         self.receives: dict[tuple[int, int, bool], list[Action]] = defaultdict(list)
         self.moved: dict[tuple[int, int, bool], int] = defaultdict(int)
+        self.calls: dict[Kind, list[list[Action]]] = {k: [[] for _ in schedule.rows] for k in MADE}
+        self.called: dict[Kind, int] = defaultdict(int)  # collectives that all ranks have had
+        self.first = [self.rank_of.index(rank) for rank in range(len(schedule.rows))]
         self.free = [0.0 for _ in schedule.rows]
 
     def run(self) -> Run:
@@ -311,6 +315,7 @@ class _Ranks:
                         at[rank] += 1
                         moving = True
                 moving = self.move_messages() or moving
+                moving = self.call_together() or moving
             rows = zip(at, self.schedule.rows, strict=True)
             standing = [row[reached] for reached, row in rows if reached < len(row)]
             standing += [action for action in self.started if action not in self.times]
@@ -333,6 +338,11 @@ class _Ranks:
         if kind in (Kind.WAIT_F, Kind.WAIT_B):
             send = Action(stage, Kind.SEND_F if kind is Kind.WAIT_F else Kind.SEND_B, microbatch)
             return self.finish(rank, action, send)
+        if kind in MADE:
+            self.start_collective(rank, action)
+            return True
+        if kind in BROUGHT:
+            return self.do_vocabulary_pass(rank, action)
 
         backward = [Action(stage, one, microbatch) for one in (I, B)]
         if kind is W:
@@ -350,7 +360,12 @@ class _Ranks:
             if any(other in self.times for other in backward):
                 raise _Fault(f"{action}: the activations have been used up")
         if not 0 <= neighbour < len(self.rank_of):
-            return self.finish(rank, action, None)
+            if self.problem.vocabulary is VocabularyParallel.NONE:
+                return self.finish(rank, action, None)
+            brought = Kind.REDUCE_E if kind is F else Kind.REDUCE_SI
+            if kind is not F and Action(self.first[rank], Kind.LOSS, microbatch) not in self.times:
+                raise _Fault(f"{action} without the loss's gradient")
+            return self.finish(rank, action, Action(self.first[rank], brought, microbatch))
         if self.rank_of[neighbour] != rank:
             return self.finish(rank, action, Action(stage, message, microbatch))
         if not any(maker in self.times for maker in makers):
@@ -365,6 +380,53 @@ class _Ranks:
         self.free[rank] = start + self.seconds(action)
         self.times[action] = (start, self.free[rank])
         return True
+
+    def do_vocabulary_pass(self, rank: int, action: Action) -> bool:
+        stage, kind, microbatch = action
+        self.check_vocabulary(rank, action)
+        if kind is Kind.LOSS and rank != self.rank_of[-1]:
+            raise _Fault(f"{action}: the labels are on another rank")
+        before = {Kind.LOGITS_WEIGHT: Kind.LOGITS_INPUT, Kind.EMBEDDING_WEIGHT: Kind.EMBEDDING}
+        if kind in before and Action(stage, before[kind], microbatch) not in self.times:
+            raise _Fault(f"{action} without {before[kind]}")
+        return self.finish(rank, action, Action(stage, BROUGHT[kind], microbatch))
+
+    def check_vocabulary(self, rank: int, action: Action) -> None:
+        if self.problem.vocabulary is VocabularyParallel.NONE:
+            raise _Fault(f"{action}: there are no shards")
+        if action.stage != self.first[rank]:
+            raise _Fault(f"{action}: the shard is beside stage {self.first[rank]}")
+
+    def start_collective(self, rank: int, action: Action) -> None:
+        stage, kind, microbatch = action
+        self.check_vocabulary(rank, action)
+        end, makers = MADE[kind]
+        maker_stage = stage if end is None else end % len(self.rank_of)
+        if kind is Kind.BCAST_SW:
+            maker_stage = stage
+        gives = end is None or self.rank_of[end] == rank
+        made = [Action(maker_stage, maker, microbatch) in self.times for maker in makers]
+        if gives and makers and not any(made):
+            raise _Fault(f"{action}: there is nothing to give")
+        self.started[action] = self.free[rank]
+        self.calls[kind][rank].append(action)
+
+    def call_together(self) -> bool:
+        moving = False
+        for kind, rows in self.calls.items():
+            while self.called[kind] < min(map(len, rows)):
+                together = [row[self.called[kind]] for row in rows]
+                if len({action.microbatch for action in together}) > 1:
+                    raise _Fault(f"{together[0]} meets another microbatch")
+                before = [row[self.called[kind] - 1] for row in rows] if self.called[kind] else []
+                start = max(self.started[action] for action in together)
+                start = max([start, *(self.times[action][1] for action in before)])
+                end = start + self.problem.costs.hop
+                for action in together:
+                    self.times[action], self.there[action] = (start, end), end
+                self.called[kind] += 1
+                moving = True
+        return moving
 
     def start_message(self, rank: int, action: Action) -> None:
         stage, kind, microbatch = action
@@ -416,6 +478,12 @@ class _Ranks:
             I: [Duty.INPUT_GRADIENT],
             W: [Duty.WEIGHT_GRADIENT],
             B: [Duty.INPUT_GRADIENT, Duty.WEIGHT_GRADIENT],
+            Kind.LOGITS: [Duty.LOGITS],
+            Kind.LOGITS_INPUT: [Duty.LOGITS_INPUT_GRADIENT],
+            Kind.LOGITS_WEIGHT: [Duty.LOGITS_WEIGHT_GRADIENT],
+            Kind.LOSS: [Duty.LOSS],
+            Kind.EMBEDDING: [Duty.EMBEDDING],
+            Kind.EMBEDDING_WEIGHT: [Duty.EMBEDDING_WEIGHT_GRADIENT],
         }
         return sum(self.problem.costs.seconds[duty][stage] for duty in parts.get(kind, []))
 
@@ -426,6 +494,8 @@ class _Ranks:
                 passes = {kind for kind in (F, I, W, B) if Action(stage, kind, k) in self.times}
                 if passes not in wanted:
                     raise _Fault(f"microbatch {k} on stage {stage} has had {passes}")
+        if self.problem.vocabulary is not VocabularyParallel.NONE:
+            self.check_vocabulary_done()
         waits = {Kind.SEND_F: Kind.WAIT_F, Kind.SEND_B: Kind.WAIT_B}
         for action in self.times:
             if action.microbatch >= self.problem.microbatches:
@@ -433,6 +503,38 @@ class _Ranks:
             wait = waits.get(action.kind)
             if wait and action._replace(kind=wait) not in self.times:
                 raise _Fault(f"nobody waits for {action}")
+
+    def check_vocabulary_done(self) -> None:
+        evaluated = {Kind.EMBEDDING, Kind.LOGITS, Kind.LOSS}
+        wanted = evaluated if self.problem.forward_only else set(BROUGHT)
+        for rank, stage in enumerate(self.first):
+            of_rank = wanted if rank == self.rank_of[-1] else wanted - {Kind.LOSS}
+            for k in range(self.problem.microbatches):
+                passes = {kind for kind in BROUGHT if Action(stage, kind, k) in self.times}
+                if passes != of_rank:
+                    raise _Fault(f"microbatch {k} on the shard of rank {rank} has had {passes}")
+
+
+# By pass of the vocabulary, the collective that brings what it needs.
+BROUGHT = {
+    Kind.EMBEDDING: Kind.BCAST_E,
+    Kind.LOGITS: Kind.BCAST_S,
+    Kind.LOSS: Kind.GATHER_S,
+    Kind.LOGITS_INPUT: Kind.GATHER_S,
+    Kind.LOGITS_WEIGHT: Kind.BCAST_SW,
+    Kind.EMBEDDING_WEIGHT: Kind.BCAST_EW,
+}
+# By collective, the stage whose rank alone gives something (None: every rank does), and the passes
+# of which one makes it. The tokens are there from the beginning.
+MADE: dict[Kind, tuple[int | None, tuple[Kind, ...]]] = {
+    Kind.BCAST_E: (0, ()),
+    Kind.REDUCE_E: (None, (Kind.EMBEDDING,)),
+    Kind.BCAST_S: (-1, (F,)),
+    Kind.GATHER_S: (None, (Kind.LOGITS,)),
+    Kind.BCAST_SW: (-1, (Kind.LOSS,)),
+    Kind.REDUCE_SI: (None, (Kind.LOGITS_INPUT,)),
+    Kind.BCAST_EW: (0, (I, B)),
+}
 
 
 class _BatchedRanks(_Ranks):

@@ -45,6 +45,37 @@ def test_simulate_shows_what_one_communicator_costs() -> None:
     assert together > alone
 
 
+HEAD = ("--costs", "f=10,i=12,w=8,comm=1,head=10/12/8,embedding=1/2")
+
+
+def test_simulate_divides_the_vocabulary(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    words = ("simulate", "zb-h1", "--pp", "4", "-m", "16", *HEAD)
+    whole, one, two = (
+        json.loads(run(*words, "--vocab-parallel", how, "--trace", str(trace), "--json"))
+        for how in ("none", "1", "2")
+    )
+    assert [found["vocabulary"] for found in (whole, one, two)] == ["none", "1", "2"]
+    assert max(one["makespan"], two["makespan"]) < 0.75 * whole["makespan"]
+    assert [found["peak_activation_microbatches"][0] for found in (whole, one, two)] == [4, 6, 5]
+    # The embedding's two passes and the head's three are the same work, divided.
+    assert one["work"] == two["work"] == pytest.approx(whole["work"])
+    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"0S0", "3SW15", "0GATHER_S0"} <= names
+
+
+def test_plan_compares_what_can_be_done_about_a_head() -> None:
+    words = ("plan", "--pp", "2", "-m", "4", "--memory-limit", "2")
+    assert json.loads(run(*words, "--json"))["vocabulary"] == []
+    found = json.loads(run(*words, *HEAD, "--layers", "7", "--json"))
+    rows = {row["schedule"]: row for row in found["vocabulary"]}
+    assert rows.keys() == {row["schedule"] for row in found["schedules"]}
+    one = rows["1f1b"]
+    assert one["redistributed"] < one["naive"]
+    # Two ranks hold two microbatches; one more is over the limit.
+    assert one["2"] is None and "least feasible limit for it is 3" in one["refused"]["2"]
+
+
 def test_simulate_draws_and_writes_a_table_that_it_reads_back(tmp_path: Path) -> None:
     picture, table = tmp_path / "x.svg", tmp_path / "x.csv"
     sizes = ("--pp", "3", "-m", "4")
@@ -67,6 +98,14 @@ def test_simulate_draws_and_writes_a_table_that_it_reads_back(tmp_path: Path) ->
         (("simulate", "1f1b", "--pp", "4", "-m", "8", "--costs", "f=1"), "missing ['i', 'w']"),
         (("simulate", "1f1b", "--pp", "4", "-m", "8", "--plot", "x.pdf"), ".svg or .png"),
         (("simulate", "1f1b", "--pp", "4", "-m", "8", "--costs", "no.json"), "cannot be read"),
+        (
+            ("simulate", "1f1b", "--pp", "2", "-m", "2", "--vocab-parallel", "2", "--certify"),
+            "no bound with vocabulary parallelism 2",
+        ),
+        (
+            ("simulate", "1f1b", "--pp", "2", "-m", "2", "--vocab-parallel", "1", "--csv", "x.csv"),
+            "added a second time",
+        ),
         (("doctor", "--pipeline-memory-limit", "4"), "without --pipeline-schedule"),
         (("doctor", "--pipeline-schedule", "1f1b", "--pipeline-p2p", "fast"), "async or batched"),
     ],
@@ -87,3 +126,10 @@ def test_doctor_shows_what_a_flag_would_apply() -> None:
     assert states["schedule"] == states["flags"] == "would be applied"
     assert states["split backward of local linear layers"] == "not wanted"
     assert all(patch["reason"] and patch["target"] for patch in found["patches"])
+
+
+def test_doctor_knows_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.version, "hip", "6.4.1")
+    assert json.loads(run("doctor", "--json"))["environment"]["ROCm"].startswith("6.4.1: untried")

@@ -12,14 +12,21 @@ from hypothesis import given
 from megatron_ext.schedule import registry
 from megatron_ext.schedule.action import parse
 from megatron_ext.schedule.build import build_program
-from megatron_ext.schedule.costs import Costs, load_costs, parse_costs, uniform
+from megatron_ext.schedule.costs import (
+    Costs,
+    VocabularyCosts,
+    load_costs,
+    parse_costs,
+    uniform,
+)
 from megatron_ext.schedule.estimate import CPU, GPU, ModelDimensions, estimate
 from megatron_ext.schedule.kinds import Duty, Held
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
 from megatron_ext.schedule.memory import in_bytes, in_microbatches, memory_curve, peaks
 from megatron_ext.schedule.placement import Placement, line
 from megatron_ext.schedule.registry import FamilyEntry, choose, entries
-from megatron_ext.schedule.schedule import Problem, Schedule
+from megatron_ext.schedule.schedule import Problem, Schedule, VocabularyParallel
+from megatron_ext.schedule.vocabulary_costs import share_vocabulary
 from tests.unit.schedules import PROPERTY, line_problem, random_costs, rows_of, seeds, written
 
 F, I, W = Duty.FORWARD, Duty.INPUT_GRADIENT, Duty.WEIGHT_GRADIENT  # noqa: E741
@@ -80,6 +87,44 @@ def test_costs_of_a_whole_rank() -> None:
     )
 
 
+def test_the_vocabulary_is_added_to_the_first_and_the_last_stage() -> None:
+    costs = parse_costs("f=10,i=12,w=8,head=5/6/4,embedding=1/2", LOOP)
+    assert costs.seconds == {F: (6, 5, 5, 10), I: (6, 6, 6, 12), W: (6, 4, 4, 8)}
+    assert costs.vocabulary == VocabularyCosts((5, 6, 4), (1, 2))
+    assert costs.without_vocabulary() == parse_costs("f=10,i=12,w=8", LOOP)
+    assert parse_costs("f=10,i=12,w=8", LOOP).vocabulary is None
+
+
+@PROPERTY
+@given(seeds)
+def test_a_vocabulary_reads_back_what_it_prints(seed: int) -> None:
+    random = Random(seed)
+    a, b, c, d, e = (random.choice([0.0, 0.37, 61.5]) for _ in range(5))
+    whole = random_costs(random, LOOP).with_vocabulary(VocabularyCosts((a, b, c), (d, e)))
+    shared = share_vocabulary(whole, LOOP, VocabularyParallel.TWO)
+    assert str(shared) == str(whole)
+    read = parse_costs(str(whole), LOOP)
+    assert (read.vocabulary or VocabularyCosts()) == whole.vocabulary
+    for duty, figures in whole.seconds.items():
+        assert read.seconds[duty] == pytest.approx(figures, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("how", "passes"),
+    [
+        (VocabularyParallel.ONE, {"0S0": 2.5, "1SI0": 3, "1SW0": 2, "0E0": 0.5, "0EW0": 1}),
+        (VocabularyParallel.TWO, {"0S0": 5.5, "1SI0": 0, "1SW0": 2, "0E0": 0.5, "0EW0": 1}),
+    ],
+)
+def test_shares_of_the_vocabulary(how: VocabularyParallel, passes: dict[str, float]) -> None:
+    """Beside the first stage of each rank; the second variant has both products in S."""
+    whole = parse_costs("f=10,i=12,w=8,comm=1,head=5/6/4,embedding=1/2", LOOP)
+    costs = share_vocabulary(whole, LOOP, how)
+    passes |= {"0F0": 5, "3I0": 6, "3W0": 4, "1L0": 0, "1BCAST_S0": 1, "0GATHER_S0": 1, "2S0": 0}
+    assert {text: costs.of(parse(text)) for text in passes} == passes
+    assert costs.whole == whole
+
+
 HOW = "write f=10,i=12,w=8,comm=1 (one microbatch of a full rank; comm per hop) or a file"
 
 
@@ -96,6 +141,9 @@ HOW = "write f=10,i=12,w=8,comm=1 (one microbatch of a full rank; comm per hop) 
         ("f=inf,i=1,w=1", "inf is no cost"),
         ("f=1,i=1,w=1,comm=-2", "-2.0 is no cost"),
         ("f=1,i=1,w=1,comm=1/2", f"comm is one figure; {HOW}"),
+        ("f=1,i=1,w=1,head=5", "head is 3 figures, of F, I and W (one microbatch through"),
+        ("f=1,i=1,w=1,head=1/2/-3", "head: -3.0 is no cost"),
+        ("f=1,i=1,w=1,embedding=1/2/3", "embedding is 2 figures, of the lookup and the weight"),
         (
             "f=1/2/3,i=1,w=1",
             "3 figures for 2 stages; give one figure per microbatch of a full rank",
@@ -133,10 +181,31 @@ def test_bytes_from_a_file(tmp_path: Path) -> None:
     assert costs.held_bytes == {Held.ACTIVATION: (3e9, 4e9), Held.WEIGHT_INPUTS: (1e9, 1e9)}
 
 
+def test_the_vocabulary_from_a_file(tmp_path: Path) -> None:
+    held = {"activation": 3e9, "weight inputs": 1e9, "logits": 2e9}
+    data = GOOD_FILE | {"head": [5, 6, 4], "embedding": [1, 2], "bytes": held}
+    costs = load_costs(written_costs(tmp_path, data), LINE)
+    assert costs.seconds == {F: (11, 15), I: (12, 20), W: (10, 12)}
+    assert costs.held_bytes == {Held.ACTIVATION: (3e9, 5e9), Held.WEIGHT_INPUTS: (1e9, 3e9)}
+    assert costs.vocabulary == VocabularyCosts((5, 6, 4), (1, 2), 2e9)
+    shared = share_vocabulary(costs, LINE, VocabularyParallel.ONE)
+    assert shared.held_bytes == {
+        Held.ACTIVATION: (3e9, 3e9),
+        Held.WEIGHT_INPUTS: (1e9, 1e9),
+        Held.LOGITS: (1e9, 1e9),
+    }
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
         ("{", "is not JSON"),
+        (GOOD_FILE | {"head": [5, 6]}, "head is 3 figures, of F, I and W"),
+        (GOOD_FILE | {"embedding": [5, "6"]}, "embedding: '6' is no cost"),
+        (
+            GOOD_FILE | {"bytes": {"activation": 1, "weight inputs": 1, "logits": [1, 2]}},
+            "logits: [1, 2] is no cost",
+        ),
         ([1], '"version": 1 is expected at the top'),
         ({"f": 1, "i": 1, "w": 1}, '"version": 1 is expected at the top'),
         (GOOD_FILE | {"version": 2}, '"version": 1 is expected at the top'),

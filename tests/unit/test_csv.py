@@ -88,6 +88,7 @@ def test_placement_is_read_off_the_table() -> None:
             "0F0,0SEND_F0,0B0\n1F0,1B0\n",
             "x.csv, line 1: 0SEND_F0 is no pass; messages and waits are inserted by us, leave them",
         ),
+        ("0F0,0S0,0B0\n1F0,1B0\n", "x.csv, line 1: 0S0 is a pass of vocabulary parallelism"),
     ],
 )
 def test_bad_files(text: str, message: str) -> None:

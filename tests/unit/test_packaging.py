@@ -142,7 +142,7 @@ def test_editable_installation_follows_the_symlink(tree: Path, tmp_path: Path) -
     run(*pip, *OFFLINE, "--editable", tree, cwd=tmp_path)
     check_import(python, {"PYTHONPATH": ""}, tree, tmp_path)
     # The finder maps the package alone: the repository root would bring `patches` and `tests`.
-    for name in ("patches", "tests", "scripts"):
+    for name in ("patches", "tests", "scripts", "examples"):
         code = f"import importlib.util; assert importlib.util.find_spec({name!r}) is None"
         run(python, "-c", code, cwd=tmp_path, env={"PYTHONPATH": ""})
     assert (tmp_path / "venv" / "bin" / "megatron-ext").exists()

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from megatron_ext.schedule.build import build_program
 from megatron_ext.schedule.choose import Plan, make_plan, peak
-from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.costs import VocabularyCosts, uniform
 from megatron_ext.schedule.draw import draw_plan
+from megatron_ext.schedule.kinds import Duty
 from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.registry import choose, entries
-from megatron_ext.schedule.schedule import Problem
+from megatron_ext.schedule.schedule import Problem, VocabularyParallel
 from megatron_ext.schedule.simulate import simulate
 from megatron_ext.schedule.trace import write_trace
+from megatron_ext.schedule.vocabulary_plan import compare_ways, redistribute
 
 
 @functools.cache
@@ -46,6 +52,33 @@ def test_a_limit_leaves_out_what_does_not_fit() -> None:
     found = plan(limit=4)
     assert "gpipe" in found.refused and "least feasible limit for it is 8" in found.refused["gpipe"]
     assert all(peak(row) <= 4 for row in found.reports) and found.reports
+
+
+def test_layers_are_redistributed_as_megatron_does() -> None:
+    """7 layers and the output layer on 4 stages: 2, 2, 2 and 1 beside it; 6 with the embedding."""
+    costs = uniform(line(4), 7, 14, 21).with_vocabulary(VocabularyCosts((5, 6, 7), (1, 2)))
+    seven = redistribute(costs, 7)
+    assert seven.seconds[Duty.FORWARD] == (8 + 1, 8, 8, 4 + 5)
+    assert seven.seconds[Duty.WEIGHT_GRADIENT] == (24 + 2, 24, 24, 12 + 7)
+    assert sum(seven.seconds[Duty.INPUT_GRADIENT]) == sum(costs.seconds[Duty.INPUT_GRADIENT])
+    six = redistribute(uniform(line(4), 6, 6, 6), 6)
+    assert six.seconds[Duty.FORWARD] == (4, 8, 8, 4)
+    with pytest.raises(ValueError, match=r"8 layers .* redistributes 7 or 10 layers"):
+        redistribute(costs, 8)
+
+
+def test_each_way_for_a_head_is_what_simulate_finds() -> None:
+    costs = uniform(line(4), 10, 12, 8, 1).with_vocabulary(VocabularyCosts((10, 12, 8)))
+    problem = Problem(line(4), 8, costs)
+    program = build_program(choose("zb-h1"), replace(problem, vocabulary=VocabularyParallel.TWO))
+    two = simulate(program, program.problem.costs).makespan
+    naive = simulate(build_program(choose("zb-h1"), problem), costs).makespan
+    only = Plan(({"schedule": "zb-h1", "makespan": naive},), {})
+    (row,) = compare_ways(only, 4, 8, lambda placement: costs, None, layers=9)
+    assert (row["schedule"], row["naive"], row["2"]) == ("zb-h1", naive, two)
+    assert row["1"] < naive and row["redistributed"] is None
+    assert "do not divide over 4 stages" in row["refused"]["redistributed"]
+    assert compare_ways(only, 4, 8, lambda placement: uniform(placement, 1, 1, 1), None) == []
 
 
 def test_the_picture_names_every_schedule(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ WALLS = {
         no_sibling,
     ),
     "megatron": Wall(
-        "only patches/megatron, patches/cpu.py and scripts/ name Megatron's modules; "
+        "only patches/megatron, patches/cpu.py, scripts/ and examples/ name Megatron's modules; "
         "features.py, engine.py, cli.py and doctor.py may in strings",
         in_package,
         only_in(
@@ -182,6 +182,14 @@ WALLS = {
         under("megatron_ext", "scripts"),
         lambda module, use: use.how != "import" or not within(use.name, "megatron_ext.patches.cpu"),
     ),
+    "examples": Wall(
+        "examples/ import the standard library, torch, megatron.core and megatron_ext itself, so "
+        "that they run wherever they are copied to",
+        under("examples"),
+        lambda module, use: (
+            use.name == "megatron_ext" or imports_only("torch", "megatron.core")(module, use)
+        ),
+    ),
     "one name": Wall(
         "patches/ is imported as megatron_ext.patches: under a second name its classes would "
         "exist twice",
@@ -204,7 +212,7 @@ def breaches(wall: Wall, source: str, module: str, *, is_package: bool = False) 
 
 def files() -> Iterator[tuple[Path, str]]:
     """Every file of ours with its module name; patches/ once, under its name in the package."""
-    for top in ("megatron_ext", "patches", "scripts", "tests"):
+    for top in ("megatron_ext", "patches", "scripts", "examples", "tests"):
         for path in sorted((ROOT / top).rglob("*.py")):
             parts = path.relative_to(ROOT).with_suffix("").parts
             if parts[:2] == ("megatron_ext", "patches"):
@@ -259,6 +267,8 @@ def test_wall_holds(name: str) -> None:
         ("cpu", "megatron_ext.patches.features", "from megatron_ext.patches import cpu"),
         ("cpu", "megatron_ext.patches.features", "def f():\n    from . import cpu"),
         ("cpu", "scripts.quickstart", "import megatron_ext.patches.cpu"),
+        ("examples", "examples.plain_loop", "import megatron.training"),
+        ("examples", "examples.plain_loop", "from megatron_ext.launch import launch"),
         ("one name", "tests.unit.test_x", "from patches.engine import apply"),
     ],
 )  # fmt: skip
@@ -285,6 +295,7 @@ def test_breach_is_seen(name: str, module: str, source: str) -> None:
         ("megatron_ext.patches.megatron.core.x", "from megatron.core import parallel_state"),
         ("megatron_ext.patches.cpu", "import megatron.core"),
         ("megatron_ext.patches.megatron.core.x", "import megatron_ext.runtime.executor"),
+        ("examples.plain_loop", "import megatron_ext\nfrom megatron.core import parallel_state"),
     ],
 )  # fmt: skip
 def test_lawful_source_passes(module: str, source: str) -> None:

@@ -3,119 +3,144 @@
 Vocabulary parallelism (Yeung et al. 2024, "Balancing Pipeline Parallelism with Vocabulary
 Parallelism", section 4). Between the last stage's forward and backward pass of a microbatch, all
 ranks make logits on their shard (S), exchange the statistics of the softmax, and make their part of
-the hidden states' gradient (SI); the shard's own gradient (SW) can wait. So the backward pass comes
-one interval later than in the schedule without (two with variant 1, which has two exchanges one
-after the other), and every rank holds one microbatch more (two):
+the hidden states' gradient (SI); the shard's own gradient (SW) can wait. An interval is F, B (or I
+and W), S, SI and SW of one microbatch. The backward passes come one interval later than in the
+schedule without, two with variant 1, in which two collectives follow one another; so every rank
+holds one microbatch more, or two.
 
-    rank 0   F0 F1 F2 F3          S0    B0 SI0 SW0 ...        an interval: F, B (or I and W), S, SI
-    rank 1      F0 F1 F2          S0 B0    SI0 SW0            and SW of one microbatch
-    rank 2         F0 F1          S0 F2 ...
-                   (F0 of the last rank, then S0 everywhere)
+The transform works on any compute schedule. It takes the times at which that would run and
 
-The transform works on any compute schedule. It takes the times at which that would run, moves each
-backward pass by whole intervals, gives the new passes their times between, and orders each rank's
-actions by time. Times rise along every dependency, so nothing can wait in a circle.
+- gives each backward pass the time of the same pass of the microbatch that is one (two) behind, so
+  that the microbatches held are those of the schedule and one (two) more, whatever passes cost;
+- gives the new passes times between those that they need and those that need them;
+- orders each rank's actions by time.
+
+Times rise along every dependency, so nothing waits in a circle.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 
 from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import RULES, Duty, Where
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.schedule import Problem, Schedule, VocabularyParallel
 from megatron_ext.schedule.simulate import simulate_unproved
-from megatron_ext.schedule.timeline import Event, Timeline
+from megatron_ext.schedule.timeline import Timeline
 
-# Intervals between the last stage's forward and backward pass, and so microbatches held more.
+# How many microbatches later backward passes run, and so how many more are held.
 INTERVALS = {VocabularyParallel.ONE: 2, VocabularyParallel.TWO: 1}
-
 
 # The stage whose rank sends a broadcast. The others post it ahead, as receives are.
 _ROOTS = {Kind.BCAST_E: 0, Kind.BCAST_EW: 0, Kind.BCAST_S: -1, Kind.BCAST_SW: -1}
 
+_TICKS = 10**6  # of the longest pass
 
-@dataclass(frozen=True)
-class _Delays:
-    """In intervals: of SI after S, of SW after SI."""
-
-    input_gradient: float
-    weight_gradient: float
-
-
-_DELAYS = {
-    VocabularyParallel.ONE: [_Delays(1, w) for w in (0, 0.5, 1)],
-    VocabularyParallel.TWO: [_Delays(i, w) for i, w in itertools.product((0.5, 0.75), (0, 0.5, 1))],
-}
+_Times = dict[tuple[int, Duty, int], float]  # by stage, duty and microbatch
 
 
 def divide_vocabulary(schedule: Schedule, problem: Problem) -> Schedule:
     """``schedule``, which has compute actions only, with the vocabulary's passes and collectives.
 
-    Of several places for SI and SW the one with the shortest makespan.
+    Args:
+        problem: vocabulary parallel, with costs whose vocabulary is shared (`share_vocabulary`).
     """
-    base = simulate_unproved(schedule, problem)
-    candidates = [_divided(base, problem, delays) for delays in _DELAYS[problem.vocabulary]]
-    return min(candidates, key=lambda candidate: simulate_unproved(candidate, problem).makespan)
-
-
-def _divided(base: Timeline, problem: Problem, delays: _Delays) -> Schedule:
-    placement, hop = problem.placement, problem.costs.hop
+    placement, costs = problem.placement, _in_ticks(problem.costs)
+    base = simulate_unproved(schedule, replace(problem, costs=costs))
     interval = max(sum(e.end - e.start for e in row) for row in base.compute) / problem.microbatches
-    later = INTERVALS[problem.vocabulary] * interval
-    passes: list[list[tuple[float, Action]]] = [[] for _ in base.compute]
-    instant: list[list[tuple[float, Action]]] = [[] for _ in base.compute]
-    first: dict[int, Event] = {}  # by microbatch: the forward pass of the first and the last stage
-    last: dict[int, Event] = {}
-    back: dict[int, float] = {}  # when the first stage's backward pass has ended
-    for rank, row in enumerate(base.compute):
+    starts = _later(base, problem, interval)
+
+    rows: list[list[tuple[float, Action]]] = [[] for _ in schedule.rows]
+    for microbatch in range(problem.microbatches):
+        for kind, time in _vocabulary_times(microbatch, starts, costs, interval):
+            for rank, stage in _places(kind, placement):
+                is_posted = kind in _ROOTS and rank != placement.rank_of[_ROOTS[kind]]
+                ahead = interval if is_posted else 0.0
+                rows[rank].append((time - ahead, Action(stage, kind, microbatch)))
+    for row, passes in zip(rows, schedule.rows, strict=True):
+        for action in passes:
+            duty = RULES[action.kind].covers[0]
+            row.append((starts[action.stage, duty, action.microbatch], action))
+        # Of what has the same time the vocabulary's goes first: all ranks wait for it.
+        row.sort(key=lambda item: item[0])
+    ordered = tuple(tuple(action for _, action in row) for row in rows)
+    return Schedule(schedule.name, placement, ordered)
+
+
+def _in_ticks(costs: Costs) -> Costs:
+    """``costs`` in whole numbers, none of a pass below one: then passes that need one another never
+    start together, and what is equal is exactly so."""
+    tick = max(map(max, costs.seconds.values())) / _TICKS
+    seconds = {
+        duty: tuple(max(1.0, round(figure / tick)) for figure in figures)
+        for duty, figures in costs.seconds.items()
+    }
+    return replace(costs, seconds=seconds, hop=round(costs.hop / tick))
+
+
+def _later(base: Timeline, problem: Problem, interval: float) -> _Times:
+    """When the passes of ``base`` start, the backward ones as many microbatches later as it takes.
+
+    The last microbatches have none behind them; theirs run so much later than they did that all
+    stay in order.
+    """
+    starts: _Times = {}
+    for row in base.compute:
         for event in row:
             stage, kind, microbatch = event.action
-            is_forward = kind is Kind.FORWARD
-            into = passes if event.end > event.start else instant
-            into[rank].append((event.start + (0.0 if is_forward else later), event.action))
-            if is_forward and stage == 0:
-                first[microbatch] = event
-            if is_forward and stage == placement.stages - 1:
-                last[microbatch] = event
-            if Duty.INPUT_GRADIENT in RULES[kind].covers and stage == 0:
-                back[microbatch] = event.end + later
+            for after, duty in enumerate(RULES[kind].covers):  # in B, W comes after I
+                starts[stage, duty, microbatch] = event.start + after
+    stages = range(problem.placement.stages)
+    order = sorted(range(problem.microbatches), key=lambda k: starts[stages[-1], Duty.FORWARD, k])
+    count = INTERVALS[problem.vocabulary]
+    left = order[-count:]
+    backward = list(itertools.product(stages, (Duty.INPUT_GRADIENT, Duty.WEIGHT_GRADIENT)))
+    room = (starts[*which, left[-1]] - starts[*which, left[0]] + 1 for which in backward)
+    shift = max(count * interval, *room)
+    later = dict(starts)
+    for which in backward:
+        for microbatch, behind in zip(order, order[count:], strict=False):
+            later[*which, microbatch] = starts[*which, behind]
+        for microbatch in left:
+            later[*which, microbatch] = starts[*which, microbatch] + shift
+    return later
 
-    shards: list[list[tuple[float, Action]]] = [[] for _ in base.compute]
-    for microbatch in range(problem.microbatches):
-        looked_up = first[microbatch].start - interval
-        logits = last[microbatch].end + hop
-        input_gradient = logits + delays.input_gradient * interval
-        statistics = (logits + input_gradient) / 2
-        weight_gradient = input_gradient + delays.weight_gradient * interval
-        times = [
-            (looked_up - interval / 2, (Kind.BCAST_E,)),
-            (looked_up, (Kind.EMBEDDING, Kind.REDUCE_E)),
-            (last[microbatch].end, (Kind.BCAST_S,)),
-            (logits, (Kind.LOGITS, Kind.GATHER_S)),
-            (statistics, (Kind.LOSS, Kind.BCAST_SW)),
-            (input_gradient, (Kind.LOGITS_INPUT, Kind.REDUCE_SI)),
-            (weight_gradient, (Kind.LOGITS_WEIGHT,)),
-            (back[microbatch], (Kind.BCAST_EW,)),
-            (back[microbatch] + interval, (Kind.EMBEDDING_WEIGHT,)),
-        ]
-        for time, kinds in times:
-            for kind in kinds:
-                for rank, stage in _places(kind, placement):
-                    is_posted = kind in _ROOTS and rank != placement.rank_of[_ROOTS[kind]]
-                    ahead = interval if is_posted else 0.0
-                    shards[rank].append((time - ahead, Action(stage, kind, microbatch)))
 
-    # Sorting keeps the order of what has the same time: a pass that could start is no reason to
-    # let all ranks wait for this one's part. (One that takes no time has ended, though.)
-    rows = (
-        tuple(action for _, action in sorted([*at_once, *own, *layers], key=lambda item: item[0]))
-        for at_once, own, layers in zip(instant, shards, passes, strict=True)
-    )
-    return Schedule(base.schedule.name, placement, tuple(rows))
+def _vocabulary_times(
+    microbatch: int, starts: _Times, costs: Costs, interval: float
+) -> Iterator[tuple[Kind, float]]:
+    """The vocabulary's kinds and when they start.
+
+    SI comes halfway between S and the last stage's backward pass, SW half an interval later. (No
+    other place that was tried is shorter by more than one part in a hundred.)
+    """
+    last = costs.stages - 1
+    embeddings = starts[0, Duty.FORWARD, microbatch] - interval
+    hidden_states = starts[last, Duty.FORWARD, microbatch] + costs.seconds[Duty.FORWARD][last]
+    gradient = starts[last, Duty.INPUT_GRADIENT, microbatch]
+    logits = hidden_states + min(costs.hop, (gradient - hidden_states) / 4)
+    logits_input = logits + min(gradient - logits, 2 * interval) / 2
+    loss = (logits + logits_input) / 2
+    logits_weight = logits_input + interval / 2
+    embedding_gradient = starts[0, Duty.INPUT_GRADIENT, microbatch] + 1
+
+    yield Kind.BCAST_E, embeddings - interval / 2
+    yield Kind.EMBEDDING, embeddings
+    yield Kind.REDUCE_E, embeddings
+    yield Kind.BCAST_S, hidden_states
+    yield Kind.LOGITS, logits
+    yield Kind.GATHER_S, logits
+    yield Kind.LOSS, loss
+    yield Kind.BCAST_SW, loss
+    yield Kind.LOGITS_INPUT, logits_input
+    yield Kind.REDUCE_SI, logits_input
+    yield Kind.LOGITS_WEIGHT, logits_weight
+    yield Kind.BCAST_EW, embedding_gradient
+    yield Kind.EMBEDDING_WEIGHT, embedding_gradient + interval
 
 
 def _places(kind: Kind, placement: Placement) -> Iterator[tuple[int, int]]:

@@ -22,7 +22,7 @@ from megatron_ext.patches.megatron.dimensions import estimated_costs
 from megatron_ext.patches.megatron.layers import layers_of_stages
 from megatron_ext.patches.megatron.vocabulary import check_divisible
 from megatron_ext.schedule.costs import parse_costs
-from megatron_ext.schedule.head import place_head
+from megatron_ext.schedule.head import Placed, place_head
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.schedule import Problem, VocabularyParallel
@@ -95,8 +95,11 @@ def add_virtual_stages(args: Any, config: PipelineConfig) -> None:
             args.num_virtual_stages_per_pipeline_rank = chunks
 
 
-def check(args: Any, config: PipelineConfig) -> None:
+def check(args: Any, config: PipelineConfig) -> list[Placed]:
     """Refuse, with Megatron's parsed ``args``, what ``config`` cannot honour.
+
+    Returns:
+        As `programs`.
 
     Raises:
         ValueError: a setting that does not go with the schedule, or a schedule that cannot be made
@@ -113,6 +116,21 @@ def check(args: Any, config: PipelineConfig) -> None:
     _check_trace(args, config)
     placement = choice.place(ranks)
     _refuse_checkpoints_of_one_placement(args, placement)
+    made = programs(args, config)
+    for placed in made:
+        refuse_order(args, placed.program.schedule)
+    return made
+
+
+def programs(args: Any, config: PipelineConfig) -> list[Placed]:
+    """The programs of ``config``'s schedule, one for each number of microbatches of a step.
+
+    Raises:
+        ValueError: the schedule cannot be made for these sizes and limits.
+    """
+    choice = config.choice()
+    ranks = args.pipeline_model_parallel_size
+    placement = choice.place(ranks)
     layers = layers_of_stages(args, placement)
     if config.costs is None or config.costs == ESTIMATE:
         costs = estimated_costs(
@@ -124,6 +142,7 @@ def check(args: Any, config: PipelineConfig) -> None:
         )
     else:
         costs = parse_costs(config.costs, placement)
+    made = []
     for microbatches in _microbatches_of_steps(args):
         text = config.memory_limit
         limit = None if text is None else parse_limit(text, ranks, microbatches)
@@ -135,7 +154,8 @@ def check(args: Any, config: PipelineConfig) -> None:
             p2p=config.messages(),
             vocabulary=config.vocabulary(),
         )
-        refuse_order(args, place_head(choice, problem).program.schedule)
+        made.append(place_head(choice, problem))
+    return made
 
 
 def _check_trace(args: Any, config: PipelineConfig) -> None:

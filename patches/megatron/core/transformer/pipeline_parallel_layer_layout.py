@@ -1,8 +1,12 @@
 """Layouts by stage: the i-th segment is stage i, and lies on the rank that the placement says.
 
-Not patched: `from_str` and the parser (they come here), `get_num_layers_to_build` and
-`get_layer_id_list` (they ask what is patched), `validate_layer_layout` (it looks at the order of
-the layers, which stays; multi-token prediction, whose place it checks, is refused).
+Who asks through `transformer_block` and `transformer_layer` tells the rank, and stock forgets it on
+the way: the layout would look into `parallel_state`, where there is nothing if the caller has
+groups of its own.
+
+Not patched: `from_str` and the parser (they come here), the layout's own `get_num_layers_to_build`
+and `get_layer_id_list` (they read what is patched), `validate_layer_layout` (it looks at the order
+of the layers, which stays; multi-token prediction, whose place it checks, is refused).
 """
 
 from __future__ import annotations
@@ -16,7 +20,8 @@ from megatron.core.transformer.enums import LayerType
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, expect, wrap
 
-_LAYOUT = "megatron.core.transformer.pipeline_parallel_layer_layout:PipelineParallelLayerLayout"
+_TRANSFORMER = "megatron.core.transformer"
+_LAYOUT = f"{_TRANSFORMER}.pipeline_parallel_layer_layout:PipelineParallelLayerLayout"
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
@@ -60,6 +65,28 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             if stage < here
         )
 
+    def layers_here(
+        original: Callable[..., int],
+        model_config: Any,
+        vp_stage: int | None = None,
+        pp_rank: int | None = None,
+    ) -> int:
+        layout = model_config.pipeline_model_parallel_layout
+        if layout is None or pp_rank is None:
+            return original(model_config, vp_stage, pp_rank)
+        return layout.layout[pp_rank][vp_stage].count(LayerType.decoder)
+
+    def layers_before_here(
+        original: Callable[..., int],
+        model_config: Any,
+        vp_stage: int | None = None,
+        pp_rank: int | None = None,
+    ) -> int:
+        layout = model_config.pipeline_model_parallel_layout
+        if layout is None or pp_rank is None:
+            return original(model_config, vp_stage, pp_rank)
+        return layout.get_layer_offset(LayerType.decoder, vp_stage, pp_rank)
+
     return (
         wrap(
             f"{_LAYOUT}.__init__",
@@ -72,6 +99,18 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             layers_before,
             reason="layers are numbered by stage",
             signature="(self, layer_type=<LayerType.decoder: 4>, vp_stage=None, pp_rank=None)",
+        ),
+        wrap(
+            f"{_TRANSFORMER}.transformer_block:get_num_layers_to_build",
+            layers_here,
+            reason="the layout is told the rank, where there are no global groups",
+            signature="(config, vp_stage=None, pp_rank=None)",
+        ),
+        wrap(
+            f"{_TRANSFORMER}.transformer_layer:get_transformer_layer_offset",
+            layers_before_here,
+            reason="the layout is told the rank, where there are no global groups",
+            signature="(config, vp_stage=None, pp_rank=None)",
         ),
         expect(
             f"{_LAYOUT}.get_num_layers_to_build",

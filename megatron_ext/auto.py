@@ -1,0 +1,22 @@
+"""Importing this module installs the schedule that the environment names.
+
+For programs that can be told to import a module, but not to call a function: verl with
+``VERL_USE_EXTERNAL_MODULES=megatron_ext.auto``. ``MEGATRON_EXT_SCHEDULE=zb-h1`` chooses the
+schedule; the other settings have variables too, a flag ``--pipeline-x`` is ``MEGATRON_EXT_X``.
+
+Raises ValueError for a setting that is missing, unknown or not understood, and PatchError as
+`megatron_ext.install` does. Nothing is installed then.
+"""
+
+from __future__ import annotations
+
+import os
+
+from megatron_ext.config import from_environment
+from megatron_ext.installation import install
+
+_config = from_environment(os.environ)
+handle = install(_config)
+
+if os.environ.get("RANK", "0") == "0":
+    print(f"megatron_ext: schedule {_config.schedule} is installed", flush=True)

@@ -1,0 +1,73 @@
+"""What a rank's share of the model takes, by Megatron's own estimate."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
+
+from megatron_ext.schedule.placement import Placement
+
+
+def bytes_of_ranks(args: Any, placement: Placement, layers: Sequence[int]) -> list[float]:
+    """Bytes of parameters, gradients and optimizer states on each pipeline rank.
+
+    Megatron counts for bf16 training with fp32 gradients and AdamW: 18 bytes a parameter, of which
+    the distributed optimizer shares 12 among data-parallel ranks. It knows the most loaded rank of
+    its own placement only, so each rank is put to it as a model without a pipeline.
+
+    Args:
+        args: validated arguments, with their padded vocabulary (None counts as no vocabulary).
+        layers: transformer layers of each stage.
+    """
+    first_layer = [0, *accumulate(layers)]
+    return [
+        float(
+            compute_weight_and_optimizer_memory(
+                _model_of(args, placement, stages, [range(*first_layer[s : s + 2]) for s in stages])
+            )
+        )
+        for stages in placement.stages_of
+    ]
+
+
+def checkpoint_bytes(args: Any, placement: Placement, layers: Sequence[int]) -> float | None:
+    """What a checkpoint takes on disk, about; None with experts, whose copies are not counted."""
+    if args.num_experts is not None:
+        return None
+    whole = copy.copy(args)
+    whole.use_distributed_optimizer = False
+    in_memory = sum(bytes_of_ranks(whole, placement, layers)) * args.tensor_model_parallel_size
+    saved = 2 if args.no_save_optim else 14  # of 18 bytes a parameter; a gradient has the other 4
+    return in_memory * saved / 18
+
+
+def _model_of(
+    args: Any, placement: Placement, stages: Sequence[int], layers: Sequence[range]
+) -> Any:
+    """``args`` of a model that is what a rank with ``stages`` has."""
+    embedding, head = 0 in stages, placement.stages - 1 in stages
+    model = copy.copy(args)
+    model.world_size = args.world_size // args.pipeline_model_parallel_size
+    model.pipeline_model_parallel_size = 1
+    model.num_layers = sum(map(len, layers))
+    if not head:
+        model.mtp_num_layers = None
+    if not (embedding or head):
+        model.padded_vocab_size = 0
+    # A pipeline's ends each have a table, tied or not; on one rank without a pipeline they share it
+    model.untie_embeddings_and_output_weights = (embedding and head) and (
+        placement.stages > 1 or args.untie_embeddings_and_output_weights
+    )
+    if args.num_experts is not None:
+        model.moe_layer_freq = [_is_moe(args, layer) for part in layers for layer in part]
+    model.padded_vocab_size = model.padded_vocab_size or 0
+    return model
+
+
+def _is_moe(args: Any, layer: int) -> int:
+    frequency = args.moe_layer_freq
+    return int(layer % frequency == 0) if isinstance(frequency, int) else int(frequency[layer])

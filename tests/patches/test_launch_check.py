@@ -1,0 +1,289 @@
+"""`megatron-ext doctor -- SCRIPT ARGS`: mistakes are found on a login node, with what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import num_microbatches_calculator
+from megatron.training import global_vars
+from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
+from typer.testing import CliRunner
+
+from megatron_ext.cli import app
+from megatron_ext.findings import Verdict
+from megatron_ext.launch_check import Launch, Report, check_launch, read_launch
+from megatron_ext.patches.engine import applied
+from megatron_ext.patches.megatron import launch_line
+from megatron_ext.patches.megatron.model_bytes import bytes_of_ranks
+from megatron_ext.schedule.placement import line, v
+from tests.megatron_runs import SCRIPT, model_flags
+
+FLAGS = {
+    "pipeline_model_parallel_size": 4,
+    "num_layers": 8,
+    "pipeline_schedule": "zb-v",
+    "transformer_impl": "local",
+}
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A login node, whatever the machine of the test has."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+
+
+def checked(
+    *more: str, world_size: int | None = None, gpu_memory: str | None = None, **overrides: object
+) -> Report:
+    words = (*model_flags(**(FLAGS | overrides)), *more)
+    return check_launch(Launch(str(SCRIPT), False, words), world_size, gpu_memory)
+
+
+def told(report: Report, verdict: Verdict) -> list[str]:
+    found = [finding for finding in report.findings if finding.verdict is verdict]
+    return [f"{finding.subject}: {finding.text}; {finding.fix}" for finding in found]
+
+
+def test_a_right_line() -> None:
+    sizes: dict[str, Any] = {"hidden_size": 1024, "num_attention_heads": 16, "seq_length": 1024}
+    report = checked(world_size=8, max_position_embeddings=1024, **sizes)
+    assert report.is_right, told(report, Verdict.WRONG)
+    right = {finding.subject for finding in report.findings if finding.verdict is Verdict.RIGHT}
+    assert right >= {"script", "patches", "flags", "arguments", "batch size", "model", "schedule"}
+    assert "training: 40 samples to train on, 0 to validate on, 0 to test on; " in told(
+        report, Verdict.RIGHT
+    )
+    prediction = report.prediction
+    assert prediction["schedule"] == "zb-v" and prediction["microbatches"] == 4
+    assert 0 < prediction["bubble"] < prediction["bubble_1f1b"]
+    assert [row["layers"] for row in prediction["ranks"]] == [2, 2, 2, 2]
+    assert all(row["activation_bytes"] > 0 for row in prediction["ranks"])
+
+
+def test_megatrons_own_pipeline_is_predicted_too() -> None:
+    report = checked(pipeline_schedule=None, num_layers_per_virtual_pipeline_stage=1)
+    assert report.is_right, told(report, Verdict.WRONG)
+    assert report.prediction["schedule"].startswith("interleaved")
+    assert any("nothing is patched" in text for text in told(report, Verdict.RIGHT))
+    assert checked(pipeline_schedule=None).prediction["schedule"] == "1f1b"
+
+
+def test_the_default_layers_need_no_transformer_engine_here() -> None:
+    """On a login node without it lines with Megatron's default layers, or rope, were refused."""
+    newest: dict[str, Any] = {"qk_clip": True, "fp8_format": "hybrid", "bf16": True}
+    report = checked(transformer_impl=None, position_embedding_type="rope", **newest)
+    assert report.is_right, told(report, Verdict.WRONG)
+    assert any("the newest Transformer Engine" in text for text in told(report, Verdict.REMARK))
+
+
+def test_nothing_is_left_behind() -> None:
+    arguments = launch_line.arguments.get_device_arch_version, launch_line.arguments.validate_args
+    checked(tensor_model_parallel_size=2, num_attention_heads=4)
+    assert arguments == (
+        launch_line.arguments.get_device_arch_version,
+        launch_line.arguments.validate_args,
+    )
+    assert not applied() and "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ
+    assert num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR is None
+    assert global_vars._GLOBAL_ARGS is None and not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "more", "subject", "text"),
+    [
+        ({"micro_batch_size": None}, ("--micro_batch_siz", "1"), "flags", "--micro-batch-size?"),
+        ({}, ("--mock-data", "yes"), "flags", "'yes' belongs to no flag"),
+        ({"num_layers": "four"}, (), "flags", "--num-layers: invalid int value: 'four'"),
+        ({"pipeline_schedule": "zb-h9"}, (), "flags", "known are"),
+        ({"num_layers": 6}, (), "model", "6 layers do not divide over 8 stages"),
+        (
+            {"pipeline_schedule": None, "num_layers": 6},
+            (),
+            "arguments",
+            "Number of layers should be divisible by the pipeline-model-parallel size",
+        ),
+        ({"global_batch_size": 7, "micro_batch_size": 2}, (), "arguments", "eval_global_batch_siz"),
+        (
+            {"global_batch_size": 7, "micro_batch_size": 2, "eval_global_batch_size": 2},
+            (),
+            "batch size",
+            "global batch size (7) is not divisible by micro batch size (2)",
+        ),
+        (
+            {"tensor_model_parallel_size": 4, "num_attention_heads": 2},
+            (),
+            "model",
+            "num_attention_heads (2) must be a multiple of tensor_model_parallel_size (4)",
+        ),
+        ({"eval_interval": None}, (), "training", "in: total_eval_points = args.train_iters //"),
+        (
+            {"lr_warmup_iters": 5},
+            (),
+            "training",
+            "Megatron asserts: assert self.lr_warmup_steps < self.lr_decay_steps",
+        ),
+        ({"train_iters": None}, (), "training", "either train-iters or train-samples should be"),
+        ({"micro_batch_size": 0}, (), "arguments", "assert args.micro_batch_size > 0"),
+        ({"checkpoint_activations": True}, (), "arguments", "is no longer valid"),
+        (
+            {"defer_embedding_wgrad_compute": True, "untie_embeddings_and_output_weights": True},
+            (),
+            "schedule",
+            "drop --defer-embedding-wgrad-compute",
+        ),
+        ({"pipeline_memory_limit": "1"}, (), "schedule", "over the memory limit of 1"),
+        (
+            {"mock_data": None, "data_path": "/no/data"},
+            (),
+            "datasets",
+            "there is no /no/data.bin; correct the path",
+        ),
+        ({"data_args_path": "/no/list"}, (), "datasets", "the list of datasets cannot be read"),
+        ({"data_cache_path": "/dev/null/cache"}, (), "datasets", "/dev/null is no folder"),
+        (
+            {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": "/no/model"},
+            (),
+            "tokenizer",
+            "there is no /no/model",
+        ),
+        ({"load": "/no/checkpoint"}, (), "checkpoints", "there is no folder /no/checkpoint"),
+        ({"save": "/dev/null/x", "save_interval": 5}, (), "checkpoints", "/dev/null is no folder"),
+        ({"save": "/tmp/x"}, (), "arguments", "assert args.save_interval is not None"),
+    ],
+)
+def test_a_mistake_is_found(
+    overrides: dict[str, Any], more: tuple[str, ...], subject: str, text: str
+) -> None:
+    wrong = told(checked(*more, **overrides), Verdict.WRONG)
+    assert any(line.startswith(subject) and text in line for line in wrong), wrong
+
+
+def test_a_world_size_that_does_not_divide() -> None:
+    wrong = told(checked(world_size=6), Verdict.WRONG)
+    assert "world size (6) is not divisible by total_model_size" in wrong[0]
+    assert any("4 ranks assumed" in text for text in told(checked(), Verdict.REMARK))
+
+
+def test_memory_is_judged_where_a_gpus_is_told() -> None:
+    assert checked(gpu_memory="1GiB").is_right
+    (wrong,) = told(checked(gpu_memory="1KiB"), Verdict.WRONG)
+    assert "pipeline rank 3 takes the most" in wrong
+    with pytest.raises(ValueError, match="as 80GiB"):
+        checked(gpu_memory="80")
+
+
+def test_flags_that_may_be_the_scripts_own(tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text("parser.add_argument('--my-rate')")
+    words = (*model_flags(**FLAGS), "--my-rate", "3", "--elsewhere", "4", "5")
+    report = check_launch(Launch(str(script), False, words), None, None)
+    assert report.is_right, told(report, Verdict.WRONG)
+    assert any("--my-rate is the script's own" in text for text in told(report, Verdict.RIGHT))
+    assert any("--elsewhere is neither" in text for text in told(report, Verdict.REMARK))
+    missing = check_launch(Launch("no.py", False, words), None, None)
+    assert any(text.startswith("script: ") for text in told(missing, Verdict.WRONG))
+
+
+def test_datasets(tmp_path: Path) -> None:
+    prefix = tmp_path / "text"
+    Path(f"{prefix}.bin").write_bytes(b"12")
+    Path(f"{prefix}.idx").write_bytes(b"MMIDIDX\x00\x00")
+    data: dict[str, Any] = {"mock_data": None, "split": "99,1,0"}
+    assert checked(**data, data_path=prefix).is_right
+    (wrong,) = told(checked(**data, data_path=f"{prefix}.bin"), Verdict.WRONG)
+    assert "without .bin and .idx" in wrong
+    (tmp_path / "list").write_text(f"0.3 {prefix} 0.7 {tmp_path}/other")
+    (missing, _) = told(checked(**data, data_args_path=tmp_path / "list"), Verdict.WRONG)
+    assert f"there is no {tmp_path}/other.bin" in missing
+    Path(f"{prefix}.idx").write_bytes(b"else")
+    (wrong,) = told(checked(**data, data_path=prefix), Verdict.WRONG)
+    assert "is no index of Megatron's" in wrong
+
+
+def test_checkpoints(tmp_path: Path) -> None:
+    folders: dict[str, Any] = {"save": tmp_path, "load": tmp_path, "save_interval": 5}
+    assert any("starts from scratch" in text for text in told(checked(**folders), Verdict.REMARK))
+    (wrong,) = told(checked(load=tmp_path), Verdict.WRONG)
+    assert "no latest_checkpointed_iteration.txt" in wrong
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("20\n")
+    (tmp_path / "iter_0000010").mkdir()
+    (wrong,) = told(checked(**folders), Verdict.WRONG)
+    assert "has no iter_0000020" in wrong and "there are: iter_0000010" in wrong
+    (tmp_path / "iter_0000020").mkdir()
+    report = checked(**folders)
+    assert report.is_right and any("GiB free" in text for text in told(report, Verdict.RIGHT))
+
+
+def test_a_full_disk_is_told_before_the_first_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
+    (wrong,) = told(checked(save=tmp_path / "new", save_interval=5), Verdict.WRONG)
+    assert "a checkpoint takes about" in wrong and "make room" in wrong
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("untied", [True, False])
+@pytest.mark.parametrize("experts", [None, 2])
+def test_ranks_share_the_model(untied: bool, experts: int | None) -> None:
+    """Each rank's share, put together, is Megatron's own estimate of the model, with a second table
+    where the two ends of a pipeline each have one, and a final norm more for each further rank."""
+    given: dict[str, Any] = FLAGS | {"untie_embeddings_and_output_weights": untied}
+    given |= {"num_experts": experts, "pipeline_schedule": "1f1b"}
+    config = launch_line.PipelineConfig(schedule="1f1b")
+    args = launch_line.parse(model_flags(**given)).args
+    with launch_line.on_gpus(args):
+        launch_line.validate(args, config, 4)
+    args.padded_vocab_size = 128
+    args.untie_embeddings_and_output_weights = untied
+    on_line = bytes_of_ranks(args, line(4), [2, 2, 2, 2])
+    on_v = bytes_of_ranks(args, v(4), [1] * 8)
+    args.pipeline_model_parallel_size = args.world_size = 1
+    args.untie_embeddings_and_output_weights = True
+    whole = compute_weight_and_optimizer_memory(args) + 3 * 18 * 2 * args.hidden_size
+    assert sum(on_line) == pytest.approx(whole) and sum(on_v) == pytest.approx(whole)
+    assert on_line[0] == on_line[3] > on_line[1] == on_line[2]
+    assert on_v[3] > on_v[0] == on_v[1] == on_v[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "launch"),
+    [
+        ("x.py --a 1", Launch("x.py", False, ("--a", "1"))),
+        ("-m mine --a", Launch("mine", True, ("--a",))),
+        ("-m megatron_ext x.py --a", Launch("x.py", False, ("--a",))),
+        ("torchrun --nproc-per-node 8 x.py -m", Launch("x.py", False, ("-m",), 8)),
+        (
+            "bin/torchrun --nnodes 1:2 --nproc_per_node=4 -m megatron_ext -m mine",
+            Launch("mine", True, (), 8),
+        ),
+        ("torchrun --nproc-per-node gpu x.py", Launch("x.py", False, ())),
+    ],
+)
+def test_how_launch_lines_begin(words: str, launch: Launch) -> None:
+    assert read_launch(words.split()) == launch
+
+
+def test_the_command() -> None:
+    line = ["--", str(SCRIPT), *model_flags(**FLAGS)]
+    result = CliRunner().invoke(app, ["doctor", "--json", "--world-size", "4", *line])
+    assert result.exit_code == 0 and json.loads(result.stdout)["right"], result.output
+    result = CliRunner().invoke(app, ["doctor", *line, "--num-layer", "3"])
+    assert result.exit_code == 1 and "did you mean --num-layers?" in result.output
+    assert "1 is wrong" in result.output and "pipeline rank" in result.output
+    result = CliRunner().invoke(app, ["doctor", "--", "pretrain", "--num-layers", "3"])
+    assert result.exit_code == 2 and "begins no launch line" in result.output
+
+
+def test_what_is_assumed_of_a_gpu_is_said() -> None:
+    report = checked(tensor_model_parallel_size=2)
+    remarks = told(report, Verdict.REMARK)
+    assert any("compute capability 9.0 is assumed" in text for text in remarks)
+    assert any("CUDA_DEVICE_MAX_CONNECTIONS=1" in text for text in remarks)
+    assert report.is_right

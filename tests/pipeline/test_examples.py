@@ -1,0 +1,136 @@
+"""The scripts in examples/ train, and without our lines they train to the same losses."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import os
+import tempfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.models.gpt import GPTModel
+
+from megatron_ext.launch import launch
+from tests.ranks import ROOT, free_port, run_ranks, torchrun_environment, values
+
+EXAMPLES = ROOT / "examples"
+RANKS = 2
+
+
+@dataclass(frozen=True)
+class Example:
+    """A script, the schedule in its text, and how many of its lines are ours."""
+
+    name: str
+    schedule: str
+    our_lines: int
+
+    @property
+    def source(self) -> str:
+        return (EXAMPLES / self.name).read_text()
+
+    def under(self, schedule: str) -> str:
+        """Its text with another schedule."""
+        here = f'schedule="{self.schedule}"'
+        assert self.source.count(here) == 1
+        return self.source.replace(here, f'schedule="{schedule}"')
+
+    def without_ours(self) -> str:
+        """Its text without the lines that name us; fails if there are more than there should be."""
+        lines = self.source.splitlines(keepends=True)
+        code = self.source.partition('"""\n\n')[2]
+        assert code.count("megatron_ext") == self.our_lines
+        return "".join(line for line in lines if "megatron_ext" not in line)
+
+
+PLAIN_LOOP = Example("plain_loop.py", "zb-v", our_lines=2)
+BRIDGE_GROUPS = Example("bridge_groups.py", "zb-h1", our_lines=2)
+VERL_LOOP = Example("verl_loop.py", "", our_lines=0)
+
+
+def draw_weights_by_name(model: GPTModel) -> None:
+    """The same weights wherever a layer lies: ranks otherwise draw by their own place."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            continue  # zeros and ones
+        words = name.split(".")
+        if words[:2] == ["decoder", "layers"]:
+            words[2] = str(model.decoder.layers[int(words[2])].layer_number)
+        generator = torch.Generator().manual_seed(zlib.crc32(".".join(words).encode()))
+        parameter.data.normal_(std=0.02, generator=generator)
+
+
+def run(source: str, **env: str) -> list[str]:
+    """What the script prints, a line each, launched on two ranks of the CPU platform."""
+    port = free_port()
+
+    def on_rank(rank: int) -> str:
+        torch.compiler.set_stance("force_eager")  # as the launcher says before torch is imported
+        os.environ |= torchrun_environment(rank, RANKS, port) | env
+        build = GPTModel.__init__
+
+        def build_and_draw(model: GPTModel, *args: Any, **kwargs: Any) -> None:
+            build(model, *args, **kwargs)
+            draw_weights_by_name(model)
+
+        GPTModel.__init__ = build_and_draw
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            launch([str(script)])
+        return printed.getvalue()
+
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "script.py"
+        script.write_text(source)
+        return "".join(values(run_ranks(RANKS, on_rank, connect=False))).splitlines()
+
+
+@functools.cache
+def stock_steps(example: Example) -> list[str]:
+    lines = run(example.without_ours())
+    assert not schedules(lines)
+    return steps(lines)
+
+
+def steps(lines: list[str]) -> list[str]:
+    """The lines that tell the losses, every digit of them."""
+    found = [line for line in lines if line.startswith("step ")]
+    assert len(found) >= 5
+    return found
+
+
+def schedules(lines: list[str]) -> set[str]:
+    """The schedules of ours that ran; none for stock."""
+    return {line.split()[1] for line in lines if " ranks, " in line}
+
+
+@pytest.mark.parametrize(
+    ("example", "schedule"),
+    [(PLAIN_LOOP, "zb-v"), (BRIDGE_GROUPS, "zb-h1"), (BRIDGE_GROUPS, "zb-v")],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_two_lines_change_the_schedule_and_no_loss(example: Example, schedule: str) -> None:
+    ours = run(example.under(schedule))
+    assert schedules(ours) == {schedule}
+    assert steps(ours) == stock_steps(example)
+    first, *_, last = (float(line.split()[-1]) for line in steps(ours))
+    assert last < 0.9 * first, "it does not learn"
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+def test_variables_change_the_schedule_and_no_loss(schedule: str) -> None:
+    """verl evaluates before it trains: the channels were once made for what an evaluation sends."""
+    ours = run(
+        VERL_LOOP.source,
+        VERL_USE_EXTERNAL_MODULES="megatron_ext.auto",
+        MEGATRON_EXT_SCHEDULE=schedule,
+        MEGATRON_EXT_COSTS="f=1,i=1,w=1,comm=0",
+    )
+    assert ours.count(f"megatron_ext: schedule {schedule} is installed") == 1
+    assert schedules(ours) == {schedule}
+    assert steps(ours) == stock_steps(VERL_LOOP)

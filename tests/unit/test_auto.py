@@ -1,0 +1,66 @@
+"""Settings in the environment, and `megatron_ext.auto`, which installs them when it is imported."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import fields
+
+import pytest
+
+from megatron_ext.config import PipelineConfig, flag, from_argv, from_environment, variable
+from megatron_ext.patches.engine import ALLOW_UNKNOWN, applied
+
+VALUES = {"schedule": "zb-h1", "p2p": "batched", "trace_iters": "1:3"}
+
+
+def test_every_setting_has_a_variable() -> None:
+    env, argv = {ALLOW_UNKNOWN: "1", "MEGATRON_CORE": "x"}, []
+    for setting in fields(PipelineConfig):
+        is_switch = setting.default is False
+        value = "1" if is_switch else VALUES.get(setting.name, "any")
+        env[variable(setting.name)] = value
+        argv += [flag(setting.name)] if is_switch else [flag(setting.name), value]
+    assert from_environment(env) == from_argv(argv)
+
+
+def test_an_empty_variable_and_a_switch_that_is_off_change_nothing() -> None:
+    env = {
+        "MEGATRON_EXT_SCHEDULE": "zb-h1",
+        "MEGATRON_EXT_COSTS": "",
+        "MEGATRON_EXT_REPORT_SPLIT": "0",
+    }
+    assert from_environment(env) == PipelineConfig("zb-h1")
+
+
+@pytest.mark.parametrize(
+    ("env", "text"),
+    [
+        ({}, "MEGATRON_EXT_SCHEDULE is not set: export MEGATRON_EXT_SCHEDULE=zb-h1"),
+        ({"SCHEDULE": ""}, "MEGATRON_EXT_SCHEDULE is not set"),
+        ({"MEMORY_LIMIT": "0.5x"}, "MEGATRON_EXT_SCHEDULE is not set"),
+        ({"SCHEDULE": "zb-h3"}, r"MEGATRON_EXT_X\): there is no schedule 'zb-h3'; known are gpipe"),
+        (
+            {"SCHEDULE": "zb-h1", "MEMORY_LIMITS": "0.5x"},
+            "MEGATRON_EXT_MEMORY_LIMITS is no setting: write one of .*MEGATRON_EXT_MEMORY_LIMIT,",
+        ),
+        (
+            {"SCHEDULE": "zb-h1", "P2P": "sync"},
+            r"MEGATRON_EXT_X\): --pipeline-p2p sync: write",
+        ),
+        (
+            {"SCHEDULE": "zb-h1", "REPORT_SPLIT": "yes"},
+            "MEGATRON_EXT_REPORT_SPLIT=yes: write 1, or 0",
+        ),
+    ],
+)
+def test_a_mistake_is_named_and_nothing_is_installed(
+    env: dict[str, str], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for setting in fields(PipelineConfig):
+        monkeypatch.delenv(variable(setting.name), raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(f"MEGATRON_EXT_{name}", value)
+    with pytest.raises(ValueError, match=text):
+        importlib.import_module("megatron_ext.auto")
+    assert "megatron_ext.auto" not in sys.modules and not applied()
