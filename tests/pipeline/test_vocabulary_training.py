@@ -184,6 +184,17 @@ def test_it_trains_as_stock_does(setting: str, schedule: str, variant: int) -> N
         assert furthest(ours[key], stocks[key]) < GRADIENTS[precision], key
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_weights_are_gathered_before_they_are_read(schedule: str) -> None:
+    """No module's call waits for a table's. (A checkpoint or an evaluation would gather it too.)"""
+    setting = SETTINGS["distributed optimizer"]
+    reference, folder = stock("distributed optimizer")
+    flags: Flags = {"load": folder, "ckpt_step": SAVED_AT, "eval_interval": 1000, "eval_iters": 0}
+    words = setting.words(**flags, pipeline_schedule=schedule, pipeline_vocab_parallel=2)
+    ours = losses(train(setting.ranks, words))
+    assert ours == pytest.approx(losses(reference)[SAVED_AT:], rel=16 * ULP)
+
+
 # ---- Checkpoints: keys and shapes are stock's, as the test above has it
 
 
