@@ -33,6 +33,20 @@ def test_every_contender_takes_at_least_its_ideal_time(tmp_path: Path) -> None:
     assert "<svg" in picture.read_text()
 
 
+def test_a_vocabulary_that_is_divided_is_measured_beside_one_that_is_not() -> None:
+    """The head, as long as a stage, is on one rank of two, or half of it on each."""
+    arguments = [*ARGUMENTS[:-4], "--costs", "f=4,i=4,w=4,head=4/4/4", *ARGUMENTS[-2:]]
+    result = CliRunner().invoke(
+        app, [*arguments, "--schedules", "zb-v", "--vocab-parallel", "2", "--json"]
+    )
+    assert result.exit_code == 0, result.output
+    rows = {row["name"]: row for row in json.loads(result.stdout)["rows"]}
+    naive, divided = rows["megatron-ext zb-v"], rows["megatron-ext zb-v, vocabulary 2"]
+    assert divided["ideal"] < naive["ideal"]
+    for row in (naive, divided):
+        assert row["measured"] >= row["ideal"]
+
+
 def test_a_schedule_that_does_not_exist() -> None:
     result = CliRunner().invoke(app, [*ARGUMENTS, "--schedules", "zb-x"])
     assert result.exit_code == 2
