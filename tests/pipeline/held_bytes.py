@@ -27,6 +27,7 @@ from megatron_ext.patches.megatron.core.pipeline_parallel.model_stage import Mod
 from megatron_ext.runtime.executor import _Execution
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.transport import Transport
+from megatron_ext.runtime.vocabulary import VocabularyPasses
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import RULES, Duty
@@ -200,7 +201,9 @@ def measure_steps(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         stages: Mapping[int, ModelStage],
         transport: Transport,
         recorder: Recorder,
+        vocabulary: VocabularyPasses | None,
     ) -> None:
+        assert vocabulary is None, "the passes of a divided vocabulary are not counted here"
         measured = _MeasuredExecution(program, stages, transport, recorder).run()
         (folder / str(transport.rank)).write_bytes(pickle.dumps(measured))
 
