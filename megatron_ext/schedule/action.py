@@ -38,6 +38,13 @@ class Kind(enum.StrEnum):
     BCAST_E = "BCAST_E"
     REDUCE_E = "REDUCE_E"
     BCAST_EW = "BCAST_EW"
+    # Activation offload (`transforms.offload`): of what F made, and of what I left for W.
+    OFFLOAD_F = "OFFLOAD_F"
+    FREE_F = "FREE_F"
+    RELOAD_F = "RELOAD_F"
+    OFFLOAD_I = "OFFLOAD_I"
+    FREE_I = "FREE_I"
+    RELOAD_I = "RELOAD_I"
 
 
 class Action(NamedTuple):
@@ -53,6 +60,11 @@ class Action(NamedTuple):
     all statistics are there. ``3E7`` looks tokens up in the shard of the embedding, ``3EW7`` is
     that shard's gradient. ``BCAST_k`` brings every rank what k needs, ``GATHER_S`` and ``REDUCE_k``
     bring together what k has made.
+
+    Activation offload (Wan et al. 2025). ``3OFFLOAD_F7`` begins to copy what ``3F7`` has made for
+    the backward pass to the host, ``3FREE_F7`` waits for that and gives its memory back, and
+    ``3RELOAD_F7`` takes memory and begins to copy it back. ``3OFFLOAD_I7``, ``3FREE_I7`` and
+    ``3RELOAD_I7`` do the same with what ``3I7`` leaves for ``3W7``.
     """
 
     stage: int

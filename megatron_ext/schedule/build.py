@@ -6,10 +6,18 @@ from dataclasses import replace
 
 from megatron_ext.schedule.memory import leaving_room
 from megatron_ext.schedule.registry import Choice
-from megatron_ext.schedule.schedule import P2P, Problem, Schedule, Transform, VocabularyParallel
+from megatron_ext.schedule.schedule import (
+    P2P,
+    Offload,
+    Problem,
+    Schedule,
+    Transform,
+    VocabularyParallel,
+)
 from megatron_ext.schedule.transforms.batches import batch_messages
 from megatron_ext.schedule.transforms.communication import communicate
 from megatron_ext.schedule.transforms.forward_only import keep_forward
+from megatron_ext.schedule.transforms.offload import offload
 from megatron_ext.schedule.transforms.vocabulary import INTERVALS, divide_vocabulary
 from megatron_ext.schedule.transforms.waits import await_sends
 from megatron_ext.schedule.verify import Program, check_compute, prove
@@ -31,8 +39,10 @@ def build_program(choice: Choice, problem: Problem) -> Program:
     transforms: list[Transform] = [communicate, await_sends]
     if problem.forward_only:
         transforms.insert(0, keep_forward)
+    if problem.offload is not Offload.NONE and not problem.forward_only:
+        transforms.insert(transforms.index(await_sends), offload)
     if problem.p2p is P2P.BATCHED:
-        transforms.insert(transforms.index(await_sends), batch_messages)
+        transforms.insert(transforms.index(communicate) + 1, batch_messages)
     schedule = _compute(choice, problem)
     if shares:
         schedule = divide_vocabulary(schedule, problem)
@@ -42,11 +52,17 @@ def build_program(choice: Choice, problem: Problem) -> Program:
 
 
 def _compute(choice: Choice, problem: Problem) -> Schedule:
-    """What the family makes, with room left for the microbatches that are held longer."""
-    limit = problem.memory_limit
+    """What the family makes, with room left for the microbatches that are held longer. What leaves
+    for the host is not known yet: with offload there is no limit."""
+    limit = problem.memory_limit if problem.offload is Offload.NONE else None
     if limit is not None and problem.vocabulary is not VocabularyParallel.NONE:
         limit = leaving_room(limit, INTERVALS[problem.vocabulary], problem)
-    problem = replace(problem, memory_limit=limit, vocabulary=VocabularyParallel.NONE)
+    problem = replace(
+        problem,
+        memory_limit=limit,
+        vocabulary=VocabularyParallel.NONE,
+        offload=Offload.NONE,
+    )
     schedule = choice.build(problem)
     check_compute(schedule, replace(problem, forward_only=False))
     return schedule

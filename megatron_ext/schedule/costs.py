@@ -13,11 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.schedule.action import Action
-from megatron_ext.schedule.kinds import RULES, Duty, Held, Lane
+from megatron_ext.schedule.kinds import HOST_LANES, RULES, Duty, Held, Lane
 from megatron_ext.schedule.placement import Placement
 
 _DUTY_OF = {"f": Duty.FORWARD, "i": Duty.INPUT_GRADIENT, "w": Duty.WEIGHT_GRADIENT}
 _LOGITS = Held.LOGITS.value
+
+# What is given of host copies: the duties, those of activations and those of what W needs.
+_COPIES = {
+    "d2h": (Duty.OFFLOAD_ACTIVATION, Duty.OFFLOAD_WEIGHT_INPUTS),
+    "h2d": (Duty.RELOAD_ACTIVATION, Duty.RELOAD_WEIGHT_INPUTS),
+}
+_LINK = ("link", "duplex")
 FILE_VERSION = 1
 
 
@@ -48,6 +55,25 @@ class VocabularyCosts:
 
 
 @dataclass(frozen=True)
+class HostCosts:
+    """What copies between a rank's memory and the host's take.
+
+    Attributes:
+        seconds: of a microbatch, per duty one figure per stage.
+        ranks_per_link: so many ranks in a row share a link to the host and take turns.
+        duplex: whether a link carries both directions at once.
+    """
+
+    seconds: Mapping[Duty, tuple[float, ...]]
+    ranks_per_link: int = 1
+    duplex: bool = True
+
+    def link(self, rank: int, lane: Lane) -> tuple[int, Lane | None]:
+        """What copies of ``rank`` in the direction ``lane`` share with others."""
+        return rank // self.ranks_per_link, lane if self.duplex else None
+
+
+@dataclass(frozen=True)
 class Costs:
     """Costs of one microbatch.
 
@@ -57,6 +83,7 @@ class Costs:
         held_bytes: per kind of memory, bytes per stage; None when bytes are not known.
         vocabulary: which part of the first and the last stage's figures is the embedding's and the
             output layer's; None when that is not known.
+        host: what copies to the host and back take; None when that is not known.
         whole: of costs whose vocabulary is shared by the ranks, what they were before.
         origin: how these figures came about, for people to read.
     """
@@ -66,6 +93,7 @@ class Costs:
     held_bytes: Mapping[Held, tuple[float, ...]] | None = None
     origin: str = "given"
     vocabulary: VocabularyCosts | None = None
+    host: HostCosts | None = None
     whole: Costs | None = None
 
     def __post_init__(self) -> None:
@@ -82,6 +110,9 @@ class Costs:
         rule = RULES[action.kind]
         if rule.lane is Lane.COMPUTE:
             return sum(self.seconds[duty][action.stage] for duty in rule.covers)
+        if rule.lane in HOST_LANES:
+            assert self.host is not None
+            return self.host.seconds[rule.covers[0]][action.stage]
         return self.hop if rule.lane in (Lane.SEND, Lane.COLLECTIVE) else 0.0
 
     def per_rank(self, placement: Placement) -> Costs:
@@ -97,6 +128,26 @@ class Costs:
             None if held is None else {kind: joined(figures) for kind, figures in held.items()},
             self.origin,
         )
+
+    def with_host(
+        self,
+        to_host: Sequence[float],
+        from_host: Sequence[float],
+        ranks_per_link: int = 1,
+        duplex: bool = True,
+    ) -> Costs:
+        """These costs and those of copying what a microbatch leaves on a stage for its backward
+        pass, in seconds per stage. What it leaves for W alone takes as long for its bytes; where
+        they are not known, as long as the whole."""
+        share = [1.0] * self.stages
+        if self.held_bytes is not None:
+            whole, left = (self.held_bytes[h] for h in (Held.ACTIVATION, Held.WEIGHT_INPUTS))
+            share = [b / a if a else 1.0 for a, b in zip(whole, left, strict=True)]
+        seconds = {}
+        for figures, duties in zip((to_host, from_host), _COPIES.values(), strict=True):
+            seconds[duties[0]] = tuple(figures)
+            seconds[duties[1]] = tuple(f * part for f, part in zip(figures, share, strict=True))
+        return replace(self, host=HostCosts(seconds, ranks_per_link, duplex))
 
     def with_vocabulary(self, vocabulary: VocabularyCosts) -> Costs:
         """These costs, which are those of the layers, and ``vocabulary`` on the first and the last
@@ -135,6 +186,13 @@ class Costs:
         if self.vocabulary is not None:
             given = {"head": self.vocabulary.head, "embedding": self.vocabulary.embedding}
             parts += [f"{key}={_joined(figures)}" for key, figures in given.items() if any(figures)]
+        if self.host is not None:
+            copies = self.host.seconds
+            parts += [f"{key}={_joined(copies[duties[0]])}" for key, duties in _COPIES.items()]
+            if self.host.ranks_per_link > 1:
+                parts.append(f"link={self.host.ranks_per_link}")
+            if not self.host.duplex:
+                parts.append("duplex=0")
         return ",".join(parts)
 
 
@@ -159,7 +217,11 @@ def parse_costs(text: str, placement: Placement) -> Costs:
 
     ``f=5/5/5/8`` gives one figure per stage. ``head=5/6/4`` are F, I and W of the whole output
     layer, ``embedding=1/1`` the whole embedding's lookup and weight gradient: what the last and the
-    first stage take beside their layers. What ``str`` of Costs prints is read back.
+    first stage take beside their layers. ``d2h=6,h2d=6`` are the copies of all that a microbatch
+    of a full rank leaves for its backward pass to the host and back (one figure, or one per stage;
+    h2d is d2h if left out), ``link=2`` is how many ranks in a row share a link to the host, and
+    ``duplex=0`` that a link carries one direction at a time. What ``str`` of Costs prints is read
+    back.
 
     Raises:
         ValueError: neither, a figure missing, negative or given twice.
@@ -176,7 +238,7 @@ def parse_costs(text: str, placement: Placement) -> Costs:
             figures[key] = [float(figure) for figure in value.split("/")]
         except ValueError:
             raise ValueError(f"costs {text!r}: {part!r} is no figure; {_EXAMPLE}") from None
-    unknown = figures.keys() - {*_DUTY_OF, "comm", *_PARTS}
+    unknown = figures.keys() - {*_DUTY_OF, "comm", *_PARTS, *_COPIES, *_LINK}
     missing = _DUTY_OF.keys() - figures.keys()
     if unknown or missing:
         what = f"unknown {sorted(unknown)}" if unknown else f"missing {sorted(missing)}"
@@ -186,7 +248,8 @@ def parse_costs(text: str, placement: Placement) -> Costs:
     if len(hops) > 1:
         raise ValueError(f"costs {text!r}: comm is one figure; {_EXAMPLE}")
     _check_figures(text, hops)
-    return _with_vocabulary(Costs(seconds, hops[0]), figures, 0.0, text)
+    costs = _with_vocabulary(Costs(seconds, hops[0]), figures, 0.0, text)
+    return _with_host(costs, figures, placement, text)
 
 
 # What is given of the vocabulary: of which passes.
@@ -215,6 +278,35 @@ def _with_vocabulary(
     return costs.with_vocabulary(VocabularyCosts(**parts, logits_bytes=logits_bytes))
 
 
+def _with_host(costs: Costs, given: Mapping[str, Any], placement: Placement, what: str) -> Costs:
+    """``costs``, and what ``given`` has under the keys of `_COPIES` and `_LINK`, if anything."""
+    figures = {
+        key: given[key] if isinstance(given[key], list) else [given[key]]
+        for key in (*_COPIES, *_LINK)
+        if key in given
+    }
+    if not figures:
+        return costs
+    if "d2h" not in figures:
+        raise ValueError(
+            f"costs {what}: {min(figures)} without d2h; add d2h=, the copy to the host"
+        )
+    for key, allowed in (("link", "1 or more ranks"), ("duplex", "0 or 1")):
+        value = figures.get(key, [1])
+        if value not in ([0], [1]) if key == "duplex" else not _is_count(value):
+            raise ValueError(f"costs {what}: {key} is {allowed}, not {value}")
+    per_stage = {
+        key: _per_stage(figures.get(key, figures["d2h"]), placement, f"{what}, {key}")
+        for key in _COPIES
+    }
+    link, duplex = figures.get("link", [1])[0], figures.get("duplex", [1])[0]
+    return costs.with_host(per_stage["d2h"], per_stage["h2d"], int(link), bool(duplex))
+
+
+def _is_count(value: list[Any]) -> bool:
+    return len(value) == 1 and value[0] == int(value[0]) >= 1
+
+
 _EXAMPLE = "write f=10,i=12,w=8,comm=1 (one microbatch of a full rank; comm per hop) or a file"
 
 
@@ -224,7 +316,8 @@ def load_costs(path: Path, placement: Placement) -> Costs:
     ``f``, ``i`` and ``w`` are one figure per microbatch of a full rank, or a list of one figure per
     stage. ``bytes``, if there, maps ``activation`` and ``weight inputs`` likewise. ``head`` and
     ``embedding`` are lists as in `parse_costs`, and ``bytes`` may have ``logits``, one figure: what
-    the last stage holds beside its layers.
+    the last stage holds beside its layers. ``d2h``, ``h2d``, ``link`` and ``duplex`` are those of
+    `parse_costs`.
 
     Raises:
         ValueError: no such file, not JSON, another version, lists of another length, or keys that
@@ -241,7 +334,7 @@ def load_costs(path: Path, placement: Placement) -> Costs:
     missing = _DUTY_OF.keys() - data.keys()
     if missing:
         raise ValueError(f"costs file {path} lacks {sorted(missing)}; {_EXAMPLE}")
-    known = ["version", *_DUTY_OF, "comm", "bytes", *_PARTS]
+    known = ["version", *_DUTY_OF, "comm", "bytes", *_PARTS, *_COPIES, *_LINK]
     unknown = data.keys() - set(known)
     if unknown:
         raise ValueError(
@@ -268,7 +361,8 @@ def load_costs(path: Path, placement: Placement) -> Costs:
     hop = data.get("comm", 0)
     _check_figures(f"{path}, comm", [hop])
     costs = Costs(seconds, float(hop), held, origin=str(path))
-    return _with_vocabulary(costs, data, float(logits), str(path))
+    costs = _with_vocabulary(costs, data, float(logits), str(path))
+    return _with_host(costs, data, placement, str(path))
 
 
 def _per_stage(figures: Sequence[Any], placement: Placement, what: str) -> tuple[float, ...]:

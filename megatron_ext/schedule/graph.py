@@ -6,7 +6,8 @@ The rules are those the executor keeps and NCCL and gloo impose:
 - a channel takes its sends in order, and its receives;
 - a message moves when both its send and its receive have been issued (rendezvous);
 - what an action needs must be done;
-- a collective ends on all ranks together, once all have issued it.
+- a collective ends on all ranks together, once all have issued it;
+- copies to the host follow one another, and so do copies from it.
 
 A channel carries activations, or gradients, from one rank to another. Its k-th send meets its k-th
 receive. On a V both go from a rank to its neighbour, often not in the order in which the neighbour
@@ -29,7 +30,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.kinds import RULES, Lane, Need, Source, Where
+from megatron_ext.schedule.kinds import HOST_LANES, RULES, Lane, Need, Source, Where
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.schedule import P2P, Schedule
 
@@ -222,13 +223,13 @@ def build_graph(schedule: Schedule, p2p: P2P = P2P.ASYNC) -> Graph:
     start = 0
     for row in schedule.rows:
         latest: list[int] = []
-        channel_end: dict[Channel | Kind, list[int]] = {}
+        channel_end: dict[Channel | Kind | Lane, list[int]] = {}
         for node, action in enumerate(row, start=start):
             rule = RULES[action.kind]
             issued_after[node] = latest
             before[node] += latest
-            if rule.is_message or rule.lane is Lane.COLLECTIVE:
-                channel = channel_of(action, placement) if rule.is_message else action.kind
+            channel = _channel(action, placement)
+            if channel is not None:
                 before[node] += channel_end.get(channel, [])
                 channel_end[channel] = [node]
             if rule.holds_up:
@@ -247,6 +248,16 @@ def build_graph(schedule: Schedule, p2p: P2P = P2P.ASYNC) -> Graph:
     batches = _move_in_batches(schedule, number, before) if p2p is P2P.BATCHED else {}
     followers = _move_together(actions, before)
     return Graph(actions, ranks, tuple(tuple(nodes) for nodes in before), batches, followers)
+
+
+def _channel(action: Action, placement: Placement) -> Channel | Kind | Lane | None:
+    """What takes ``action`` only after those that its rank has given it before."""
+    rule = RULES[action.kind]
+    if rule.is_message:
+        return channel_of(action, placement)
+    if rule.lane is Lane.COLLECTIVE:
+        return action.kind
+    return rule.lane if rule.lane in HOST_LANES else None
 
 
 def _move_together(actions: Sequence[Action], before: list[list[int]]) -> frozenset[int]:

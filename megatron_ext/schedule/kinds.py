@@ -18,7 +18,7 @@ class Lane(enum.Enum):
 
     Compute and waits hold up what follows them on their rank. Messages are started in passing and
     end on their own time; whoever needs them waits. So are collectives, in which all ranks of the
-    pipeline take part.
+    pipeline take part, and copies between a rank's memory and the host's.
     """
 
     COMPUTE = "compute"
@@ -26,6 +26,11 @@ class Lane(enum.Enum):
     SEND = "send"
     RECEIVE = "receive"
     COLLECTIVE = "collective"
+    TO_HOST = "copy to the host"
+    FROM_HOST = "copy from the host"
+
+
+HOST_LANES = (Lane.TO_HOST, Lane.FROM_HOST)
 
 
 class Where(enum.Enum):
@@ -61,6 +66,12 @@ class Duty(enum.Enum):
     SHARE_TOKENS = "broadcast of the tokens"
     SUM_EMBEDDINGS = "sum of the embeddings"
     SHARE_EMBEDDING_GRADIENT = "broadcast of the embeddings' gradient"
+    OFFLOAD_ACTIVATION = "copy of the activation to the host"
+    FREE_ACTIVATION = "wait for the activation's copy to the host"
+    RELOAD_ACTIVATION = "copy of the activation from the host"
+    OFFLOAD_WEIGHT_INPUTS = "copy of what W needs to the host"
+    FREE_WEIGHT_INPUTS = "wait for that copy to the host"
+    RELOAD_WEIGHT_INPUTS = "copy of what W needs from the host"
 
 
 FORWARD_ONLY_DUTIES = frozenset(
@@ -82,6 +93,12 @@ FORWARD_ONLY_DUTIES = frozenset(
 # What adds to the gradients of a stage's parameters, or of the shard beside it.
 GRADIENT_DUTIES = frozenset(
     {Duty.WEIGHT_GRADIENT, Duty.LOGITS_WEIGHT_GRADIENT, Duty.EMBEDDING_WEIGHT_GRADIENT}
+)
+
+# What is done for some microbatches and not for others: all of a group, or none of it.
+OPTIONAL_DUTIES = (
+    frozenset({Duty.OFFLOAD_ACTIVATION, Duty.FREE_ACTIVATION, Duty.RELOAD_ACTIVATION}),
+    frozenset({Duty.OFFLOAD_WEIGHT_INPUTS, Duty.FREE_WEIGHT_INPUTS, Duty.RELOAD_WEIGHT_INPUTS}),
 )
 
 
@@ -107,7 +124,7 @@ class Source(enum.Enum):
 
 @dataclass(frozen=True)
 class Need:
-    """One of ``kinds``, of the same microbatch, must be done before."""
+    """One of ``kinds``, of the same microbatch, must be done before: if there is one."""
 
     kinds: tuple[Kind, ...]
     source: Source = Source.OWN
@@ -123,6 +140,7 @@ class Rule:
     needs: tuple[Need, ...] = ()
     acquires: tuple[Held, ...] = ()  # at its start
     releases: tuple[Held, ...] = ()  # at its end
+    moves: tuple[Held, ...] = ()  # between the rank's memory and the host's
     neighbour: int = 0  # the stage a message goes to or comes from, as an offset
     partner: Kind | None = None  # a message's other end
     where: Where = Where.STAGE
@@ -137,8 +155,9 @@ class Rule:
         return self.lane in (Lane.COMPUTE, Lane.WAIT)
 
 
-_GRADIENT_OF_OUTPUT = (
+_BACKWARD_NEEDS = (
     Need((Kind.FORWARD,)),
+    Need((Kind.RELOAD_F,)),
     Need((Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD), Source.LOCAL, +1),
     Need((Kind.RECV_B,), Source.REMOTE, +1),
     Need((Kind.REDUCE_SI,), Source.OUTPUT_SHARD),
@@ -160,20 +179,20 @@ RULES: Mapping[Kind, Rule] = MappingProxyType(
         Kind.BACKWARD_INPUT: Rule(
             Lane.COMPUTE,
             covers=(Duty.INPUT_GRADIENT,),
-            needs=_GRADIENT_OF_OUTPUT,
+            needs=_BACKWARD_NEEDS,
             acquires=(Held.WEIGHT_INPUTS,),
             releases=(Held.ACTIVATION,),
         ),
         Kind.BACKWARD_WEIGHT: Rule(
             Lane.COMPUTE,
             covers=(Duty.WEIGHT_GRADIENT,),
-            needs=(Need((Kind.BACKWARD_INPUT,)),),
+            needs=(Need((Kind.BACKWARD_INPUT,)), Need((Kind.RELOAD_I,))),
             releases=(Held.WEIGHT_INPUTS,),
         ),
         Kind.FULL_BACKWARD: Rule(
             Lane.COMPUTE,
             covers=(Duty.INPUT_GRADIENT, Duty.WEIGHT_GRADIENT),
-            needs=_GRADIENT_OF_OUTPUT,
+            needs=_BACKWARD_NEEDS,
             releases=(Held.ACTIVATION,),
         ),
         Kind.SEND_F: Rule(
@@ -276,6 +295,44 @@ RULES: Mapping[Kind, Rule] = MappingProxyType(
             covers=(Duty.EMBEDDING_WEIGHT_GRADIENT,),
             needs=(Need((Kind.BCAST_EW,)), Need((Kind.EMBEDDING,))),
             where=Where.SHARD,
+        ),
+        Kind.OFFLOAD_F: Rule(
+            Lane.TO_HOST,
+            covers=(Duty.OFFLOAD_ACTIVATION,),
+            needs=(Need((Kind.FORWARD,)),),
+            moves=(Held.ACTIVATION,),
+        ),
+        Kind.FREE_F: Rule(
+            Lane.WAIT,
+            covers=(Duty.FREE_ACTIVATION,),
+            needs=(Need((Kind.OFFLOAD_F,)),),
+            releases=(Held.ACTIVATION,),
+        ),
+        Kind.RELOAD_F: Rule(
+            Lane.FROM_HOST,
+            covers=(Duty.RELOAD_ACTIVATION,),
+            needs=(Need((Kind.FREE_F,)),),
+            acquires=(Held.ACTIVATION,),
+            moves=(Held.ACTIVATION,),
+        ),
+        Kind.OFFLOAD_I: Rule(
+            Lane.TO_HOST,
+            covers=(Duty.OFFLOAD_WEIGHT_INPUTS,),
+            needs=(Need((Kind.BACKWARD_INPUT,)),),
+            moves=(Held.WEIGHT_INPUTS,),
+        ),
+        Kind.FREE_I: Rule(
+            Lane.WAIT,
+            covers=(Duty.FREE_WEIGHT_INPUTS,),
+            needs=(Need((Kind.OFFLOAD_I,)),),
+            releases=(Held.WEIGHT_INPUTS,),
+        ),
+        Kind.RELOAD_I: Rule(
+            Lane.FROM_HOST,
+            covers=(Duty.RELOAD_WEIGHT_INPUTS,),
+            needs=(Need((Kind.FREE_I,)),),
+            acquires=(Held.WEIGHT_INPUTS,),
+            moves=(Held.WEIGHT_INPUTS,),
         ),
     }
 )

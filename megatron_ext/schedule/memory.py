@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 
 from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.costs import Costs
-from megatron_ext.schedule.kinds import RULES, Held
+from megatron_ext.schedule.kinds import RULES, Held, Lane
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.schedule import Problem, Schedule, is_compute
 
@@ -19,16 +20,19 @@ def memory_curve(row: tuple[Action, ...], amount: Amount) -> list[float]:
     An action takes its memory at its start and gives it back at its end. One that does both (I
     turns activations into what W needs, layer by layer) counts at its end only.
     """
-    held, curve = 0.0, []
+    held = zip(row, _during(row, amount), strict=True)
+    return [amount for action, amount in held if is_compute(action)]
+
+
+def _during(row: tuple[Action, ...], amount: Amount) -> Iterator[float]:
+    """What is held during each action of ``row``."""
+    held = 0.0
     for action in row:
         rule = RULES[action.kind]
         gained = sum(amount(kind, action.stage) for kind in rule.acquires)
         lost = sum(amount(kind, action.stage) for kind in rule.releases)
-        at_once = gained if not lost else 0.0
-        if is_compute(action):
-            curve.append(held + at_once)
+        yield held + (gained if not lost else 0.0)
         held += gained - lost
-    return curve
 
 
 def in_microbatches(schedule: Schedule) -> Amount:
@@ -55,6 +59,15 @@ def bytes_for(limit: MemoryLimit, costs: Costs) -> Mapping[Held, tuple[float, ..
             f"bytes: give the limit in microbatches, or a costs file with bytes"
         )
     return costs.held_bytes
+
+
+def amount_of(limit: MemoryLimit, schedule: Schedule, costs: Costs) -> tuple[Amount, float]:
+    """What to count by, and how much of it ``limit`` allows. Raises ValueError as `bytes_for`."""
+    if limit.microbatches is not None:
+        return in_microbatches(schedule), limit.microbatches
+    bytes_for(limit, costs)
+    assert limit.bytes is not None
+    return in_bytes(costs), float(limit.bytes)
 
 
 def leaving_room(limit: MemoryLimit, microbatches: int, problem: Problem) -> MemoryLimit:
@@ -87,4 +100,24 @@ def leaving_room(limit: MemoryLimit, microbatches: int, problem: Problem) -> Mem
 
 def peaks(schedule: Schedule, amount: Amount) -> list[float]:
     """The largest amount each rank holds."""
-    return [max(memory_curve(row, amount), default=0.0) for row in schedule.rows]
+    return [peak(row, amount) for row in schedule.rows]
+
+
+def peak(row: tuple[Action, ...], amount: Amount) -> float:
+    """The largest amount that a rank holds during an action of its ``row``."""
+    return max(_during(row, amount), default=0.0)
+
+
+def most_on_host(row: tuple[Action, ...]) -> dict[tuple[int, Held], int]:
+    """How many microbatches of each stage, and of what it holds, are on the host at once.
+
+    They are from when their copy to the host begins until that back does.
+    """
+    now: dict[tuple[int, Held], int] = defaultdict(int)
+    most: dict[tuple[int, Held], int] = defaultdict(int)
+    for action in row:
+        for held in RULES[action.kind].moves:
+            key = action.stage, held
+            now[key] += 1 if RULES[action.kind].lane is Lane.TO_HOST else -1
+            most[key] = max(most[key], now[key])
+    return dict(most)

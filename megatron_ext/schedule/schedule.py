@@ -37,6 +37,15 @@ class VocabularyParallel(enum.StrEnum):
     TWO = "2"  # the same, but before: one exchange less between logits and input gradient
 
 
+class Offload(enum.StrEnum):
+    """Which activations leave for host memory until they are needed (Wan et al. 2025)."""
+
+    NONE = "none"
+    HALF = "half"  # the longer-lived half of a rank's chunks
+    FULL = "full"  # all that host copies are quick enough for
+    FIT = "fit"  # the fewest that bring each rank within the memory limit
+
+
 @dataclass(frozen=True)
 class Problem:
     """What a family has to solve.
@@ -53,6 +62,8 @@ class Problem:
         p2p: how messages share communicators.
         vocabulary: how embedding and output layer are divided over the ranks. (Families are asked
             without: `transforms.vocabulary` adds the passes.)
+        offload: which activations leave for host memory. (Families are asked without it and
+            without the memory limit: `transforms.offload` adds the copies.)
     """
 
     placement: Placement
@@ -63,6 +74,7 @@ class Problem:
     receives_ahead: int = 1
     p2p: P2P = P2P.ASYNC
     vocabulary: VocabularyParallel = VocabularyParallel.NONE
+    offload: Offload = Offload.NONE
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
@@ -71,6 +83,17 @@ class Problem:
             raise ValueError(
                 f"vocabulary parallelism {self.vocabulary} with messages {self.p2p}: its "
                 f"collectives need communicators of their own; write messages {P2P.ASYNC}"
+            )
+        if self.offload is not Offload.NONE and self.costs.host is None:
+            raise ValueError(
+                f"offload {self.offload}: the costs ({self.costs.origin}) do not say how long "
+                f"copies to the host and back take: add d2h= and h2d=, seconds per microbatch of a "
+                f"full rank"
+            )
+        if self.offload is Offload.FIT and self.memory_limit is None:
+            raise ValueError(
+                f"offload {self.offload} has no memory limit to fit into: give one, or write "
+                f"{Offload.FULL} or {Offload.HALF}"
             )
         assert self.costs.stages == self.placement.stages
 

@@ -18,10 +18,18 @@ from megatron_ext.schedule.graph import (
     has_place,
     partner_of,
 )
-from megatron_ext.schedule.kinds import FORWARD_ONLY_DUTIES, RULES, Duty, Lane, Where
-from megatron_ext.schedule.memory import bytes_for, in_bytes, in_microbatches, memory_curve, peaks
+from megatron_ext.schedule.kinds import (
+    FORWARD_ONLY_DUTIES,
+    OPTIONAL_DUTIES,
+    RULES,
+    Duty,
+    Lane,
+    Where,
+)
+from megatron_ext.schedule.memory import amount_of, memory_curve, peaks
 from megatron_ext.schedule.schedule import (
     P2P,
+    Offload,
     Problem,
     Schedule,
     VocabularyParallel,
@@ -29,6 +37,8 @@ from megatron_ext.schedule.schedule import (
 )
 
 _SEAL = object()
+
+_GROUP_OF = {duty: group for group in OPTIONAL_DUTIES for duty in group}
 
 
 class InvalidSchedule(ValueError):
@@ -141,7 +151,10 @@ def _reject_microbatch(
 
 
 def _duties(schedule: Schedule, problem: Problem, lanes: set[Lane]) -> dict[int, dict[Duty, Kind]]:
-    """What each stage has to do per microbatch, and by which kind (one in use, if there is one)."""
+    """What each stage has to do per microbatch, and by which kind (one in use, if there is one).
+
+    Optional duties are among it.
+    """
     used = {action.kind for row in schedule.rows for action in row}
     duties: dict[int, dict[Duty, Kind]] = defaultdict(dict)
     for stage in range(schedule.placement.stages):
@@ -161,11 +174,19 @@ def _belongs(kind: Kind, stage: int, problem: Problem) -> bool:
     """Whether ``kind`` is found on ``stage`` in a schedule for ``problem``."""
     if RULES[kind].where is not Where.STAGE and problem.vocabulary is VocabularyParallel.NONE:
         return False
+    if _is_optional(kind) and problem.offload is Offload.NONE:
+        return False
     return has_place(kind, stage, problem.placement)
+
+
+def _is_optional(kind: Kind) -> bool:
+    return not _GROUP_OF.keys().isdisjoint(RULES[kind].covers)
 
 
 def _why_not(kind: Kind, problem: Problem) -> str:
     rule = RULES[kind]
+    if _is_optional(kind):
+        return "offloads, and the problem does not"
     if rule.is_message or rule.lane is Lane.WAIT:
         return "has no other rank to talk to"
     if problem.vocabulary is VocabularyParallel.NONE:
@@ -196,14 +217,18 @@ def _check_duties(schedule: Schedule, problem: Problem, lanes: set[Lane]) -> Non
             continue
         for microbatch in range(problem.microbatches):
             for duty, kind in duties.items():
-                if not done[stage, duty][microbatch]:
-                    action = Action(stage, kind, microbatch)
-                    rank = schedule.placement.rank_of[stage]
-                    _reject(
-                        schedule,
-                        f"{action} is missing on rank {rank}: nothing does the {duty.value}",
-                        [action],
-                    )
+                if done[stage, duty][microbatch]:
+                    continue
+                group = _GROUP_OF.get(duty)
+                if group is not None and not any(done[stage, d][microbatch] for d in group):
+                    continue
+                action = Action(stage, kind, microbatch)
+                rank = schedule.placement.rank_of[stage]
+                _reject(
+                    schedule,
+                    f"{action} is missing on rank {rank}: nothing does the {duty.value}",
+                    [action],
+                )
 
 
 def _check_needs(schedule: Schedule) -> None:
@@ -263,12 +288,8 @@ def _check_memory(schedule: Schedule, problem: Problem) -> None:
     limit = problem.memory_limit
     if limit is None or problem.forward_only:
         return
-    if limit.microbatches is not None:
-        amount, allowed, unit = in_microbatches(schedule), limit.microbatches, "microbatches"
-    else:
-        bytes_for(limit, problem.costs)
-        assert limit.bytes is not None
-        amount, allowed, unit = in_bytes(problem.costs), limit.bytes, "bytes"
+    amount, allowed = amount_of(limit, schedule, problem.costs)
+    unit = "bytes" if limit.microbatches is None else "microbatches"
     held = peaks(schedule, amount)
     for rank, peak in enumerate(held):
         if peak > allowed * (1 + 1e-9):
