@@ -20,6 +20,7 @@ def install(
     costs: str | None = "estimate",
     p2p: str | None = "async",
     vocab_parallel: str | None = "none",
+    activation_offload: str | None = "none",
     report_split: bool = False,
     trace: str | None = None,
     trace_iters: str | None = None,
@@ -41,6 +42,14 @@ def install(
 
     return install_config(
         PipelineConfig(
-            schedule, memory_limit, costs, p2p, vocab_parallel, report_split, trace, trace_iters
+            schedule,
+            memory_limit,
+            costs,
+            p2p,
+            vocab_parallel,
+            activation_offload,
+            report_split,
+            trace,
+            trace_iters,
         )
     )

@@ -8,7 +8,7 @@ from dataclasses import Field, dataclass, field, fields
 
 from megatron_ext.patches.engine import ALLOW_UNKNOWN
 from megatron_ext.schedule.registry import Choice, choose
-from megatron_ext.schedule.schedule import P2P, VocabularyParallel
+from megatron_ext.schedule.schedule import P2P, Offload, VocabularyParallel
 
 ESTIMATE = "estimate"
 
@@ -65,6 +65,13 @@ class PipelineConfig:
         "the schedule: 1 holds two microbatches more than without, 2 one. Default: none, they are "
         "on the first and the last stage.",
     )
+    activation_offload: str | None = _setting(
+        Offload.NONE.value,
+        "{none,half,full,fit}",
+        "Copy activations to host memory until they are needed, on the schedule's own time: half "
+        "is the longer-lived half of a rank's chunks, full all that the link is quick enough for, "
+        "fit the fewest that meet --pipeline-memory-limit. Default: none.",
+    )
     report_split: bool = _switch(
         "After the first step, print for each rank of the first pipeline what share of the weight "
         "gradients the schedule puts off, and what comes with the input gradients and why."
@@ -100,7 +107,22 @@ class PipelineConfig:
                     f"{flag('p2p')} batched does not go with {flag('vocab_parallel')} "
                     f"{self.vocab_parallel}: collectives have communicators of their own; drop one"
                 )
+            self._check_offload()
             self.traced_iterations()
+
+    def _check_offload(self) -> None:
+        way = self.offload()
+        if way is Offload.FIT and self.memory_limit is None:
+            raise ValueError(
+                f"{flag('activation_offload')} {way} has nothing to fit into: add "
+                f"{flag('memory_limit')}, or write {Offload.FULL} or {Offload.HALF}"
+            )
+        if way is not Offload.NONE and "=" in (self.costs or "") and "d2h=" not in str(self.costs):
+            raise ValueError(
+                f"{flag('activation_offload')} {way} needs to know how long copies to the host "
+                f"take: add d2h= and h2d= to {flag('costs')} {self.costs} (seconds per microbatch "
+                f"of a rank), or drop {flag('costs')} for an estimate"
+            )
 
     def choice(self) -> Choice:
         """The chosen schedule. Raises ValueError when there is no such schedule."""
@@ -141,6 +163,15 @@ class PipelineConfig:
                 f"{ways[-1]}"
             )
         return VocabularyParallel(self.vocab_parallel)
+
+    def offload(self) -> Offload:
+        """Which activations leave for the host. Raises ValueError when there is no such way."""
+        if self.activation_offload not in list(Offload):
+            raise ValueError(
+                f"{flag('activation_offload')} {self.activation_offload}: write "
+                f"{', '.join(list(Offload)[:-1])} or {list(Offload)[-1]}"
+            )
+        return Offload(self.activation_offload)
 
 
 def flag(name: str) -> str:

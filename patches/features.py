@@ -17,7 +17,7 @@ from megatron_ext.patches.engine import Patch, PatchError
 from megatron_ext.schedule.kinds import RULES, Duty
 from megatron_ext.schedule.placement import Placement, line, v
 from megatron_ext.schedule.registry import Choice, with_option
-from megatron_ext.schedule.schedule import Schedule, VocabularyParallel
+from megatron_ext.schedule.schedule import Offload, Schedule, VocabularyParallel
 
 
 @dataclass(frozen=True)
@@ -281,9 +281,26 @@ VOCABULARY_REFUSALS = (
     ),
 )
 
+OFFLOAD_REFUSALS = (
+    Refusal("cpu_offloading", bool, "drop --cpu-offloading-num-layers: the schedule places copies"),
+    *(
+        Refusal(name, bool, f"drop --{name}-format: quantised activations are untried")
+        for name in ("fp8", "fp4")
+    ),
+    Refusal("context_parallel_size", lambda value: value > 1, "context parallelism is untried"),
+    Refusal(
+        "tp_comm_overlap",
+        bool,
+        "drop --tp-comm-overlap: activations in its communication buffers are untried",
+    ),
+)
+
 
 def refuse(
-    settings: Any, choice: Choice, vocabulary: VocabularyParallel = VocabularyParallel.NONE
+    settings: Any,
+    choice: Choice,
+    vocabulary: VocabularyParallel = VocabularyParallel.NONE,
+    offload: Offload = Offload.NONE,
 ) -> None:
     """Raise ValueError for the first of ``settings`` that ``choice`` cannot honour.
 
@@ -315,6 +332,9 @@ def refuse(
                 f"order, or a V such as zb-v, v-half or v-auto"
             )
         _refuse_settings(settings, choice, VOCABULARY_REFUSALS, ours)
+    if offload is not Offload.NONE:
+        ours = f"--pipeline-activation-offload {offload}"
+        _refuse_settings(settings, choice, OFFLOAD_REFUSALS, ours)
 
 
 def _refuse_settings(

@@ -17,14 +17,18 @@ from megatron_ext.schedule.kinds import Duty, Held
 
 @dataclass(frozen=True)
 class Rates:
-    """What a rank reaches: floating-point operations and message bytes per second."""
+    """What a rank reaches: floating-point operations, message bytes, and bytes to the host or back
+    (each way at once) per second."""
 
     operations: float
     bytes: float
+    host: float
 
 
-GPU = Rates(operations=400e12, bytes=40e9)  # bf16 on one H100, one InfiniBand NDR port
-CPU = Rates(operations=20e9, bytes=1e9)  # one core, gloo over loopback
+# bf16 on one H100, one InfiniBand NDR port. PCIe 5 x16 carries some 50e9 bytes one way; two GPUs
+# often share a switch, and both directions the host's memory: half of it.
+GPU = Rates(operations=400e12, bytes=40e9, host=25e9)
+CPU = Rates(operations=20e9, bytes=1e9, host=5e9)  # one core, gloo over loopback, its memory
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ class ModelDimensions:
         vocabulary: rows of the output layer, on the last stage.
         element_bytes: 2 for bf16 and fp16, 4 for fp32.
         recompute: whether whole layers are run again in the backward pass.
+        recompute_modules: which parts of them are, by Megatron's names: ``layernorm``, ``mlp`` and
+            ``core_attn`` count here.
         fused_attention: whether the attention matrix is never stored.
     """
 
@@ -56,6 +62,7 @@ class ModelDimensions:
     tensor_parallel: int = 1
     element_bytes: int = 2
     recompute: bool = False
+    recompute_modules: frozenset[str] = frozenset()
     fused_attention: bool = True
 
 
@@ -82,7 +89,10 @@ def estimate(model: ModelDimensions, rates: Rates) -> Costs:
     head = 2 * tokens * model.hidden * model.vocabulary * share
 
     forward = [n * (products + core) for n in model.layers]
-    again = forward if model.recompute else [0.0] * len(model.layers)
+    of_mlp = 2 * tokens * (3 if model.gated else 2) * model.hidden * model.ffn_hidden * share
+    of_parts = {"mlp": of_mlp, "core_attn": core}
+    parts = sum(of_parts.get(name, 0.0) for name in model.recompute_modules)
+    again = forward if model.recompute else [n * parts for n in model.layers]
     input_gradient = [
         n * (products + 2 * core) + a for n, a in zip(model.layers, again, strict=True)
     ]
@@ -92,9 +102,7 @@ def estimate(model: ModelDimensions, rates: Rates) -> Costs:
         return tuple(o / rates.operations for o in operations)
 
     boundary = tokens * model.hidden * model.element_bytes
-    stored = 17 * model.hidden * model.element_bytes * tokens * share
-    if not model.fused_attention:
-        stored += 2.5 * model.heads * model.sequence * tokens * model.element_bytes * share
+    stored = _stored_bytes_of_token(model) * tokens * share
     layers = Costs(
         {
             Duty.FORWARD: seconds(forward),
@@ -115,6 +123,26 @@ def estimate(model: ModelDimensions, rates: Rates) -> Costs:
     # The embedding is no matrix product.
     head_seconds = head / rates.operations
     logits = tokens * model.vocabulary * 4 * share
-    return layers.with_vocabulary(
+    costs = layers.with_vocabulary(
         VocabularyCosts((head_seconds, head_seconds, head_seconds), logits_bytes=logits)
     )
+    assert costs.held_bytes is not None
+    copies = [held / rates.host for held in costs.held_bytes[Held.ACTIVATION]]
+    return costs.with_host(copies, copies)
+
+
+def _stored_bytes_of_token(model: ModelDimensions) -> float:
+    """What a layer stores of a token for its backward pass: 34 bytes for each of ``hidden`` in a
+    GPT of 16 bits, 20 with norms, activations and dropout run again (Korthikanti et al. 2022, Wan
+    et al. 2025)."""
+    again = model.recompute_modules
+    elements = 2 * model.hidden  # the norms' inputs
+    elements += 2 * (model.query_width + model.key_value_width)  # the attention core's, and output
+    if "layernorm" not in again:
+        elements += 2 * model.hidden
+    if "mlp" not in again:
+        elements += (3 if model.gated else 2) * model.ffn_hidden  # the activation's input, output
+    stored = float(elements * model.element_bytes)
+    if not model.fused_attention and "core_attn" not in again:
+        stored += 2.5 * model.heads * model.sequence * model.element_bytes
+    return stored + 2 * model.hidden  # the dropouts' masks

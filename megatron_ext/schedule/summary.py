@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+
 from megatron_ext.schedule.build import build_program
-from megatron_ext.schedule.memory import in_bytes, in_microbatches, peaks
+from megatron_ext.schedule.kinds import RULES, Held, Lane
+from megatron_ext.schedule.memory import in_bytes, in_microbatches, most_on_host, peaks
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.registry import choose
-from megatron_ext.schedule.schedule import Problem
+from megatron_ext.schedule.schedule import Offload, Problem
 from megatron_ext.schedule.simulate import simulate
 from megatron_ext.schedule.timeline import Timeline
 from megatron_ext.schedule.verify import Program
@@ -32,5 +36,36 @@ def summary(program: Program) -> str:
     return (
         f"{program.schedule.name} on {problem.ranks} ranks, {problem.microbatches} microbatches: "
         f"predicted bubble {bubble:.1%} of the makespan (1f1b {stock:.1%}), "
-        f"peak {peak:g} microbatches{held}; costs {costs.origin}: {costs}"
+        f"peak {peak:g} microbatches{held}{_what_leaves(program)}; costs {costs.origin}: {costs}"
     )
+
+
+def _what_leaves(program: Program) -> str:
+    """How much of what passes leave goes to the host, with offload."""
+    if program.problem.offload is Offload.NONE:
+        return ""
+    made, left = Counter[Held](), Counter[Held]()
+    for action in (action for row in program.schedule.rows for action in row):
+        rule = RULES[action.kind]
+        if rule.lane is Lane.TO_HOST:
+            left.update(rule.moves)
+        elif rule.lane is Lane.COMPUTE:
+            made.update(rule.acquires)
+    shares = [
+        f"{left[held] / made[held]:.0%} of the {name}"
+        for held, name in ((Held.ACTIVATION, "activations"), (Held.WEIGHT_INPUTS, "inputs of W"))
+        if made[held]
+    ]
+    on_host = max(_microbatches_on_host(program))
+    return (
+        f"; offload {program.problem.offload}: {' and '.join(shares)} leave, the rest stays "
+        f"(at most {on_host:g} microbatches of a rank on the host)"
+    )
+
+
+def _microbatches_on_host(program: Program) -> Iterator[float]:
+    """How many microbatches' activations each rank has host buffers for."""
+    chunks = program.problem.placement.chunks
+    for row in program.schedule.rows:
+        buffers = most_on_host(row).items()
+        yield sum(n for (_, held), n in buffers if held is Held.ACTIVATION) / chunks

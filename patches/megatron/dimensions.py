@@ -40,6 +40,11 @@ def estimated_costs(
         tensor_parallel=tensor_parallel,
         element_bytes=2 if settings.bf16 or settings.fp16 else 4,
         recompute=settings.recompute_granularity == "full",
+        recompute_modules=frozenset(
+            getattr(settings, "recompute_modules", None) or ["core_attn"]
+            if settings.recompute_granularity == "selective"
+            else []
+        ),
         fused_attention=getattr(settings, "transformer_impl", "") == "transformer_engine",
     )
     return estimate(dimensions, rates())

@@ -9,7 +9,12 @@ from tests.documents import check_written, table
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
-from megatron_ext.patches.features import REFUSALS, VOCABULARY_REFUSALS, Refusal
+from megatron_ext.patches.features import (
+    OFFLOAD_REFUSALS,
+    REFUSALS,
+    VOCABULARY_REFUSALS,
+    Refusal,
+)
 
 
 def who(refusal: Refusal) -> str:
@@ -31,3 +36,8 @@ def test_the_docs_tell_what_is_refused() -> None:
 def test_the_docs_tell_what_a_divided_vocabulary_refuses() -> None:
     rows = [[f"`{refusal.setting}`", refusal.instead] for refusal in VOCABULARY_REFUSALS]
     check_written("vocabulary refusals", table(["setting", "because, or instead"], rows))
+
+
+def test_the_docs_tell_what_offload_refuses() -> None:
+    rows = [[f"`{refusal.setting}`", refusal.instead] for refusal in OFFLOAD_REFUSALS]
+    check_written("offload refusals", table(["setting", "because, or instead"], rows))

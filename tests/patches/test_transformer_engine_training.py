@@ -24,6 +24,8 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
+from megatron_ext.runtime import offload
+from megatron_ext.runtime.offload import OffloadedStep
 from tests.megatron_runs import Run, assert_same, losses, model_flags, train
 from tests.patches import transformer_engine_on_cpu as on_cpu
 from tests.ranks import run_ranks, values
@@ -143,4 +145,36 @@ def test_training_is_stocks_to_the_last_bit(version: str, setting: str) -> None:
     ((runs, reference),) = values(run_ranks(1, both, timeout=280, connect=False))
     assert len(losses(runs)) == 3
     assert {run.schedule for run in runs} == {"PipelineStep"}
+    assert_same(runs, reference)
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "1f1b"])
+def test_its_activations_leave_for_the_host(schedule: str) -> None:
+    """Saved tensors that have been away are others than the weights that layers know: with 1f1b
+    their whole backward accumulates into main_grad, which the weights have and those have not."""
+    on_cpu.fetch(NEWEST)
+    splits = schedule == "zb-h1"
+    flags = {"pipeline_model_parallel_size": 2, "train_iters": 3, **OVERLAPPED}
+    ours = model_flags(
+        **flags,
+        pipeline_schedule=schedule,
+        pipeline_activation_offload="full",
+        pipeline_costs="f=10,i=12,w=8,comm=1,d2h=3,h2d=3",
+    )
+    provider = functools.partial(provide, True)
+    finish = OffloadedStep.finish
+
+    def finished(step: OffloadedStep) -> None:
+        finish(step)
+        assert (step._offload.bytes_left.total() > 0) == (step._offload.rank == 0 or splits)
+
+    def both(rank: int) -> tuple[list[Run], list[Run]]:
+        use_transformer_engine(NEWEST)
+        reference = train(2, model_flags(**flags), model_provider=provider)
+        offload.SMALL = 0
+        OffloadedStep.finish = finished  # type: ignore[method-assign]
+        return train(2, ours, model_provider=provider), reference
+
+    ((runs, reference),) = values(run_ranks(1, both, timeout=280, connect=False))
+    assert len(losses(runs)) == 3
     assert_same(runs, reference)

@@ -8,6 +8,8 @@ parameters, gradient buffers, cached masks. Not counted is what an action has fr
 Tensors on their way are told apart: an output or a gradient from the pass that makes it until its
 send has been waited for, or until the next stage on the same rank takes it, and a receive from when
 it is posted until its pass takes it. The simulator knows nothing of them.
+
+What has been offloaded is no rank's: its host buffers are not made by torch here.
 """
 
 from __future__ import annotations
@@ -18,13 +20,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules as stock
+from torch import Tensor
 
 from megatron_ext.patches.megatron.core.pipeline_parallel import schedules
 from megatron_ext.patches.megatron.core.pipeline_parallel.model_stage import ModelStage
+from megatron_ext.runtime import offload as offload_module
 from megatron_ext.runtime.executor import _Execution
+from megatron_ext.runtime.host_copies import DirectCopies
+from megatron_ext.runtime.offload import OffloadedStep
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.transport import Transport
 from megatron_ext.runtime.vocabulary import VocabularyPasses
@@ -84,11 +92,12 @@ class _MeasuredExecution:
         stages: Mapping[int, ModelStage],
         transport: Transport,
         recorder: Recorder,
+        offload: OffloadedStep | None,
     ) -> None:
         self.digest = program.digest
         self.stages = stages
         self.transport = transport
-        self.execution = _Execution(program, stages, transport, recorder)
+        self.execution = _Execution(program, stages, transport, recorder, offload=offload)
         self.execution.perform = self.sampled(self.execution.perform)  # type: ignore[assignment]
         self.live = LiveStorages()
         self.samples: list[Sample] = []
@@ -202,12 +211,18 @@ def measure_steps(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         transport: Transport,
         recorder: Recorder,
         vocabulary: VocabularyPasses | None,
+        offload: OffloadedStep | None,
     ) -> None:
         assert vocabulary is None, "the passes of a divided vocabulary are not counted here"
-        measured = _MeasuredExecution(program, stages, transport, recorder).run()
+        measured = _MeasuredExecution(program, stages, transport, recorder, offload).run()
         (folder / str(transport.rank)).write_bytes(pickle.dumps(measured))
 
+    def host_buffer(copies: DirectCopies, size: int) -> Tensor:
+        return torch.from_numpy(np.empty(size, np.uint8))
+
     monkeypatch.setattr(schedules, "execute", execute)
+    monkeypatch.setattr(offload_module, "SMALL", 0)
+    monkeypatch.setattr(DirectCopies, "host_buffer", host_buffer)
 
 
 def read_steps(folder: Path, ranks: int) -> list[Measured]:

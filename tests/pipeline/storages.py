@@ -59,8 +59,13 @@ class LiveStorages(TorchDispatchMode):
 
 
 def storages(tree: object) -> list[torch.UntypedStorage]:
-    """Those of the tensors in ``tree``."""
-    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    """Those in ``tree``, and of the tensors in it."""
+    leaves = tree_leaves(tree)
+    return [
+        leaf.untyped_storage() if isinstance(leaf, Tensor) else leaf
+        for leaf in leaves
+        if isinstance(leaf, Tensor | torch.UntypedStorage)
+    ]
 
 
 def addresses(tree: object) -> set[int]:

@@ -23,9 +23,10 @@ from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build import build_program
 from megatron_ext.schedule.costs import load_costs
 from megatron_ext.schedule.kinds import RULES, Duty, Held
+from megatron_ext.schedule.limit import MemoryLimit, parse_limit
 from megatron_ext.schedule.memory import in_bytes, peaks
 from megatron_ext.schedule.registry import choose, entries
-from megatron_ext.schedule.schedule import Problem
+from megatron_ext.schedule.schedule import Offload, Problem
 from megatron_ext.schedule.verify import Program
 from tests.megatron_runs import model_flags, train
 from tests.pipeline.held_bytes import (
@@ -88,6 +89,8 @@ def costs_file(ranks: list[Measured], stages: int) -> Path:
         "i": 12,
         "w": 8,
         "comm": 1,
+        "d2h": 8,
+        "h2d": 8,
         "bytes": {
             Held.ACTIVATION.value: [held[Action(s, Kind.FORWARD, 0)] for s in range(stages)],
             Held.WEIGHT_INPUTS.value: [
@@ -108,12 +111,17 @@ def costs_of(stages: int) -> Path:
 
 
 def predicted(
-    spec: str, costs: Path, microbatches: int = MICROBATCHES
+    spec: str,
+    costs: Path,
+    microbatches: int = MICROBATCHES,
+    way: Offload = Offload.NONE,
+    limit: MemoryLimit | None = None,
 ) -> tuple[Program, list[int]]:
     """The program, and what the simulator says that its ranks hold at most."""
     choice = choose(spec)
     placement = choice.place(RANKS)
-    problem = Problem(placement, microbatches, load_costs(costs, placement))
+    known = load_costs(costs, placement)
+    problem = Problem(placement, microbatches, known, limit, offload=way)
     program = build_program(choice, problem)
     return program, [round(peak) for peak in peaks(program.schedule, in_bytes(problem.costs))]
 
@@ -153,6 +161,34 @@ def test_the_peak_is_what_the_simulator_said(spec: str) -> None:
         assert_nothing_is_left(rank)
         assert all(sample.copied == 0 for sample in rank.samples)
         # what is on its way comes on top, to the byte as the program says
+        moving = messages_on_their_way(row, program.schedule.placement)
+        assert [sample.on_its_way for sample in rank.samples] == [BOUNDARY * n for n in moving]
+
+
+@pytest.mark.parametrize(
+    ("spec", "way"),
+    [
+        *(("gis", way) for way in (Offload.FULL, Offload.HALF, Offload.FIT)),
+        *((spec, Offload.FULL) for spec in ("gis-h", "interleaved", "zb-v", "v-half", "1f1b")),
+    ],
+)
+def test_the_peak_with_offload_is_what_the_simulator_said(spec: str, way: Offload) -> None:
+    costs = costs_of(choose(spec).place(RANKS).stages)
+    microbatches = 2 * MICROBATCHES
+    _, without = predicted(spec, costs, microbatches)
+    flags: dict[str, object] = {"pipeline_costs": costs, "pipeline_activation_offload": way}
+    limit = None
+    if way is Offload.FIT:
+        flags["pipeline_memory_limit"] = text = f"{0.7 * max(without) / 2**30:.9f}GiB"
+        limit = parse_limit(text, RANKS, microbatches)
+    program, expected = predicted(spec, costs, microbatches, way, limit)
+    assert max(expected) < 0.8 * max(without)
+    ranks = measured(spec, flags, microbatches)
+    print(*table(f"{spec}, offload {way}", expected, ranks), sep="\n")
+    assert {rank.digest for rank in ranks} == {program.digest}
+    assert within_tolerance(expected, ranks)
+    for rank, row in zip(ranks, program.schedule.rows, strict=True):
+        assert_nothing_is_left(rank)
         moving = messages_on_their_way(row, program.schedule.placement)
         assert [sample.on_its_way for sample in rank.samples] == [BOUNDARY * n for n in moving]
 

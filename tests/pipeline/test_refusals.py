@@ -78,6 +78,26 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
         {"defer_embedding_wgrad_compute": True, "untie_embeddings_and_output_weights": True},
         "does not go with",
     ),
+    "offload, no such way": (
+        {"pipeline_activation_offload": "some"},
+        "--pipeline-activation-offload some: write none, half, full or fit",
+    ),
+    "offload into no limit": (
+        {"pipeline_activation_offload": "fit"},
+        "--pipeline-activation-offload fit has nothing to fit into: add --pipeline-memory-limit",
+    ),
+    "offload, and no telling how long it takes": (
+        {"pipeline_activation_offload": "full", "pipeline_costs": "f=1,i=1,w=1"},
+        "add d2h= and h2d= to --pipeline-costs f=1,i=1,w=1",
+    ),
+    "offload into too low a limit": (
+        {"pipeline_activation_offload": "fit", "pipeline_memory_limit": "0.5"},
+        "over the memory limit of 0.5 microbatches",
+    ),
+    "offload of activations that Megatron offloads": (
+        {"pipeline_activation_offload": "full", "fine_grained_activation_offloading": True},
+        "does not go with fine_grained_activation_offloading=True: drop",
+    ),
     "a divided vocabulary, no such way": (
         {"pipeline_vocab_parallel": "3"},
         "--pipeline-vocab-parallel 3: write none, 1 or 2",

@@ -11,7 +11,13 @@ import pytest
 from megatron_ext.config import PipelineConfig, flag, from_argv, from_environment, variable
 from megatron_ext.patches.engine import ALLOW_UNKNOWN, applied
 
-VALUES = {"schedule": "zb-h1", "p2p": "async", "trace_iters": "1:3", "vocab_parallel": "2"}
+VALUES = {
+    "schedule": "zb-h1",
+    "p2p": "async",
+    "trace_iters": "1:3",
+    "vocab_parallel": "2",
+    "activation_offload": "half",
+}
 
 
 def test_every_setting_has_a_variable() -> None:

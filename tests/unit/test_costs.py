@@ -352,6 +352,26 @@ def test_recompute_runs_the_forward_again_in_i() -> None:
     assert again[Held.ACTIVATION][0] == held[Held.ACTIVATION][0] / 17
 
 
+@pytest.mark.parametrize(
+    ("modules", "stored"),
+    [([], 34), (["layernorm"], 34 - 4), (["mlp"], 34 - 16), (["layernorm", "mlp"], 34 - 20)],
+)
+def test_modules_that_are_run_again_are_not_stored(modules: list[str], stored: int) -> None:
+    """34 bytes a token and unit of width: 4 are the norms' outputs, 16 the activation's input and
+    output (Korthikanti et al. 2022). What is not stored need not travel."""
+    model = replace(GPT, recompute_modules=frozenset(modules))
+    costs = estimate(model, GPU)
+    assert costs.held_bytes is not None
+    held = costs.held_bytes[Held.ACTIVATION][0]
+    assert held == 4 * 4096 * 2048 * stored
+    assert costs.host is not None
+    for duty in (Duty.OFFLOAD_ACTIVATION, Duty.RELOAD_ACTIVATION):
+        assert costs.host.seconds[duty][0] == pytest.approx(held / GPU.host)
+    products = 4 * 4096 * 2 * 8 * 2048**2 if "mlp" in modules else 0  # of the MLP, once more
+    more = costs.seconds[I][0] - estimate(GPT, GPU).seconds[I][0]
+    assert more * GPU.operations == pytest.approx(products)
+
+
 def test_the_head_is_on_the_last_stage() -> None:
     without, costs = estimate(GPT, GPU), estimate(replace(GPT, vocabulary=50304), GPU)
     head = 2 * 4096 * 2048 * 50304 / GPU.operations

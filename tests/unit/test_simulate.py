@@ -4,6 +4,7 @@ In the tables a column is a unit of time, ``.`` is idle, ``=`` goes on with what
 a line ``0>1`` shows which microbatch is on its way from rank 0 to rank 1.
 """
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -14,7 +15,7 @@ from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.costs import Costs, uniform
 from megatron_ext.schedule.kinds import Duty
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.schedule import Problem, Schedule, is_compute
+from megatron_ext.schedule.schedule import Offload, Problem, Schedule, is_compute
 from megatron_ext.schedule.simulate import simulate
 from megatron_ext.schedule.summary import stock_1f1b, summary
 from megatron_ext.schedule.timeline import Timeline
@@ -301,6 +302,16 @@ def test_summary() -> None:
         "zb-h1 on 4 ranks, 8 microbatches: predicted bubble 11.1% of the makespan (1f1b 27.3%), "
         "peak 4 microbatches; costs given: f=1/1/1/1,i=1/1/1/1,w=1/1/1/1,comm=0"
     )
+
+
+def test_summary_tells_what_leaves_for_the_host() -> None:
+    problem = line_problem(4, 8, 1, 1, 1)
+    costs = problem.costs.with_host([0.5] * 4, [0.5] * 4)
+    text = summary(program("zb-h1", replace(problem, costs=costs, offload=Offload.HALF)))
+    assert (
+        "peak 4 microbatches; offload half: 31% of the activations and 31% of the inputs of W "
+        "leave, the rest stays (at most 2 microbatches of a rank on the host); costs"
+    ) in text
 
 
 def test_summary_compares_with_1f1b_of_the_same_work() -> None:

@@ -112,7 +112,7 @@ def check(args: Any, config: PipelineConfig) -> list[Placed]:
             f"--pipeline-schedule {config.schedule} needs a pipeline, but "
             f"--pipeline-model-parallel-size is {ranks}: set it to 2 or more, or drop the flag"
         )
-    refuse(args, choice, config.vocabulary())
+    refuse(args, choice, config.vocabulary(), config.offload())
     _check_trace(args, config)
     placement = choice.place(ranks)
     _refuse_checkpoints_of_one_placement(args, placement)
@@ -153,6 +153,7 @@ def programs(args: Any, config: PipelineConfig) -> list[Placed]:
             limit,
             p2p=config.messages(),
             vocabulary=config.vocabulary(),
+            offload=config.offload(),
         )
         made.append(place_head(choice, problem))
     return made

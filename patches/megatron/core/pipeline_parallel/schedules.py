@@ -40,6 +40,8 @@ from megatron_ext.patches.megatron.vocabulary import embedding_part, part_of, ta
 from megatron_ext.runtime.batched import BatchedTransport, PipelineGroup
 from megatron_ext.runtime.collectives import Collectives
 from megatron_ext.runtime.executor import Messages, execute
+from megatron_ext.runtime.host_memory import check_host_memory
+from megatron_ext.runtime.offload import ActivationOffload
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.transport import Boundary, Channels, Transport
 from megatron_ext.runtime.vocabulary import VocabularyPasses
@@ -51,7 +53,7 @@ from megatron_ext.schedule.graph import channels
 from megatron_ext.schedule.head import Placed, place_head
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.schedule import P2P, Problem, VocabularyParallel
+from megatron_ext.schedule.schedule import P2P, Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.summary import summary
 from megatron_ext.schedule.verify import Program
 
@@ -140,11 +142,13 @@ class PipelineStep:
         self._choice = config.choice()
         self._p2p = config.messages()
         self._vocabulary = config.vocabulary()
+        self._leaves = config.offload()
         self._costs: Costs | None = None
         self._programs: dict[tuple[int, bool, bool], Placed] = {}
         self._connection: Channels | PipelineGroup | None = None
         self._collectives: Collectives | None = None
         self._recorder: Recorder | None = None
+        self._offload: ActivationOffload | None = None
         self._has_reported = False
         self._trace = None
         if config.trace is not None:
@@ -172,7 +176,7 @@ class PipelineStep:
         models = model if isinstance(model, list) else [model]
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         config = get_model_config(models[0])
-        refuse(config, self._choice, self._vocabulary)
+        refuse(config, self._choice, self._vocabulary, self._leaves)
         if config.variable_seq_lengths and self._p2p is P2P.BATCHED:
             raise ValueError(
                 "--pipeline-p2p batched does not go with variable_seq_lengths: a tensor can be "
@@ -262,8 +266,11 @@ class PipelineStep:
             at_once = frozenset()  # its gradient has a pass of its own
             if queue.weights is not None:
                 queue.weights.add(shard.output)
+        offload = None
+        if self._offload is not None and not forward_only:
+            offload = self._offload.step(program.schedule.rows[pipeline.rank()])
         with _no_grad_sync(config), _splitting(splits, at_once):
-            execute(program, stages, transport, self._recorder, vocabulary)
+            execute(program, stages, transport, self._recorder, vocabulary, offload)
         if queue.weights is not None:
             self._report_split(pipeline, models, queue.weights, at_once)
         if config.finalize_model_grads_func is not None and not forward_only:
@@ -326,6 +333,7 @@ class PipelineStep:
             receives_ahead=0 if config.variable_seq_lengths else 1,
             p2p=self._p2p,
             vocabulary=self._vocabulary,
+            offload=self._leaves,
         )
         placed = place_head(self._choice, problem)
         program = placed.program
@@ -344,10 +352,17 @@ class PipelineStep:
                 self._connection = Channels(pipeline, channels(program.schedule), device)
             if self._vocabulary is not VocabularyParallel.NONE:
                 self._collectives = Collectives(pipeline, device)
+            if self._leaves is not Offload.NONE:
+                self._offload = ActivationOffload(pipeline.rank(), device)
             self._recorder = Recorder(pipeline.rank())
             Watchdog(self._recorder).start()
         if not forward_only and dist.get_rank() == 0:
             print(f"megatron_ext: {summary(program)}", flush=True)
+        if self._offload is not None and not forward_only:
+            row = program.schedule.rows[pipeline.rank()]
+            host_memory = check_host_memory(row, program.problem.costs)
+            if dist.get_rank() == 0:
+                print(f"megatron_ext: {host_memory}", flush=True)
         self._programs[key] = placed
         return placed
 

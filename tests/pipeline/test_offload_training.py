@@ -1,0 +1,165 @@
+"""Trainings with activations that leave for the host against the same without, to the last bit.
+
+Both draw the same weights and the same dropout, as stages lie where they lay: what differs is that
+saved tensors have been away. (That a schedule without offload is stock's is shown elsewhere.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from megatron.core.tensor_parallel import random
+
+from megatron_ext.runtime import offload
+from megatron_ext.runtime.offload import OffloadedStep
+from megatron_ext.schedule.kinds import Held
+from tests.megatron_runs import (
+    Run,
+    evaluations,
+    losses,
+    model_flags,
+    train,
+)
+
+COSTS = "f=10,i=12,w=8,comm=1,d2h=3,h2d=3"
+DROPOUT: dict[str, object] = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
+
+# the schedule, the ways to leave, the ranks, and flags of both runs
+CASES: dict[str, tuple[str, tuple[str, ...], int, dict[str, object]]] = {
+    "gis": ("gis", ("full", "half"), 2, {}),
+    "gis-h": ("gis-h", ("full",), 4, {}),
+    "interleaved, dropout": ("interleaved", ("full",), 2, DROPOUT),
+    "zb-v, evaluation, dropout": (
+        "zb-v",
+        ("full", "half"),
+        2,
+        {"eval_interval": 1, "eval_iters": 1, **DROPOUT},
+    ),
+    "v-half, untied": ("v-half", ("full",), 2, {"untie_embeddings_and_output_weights": True}),
+    "v-auto, odd": ("v-auto", ("full",), 3, {}),
+    "1f1b": ("1f1b", ("full",), 2, {}),
+    "zb-h1, batched": ("zb-h1", ("full",), 2, {"pipeline_p2p": "batched"}),
+    "full recompute, dropout": (
+        "1f1b",
+        ("full",),
+        2,
+        {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+            **DROPOUT,
+        },
+    ),
+    "selective recompute": (
+        "zb-v",
+        ("full",),
+        2,
+        {"recompute_granularity": "selective", "recompute_modules": "layernorm"},
+    ),
+    "bf16, reduction overlapped": (
+        "zb-h1",
+        ("full",),
+        4,
+        {"bf16": True, "overlap_grad_reduce": True, "pipeline_model_parallel_size": 2},
+    ),
+    "tensor and sequence parallel": (
+        "zb-h1",
+        ("full",),
+        4,
+        {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "pipeline_model_parallel_size": 2,
+        },
+    ),
+    "divided vocabulary": ("zb-v", ("full",), 2, {"pipeline_vocab_parallel": 2}),
+    "divided vocabulary, 1f1b": ("1f1b", ("full",), 3, {"pipeline_vocab_parallel": 1}),
+    "experts": (
+        "zb-h1",
+        ("full",),
+        2,
+        {"num_experts": 4, "moe_router_topk": 2, "disable_bias_linear": True},
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def transformer_engine_says_no_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's recompute of single modules asks it, also where it is not installed."""
+    stand_ins = {
+        "FP8GlobalStateManager": SimpleNamespace(is_fp8_enabled=lambda: False),
+        "activation_recompute_forward": lambda **phase: contextlib.nullcontext(),
+        "fp8_autocast": lambda **settings: contextlib.nullcontext(),
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(random, name, stand_in, raising=False)
+
+
+@functools.cache
+def without(case: str) -> list[Run]:
+    schedule, _, ranks, flags = CASES[case]
+    return train(ranks, words(ranks, flags, schedule))
+
+
+def words(ranks: int, flags: Mapping[str, object], schedule: str, **more: object) -> list[str]:
+    text: dict[str, object] = {
+        "num_layers": {2: 8, 3: 6, 4: 16}[ranks],
+        "pipeline_model_parallel_size": ranks,
+        "pipeline_schedule": schedule,
+        "pipeline_costs": COSTS,
+        "train_iters": 2,
+    }
+    return model_flags(**{**text, **flags, **more})
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Ranks forked from now on leave in ``folder`` the bytes that left in each step."""
+    monkeypatch.setattr(offload, "SMALL", 0)
+    finish = OffloadedStep.finish
+
+    def finished(self: OffloadedStep) -> None:
+        finish(self)
+        kept = self._offload
+        left = {held.value: 0 for held in Held}
+        for (_, held), size in kept.bytes_left.items():
+            left[held.value] += size
+        with (folder / str(kept.rank)).open("a") as file:
+            file.write(json.dumps([left, kept.buffers.allocations]) + "\n")
+
+    monkeypatch.setattr(OffloadedStep, "finish", finished)
+
+
+def steps(folder: Path) -> list[list[tuple[dict[str, int], int]]]:
+    """What `watch` has seen, rank by rank."""
+    files = sorted(folder.iterdir())
+    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+
+
+@pytest.mark.parametrize(
+    ("case", "way"), [(case, way) for case, (_, ways, *_) in CASES.items() for way in ways]
+)
+def test_training_is_the_same_to_the_last_bit(
+    case: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule, _, ranks, flags = CASES[case]
+    reference = without(case)
+    watch(monkeypatch, tmp_path)
+    runs = train(ranks, words(ranks, flags, schedule, pipeline_activation_offload=way))
+    assert len(losses(runs)) == 2
+    assert losses(runs) == losses(reference)
+    assert evaluations(runs) == evaluations(reference)
+    assert [run.state for run in runs] == [run.state for run in reference]  # parameters, Adam's
+    assert bool(evaluations(runs)) == ("eval_interval" in flags)
+    seen = steps(tmp_path)
+    print(case, way, seen)
+    assert any(left["activation"] for rank in seen for left, _ in rank)
+    if schedule in ("gis", "gis-h", "zb-h1", "v-half", "v-auto"):
+        assert any(left["weight inputs"] for rank in seen for left, _ in rank)
+    for rank in seen:
+        assert len({allocations for _, allocations in rank}) == 1  # none after the first step

@@ -1,0 +1,99 @@
+"""How much host memory is free, and what offload plans to take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+
+from megatron_ext.runtime import host_memory  # noqa: E402
+from megatron_ext.runtime.host_memory import (  # noqa: E402
+    available_bytes,
+    check_host_memory,
+    planned_bytes,
+)
+from megatron_ext.schedule.action import parse  # noqa: E402
+from megatron_ext.schedule.costs import uniform  # noqa: E402
+from megatron_ext.schedule.kinds import Held  # noqa: E402
+from megatron_ext.schedule.placement import line  # noqa: E402
+from tests.ranks import run_ranks, values  # noqa: E402
+
+COSTS = replace(
+    uniform(line(2), 1, 1, 1),
+    held_bytes={Held.ACTIVATION: (2.0**30, 2.0**31), Held.WEIGHT_INPUTS: (2.0**20, 2.0**20)},
+)
+ROW = tuple(map(parse, ["0OFFLOAD_F0", "0OFFLOAD_F1", "0RELOAD_F0", "0OFFLOAD_F2", "0OFFLOAD_I0"]))
+
+
+def machine(root: Path, limits: dict[str, str], used: int = 0, cached: int = 0) -> Path:
+    """A file system with 100 KiB available, and a process in the control group /job/step."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable:     100 kB\n")
+    (root / "proc/self/cgroup").write_text("0::/job/step\n")
+    for name, limit in limits.items():
+        group = root / "sys/fs/cgroup" / name
+        group.mkdir(parents=True, exist_ok=True)
+        (group / "memory.max").write_text(f"{limit}\n")
+        (group / "memory.current").write_text(f"{used}\n")
+        (group / "memory.stat").write_text(f"anon 1\ninactive_file {cached}\n")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ({}, 102400),
+        ({"job/step": "max", "job": "max"}, 102400),
+        ({"job/step": "5000"}, 5000 - 1000 + 300),
+        ({"job/step": "max", "job": "6000"}, 6000 - 1000 + 300),
+        ({"": "4000"}, 4000 - 1000 + 300),
+    ],
+)
+def test_the_tightest_limit_counts(limits: dict[str, str], expected: int, tmp_path: Path) -> None:
+    assert available_bytes(machine(tmp_path, limits, used=1000, cached=300)) == expected
+
+
+def test_this_machine_has_some() -> None:
+    assert available_bytes() > 2**20
+
+
+def test_what_is_planned() -> None:
+    assert planned_bytes(ROW, COSTS) == 2 * 2**30 + 2**20
+    assert planned_bytes(ROW, replace(COSTS, held_bytes=None)) is None
+
+
+@pytest.mark.parametrize("available", [4 * 2**30, 5 * 2**30])
+def test_the_ranks_of_a_host_count_together(
+    available: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: available)
+    monkeypatch.setattr(host_memory.socket, "gethostname", lambda: "node7")
+
+    def run(rank: int) -> str:
+        assert dist.is_initialized()
+        try:
+            return check_host_memory(ROW, COSTS)
+        except ValueError as error:
+            return str(error)
+
+    (text,) = set(values(run_ranks(2, run)))
+    if available < 4 * 2**30 + 2**21:
+        assert text.startswith(
+            "node7: 2 ranks need 4 GiB of host memory for offloaded activations, but only 4 GiB "
+            "are available: offload less"
+        )
+    else:
+        assert text == (
+            "offload: up to 2 GiB of host memory a rank, 4 GiB on node7, which has 5 GiB available"
+        )
+
+
+def test_without_bytes_nothing_is_known() -> None:
+    assert "not known before the first step" in check_host_memory(
+        ROW, replace(COSTS, held_bytes=None)
+    )
