@@ -19,6 +19,8 @@ from torch import Tensor
 
 from megatron_ext.runtime.batched import BatchedTransport, PipelineGroup
 from megatron_ext.runtime.executor import Messages, execute
+from megatron_ext.runtime.host_copies import DirectCopies, copies_on
+from megatron_ext.runtime.offload import ActivationOffload
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.transport import Boundary, Channels, Transport
 from megatron_ext.schedule.action import Action
@@ -48,6 +50,13 @@ class HostCopy:
 def host_like(tensor: Tensor) -> Tensor:
     """Memory on the host; not by torch, which on the CPU would count it as a rank's (`Gauge`)."""
     return torch.from_numpy(np.empty(tuple(tensor.shape), np.float32))
+
+
+class UncountedCopies(DirectCopies):
+    """Into memory that is not counted as the rank's."""
+
+    def host_buffer(self, size: int) -> Tensor:
+        return torch.from_numpy(np.empty(size, np.uint8))
 
 
 def on_host(tensor: Tensor) -> Tensor:
@@ -112,7 +121,7 @@ class DeepStage(LinearStage):
 
 class Gauge:
     """Bytes of the tensors made since it was last entered: the allocator's on a GPU, where the peak
-    is that of any moment; counted on the CPU, where it is that of the ends of passes."""
+    is that of any moment; counted on the CPU, where it is that of the passes' starts and ends."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -136,7 +145,7 @@ class Gauge:
             return torch.cuda.memory_allocated() - self._before
         return sum(self._live.sizes().values())
 
-    def pass_ends(self) -> None:
+    def look(self) -> None:
         if self._live is not None:
             self._most = max(self._most, self.now())
 
@@ -147,7 +156,7 @@ class Gauge:
 
 
 class GaugingRecorder(Recorder):
-    """Looks at the gauge after each pass."""
+    """Looks at the gauge before and after each pass."""
 
     def __init__(self, rank: int, gauge: Gauge) -> None:
         super().__init__(rank)
@@ -155,18 +164,21 @@ class GaugingRecorder(Recorder):
 
     @contextmanager
     def computing(self, action: Action) -> Iterator[None]:
+        self._gauge.look()
         with super().computing(action):
             yield
-        self._gauge.pass_ends()
+        self._gauge.look()
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a rank has seen. ``held``: by stage, bytes from F to I and from I to W."""
+    """What a rank has seen. ``held``: by stage, bytes from F to I and from I to W. ``left``: for
+    the host."""
 
     held: dict[int, tuple[int, int]]
     peak: int
     gradients_are_stocks: bool
+    left: int
 
 
 def on_rank(rank: int, program: Program, device: torch.device, shape: tuple[int, int]) -> Seen:
@@ -182,12 +194,16 @@ def on_rank(rank: int, program: Program, device: torch.device, shape: tuple[int,
     recorder = GaugingRecorder(rank, gauge)
     boundary = Boundary(shape, torch.float32)
     transport_of = connect(program, device, boundary, recorder)
+    copies = copies_on(device) if device.type == "cuda" else UncountedCopies()
+    offload = ActivationOffload(rank, device, copies)
+    row = program.schedule.rows[rank]
     for _ in range(2):
         stages = {number: make(number) for number in placement.stages_of[rank]}
         with gauge.open():
-            execute(program, stages, transport_of(), recorder)
+            execute(program, stages, transport_of(), recorder, offload=offload.step(row))
         peak = gauge.peak()
-    return Seen(held, peak, gradients_are_stocks(stages, program, make))
+    left = offload.bytes_left.total()
+    return Seen(held, peak, gradients_are_stocks(stages, program, make), left)
 
 
 def connect(

@@ -172,7 +172,7 @@ def test_its_activations_leave_for_the_host(schedule: str) -> None:
         use_transformer_engine(NEWEST)
         reference = train(2, model_flags(**flags), model_provider=provider)
         offload.SMALL = 0
-        OffloadedStep.finish = finished  # type: ignore[method-assign]
+        OffloadedStep.finish = finished  # type: ignore[assignment,method-assign]
         return train(2, ours, model_provider=provider), reference
 
     ((runs, reference),) = values(run_ranks(1, both, timeout=280, connect=False))
