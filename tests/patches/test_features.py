@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from megatron_ext.schedule.registry import choose, entries
+from megatron_ext.schedule.schedule import Offload
 from tests.documents import check_written, table
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
@@ -14,6 +17,7 @@ from megatron_ext.patches.features import (
     REFUSALS,
     VOCABULARY_REFUSALS,
     Refusal,
+    refuse,
 )
 
 
@@ -41,3 +45,12 @@ def test_the_docs_tell_what_a_divided_vocabulary_refuses() -> None:
 def test_the_docs_tell_what_offload_refuses() -> None:
     rows = [[f"`{refusal.setting}`", refusal.instead] for refusal in OFFLOAD_REFUSALS]
     check_written("offload refusals", table(["setting", "because, or instead"], rows))
+
+
+@pytest.mark.parametrize("setting", [{"fp8": "hybrid"}, {"context_parallel_size": 2}])
+def test_offload_refuses_what_nobody_has_tried(setting: dict[str, object]) -> None:
+    sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": None}
+    settings = SimpleNamespace(**sizes, transformer_impl="local", **setting)
+    refuse(settings, choose("zb-h1"))
+    with pytest.raises(ValueError, match=r"^--pipeline-activation-offload full does not go with"):
+        refuse(settings, choose("zb-h1"), offload=Offload.FULL)

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 from megatron.core.tensor_parallel import random
 
-from megatron_ext.runtime import offload
+from megatron_ext.runtime import host_memory, offload
 from megatron_ext.runtime.offload import OffloadedStep
 from megatron_ext.schedule.kinds import Held
 from tests.megatron_runs import (
@@ -25,6 +25,7 @@ from tests.megatron_runs import (
     losses,
     model_flags,
     train,
+    train_or_fail,
 )
 
 COSTS = "f=10,i=12,w=8,comm=1,d2h=3,h2d=3"
@@ -163,3 +164,28 @@ def test_training_is_the_same_to_the_last_bit(
         assert any(left["weight inputs"] for rank in seen for left, _ in rank)
     for rank in seen:
         assert len({allocations for _, allocations in rank}) == 1  # none after the first step
+
+
+def test_host_memory_is_checked_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all ranks of a host together; every rank says so."""
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 1000)
+    flags = words(2, {}, "gis", pipeline_costs="estimate", pipeline_activation_offload="full")
+    results = train_or_fail(2, flags)
+    for result in results:
+        assert result.exit_code == 1
+        assert "2 ranks need" in result.error and "offload less" in result.error
+        assert "in 0F0" not in result.error
+
+
+def test_what_offload_takes_is_said_before_the_first_step(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    flags = words(2, {}, "gis", pipeline_costs="estimate", pipeline_activation_offload="full")
+    train(2, flags)
+    text = capfd.readouterr().out
+    said = [
+        text.index(words)
+        for words in ("; offload full: ", "offload: up to ", "iteration        1/")
+    ]
+    assert said == sorted(said)
+    assert text.count("offload: up to ") == 1

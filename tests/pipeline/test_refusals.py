@@ -94,10 +94,6 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
         {"pipeline_activation_offload": "fit", "pipeline_memory_limit": "0.5"},
         "over the memory limit of 0.5 microbatches",
     ),
-    "offload of activations that Megatron offloads": (
-        {"pipeline_activation_offload": "full", "fine_grained_activation_offloading": True},
-        "does not go with fine_grained_activation_offloading=True: drop",
-    ),
     "a divided vocabulary, no such way": (
         {"pipeline_vocab_parallel": "3"},
         "--pipeline-vocab-parallel 3: write none, 1 or 2",
