@@ -19,6 +19,7 @@ from megatron_ext.patches.engine import PatchError
 from megatron_ext.patches.features import FEATURES
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.memory import in_bytes, in_microbatches, peaks
+from megatron_ext.schedule.schedule import Offload
 from megatron_ext.schedule.simulate import simulate
 from megatron_ext.schedule.summary import stock_1f1b
 from megatron_ext.schedule.verify import Program
@@ -328,6 +329,7 @@ def _predict(
 ) -> float | None:
     from megatron_ext.patches.megatron import model_bytes
     from megatron_ext.patches.megatron.layers import layers_of_stages
+    from megatron_ext.runtime.host_memory import planned_bytes
 
     problem = program.problem
     placement, costs = problem.placement, problem.costs
@@ -368,6 +370,10 @@ def _predict(
         for rank in range(placement.ranks)
     ]
     _judge_memory(report, [m + (a or 0.0) for m, a in zip(model, held, strict=True)], room)
+    if problem.offload is not Offload.NONE and costs.held_bytes is not None:
+        planned = [planned_bytes(row, costs) or 0.0 for row in program.schedule.rows]
+        text = f"offload takes up to {max(planned) / 2**30:.3g} GiB a rank"
+        report.add(Verdict.RIGHT, "host memory", text, "the ranks of a node add up")
     return model_bytes.checkpoint_bytes(args, placement, layers)
 
 

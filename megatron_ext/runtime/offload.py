@@ -139,7 +139,7 @@ class OffloadedStep:
             saved = _Storages(self._offload.device)
             for tensor in queue.tensors(stage, microbatch):
                 saved.note(tensor)
-        storages = [(storage, storage.nbytes()) for storage in saved.only_referred_to_here()]
+        storages = [(storage, storage.nbytes()) for storage in saved.take_exclusive()]
         size = sum(_aligned(size) for _, size in storages)
         slot = self._offload.buffers.take((stage, held), size) if storages else None
         pieces = [(host, own) for own, host in _pieces(storages, slot)]
@@ -200,9 +200,14 @@ class _Storages:
             _, references = self._noted.setdefault(storage._cdata, (storage, []))
             references.append(weakref.ref(tensor))
 
-    def only_referred_to_here(self) -> Iterator[torch.UntypedStorage]:
-        """Those of some size that no tensor refers to but the noted ones that still live."""
-        for storage, references in self._noted.values():
+    def take_exclusive(self) -> list[torch.UntypedStorage]:
+        """Those of some size that no tensor refers to but the noted ones that still live.
+
+        All are forgotten: autograd may know its hooks, and through them this object, longer.
+        """
+        noted, self._noted = self._noted, {}
+        taken = []
+        for storage, references in noted.values():
             alive = {id(tensor) for reference in references if (tensor := reference()) is not None}
             here = len(alive) + 1  # and ``storage`` itself
             if (
@@ -210,7 +215,8 @@ class _Storages:
                 and storage.resizable()
                 and torch._C._storage_Use_Count(storage._cdata) == here
             ):
-                yield storage
+                taken.append(storage)
+        return taken
 
 
 def _pieces(storages: Iterable[tuple[torch.UntypedStorage, int]], slot: Slot | None) -> list[Piece]:

@@ -66,6 +66,14 @@ def test_a_right_line() -> None:
     assert all(row["activation_bytes"] > 0 for row in prediction["ranks"])
 
 
+def test_host_memory_of_offload_is_predicted() -> None:
+    for way, expected in (("none", False), ("full", True)):
+        report = checked(pipeline_activation_offload=way)
+        assert report.is_right, told(report, Verdict.WRONG)
+        said = [text for text in told(report, Verdict.RIGHT) if text.startswith("host memory: ")]
+        assert bool(said) == expected
+
+
 def test_megatrons_own_pipeline_is_predicted_too() -> None:
     report = checked(pipeline_schedule=None, num_layers_per_virtual_pipeline_stage=1)
     assert report.is_right, told(report, Verdict.WRONG)

@@ -210,6 +210,17 @@ def test_memory_is_given_back_and_comes_back() -> None:
     assert torch.equal(x.grad, 2 * torch.arange(8.0))
 
 
+def test_storages_are_known_no_longer_than_needed() -> None:
+    """Those that stay are autograd's alone again, and so are those that have come back."""
+    leaving = Leaving(*BACK)
+    y = leaving.forward(lambda x: x.exp().square().sum(), torch.arange(8.0).requires_grad_())
+    leaving.perform(*BACK)
+    leaving.step.await_reload(parse("0B0"))
+    known = [o for o in gc.get_objects() if type(o) in (offload._Storages, offload._Away)]
+    assert not any(getattr(o, "_noted", True) for o in known)
+    y.backward()
+
+
 def test_a_tensor_saved_often_and_in_parts_travels_once() -> None:
     leaving = Leaving(*BACK)
     x = torch.arange(8.0).requires_grad_()
