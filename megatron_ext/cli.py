@@ -25,7 +25,14 @@ from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.registry import choose, entries, with_option
 from megatron_ext.schedule.report import report
-from megatron_ext.schedule.schedule import P2P, Problem, VocabularyParallel, from_csv, to_csv
+from megatron_ext.schedule.schedule import (
+    P2P,
+    Offload,
+    Problem,
+    VocabularyParallel,
+    from_csv,
+    to_csv,
+)
 from megatron_ext.schedule.simulate import simulate as predict
 from megatron_ext.schedule.summary import stock_1f1b
 from megatron_ext.schedule.trace import read_trace, write_trace
@@ -97,6 +104,9 @@ def simulate(
         VocabularyParallel,
         typer.Option(help="How embedding and output layer are divided over the ranks."),
     ] = VocabularyParallel.NONE,
+    offload: Annotated[
+        Offload, typer.Option(help="What leaves for host memory; give d2h= (and h2d=) in COSTS.")
+    ] = Offload.NONE,
     certify: Annotated[
         bool, typer.Option("--certify", help="Bound the best there can be.")
     ] = False,
@@ -124,6 +134,7 @@ def simulate(
             limit,
             p2p=p2p,
             vocabulary=vocab_parallel,
+            offload=offload,
         )
         program, result = report(choice, problem)
         timeline = predict(program, program.problem.costs)
