@@ -122,7 +122,7 @@ def test_any_schedule_takes_the_copies(seed: int) -> None:
     assert other.ended_well, other
     host = problem.costs.host
     assert host is not None
-    if host.ranks_per_link > 1 or not host.duplex:
+    if host.is_shared:
         return
     timeline = simulate(program, problem.costs)
     for event in timeline.events:
@@ -226,7 +226,7 @@ def test_every_schedule_holds_less_in_the_same_time(spec: str) -> None:
             held.append(chunks_held(program))
             assert makespan(program) == pytest.approx(makespan(without))
         assert held[0] >= held[1] >= held[2]
-        assert held[2] <= 3
+        assert held[2] <= (2 if spec == "1f1b" else 3)
 
 
 @pytest.mark.parametrize("spec", ["gis:vpp=2", "zb-v", "1f1b"])
@@ -294,9 +294,11 @@ def test_without_a_limit_of_its_own_a_family_is_asked_for_all_it_takes() -> None
 # ---- Links that are shared
 
 
-@pytest.mark.parametrize("more", [",link=2", ",duplex=0", ",link=4,duplex=0", ",link=3"])
-@pytest.mark.parametrize("k", [0.2, 0.8])
+@pytest.mark.parametrize("more", [",link=2", ",duplex=0", ",link=3"])
+@pytest.mark.parametrize("k", [0.2, 1.0])
 def test_those_that_share_a_link_take_turns(more: str, k: float) -> None:
+    """Once copies came before those of another rank whose turn it was, and a step took 1.24 times
+    as long."""
     program = built("gis:vpp=2", problem_of("gis:vpp=2", 8, k, FULL, more=more))
     host = program.problem.costs.host
     assert host is not None
@@ -310,7 +312,7 @@ def test_those_that_share_a_link_take_turns(more: str, k: float) -> None:
         for one, other in itertools.pairwise(events):
             assert one.end <= other.start + 1e-9
     without = makespan(built("gis:vpp=2", problem_of("gis:vpp=2", 8, k)))
-    assert makespan(program) <= 1.05 * without
+    assert makespan(program) <= 1.01 * without
 
 
 def test_who_shares_a_link() -> None:
