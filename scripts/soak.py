@@ -83,7 +83,8 @@ class _SplitLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
-        queue.put(ctx.weight, partial(torch.matmul, dy.t(), x))
+        dy_t = dy.t().detach()
+        queue.put(ctx.weight, partial(torch.matmul, dy_t, x), [dy_t, x])
         return dy @ ctx.weight, None
 
 

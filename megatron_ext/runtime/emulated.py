@@ -66,7 +66,7 @@ class _Weight(torch.autograd.Function):
             return gradient
 
         if queue.splitting:
-            queue.put(ctx.weight, compute)
+            queue.put(ctx.weight, compute, [gradient])
             return None, None
         return compute(), None
 

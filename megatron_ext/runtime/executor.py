@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from torch import Tensor
 
+from megatron_ext.runtime.offload import OffloadedStep
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.stage import Stage
 from megatron_ext.runtime.vocabulary import VocabularyPasses
@@ -34,6 +36,7 @@ def execute(
     transport: Messages,
     recorder: Recorder,
     vocabulary: VocabularyPasses | None = None,
+    offload: OffloadedStep | None = None,
 ) -> None:
     """Run one step of ``program`` on this rank.
 
@@ -43,12 +46,13 @@ def execute(
         transport: the step's messages.
         recorder: told what runs.
         vocabulary: the step's, of a program with vocabulary parallelism.
+        offload: the step's, of a program in which activations leave for the host.
 
     Raises:
         PeerFailure: another rank has failed. Exceptions of a stage pass through, with a note that
             names the action. Either way the channels are closed, so that all ranks fail.
     """
-    _Execution(program, stages, transport, recorder, vocabulary).run()
+    _Execution(program, stages, transport, recorder, vocabulary, offload).run()
 
 
 class _Execution:
@@ -61,6 +65,7 @@ class _Execution:
         transport: Messages,
         recorder: Recorder,
         vocabulary: VocabularyPasses | None = None,
+        offload: OffloadedStep | None = None,
     ) -> None:
         self.row = program.schedule.rows[transport.rank]
         self.placement = program.schedule.placement
@@ -69,6 +74,7 @@ class _Execution:
         self.transport = transport
         self.recorder = recorder
         self.vocabulary = vocabulary
+        self.offload = offload
         self.outputs: dict[tuple[int, int], Tensor] = {}  # of (stage, microbatch), to pass on
         self.gradients: dict[tuple[int, int], Tensor] = {}  # of its input, to pass back
         self.last_gradient = {
@@ -98,12 +104,16 @@ class _Execution:
             except BaseException:
                 self.abandon()
                 raise
+        if self.offload is not None:
+            self.offload.finish()
         assert not self.outputs and not self.gradients
 
     def abandon(self) -> None:
         self.transport.abandon()
         if self.vocabulary is not None:
             self.vocabulary.abandon()
+        if self.offload is not None:
+            self.offload.abandon()
 
     def perform(self, action: Action) -> None:
         handler = _HANDLERS.get(action.kind)
@@ -116,7 +126,7 @@ class _Execution:
     def forward(self, action: Action) -> None:
         stage, _, microbatch = action
         x = self.input_of(stage, microbatch)
-        with self.recorder.computing(action):
+        with self.recorder.computing(action), self.saving(stage, microbatch, x):
             y = self.stages[stage].forward(microbatch, x)
         if self.placement.is_remote(stage, +1) is not None:
             self.outputs[stage, microbatch] = y
@@ -127,6 +137,7 @@ class _Execution:
     def backward(self, action: Action) -> None:
         stage, kind, microbatch = action
         dy = self.gradient_of_output(stage, microbatch)
+        self.await_reload(action)
         whole = kind is Kind.FULL_BACKWARD
         run = self.stages[stage].backward if whole else self.stages[stage].backward_input
         with self.recorder.computing(action):
@@ -140,6 +151,7 @@ class _Execution:
             self.vocabulary.take_embedding_gradient(microbatch, dx)
 
     def backward_weight(self, action: Action) -> None:
+        self.await_reload(action)
         with self.recorder.computing(action):
             self.stages[action.stage].backward_weight(action.microbatch)
 
@@ -175,6 +187,21 @@ class _Execution:
             return self.transport.received(Action(stage, Kind.RECV_B, microbatch))
         return self.gradients.pop((stage + 1, microbatch))
 
+    def saving(
+        self, stage: int, microbatch: int, x: Tensor | None
+    ) -> contextlib.AbstractContextManager[None]:
+        if self.offload is None:
+            return contextlib.nullcontext()
+        return self.offload.saving(stage, microbatch, x)
+
+    def await_reload(self, action: Action) -> None:
+        if self.offload is not None:
+            self.offload.await_reload(action)
+
+    def move(self, action: Action) -> None:
+        assert self.offload is not None, f"{action} without offload"
+        self.offload.perform(action)
+
     def wait_output(self, action: Action) -> None:
         self.transport.wait_sent(action._replace(kind=Kind.SEND_F))
         del self.outputs[action.stage, action.microbatch]
@@ -198,4 +225,10 @@ _HANDLERS: Mapping[Kind, Callable[[_Execution, Action], None]] = {
     Kind.RECV_B: _Execution.receive,
     Kind.WAIT_F: _Execution.wait_output,
     Kind.WAIT_B: _Execution.wait_gradient,
+    Kind.OFFLOAD_F: _Execution.move,
+    Kind.FREE_F: _Execution.move,
+    Kind.RELOAD_F: _Execution.move,
+    Kind.OFFLOAD_I: _Execution.move,
+    Kind.FREE_I: _Execution.move,
+    Kind.RELOAD_I: _Execution.move,
 }

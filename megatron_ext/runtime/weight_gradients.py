@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class WeightGradients:
         self._pending: dict[
             Key, dict[Weights, list[Callable[[], Contribution | tuple[Contribution, ...]]]]
         ] = {}
+        self._tensors: dict[Key, list[Tensor]] = {}
 
     def splits(self, weight: Tensor) -> bool:
         """Whether the gradient of ``weight`` is to be put off."""
@@ -50,37 +51,51 @@ class WeightGradients:
         """Around an I pass: what layers put belongs to this stage and microbatch."""
         self._key = (stage, microbatch)
         self._pending[self._key] = defaultdict(list)
+        self._tensors[self._key] = []
         try:
             yield
         finally:
             self._key = None
 
-    def put(self, weight: Tensor, compute: Callable[[], Contribution]) -> None:
+    def put(
+        self, weight: Tensor, compute: Callable[[], Contribution], tensors: Iterable[Tensor]
+    ) -> None:
         """Keep ``compute``, which returns one contribution to ``weight``'s gradient, for W.
 
-        It returns None where it adds its contribution to the gradient itself.
+        It returns None where it adds its contribution to the gradient itself. ``tensors`` are those
+        that it keeps until then: they may be offloaded.
         """
-        self._waiting((weight,)).append(compute)
+        self._waiting((weight,), tensors).append(compute)
 
     def put_together(
-        self, weights: Weights, compute: Callable[[], tuple[Contribution, ...]]
+        self,
+        weights: Weights,
+        compute: Callable[[], tuple[Contribution, ...]],
+        tensors: Iterable[Tensor],
     ) -> None:
         """Keep ``compute``, which makes the gradients of several weights at once, for W.
 
-        It returns a contribution to each of ``weights``, or None as for `put`.
+        It returns a contribution to each of ``weights``, or None as for `put`, and keeps
+        ``tensors``.
         """
-        self._waiting(weights).append(compute)
+        self._waiting(weights, tensors).append(compute)
 
-    def _waiting(self, weights: Weights) -> list[Any]:
+    def tensors(self, stage: int, microbatch: int) -> Sequence[Tensor]:
+        """What waits for a W pass."""
+        return self._tensors[stage, microbatch]
+
+    def _waiting(self, weights: Weights, tensors: Iterable[Tensor]) -> list[Any]:
         assert self._key is not None, "a split layer ran its backward outside an I pass"
         if self.weights is not None:
             self.weights.update(weights)
+        self._tensors[self._key] += tensors
         return self._pending[self._key][weights]
 
     def run(self, stage: int, microbatch: int) -> None:
         """The W pass. A weight used several times has its contributions summed before they are
         added, as autograd does, so that the sum's order is stock's."""
         pending = self._pending.pop((stage, microbatch))
+        del self._tensors[stage, microbatch]
         with torch.no_grad():
             while pending:
                 weights = next(iter(pending))
@@ -95,6 +110,7 @@ class WeightGradients:
     def clear(self) -> None:
         """Forget everything: after a step that failed."""
         self._pending.clear()
+        self._tensors.clear()
         self.splitting = False
         self.at_once = frozenset()
 

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from megatron_ext.runtime.batched import BatchedTransport, PipelineGroup
 from megatron_ext.runtime.executor import execute
+from megatron_ext.runtime.host_copies import HostCopies
+from megatron_ext.runtime.offload import ActivationOffload
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.transport import Boundary, Channels, Transport
 from megatron_ext.runtime.weight_gradients import queue
@@ -24,7 +26,15 @@ from megatron_ext.schedule.graph import Channel, channels
 from megatron_ext.schedule.kinds import RULES, Duty
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.registry import Choice
-from megatron_ext.schedule.schedule import P2P, Problem, Schedule, from_csv, is_compute, to_csv
+from megatron_ext.schedule.schedule import (
+    P2P,
+    Offload,
+    Problem,
+    Schedule,
+    from_csv,
+    is_compute,
+    to_csv,
+)
 from megatron_ext.schedule.verify import Program
 
 WIDTH = 4
@@ -82,9 +92,10 @@ def _is_ready(action: Action, done: set[Action], stages: int) -> bool:
 
 
 def problem_for(placement: Placement, microbatches: int, forward_only: bool = False) -> Problem:
-    return Problem(
-        placement, microbatches, uniform(placement, 1.0, 1.0, 1.0), forward_only=forward_only
-    )
+    """Copies to the host and back are as quick as a pass."""
+    copies = [0.5 / placement.chunks] * placement.stages
+    costs = uniform(placement, 1.0, 1.0, 1.0).with_host(copies, copies)
+    return Problem(placement, microbatches, costs, forward_only=forward_only)
 
 
 def program_for(
@@ -94,9 +105,11 @@ def program_for(
     forward_only: bool = False,
     varies: bool = False,
     p2p: P2P = P2P.ASYNC,
+    offload: Offload = Offload.NONE,
 ) -> Program:
     problem = problem_for(choice.place(ranks), microbatches, forward_only)
-    return build_program(choice, replace(problem, receives_ahead=0 if varies else 1, p2p=p2p))
+    ahead = 0 if varies else 1
+    return build_program(choice, replace(problem, receives_ahead=ahead, p2p=p2p, offload=offload))
 
 
 def as_file(schedule: Schedule) -> Choice:
@@ -120,7 +133,8 @@ class SplitLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
-        queue.put(ctx.weight, partial(torch.matmul, dy.t(), x))
+        dy_t, x = dy.t().detach(), x.detach()
+        queue.put(ctx.weight, partial(torch.matmul, dy_t, x), [dy_t, x])
         return dy @ ctx.weight, None
 
 
@@ -300,11 +314,13 @@ class Pipeline:
     varies: bool = False
     faults: Mapping[Action, Callable[[], None]] = field(default_factory=dict)
     connect: Callable[[dist.ProcessGroup, torch.device], PipelineGroup] | None = None
+    copies: HostCopies | None = None
 
     def __post_init__(self) -> None:
         placement = self.program.schedule.placement
         self.connection = self._connection()
         self.recorder = Recorder(self.group.rank())
+        self.offload = ActivationOffload(self.group.rank(), CPU, self.copies)
         self.events: list[str] = []
         self.stages = {
             number: LinearStage(
@@ -332,7 +348,8 @@ class Pipeline:
         self.events.clear()
         transport = CountingTransport(self.transport(program), self.events)
         with torch.set_grad_enabled(not program.problem.forward_only):
-            execute(program, self.stages, transport, self.recorder)
+            offload = self.offload.step(program.schedule.rows[self.group.rank()])
+            execute(program, self.stages, transport, self.recorder, offload=offload)
         return transport
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -183,10 +183,12 @@ def test_a_copy_and_a_leak_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = costs_of(4)  # measured without either
     put, kept = WeightGradients.put, []
 
-    def put_copy(self: WeightGradients, weight: Tensor, compute: partial[Tensor]) -> None:
+    def put_copy(
+        self: WeightGradients, weight: Tensor, compute: partial[Tensor], tensors: Iterable[Tensor]
+    ) -> None:
         x, dy = compute.args
         kept.append(x)
-        put(self, weight, partial(compute.func, x.clone(), dy))
+        put(self, weight, partial(compute.func, x.clone(), dy), tensors)
 
     monkeypatch.setattr(WeightGradients, "put", put_copy)
     _, expected = predicted("2bp", costs, microbatches=2)

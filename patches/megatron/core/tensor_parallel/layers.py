@@ -140,5 +140,6 @@ class _SplitLinear(torch.autograd.Function):
         # (dy can have one too: the loss overwrites the logits with their gradient. This node and
         # the dy in its buffer would then keep each other.)
         ctx.grad_output_buffer = None
-        queue.put(ctx.linear.weight, partial(ctx.linear.gradient, x.detach(), dy.detach()))
+        x, dy = x.detach(), dy.detach()
+        queue.put(ctx.linear.weight, partial(ctx.linear.gradient, x, dy), (x, dy))
         return dx, None, None

@@ -95,7 +95,8 @@ def put(
         return
     module = _owner(store)
     hooks = module.wgrad_accumulation_and_reduce_hooks
-    x, dy, *rest = tensors
+    x, dy = map(_cut_off, tensors[:2])
+    rest = tensors[2:]
     make: Callable[[], _Made]
     if rest:
         numbers = range(module.num_gemms)
@@ -103,16 +104,16 @@ def put(
         biases = _parameters(module, [f"bias{number}" for number in numbers] * module.use_bias)
         outputs = rest[0]
         written = (lambda: outputs) if module.fuse_wgrad_accumulation else _taken_back(outputs)
-        make = partial(_make_grouped, function, _cut_off(x), _cut_off(dy), written)
+        make = partial(_make_grouped, function, x, dy, written)
     else:
         prefix = _PREFIX_OF.get(function.__name__, "")
         weights = _parameters(module, [f"{prefix}weight"])
         biases = _parameters(module, [f"{prefix}bias"] * module.use_bias)
-        make = partial(_make, function, _cut_off(x), _cut_off(dy))
+        make = partial(_make, function, x, dy)
         if prefix == "fc2_" and module.fc1_weight.requires_grad:
             hooks = []  # fc1's gradient is still to come
     gradient = _Gradient(weights, biases, module.fuse_wgrad_accumulation, make, hooks)
-    queue.put_together((*weights, *biases), gradient.compute)
+    queue.put_together((*weights, *biases), gradient.compute, _tensors_in((x, dy)))
 
 
 def _owner(store: Any) -> Any:
@@ -199,6 +200,13 @@ def _parameters(module: Any, names: Sequence[str]) -> Weights:
             f"way (parameters_split, single_grouped_weight): use 1f1b or gpipe"
         )
     return tuple(getattr(module, name) for name in names)
+
+
+def _tensors_in(saved: Any) -> list[Tensor]:
+    """Not what stands for one and is none, as of quantised ones."""
+    if isinstance(saved, list | tuple):
+        return [tensor for each in saved for tensor in _tensors_in(each)]
+    return [saved] if isinstance(saved, Tensor) else []
 
 
 def _cut_off(saved: Any) -> Any:

@@ -1,0 +1,430 @@
+"""Activations that leave for the host: the runtime on small stages, over gloo.
+
+Each case compares with the same stages in one process, to the last bit, and counts what leaves.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import Tensor  # noqa: E402
+
+from megatron_ext.runtime import host_buffers, host_copies, offload  # noqa: E402
+from megatron_ext.runtime.host_copies import DirectCopies, Piece, Transfer  # noqa: E402
+from megatron_ext.runtime.offload import ActivationOffload, OffloadedStep  # noqa: E402
+from megatron_ext.runtime.weight_gradients import queue  # noqa: E402
+from megatron_ext.schedule.action import Action, Kind, parse  # noqa: E402
+from megatron_ext.schedule.kinds import RULES, Held, Lane  # noqa: E402
+from megatron_ext.schedule.memory import most_on_host  # noqa: E402
+from megatron_ext.schedule.registry import choose  # noqa: E402
+from megatron_ext.schedule.schedule import Offload  # noqa: E402
+from megatron_ext.schedule.verify import Program  # noqa: E402
+from tests.pipeline.stages import (  # noqa: E402
+    CPU,
+    WIDTH,
+    LinearStage,
+    Pipeline,
+    alone,
+    program_for,
+    world,
+)
+from tests.ranks import run_ranks, values  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "SMALL", 0)
+
+
+def check_numbers(pipeline: Pipeline, steps: int) -> None:
+    reference = alone(pipeline, steps)
+    for number, stage in pipeline.stages.items():
+        assert len(stage.gradients) == 2
+        for got, expected in zip(stage.gradients, reference[number].gradients, strict=True):
+            assert torch.equal(got, expected), f"gradients of stage {number}"
+        assert stage.losses == reference[number].losses
+
+
+def leaving(program: Program, rank: int) -> Counter[tuple[int, Held]]:
+    """How many microbatches leave, by stage and kind."""
+    row = program.schedule.rows[rank]
+    return Counter(
+        (action.stage, held)
+        for action in row
+        if RULES[action.kind].lane is Lane.TO_HOST
+        for held in RULES[action.kind].moves
+    )
+
+
+# --- whole steps
+
+
+@pytest.mark.parametrize("way", [Offload.FULL, Offload.HALF])
+@pytest.mark.parametrize(
+    ("spec", "ranks"),
+    [
+        ("1f1b", 3),
+        ("gpipe", 2),
+        ("zb-h1", 5),
+        ("interleaved", 2),
+        ("interleaved:vpp=4", 3),
+        ("gis", 3),
+        ("gis-h", 4),
+        ("zb-v", 3),
+        ("v-half", 3),
+        ("v-auto", 4),
+    ],
+)
+def test_gradients_are_those_without(spec: str, ranks: int, way: Offload) -> None:
+    """Two steps; host buffers are allocated in the first one, as many as the program says."""
+    program = program_for(choose(spec), ranks, 4 * ranks, offload=way)
+    varying = program_for(choose(spec), ranks, 4 * ranks, varies=True, offload=way)
+
+    def run(rank: int) -> int:
+        pipeline = Pipeline(program, world())
+        wanted = sum(most_on_host(program.schedule.rows[rank]).values())
+        for _ in range(2):
+            pipeline.step()
+            assert pipeline.offload.buffers.allocations == wanted
+            left = pipeline.offload.bytes_left
+            assert left.keys() == leaving(program, rank).keys()
+            assert all(left.values())
+        check_numbers(pipeline, steps=2)
+        pipeline = Pipeline(varying, world(), varies=True)
+        pipeline.step()
+        check_numbers(pipeline, steps=1)
+        return wanted
+
+    assert sum(values(run_ranks(ranks, run))) > 0
+
+
+class LateCopies(DirectCopies):
+    """Copies that are made when they are waited for; in order, as late as can be."""
+
+    def __init__(self) -> None:
+        self.started: list[LateTransfer] = []
+
+    def start(self, action: Action, pieces: Sequence[Piece], after: Transfer | None) -> Transfer:
+        lane = RULES[action.kind].lane
+        before = [t for t in self.started if t.lane is lane][-1:]
+        before += [t for t in self.started if t is after]
+        transfer = LateTransfer(lane, pieces, before)
+        self.started.append(transfer)
+        return transfer
+
+
+class LateTransfer:
+    def __init__(self, lane: Lane, pieces: Sequence[Piece], before: list[LateTransfer]) -> None:
+        self.lane, self.pieces, self.before = lane, pieces, before
+
+    def wait(self) -> None:
+        for transfer in self.before:
+            transfer.wait()
+        for to, source in self.pieces:
+            to.copy_(source)
+        self.pieces, self.before = (), []
+
+    finish = wait
+
+
+@pytest.mark.parametrize("spec", ["1f1b", "gis", "zb-v", "zb-h1"])
+def test_copies_that_end_as_late_as_they_may(spec: str) -> None:
+    """Who does not wait for a copy computes with what was there before it."""
+    program = program_for(choose(spec), 3, 12, offload=Offload.FULL)
+
+    def run(rank: int) -> None:
+        pipeline = Pipeline(program, world(), copies=LateCopies())
+        for _ in range(2):
+            pipeline.step()
+        check_numbers(pipeline, steps=2)
+
+    values(run_ranks(3, run))
+
+
+def test_a_buffer_is_not_overwritten_before_it_has_been_read() -> None:
+    """The next microbatch leaves before anybody has waited for the one whose buffer it gets."""
+    first, second = ([action.replace("F0", f"F{m}") for action in BACK] for m in range(2))
+    leaving = Leaving(*first, *second)
+    leaving.step._offload.copies = LateCopies()
+    xs = [torch.full((8,), m + 1.0).requires_grad_() for m in range(2)]
+    ys = [leaving.forward(square, x, m) for m, x in enumerate(xs)]
+    leaving.perform(*first, *second)
+    assert leaving.offload.buffers.allocations == 1
+    for microbatch, (x, y) in enumerate(zip(xs, ys, strict=True)):
+        leaving.step.await_reload(Action(0, Kind.FULL_BACKWARD, microbatch))
+        y.backward()
+        assert torch.equal(x.grad, torch.full((8,), 2 * (microbatch + 1.0)))
+
+
+# --- what leaves, and what stays
+
+
+class Leaving:
+    """One stage's F and backward pass, with its copies, in this process."""
+
+    def __init__(self, *kinds: str) -> None:
+        self.offload = ActivationOffload(0, CPU)
+        self.actions = list(map(parse, kinds))
+        self.step: OffloadedStep = self.offload.step(tuple(self.actions))
+
+    def forward(
+        self, function: Callable[..., Tensor], x: Tensor | None, microbatch: int = 0
+    ) -> Tensor:
+        with self.step.saving(0, microbatch, x):
+            return function() if x is None else function(x)
+
+    def perform(self, *actions: str) -> None:
+        for action in actions:
+            self.step.perform(parse(action))
+
+    @property
+    def bytes_left(self) -> int:
+        return self.offload.bytes_left.total()
+
+
+AWAY = ("0OFFLOAD_F0", "0FREE_F0")
+BACK = (*AWAY, "0RELOAD_F0")
+
+
+def square(x: Tensor) -> Tensor:
+    return (x * x).sum()
+
+
+def test_memory_is_given_back_and_comes_back() -> None:
+    leaving = Leaving(*BACK)
+    x = torch.arange(8.0).requires_grad_()
+    y = leaving.forward(square, x)
+    leaving.perform(*AWAY)
+    assert x.untyped_storage().nbytes() == 0
+    leaving.perform("0RELOAD_F0")
+    leaving.step.await_reload(parse("0B0"))
+    y.backward()
+    leaving.step.finish()
+    assert torch.equal(x.grad, 2 * torch.arange(8.0))
+
+
+def test_a_tensor_saved_often_and_in_parts_travels_once() -> None:
+    leaving = Leaving(*BACK)
+    x = torch.arange(8.0).requires_grad_()
+    y = leaving.forward(lambda x: square(x) + square(x.view(2, 4)) + square(x[3:5]), x)
+    leaving.perform(*AWAY)
+    assert leaving.bytes_left == 32
+    leaving.perform("0RELOAD_F0")
+    leaving.step.await_reload(parse("0B0"))
+    y.backward()
+    ones = torch.zeros(8)
+    ones[3:5] = 1
+    assert torch.equal(x.grad, (4 + 2 * ones) * torch.arange(8.0))
+
+
+def test_what_somebody_else_refers_to_stays() -> None:
+    """A parameter, a cache, an output on its way, a view that a layer keeps."""
+    leaving = Leaving(*AWAY)
+    weight, cache = torch.nn.Parameter(torch.ones(8)), torch.full((8,), 3.0)
+    kept: list[Tensor] = []
+
+    def function(x: Tensor) -> Tensor:
+        z = x * weight
+        kept.append((z * cache)[2:])  # a view of what exp saves
+        return (kept[0]._base if kept[0]._base is not None else kept[0]).exp()
+
+    y = leaving.forward(function, torch.arange(8.0).requires_grad_())
+    leaving.perform(*AWAY)
+    for stays in (weight, cache, y, kept[0]):
+        assert stays.untyped_storage().nbytes() == 32
+    assert leaving.bytes_left == 32  # x
+
+
+def test_what_two_microbatches_share_stays_until_one_is_done() -> None:
+    leaving = Leaving(*AWAY, "0OFFLOAD_F1", "0FREE_F1")
+    mask = [torch.arange(8.0)]
+    xs = [torch.ones(8).requires_grad_() for _ in range(2)]
+    ys = [leaving.forward(lambda x: (x * mask[0]).sum(), xs[m], m) for m in range(2)]
+    shared = weakref.ref(mask.pop())
+    leaving.perform(*AWAY)
+    assert leaving.bytes_left == 32  # x of microbatch 0
+    del ys[0]
+    gc.collect()
+    assert shared() is None
+    leaving.perform("0OFFLOAD_F1")
+    assert leaving.bytes_left == 96  # and x of microbatch 1, and what is its alone now
+
+
+def test_an_empty_storage_and_a_foreign_one_stay() -> None:
+    """Megatron's recompute of single modules empties what is saved; a data loader's memory may not
+    be resizable."""
+    import numpy as np
+
+    leaving = Leaving(*AWAY)
+
+    def function(x: Tensor) -> Tensor:
+        z = x + 1
+        y = square(z) + square(x * torch.from_numpy(np.ones(8, np.float32)))
+        z.untyped_storage().resize_(0)
+        return y
+
+    leaving.forward(function, torch.arange(8.0).requires_grad_())
+    leaving.perform(*AWAY)
+    assert leaving.bytes_left == 64  # x, and x * 1
+
+
+def test_small_ones_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "SMALL", 33)
+    leaving = Leaving(*BACK)
+    x = torch.arange(8.0).requires_grad_()
+    y = leaving.forward(square, x)
+    leaving.perform(*BACK)
+    leaving.step.await_reload(parse("0B0"))
+    y.backward()
+    assert leaving.bytes_left == leaving.offload.buffers.allocations == 0
+
+
+def test_what_waits_for_w_leaves() -> None:
+    stage = LinearStage(0, 1)
+    leaving = Leaving("0OFFLOAD_I0", "0FREE_I0", "0RELOAD_I0")
+    stage.forward(0, None)
+    stage.backward_input(0, None)
+    _, x = queue.tensors(0, 0)
+    leaving.perform("0OFFLOAD_I0", "0FREE_I0")
+    assert x.untyped_storage().nbytes() == 0
+    assert leaving.bytes_left == 2 * 3 * WIDTH * 4  # x and dy
+    leaving.perform("0RELOAD_I0")
+    leaving.step.await_reload(parse("0W0"))
+    del x
+    stage.backward_weight(0)
+    reference = LinearStage(0, 1)
+    reference.forward(0, None)
+    reference.backward(0, None)
+    assert torch.equal(stage.weight.grad, reference.weight.grad)
+
+
+def test_a_microbatch_that_needs_more_grows_its_buffer(capfd: pytest.CaptureFixture[str]) -> None:
+    """And says so, once."""
+    rows = [
+        *BACK,
+        *(action.replace("F0", "F1") for action in BACK),
+        *(action.replace("F0", "F2") for action in BACK),
+    ]
+    leaving = Leaving(*rows)
+    for microbatch, size in enumerate((100, 200, 1000)):
+        x = torch.arange(float(size)).requires_grad_()
+        y = leaving.forward(square, x, microbatch)
+        leaving.perform(*(action.replace("F0", f"F{microbatch}") for action in BACK))
+        leaving.step.await_reload(Action(0, Kind.FULL_BACKWARD, microbatch))
+        y.backward()
+        assert torch.equal(x.grad, 2 * torch.arange(float(size)))
+    assert leaving.offload.buffers.allocations == 3
+    assert capfd.readouterr().out.count("larger host buffer") == 1
+
+
+# --- faults
+
+
+class FailingCopies(DirectCopies):
+    def __init__(self, fails: Action) -> None:
+        self.fails = fails
+
+    def start(self, action: Action, pieces: Sequence[Piece], after: Transfer | None) -> Transfer:
+        if action == self.fails:
+            raise RuntimeError("the link is down")
+        return super().start(action, pieces, after)
+
+
+@pytest.mark.parametrize("kind", [Kind.OFFLOAD_F, Kind.RELOAD_F, Kind.OFFLOAD_I, Kind.RELOAD_I])
+def test_a_copy_that_fails_ends_all_ranks(kind: Kind) -> None:
+    program = program_for(choose("zb-h1"), 3, 12, offload=Offload.FULL)
+    row = next(r for r in program.schedule.rows if any(a.kind is kind for a in r))
+    failing = program.schedule.rows.index(row)
+    action = [a for a in row if a.kind is kind][1]
+
+    def run(rank: int) -> None:
+        pipeline = Pipeline(program, world(), copies=FailingCopies(action))
+        try:
+            pipeline.step()
+        finally:
+            step_of(pipeline).finish()  # nothing is left half away
+
+    results = run_ranks(3, run, timeout=30)
+    for rank, result in enumerate(results):
+        assert result.exit_code == 1
+        expected = f"pipeline rank {rank}, in {action}" if rank == failing else "PeerFailure"
+        assert expected in result.error
+        assert "AssertionError" not in result.error
+    assert "the link is down" in results[failing].error
+
+
+def step_of(pipeline: Pipeline) -> OffloadedStep:
+    """Its last one."""
+    (step,) = (o for o in gc.get_objects() if type(o) is OffloadedStep)
+    assert step._offload is pipeline.offload
+    return step
+
+
+class FailingLater(DirectCopies):
+    """A copy whose failure shows when it is waited for."""
+
+    def start(self, action: Action, pieces: Sequence[Piece], after: Transfer | None) -> Transfer:
+        return self
+
+    def wait(self) -> None:
+        raise RuntimeError("the link is down")
+
+    finish = wait
+
+
+def test_a_copy_that_fails_later_is_named() -> None:
+    leaving = Leaving(*BACK)
+    leaving.step._offload.copies = FailingLater()
+    leaving.forward(square, torch.arange(8.0).requires_grad_())
+    leaving.perform("0OFFLOAD_F0")
+    with pytest.raises(RuntimeError, match="the link is down") as caught:
+        leaving.perform("0FREE_F0")
+    assert caught.value.__notes__ == ["megatron_ext: the copy 0OFFLOAD_F0 has failed"]
+    leaving.step.abandon()
+    leaving.step.finish()
+
+
+def test_host_memory_that_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the first microbatch shows how much it really takes."""
+    program = program_for(choose("1f1b"), 2, 4, offload=Offload.FULL)
+    monkeypatch.setattr(host_buffers, "available_bytes", lambda: 10)
+
+    def run(rank: int) -> None:
+        Pipeline(program, world()).step()
+
+    errors = [result.error for result in run_ranks(2, run, timeout=30)]
+    short = [error for error in errors if "ValueError" in error]
+    assert short and all(errors)
+    assert "but only 9.31e-09 GiB are available: offload less" in short[0]
+    assert "OFFLOAD_F" in short[0]
+
+
+class NoPinning:
+    """The CUDA runtime, where memory must not be locked."""
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        return 2
+
+    def cudaGetErrorString(self, code: int) -> str:
+        return "out of memory"
+
+
+def test_memory_that_cannot_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = program_for(choose("1f1b"), 2, 4, offload=Offload.FULL)
+    monkeypatch.setattr(torch.cuda, "cudart", NoPinning)
+    monkeypatch.setattr(DirectCopies, "host_buffer", lambda self, size: host_copies.pinned(size))
+
+    def run(rank: int) -> None:
+        Pipeline(program, world()).step()
+
+    errors = [result.error for result in run_ranks(2, run, timeout=30)]
+    refused = [error for error in errors if "ulimit -l" in error]
+    assert refused and all(errors)
+    assert "(cudaHostRegister: out of memory)" in refused[0] and "OFFLOAD_F" in refused[0]
