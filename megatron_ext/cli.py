@@ -299,11 +299,14 @@ def bench(
             help="Measure ours with vocabulary parallelism too; give head=F/I/W in COSTS."
         ),
     ] = VocabularyParallel.NONE,
+    offload: Annotated[
+        Offload, typer.Option(help="Measure ours with offload too; give d2h= in COSTS.")
+    ] = Offload.NONE,
     plot: Annotated[Path | None, typer.Option(help="Draw the bars, as .svg or .png.")] = None,
 ) -> None:
     """Measure executors on emulated clocks: ours, Megatron's own, torch's."""
     specs = tuple(schedules.split())
-    setting = Setting(pp, microbatches, costs, specs, launches, vocab_parallel)
+    setting = Setting(pp, microbatches, costs, specs, launches, vocab_parallel, offload)
     try:
         found = measure(setting, lambda text: typer.echo(text, err=True))
         if plot is not None:
