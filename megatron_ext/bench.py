@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.launch import CPU_PLATFORM
-from megatron_ext.schedule.schedule import VocabularyParallel
+from megatron_ext.schedule.schedule import Offload, VocabularyParallel
 
 if TYPE_CHECKING:
     from megatron_ext.runtime.emulated import Contender
@@ -30,7 +30,8 @@ STEPS = 3  # timed, after one that is not
 SLEEPS = 25  # of 20 ms, to see how late this machine wakes a rank, and how cold
 NOISY = 0.03  # a spread, or a lateness of passes, from which figures are not to be believed
 
-_FREE = "f=1e-6,i=1e-6,w=1e-6"  # milliseconds: passes of no length, for what is beside them
+# Milliseconds: passes of no length, for what is beside them.
+_FREE = "f=1e-6,i=1e-6,w=1e-6,d2h=1e-6"
 
 DEFAULT_SCHEDULES = "1f1b zb-h1 zb-auto interleaved gis zb-v v-half v-min v-auto dualpipe-v"
 
@@ -44,6 +45,7 @@ class Setting:
         specs: our schedules.
         launches: how often the ranks are started afresh.
         vocabulary: ours are measured without vocabulary parallelism, and with this too.
+        offload: ours are measured without offload, and with this too.
     """
 
     ranks: int
@@ -52,12 +54,14 @@ class Setting:
     specs: tuple[str, ...]
     launches: int
     vocabulary: VocabularyParallel = VocabularyParallel.NONE
+    offload: Offload = Offload.NONE
 
     @property
-    def ours(self) -> list[tuple[str, VocabularyParallel]]:
+    def ours(self) -> list[tuple[str, VocabularyParallel, Offload]]:
         """What of ours is measured."""
         ways = dict.fromkeys([VocabularyParallel.NONE, self.vocabulary])
-        return list(itertools.product(self.specs, ways))
+        copies = dict.fromkeys([Offload.NONE, self.offload])
+        return list(itertools.product(self.specs, ways, copies))
 
 
 @dataclass(frozen=True)
@@ -121,8 +125,9 @@ def measure(setting: Setting, progress: Callable[[str], None]) -> Report:
     from megatron_ext.runtime.bench import program_of
     from megatron_ext.schedule.registry import choose
 
-    for spec, way in setting.ours:  # what is wrong with it should be said here and not by a rank
-        program_of(choose(spec), setting.ranks, setting.microbatches, setting.costs, way)
+    sizes = setting.ranks, setting.microbatches, setting.costs
+    for spec, vocabulary, offload in setting.ours:  # what is wrong is said here, not by a rank
+        program_of(choose(spec), *sizes, vocabulary, offload)
     importlib.import_module("megatron_ext.patches.megatron.bench")  # once, before forking
     launches: list[dict[str, Any]] = []
     for number in range(setting.launches):
@@ -196,7 +201,7 @@ def _rank(rank: int, setting: Setting, folder: str) -> None:
     result["late"] = _largest(_lateness())
     result["autograd"] = [_largest(_autograd(sleep)) for sleep in (0.02, 0.0)]
     for costs, figure in ((setting.costs, "seconds"), (_FREE, "host")):
-        for contender in _contenders(setting, costs):
+        for contender in _contenders(setting, costs, Path(folder)):
             contender.step()
             seconds = statistics.median(_timed(contender.step) for _ in range(STEPS))
             row = result["steps"].setdefault(contender.name, {})
@@ -209,14 +214,16 @@ def _rank(rank: int, setting: Setting, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def _contenders(setting: Setting, costs: str) -> Iterator[Contender]:
+def _contenders(setting: Setting, costs: str, folder: Path) -> Iterator[Contender]:
     from megatron_ext.patches.megatron import bench as megatron
     from megatron_ext.runtime import bench as runtime
 
     yield from megatron.contenders(setting.ranks, setting.microbatches, costs)
     yield from runtime.torchs(setting.ranks, setting.microbatches, costs)
-    for spec, way in setting.ours:
-        yield runtime.ours(spec, setting.ranks, setting.microbatches, costs, way)
+    for spec, vocabulary, offload in setting.ours:
+        yield runtime.ours(
+            spec, setting.ranks, setting.microbatches, costs, vocabulary, offload, folder
+        )
 
 
 def _timed(step: Callable[[], None]) -> float:

@@ -25,7 +25,14 @@ from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.registry import choose, entries, with_option
 from megatron_ext.schedule.report import report
-from megatron_ext.schedule.schedule import P2P, Problem, VocabularyParallel, from_csv, to_csv
+from megatron_ext.schedule.schedule import (
+    P2P,
+    Offload,
+    Problem,
+    VocabularyParallel,
+    from_csv,
+    to_csv,
+)
 from megatron_ext.schedule.simulate import simulate as predict
 from megatron_ext.schedule.summary import stock_1f1b
 from megatron_ext.schedule.trace import read_trace, write_trace
@@ -97,6 +104,9 @@ def simulate(
         VocabularyParallel,
         typer.Option(help="How embedding and output layer are divided over the ranks."),
     ] = VocabularyParallel.NONE,
+    offload: Annotated[
+        Offload, typer.Option(help="What leaves for host memory; give d2h= (and h2d=) in COSTS.")
+    ] = Offload.NONE,
     certify: Annotated[
         bool, typer.Option("--certify", help="Bound the best there can be.")
     ] = False,
@@ -124,6 +134,7 @@ def simulate(
             limit,
             p2p=p2p,
             vocabulary=vocab_parallel,
+            offload=offload,
         )
         program, result = report(choice, problem)
         timeline = predict(program, program.problem.costs)
@@ -288,11 +299,14 @@ def bench(
             help="Measure ours with vocabulary parallelism too; give head=F/I/W in COSTS."
         ),
     ] = VocabularyParallel.NONE,
+    offload: Annotated[
+        Offload, typer.Option(help="Measure ours with offload too; give d2h= in COSTS.")
+    ] = Offload.NONE,
     plot: Annotated[Path | None, typer.Option(help="Draw the bars, as .svg or .png.")] = None,
 ) -> None:
     """Measure executors on emulated clocks: ours, Megatron's own, torch's."""
     specs = tuple(schedules.split())
-    setting = Setting(pp, microbatches, costs, specs, launches, vocab_parallel)
+    setting = Setting(pp, microbatches, costs, specs, launches, vocab_parallel, offload)
     try:
         found = measure(setting, lambda text: typer.echo(text, err=True))
         if plot is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,8 +19,10 @@ from megatron_ext.runtime.emulated import (
     EmulatedChunk,
     data,
 )
+from megatron_ext.runtime.emulated_copies import EmulatedCopies
 from megatron_ext.runtime.emulated_vocabulary import EmulatedVocabulary
 from megatron_ext.runtime.executor import execute
+from megatron_ext.runtime.offload import ActivationOffload
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.transport import Boundary, Channels, Transport
 from megatron_ext.runtime.weight_gradients import queue
@@ -27,7 +31,7 @@ from megatron_ext.schedule.costs import Costs, VocabularyCosts, parse_costs
 from megatron_ext.schedule.graph import channels
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.registry import Choice, choose
-from megatron_ext.schedule.schedule import Problem, VocabularyParallel, from_csv
+from megatron_ext.schedule.schedule import Offload, Problem, VocabularyParallel, from_csv
 from megatron_ext.schedule.simulate import simulate
 from megatron_ext.schedule.verify import Program
 
@@ -46,11 +50,13 @@ def program_of(
     microbatches: int,
     costs: str,
     vocabulary: VocabularyParallel = VocabularyParallel.NONE,
+    offload: Offload = Offload.NONE,
 ) -> Program:
     """The program of ``choice`` for emulated ``costs`` in milliseconds, with free messages."""
     placement = choice.place(ranks)
     seconds = _seconds(costs, placement)
-    return build_program(choice, Problem(placement, microbatches, seconds, vocabulary=vocabulary))
+    problem = Problem(placement, microbatches, seconds, vocabulary=vocabulary, offload=offload)
+    return build_program(choice, problem)
 
 
 def ideal_of(program: Program) -> float:
@@ -62,13 +68,17 @@ def _seconds(costs: str, placement: Placement) -> Costs:
     """``costs`` in milliseconds as seconds; messages are real here, so that theirs are free."""
     given = parse_costs(costs, placement)
     seconds = {duty: tuple(each / 1000 for each in row) for duty, row in given.seconds.items()}
+    host = given.host
+    if host is not None:
+        copies = {duty: tuple(each / 1000 for each in row) for duty, row in host.seconds.items()}
+        host = replace(host, seconds=copies)
     whole = given.vocabulary
     if whole is None:
-        return Costs(seconds)
+        return Costs(seconds, host=host)
     forward, input_gradient, weight_gradient = (each / 1000 for each in whole.head)
     lookup, table_gradient = (each / 1000 for each in whole.embedding)
     head, embedding = (forward, input_gradient, weight_gradient), (lookup, table_gradient)
-    return Costs(seconds, vocabulary=VocabularyCosts(head, embedding))
+    return Costs(seconds, vocabulary=VocabularyCosts(head, embedding), host=host)
 
 
 def _passes(program: Program) -> int:
@@ -93,12 +103,18 @@ class EmulatedStage(AutogradStage):
 
 
 def ours(
-    spec: str, ranks: int, microbatches: int, costs: str, vocabulary: VocabularyParallel
+    spec: str,
+    ranks: int,
+    microbatches: int,
+    costs: str,
+    vocabulary: VocabularyParallel,
+    offload: Offload,
+    folder: Path,
 ) -> Contender:
-    """Our executor and transport under ``spec``."""
+    """Our executor and transport under ``spec``. ``folder`` is the launch's own."""
     choice = choose(spec)
     divides = vocabulary is not VocabularyParallel.NONE
-    program = program_of(choice, ranks, microbatches, costs, vocabulary)
+    program = program_of(choice, ranks, microbatches, costs, vocabulary, offload)
     placement = program.schedule.placement
     world = dist.group.WORLD
     assert world is not None
@@ -113,16 +129,22 @@ def ours(
         )
         for number in placement.stages_of[rank]
     }
+    offloads = None
+    if offload is not Offload.NONE:
+        copies = EmulatedCopies(program.problem.costs, rank, folder)
+        offloads = ActivationOffload(rank, torch.device("cpu"), copies)
     shard = EmulatedVocabulary(program, world, recorder) if divides else None
 
     def step() -> None:
         queue.splitting = choice.splits_backward
         transport = Transport(ways, Boundary(SHAPE, DTYPE), placement, recorder)
         passes = None if shard is None else shard.step()
-        execute(program, stages, transport, recorder, passes)
+        copying = None if offloads is None else offloads.step(program.schedule.rows[rank])
+        execute(program, stages, transport, recorder, passes, copying)
         queue.splitting = False
 
     name = f"megatron-ext {spec}" + f", vocabulary {vocabulary}" * divides
+    name += f", offload {offload}" * (offload is not Offload.NONE)
     return Contender(name, ideal_of(program), _passes(program), step)
 
 

@@ -17,7 +17,7 @@ from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.bounds import lower_bound
 from megatron_ext.schedule.graph import needed, partner_of
 from megatron_ext.schedule.kinds import RULES, Duty
-from megatron_ext.schedule.schedule import VocabularyParallel
+from megatron_ext.schedule.schedule import Offload, VocabularyParallel
 from megatron_ext.schedule.simulate import simulate
 from megatron_ext.schedule.verify import Program
 
@@ -48,13 +48,18 @@ def certify(program: Program, seconds: float) -> Certificate:
     """Bound the makespan from below; search for at most ``seconds`` if analysis leaves a gap.
 
     Raises:
-        ValueError: the program is vocabulary parallel, or OR-tools is needed and not installed.
+        ValueError: the program is vocabulary parallel or offloads, or OR-tools is needed and not
+            installed.
     """
     problem = program.problem
     if problem.vocabulary is not VocabularyParallel.NONE:
         raise ValueError(
             f"--certify knows no bound with vocabulary parallelism {problem.vocabulary}: leave one "
             f"of them out"
+        )
+    if problem.offload is not Offload.NONE:
+        raise ValueError(
+            f"--certify knows no bound with offload {problem.offload}: leave one of them out"
         )
     splits = any(
         RULES[a.kind].covers == (Duty.WEIGHT_GRADIENT,)

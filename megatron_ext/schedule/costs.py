@@ -68,6 +68,11 @@ class HostCosts:
     ranks_per_link: int = 1
     duplex: bool = True
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether a copy may have to wait for another rank's, or for one in the other direction."""
+        return self.ranks_per_link > 1 or not self.duplex
+
     def link(self, rank: int, lane: Lane) -> tuple[int, Lane | None]:
         """What copies of ``rank`` in the direction ``lane`` share with others."""
         return rank // self.ranks_per_link, lane if self.duplex else None

@@ -9,6 +9,7 @@ from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import RULES, Held, Lane
 from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.schedule import Problem, Schedule, is_compute
 
 Amount = Callable[[Held, int], float]  # of what, on which stage -> how much
@@ -106,6 +107,16 @@ def peaks(schedule: Schedule, amount: Amount) -> list[float]:
 def peak(row: tuple[Action, ...], amount: Amount) -> float:
     """The largest amount that a rank holds during an action of its ``row``."""
     return max(_during(row, amount), default=0.0)
+
+
+def peak_on_host(row: tuple[Action, ...], placement: Placement) -> float:
+    """Microbatches of a rank that are on the host at once, at the most."""
+    held, most = 0, 0
+    for action in row:
+        for _ in RULES[action.kind].moves:
+            held += 1 if RULES[action.kind].lane is Lane.TO_HOST else -1
+            most = max(most, held)
+    return most / placement.chunks
 
 
 def most_on_host(row: tuple[Action, ...]) -> dict[tuple[int, Held], int]:

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from megatron_ext.schedule.build import build_program
-from megatron_ext.schedule.memory import in_microbatches, peaks
+from megatron_ext.schedule.memory import in_microbatches, peak_on_host, peaks
 from megatron_ext.schedule.registry import Choice
 from megatron_ext.schedule.schedule import Problem, bitwise_order
 from megatron_ext.schedule.simulate import simulate
@@ -30,12 +30,14 @@ def report(choice: Choice, problem: Problem) -> tuple[Program, dict[str, Any]]:
         "vpp": problem.placement.chunks,
         "microbatches": problem.microbatches,
         "vocabulary": problem.vocabulary.value,
+        "offload": problem.offload.value,
         "makespan": timeline.makespan,
         "span": timeline.span,
         "work": timeline.work,
         "bubble_share_makespan": timeline.bubble_share_makespan,
         "bubble_share_span": timeline.bubble_share_span,
         "peak_activation_microbatches": peaks(schedule, in_microbatches(schedule)),
+        "host_microbatches": [peak_on_host(row, schedule.placement) for row in schedule.rows],
         "memory_limit": None if problem.memory_limit is None else str(problem.memory_limit),
         "bitwise_order": bitwise_order(schedule),
         "generation_seconds": seconds,

@@ -65,7 +65,7 @@ def _follow(graph: Graph, lasts: list[float]) -> tuple[list[float], list[float]]
 def _links(graph: Graph, costs: Costs) -> dict[int, object]:
     """By node of a copy, the link to the host that others use too. Empty if none is shared."""
     host = costs.host
-    if host is None or (host.duplex and host.ranks_per_link == 1):
+    if host is None or not host.is_shared:
         return {}
     lanes = ((node, RULES[action.kind].lane) for node, action in enumerate(graph.actions))
     return {n: host.link(graph.ranks[n], lane) for n, lane in lanes if lane in HOST_LANES}

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_ext.schedule.action import parse
 from megatron_ext.schedule.graph import channel_of
-from megatron_ext.schedule.kinds import RULES, Lane
+from megatron_ext.schedule.kinds import HOST_LANES, RULES, Lane
 from megatron_ext.schedule.memory import in_microbatches, memory_curve
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.schedule import Schedule
@@ -187,6 +187,8 @@ def _slices(timeline: Timeline, prefix: str, about: dict[str, Any]) -> Iterator[
             title = f"{action.kind} to rank {channel_of(action, placement).receiver}"
         elif lane is Lane.COLLECTIVE:
             title = action.kind.value
+        elif lane in HOST_LANES:
+            title = lane.value
         else:
             continue  # takes no time there
         args = {"stage": action.stage, "microbatch": action.microbatch} | about

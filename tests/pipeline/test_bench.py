@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
+from megatron_ext.runtime.emulated_copies import EmulatedCopies
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.costs import parse_costs
+from megatron_ext.schedule.placement import line
 
 ARGUMENTS = ["bench", "--pp", "2", "-m", "4", "--costs", "f=4,i=4,w=4", "--launches", "1"]
 
@@ -45,6 +51,46 @@ def test_a_vocabulary_that_is_divided_is_measured_beside_one_that_is_not() -> No
     assert divided["ideal"] < naive["ideal"]
     for row in (naive, divided):
         assert row["measured"] >= row["ideal"]
+
+
+def test_copies_take_what_they_cost_beside_the_passes() -> None:
+    """They take as long as the passes, so that a step would be far longer if passes waited."""
+    arguments = [*ARGUMENTS[:-4], "--costs", "f=20,i=20,w=20,d2h=16,h2d=16", *ARGUMENTS[-2:]]
+    result = CliRunner().invoke(
+        app, [*arguments, "--schedules", "gis", "--offload", "full", "--json"]
+    )
+    assert result.exit_code == 0, result.output
+    rows = {row["name"]: row for row in json.loads(result.stdout)["rows"]}
+    without, full = rows["megatron-ext gis"], rows["megatron-ext gis, offload full"]
+    assert full["ideal"] == pytest.approx(without["ideal"])
+    assert full["measured"] >= full["ideal"]
+
+
+def test_emulated_copies_take_turns_on_a_shared_link(tmp_path: Path) -> None:
+    """Two ranks' copies of 50 ms at once: 100 ms on one link, and each its own time on two."""
+    for more, least in ((",link=2", 0.1), ("", 0.05)):
+        placement = line(2)
+        costs = parse_costs(f"f=1,i=1,w=1,d2h=0.05{more}", placement)
+        ranks = [EmulatedCopies(costs, rank, tmp_path) for rank in range(2)]
+        begin = time.monotonic()
+        transfers = [
+            copies.start(Action(rank, Kind.OFFLOAD_F, 0), [], None)
+            for rank, copies in enumerate(ranks)
+        ]
+        for transfer in transfers:
+            transfer.finish()
+        assert time.monotonic() - begin >= least
+
+
+def test_a_copy_waits_for_the_one_before_it(tmp_path: Path) -> None:
+    """A buffer is filled anew only when its content has been copied back."""
+    costs = parse_costs("f=1,i=1,w=1,d2h=0.01,h2d=0.05", line(1))
+    copies = EmulatedCopies(costs, 0, tmp_path)
+    host, first, second = (torch.full((1,), n, dtype=torch.uint8) for n in (7, 0, 9))
+    back = copies.start(Action(0, Kind.RELOAD_F, 0), [(first, host)], None)
+    out = copies.start(Action(0, Kind.OFFLOAD_F, 1), [(host, second)], back)
+    out.finish()
+    assert (first.item(), host.item()) == (7, 9)
 
 
 def test_a_schedule_that_does_not_exist() -> None:

@@ -23,7 +23,7 @@ from megatron_ext.schedule.kinds import Duty, Held
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import Placement, line
 from megatron_ext.schedule.registry import choose
-from megatron_ext.schedule.schedule import P2P, Problem, Schedule, VocabularyParallel
+from megatron_ext.schedule.schedule import P2P, Offload, Problem, Schedule, VocabularyParallel
 from megatron_ext.schedule.timeline import Timeline
 from megatron_ext.schedule.transforms.batches import batch_messages
 from megatron_ext.schedule.transforms.communication import communicate
@@ -303,6 +303,8 @@ class _Ranks:
         self.called: dict[Kind, int] = defaultdict(int)  # collectives that all ranks have had
         self.first = [self.rank_of.index(rank) for rank in range(len(schedule.rows))]
         self.free = [0.0 for _ in schedule.rows]
+        self.where: dict[Action, str] = {}  # what a pass has made: here, leaving or gone
+        self.copied: dict[tuple[int, str], float] = {}  # when a rank's link is free in a direction
 
     def run(self) -> Run:
         at = [0 for _ in self.schedule.rows]
@@ -343,6 +345,8 @@ class _Ranks:
             return True
         if kind in BROUGHT:
             return self.do_vocabulary_pass(rank, action)
+        if kind in COPIES:
+            return self.do_copy(rank, action)
 
         backward = [Action(stage, one, microbatch) for one in (I, B)]
         if kind is W:
@@ -377,8 +381,34 @@ class _Ranks:
         if message is not None and message not in self.there:
             return False
         start = max(self.free[rank], self.there[message] if message else 0.0)
+        stage, kind, microbatch = action
+        if kind in COPIED_BACK:
+            copy, maker = COPIED_BACK[kind]
+            if self.where.get(Action(stage, maker, microbatch), "here") != "here":
+                raise _Fault(f"{action}: what it needs is on the host")
+            start = max(start, self.there.get(Action(stage, copy, microbatch), 0.0))
         self.free[rank] = start + self.seconds(action)
         self.times[action] = (start, self.free[rank])
+        return True
+
+    def do_copy(self, rank: int, action: Action) -> bool:
+        stage, kind, microbatch = action
+        maker, before, after = COPIES[kind]
+        what = Action(stage, maker, microbatch)
+        if self.problem.offload is Offload.NONE or what not in self.times:
+            raise _Fault(f"{action}: there is nothing to copy")
+        if any(Action(stage, user, microbatch) in self.times for user in USERS[maker]):
+            raise _Fault(f"{action}: it has been used up")
+        if self.where.get(what, "here") != before:
+            raise _Fault(f"{action}: it is not {before}")
+        self.where[what] = after
+        if before == "leaving":
+            offload = {F: Kind.OFFLOAD_F, I: Kind.OFFLOAD_I}[maker]
+            return self.finish(rank, action, Action(stage, offload, microbatch))
+        lane = rank, before
+        start = max(self.free[rank], self.copied.get(lane, 0.0))
+        self.times[action] = start, start + self.problem.costs.of(action)
+        self.there[action] = self.copied[lane] = self.times[action][1]
         return True
 
     def do_vocabulary_pass(self, rank: int, action: Action) -> bool:
@@ -496,6 +526,9 @@ class _Ranks:
                     raise _Fault(f"microbatch {k} on stage {stage} has had {passes}")
         if self.problem.vocabulary is not VocabularyParallel.NONE:
             self.check_vocabulary_done()
+        away = [what for what, where in self.where.items() if where != "here"]
+        if away:
+            raise _Fault(f"never brought back: {away}")
         waits = {Kind.SEND_F: Kind.WAIT_F, Kind.SEND_B: Kind.WAIT_B}
         for action in self.times:
             if action.microbatch >= self.problem.microbatches:
@@ -515,6 +548,17 @@ class _Ranks:
                     raise _Fault(f"microbatch {k} on the shard of rank {rank} has had {passes}")
 
 
+# By copy or wait, the pass that has made what it is about, and where that is before and after.
+COPIES: dict[Kind, tuple[Kind, str, str]] = {
+    Kind.OFFLOAD_F: (F, "here", "leaving"),
+    Kind.FREE_F: (F, "leaving", "gone"),
+    Kind.RELOAD_F: (F, "gone", "here"),
+    Kind.OFFLOAD_I: (I, "here", "leaving"),
+    Kind.FREE_I: (I, "leaving", "gone"),
+    Kind.RELOAD_I: (I, "gone", "here"),
+}
+USERS: dict[Kind, tuple[Kind, ...]] = {F: (I, B), I: (W,)}
+COPIED_BACK = {I: (Kind.RELOAD_F, F), B: (Kind.RELOAD_F, F), W: (Kind.RELOAD_I, I)}
 # By pass of the vocabulary, the collective that brings what it needs.
 BROUGHT = {
     Kind.EMBEDDING: Kind.BCAST_E,

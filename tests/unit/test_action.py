@@ -32,6 +32,12 @@ TEXTS = {
     Kind.BCAST_E: "3BCAST_E7",
     Kind.REDUCE_E: "3REDUCE_E7",
     Kind.BCAST_EW: "3BCAST_EW7",
+    Kind.OFFLOAD_F: "3OFFLOAD_F7",
+    Kind.FREE_F: "3FREE_F7",
+    Kind.RELOAD_F: "3RELOAD_F7",
+    Kind.OFFLOAD_I: "3OFFLOAD_I7",
+    Kind.FREE_I: "3FREE_I7",
+    Kind.RELOAD_I: "3RELOAD_I7",
 }
 
 
