@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
 from megatron_ext.schedule.build import build_program
 from megatron_ext.schedule.kinds import RULES, Held, Lane
-from megatron_ext.schedule.memory import in_bytes, in_microbatches, most_on_host, peaks
+from megatron_ext.schedule.memory import in_bytes, in_microbatches, peak_on_host, peaks
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.registry import choose
 from megatron_ext.schedule.schedule import Offload, Problem
@@ -56,16 +55,9 @@ def _what_leaves(program: Program) -> str:
         for held, name in ((Held.ACTIVATION, "activations"), (Held.WEIGHT_INPUTS, "inputs of W"))
         if made[held]
     ]
-    on_host = max(_microbatches_on_host(program))
+    placement = program.schedule.placement
+    on_host = max(peak_on_host(row, placement) for row in program.schedule.rows)
     return (
         f"; offload {program.problem.offload}: {' and '.join(shares)} leave, the rest stays "
         f"(at most {on_host:g} microbatches of a rank on the host)"
     )
-
-
-def _microbatches_on_host(program: Program) -> Iterator[float]:
-    """How many microbatches' activations each rank has host buffers for."""
-    chunks = program.problem.placement.chunks
-    for row in program.schedule.rows:
-        buffers = most_on_host(row).items()
-        yield sum(n for (_, held), n in buffers if held is Held.ACTIVATION) / chunks
