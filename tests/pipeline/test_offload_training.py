@@ -33,7 +33,7 @@ DROPOUT: dict[str, object] = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 
 # the schedule, the ways to leave, the ranks, and flags of both runs
 CASES: dict[str, tuple[str, tuple[str, ...], int, dict[str, object]]] = {
-    "gis": ("gis", ("full", "half"), 2, {}),
+    "gis": ("gis", ("full", "half", "fit"), 2, {}),
     "gis-h": ("gis-h", ("full",), 4, {}),
     "interleaved, dropout": ("interleaved", ("full",), 2, DROPOUT),
     "zb-v, evaluation, dropout": (
@@ -151,7 +151,9 @@ def test_training_is_the_same_to_the_last_bit(
     schedule, _, ranks, flags = CASES[case]
     reference = without(case)
     watch(monkeypatch, tmp_path)
-    runs = train(ranks, words(ranks, flags, schedule, pipeline_activation_offload=way))
+    limit = "0.75x" if way == "fit" else None
+    ours = {"pipeline_activation_offload": way, "pipeline_memory_limit": limit}
+    runs = train(ranks, words(ranks, flags, schedule, **ours))
     assert len(losses(runs)) == 2
     assert losses(runs) == losses(reference)
     assert evaluations(runs) == evaluations(reference)
