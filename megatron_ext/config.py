@@ -11,6 +11,7 @@ from megatron_ext.schedule.registry import Choice, choose
 from megatron_ext.schedule.schedule import P2P, VocabularyParallel
 
 ESTIMATE = "estimate"
+PLAN = "plan"
 
 _VARIABLES = "MEGATRON_EXT_"
 
@@ -37,8 +38,8 @@ class PipelineConfig:
         None,
         "SPEC",
         "Pipeline schedule: NAME[:key=value,...] (see 'megatron-ext schedules'), a CSV file of "
-        "compute actions, a row per rank, or a Python file with a family. Default: Megatron's own, "
-        "untouched.",
+        "compute actions, a row per rank, a Python file with a family, or 'plan', which chooses "
+        "one for this launch. Default: Megatron's own, untouched.",
     )
     memory_limit: str | None = _setting(
         None,
@@ -92,7 +93,8 @@ class PipelineConfig:
                     f"only; add one or drop it"
                 )
         else:
-            self.choice()
+            if self.schedule != PLAN:
+                self.choice()
             messages = self.messages()
             divided = self.vocabulary() is not VocabularyParallel.NONE
             if divided and messages is P2P.BATCHED:
@@ -103,8 +105,13 @@ class PipelineConfig:
             self.traced_iterations()
 
     def choice(self) -> Choice:
-        """The chosen schedule. Raises ValueError when there is no such schedule."""
+        """The chosen schedule. Raises ValueError when there is no such schedule, or none yet."""
         assert self.schedule is not None
+        if self.schedule == PLAN:
+            raise ValueError(
+                f"the schedule {PLAN!r} is chosen from a launch line: launch with python -m "
+                f"megatron_ext SCRIPT ..., or name one; 'megatron-ext plan' tells which"
+            )
         return choose(self.schedule)
 
     def messages(self) -> P2P:

@@ -15,7 +15,7 @@ from megatron_ext.config import PipelineConfig
 from megatron_ext.patches import transformer_engine
 from megatron_ext.patches.engine import Patch, PatchError
 from megatron_ext.schedule.kinds import RULES, Duty
-from megatron_ext.schedule.placement import Placement, line, v
+from megatron_ext.schedule.placement import Placement, is_line_or_v
 from megatron_ext.schedule.registry import Choice, with_option
 from megatron_ext.schedule.schedule import Schedule, VocabularyParallel
 
@@ -308,7 +308,7 @@ def refuse(
     _refuse_settings(settings, choice, REFUSALS, f"--pipeline-schedule {choice.spec}")
     if vocabulary is not VocabularyParallel.NONE:
         ours = f"--pipeline-vocab-parallel {vocabulary}"
-        if placement.rank_of not in (line(placement.ranks).rank_of, v(placement.ranks).rank_of):
+        if not is_line_or_v(placement):
             raise ValueError(
                 f"{ours} does not go with --pipeline-schedule {choice.spec}, whose stages are on "
                 f"ranks {list(placement.rank_of)}: choose a schedule with one stage a rank, in "

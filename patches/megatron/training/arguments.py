@@ -18,10 +18,11 @@ from megatron_ext.config import ESTIMATE, PipelineConfig, add_flags
 from megatron_ext.errors import exit_for
 from megatron_ext.patches.engine import Patch, wrap
 from megatron_ext.patches.features import refuse, refuse_order
-from megatron_ext.patches.megatron.dimensions import estimated_costs
+from megatron_ext.patches.megatron.dimensions import dimensions_of, rates
 from megatron_ext.patches.megatron.layers import layers_of_stages
 from megatron_ext.patches.megatron.vocabulary import check_divisible
 from megatron_ext.schedule.costs import parse_costs
+from megatron_ext.schedule.estimate import ModelDimensions, estimate
 from megatron_ext.schedule.head import Placed, place_head
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import Placement
@@ -105,6 +106,19 @@ def check(args: Any, config: PipelineConfig) -> list[Placed]:
         ValueError: a setting that does not go with the schedule, or a schedule that cannot be made
             for these sizes and limits, with any number of microbatches that a step will have.
     """
+    check_settings(args, config)
+    made = programs(args, config)
+    for placed in made:
+        refuse_order(args, placed.program.schedule)
+    return made
+
+
+def check_settings(args: Any, config: PipelineConfig) -> None:
+    """Refuse what no program needs to be made for.
+
+    Raises:
+        ValueError: a setting that does not go with the schedule.
+    """
     choice = config.choice()
     ranks = args.pipeline_model_parallel_size
     if ranks < 2:
@@ -114,12 +128,7 @@ def check(args: Any, config: PipelineConfig) -> list[Placed]:
         )
     refuse(args, choice, config.vocabulary())
     _check_trace(args, config)
-    placement = choice.place(ranks)
-    _refuse_checkpoints_of_one_placement(args, placement)
-    made = programs(args, config)
-    for placed in made:
-        refuse_order(args, placed.program.schedule)
-    return made
+    _refuse_checkpoints_of_one_placement(args, choice.place(ranks))
 
 
 def programs(args: Any, config: PipelineConfig) -> list[Placed]:
@@ -129,33 +138,47 @@ def programs(args: Any, config: PipelineConfig) -> list[Placed]:
         ValueError: the schedule cannot be made for these sizes and limits.
     """
     choice = config.choice()
+    return [place_head(choice, problem) for problem in problems(args, config)]
+
+
+def problems(args: Any, config: PipelineConfig) -> list[Problem]:
+    """What the programs solve, the fewest microbatches first.
+
+    Raises:
+        ValueError: as `programs`, as far as it can be told without one.
+    """
     ranks = args.pipeline_model_parallel_size
-    placement = choice.place(ranks)
-    layers = layers_of_stages(args, placement)
+    placement = config.choice().place(ranks)
     if config.costs is None or config.costs == ESTIMATE:
-        costs = estimated_costs(
-            args,
-            layers,
-            args.seq_length // args.context_parallel_size,
-            args.micro_batch_size,
-            getattr(args, "padded_vocab_size", None) or 0,
-        )
+        costs = estimate(model_of(args, placement), rates())
     else:
         costs = parse_costs(config.costs, placement)
-    made = []
+    found = []
     for microbatches in _microbatches_of_steps(args):
         text = config.memory_limit
         limit = None if text is None else parse_limit(text, ranks, microbatches)
-        problem = Problem(
-            placement,
-            microbatches,
-            costs,
-            limit,
-            p2p=config.messages(),
-            vocabulary=config.vocabulary(),
+        found.append(
+            Problem(
+                placement,
+                microbatches,
+                costs,
+                limit,
+                p2p=config.messages(),
+                vocabulary=config.vocabulary(),
+            )
         )
-        made.append(place_head(choice, problem))
-    return made
+    return found
+
+
+def model_of(args: Any, placement: Placement) -> ModelDimensions:
+    """The model's dimensions, with the layers of each stage; no vocabulary if it is not known."""
+    return dimensions_of(
+        args,
+        layers_of_stages(args, placement),
+        args.seq_length // args.context_parallel_size,
+        args.micro_batch_size,
+        getattr(args, "padded_vocab_size", None) or 0,
+    )
 
 
 def _check_trace(args: Any, config: PipelineConfig) -> None:
