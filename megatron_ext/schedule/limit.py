@@ -37,10 +37,11 @@ class MemoryLimit:
 
     @property
     def written(self) -> str:
-        """This limit as `parse_limit` reads it: with three decimals, rounded down."""
+        """This limit as `parse_limit` reads it, with three decimals: bytes rounded down, and
+        microbatches up, so that thirds of one still fit."""
         if self.bytes is None:
             assert self.microbatches is not None
-            return _decimals(math.floor(self.microbatches * 1000))
+            return _round_up(self.microbatches)
         unit = _unit_for(self.bytes)
         thousandths = math.floor(self.bytes / _BYTES[unit] * 1000)
         if int((thousandths + 1) / 1000 * _BYTES[unit]) <= self.bytes:

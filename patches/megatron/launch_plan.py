@@ -64,7 +64,7 @@ def choose_for(argv: Sequence[str], config: PipelineConfig, world_size: int) -> 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what Megatron says it will say again
             tokens = launch_line.count_tokens(line.args)
-            if tokens is None and line.args.padded_vocab_size is None:
+            if not given and tokens is None and line.args.padded_vocab_size is None:
                 ways &= {Way.NAIVE}  # whether dividing it is worth while cannot be told
             return _Launch(line.args, config, world_size, frozenset(ways), tokens).choose()
     finally:
@@ -80,21 +80,25 @@ class _Launch:
     tokens: int | None  # of the vocabulary, if it is known
 
     def choose(self) -> Chosen:
-        config, room = self.config, None
-        bound = f"within {flag('memory_limit')} {config.memory_limit}"
-        if config.memory_limit is None:
+        launch, room = self, None
+        limit_flags: tuple[str, ...] = ()
+        bound = f"within {flag('memory_limit')} {self.config.memory_limit}"
+        if self.config.memory_limit is None:
             room = self._taken_by_1f1b()
             bound = "in no more memory than 1f1b"
             if room is None:
-                config = replace(config, memory_limit=AS_1F1B)
-        launch = replace(self, config=config)
+                limit_flags = (flag("memory_limit"), AS_1F1B)
+                launch = replace(self, config=replace(self.config, memory_limit=AS_1F1B))
         plan = make_plan(launch.case, room, only_promising=True)
         for candidate in plan.candidates:
+            limit = None if room is None or candidate.limit is None else candidate.limit.written
             try:
-                check(*launch._validated(candidate.schedule, candidate.way, candidate))
+                check(*launch._validated(candidate.schedule, candidate.way, limit))
             except ValueError:
                 continue  # an order that Transformer Engine refuses, or another batch size
-            return Chosen(tuple(flags_of(candidate, None)), _why(candidate, plan, bound))
+            # A limit of the user's is on the line already.
+            flags = flags_of(candidate if limit else replace(candidate, limit=None), None)
+            return Chosen((*flags, *limit_flags), _why(candidate, plan, bound))
         whys = dict.fromkeys(plan.refusals.values())
         raise ValueError(f"{flag('schedule')} plan finds no schedule {bound}: {'; '.join(whys)}")
 
@@ -126,13 +130,13 @@ class _Launch:
         return Case(config.choice(), problem, model)
 
     def _validated(
-        self, name: str, way: Way, candidate: Candidate | None = None
+        self, name: str, way: Way, limit: str | None = None
     ) -> tuple[Any, PipelineConfig]:
-        """Arguments and settings as if the user had named a schedule, or all that ``candidate``
-        wants."""
-        config = replace(self.config, schedule=name, vocab_parallel=way.vocabulary.value)
-        if candidate is not None and candidate.limit is not None:
-            config = replace(config, memory_limit=candidate.limit.written)
+        """Arguments and settings as if the user had named these."""
+        limit = limit or self.config.memory_limit
+        config = replace(
+            self.config, schedule=name, vocab_parallel=way.vocabulary.value, memory_limit=limit
+        )
         args = copy.deepcopy(self.args)
         launch_line.validate(args, config, self.world_size)
         launch_line.settle_vocabulary(args, config, self.tokens)

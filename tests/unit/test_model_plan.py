@@ -140,6 +140,11 @@ def test_a_limit_in_bytes_is_written_and_read(amount: int) -> None:
     assert read.bytes is not None and 0.998 * amount <= read.bytes <= amount
 
 
+def test_a_limit_in_microbatches_is_written_and_read() -> None:
+    """Eight chunks of a third: 2.666 would be too little for them."""
+    assert [MemoryLimit(microbatches=x).written for x in (8, 2.5, 8 / 3)] == ["8", "2.5", "2.667"]
+
+
 # ---- What is recommended
 
 
