@@ -70,8 +70,8 @@ def test_refused_schedules_are_no_candidates() -> None:
     _, choice = chosen(num_experts=2, moe_grouped_gemm=True, disable_bias_linear=True)
     whole = {name for name, entry in entries().items() if not entry.splits_backward}
     assert choice.flags[1] in whole
-    with pytest.raises(ValueError, match=r"finds no schedule .*: drop --delay-wgrad-compute"):
-        chosen(delay_wgrad_compute=True)
+    with pytest.raises(ValueError, match=r"finds no schedule .*: drop --defer-embedding-wgrad"):
+        chosen(defer_embedding_wgrad_compute=True, untie_embeddings_and_output_weights=True)
 
 
 def test_it_is_the_same_each_time_and_leaves_nothing_behind(
@@ -100,7 +100,7 @@ def test_doctor_says_what_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     report = check_launch(Launch(str(SCRIPT), False, tuple(words)), 2, None)
     assert report.is_right, report.findings
     (plan,) = [finding.text for finding in report.findings if finding.subject == "plan"]
-    assert plan.startswith(f"takes --pipeline-schedule {report.prediction['schedule']} ")
+    assert plan.startswith(f"takes --pipeline-schedule {report.prediction['schedule']}: ")
 
 
 def test_it_wants_a_launch_line() -> None:

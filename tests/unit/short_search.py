@@ -12,8 +12,8 @@ _SHORT = {
     "_STEPS": 2,
     "_PERIODS": (1.0,),
     "_WEIGHTS": (1.0,),
-    "_PROMISING": 2,
-    "_ROUNDS": 2,
+    "_PROMISING": 1,
+    "_ROUNDS": 1,
 }
 
 
