@@ -66,8 +66,9 @@ def test_no_other_takes_less_time_in_the_limit(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_refused_schedules_are_no_candidates() -> None:
-    """Grouped experts cannot be split, which leaves schedules of whole backward passes."""
-    _, choice = chosen(num_experts=2, moe_grouped_gemm=True, disable_bias_linear=True)
+    """Fused operations cannot be split, which leaves schedules of whole backward passes."""
+    fused = {"transformer_impl": None, "use_transformer_engine_op_fuser": True}
+    _, choice = chosen(**fused)
     whole = {name for name, entry in entries().items() if not entry.splits_backward}
     assert choice.flags[1] in whole
     with pytest.raises(ValueError, match=r"finds no schedule .*: drop --defer-embedding-wgrad"):
