@@ -52,7 +52,8 @@ class Profile:
         if placed is not self._placed:
             self._placed = placed
             self._recordings.clear()
-        if recorder.recording is not None:
+        if self.steps >= WARM_UP:  # a step before may be recorded for others, on some ranks
+            assert recorder.recording is not None
             self._recordings.append(recorder.recording)
         self.steps += 1
         return len(self._recordings) >= MEASURED

@@ -25,9 +25,12 @@ from megatron_ext.runtime.recording import HostClock
 from megatron_ext.schedule.action import parse
 from megatron_ext.schedule.costs import Costs, load_costs, parse_costs
 from megatron_ext.schedule.graph import channels
+from megatron_ext.schedule.head import place_head
 from megatron_ext.schedule.kinds import Duty, Held
 from megatron_ext.schedule.registry import choose
-from megatron_ext.schedule.schedule import P2P
+from megatron_ext.schedule.schedule import P2P, Problem
+from megatron_ext.schedule.simulate import simulate
+from megatron_ext.schedule.trace import read_trace
 from scripts import benchmark_prediction
 from tests.megatron_runs import SCRIPT, Run, assert_same, losses, model_flags, train
 from tests.pipeline import test_callers as callers
@@ -70,8 +73,33 @@ def costs_in(path: Path, spec: str, ranks: int) -> Costs:
         ("zb-v", 4, 2, {}),
         ("zb-auto", 4, 2, {"tensor_model_parallel_size": 2, "pipeline_memory_limit": "1GiB"}),
         ("zb-h1", 2, 2, {"pipeline_p2p": "batched", "eval_iters": 1, "eval_interval": 2}),
+        (
+            "zb-h1",
+            2,
+            2,
+            {
+                "attention_dropout": 0.1,
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 1,
+            },
+        ),
+        (
+            "zb-h1",
+            4,
+            2,
+            {
+                "bf16": True,
+                "use_distributed_optimizer": True,
+                "overlap_grad_reduce": True,
+                "overlap_param_gather": True,
+            },
+        ),
     ],
-    ids=["1f1b", "zb-auto pp4", "zb-v dp2", "zb-auto tp2, bytes", "batched, evaluation"],
+    ids=[
+        *("1f1b", "zb-auto pp4", "zb-v dp2", "zb-auto tp2, bytes", "batched, evaluation"),
+        *("dropout, full recompute", "bf16, distributed optimizer"),
+    ],
 )
 def test_a_training_that_measures_is_the_same_to_the_last_bit(
     spec: str,
@@ -108,12 +136,34 @@ def test_a_training_that_measures_is_the_same_to_the_last_bit(
     assert all(costs.held_bytes[Held.ACTIVATION][stage] > 0 for stage in range(placement.stages))
     predictions = [line for line in said if "step predicted" in line]
     assert len(predictions) == pipeline
+    if spec in ("1f1b", "zb-h1"):  # which have one order of passes, whatever they cost
+        p2p = P2P(str(more.get("pipeline_p2p", P2P.ASYNC)))
+        again = place_head(choose(spec), Problem(placement, 8 * pipeline // ranks, costs, p2p=p2p))
+        predicted = 1e3 * simulate(again.program, again.program.problem.costs).makespan
+        said_so = re.search(r"step predicted ([\d.e+]+) ms", predictions[0])
+        assert said_so and float(said_so[1]) == pytest.approx(predicted, rel=2e-3)
     for rank, line in enumerate(predictions):
         assert re.search(
             rf"pipeline rank {rank}: step predicted [\d.e+]+ ms, measured [\d.e+]+ ms "
             r"\([+-][\d.]+%\); idle -?[\d.]+%, measured -?[\d.]+%; median of 2 steps",
             line,
         )
+
+
+def test_what_is_traced_is_what_was_asked_for(tmp_path: Path) -> None:
+    """Passes are marked in all iterations, and the trace has two of them.
+
+    One pipeline of two is traced. It once took its first iteration, which is not timed, for one
+    that is, and then waited for the other, which took one more.
+    """
+    path = tmp_path / "costs.json"
+    traced: Flags = {"pipeline_trace": tmp_path, "pipeline_trace_iters": "1:3"}
+    more: Flags = {"overlap_grad_reduce": True}
+    run(4, profiled(path, "zb-v", 2) | traced | more)
+    steps = read_trace(tmp_path)
+    assert [step.iteration for step in steps] == [1, 2]
+    assert [len(step.measured.reductions) for step in steps] == [4, 4]
+    assert path.exists()
 
 
 def test_the_commands_take_what_a_training_has_written(tmp_path: Path) -> None:
