@@ -352,17 +352,21 @@ def counted_bytes(spec: str) -> dict[str, int]:
     return {str(sample.action): sample.own for rank in ranks for sample in rank.samples}
 
 
-def test_saved_tensors_are_counted_once_and_without_what_microbatches_share() -> None:
+@pytest.mark.parametrize(("microbatches", "tensors"), [(2, 2), (1, 3)])
+def test_saved_tensors_are_counted_once_and_without_what_microbatches_share(
+    microbatches: int, tensors: int
+) -> None:
+    """With a single one there is no telling what would be shared: a mask counts, no parameter."""
     weight = torch.nn.Parameter(torch.ones(100, 100))
     mask = torch.ones(100)
     counting = SavedTensors([weight])
-    for microbatch in range(2):
+    for microbatch in range(microbatches):
         x = torch.ones(100, requires_grad=True)
         with counting.around(parse(f"0F{microbatch}")):
             y = (weight @ x * mask).exp()  # x, mask, and what exp gave
             z = (y[:50] * y[50:]).sum()  # parts of that
         z.backward()
-    assert counting.per_microbatch() == {(0, Held.ACTIVATION): 2 * 400}
+    assert counting.per_microbatch() == {(0, Held.ACTIVATION): tensors * 400}
 
 
 def test_an_allocator_tells_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
