@@ -402,7 +402,7 @@ def test_messages_are_timed_between_all_neighbours(spec: str, p2p: P2P) -> None:
         ways = channels(program.schedule)
         seconds = message_seconds(pipeline.connection, ways, (3, 8), torch.float32, HostClock())
         pipeline.step()
-        assert all(0 < each < 1 for each in seconds)
+        assert all(each > 0 for each in seconds)
         return len(seconds)
 
     expected = [2, 1, 0] if spec == "interleaved" else [1, 1, 0]
