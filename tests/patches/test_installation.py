@@ -130,6 +130,8 @@ def test_transformer_engine_is_split_from_2_8_on(
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     settings = SimpleNamespace(
         transformer_impl="transformer_engine",
+        num_experts=4,
+        moe_grouped_gemm=True,
         pipeline_model_parallel_size=2,
         virtual_pipeline_model_parallel_size=None,
     )
