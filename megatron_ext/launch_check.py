@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.config import ESTIMATE, PLAN, PipelineConfig, flag, from_argv
+from megatron_ext.config import PLAN, PROFILE, PipelineConfig, flag, from_argv
 from megatron_ext.doctor import diagnose
 from megatron_ext.findings import Finding, Verdict
 from megatron_ext.launch_paths import check_checkpoints, check_data, check_tokenizer_files
@@ -362,9 +362,10 @@ def _predict(
         f"{program.schedule.name}, {problem.microbatches} microbatches: predicted bubble "
         f"{bubble:.1%} (1f1b {report.prediction['bubble_1f1b']:.1%}), costs {costs.origin}",
     )
-    if args.num_experts is not None and spec.costs == ESTIMATE:
+    if args.num_experts is not None and spec.estimates():
         text = "the estimate takes experts for one dense layer: its times and activations are off"
-        report.add(Verdict.REMARK, "schedule", text, f"give measured ones: {flag('costs')} FILE")
+        fix = "" if spec.profile() else f"have them measured: {flag('costs')} {PROFILE}"
+        report.add(Verdict.REMARK, "schedule", text, fix)
     if getattr(args, "hybrid_layer_pattern", None) is not None:
         report.add(Verdict.REMARK, "memory", "Megatron cannot estimate that of hybrid models")
         return None

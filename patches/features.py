@@ -109,6 +109,12 @@ FEATURES = (
         _moves_first_stage,
     ),
     Feature(
+        "measured costs",
+        ("megatron.training.training_end",),
+        lambda choice: True,
+        asked_for=lambda config: config.profile() is not None,
+    ),
+    Feature(
         "vocabulary parallelism",
         ("megatron.core.models.gpt.gpt_model",),
         lambda choice: True,

@@ -224,7 +224,7 @@ def load_costs(path: Path, placement: Placement) -> Costs:
     ``f``, ``i`` and ``w`` are one figure per microbatch of a full rank, or a list of one figure per
     stage. ``bytes``, if there, maps ``activation`` and ``weight inputs`` likewise. ``head`` and
     ``embedding`` are lists as in `parse_costs`, and ``bytes`` may have ``logits``, one figure: what
-    the last stage holds beside its layers.
+    the last stage holds beside its layers. ``origin`` is a text for people.
 
     Raises:
         ValueError: no such file, not JSON, another version, lists of another length, or keys that
@@ -241,7 +241,7 @@ def load_costs(path: Path, placement: Placement) -> Costs:
     missing = _DUTY_OF.keys() - data.keys()
     if missing:
         raise ValueError(f"costs file {path} lacks {sorted(missing)}; {_EXAMPLE}")
-    known = ["version", *_DUTY_OF, "comm", "bytes", *_PARTS]
+    known = ["version", "origin", *_DUTY_OF, "comm", "bytes", *_PARTS]
     unknown = data.keys() - set(known)
     if unknown:
         raise ValueError(
@@ -267,8 +267,34 @@ def load_costs(path: Path, placement: Placement) -> Costs:
     seconds = {duty: per_stage(data[key], key) for key, duty in _DUTY_OF.items()}
     hop = data.get("comm", 0)
     _check_figures(f"{path}, comm", [hop])
-    costs = Costs(seconds, float(hop), held, origin=str(path))
+    origin = f"{path} ({data['origin']})" if "origin" in data else str(path)
+    costs = Costs(seconds, float(hop), held, origin)
     return _with_vocabulary(costs, data, float(logits), str(path))
+
+
+def save_costs(costs: Costs, path: Path) -> None:
+    """Write ``costs`` so that `load_costs` reads them. Raises OSError."""
+    assert costs.whole is None
+    layers, vocabulary = costs.without_vocabulary(), costs.vocabulary or VocabularyCosts()
+    data: dict[str, Any] = {"version": FILE_VERSION, "origin": costs.origin}
+    data |= {key: _rounded(layers.seconds[duty]) for key, duty in _DUTY_OF.items()}
+    data["comm"] = _rounded([costs.hop])[0]
+    for key in _PARTS:
+        if any(figures := getattr(vocabulary, key)):
+            data[key] = _rounded(figures)
+    if layers.held_bytes is not None:
+        data["bytes"] = {held.value: _whole(each) for held, each in layers.held_bytes.items()}
+        data["bytes"][_LOGITS] = round(vocabulary.logits_bytes)
+    lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in data.items()]
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def _rounded(figures: Sequence[float]) -> list[float]:
+    return [float(f"{figure:.6g}") for figure in figures]
+
+
+def _whole(figures: Sequence[float]) -> list[int]:
+    return [round(figure) for figure in figures]
 
 
 def _per_stage(figures: Sequence[Any], placement: Placement, what: str) -> tuple[float, ...]:

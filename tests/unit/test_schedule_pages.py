@@ -1,4 +1,4 @@
-"""What is written about the families is what they give: pictures, formulas, docs/schedules.md."""
+"""What is written about the families is what they give: pictures, formulas, the pages' tables."""
 
 from __future__ import annotations
 
@@ -146,7 +146,15 @@ def test_every_family_has_its_place_on_the_page() -> None:
         assert name == "1f1b" or f"images/{name}.svg" in page
 
 
-@pytest.mark.parametrize("page", ["schedules.md", "your-own-schedule.md"])
+PAGES = (
+    "schedules.md",
+    "vocabulary-parallelism.md",
+    "choosing-a-schedule.md",
+    "your-own-schedule.md",
+)
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_pictures_are_there_and_small(page: str) -> None:
     pictures = re.findall(r"\]\((images/.*?)\)", (DOCS / page).read_text())
     assert pictures
@@ -182,7 +190,8 @@ def test_figures_of_the_vocabulary_table(name: str) -> None:
     def costs(placement: Placement) -> Costs:
         return parse_costs("f=10,i=12,w=8,comm=1,head=20/24/16", placement)
 
-    written = {row[0]: row[1:] for row in _WAYS_ROW.findall((DOCS / "schedules.md").read_text())}
+    page = (DOCS / "vocabulary-parallelism.md").read_text()
+    written = {row[0]: row[1:] for row in _WAYS_ROW.findall(page)}
     case_of = cases(8, 32, costs, None, layers=31)
     found = []
     for way in Way:

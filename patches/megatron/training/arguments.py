@@ -14,13 +14,14 @@ from typing import Any
 
 from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 
-from megatron_ext.config import ESTIMATE, PipelineConfig, add_flags
+from megatron_ext.config import COSTS_FILE, PipelineConfig, add_flags
 from megatron_ext.errors import exit_for
 from megatron_ext.patches.engine import Patch, wrap
 from megatron_ext.patches.features import refuse, refuse_order
 from megatron_ext.patches.megatron.dimensions import dimensions_of, rates
 from megatron_ext.patches.megatron.layers import layers_of_stages
 from megatron_ext.patches.megatron.vocabulary import check_divisible
+from megatron_ext.runtime import profile
 from megatron_ext.schedule.costs import parse_costs
 from megatron_ext.schedule.estimate import ModelDimensions, estimate
 from megatron_ext.schedule.head import Placed, place_head
@@ -128,6 +129,7 @@ def check_settings(args: Any, config: PipelineConfig) -> None:
         )
     refuse(args, choice, config.vocabulary())
     _check_trace(args, config)
+    _check_profile(args, config)
     _refuse_checkpoints_of_one_placement(args, choice.place(ranks))
 
 
@@ -149,9 +151,10 @@ def problems(args: Any, config: PipelineConfig) -> list[Problem]:
     """
     ranks = args.pipeline_model_parallel_size
     placement = config.choice().place(ranks)
-    if config.costs is None or config.costs == ESTIMATE:
+    if config.estimates():
         costs = estimate(model_of(args, placement), rates())
     else:
+        assert config.costs is not None
         costs = parse_costs(config.costs, placement)
     found = []
     for microbatches in _microbatches_of_steps(args):
@@ -196,6 +199,29 @@ def _check_trace(args: Any, config: PipelineConfig) -> None:
         raise ValueError(
             f"--pipeline-trace {config.trace}: no trace can be written there: {error}"
         ) from None
+
+
+def _check_profile(args: Any, config: PipelineConfig) -> None:
+    path = config.profile()
+    if path is None:
+        return
+    if args.train_iters is not None and args.train_iters < profile.STEPS:
+        raise ValueError(
+            f"--pipeline-costs {config.costs} measures the first {profile.STEPS} training "
+            f"iterations, and --train-iters is {args.train_iters}: train longer, or give a costs "
+            f"file or 'estimate'"
+        )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"--pipeline-costs {config.costs}: no file can be written there: {error}"
+        ) from None
+    if path.is_dir():
+        raise ValueError(
+            f"--pipeline-costs {config.costs}: {path} is a folder; name a file in it, as "
+            f"profile:{path / COSTS_FILE}"
+        )
 
 
 def pad_vocabulary(args: Any) -> None:
