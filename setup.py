@@ -28,8 +28,11 @@ setup(
         "megatron": ["megatron-core[training]>=0.19,<0.20"],
         "plot": ["matplotlib"],
         "certify": ["ortools"],
+        "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10"],
         "dev": [
+            "check-jsonschema",  # GitHub's schema of workflows, for test_workflows
             "hypothesis",
+            "markdown-it-py",  # Markdown as GitHub reads it, for test_site
             "mypy>=2.4,<3",
             "pytest",
             "pytest-timeout",

@@ -191,7 +191,7 @@ def _rank(rank: int, setting: Setting, folder: str) -> None:
     os.environ |= cpu.environment({})
     torch.set_num_threads(1)
     apply(cpu.patches())
-    real_time = _before_everything_else()  # before gloo starts its threads, which inherit it
+    real_time = before_everything_else()  # before gloo starts its threads, which inherit it
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=setting.ranks)
     result: dict[str, Any] = {"steps": {}, "real_time": real_time}
@@ -275,7 +275,7 @@ def _largest(value: float) -> float:
     return float(tensor)
 
 
-def _before_everything_else() -> bool:
+def before_everything_else() -> bool:
     """Whether this rank now runs before all that is not a rank.
 
     With others in turns: under SCHED_FIFO, where a thread runs until it waits, four ranks on two

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -18,11 +19,16 @@ from rich.text import Text
 from megatron_ext.bench import DEFAULT_SCHEDULES, STEPS, Measured, Setting, draw_report, measure
 from megatron_ext.config import PipelineConfig
 from megatron_ext.schedule.certify import certify as certified
-from megatron_ext.schedule.choose import Plan, make_plan, peak
-from megatron_ext.schedule.costs import Costs, parse_costs, uniform
+from megatron_ext.schedule.choose import Candidate, Plan, Way, make_plan
+from megatron_ext.schedule.costs import parse_costs, uniform
 from megatron_ext.schedule.draw import draw, draw_plan
+from megatron_ext.schedule.estimate import GPU
+from megatron_ext.schedule.gpus import GPUS, USABLE, Gpu, parse_gpu
 from megatron_ext.schedule.limit import parse_limit
-from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.model import parse_model
+from megatron_ext.schedule.model_memory import TrainingState
+from megatron_ext.schedule.model_plan import Training
+from megatron_ext.schedule.recommendation import recommendation, slower_by
 from megatron_ext.schedule.registry import choose, entries, with_option
 from megatron_ext.schedule.report import report
 from megatron_ext.schedule.schedule import (
@@ -37,7 +43,7 @@ from megatron_ext.schedule.simulate import simulate as predict
 from megatron_ext.schedule.summary import stock_1f1b
 from megatron_ext.schedule.trace import read_trace, write_trace
 from megatron_ext.schedule.trace_report import trace_report
-from megatron_ext.schedule.vocabulary_plan import WAYS, compare_ways
+from megatron_ext.schedule.vocabulary_plan import cases, side_by_side
 
 app = typer.Typer(
     help="Better pipeline schedules for stock Megatron-LM. To train: "
@@ -61,6 +67,7 @@ CostsText = Annotated[
         "the output layer and of the embedding beside them; or a JSON file"
     ),
 ]
+UNIT = "f=1,i=1,w=1,comm=0"
 Limit = Annotated[str | None, typer.Option(help="5, 0.5x or 60GiB")]
 
 
@@ -95,7 +102,7 @@ def simulate(
     spec: Schedule,
     pp: Ranks,
     microbatches: Microbatches,
-    costs: CostsText = "f=1,i=1,w=1,comm=0",
+    costs: CostsText = UNIT,
     memory_limit: Limit = None,
     as_json: Json = False,
     vpp: Annotated[int | None, typer.Option(help="Chunks of a rank, for loops.")] = None,
@@ -185,7 +192,10 @@ def verify(file: Annotated[Path, typer.Argument(help="Compute actions, a line pe
 def plan(
     pp: Ranks,
     microbatches: Microbatches,
-    costs: CostsText = "f=1,i=1,w=1,comm=0",
+    costs: Annotated[
+        str | None,
+        typer.Option(help="As of simulate. With --model they are its times, as measured."),
+    ] = None,
     memory_limit: Limit = None,
     as_json: Json = False,
     plot: Annotated[
@@ -198,20 +208,60 @@ def plan(
             help="Of the model: compare with Megatron's redistribution, where costs have a head.",
         ),
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="layers=64,hidden=6144,heads=48,sequence=4096,vocabulary=128000 and, where they "
+            "differ, micro-batch=1,ffn=,kv-heads=,head-width=,gated=true,tied=true,recompute=true: "
+            "estimate times and count memory."
+        ),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            help=f"{', '.join(GPUS)}, or operations=400e12,bytes=40e9,memory=80GiB, as achieved. "
+            f"What takes more than {USABLE:.0%} of the memory does not fit."
+        ),
+    ] = None,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
+    dp: Annotated[int, typer.Option(min=1, help="Data-parallel ranks.")] = 1,
+    distributed_optimizer: Annotated[
+        bool,
+        typer.Option(
+            "--distributed-optimizer", help="Its states are shared by the data-parallel ranks."
+        ),
+    ] = False,
 ) -> None:
-    """Compare every schedule on one problem, and say which to take."""
-
-    def costs_on(placement: Placement) -> Costs:
-        return parse_costs(costs, placement)
-
+    """Compare every schedule for one model, and say which to take."""
+    room = None
     try:
         limit = parse_limit(memory_limit, pp, microbatches) if memory_limit else None
-        found = make_plan(pp, microbatches, costs_on, limit, _progress)
-        ways = compare_ways(found, pp, microbatches, costs_on, limit, layers, _progress)
+        if model is None:
+            if gpu is not None or tp > 1 or dp > 1 or distributed_optimizer:
+                raise ValueError(
+                    "--gpu, --tp, --dp and --distributed-optimizer say how a model is trained: "
+                    "add --model"
+                )
+            case = cases(pp, microbatches, partial(parse_costs, costs or UNIT), limit, layers)
+        else:
+            if gpu is None and costs is None:
+                raise ValueError("--model does not say how fast it runs: add --gpu, or --costs")
+            described = parse_model(model)
+            layers = described.layers
+            machine = Gpu(GPU) if gpu is None else parse_gpu(gpu)
+            room = None if machine.memory is None else USABLE * machine.memory
+            state = TrainingState(described.tied, dp if distributed_optimizer else 1)
+            measured = None if costs is None else partial(parse_costs, costs)
+            case = Training(
+                described, state, tp, pp, microbatches, machine.rates, limit, measured
+            ).case
+        found = make_plan(case, room, progress=_progress)
         if plot is not None:
             draw_plan(found, plot)
     except (ValueError, OSError) as error:
         fail(error)
+    ways = side_by_side(found)
+    recommended = recommendation(found, layers)
     if as_json:
         typer.echo(
             json.dumps(
@@ -221,6 +271,7 @@ def plan(
                     "schedules": found.reports,
                     "refused": found.refused,
                     "vocabulary": ways,
+                    "recommended": recommended,
                 },
                 indent=2,
             )
@@ -228,7 +279,9 @@ def plan(
     else:
         _print_plan(found)
         _print_ways(ways)
-    if found.choice is None:
+        if recommended is not None:
+            _print_recommended(recommended)
+    if recommended is None:
         fail(ValueError("no schedule fits; the reasons are above"))
 
 
@@ -238,23 +291,65 @@ def _progress(names: Sequence[str]) -> Iterator[str]:
 
 
 def _print_plan(found: Plan) -> None:
-    rows = [
-        {
-            "schedule": row["schedule"],
-            "makespan": row["makespan"],
-            "bubble": f"{row['bubble_share_makespan']:.1%}",
-            "span": row["span"],
-            "peak microbatches": peak(row),
-            "": "choice" if row["schedule"] == found.choice else "*" * (name in found.pareto),
-        }
-        for row in found.reports
-        for name in [row["schedule"]]
-    ]
+    """Each schedule with what is best done about the vocabulary."""
+    best = found.best_of_each
+    rows = [_plan_row(each, found) for each in best]
     if rows:
-        _print_table(rows)
+        kept = [key for key in rows[0] if any(row[key] is not None for row in rows)]
+        _print_table([{key: row[key] for key in kept} for row in rows])
         typer.echo("* none other is both faster and smaller")
-    for name, why in found.refused.items():
-        typer.echo(f"{name}: {why}", err=True)
+    shown = {each.schedule for each in best}
+    _print_refusals(
+        (name if way is Way.NAIVE else f"{name} ({_VOCABULARY[way]})", why)
+        for (name, way), why in found.refusals.items()
+        if name not in shown
+    )
+
+
+def _print_refusals(refusals: Iterable[tuple[str, str]]) -> None:
+    """One line for all that have the same reason."""
+    names: dict[str, list[str]] = {}
+    for name, why in refusals:
+        names.setdefault(why, []).append(name)
+    for why, alike in names.items():
+        typer.echo(f"{', '.join(alike)}: {why}", err=True)
+
+
+def _plan_row(candidate: Candidate, plan: Plan) -> dict[str, Any]:
+    assert plan.best is not None
+    row, fullest = candidate.report, candidate.fullest
+    is_best = candidate is plan.best
+    return {
+        "schedule": candidate.schedule,
+        "vocabulary": _VOCABULARY[candidate.way] if len(plan.ways) > 1 else None,
+        "makespan": candidate.makespan,
+        "": "" if is_best else f"+{slower_by(candidate, plan.best):.1%}",
+        "bubble": f"{row['bubble_share_makespan']:.1%}",
+        "span": row["span"],
+        "peak microbatches": candidate.peak,
+        "fullest rank": None if fullest is None else _gib(fullest),
+        " ": "choice" if is_best else "*" * (candidate in plan.front),
+    }
+
+
+_VOCABULARY = {
+    Way.NAIVE: "",
+    Way.REDISTRIBUTED: "layers moved",
+    Way.ONE: "divided: 1",
+    Way.TWO: "divided: 2",
+}
+
+
+def _print_recommended(recommended: dict[str, Any]) -> None:
+    if recommended["ranks"]:
+        typer.echo("\nmemory of the choice")
+        _print_table(
+            [
+                {"pipeline rank": rank} | {name: _gib(held) for name, held in row.items()}
+                for rank, row in enumerate(recommended["ranks"])
+            ]
+        )
+    typer.echo(f"\nwrite {' '.join(recommended['flags'])}")
 
 
 def _print_ways(ways: list[dict[str, Any]]) -> None:
@@ -264,7 +359,7 @@ def _print_ways(ways: list[dict[str, Any]]) -> None:
         "\nmakespan with the output layer and the embedding on their stages, with layers moved"
     )
     typer.echo("away from them, and with both divided over all ranks (vocabulary parallelism):")
-    names = {way: f"vocabulary {way}" if way.isdigit() else way for way in ("naive", *WAYS)}
+    names = {way: f"vocabulary {way}" if way.isdigit() else way.value for way in Way}
     _print_table(
         [
             {"schedule": row["schedule"]}
@@ -276,9 +371,11 @@ def _print_ways(ways: list[dict[str, Any]]) -> None:
             for row in ways
         ]
     )
-    for row in ways:
-        for way, why in row["refused"].items():
-            typer.echo(f"{row['schedule']}, {names[way]}: {why}", err=True)
+    _print_refusals(
+        (f"{row['schedule']} ({names[Way(way)]})", why)
+        for row in ways
+        for way, why in row["refused"].items()
+    )
 
 
 @app.command()

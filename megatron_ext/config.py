@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
 
 from megatron_ext.patches.engine import ALLOW_UNKNOWN
 from megatron_ext.schedule.registry import Choice, choose
 from megatron_ext.schedule.schedule import P2P, Offload, VocabularyParallel
 
 ESTIMATE = "estimate"
+PLAN = "plan"
+PROFILE = "profile"
+COSTS_FILE = "costs.json"  # what is written where no path is given, in the working directory
 
 _VARIABLES = "MEGATRON_EXT_"
 
@@ -37,8 +41,8 @@ class PipelineConfig:
         None,
         "SPEC",
         "Pipeline schedule: NAME[:key=value,...] (see 'megatron-ext schedules'), a CSV file of "
-        "compute actions, a row per rank, or a Python file with a family. Default: Megatron's own, "
-        "untouched.",
+        "compute actions, a row per rank, a Python file with a family, or 'plan', which chooses "
+        "one for this launch. Default: Megatron's own, untouched.",
     )
     memory_limit: str | None = _setting(
         None,
@@ -50,7 +54,9 @@ class PipelineConfig:
         ESTIMATE,
         "COSTS",
         "What passes cost: a JSON file, f=10,i=12,w=8,comm=1 (per microbatch of a rank; comm per "
-        "hop), or 'estimate' from the model's dimensions (the default).",
+        "hop), 'estimate' from the model's dimensions (the default), or 'profile' or "
+        "'profile:FILE' to measure them in the first iterations, write them to FILE (costs.json) "
+        "and use them.",
     )
     p2p: str | None = _setting(
         P2P.ASYNC.value,
@@ -99,7 +105,8 @@ class PipelineConfig:
                     f"only; add one or drop it"
                 )
         else:
-            self.choice()
+            if self.schedule != PLAN:
+                self.choice()
             messages = self.messages()
             divided = self.vocabulary() is not VocabularyParallel.NONE
             if divided and messages is P2P.BATCHED:
@@ -109,6 +116,7 @@ class PipelineConfig:
                 )
             self._check_offload()
             self.traced_iterations()
+            self.profile()
 
     def _check_offload(self) -> None:
         way = self.offload()
@@ -125,8 +133,13 @@ class PipelineConfig:
             )
 
     def choice(self) -> Choice:
-        """The chosen schedule. Raises ValueError when there is no such schedule."""
+        """The chosen schedule. Raises ValueError when there is no such schedule, or none yet."""
         assert self.schedule is not None
+        if self.schedule == PLAN:
+            raise ValueError(
+                f"the schedule {PLAN!r} is chosen from a launch line: launch with python -m "
+                f"megatron_ext SCRIPT ..., or name one; 'megatron-ext plan' tells which"
+            )
         return choose(self.schedule)
 
     def messages(self) -> P2P:
@@ -153,6 +166,25 @@ class PipelineConfig:
                 f"{flag('trace_iters')} {self.trace_iters} is no A:B with 1 <= A < B; {example}"
             )
         return range(int(first), int(end))
+
+    def profile(self) -> Path | None:
+        """Where measured costs are written to; None where none are measured.
+
+        Raises ValueError when that is an empty path.
+        """
+        way, colon, path = (self.costs or "").partition(":")
+        if way != PROFILE:
+            return None
+        if colon and not path:
+            raise ValueError(
+                f"{flag('costs')} {self.costs} names no file: write {PROFILE}:FILE, or {PROFILE} "
+                f"for {COSTS_FILE} in the working directory"
+            )
+        return Path(path or COSTS_FILE)
+
+    def estimates(self) -> bool:
+        """Whether the run begins with costs estimated from the model's dimensions."""
+        return self.costs is None or self.costs == ESTIMATE or self.profile() is not None
 
     def vocabulary(self) -> VocabularyParallel:
         """How the vocabulary is divided. Raises ValueError when there is no such way."""

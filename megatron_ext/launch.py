@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_ext.config import from_argv, settings_given
+from megatron_ext.config import PLAN, PipelineConfig, from_argv, settings_given
 from megatron_ext.errors import exit_for
 from megatron_ext.installation import install
 from megatron_ext.patches.engine import PatchError, apply
@@ -48,6 +48,9 @@ def launch(argv: Sequence[str]) -> None:
         config = from_argv(arguments)
         if not _has_gpu():
             _use_cpu()
+        if config.schedule == PLAN:
+            sys.argv += _planned(config)
+            config = from_argv(sys.argv[1:])
         if settings_given(arguments) or {"-h", "--help"} & set(arguments):
             install(config)
     except (ValueError, PatchError) as error:
@@ -58,6 +61,19 @@ def launch(argv: Sequence[str]) -> None:
     else:
         sys.path[0] = str(Path(script).resolve().parent)
         runpy.run_path(script, run_name="__main__")
+
+
+def _planned(config: PipelineConfig) -> tuple[str, ...]:
+    """The flags, for the end of the command line, that name what is to be trained under."""
+    from megatron_ext.patches.megatron.launch_plan import choose_for
+
+    is_first = os.environ.get("RANK", "0") == "0"
+    if is_first:
+        print("megatron_ext: plan compares schedules; with many ranks for minutes", flush=True)
+    chosen = choose_for(sys.argv[1:], config, int(os.environ.get("WORLD_SIZE", "1")))
+    if is_first:
+        print(f"megatron_ext: plan takes {' '.join(chosen.flags)}: {chosen.why}", flush=True)
+    return chosen.flags
 
 
 def slurm_ranks(env: Mapping[str, str]) -> dict[str, str]:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.config import ESTIMATE, PipelineConfig, flag, from_argv
+from megatron_ext.config import PLAN, PROFILE, PipelineConfig, flag, from_argv
 from megatron_ext.doctor import diagnose
 from megatron_ext.findings import Finding, Verdict
 from megatron_ext.launch_paths import check_checkpoints, check_data, check_tokenizer_files
@@ -152,7 +152,8 @@ def _check(
         raise PatchError(f"no Megatron is here to check with: {error}") from error
 
     config = report.attempt("flags", lambda: from_argv(launch.arguments)) or PipelineConfig()
-    _check_patches(report, config)
+    if config.schedule != PLAN:  # which patches it wants is seen below
+        _check_patches(report, config)
     line = report.attempt("flags", lambda: launch_line.parse(launch.arguments))
     if line is None:
         return
@@ -167,6 +168,15 @@ def _check(
         return
     ranks = _check_world_size(report, args, world_size or launch.world_size, launch_line)
     _say_what_is_assumed(report, args, launch_line)
+    if config.schedule == PLAN:
+        with launch_line.on_gpus(args):
+            chosen = report.attempt("plan", lambda: _chosen(launch.arguments, config, ranks))
+        if chosen is None:
+            return
+        text = f"takes {' '.join(chosen.flags)}: {chosen.why}"
+        report.add(Verdict.RIGHT, "plan", text)
+        config = from_argv((*launch.arguments, *chosen.flags))
+        _check_patches(report, config)
     needed = None
     with launch_line.on_gpus(args):
         stops = "Megatron stops here: mend it and check again, what comes after is not checked"
@@ -186,6 +196,12 @@ def _check(
     if prefixes is not None:
         report.findings += check_data(args, prefixes)
     report.findings += check_checkpoints(args, needed)
+
+
+def _chosen(argv: Sequence[str], config: PipelineConfig, world_size: int) -> Any:
+    from megatron_ext.patches.megatron.launch_plan import choose_for
+
+    return choose_for(argv, config, world_size)
 
 
 def _check_patches(report: Report, config: PipelineConfig) -> None:
@@ -348,13 +364,14 @@ def _predict(
         f"{program.schedule.name}, {problem.microbatches} microbatches: predicted bubble "
         f"{bubble:.1%} (1f1b {report.prediction['bubble_1f1b']:.1%}), costs {costs.origin}",
     )
-    if args.num_experts is not None and spec.costs == ESTIMATE:
+    if args.num_experts is not None and spec.estimates():
         text = "the estimate takes experts for one dense layer: its times and activations are off"
-        report.add(Verdict.REMARK, "schedule", text, f"give measured ones: {flag('costs')} FILE")
+        fix = "" if spec.profile() else f"have them measured: {flag('costs')} {PROFILE}"
+        report.add(Verdict.REMARK, "schedule", text, fix)
     if getattr(args, "hybrid_layer_pattern", None) is not None:
         report.add(Verdict.REMARK, "memory", "Megatron cannot estimate that of hybrid models")
         return None
-    model = model_bytes.bytes_of_ranks(args, placement, layers)
+    model = model_bytes.bytes_of_ranks(args, placement, layers, problem.vocabulary)
     held: list[float | None] = [None] * placement.ranks
     if costs.held_bytes is not None:
         held = [*peaks(program.schedule, in_bytes(costs))]

@@ -15,7 +15,7 @@ from megatron_ext.config import PipelineConfig
 from megatron_ext.patches import transformer_engine
 from megatron_ext.patches.engine import Patch, PatchError
 from megatron_ext.schedule.kinds import RULES, Duty
-from megatron_ext.schedule.placement import Placement, line, v
+from megatron_ext.schedule.placement import Placement, is_line_or_v
 from megatron_ext.schedule.registry import Choice, with_option
 from megatron_ext.schedule.schedule import Offload, Schedule, VocabularyParallel
 
@@ -109,6 +109,12 @@ FEATURES = (
         _moves_first_stage,
     ),
     Feature(
+        "measured costs",
+        ("megatron.training.training_end",),
+        lambda choice: True,
+        asked_for=lambda config: config.profile() is not None,
+    ),
+    Feature(
         "vocabulary parallelism",
         ("megatron.core.models.gpt.gpt_model",),
         lambda choice: True,
@@ -133,14 +139,13 @@ class Refusal:
 
     ``setting`` is its name in Megatron's arguments and configs, ``unsupported`` tells of a value
     whether it is refused (it is not called where the setting does not exist), ``instead`` what to
-    write. ``by``: which schedules refuse it; ``beside``: only among such settings.
+    write. ``by``: which schedules refuse it.
     """
 
     setting: str
     unsupported: Callable[[Any], bool]
     instead: str
     by: Callable[[Choice], bool] = lambda choice: True
-    beside: Callable[[Any], bool] = lambda settings: True
 
 
 REFUSALS = (
@@ -174,25 +179,30 @@ REFUSALS = (
         "drop --tensor-parallel-num-weight-shards",
         by=_splits,
     ),
-    Refusal(
-        "moe_grouped_gemm",
-        bool,
-        "drop --moe-grouped-gemm: the experts' linears are split one by one",
-        by=_splits,
-    ),
     *(
         Refusal(
             name,
             bool,
-            "experts of Transformer Engine's linears are untried: write --transformer-impl local, "
-            "or use 1f1b or gpipe",
+            f"drop --{name.replace('_', '-')}: the experts' weight gradients are put off weight by "
+            f"weight",
             by=_splits,
-            beside=lambda settings: getattr(settings, "transformer_impl", None) != "local",
         )
-        for name in ("num_experts", "num_moe_experts")  # an argument's name, and a config's
+        for name in ("moe_single_grouped_weight", "moe_single_grouped_bias")
+    ),
+    Refusal(
+        "use_grouped_gemm_for_shared_expert",
+        bool,
+        "drop --use-grouped-gemm-for-shared-expert: its operations are Transformer Engine's fused "
+        "ones, whose weight gradients cannot be put off",
+        by=_splits,
     ),
     Refusal("defer_embedding_wgrad_compute", bool, "drop --defer-embedding-wgrad-compute"),
     Refusal("delay_wgrad_compute", bool, "drop --delay-wgrad-compute: the schedule places W"),
+    Refusal(
+        "overlap_dispatch_backward_with_experts_wgrad",
+        bool,
+        "drop --overlap-dispatch-backward-with-experts-wgrad: the schedule places W",
+    ),
     Refusal("overlap_moe_expert_parallel_comm", bool, "drop --overlap-moe-expert-parallel-comm"),
     Refusal("hybrid_context_parallel", bool, "drop --hybrid-context-parallel"),
     Refusal(
@@ -325,7 +335,7 @@ def refuse(
     _refuse_settings(settings, choice, REFUSALS, f"--pipeline-schedule {choice.spec}")
     if vocabulary is not VocabularyParallel.NONE:
         ours = f"--pipeline-vocab-parallel {vocabulary}"
-        if placement.rank_of not in (line(placement.ranks).rank_of, v(placement.ranks).rank_of):
+        if not is_line_or_v(placement):
             raise ValueError(
                 f"{ours} does not go with --pipeline-schedule {choice.spec}, whose stages are on "
                 f"ranks {list(placement.rank_of)}: choose a schedule with one stage a rank, in "
@@ -341,7 +351,7 @@ def _refuse_settings(
     settings: Any, choice: Choice, refusals: tuple[Refusal, ...], ours: str
 ) -> None:
     for refusal in refusals:
-        if not (refusal.by(choice) and refusal.beside(settings)):
+        if not refusal.by(choice):
             continue
         value = getattr(settings, refusal.setting, None)
         if value is not None and refusal.unsupported(value):

@@ -5,20 +5,27 @@
 
 One process, one layer of Megatron's local kind, on a GPU if there is one. Whole and split backward
 take turns, so that what disturbs one disturbs the other; the ratio is that of their medians.
+
+On a CPU malloc keeps what is freed, as CUDA's caching allocator does. By default glibc hands it
+back to the system and asks for it again in the next backward, and a page fault for each 4 KiB that
+is kept for W then counts as a cost of the split: ``--hand-memory-back`` shows it.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib
 import json
 import os
 import platform
+import resource
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -37,9 +44,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--sequence", type=int, default=512, help="tokens of a microbatch")
-    parser.add_argument("--repetitions", type=int, default=40)
+    parser.add_argument("--repetitions", type=int, default=100)
+    parser.add_argument(
+        "--hand-memory-back", action="store_true", help="on a CPU, with malloc as it comes"
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     arguments = parser.parse_args(argv)
+    if not GPU and not arguments.hand_memory_back:
+        keep_memory()
     result = measure(arguments.hidden, arguments.sequence, arguments.repetitions)
     settings = {
         "hidden": arguments.hidden,
@@ -57,8 +69,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def keep_memory() -> None:
+    """Have glibc's malloc keep memory that is freed, and take none by mmap, which would not."""
+    trim_threshold, mmap_max = -1, -4  # malloc.h
+    libc = ctypes.CDLL(None)
+    assert libc.mallopt(trim_threshold, 2**31 - 1) and libc.mallopt(mmap_max, 0)
+
+
 def measure(hidden: int, sequence: int, repetitions: int) -> dict[str, float]:
-    """Median milliseconds of B, I and W, and (I + W) / B."""
+    """Median milliseconds of B, I and W, and (I + W) / B; on a CPU median page faults, too."""
     from megatron_ext.patches import engine
 
     if not GPU:
@@ -71,17 +90,29 @@ def measure(hidden: int, sequence: int, repetitions: int) -> dict[str, float]:
     layer = _layer(hidden)
     x = torch.randn(sequence, 1, hidden, device="cuda" if GPU else "cpu")
     dy = torch.randn_like(x)
-    times: dict[str, list[float]] = {"B": [], "I": [], "W": []}
+    costs: dict[str, list[Cost]] = {"B": [], "I": [], "W": []}
     for repetition in track(range(repetitions + 3), transient=True, console=Console(stderr=True)):
-        for name, seconds in (_whole(layer, x, dy) | _split(layer, x, dy)).items():
-            if repetition >= 3:
-                times[name].append(seconds)
-    median = {name: 1000 * statistics.median(each) for name, each in times.items()}
-    both = [i + w for i, w in zip(times["I"], times["W"], strict=True)]
-    return {
-        **{f"{name}, ms": round(value, 3) for name, value in median.items()},
-        "(I + W) / B": round(statistics.median(both) / statistics.median(times["B"]), 3),
+        in_turn = [_whole, _split] if repetition % 2 else [_split, _whole]
+        for backward in in_turn:
+            for name, cost in backward(layer, x, dy).items():
+                if repetition >= 3:
+                    costs[name].append(cost)
+    median = {
+        name: Cost(*map(statistics.median, zip(*each, strict=True))) for name, each in costs.items()
     }
+    both = [i.seconds + w.seconds for i, w in zip(costs["I"], costs["W"], strict=True)]
+    result = {f"{name}, ms": round(1000 * cost.seconds, 3) for name, cost in median.items()}
+    if not GPU:
+        result |= {f"{name}, page faults": cost.page_faults for name, cost in median.items()}
+    ratio = statistics.median(both) / median["B"].seconds
+    return result | {"(I + W) / B": round(ratio, 3)}
+
+
+class Cost(NamedTuple):
+    """Of one pass."""
+
+    seconds: float
+    page_faults: float
 
 
 def _layer(hidden: int) -> torch.nn.Module:
@@ -108,24 +139,24 @@ def _layer(hidden: int) -> torch.nn.Module:
     return layer.cuda() if GPU else layer
 
 
-def _whole(layer: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> dict[str, float]:
+def _whole(layer: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> dict[str, Cost]:
     y = _forward(layer, x)
-    seconds = {"B": _seconds(lambda: y.backward(dy))}
+    costs = {"B": _cost(lambda: y.backward(dy))}
     layer.zero_grad(set_to_none=False)
-    return seconds
+    return costs
 
 
-def _split(layer: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> dict[str, float]:
+def _split(layer: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> dict[str, Cost]:
     from megatron_ext.runtime.weight_gradients import queue
 
     queue.splitting = True
     y = _forward(layer, x)
     queue.splitting = False
     with queue.collecting(0, 0):
-        seconds = {"I": _seconds(lambda: y.backward(dy))}
-    seconds["W"] = _seconds(lambda: queue.run(0, 0))
+        costs = {"I": _cost(lambda: y.backward(dy))}
+    costs["W"] = _cost(lambda: queue.run(0, 0))
     layer.zero_grad(set_to_none=False)
-    return seconds
+    return costs
 
 
 def _forward(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -133,17 +164,19 @@ def _forward(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def _seconds(run: Callable[[], None]) -> float:
-    """On a CPU those of this process, as others may use the machine, too."""
-    if not GPU:
-        start = time.process_time()
+def _cost(run: Callable[[], None]) -> Cost:
+    """On a CPU the seconds of this process, as others may use the machine, too."""
+    if GPU:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
         run()
-        return time.process_time() - start
-    torch.cuda.synchronize()
-    start = time.perf_counter()
+        torch.cuda.synchronize()
+        return Cost(time.perf_counter() - start, 0)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    start = time.process_time()
     run()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
+    seconds = time.process_time() - start
+    return Cost(seconds, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults)
 
 
 if __name__ == "__main__":

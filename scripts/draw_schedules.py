@@ -1,4 +1,5 @@
-"""Draw the pictures of the documentation: each schedule beneath 1F1B at costs that show its point.
+"""Draw the pictures of the documentation: each schedule beneath 1F1B at costs that show its point,
+and all of them by time and memory.
 
 Run from anywhere, with .venv/bin/python; each picture's command is printed. Two runs write the same
 bytes, so that a picture changes when its schedule does.
@@ -68,6 +69,7 @@ def main() -> None:
             options = ["--pp", "4", "-m", "6", "--costs", HEAVY_HEAD, "--vocab-parallel", how]
             draw(f"vocabulary-{how}", options, "1f1b")
         draw("eager-1f1b", ["--pp", "4", "-m", "8", "--costs", SLOW_MESSAGES], str(own))
+    plot(["plan", "--pp", "8", "-m", "32", "--costs", USUAL], "plan")
     draw_vocabulary_sizes()
 
 
@@ -128,8 +130,13 @@ def share_of_work(
 
 def draw(name: str, options: Sequence[str], spec: str | None = None) -> None:
     """The picture of ``spec``, which is called ``name``."""
+    plot(["simulate", spec or name, *options], name)
+
+
+def plot(command: Sequence[str], name: str) -> None:
+    """The picture that ``command`` draws, called ``name``."""
     picture = IMAGES / f"{name}.svg"
-    words = ["simulate", spec or name, *options, "--plot", str(picture)]
+    words = [*command, "--plot", str(picture)]
     print("megatron-ext", *words, flush=True)
     with redirect_stdout(io.StringIO()):
         app([*words, "--json"], standalone_mode=False)

@@ -1,4 +1,4 @@
-"""Parts of docs/compatibility.md that tests write, so that they say what the tests saw."""
+"""Parts of pages that tests write, so that they say what the tests saw."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).parents[1] / "docs" / "compatibility.md"
+DOCS = Path(__file__).parents[1] / "docs"
 
 
-def check_written(part: str, text: str) -> None:
+def check_written(part: str, text: str, page: str = "compatibility.md") -> None:
     """Fail unless ``text`` stands between the marks of ``part``; then put it there."""
     begin, end = f"<!-- {part}: written by a test -->", f"<!-- end of {part} -->"
-    before, rest = DOCS.read_text().split(begin)
+    before, rest = (DOCS / page).read_text().split(begin)
     written, after = rest.split(end)
     if written.strip() != text:
-        DOCS.write_text(f"{before}{begin}\n{text}\n{end}{after}")
-        pytest.fail(f"docs/{DOCS.name} was out of date; its part {part!r} has been written anew")
+        (DOCS / page).write_text(f"{before}{begin}\n{text}\n{end}{after}")
+        pytest.fail(f"docs/{page} was out of date; its part {part!r} has been written anew")
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:

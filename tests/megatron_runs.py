@@ -334,7 +334,7 @@ def _tensors_of(
 def _shard(name: str) -> str:
     """Which part of the tensor a rank has."""
     shard = f"tp{parallel_state.get_tensor_model_parallel_rank()}"
-    if ".local_experts." in name:
+    if ".experts." in name:
         shard += f" ep{parallel_state.get_expert_model_parallel_rank()}"
     return shard
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
 
+from megatron_ext.runtime.held_bytes import HeldBytes
 from megatron_ext.runtime.recording import Recording
 from megatron_ext.schedule.action import Action
 
@@ -36,7 +39,8 @@ class Position(NamedTuple):
 class Recorder:
     """Keeps the current `Position`; marks compute for Nsight with ranges named by the actions.
 
-    While there is a ``recording``, it is told when passes begin and end.
+    While there is a ``recording``, it is told when passes begin and end; while there is a
+    ``counting``, it counts what they hold.
     """
 
     def __init__(self, rank: int) -> None:
@@ -44,13 +48,17 @@ class Recorder:
         self.position: Position | None = None  # None between steps
         self.ranges = torch.cuda.is_available()
         self.recording: Recording | None = None
+        self.counting: HeldBytes | None = None
 
     def computing(self, action: Action) -> AbstractContextManager[None]:
         """Around a pass."""
         position = Position(self.rank, action, None, time.monotonic())
+        stay = _Stay(self, position)
         if self.recording is not None:
-            return _RecordedStay(self, position, self.recording)
-        return _Stay(self, position)
+            stay = _RecordedStay(self, position, self.recording)
+        if self.counting is not None:
+            return _counted(stay, self.counting, action)
+        return stay
 
     def waiting(self, action: Action, peer: int) -> AbstractContextManager[None]:
         """Around a blocking wait for the message ``action``."""
@@ -75,6 +83,12 @@ class _Stay:
         self._recorder.position = None
         if self._recorder.ranges and self._position.peer is None:
             torch.cuda.nvtx.range_pop()
+
+
+@contextlib.contextmanager
+def _counted(stay: _Stay, counting: HeldBytes, action: Action) -> Iterator[None]:
+    with stay, counting.around(action):
+        yield
 
 
 class _RecordedStay(_Stay):

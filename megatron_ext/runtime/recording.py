@@ -91,10 +91,11 @@ class RecordedReduction:
 
 
 class Recording:
-    """One step on one rank."""
+    """One step on one rank; ``with_reductions``: also when gradients are reduced."""
 
-    def __init__(self, rank: int, clock: Clock) -> None:
+    def __init__(self, rank: int, clock: Clock, *, with_reductions: bool = True) -> None:
         self.clock = clock
+        self.with_reductions = with_reductions
         self._rank = rank
         self._passes: list[tuple[Action, Any, Any]] = []
         self._reductions: list[RecordedReduction] = []

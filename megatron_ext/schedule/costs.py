@@ -322,7 +322,7 @@ def load_costs(path: Path, placement: Placement) -> Costs:
     stage. ``bytes``, if there, maps ``activation`` and ``weight inputs`` likewise. ``head`` and
     ``embedding`` are lists as in `parse_costs`, and ``bytes`` may have ``logits``, one figure: what
     the last stage holds beside its layers. ``d2h``, ``h2d``, ``link`` and ``duplex`` are those of
-    `parse_costs`.
+    `parse_costs`, and ``origin`` is a text for people.
 
     Raises:
         ValueError: no such file, not JSON, another version, lists of another length, or keys that
@@ -339,7 +339,7 @@ def load_costs(path: Path, placement: Placement) -> Costs:
     missing = _DUTY_OF.keys() - data.keys()
     if missing:
         raise ValueError(f"costs file {path} lacks {sorted(missing)}; {_EXAMPLE}")
-    known = ["version", *_DUTY_OF, "comm", "bytes", *_PARTS, *_COPIES, *_LINK]
+    known = ["version", "origin", *_DUTY_OF, "comm", "bytes", *_PARTS, *_COPIES, *_LINK]
     unknown = data.keys() - set(known)
     if unknown:
         raise ValueError(
@@ -365,9 +365,38 @@ def load_costs(path: Path, placement: Placement) -> Costs:
     seconds = {duty: per_stage(data[key], key) for key, duty in _DUTY_OF.items()}
     hop = data.get("comm", 0)
     _check_figures(f"{path}, comm", [hop])
-    costs = Costs(seconds, float(hop), held, origin=str(path))
+    origin = f"{path} ({data['origin']})" if "origin" in data else str(path)
+    costs = Costs(seconds, float(hop), held, origin)
     costs = _with_vocabulary(costs, data, float(logits), str(path))
     return _with_host(costs, data, placement, str(path))
+
+
+def save_costs(costs: Costs, path: Path) -> None:
+    """Write ``costs`` so that `load_costs` reads them. Raises OSError."""
+    assert costs.whole is None
+    layers, vocabulary = costs.without_vocabulary(), costs.vocabulary or VocabularyCosts()
+    data: dict[str, Any] = {"version": FILE_VERSION, "origin": costs.origin}
+    data |= {key: _rounded(layers.seconds[duty]) for key, duty in _DUTY_OF.items()}
+    data["comm"] = _rounded([costs.hop])[0]
+    for key in _PARTS:
+        if any(figures := getattr(vocabulary, key)):
+            data[key] = _rounded(figures)
+    if costs.host is not None:
+        data |= {key: _rounded(costs.host.seconds[duties[0]]) for key, duties in _COPIES.items()}
+        data |= {"link": costs.host.ranks_per_link, "duplex": int(costs.host.duplex)}
+    if layers.held_bytes is not None:
+        data["bytes"] = {held.value: _whole(each) for held, each in layers.held_bytes.items()}
+        data["bytes"][_LOGITS] = round(vocabulary.logits_bytes)
+    lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in data.items()]
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def _rounded(figures: Sequence[float]) -> list[float]:
+    return [float(f"{figure:.6g}") for figure in figures]
+
+
+def _whole(figures: Sequence[float]) -> list[int]:
+    return [round(figure) for figure in figures]
 
 
 def _per_stage(figures: Sequence[Any], placement: Placement, what: str) -> tuple[float, ...]:

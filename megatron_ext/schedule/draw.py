@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.choose import Plan, peak
+from megatron_ext.schedule.choose import Candidate, Plan, Way
 from megatron_ext.schedule.kinds import RULES, Lane
 from megatron_ext.schedule.memory import in_microbatches, memory_curve
 from megatron_ext.schedule.timeline import Timeline
@@ -69,52 +69,78 @@ def draw(timelines: Sequence[Timeline], path: Path) -> None:
 
 
 def draw_plan(plan: Plan, path: Path) -> None:
-    """Write step time against peak memory of the schedules of ``plan``, and their Pareto front.
+    """Write step time against memory of the schedules of ``plan``, each with what is best done
+    about the vocabulary, and the Pareto front of all.
 
     Raises:
         ValueError: as `draw`.
     """
     figure = _figure(path, width=8, height=5)
     axes = figure.subplots()
-    for row in plan.reports:
-        name = row["schedule"]
-        colour = "#D55E00" if name in plan.pareto else "#999999"
-        axes.plot(peak(row), row["makespan"], "o", color=colour)
-    for point, names in _labels(plan).items():
+    in_bytes = any(candidate.fullest is not None for candidate in plan.candidates)
+    unit = 2**30 if in_bytes else 1
+    shown = dict.fromkeys((*plan.best_of_each, *plan.front))
+    points = {one: (one.holds / unit, one.makespan) for one in shown}
+    for way in plan.ways:
+        label: str | None = _WAYS[way][1]  # of the legend
+        for candidate, point in points.items():
+            if candidate.way is not way:
+                continue
+            colour = "#D55E00" if candidate in plan.front else "#999999"
+            axes.plot(*point, _WAYS[way][0], color=colour, linestyle="none", label=label)
+            label = None
+    for point, names in _labels(points).items():
         axes.annotate(names, point, xytext=(5, 4), textcoords="offset points", size=8)
-    front = [row for row in plan.reports if row["schedule"] in plan.pareto]
+    if len(plan.ways) > 1:
+        axes.legend(frameon=False)
+    front = plan.front[::-1]
     axes.step(
-        [peak(row) for row in reversed(front)],
-        [row["makespan"] for row in reversed(front)],
+        [candidate.holds / unit for candidate in front],
+        [candidate.makespan for candidate in front],
         where="post",
         color="#D55E00",
         linewidth=1,
     )
-    axes.set_xlabel("peak activation, microbatches of a rank")
+    axes.set_xlabel(
+        "memory of the fullest rank, GiB" if in_bytes else "peak activation, microbatches of a rank"
+    )
     axes.set_ylabel("makespan of a step")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
 
 
-def _labels(plan: Plan) -> dict[tuple[float, float], str]:
+# How a plan's points are drawn, and what the legend says.
+_WAYS = {
+    Way.NAIVE: ("o", "output layer on its stage"),
+    Way.REDISTRIBUTED: ("s", "layers moved away from it"),
+    Way.ONE: ("^", "vocabulary parallelism 1"),
+    Way.TWO: ("v", "vocabulary parallelism 2"),
+}
+
+
+def _labels(points: dict[Candidate, Pair]) -> dict[Pair, str]:
     """What to write at the last of the points that are too close for a label each."""
-    points = {row["schedule"]: (peak(row), row["makespan"]) for row in plan.reports}
-    peaks, makespans = zip(*points.values(), strict=True)
-    width = 0.06 * (max(peaks) - min(peaks))
+    if not points:
+        return {}
+    memory, makespans = zip(*points.values(), strict=True)
+    width = 0.06 * (max(memory) - min(memory))
     height = 0.03 * (max(makespans) - min(makespans))
 
-    def close(one: str, other: str) -> bool:
+    def close(one: Candidate, other: Candidate) -> bool:
         (x, y), (others_x, others_y) = points[one], points[other]
         return abs(x - others_x) <= width and abs(y - others_y) <= height
 
-    groups: list[list[str]] = []
-    for name in sorted(points, key=points.__getitem__):
-        group = next((group for group in groups if any(close(name, n) for n in group)), None)
+    groups: list[list[Candidate]] = []
+    for candidate in sorted(points, key=points.__getitem__):
+        group = next((group for group in groups if any(close(candidate, c) for c in group)), None)
         if group is None:
-            groups.append([name])
+            groups.append([candidate])
         else:
-            group.append(name)
-    return {points[group[-1]]: ", ".join(group) for group in groups}
+            group.append(candidate)
+    return {
+        points[group[-1]]: ", ".join(dict.fromkeys(each.schedule for each in group))
+        for group in groups
+    }
 
 
 def draw_bars(names: Sequence[str], ideal_and_measured: Sequence[Pair], path: Path) -> None:

@@ -66,6 +66,15 @@ class ModelDimensions:
     fused_attention: bool = True
 
 
+def weights_of_layer(model: ModelDimensions) -> int:
+    """Elements of a layer's four (or five) matrices."""
+    return (
+        model.hidden * (model.query_width + 2 * model.key_value_width)
+        + model.query_width * model.hidden
+        + (3 if model.gated else 2) * model.hidden * model.ffn_hidden
+    )
+
+
 def estimate(model: ModelDimensions, rates: Rates) -> Costs:
     """Seconds and bytes of each stage of ``model`` at ``rates``."""
     tokens = model.sequence * model.micro_batch
@@ -78,11 +87,7 @@ def estimate(model: ModelDimensions, rates: Rates) -> Costs:
         + (2 if model.gated else 1) * model.ffn_hidden
         + model.hidden
     )
-    weights = (
-        model.hidden * (model.query_width + 2 * model.key_value_width)
-        + model.query_width * model.hidden
-        + (3 if model.gated else 2) * model.hidden * model.ffn_hidden
-    )
+    weights = weights_of_layer(model)
     share = 1 / model.tensor_parallel
     products = 2 * tokens * weights * share
     core = 4 * tokens * model.sequence * model.query_width * share / 2  # causal: half the matrix

@@ -16,6 +16,7 @@ from megatron_ext.schedule.registry import Choice
 from megatron_ext.schedule.schedule import Problem, VocabularyParallel
 from megatron_ext.schedule.simulate import simulate
 from megatron_ext.schedule.verify import InvalidSchedule, Program
+from megatron_ext.schedule.vocabulary_costs import share_vocabulary
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,35 @@ def place_head(choice: Choice, problem: Problem) -> Placed:
         return Placed(at_once, head_waits=False)
     is_sooner = _makespan(later) < _makespan(at_once)
     return Placed(later, True) if is_sooner and _fits(later) else Placed(at_once, False)
+
+
+def place_again(choice: Choice, problem: Problem, before: Placed) -> Placed:
+    """`place_head` for other costs than those ``before`` was made with, or ``before``'s own order
+    of passes where that takes less time: a family that searches does not always find the best.
+
+    Raises:
+        InvalidSchedule: as `place_head`.
+    """
+    now = place_head(choice, problem)
+    if problem.vocabulary is not VocabularyParallel.NONE:
+        return now  # the rows of ``before`` have the vocabulary's passes in them
+    schedule = before.program.schedule
+    same = replace(schedule, rows=schedule.compute_rows)
+    try:
+        again = place_head(replace(choice, build=lambda problem: same), problem)
+    except InvalidSchedule:
+        return now
+    return again if _makespan(again.program) < _makespan(now.program) else now
+
+
+def costs_in(placed: Placed, costs: Costs) -> Costs:
+    """``costs`` as the passes of ``placed`` have them: the output layer's where it is placed."""
+    problem = placed.program.problem
+    if problem.vocabulary is not VocabularyParallel.NONE:
+        return share_vocabulary(costs, problem.placement, problem.vocabulary)
+    if placed.head_waits or costs.vocabulary is None:
+        return costs
+    return _with_input_gradient(costs)
 
 
 def _with_input_gradient(costs: Costs) -> Costs:

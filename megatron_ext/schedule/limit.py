@@ -32,17 +32,40 @@ class MemoryLimit:
             number = _round_up(amount)
             return f"{number} microbatch{'es' * (number != '1')}"
         amount = math.ceil(amount * _SLIGHTLY_LESS)
-        unit = max(
-            (u for u in _BYTES if _BYTES[u] <= amount), default="KiB", key=_BYTES.__getitem__
-        )
+        unit = _unit_for(amount)
         return f"{_round_up(amount / _BYTES[unit])}{unit}"
+
+    @property
+    def written(self) -> str:
+        """This limit as `parse_limit` reads it, with three decimals: bytes rounded down, and
+        microbatches up, so that thirds of one still fit."""
+        if self.bytes is None:
+            assert self.microbatches is not None
+            return _round_up(self.microbatches)
+        unit = _unit_for(self.bytes)
+        thousandths = math.floor(self.bytes / _BYTES[unit] * 1000)
+        if int((thousandths + 1) / 1000 * _BYTES[unit]) <= self.bytes:
+            thousandths += 1  # `parse_limit` rounds down itself
+        return _decimals(thousandths) + unit
+
+    def as_written(self) -> MemoryLimit:
+        """What is read where this is written."""
+        return parse_limit(self.written, ranks=1, microbatches=1)
 
 
 _SLIGHTLY_LESS = 1 - 1e-12  # a sum of shares may have come out too large by its last digit
 
 
+def _unit_for(amount: int) -> str:
+    """The largest in which ``amount`` bytes are at least 1."""
+    return max((u for u in _BYTES if _BYTES[u] <= amount), default="KiB", key=_BYTES.__getitem__)
+
+
 def _round_up(number: float) -> str:
-    thousandths = math.ceil(number * 1000 * _SLIGHTLY_LESS)
+    return _decimals(math.ceil(number * 1000 * _SLIGHTLY_LESS))
+
+
+def _decimals(thousandths: int) -> str:
     return f"{thousandths / 1000:.3f}".rstrip("0").rstrip(".")
 
 

@@ -85,6 +85,11 @@ def wave(ranks: int, *, waves: int = 2) -> Placement:
     return Placement("wave", (there + back) * waves)
 
 
+def is_line_or_v(placement: Placement) -> bool:
+    """Whether stages lie as on a `line` or a `v`, where vocabulary parallelism can be trained."""
+    return placement.rank_of in (line(placement.ranks).rank_of, v(placement.ranks).rank_of)
+
+
 def _check(number: int, what: str) -> None:
     if number < 1:
         raise ValueError(f"the number of {what} is {number}; at least one is needed")

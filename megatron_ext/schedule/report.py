@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from megatron_ext.schedule.build import build_program
@@ -19,9 +20,15 @@ def report(choice: Choice, problem: Problem) -> tuple[Program, dict[str, Any]]:
     Raises:
         InvalidSchedule: it does not solve the problem, or not within its memory limit.
     """
+    return report_of(choice, lambda: build_program(choice, problem))
+
+
+def report_of(choice: Choice, make: Callable[[], Program]) -> tuple[Program, dict[str, Any]]:
+    """`report` of the program of ``choice`` that ``make`` returns."""
     start = time.perf_counter()
-    program = build_program(choice, problem)
+    program = make()
     seconds = time.perf_counter() - start
+    problem = program.problem
     timeline = simulate(program, program.problem.costs)
     schedule = program.schedule
     return program, {

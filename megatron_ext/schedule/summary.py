@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from megatron_ext.schedule.build import build_program
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.head import Placed, costs_in
 from megatron_ext.schedule.kinds import RULES, Held, Lane
 from megatron_ext.schedule.memory import in_bytes, in_microbatches, peak_on_host, peaks
 from megatron_ext.schedule.placement import line
@@ -20,6 +23,25 @@ def stock_1f1b(problem: Problem) -> Timeline:
     costs = (problem.costs.whole or problem.costs).per_rank(problem.placement)
     on_line = Problem(line(problem.ranks), problem.microbatches, costs)
     return simulate(build_program(choose("1f1b"), on_line), costs)
+
+
+def summary_of_change(before: Placed, now: Placed, costs: Costs) -> str:
+    """What ``now``, made with the measured ``costs``, is beside ``before``, made with estimates.
+
+    Both are judged by ``costs``.
+    """
+    stock = stock_1f1b(replace(now.program.problem, costs=costs)).makespan
+
+    def promise(placed: Placed) -> str:
+        gain = stock / simulate(placed.program, costs_in(placed, costs)).makespan - 1
+        schedule = placed.program.schedule
+        return f"{gain:.1%} over 1F1B, peak {max(peaks(schedule, in_microbatches(schedule))):g}"
+
+    was = f"was {promise(before)} with estimated costs"
+    if (now.program.schedule, now.head_waits) == (before.program.schedule, before.head_waits):
+        was = "as with estimated costs"
+    name = now.program.schedule.name
+    return f"{name}, measured costs: predicted {promise(now)} microbatches ({was})"
 
 
 def summary(program: Program) -> str:

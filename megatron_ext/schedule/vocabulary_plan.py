@@ -2,79 +2,86 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from megatron_ext.schedule.choose import Plan
+from megatron_ext.schedule.choose import Case, CaseOf, Plan, Way
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.registry import choose
-from megatron_ext.schedule.report import report
-from megatron_ext.schedule.schedule import Problem, VocabularyParallel
-
-REDISTRIBUTED = "redistributed"
-WAYS = (REDISTRIBUTED, VocabularyParallel.ONE.value, VocabularyParallel.TWO.value)
+from megatron_ext.schedule.schedule import Problem
 
 
-def compare_ways(
-    plan: Plan,
+def tells_vocabulary(costs: Costs) -> bool:
+    """Whether ``costs`` tell embedding and output layer apart from the layers beside them."""
+    vocabulary = costs.vocabulary
+    return vocabulary is not None and any((*vocabulary.head, *vocabulary.embedding))
+
+
+def cases(
     ranks: int,
     microbatches: int,
     costs: Callable[[Placement], Costs],
     limit: MemoryLimit | None,
     layers: int | None = None,
-    progress: Callable[[Sequence[str]], Iterable[str]] = lambda names: names,
-) -> list[dict[str, Any]]:
-    """For each schedule of ``plan`` the makespans of ``naive``, both on their stages;
-    ``redistributed``, with fewer layers beside them (`redistribute`); vocabulary parallelism ``1``
-    and ``2``. None where there is none; ``refused`` says why.
+) -> CaseOf:
+    """The problem of each family in each way that can be told from ``costs``, for `make_plan`.
 
     Args:
-        plan: `make_plan` with the same ranks, microbatches, costs and limit.
+        costs: the costs on a placement, so that each has its own number of stages.
         layers: of the model, for the layers to be redistributed.
-
-    Returns:
-        nothing where the costs do not tell embedding and output layer apart.
     """
-    makespans = {row["schedule"]: row["makespan"] for row in plan.reports}
-    rows = []
-    for name in progress(list(makespans)):
+
+    def case(name: str, way: Way) -> Case | None:
         choice = choose(name)
         placement = choice.place(ranks)
-        problem = Problem(placement, microbatches, costs(placement), limit)
-        if problem.costs.vocabulary is None:
-            return []
-        found: dict[str, float | None] = {}
-        refused: dict[str, str] = {}
-        for way in WAYS:
-            if way == REDISTRIBUTED and layers is None:
-                continue
-            try:
-                found[way] = report(choice, _changed(problem, way, layers))[1]["makespan"]
-            except ValueError as error:
-                found[way], refused[way] = None, str(error)
-        rows.append({"schedule": name, "naive": makespans[name], **found, "refused": refused})
-    return rows
+        found = costs(placement)
+        if way is not Way.NAIVE and not tells_vocabulary(found):
+            return None
+        if way is Way.REDISTRIBUTED:
+            if layers is None:
+                return None
+            found = redistribute(found, layers)
+        return Case(
+            choice, Problem(placement, microbatches, found, limit, vocabulary=way.vocabulary)
+        )
+
+    return case
 
 
-def _changed(problem: Problem, way: str, layers: int | None) -> Problem:
-    if way == REDISTRIBUTED:
-        assert layers is not None
-        return replace(problem, costs=redistribute(problem.costs, layers))
-    return replace(problem, vocabulary=VocabularyParallel(way))
+def side_by_side(plan: Plan) -> list[dict[str, Any]]:
+    """For each schedule of ``plan`` that can run as it is the makespans of all ways, None where
+    there is none; ``refused`` says why. Nothing if there is one way only."""
+    ways = plan.ways
+    if len(ways) == 1:
+        return []
+    found = (*plan.candidates, *plan.simulated)
+    makespans = {(one.schedule, one.way): one.makespan for one in found}
+    return [
+        {
+            "schedule": name,
+            **{way.value: makespans.get((name, way)) for way in ways},
+            "refused": {
+                way.value: plan.refusals[name, way]
+                for way in ways
+                if (name, way) in plan.refusals and (name, way) not in makespans
+            },
+        }
+        for row in plan.reports
+        for name in [row["schedule"]]
+    ]
 
 
-def redistribute(costs: Costs, layers: int) -> Costs:
-    """``costs`` of ``layers`` equal layers, as Megatron spreads them when the output layer counts
-    as one (``--account-for-loss-in-pipeline-split``), and the embedding too if only then they
-    divide (``--account-for-embedding-in-pipeline-split``).
+def redistributed_layers(layers: int, stages: int) -> list[int]:
+    """``layers`` on each stage, as Megatron spreads them when the output layer counts as one
+    (``--account-for-loss-in-pipeline-split``), and the embedding too if only then they divide
+    (``--account-for-embedding-in-pipeline-split``).
 
     Raises:
         ValueError: they do not divide.
     """
-    stages = costs.stages
     for embeddings in (0, 1):
         each, left = divmod(layers + 1 + embeddings, stages)
         if not left:
@@ -87,6 +94,17 @@ def redistribute(costs: Costs, layers: int) -> Costs:
     counts = [each] * stages
     counts[0] -= embeddings
     counts[-1] -= 1
+    return counts
+
+
+def redistribute(costs: Costs, layers: int) -> Costs:
+    """``costs`` of ``layers`` equal layers with as many on each stage as Megatron puts there
+    (`redistributed_layers`).
+
+    Raises:
+        ValueError: they do not divide.
+    """
+    counts = redistributed_layers(layers, costs.stages)
     alone = costs.without_vocabulary()
 
     def spread(figures: tuple[float, ...]) -> tuple[float, ...]:

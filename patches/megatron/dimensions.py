@@ -14,19 +14,25 @@ from megatron_ext.schedule.estimate import CPU, GPU, ModelDimensions, Rates, est
 def estimated_costs(
     settings: Any, layers: Sequence[int], sequence: int, micro_batch: int, vocabulary: int
 ) -> Costs:
-    """Costs from the dimensions that ``settings`` tells of.
+    """Costs from the dimensions that ``settings`` tells of (`dimensions_of`)."""
+    return estimate(dimensions_of(settings, layers, sequence, micro_batch, vocabulary), rates())
+
+
+def dimensions_of(
+    settings: Any, layers: Sequence[int], sequence: int, micro_batch: int, vocabulary: int
+) -> ModelDimensions:
+    """The model that ``settings`` tells of.
 
     Args:
         settings: Megatron's parsed arguments or a TransformerConfig; they share these names.
         layers: transformer layers of each stage.
         sequence: tokens of a sample on this rank, micro_batch: samples of a microbatch.
-        vocabulary: rows of the output layer on this rank.
+        vocabulary: rows of the output layer, on all tensor-parallel ranks together.
     """
-    tensor_parallel = settings.tensor_model_parallel_size
     heads = settings.num_attention_heads
     head_width = settings.kv_channels or settings.hidden_size // heads
     gated = getattr(settings, "gated_linear_unit", False) or getattr(settings, "swiglu", False)
-    dimensions = ModelDimensions(
+    return ModelDimensions(
         layers=tuple(layers),
         hidden=settings.hidden_size,
         ffn_hidden=settings.ffn_hidden_size or 4 * settings.hidden_size,
@@ -37,7 +43,7 @@ def estimated_costs(
         sequence=sequence,
         micro_batch=micro_batch,
         vocabulary=vocabulary,
-        tensor_parallel=tensor_parallel,
+        tensor_parallel=settings.tensor_model_parallel_size,
         element_bytes=2 if settings.bf16 or settings.fp16 else 4,
         recompute=settings.recompute_granularity == "full",
         recompute_modules=frozenset(
@@ -47,7 +53,6 @@ def estimated_costs(
         ),
         fused_attention=getattr(settings, "transformer_impl", "") == "transformer_engine",
     )
-    return estimate(dimensions, rates())
 
 
 def rates() -> Rates:

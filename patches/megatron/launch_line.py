@@ -29,8 +29,9 @@ from megatron_ext.config import PipelineConfig, add_flags
 from megatron_ext.patches import transformer_engine
 from megatron_ext.patches.engine import Patch, apply, replace
 from megatron_ext.patches.megatron.core.transformer import transformer_config
-from megatron_ext.patches.megatron.training.arguments import add_virtual_stages
+from megatron_ext.patches.megatron.training.arguments import add_virtual_stages, pad_vocabulary
 from megatron_ext.schedule.estimate import GPU
+from megatron_ext.schedule.schedule import VocabularyParallel
 
 # Fusions for whose kernels Megatron looks where Transformer Engine should be.
 _LOOKED_FOR = ("apply_rope_fusion", "moe_permute_fusion")
@@ -232,6 +233,32 @@ def load_tokenizer(args: Any) -> int:
     with _as_value_error():
         build_tokenizer(args)
     return int(args.padded_vocab_size or 0)
+
+
+def count_tokens(args: Any) -> int | None:
+    """The tokenizer's vocabulary, not padded; None if no tokenizer can be built."""
+    args = copy.copy(args)
+    args.rank = 0
+    try:
+        with _as_value_error():
+            return int(build_tokenizer(args).vocab_size)
+    except ValueError:
+        return None
+
+
+def settle_vocabulary(args: Any, config: PipelineConfig, tokens: int | None) -> None:
+    """Give validated ``args`` the padded vocabulary that they will have in a run with so many
+    ``tokens``; None leaves it unknown.
+
+    Raises:
+        ValueError: it cannot be divided as ``config`` wants.
+    """
+    with _as_value_error():
+        if config.vocabulary() is not VocabularyParallel.NONE:
+            pad_vocabulary(args)
+    if args.padded_vocab_size is None and tokens is not None:
+        multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+        args.padded_vocab_size = -(-tokens // multiple) * multiple
 
 
 def data_prefixes(args: Any) -> list[str]:

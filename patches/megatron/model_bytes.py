@@ -10,9 +10,15 @@ from typing import Any
 from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
 from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.schedule import VocabularyParallel
 
 
-def bytes_of_ranks(args: Any, placement: Placement, layers: Sequence[int]) -> list[float]:
+def bytes_of_ranks(
+    args: Any,
+    placement: Placement,
+    layers: Sequence[int],
+    vocabulary: VocabularyParallel = VocabularyParallel.NONE,
+) -> list[float]:
     """Bytes of parameters, gradients and optimizer states on each pipeline rank.
 
     Megatron counts for bf16 training with fp32 gradients and AdamW: 18 bytes a parameter, of which
@@ -24,14 +30,15 @@ def bytes_of_ranks(args: Any, placement: Placement, layers: Sequence[int]) -> li
         layers: transformer layers of each stage.
     """
     first_layer = [0, *accumulate(layers)]
-    return [
-        float(
-            compute_weight_and_optimizer_memory(
-                _model_of(args, placement, stages, [range(*first_layer[s : s + 2]) for s in stages])
-            )
-        )
-        for stages in placement.stages_of
-    ]
+    found = []
+    for stages in placement.stages_of:
+        of_rank = [range(*first_layer[s : s + 2]) for s in stages]
+        model = _model_of(args, placement, stages, of_rank)
+        if vocabulary is not VocabularyParallel.NONE:
+            model.padded_vocab_size = (args.padded_vocab_size or 0) // placement.ranks
+            model.untie_embeddings_and_output_weights = args.untie_embeddings_and_output_weights
+        found.append(float(compute_weight_and_optimizer_memory(model)))
+    return found
 
 
 def checkpoint_bytes(args: Any, placement: Placement, layers: Sequence[int]) -> float | None:

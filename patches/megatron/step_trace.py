@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_ext.patches.megatron.writers import current_iteration, log, log_interval
 from megatron_ext.runtime.clocks import clock_offsets
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.recording import Recording, clock_of
@@ -34,22 +34,23 @@ class StepTrace:
         self._iteration = 0
         self._latest = 0  # iteration that was written: Megatron can run one a second time
         self._file: TraceFile | None = None
+        self._recording: Recording | None = None  # of the step that runs, if it is traced
 
     def begin(self, pipeline: dist.ProcessGroup, recorder: Recorder) -> None:
         """Before the passes of a training step: record them, if they are to be."""
         self._calls += 1
-        self._iteration = _megatrons_iteration() or self._calls
+        self._iteration = current_iteration() or self._calls
         is_wanted = self._iteration in self._iterations and self._iteration > self._latest
         if is_wanted and dist.get_world_size() - 1 in dist.get_process_group_ranks(pipeline):
             device = torch.device(torch.cuda.current_device())
-            recorder.recording = Recording(recorder.rank, clock_of(device))
+            recorder.recording = self._recording = Recording(recorder.rank, clock_of(device))
 
-    def end(self, pipeline: dist.ProcessGroup, recorder: Recorder, program: Program) -> None:
+    def end(self, pipeline: dist.ProcessGroup, program: Program) -> None:
         """After a training step, with its reductions: write it, if it was recorded.
 
         Collective over ``pipeline`` then.
         """
-        recording, recorder.recording = recorder.recording, None
+        recording, self._recording = self._recording, None
         if recording is None:
             return
         self._latest = self._iteration
@@ -89,21 +90,9 @@ def _on_one_clock(program: Program, recorded: list[_Recorded], offsets: list[flo
     return Timeline(program.schedule, tuple(events), tuple(reductions))
 
 
-def _megatrons_iteration() -> int | None:
-    """The iteration as Megatron's log will count it; None where its training loop does not run."""
-    iteration: int | None = getattr(_megatrons("_GLOBAL_ARGS"), "curr_iteration", None)
-    return None if iteration is None else iteration + 1
-
-
-def _megatrons(name: str) -> Any:
-    """A global of Megatron's training; None where nobody has imported or initialised that."""
-    return getattr(sys.modules.get("megatron.training.global_vars"), name, None)
-
-
 def _log(step: TracedStep) -> None:
-    """What Megatron's own writers are told, where it has any, as often as it tells them."""
-    every = getattr(_megatrons("_GLOBAL_ARGS"), "tensorboard_log_interval", 1)
-    if step.iteration % every:
+    """What Megatron's own writers are told, as often as it tells them."""
+    if step.iteration % log_interval():
         return
     figures = {
         "pipeline/bubble share": step.measured.bubble_share_makespan,
@@ -111,10 +100,4 @@ def _log(step: TracedStep) -> None:
         "pipeline/step seconds": step.measured.makespan,
         "pipeline/step seconds, predicted": step.predicted.makespan,
     }
-    tensorboard = _megatrons("_GLOBAL_TENSORBOARD_WRITER")
-    wandb = _megatrons("_GLOBAL_WANDB_WRITER")
-    if tensorboard is not None:
-        for name, figure in figures.items():
-            tensorboard.add_scalar(name, figure, step.iteration)
-    if wandb is not None:
-        wandb.log(figures, step.iteration)
+    log(figures, step.iteration)

@@ -24,8 +24,8 @@ from megatron_ext.schedule.build import build_program
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.registry import choose
 from megatron_ext.schedule.schedule import Offload, Problem
-from tests.gpu.one_gpu import Seen, on_rank
-from tests.gpu.test_one_gpu import ON_GPU, SHAPES, TOLERANCE, expected_peaks
+from tests.gpu.small_stages import SHAPES, TOLERANCE, Seen, expected_peaks, on_rank
+from tests.gpu.test_one_gpu import ON_GPU
 from tests.ranks import run_ranks, values
 
 CASES = [

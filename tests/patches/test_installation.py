@@ -28,7 +28,7 @@ def test_every_binding_is_changed_and_put_back() -> None:
     from megatron.training import training
 
     stock = schedules.get_forward_backward_func
-    with megatron_ext.install(schedule="zb-v", vocab_parallel="1"):
+    with megatron_ext.install(schedule="zb-v", costs="profile", vocab_parallel="1"):
         assert schedules.get_forward_backward_func is not stock
         for module in (pipeline_parallel, training):
             assert module.get_forward_backward_func is schedules.get_forward_backward_func
@@ -60,6 +60,7 @@ def test_an_unknown_megatron_is_refused_whole(monkeypatch: pytest.MonkeyPatch) -
 
     stock = schedules.get_forward_backward_func
     monkeypatch.setattr(schedules, "forward_step", forward_step)
+    monkeypatch.delenv(ALLOW_UNKNOWN, raising=False)  # the nightly run sets it
     with pytest.raises(PatchError, match=rf"schedules:forward_step has source.*{ALLOW_UNKNOWN}=1"):
         megatron_ext.install(schedule="1f1b")
     assert schedules.get_forward_backward_func is stock
@@ -130,6 +131,8 @@ def test_transformer_engine_is_split_from_2_8_on(
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     settings = SimpleNamespace(
         transformer_impl="transformer_engine",
+        num_experts=4,
+        moe_grouped_gemm=True,
         pipeline_model_parallel_size=2,
         virtual_pipeline_model_parallel_size=None,
     )

@@ -21,6 +21,7 @@ from megatron_ext.patches.engine import applied
 from megatron_ext.patches.megatron import launch_line
 from megatron_ext.patches.megatron.model_bytes import bytes_of_ranks
 from megatron_ext.schedule.placement import line, v
+from megatron_ext.schedule.schedule import VocabularyParallel
 from tests.megatron_runs import SCRIPT, model_flags
 
 FLAGS = {
@@ -252,6 +253,10 @@ def test_ranks_share_the_model(untied: bool, experts: int | None) -> None:
     args.untie_embeddings_and_output_weights = untied
     on_line = bytes_of_ranks(args, line(4), [2, 2, 2, 2])
     on_v = bytes_of_ranks(args, v(4), [1] * 8)
+    divided = bytes_of_ranks(args, v(4), [1] * 8, VocabularyParallel.TWO)
+    assert divided[0] == divided[1] == divided[2] == divided[3]
+    tables = 2 if untied else 1
+    assert sum(divided) == pytest.approx(sum(on_v) - (2 - tables) * 18 * 128 * args.hidden_size)
     args.pipeline_model_parallel_size = args.world_size = 1
     args.untie_embeddings_and_output_weights = True
     whole = compute_weight_and_optimizer_memory(args) + 3 * 18 * 2 * args.hidden_size

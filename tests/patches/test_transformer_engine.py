@@ -10,7 +10,7 @@ import contextlib
 import functools
 import gc
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -32,6 +32,7 @@ from tests.ranks import run_ranks, values
 
 ROWS, WIDTH, WIDER = 6, 8, 12
 MICROBATCHES = 3
+ALIKE = (ROWS,) * MICROBATCHES  # rows of each microbatch
 BF16 = {"device": "cpu", "params_dtype": torch.bfloat16}
 
 Te = Any  # transformer_engine.pytorch
@@ -49,6 +50,8 @@ LAYERS: dict[str, Layer] = {
     ),
     "GroupedLinear": lambda te, **options: te.GroupedLinear(2, WIDTH, WIDER, **BF16, **options),
 }
+
+HOW = ("grad", "main_grad", "fused")  # weight gradients are added up
 
 CASES: dict[str, Callable[[Te], None]] = {}
 
@@ -112,12 +115,12 @@ class Split:
         self._handle.undo()
 
 
-def inputs() -> Iterator[tuple[Tensor, Tensor]]:
+def inputs(rows: Sequence[int] = ALIKE) -> Iterator[tuple[Tensor, Tensor]]:
     """x and the seed of dy for each microbatch, the same at each call."""
     generator = torch.Generator().manual_seed(1)
-    for _ in range(MICROBATCHES):
-        x = torch.randn(ROWS, WIDTH, generator=generator).bfloat16().requires_grad_()
-        yield x, torch.randn(ROWS, WIDER, generator=generator).bfloat16()
+    for count in rows:
+        x = torch.randn(count, WIDTH, generator=generator).bfloat16().requires_grad_()
+        yield x, torch.randn(count, WIDER, generator=generator).bfloat16()
 
 
 def forward(layer: torch.nn.Module, x: Tensor) -> Tensor:
@@ -174,19 +177,19 @@ def assert_same(ours: dict[str, Tensor | None], stock: dict[str, Tensor | None])
             assert torch.equal(found, expected), f"{name} differs"
 
 
-def whole(layer: torch.nn.Module) -> list[Tensor]:
+def whole(layer: torch.nn.Module, rows: Sequence[int] = ALIKE) -> list[Tensor]:
     """Microbatches forwards and backwards, as 1F1B has them; the inputs' gradients."""
     made = []
-    for x, dy in inputs():
+    for x, dy in inputs(rows):
         backward(forward(layer, x), dy)
         assert x.grad is not None
         made.append(x.grad)
     return made
 
 
-def split(layer: torch.nn.Module) -> list[Tensor]:
+def split(layer: torch.nn.Module, rows: Sequence[int] = ALIKE) -> list[Tensor]:
     """The same under a splitting schedule, each W after the next microbatch's I."""
-    pairs = list(inputs())
+    pairs = list(inputs(rows))
     outputs = [forward(layer, x) for x, _ in pairs]
     for microbatch, (_, dy) in enumerate(pairs):
         with queue.collecting(0, microbatch):
@@ -198,7 +201,7 @@ def split(layer: torch.nn.Module) -> list[Tensor]:
     return [x.grad for x, _ in pairs if x.grad is not None]
 
 
-@case_for(*[(name, how) for name in LAYERS for how in ("grad", "main_grad", "fused")])
+@case_for(*[(name, how) for name in LAYERS for how in HOW])
 def gradients_are_stocks(te: Te, name: str, how: str) -> None:
     stock, ours = same_layers(te, name, fuse_wgrad_accumulation=how == "fused")
     if how != "grad":
@@ -207,6 +210,26 @@ def gradients_are_stocks(te: Te, name: str, how: str) -> None:
     expected = whole(stock)
     with Split():
         found = split(ours)
+    assert all(map(torch.equal, found, expected))
+    assert_same(gradients(ours), gradients(stock))
+
+
+@case_for(*[(name, how) for name in ("Linear", "GroupedLinear") for how in HOW])
+def experts_may_get_no_tokens(te: Te, name: str, how: str) -> None:
+    """A GroupedLinear is as many experts, a Linear is one; a rank's may get nothing at all."""
+    tokens = ([ROWS, 0], [0, 0], [1, ROWS - 1])
+    rows = [sum(each) for each in tokens]
+    stock, ours = same_layers(te, name, fuse_wgrad_accumulation=how == "fused")
+    if how != "grad":
+        with_main_grad(stock)
+        with_main_grad(ours)
+    if name == "GroupedLinear":
+        for layer in (stock, ours):
+            plain, splits = layer.forward, iter(tokens)
+            layer.forward = lambda x, *unused, plain=plain, splits=splits: plain(x, next(splits))
+    expected = whole(stock, rows)
+    with Split():
+        found = split(ours, rows)
     assert all(map(torch.equal, found, expected))
     assert_same(gradients(ours), gradients(stock))
 

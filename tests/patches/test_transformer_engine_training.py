@@ -16,9 +16,10 @@ import pytest
 import torch
 from megatron.core import utils
 from megatron.core.extensions import transformer_engine as extension
-from megatron.core.models.gpt import GPTModel
+from megatron.core.extensions import transformer_engine_spec_provider as provider
+from megatron.core.models.gpt import GPTModel, moe_module_specs
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel import layers
+from megatron.core.tensor_parallel import layers, random
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -33,13 +34,20 @@ from tests.ranks import run_ranks, values
 OLDEST, *_, NEWEST = on_cpu.VERSIONS
 
 
-def spec() -> ModuleSpec:
-    """A layer whose linear layers are Transformer Engine's, with the norms in front of them."""
+def spec(experts: int | None, grouped: bool) -> ModuleSpec:
+    """A layer whose linear layers are Transformer Engine's, with the norms in front of them; the
+    norm in front of experts is a local one."""
     made = get_gpt_layer_local_spec()
     parts, attention = made.submodules, made.submodules.self_attention.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
+    parts.input_layernorm = IdentityOp
     attention.linear_qkv = extension.TELayerNormColumnParallelLinear
     attention.linear_proj = extension.TERowParallelLinear
+    if experts is not None:
+        parts.mlp = moe_module_specs.get_moe_module_spec_for_backend(
+            provider.TESpecProvider(), num_experts=experts, moe_grouped_gemm=grouped
+        )
+        return made
+    parts.pre_mlp_layernorm = IdentityOp
     parts.mlp = functools.partial(
         MLP.as_mlp_submodule,
         submodules=MLPSubmodules(
@@ -52,6 +60,7 @@ def spec() -> ModuleSpec:
 
 def provide(
     fused: bool,
+    grouped: bool,
     pre_process: bool = True,
     post_process: bool = True,
     vp_stage: int | None = None,
@@ -64,10 +73,12 @@ def provide(
     args = get_args()
     config = config or core_transformer_config_from_args(args)
     config.gradient_accumulation_fusion = fused
+    if grouped:  # its flag wants --moe-grouped-gemm, which a machine without a GPU refuses
+        config.recompute_modules = ["moe_act"]
     with mock.patch.object(torch.cuda, "is_available", lambda: True):
         return GPTModel(
             config,
-            spec(),
+            spec(config.num_moe_experts, grouped),
             vocab_size=args.padded_vocab_size,
             max_sequence_length=args.max_position_embeddings,
             pre_process=pre_process,
@@ -88,12 +99,35 @@ def use_transformer_engine(version: str) -> None:
     torch.cuda.is_available = lambda: False  # else ranks would look for NCCL
     utils._te_version = None
     importlib.reload(extension)
+    importlib.reload(provider)
+    for module, name in (
+        ("distributed", "activation_recompute_forward"),
+        ("fp8", "FP8GlobalStateManager"),
+        ("fp8", "fp8_autocast"),
+    ):
+        found = getattr(importlib.import_module(f"transformer_engine.pytorch.{module}"), name)
+        setattr(random, name, found)
     kernels = SimpleNamespace(wgrad_gemm_accum_fp32=add_product, wgrad_gemm_accum_fp16=add_product)
     layers.fused_weight_gradient_mlp_cuda = kernels
     layers._grad_accum_fusion_available = True
 
 
 OVERLAPPED: dict[str, object] = {"bf16": True, "overlap_grad_reduce": True}
+LOOP: dict[str, object] = {
+    **OVERLAPPED,
+    "num_virtual_stages_per_pipeline_rank": 2,
+    "use_distributed_optimizer": True,
+    "overlap_param_gather": True,
+}
+EXPERTS: dict[str, object] = {
+    "expert_model_parallel_size": 2,
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 32,
+    "moe_aux_loss_coeff": 1e-2,
+    "moe_token_dispatcher_type": "alltoall",
+    "disable_bias_linear": True,
+}
 
 # the number of ranks, our schedule, flags of both
 SETTINGS: dict[str, tuple[int, str, dict[str, object]]] = {
@@ -116,36 +150,59 @@ SETTINGS: dict[str, tuple[int, str, dict[str, object]]] = {
     "loop, distributed optimizer, fused": (
         4,
         "interleaved-zb",
+        LOOP,
+    ),
+    "experts one by one": (4, "zb-h1", EXPERTS),
+    "experts one by one, overlapped, fused": (4, "zb-h1", EXPERTS | OVERLAPPED),
+    "experts, grouped": (4, "zb-h1", EXPERTS),
+    "experts, grouped, biases, recompute": (
+        4,
+        "zb-h1",
         {
-            **OVERLAPPED,
-            "num_virtual_stages_per_pipeline_rank": 2,
-            "use_distributed_optimizer": True,
-            "overlap_param_gather": True,
+            **EXPERTS,
+            "disable_bias_linear": None,
+            "no_bias_dropout_fusion": True,
+            "no_bias_gelu_fusion": True,
+            "recompute_granularity": "selective",
         },
+    ),
+    "experts, grouped, shared, loop, distributed optimizer, fused": (
+        4,
+        "interleaved-zb",
+        {**EXPERTS, **LOOP, "moe_shared_expert_intermediate_size": 32},
     ),
 }
 
 
 @pytest.mark.parametrize(
     ("version", "setting"),
-    [(OLDEST, "overlapped"), *((NEWEST, setting) for setting in SETTINGS)],
+    [
+        (OLDEST, "overlapped"),
+        (OLDEST, "experts, grouped, biases, recompute"),
+        *((NEWEST, setting) for setting in SETTINGS),
+    ],
 )
-def test_training_is_stocks_to_the_last_bit(version: str, setting: str) -> None:
+def test_training_is_stocks_to_the_last_bit(
+    version: str, setting: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     on_cpu.fetch(version)  # here, where a test can be skipped
     ranks, schedule, given = SETTINGS[setting]
     flags = {"pipeline_model_parallel_size": 2, "train_iters": 3, **given}
-    provider = functools.partial(provide, "fused" in setting)
+    build = functools.partial(provide, "fused" in setting, "grouped" in setting)
 
     def both(rank: int) -> tuple[list[Run], list[Run]]:
         use_transformer_engine(version)
-        reference = train(ranks, model_flags(**flags), model_provider=provider)
-        ours = model_flags(**flags, pipeline_schedule=schedule)
-        return train(ranks, ours, model_provider=provider), reference
+        reference = train(ranks, model_flags(**flags), model_provider=build)
+        ours = model_flags(**flags, pipeline_schedule=schedule, pipeline_report_split=True)
+        return train(ranks, ours, model_provider=build), reference
 
     ((runs, reference),) = values(run_ranks(1, both, timeout=280, connect=False))
     assert len(losses(runs)) == 3
     assert {run.schedule for run in runs} == {"PipelineStep"}
     assert_same(runs, reference)
+    reports = [line for line in capfd.readouterr().out.splitlines() if "without a W" in line]
+    assert len(reports) == flags["pipeline_model_parallel_size"]
+    assert not any("linear" in report for report in reports), reports
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "1f1b"])

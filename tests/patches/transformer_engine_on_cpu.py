@@ -25,7 +25,12 @@ from torch import Tensor
 
 from tests.fetched import fetched
 
-VERSIONS = ("2.8.0", "2.12.0", "2.20.2")
+# The nightly workflow adds what has come out since.
+VERSIONS = tuple(
+    dict.fromkeys(
+        ("2.8.0", "2.12.0", "2.20.2", os.environ.get("NEWEST_TRANSFORMER_ENGINE", "2.20.2"))
+    )
+)
 
 
 def fetch(version: str) -> Path:
@@ -56,6 +61,7 @@ def load(folder: Path) -> Any:
     for name, meaning in cuda.items():
         setattr(torch.cuda, name, meaning)
     torch.Tensor.is_cuda = property(lambda tensor: True)  # type: ignore[assignment]
+    torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[assignment]
     common: Any = importlib.import_module("transformer_engine.common")
     common.load_framework_extension = lambda framework: None
     return importlib.import_module("transformer_engine.pytorch")
@@ -209,7 +215,7 @@ def _multiply(a: Tensor, transpose_a: bool, b: Tensor, transpose_b: bool) -> Ten
     """All but the last dimension are one; they are b's afterwards, unless b is transposed."""
     rows, columns = b.reshape(-1, b.shape[-1]), a.reshape(-1, a.shape[-1])
     made = (rows.t() if transpose_b else rows) @ (columns.t() if transpose_a else columns)
-    return made if transpose_b else made.reshape(*b.shape[:-1], -1)
+    return made if transpose_b else made.reshape(*b.shape[:-1], made.shape[-1])
 
 
 def _write(made: Tensor, out: Tensor | None, accumulate: bool, dtype: Any) -> Tensor:

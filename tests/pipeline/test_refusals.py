@@ -74,6 +74,22 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
         {"pipeline_trace": "/dev/null/no", "pipeline_trace_iters": "5:6"},
         "--pipeline-trace /dev/null/no: no trace can be written there",
     ),
+    "a training too short to measure costs in": (
+        {"pipeline_costs": "profile", "train_iters": 3},
+        "--pipeline-costs profile measures the first 4 training iterations, and --train-iters is 3",
+    ),
+    "costs that cannot be written": (
+        {"pipeline_costs": "profile:/dev/null/no/costs.json"},
+        "--pipeline-costs profile:/dev/null/no/costs.json: no file can be written there",
+    ),
+    "costs written to a folder": (
+        {"pipeline_costs": "profile:/tmp"},
+        "/tmp is a folder; name a file in it, as profile:/tmp/costs.json",
+    ),
+    "costs written to nowhere": (
+        {"pipeline_costs": "profile:"},
+        "--pipeline-costs profile: names no file: write profile:FILE",
+    ),
     "delayed weight gradients": (
         {"defer_embedding_wgrad_compute": True, "untie_embeddings_and_output_weights": True},
         "does not go with",

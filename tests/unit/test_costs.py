@@ -210,7 +210,10 @@ def test_the_vocabulary_from_a_file(tmp_path: Path) -> None:
         ({"f": 1, "i": 1, "w": 1}, '"version": 1 is expected at the top'),
         (GOOD_FILE | {"version": 2}, '"version": 1 is expected at the top'),
         ({"version": 1, "f": 1, "w": 1}, f"lacks ['i']; {HOW}"),
-        (GOOD_FILE | {"com": 1}, "has unknown ['com']; known are version, f, i, w, comm, bytes"),
+        (
+            GOOD_FILE | {"com": 1},
+            "has unknown ['com']; known are version, origin, f, i, w, comm, bytes",
+        ),
         (GOOD_FILE | {"i": [1, 2, 3]}, "i: 3 figures for 2 stages"),
         (GOOD_FILE | {"i": [1, -2]}, "i: -2 is no cost; costs are finite and >= 0"),
         (GOOD_FILE | {"f": "10"}, "f: '10' is no cost"),

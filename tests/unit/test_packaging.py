@@ -112,7 +112,7 @@ def test_base_package_needs_numpy_and_typer_only(wheel: Path) -> None:
     required = re.findall(r"^Requires-Dist: (.+)$", metadata, re.MULTILINE)
     assert sorted(line for line in required if "extra ==" not in line) == ["numpy", "typer"]
     extras = re.findall(r"^Provides-Extra: (.+)$", metadata, re.MULTILINE)
-    assert sorted(extras) == ["certify", "dev", "megatron", "plot"]
+    assert sorted(extras) == ["certify", "dev", "docs", "megatron", "plot"]
     # PyPI's apex is another project than NVIDIA's.
     assert not [line for line in required if re.match(r"(nvidia[-_])?apex\b", line)]
     assert "Requires-Python: >=3.12" in metadata

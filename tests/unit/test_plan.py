@@ -11,22 +11,22 @@ import pytest
 
 from megatron_ext.schedule.build import build_program
 from megatron_ext.schedule.choose import Plan, make_plan, peak
-from megatron_ext.schedule.costs import VocabularyCosts, uniform
+from megatron_ext.schedule.costs import Costs, VocabularyCosts, parse_costs, uniform
 from megatron_ext.schedule.draw import draw_plan
 from megatron_ext.schedule.kinds import Duty
 from megatron_ext.schedule.limit import MemoryLimit
-from megatron_ext.schedule.placement import line
+from megatron_ext.schedule.placement import Placement, line
 from megatron_ext.schedule.registry import choose, entries
 from megatron_ext.schedule.schedule import Problem, VocabularyParallel
 from megatron_ext.schedule.simulate import simulate
 from megatron_ext.schedule.trace import write_trace
-from megatron_ext.schedule.vocabulary_plan import compare_ways, redistribute
+from megatron_ext.schedule.vocabulary_plan import cases, redistribute, side_by_side
 
 
 @functools.cache
 def plan(limit: float | None = None) -> Plan:
     memory = None if limit is None else MemoryLimit(microbatches=limit)
-    return make_plan(4, 8, lambda placement: uniform(placement, 10, 12, 8, 1), memory)
+    return make_plan(cases(4, 8, lambda placement: uniform(placement, 10, 12, 8, 1), memory))
 
 
 def test_every_family_is_compared_or_says_why_not() -> None:
@@ -68,17 +68,19 @@ def test_layers_are_redistributed_as_megatron_does() -> None:
 
 
 def test_each_way_for_a_head_is_what_simulate_finds() -> None:
-    costs = uniform(line(4), 10, 12, 8, 1).with_vocabulary(VocabularyCosts((10, 12, 8)))
-    problem = Problem(line(4), 8, costs)
+    def costs(placement: Placement) -> Costs:
+        return parse_costs("f=10,i=12,w=8,comm=1,head=10/12/8", placement)
+
+    problem = Problem(line(4), 8, costs(line(4)))
     program = build_program(choose("zb-h1"), replace(problem, vocabulary=VocabularyParallel.TWO))
     two = simulate(program, program.problem.costs).makespan
-    naive = simulate(build_program(choose("zb-h1"), problem), costs).makespan
-    only = Plan(({"schedule": "zb-h1", "makespan": naive},), {})
-    (row,) = compare_ways(only, 4, 8, lambda placement: costs, None, layers=9)
-    assert (row["schedule"], row["naive"], row["2"]) == ("zb-h1", naive, two)
+    naive = simulate(build_program(choose("zb-h1"), problem), problem.costs).makespan
+    found = make_plan(cases(4, 8, costs, None, layers=9))
+    (row,) = [row for row in side_by_side(found) if row["schedule"] == "zb-h1"]
+    assert (row["naive"], row["2"]) == (naive, two)
     assert row["1"] < naive and row["redistributed"] is None
     assert "do not divide over 4 stages" in row["refused"]["redistributed"]
-    assert compare_ways(only, 4, 8, lambda placement: uniform(placement, 1, 1, 1), None) == []
+    assert side_by_side(plan()) == []
 
 
 def test_the_picture_names_every_schedule(tmp_path: Path) -> None:

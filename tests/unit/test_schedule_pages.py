@@ -1,4 +1,4 @@
-"""What is written about the families is what they give: pictures, formulas, docs/schedules.md."""
+"""What is written about the families is what they give: pictures, formulas, the pages' tables."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.schedule.choose import Plan
+from megatron_ext.schedule.choose import Way, consider
 from megatron_ext.schedule.costs import Costs, parse_costs, uniform
 from megatron_ext.schedule.memory import in_microbatches, peaks
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.registry import choose, entries
-from megatron_ext.schedule.report import report
 from megatron_ext.schedule.schedule import Problem
 from megatron_ext.schedule.simulate import simulate
-from megatron_ext.schedule.vocabulary_plan import compare_ways
+from megatron_ext.schedule.vocabulary_plan import cases
 from tests.unit.schedules import drawn, program, table
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -147,7 +146,15 @@ def test_every_family_has_its_place_on_the_page() -> None:
         assert name == "1f1b" or f"images/{name}.svg" in page
 
 
-@pytest.mark.parametrize("page", ["schedules.md", "your-own-schedule.md"])
+PAGES = (
+    "schedules.md",
+    "vocabulary-parallelism.md",
+    "choosing-a-schedule.md",
+    "your-own-schedule.md",
+)
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_pictures_are_there_and_small(page: str) -> None:
     pictures = re.findall(r"\]\((images/.*?)\)", (DOCS / page).read_text())
     assert pictures
@@ -183,9 +190,12 @@ def test_figures_of_the_vocabulary_table(name: str) -> None:
     def costs(placement: Placement) -> Costs:
         return parse_costs("f=10,i=12,w=8,comm=1,head=20/24/16", placement)
 
-    written = {row[0]: row[1:] for row in _WAYS_ROW.findall((DOCS / "schedules.md").read_text())}
-    problem = Problem(choose(name).place(8), 32, costs(choose(name).place(8)))
-    naive = Plan((report(choose(name), problem)[1],), {})
-    (row,) = compare_ways(naive, 8, 32, costs, None, layers=31)
-    found = [row[way] for way in ("naive", "redistributed", "1", "2")]
+    page = (DOCS / "vocabulary-parallelism.md").read_text()
+    written = {row[0]: row[1:] for row in _WAYS_ROW.findall(page)}
+    case_of = cases(8, 32, costs, None, layers=31)
+    found = []
+    for way in Way:
+        case = case_of(name, way)
+        assert case is not None
+        found.append(consider(case, way).makespan)
     assert found == pytest.approx([float(figure) for figure in written[name]], abs=0.5)

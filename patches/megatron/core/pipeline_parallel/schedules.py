@@ -27,13 +27,14 @@ from megatron.core.process_groups_config import (
 )
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
-from megatron_ext.config import ESTIMATE, PipelineConfig
+from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, expect, wrap
 from megatron_ext.patches.features import refuse, refuse_order
 from megatron_ext.patches.megatron.core.pipeline_parallel.end_stage import EndStage, ends_of
 from megatron_ext.patches.megatron.core.pipeline_parallel.model_stage import ModelStage, StepCall
 from megatron_ext.patches.megatron.core.pipeline_parallel.split_report import split_report
 from megatron_ext.patches.megatron.dimensions import estimated_costs
+from megatron_ext.patches.megatron.step_profile import Shape, StepProfile
 from megatron_ext.patches.megatron.step_trace import StepTrace
 from megatron_ext.patches.megatron.tied import copies_differ
 from megatron_ext.patches.megatron.vocabulary import embedding_part, part_of, tables
@@ -50,7 +51,7 @@ from megatron_ext.runtime.watchdog import Watchdog
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.costs import Costs, parse_costs
 from megatron_ext.schedule.graph import channels
-from megatron_ext.schedule.head import Placed, place_head
+from megatron_ext.schedule.head import Placed, place_again, place_head
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.schedule import P2P, Offload, Problem, VocabularyParallel
@@ -143,8 +144,8 @@ class PipelineStep:
         self._p2p = config.messages()
         self._vocabulary = config.vocabulary()
         self._leaves = config.offload()
-        self._costs: Costs | None = None
-        self._programs: dict[tuple[int, bool, bool], Placed] = {}
+        self._costs: dict[Shape, Costs] = {}
+        self._programs: dict[tuple[Shape, int, bool, bool], Placed] = {}
         self._connection: Channels | PipelineGroup | None = None
         self._collectives: Collectives | None = None
         self._recorder: Recorder | None = None
@@ -153,6 +154,8 @@ class PipelineStep:
         self._trace = None
         if config.trace is not None:
             self._trace = StepTrace(Path(config.trace), config.traced_iterations())
+        path = config.profile()
+        self._profile = None if path is None else StepProfile(path)
 
     def __call__(
         self,
@@ -205,9 +208,14 @@ class PipelineStep:
         else:
             pipeline = p2p_communicator.pp_group
 
-        placed = self._program(
-            pipeline, config, models, num_microbatches, seq_length, micro_batch_size, forward_only
-        )
+        shape = None
+        if self._profile is not None and not config.variable_seq_lengths:
+            shape = micro_batch_size, seq_length
+        if shape not in self._costs:
+            self._costs[shape] = self._agreed_costs(
+                pipeline, config, models, seq_length, micro_batch_size
+            )
+        placed = self._program(pipeline, config, models, shape, num_microbatches, forward_only)
         program = placed.program
         shapes = schedules.get_tensor_shapes(
             seq_length=seq_length,
@@ -246,6 +254,10 @@ class PipelineStep:
         trace = None if forward_only else self._trace
         if trace is not None:
             trace.begin(pipeline, self._recorder)
+        profile = None if forward_only else self._profile
+        full = Boundary(tuple(shapes[0]), config.pipeline_dtype)
+        if profile is not None:
+            profile.begin(pipeline, self._recorder, models, shape, placement.stages, full)
         reports = self._config.report_split and not forward_only and not self._has_reported
         queue.weights = set() if reports else None
         splits = self._choice.splits_backward and not forward_only
@@ -284,7 +296,10 @@ class PipelineStep:
         if config.timers is not None:
             config.timers("forward-backward").stop()
         if trace is not None:
-            trace.end(pipeline, self._recorder, program)
+            trace.end(pipeline, program)
+        if profile is not None:
+            self._measure(profile, pipeline, config, placed, shape, full)
+        self._recorder.recording = None
         return [loss for stage in stages.values() for loss in stage.losses]
 
     def _report_split(
@@ -300,50 +315,60 @@ class PipelineStep:
                 print(f"megatron_ext: pipeline rank {rank}: {line}", flush=True)
         self._has_reported = True
 
+    def finish(self, iteration: int) -> None:
+        """The training has ended with ``iteration``."""
+        if self._profile is not None:
+            self._profile.finish(iteration)
+
+    def _measure(
+        self,
+        profile: StepProfile,
+        pipeline: dist.ProcessGroup,
+        config: Any,
+        placed: Placed,
+        shape: Shape,
+        boundary: Boundary,
+    ) -> None:
+        """After a training step of ``placed``: if costs are measured now, use them from now on."""
+        assert self._recorder is not None and self._connection is not None
+        estimate = self._costs[shape]
+        costs = profile.end(self._recorder, placed, self._connection, shape, boundary, estimate)
+        if costs is None:
+            return
+        self._costs[shape] = costs
+        for key in [key for key in self._programs if key[0] == shape]:
+            del self._programs[key]
+        microbatches = placed.program.problem.microbatches
+        try:
+            now = self._build(pipeline, config, shape, microbatches, False, placed)
+        except ValueError as error:
+            error.add_note(profile.note())
+            raise
+        self._programs[shape, microbatches, False, config.variable_seq_lengths] = now
+        if dist.get_rank() == 0:
+            print(f"megatron_ext: {profile.change(placed, now, costs)}", flush=True)
+
     def _program(
         self,
         pipeline: dist.ProcessGroup,
         config: Any,
         models: list[torch.nn.Module],
+        shape: Shape,
         num_microbatches: int,
-        seq_length: int,
-        micro_batch_size: int,
         forward_only: bool,
     ) -> Placed:
         """The program for this step, the same on every rank of ``pipeline``; cached."""
-        key = (num_microbatches, forward_only, config.variable_seq_lengths)
+        key = (shape, num_microbatches, forward_only, config.variable_seq_lengths)
         if key in self._programs:
             return self._programs[key]
-        placement = self._choice.place(pipeline.size())
-        if not self._programs and any(_gather(pipeline, copies_differ(models))):
+        if self._connection is None and any(_gather(pipeline, copies_differ(models))):
             raise ValueError(
                 "the last pipeline rank holds both copies of a tied embedding, and they differ: a "
                 "model built or loaded without Megatron's own functions starts with a copy of its "
                 "own; copy model[0].shared_embedding_or_output_weight() to model[-1]'s on that rank"
             )
-        if self._costs is None:
-            self._costs = self._agreed_costs(pipeline, config, models, seq_length, micro_batch_size)
-        limit = self._config.memory_limit
-        problem = Problem(
-            placement,
-            num_microbatches,
-            self._costs,
-            parse_limit(limit, pipeline.size(), num_microbatches) if limit else None,
-            forward_only,
-            receives_ahead=0 if config.variable_seq_lengths else 1,
-            p2p=self._p2p,
-            vocabulary=self._vocabulary,
-            offload=self._leaves,
-        )
-        placed = place_head(self._choice, problem)
+        placed = self._build(pipeline, config, shape, num_microbatches, forward_only)
         program = placed.program
-        refuse_order(config, program.schedule)
-        digests = _gather(pipeline, program.digest)
-        if len(set(digests)) > 1:
-            raise RuntimeError(
-                f"pipeline ranks built different programs from {self._config.schedule}: "
-                f"{dict(enumerate(digests))}; do all ranks run one version and one file?"
-            )
         if self._connection is None:
             device = torch.device(torch.cuda.current_device())
             if self._p2p is P2P.BATCHED:
@@ -364,6 +389,46 @@ class PipelineStep:
             if dist.get_rank() == 0:
                 print(f"megatron_ext: {host_memory}", flush=True)
         self._programs[key] = placed
+        return placed
+
+    def _build(
+        self,
+        pipeline: dist.ProcessGroup,
+        config: Any,
+        shape: Shape,
+        num_microbatches: int,
+        forward_only: bool,
+        before: Placed | None = None,
+    ) -> Placed:
+        """A program of the costs for ``shape``, the same on every rank of ``pipeline``.
+
+        ``before`` is one of other costs, whose order is kept where it is better.
+        """
+        placement = self._choice.place(pipeline.size())
+        limit = self._config.memory_limit
+        problem = Problem(
+            placement,
+            num_microbatches,
+            self._costs[shape],
+            parse_limit(limit, pipeline.size(), num_microbatches) if limit else None,
+            forward_only,
+            receives_ahead=0 if config.variable_seq_lengths else 1,
+            p2p=self._p2p,
+            vocabulary=self._vocabulary,
+            offload=self._leaves,
+        )
+        if before is None:
+            placed = place_head(self._choice, problem)
+        else:
+            placed = place_again(self._choice, problem, before)
+        program = placed.program
+        refuse_order(config, program.schedule)
+        digests = _gather(pipeline, program.digest)
+        if len(set(digests)) > 1:
+            raise RuntimeError(
+                f"pipeline ranks built different programs from {self._config.schedule}: "
+                f"{dict(enumerate(digests))}; do all ranks run one version and one file?"
+            )
         return placed
 
     def _transport(self, program: Program, boundary: Boundary) -> Messages:
@@ -401,8 +466,7 @@ class PipelineStep:
         """The costs, as the pipeline's first rank reads or estimates them from what all tell."""
         placement = self._choice.place(pipeline.size())
         sizes = _gather(pipeline, [_size(chunk) for chunk in models])
-        text = self._config.costs
-        if text is None or text == ESTIMATE:
+        if self._config.estimates():
             per_stage = [
                 sizes[rank][placement.stages_of[rank].index(stage)]
                 for stage, rank in enumerate(placement.rank_of)
@@ -414,6 +478,8 @@ class PipelineStep:
                 micro_batch=micro_batch,
                 vocabulary=sum(rows for _, rows in per_stage) * config.tensor_model_parallel_size,
             )
+        text = self._config.costs
+        assert text is not None
         costs = [parse_costs(text, placement) if pipeline.rank() == 0 else None]
         source = dist.get_global_rank(pipeline, 0)
         dist.broadcast_object_list(costs, src=source, group=pipeline)

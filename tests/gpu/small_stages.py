@@ -1,6 +1,6 @@
-"""Ranks that share one device, and what they measure of it.
+"""Small stages on a device, and what their ranks measure of it.
 
-NCCL refuses two ranks on one GPU. So gloo sends copies on the host, in the place of NCCL's
+NCCL refuses two ranks on one GPU. There gloo sends copies on the host, in the place of NCCL's
 messages; all else is the executor that trains, with its tensors on the device. On the CPU the same
 copies are made of tensors that are there already.
 """
@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -24,13 +25,21 @@ from megatron_ext.runtime.offload import ActivationOffload
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.transport import Boundary, Channels, Transport
 from megatron_ext.schedule.action import Action
+from megatron_ext.schedule.build import build_program
+from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.graph import Channel, channels
-from megatron_ext.schedule.schedule import P2P
+from megatron_ext.schedule.kinds import Held
+from megatron_ext.schedule.memory import in_bytes, memory_curve
+from megatron_ext.schedule.registry import choose
+from megatron_ext.schedule.schedule import P2P, Problem, is_compute
 from megatron_ext.schedule.verify import Program
 from tests.pipeline.stages import LinearStage, SplitLinear, world
-from tests.pipeline.storages import LiveStorages
+from tests.pipeline.storages import LiveStorages, messages_on_their_way
 
 LAYERS = 24  # of a stage, so that what one layer needs for a moment counts little
+# Shapes between stages: on a GPU large enough that the allocator's rounding does not count.
+SHAPES = {"cpu": (32, 16), "cuda": (2048, 512)}
+TOLERANCE = 0.1  # a layer's own tensors, for a moment
 
 
 @dataclass(frozen=True)
@@ -181,8 +190,11 @@ class Seen:
     left: int
 
 
-def on_rank(rank: int, program: Program, device: torch.device, shape: tuple[int, int]) -> Seen:
-    """Two steps of ``program``; the first fills the libraries' caches."""
+def on_rank(
+    rank: int, program: Program, device: torch.device, shape: tuple[int, int], by_host: bool = True
+) -> Seen:
+    """Two steps of ``program``; the first fills the libraries' caches. ``by_host``: messages go by
+    way of the host, and else from device to device."""
     gauge = Gauge(device)
     placement = program.schedule.placement
 
@@ -193,7 +205,7 @@ def on_rank(rank: int, program: Program, device: torch.device, shape: tuple[int,
         held = {number: bytes_held(make(number), gauge) for number in placement.stages_of[rank]}
     recorder = GaugingRecorder(rank, gauge)
     boundary = Boundary(shape, torch.float32)
-    transport_of = connect(program, device, boundary, recorder)
+    transport_of = connect(program, device, boundary, recorder, by_host)
     copies = copies_on(device) if device.type == "cuda" else UncountedCopies()
     offload = ActivationOffload(rank, device, copies)
     row = program.schedule.rows[rank]
@@ -207,13 +219,14 @@ def on_rank(rank: int, program: Program, device: torch.device, shape: tuple[int,
 
 
 def connect(
-    program: Program, device: torch.device, boundary: Boundary, recorder: Recorder
+    program: Program, device: torch.device, boundary: Boundary, recorder: Recorder, by_host: bool
 ) -> Callable[[], Messages]:
     """What makes the transport of a step."""
     if program.problem.p2p is P2P.BATCHED:
-        group = HostGroup(world(), device)
+        group = (HostGroup if by_host else PipelineGroup)(world(), device)
         return lambda: BatchedTransport(group, boundary, program, recorder)
-    ways = HostChannels(world(), channels(program.schedule), device)
+    make = HostChannels if by_host else Channels
+    ways = make(world(), channels(program.schedule), device)
     return lambda: Transport(ways, boundary, program.schedule.placement, recorder)
 
 
@@ -251,3 +264,41 @@ def gradients_are_stocks(
         for number, stage in stages.items()
         for got, expected in zip(stage.gradients, alone[number].gradients, strict=True)
     )
+
+
+def program_of(spec: str, ranks: int, p2p: P2P) -> Program:
+    choice = choose(spec)
+    placement = choice.place(ranks)
+    return build_program(
+        choice, Problem(placement, 2 * ranks, uniform(placement, 10, 12, 8, 1), p2p=p2p)
+    )
+
+
+def check(seen: Sequence[Seen], program: Program, device: str) -> None:
+    """Whether ``seen``, by rank, has stock's gradients and the simulator's peaks; prints these."""
+    assert all(one.gradients_are_stocks for one in seen)
+    expected = expected_peaks(program, seen, 4 * SHAPES[device][0] * SHAPES[device][1])
+    name, p2p = program.schedule.name, program.problem.p2p
+    for rank, (one, peak) in enumerate(zip(seen, expected, strict=True)):
+        print(f"{name}, {p2p}, {device}, rank {rank} of {len(seen)}: {one.peak} of {peak:.0f}")
+    assert [one.peak for one in seen] == pytest.approx(expected, rel=TOLERANCE)
+
+
+def expected_peaks(program: Program, seen: Sequence[Seen], boundary: int) -> list[float]:
+    """The simulator's, by what a stage holds of one microbatch, and what is on its way then."""
+    held = {number: figures for one in seen for number, figures in one.held.items()}
+    per_stage = [held[number] for number in range(program.schedule.placement.stages)]
+    costs = replace(
+        program.problem.costs,
+        held_bytes={
+            Held.ACTIVATION: tuple(float(activation) for activation, _ in per_stage),
+            Held.WEIGHT_INPUTS: tuple(float(inputs) for _, inputs in per_stage),
+        },
+    )
+    peaks = []
+    for row in program.schedule.rows:
+        moving = messages_on_their_way(row, program.schedule.placement)
+        at_passes = [n for action, n in zip(row, moving, strict=True) if is_compute(action)]
+        curve = memory_curve(row, in_bytes(costs))
+        peaks.append(max(a + boundary * n for a, n in zip(curve, at_passes, strict=True)))
+    return peaks

@@ -1,0 +1,168 @@
+"""Measure how far a step is from what was predicted with costs measured in the same run.
+
+    python scripts/benchmark_prediction.py
+    python scripts/benchmark_prediction.py --schedules zb-v --costs f=60,i=70,w=50 --json
+
+Ranks whose passes sleep (as in `megatron-ext bench`) begin with a schedule made for wrong costs, F,
+I and W alike. They measure what their passes cost as `--pipeline-costs profile` does, make the
+schedule anew, and run some more steps, of which the median makespan is compared with the
+prediction. Sleeping takes no core, so a pipeline of four runs on two; what the host does beside
+the passes is in the measured step and not in the prediction.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from rich.console import Console
+from rich.table import Table
+
+from megatron_ext.bench import before_everything_else
+from megatron_ext.runtime.bench import EmulatedStage
+from megatron_ext.runtime.emulated import DTYPE, SHAPE, EmulatedChunk
+from megatron_ext.runtime.executor import execute
+from megatron_ext.runtime.held_bytes import SavedTensors
+from megatron_ext.runtime.measured_steps import KEPT, MeasuredSteps
+from megatron_ext.runtime.profile import STEPS, Profile
+from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.recording import clock_of
+from megatron_ext.runtime.transport import Boundary, Channels, Transport
+from megatron_ext.runtime.weight_gradients import queue
+from megatron_ext.schedule.costs import Costs, parse_costs, uniform
+from megatron_ext.schedule.graph import channels
+from megatron_ext.schedule.head import Placed, place_head
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.prediction import Comparison
+from megatron_ext.schedule.registry import choose
+from megatron_ext.schedule.schedule import Problem
+
+CPU = torch.device("cpu")
+SCHEDULES = "1f1b zb-h1 zb-auto interleaved-zb zb-v v-half"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One schedule. ``asked``: what the passes slept for; ``found``: what was measured of them."""
+
+    schedule: str
+    asked: str
+    found: str
+    error: float
+    comparison: Comparison
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--pp", type=int, default=4)
+    parser.add_argument("--microbatches", "-m", type=int, default=8)
+    parser.add_argument("--costs", default="f=60,i=80,w=40", help="milliseconds, of a full rank")
+    parser.add_argument("--schedules", default=SCHEDULES)
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    arguments = parser.parse_args(argv)
+    results = [
+        measure(spec, arguments.pp, arguments.microbatches, arguments.costs)
+        for spec in arguments.schedules.split()
+    ]
+    if arguments.json:
+        print(json.dumps([asdict(result) for result in results], indent=2))
+        return 0
+    table = Table(*("schedule", "predicted, s", "measured, s", "error", "idle, predicted", "idle"))
+    for result in results:
+        comparison = result.comparison
+        table.add_row(
+            result.schedule,
+            *(f"{seconds:.3f}" for seconds in (comparison.predicted, comparison.measured)),
+            f"{result.error:+.1%}",
+            *(f"{share:.1%}" for share in comparison.bubble_shares),
+        )
+    Console().print(table)
+    return 0
+
+
+def measure(spec: str, ranks: int, microbatches: int, costs: str) -> Result:
+    """Fork the ranks, and return what the first one has to say."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.start_processes(
+            _rank, (ranks, spec, microbatches, costs, folder), nprocs=ranks, start_method="fork"
+        )
+        result: Result = torch.load(Path(folder) / "result", weights_only=False)
+        return result
+
+
+def _rank(rank: int, ranks: int, spec: str, microbatches: int, costs: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    before_everything_else()
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
+    )
+    gc.collect()
+    gc.disable()
+    result = _run(spec, microbatches, costs)
+    if rank == 0:
+        torch.save(result, Path(folder) / "result")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _run(spec: str, microbatches: int, text: str) -> Result:
+    world = dist.group.WORLD
+    assert world is not None
+    rank, choice = world.rank(), choose(spec)
+    placement = choice.place(world.size())
+    slept = _milliseconds(text, placement)
+    boundary = Boundary(SHAPE, DTYPE)
+    wrong = uniform(placement, 0.05, 0.05, 0.05)
+    placed = place_head(choice, Problem(placement, microbatches, wrong))
+    ways = Channels(world, channels(placed.program.schedule), CPU)
+    recorder = Recorder(rank)
+    stages = {
+        number: EmulatedStage(
+            number, EmulatedChunk(number, slept), has_loss=number == placement.stages - 1
+        )
+        for number in placement.stages_of[rank]
+    }
+
+    def step(placed: Placed) -> None:
+        queue.splitting = choice.splits_backward
+        execute(placed.program, stages, Transport(ways, boundary, placement, recorder), recorder)
+        queue.splitting = False
+
+    profile = Profile(clock_of(CPU), SavedTensors([]))
+    for _ in range(STEPS):
+        profile.begin(recorder)
+        step(placed)
+        profile.end(recorder, placed)
+        recorder.recording = None
+    found = profile.costs(ways, boundary, wrong, spec)
+    placed = place_head(choice, Problem(placement, microbatches, found))
+    steps = MeasuredSteps(CPU)
+    for _ in range(KEPT):
+        steps.begin(recorder)
+        step(placed)
+        steps.end(recorder, placed.program)
+        recorder.recording = None
+    comparison = steps.compare(world)
+    assert comparison is not None
+    return Result(spec, str(slept), str(found), comparison.error, comparison)
+
+
+def _milliseconds(text: str, placement: Placement) -> Costs:
+    given = parse_costs(text, placement)
+    return Costs({duty: tuple(each / 1e3 for each in row) for duty, row in given.seconds.items()})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

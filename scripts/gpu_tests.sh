@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# The tests for GPUs, on a node with two or more. docs/gpu-tests.md says what they need and show.
+#
+#   [PYTHON=python] [RESULTS=folder] scripts/gpu_tests.sh [pytest arguments]
+#
+# It runs in the environment that you train in, and installs nothing. A test that is skipped fails,
+# with its reason: give `-m` or `-k` to leave out what your node cannot run.
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python=${PYTHON:-python}
+results=${RESULTS:-build/gpu-tests}
+mkdir -p "$results"
+
+nvidia-smi --query-gpu=index,name,memory.total,driver_version --format=csv || true
+"$python" -m megatron_ext doctor | sed '/^$/,$d' || true # the versions, without the patches
+"$python" -c 'import torch; print("NCCL", ".".join(map(str, torch.cuda.nccl.version())))'
+
+export COLUMNS=200 # or the reasons in the summary are cut off
+ran=0 failed=0
+run() {
+  local name=$1 status=0
+  shift
+  "$python" -m pytest --no-skips --continue-on-collection-errors -rfEP --durations 0 \
+    --junit-xml "$results/$name.xml" "$@" || status=$?
+  case $status in
+    0) ran=1 ;;
+    5) ;; # -k or -m has left none of these
+    *) failed=1 ;;
+  esac
+}
+# By themselves: their ranks are forked, which CUDA wants from a process that has not used it.
+run one-gpu tests/gpu/test_one_gpu.py "$@"
+run offload tests/gpu/test_offload.py "$@"
+run gpu tests/gpu --ignore tests/gpu/test_one_gpu.py --ignore tests/gpu/test_offload.py "$@"
+exit $((failed || !ran))

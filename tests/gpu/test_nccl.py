@@ -1,0 +1,36 @@
+"""The transport over NCCL: small stages, a rank a GPU, without Megatron.
+
+    pytest -rP tests/gpu/test_nccl.py       # on a node with two GPUs or more
+
+Should the order of messages be wrong, a run hangs, and NCCL's timeout ends it. The CPU's case, over
+gloo, runs everywhere and shows that the test itself works; those on GPUs have not been run yet.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.schedule.schedule import P2P
+from tests.gpu.runs import RANKS, needs_two_gpus, torchrun
+from tests.gpu.small_stages import Seen, check, program_of
+
+CASES = [
+    ("cpu", "zb-v", P2P.ASYNC),
+    *(
+        pytest.param("cuda", spec, p2p, marks=[pytest.mark.gpu, needs_two_gpus])
+        for spec in ("1f1b", "zb-h1", "zb-v", "v-half", "interleaved", "gis", "hanayo")
+        for p2p in P2P
+    ),
+]
+
+
+@pytest.mark.parametrize(("device", "spec", "p2p"), CASES)
+def test_gradients_are_stocks_and_the_peak_is_the_simulators(
+    device: str, spec: str, p2p: P2P, tmp_path: Path
+) -> None:
+    torchrun(RANKS, "-m", "tests.gpu.nccl_rank", spec, p2p, device, str(tmp_path))
+    seen: list[Seen] = [pickle.loads((tmp_path / str(r)).read_bytes()) for r in range(RANKS)]
+    check(seen, program_of(spec, RANKS, p2p), device)

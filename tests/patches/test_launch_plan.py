@@ -1,0 +1,115 @@
+"""What `--pipeline-schedule plan` takes on a launch line, without launching it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.config import from_argv, from_environment
+from megatron_ext.installation import install
+from megatron_ext.launch_check import Launch, check_launch
+from megatron_ext.patches.engine import applied
+from megatron_ext.patches.megatron import launch_line
+from megatron_ext.patches.megatron.launch_plan import Chosen, choose_for
+from megatron_ext.patches.megatron.training.arguments import check
+from megatron_ext.schedule.registry import entries
+from megatron_ext.schedule.simulate import simulate
+from tests.megatron_runs import SCRIPT, model_flags
+from tests.unit.short_search import shorten_search
+
+FLAGS: dict[str, Any] = {
+    "pipeline_model_parallel_size": 2,
+    "num_layers": 8,
+    "global_batch_size": 4,
+    "transformer_impl": "local",
+    "pipeline_schedule": "plan",
+}
+
+
+def chosen(**overrides: object) -> tuple[list[str], Chosen]:
+    words = model_flags(**(FLAGS | overrides))
+    with launch_line.on_gpus(launch_line.parse(words).args):
+        return words, choose_for(words, from_argv(words), 2)
+
+
+def makespan(words: list[str], *more: str) -> float:
+    """Of the launch with the flags ``more``, as a rank would check it."""
+    argv = [*words, *more]
+    config = from_argv(argv)
+    args = launch_line.parse(argv).args
+    with launch_line.on_gpus(args):
+        launch_line.validate(args, config, 2)
+        launch_line.settle_vocabulary(args, config, launch_line.count_tokens(args))
+        (placed,) = check(args, config)
+    return simulate(placed.program, placed.program.problem.costs).makespan
+
+
+def test_no_other_takes_less_time_in_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten_search(monkeypatch)
+    words, choice = chosen(pipeline_memory_limit="1x")
+    assert "within --pipeline-memory-limit 1x" in choice.why
+    assert "--pipeline-memory-limit" not in choice.flags, "it is on the line"
+    least, compared = makespan(words, *choice.flags), 0
+    for name in entries():
+        for way in ("none", "1", "2"):
+            flags = ("--pipeline-schedule", name, "--pipeline-vocab-parallel", way)
+            try:
+                other = makespan(words, *flags)
+            except ValueError:
+                continue
+            compared += 1
+            assert other >= least * (1 - 1e-9), flags
+    assert compared > 15
+
+
+def test_refused_schedules_are_no_candidates() -> None:
+    """Fused operations cannot be split, which leaves schedules of whole backward passes."""
+    fused = {"transformer_impl": None, "use_transformer_engine_op_fuser": True}
+    _, choice = chosen(**fused)
+    whole = {name for name, entry in entries().items() if not entry.splits_backward}
+    assert choice.flags[1] in whole
+    with pytest.raises(ValueError, match=r"finds no schedule .*: drop --defer-embedding-wgrad"):
+        chosen(defer_embedding_wgrad_compute=True, untie_embeddings_and_output_weights=True)
+
+
+def test_it_is_the_same_each_time_and_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    simple: dict[str, Any] = {"num_layers": 2, "pipeline_vocab_parallel": "none"}
+    _, first = chosen(**simple)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert chosen(**simple)[1] == first
+    assert "--pipeline-vocab-parallel" not in first.flags and not applied()
+    assert "in no more memory than 1f1b; then 1f1b, " in first.why
+
+
+def test_costs_without_bytes_are_held_to_microbatches() -> None:
+    """A file may tell no bytes; a schedule may then hold as many microbatches as 1F1B."""
+    _, choice = chosen(
+        num_layers=2, pipeline_vocab_parallel="none", pipeline_costs="f=10,i=12,w=8,comm=1"
+    )
+    limit = choice.flags.index("--pipeline-memory-limit") + 1
+    assert choice.flags[limit] == "1x"
+
+
+def test_doctor_says_what_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    words = model_flags(**(FLAGS | {"num_layers": 2, "pipeline_vocab_parallel": "none"}))
+    report = check_launch(Launch(str(SCRIPT), False, tuple(words)), 2, None)
+    assert report.is_right, report.findings
+    (plan,) = [finding.text for finding in report.findings if finding.subject == "plan"]
+    assert plan.startswith(f"takes --pipeline-schedule {report.prediction['schedule']}: ")
+
+
+def test_it_wants_a_launch_line() -> None:
+    for config in (
+        from_argv(["--pipeline-schedule", "plan"]),
+        from_environment({"MEGATRON_EXT_SCHEDULE": "plan"}),
+    ):
+        with pytest.raises(ValueError, match=r"chosen from a launch line: .* or name one"):
+            install(config)
+    with pytest.raises(ValueError, match="--use-checkpoint-args bring other arguments"):
+        chosen(use_checkpoint_args=True)

@@ -1,0 +1,84 @@
+"""The commands of README.md and docs/first-steps.md: each is run here, or it is said why not."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_ext.cli import app
+from tests.megatron_runs import SCRIPT, model_flags
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = "scripts/quickstart.sh --pipeline-trace runs/traces --pipeline-trace-iters 3:5"
+ON_EIGHT = "torchrun --nproc-per-node 8 -m megatron_ext pretrain_gpt.py $YOUR_FLAGS"
+
+NOT_RUN = {
+    "scripts/quickstart.sh": "run as docs/first-steps.md has it",
+    "scripts/test.sh": "runs this test",
+    "source .venv/bin/activate": "tests run in an environment already",
+    "pip install .": "tests/unit/test_packaging.py makes the package and imports it",
+    "torchrun --nproc-per-node 8 pretrain_gpt.py $YOUR_FLAGS": "Megatron's own, on 8 GPUs",
+    f"{ON_EIGHT} --pipeline-schedule zb-h1": "8 GPUs; the quick start launches so on the CPU",
+    "megatron-ext doctor -- pretrain_gpt.py $YOUR_FLAGS": "run as docs/first-steps.md has it",
+    "sbatch scripts/slurm/pretrain.sh $YOUR_FLAGS": "tests/slurm runs it on a SLURM of two nodes",
+    "scripts/gpu_tests.sh": "needs GPUs; tests/unit/test_shell_scripts.py reads it",
+}
+
+
+def commands(page: str) -> list[str]:
+    """A page's commands, each on one line, without comments and settings before it."""
+    blocks = re.findall(r"```(?:bash|diff)\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    plain = (re.sub(r"^[-+] |^([A-Z]+=\S+ )+|\s#.*", "", line) for line in lines)
+    return [" ".join(line.split()) for line in plain]
+
+
+ALL = [*commands("README.md"), *commands("docs/first-steps.md")]
+
+
+def test_what_is_not_run_stands_on_a_page() -> None:
+    assert set(NOT_RUN) <= set(ALL)
+
+
+def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In order, as later ones read what the quick start has written. It is shorter here: two ranks,
+    fewer layers and iterations."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pretrain_gpt.py").symlink_to(SCRIPT)
+    flags = model_flags(pipeline_model_parallel_size=4, transformer_impl="local")
+    run = [command for command in dict.fromkeys(ALL) if command not in NOT_RUN]
+    assert QUICKSTART in run
+    for command in sorted(run, key=lambda each: each != QUICKSTART):
+        print(f"$ {command}")
+        words = shlex.split(command.replace("$YOUR_FLAGS", shlex.join(flags)))
+        if words[0] == "megatron-ext":
+            result = CliRunner().invoke(app, words[1:])
+            assert result.exit_code == 0, f"{command}: {result.output}"
+        else:
+            assert command == QUICKSTART, f"{command}: run it here, or say in NOT_RUN why not"
+            train(words[1:])
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {
+        "traces",
+        "zb-v.svg",
+        "plan.svg",
+    }
+
+
+def train(flags: list[str]) -> None:
+    """What scripts/quickstart.sh does when the environment is prepared."""
+    ended = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "quickstart.py", "--num-layers", "4", *flags],
+        env={**os.environ, "NPROC": "2", "ITERS": "5", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert re.search(r"^loss +\d\.\d+ -> \d\.\d+$", ended.stdout, re.MULTILINE), ended.stdout

@@ -1,0 +1,432 @@
+"""Costs that a training measures itself: ``--pipeline-costs profile``."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from typer.testing import CliRunner
+
+import megatron_ext
+from megatron_ext.cli import app
+from megatron_ext.patches import cpu
+from megatron_ext.patches.engine import apply
+from megatron_ext.runtime.held_bytes import Allocated, SavedTensors
+from megatron_ext.runtime.message_time import message_seconds
+from megatron_ext.runtime.profile import STEPS
+from megatron_ext.runtime.recording import HostClock
+from megatron_ext.schedule.action import parse
+from megatron_ext.schedule.costs import Costs, load_costs, parse_costs
+from megatron_ext.schedule.graph import channels
+from megatron_ext.schedule.head import place_head
+from megatron_ext.schedule.kinds import Duty, Held
+from megatron_ext.schedule.registry import choose
+from megatron_ext.schedule.schedule import P2P, Problem
+from megatron_ext.schedule.simulate import simulate
+from megatron_ext.schedule.trace import read_trace
+from scripts import benchmark_prediction
+from tests.megatron_runs import SCRIPT, Run, assert_same, losses, model_flags, train
+from tests.pipeline import test_callers as callers
+from tests.pipeline.held_bytes import measure_steps, read_steps
+from tests.pipeline.stages import WIDTH, Pipeline, program_for, world
+from tests.pipeline.storages import LiveStorages
+from tests.pipeline.test_trace import WRITERS
+from tests.ranks import run_ranks, values
+
+Flags = dict[str, object]
+
+ITERATIONS = STEPS + 2
+
+
+def run(ranks: int, flags: Flags, script: Path = SCRIPT) -> list[Run]:
+    common: Flags = {"num_layers": 8, "train_iters": ITERATIONS}
+    return train(ranks, model_flags(**common | flags), script)
+
+
+def profiled(path: Path, spec: str, ranks: int) -> Flags:
+    return {
+        "pipeline_model_parallel_size": ranks,
+        "pipeline_schedule": spec,
+        "pipeline_costs": f"profile:{path}",
+    }
+
+
+def costs_in(path: Path, spec: str, ranks: int) -> Costs:
+    return load_costs(path, choose(spec).place(ranks))
+
+
+# ---- The same training
+
+
+@pytest.mark.parametrize(
+    ("spec", "ranks", "pipeline", "more"),
+    [
+        ("1f1b", 2, 2, {}),
+        ("zb-auto", 4, 4, {"pipeline_memory_limit": "1x"}),
+        ("zb-v", 4, 2, {}),
+        ("zb-auto", 4, 2, {"tensor_model_parallel_size": 2, "pipeline_memory_limit": "1GiB"}),
+        ("zb-h1", 2, 2, {"pipeline_p2p": "batched", "eval_iters": 1, "eval_interval": 2}),
+        (
+            "zb-h1",
+            2,
+            2,
+            {
+                "attention_dropout": 0.1,
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 1,
+            },
+        ),
+        (
+            "zb-h1",
+            4,
+            2,
+            {
+                "bf16": True,
+                "use_distributed_optimizer": True,
+                "overlap_grad_reduce": True,
+                "overlap_param_gather": True,
+            },
+        ),
+    ],
+    ids=[
+        *("1f1b", "zb-auto pp4", "zb-v dp2", "zb-auto tp2, bytes", "batched, evaluation"),
+        *("dropout, full recompute", "bf16, distributed optimizer"),
+    ],
+)
+def test_a_training_that_measures_is_the_same_to_the_last_bit(
+    spec: str,
+    ranks: int,
+    pipeline: int,
+    more: Flags,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """As stock's, or as that of the same V. And it says what it has measured, what that changes,
+    and what became of the prediction."""
+    path = tmp_path / "new" / "costs.json"
+    ours = {name: value for name, value in more.items() if name.startswith("pipeline")}
+    theirs = {name: value for name, value in more.items() if name not in ours}
+    if spec == "zb-v":  # which starts with other weights than a line, unless from a checkpoint
+        theirs["pipeline_schedule"] = spec
+    reference = run(ranks, {"pipeline_model_parallel_size": pipeline} | theirs)
+    capfd.readouterr()
+    runs = run(ranks, profiled(path, spec, pipeline) | more)
+    assert len(losses(runs)) == ITERATIONS
+    assert_same(runs, reference)
+    said = [line for line in capfd.readouterr().out.splitlines() if "megatron_ext: " in line]
+    (change,) = [line for line in said if "measured costs: " in line]
+    assert re.search(
+        rf"{spec}, measured costs: predicted -?[\d.]+% over 1F1B, peak [\d.]+ microbatches "
+        rf"\((was .* with estimated costs|as with estimated costs)\); costs written to {path}",
+        change,
+    )
+    placement = choose(spec).place(pipeline)
+    costs = costs_in(path, spec, pipeline)
+    assert all(figure > 0 for duty in Duty for figure in costs.seconds.get(duty, ()))
+    assert costs.hop > 0
+    assert costs.held_bytes is not None
+    assert all(costs.held_bytes[Held.ACTIVATION][stage] > 0 for stage in range(placement.stages))
+    predictions = [line for line in said if "step predicted" in line]
+    assert len(predictions) == pipeline
+    if spec in ("1f1b", "zb-h1"):  # which have one order of passes, whatever they cost
+        p2p = P2P(str(more.get("pipeline_p2p", P2P.ASYNC)))
+        again = place_head(choose(spec), Problem(placement, 8 * pipeline // ranks, costs, p2p=p2p))
+        predicted = 1e3 * simulate(again.program, again.program.problem.costs).makespan
+        said_so = re.search(r"step predicted ([\d.e+]+) ms", predictions[0])
+        assert said_so and float(said_so[1]) == pytest.approx(predicted, rel=2e-3)
+    for rank, line in enumerate(predictions):
+        assert re.search(
+            rf"pipeline rank {rank}: step predicted [\d.e+]+ ms, measured [\d.e+]+ ms "
+            r"\([+-][\d.]+%\); idle -?[\d.]+%, measured -?[\d.]+%; median of 2 steps",
+            line,
+        )
+
+
+def test_what_is_traced_is_what_was_asked_for(tmp_path: Path) -> None:
+    """Passes are marked in all iterations, and the trace has two of them.
+
+    One pipeline of two is traced. It once took its first iteration, which is not timed, for one
+    that is, and then waited for the other, which took one more.
+    """
+    path = tmp_path / "costs.json"
+    traced: Flags = {"pipeline_trace": tmp_path, "pipeline_trace_iters": "1:3"}
+    more: Flags = {"overlap_grad_reduce": True}
+    run(4, profiled(path, "zb-v", 2) | traced | more)
+    steps = read_trace(tmp_path)
+    assert [step.iteration for step in steps] == [1, 2]
+    assert [len(step.measured.reductions) for step in steps] == [4, 4]
+    assert path.exists()
+
+
+def test_the_commands_take_what_a_training_has_written(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    run(4, profiled(path, "zb-h1", 4))
+    for command in (["simulate", "zb-auto"], ["plan"]):
+        words = [*command, "--pp", "4", "-m", "8", "--costs", str(path), "--json"]
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout)
+    runs = run(4, profiled(path, "zb-auto", 4) | {"pipeline_costs": path})
+    assert_same(runs, run(4, {"pipeline_model_parallel_size": 4}))
+
+
+def test_a_divided_vocabulary_is_measured_too(tmp_path: Path) -> None:
+    """By the passes that it has of its own."""
+    path = tmp_path / "costs.json"
+    divided: Flags = {"pipeline_vocab_parallel": "2"}
+    flags = profiled(path, "zb-v", 2) | divided
+    runs = run(2, flags)
+    assert losses(runs) == losses(run(2, flags | {"pipeline_costs": None}))
+    costs = costs_in(path, "zb-v", 2)
+    assert costs.vocabulary is not None
+    assert all(costs.vocabulary.head) and all(costs.vocabulary.embedding)
+    assert "estimated" not in costs.origin
+
+
+# ---- When it ends
+
+
+def test_a_training_that_ends_early_compares_too(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By --exit-interval, after which Megatron leaves without ado."""
+    run(2, profiled(tmp_path / "costs.json", "zb-h1", 2) | {"exit_interval": STEPS + 1})
+    out = capfd.readouterr().out
+    assert out.count("step predicted") == 2 and "median of 1 steps" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ({"train_iters": STEPS}, "no iteration has run with the measured costs"),
+        ({"exit_interval": 2}, f"the training has had 2 of {STEPS} iterations"),
+    ],
+)
+def test_a_training_too_short_to_compare_says_so(
+    flags: Flags, why: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run(2, profiled(tmp_path / "costs.json", "zb-h1", 2) | flags)
+    out = capfd.readouterr().out
+    assert "nothing to compare with the prediction" in out and why in out
+
+
+def test_megatrons_own_writers_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(WRITERS.replace("{script!r}", repr(str(SCRIPT))))
+    monkeypatch.setenv("WRITTEN", str(tmp_path))
+    run(4, profiled(tmp_path / "costs.json", "zb-v", 2), script)
+    for name in ("tensorboard", "wandb"):
+        lines = map(json.loads, (tmp_path / f"{name}-3").read_text().splitlines())
+        told = {what: (value, at) for what, value, at in lines if what.startswith("pipeline/")}
+        assert told.keys() == {
+            *("pipeline/bubble share", "pipeline/bubble share, predicted"),
+            *("pipeline/step seconds", "pipeline/step seconds, predicted"),
+        }
+        assert {at for _, at in told.values()} == {ITERATIONS}
+        assert told["pipeline/step seconds"][0] > 0
+
+
+# ---- In a loop of one's own
+
+
+def test_other_shapes_are_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Once each: what is known of a shape stays."""
+    path = tmp_path / "costs.json"
+
+    def loop(rank: int) -> list[str]:
+        with apply(cpu.patches()):
+            parallel_state.initialize_model_parallel(pipeline_model_parallel_size=callers.RANKS)
+            model_parallel_cuda_manual_seed(0)
+            origins = []
+            with megatron_ext.install(schedule="zb-h1", costs=f"profile:{path}"):
+                for batch in (2, 3, 2):
+                    monkeypatch.setattr(callers, "BATCH", batch)
+                    for _ in range(STEPS + 1):
+                        callers.step(own_groups=False)
+                    dist.barrier()
+                    origins.append(costs_in(path, "zb-h1", callers.RANKS).origin)
+            return origins
+
+    first, second, third = values(run_ranks(callers.RANKS, loop))[0]
+    assert "micro batch 2, sequence 8" in first
+    assert "micro batch 3, sequence 8" in second == third
+    assert capfd.readouterr().out.count("measured costs: ") == 2
+
+
+def test_a_limit_that_measured_bytes_exceed_ends_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The estimate was within it. The file is there, to find out with what to do."""
+    path = tmp_path / "costs.json"
+    monkeypatch.setattr(
+        SavedTensors,
+        "per_microbatch",
+        lambda self: {(s, k): 2.0**40 for s in range(4) for k in Held},
+    )
+
+    def loop(rank: int) -> str:
+        with apply(cpu.patches()):
+            parallel_state.initialize_model_parallel(pipeline_model_parallel_size=callers.RANKS)
+            model_parallel_cuda_manual_seed(0)
+            costs = f"profile:{path}"
+            with megatron_ext.install(schedule="zb-h1", memory_limit="1GiB", costs=costs):
+                for _ in range(STEPS - 1):
+                    callers.step(own_groups=False)
+                with pytest.raises(ValueError, match="over the memory limit of 1GiB") as caught:
+                    callers.step(own_groups=False)
+            return "\n".join(caught.value.__notes__)
+
+    notes = values(run_ranks(callers.RANKS, loop))
+    assert all(f"measured, which are in {path}" in note for note in notes)
+    assert path.exists()
+
+
+def test_a_file_that_cannot_be_written_does_not_end_the_training(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    path.mkdir()
+
+    def loop(rank: int) -> None:
+        with apply(cpu.patches()):
+            parallel_state.initialize_model_parallel(pipeline_model_parallel_size=callers.RANKS)
+            model_parallel_cuda_manual_seed(0)
+            with megatron_ext.install(schedule="zb-h1", costs=f"profile:{path}"):
+                for _ in range(STEPS + 1):
+                    callers.step(own_groups=False)
+
+    results = run_ranks(callers.RANKS, loop)
+    values(results)
+    assert "costs are not written" in results[0].stderr
+
+
+# ---- What is measured
+
+MODEL: Flags = {
+    "num_layers": 8,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "seq_length": 64,
+    "max_position_embeddings": 64,
+    "micro_batch_size": 2,
+    "rerun_mode": "disabled",
+}
+
+
+@pytest.mark.parametrize(("spec", "head_waits"), [("zb-h1", True), ("zb-v", False)])
+def test_bytes_are_those_that_ranks_hold(spec: str, head_waits: bool, tmp_path: Path) -> None:
+    """What hooks on autograd and the queue count, beside all storages that live (`held_bytes`).
+
+    Where the output layer's weight gradient came in I, its gradient of the logits is added.
+    """
+    path = tmp_path / "costs.json"
+    run(2, MODEL | profiled(path, spec, 2))
+    found = costs_in(path, spec, 2)
+    assert found.held_bytes is not None and found.vocabulary is not None
+    counted = counted_bytes(spec)
+    stages = choose(spec).place(2).stages
+    for stage in range(stages):
+        inputs = counted[f"{stage}I0"]
+        if stage == stages - 1 and not head_waits:
+            inputs += round(found.vocabulary.logits_bytes)
+        activation = found.held_bytes[Held.ACTIVATION][stage]
+        assert activation == pytest.approx(counted[f"{stage}F0"], rel=0.01)
+        assert found.held_bytes[Held.WEIGHT_INPUTS][stage] == pytest.approx(inputs, rel=0.01)
+
+
+def counted_bytes(spec: str) -> dict[str, int]:
+    """Bytes that microbatch 0 holds after F and after I, by the action."""
+    more: Flags = {"pipeline_model_parallel_size": 2, "pipeline_schedule": spec}
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as monkeypatch:
+        measure_steps(monkeypatch, Path(folder))
+        run(2, MODEL | more | {"train_iters": 2})
+        ranks = read_steps(Path(folder), 2)
+    return {str(sample.action): sample.own for rank in ranks for sample in rank.samples}
+
+
+@pytest.mark.parametrize(("microbatches", "tensors"), [(2, 2), (1, 3)])
+def test_saved_tensors_are_counted_once_and_without_what_microbatches_share(
+    microbatches: int, tensors: int
+) -> None:
+    """With a single one there is no telling what would be shared: a mask counts, no parameter."""
+    weight = torch.nn.Parameter(torch.ones(100, 100))
+    mask = torch.ones(100)
+    counting = SavedTensors([weight])
+    for microbatch in range(microbatches):
+        x = torch.ones(100, requires_grad=True)
+        with counting.around(parse(f"0F{microbatch}")):
+            y = (weight @ x * mask).exp()  # x, mask, and what exp gave
+            z = (y[:50] * y[50:]).sum()  # parts of that
+        z.backward()
+    assert counting.per_microbatch() == {(0, Held.ACTIVATION): tensors * 400}
+
+
+def test_an_allocator_tells_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU's does, here from the storages that live. ``y = tanh(x) W^T + b``, and a loss."""
+    tensor = 3 * WIDTH * 4
+
+    def counted(rank: int) -> dict[tuple[int, Held], float]:
+        pipeline = Pipeline(program_for(choose("zb-h1"), 2, 5), world())
+        pipeline.step()
+        counting = pipeline.recorder.counting = Allocated(2, tensor)
+        with LiveStorages() as live:
+            monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: sum(live.sizes().values()))
+            pipeline.step()
+        return counting.per_microbatch()
+
+    first, last = values(run_ranks(2, counted))
+    # x and tanh(x); then tanh(x) with the graph that it keeps here, of x and its gradient, and dy
+    assert first == {(0, Held.ACTIVATION): 2 * tensor, (0, Held.WEIGHT_INPUTS): 4 * tensor}
+    # x, tanh(x) and the loss's y
+    assert last[1, Held.ACTIVATION] == pytest.approx(3 * tensor, abs=16)
+    assert last[1, Held.WEIGHT_INPUTS] == 3 * tensor  # less x's gradient, which is a message
+
+
+@pytest.mark.parametrize("p2p", P2P)
+@pytest.mark.parametrize("spec", ["zb-h1", "zb-v", "interleaved"])
+def test_messages_are_timed_between_all_neighbours(spec: str, p2p: P2P) -> None:
+    """Each pair by its lower rank; steps go on as before."""
+
+    def timed(rank: int) -> int:
+        program = program_for(choose(spec), 3, 6, p2p=p2p)
+        pipeline = Pipeline(program, world())
+        pipeline.step()
+        ways = channels(program.schedule)
+        seconds = message_seconds(pipeline.connection, ways, (3, 8), torch.float32, HostClock())
+        pipeline.step()
+        assert all(each > 0 for each in seconds)
+        return len(seconds)
+
+    expected = [2, 1, 0] if spec == "interleaved" else [1, 1, 0]
+    assert values(run_ranks(3, timed)) == expected
+
+
+# ---- Prediction on emulated clocks
+
+
+@pytest.mark.parametrize("spec", ["1f1b", "zb-auto", "zb-v"])
+def test_the_measured_costs_are_those_of_the_passes(spec: str) -> None:
+    """A sleep never ends early. (How well steps are predicted, a benchmark tells.)"""
+    result = benchmark_prediction.measure(spec, 2, 4, "f=6,i=8,w=4")
+    placement = choose(spec).place(2)
+    asked = benchmark_prediction._milliseconds("f=6,i=8,w=4", placement)
+    found = parse_costs(result.found, placement)
+    least = 0.999  # of figures that are printed
+    for stage in range(placement.stages):
+        assert found.seconds[Duty.FORWARD][stage] > least * asked.seconds[Duty.FORWARD][stage]
+        backward = (Duty.INPUT_GRADIENT, Duty.WEIGHT_GRADIENT)
+        assert sum(found.seconds[duty][stage] for duty in backward) > least * sum(
+            asked.seconds[duty][stage] for duty in backward
+        )
+    for busy in (result.comparison.predicted_busy, result.comparison.measured_busy):
+        assert all(seconds > least * 4 * 18e-3 for seconds in busy)
+    assert result.comparison.measured > max(result.comparison.measured_busy)
+    assert result.comparison.steps == 5

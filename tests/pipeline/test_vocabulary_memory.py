@@ -1,0 +1,131 @@
+"""What each rank holds of the model and of the logits, counted in a training, by vocabulary.
+
+``pytest -rP`` shows the figures. The model is small and its vocabulary is not, so that the tables
+are nearly all of it. Parameters, gradients and optimizer states are also what `plan` counts from
+the dimensions, to the byte.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.training import training
+from torch import Tensor
+
+from megatron_ext.schedule.model import Model
+from megatron_ext.schedule.model_memory import TrainingState, bytes_of_ranks
+from megatron_ext.schedule.placement import line
+from megatron_ext.schedule.schedule import VocabularyParallel
+from tests.megatron_runs import model_flags, train
+from tests.pipeline.storages import LiveStorages, storages
+
+RANKS, HIDDEN, SEQUENCE = 4, 16, 16
+FLAGS: dict[str, object] = {
+    "pipeline_model_parallel_size": RANKS,
+    "hidden_size": HIDDEN,
+    "seq_length": SEQUENCE,
+    "train_iters": 1,
+    "global_batch_size": RANKS,
+    "bf16": True,
+    "untie_embeddings_and_output_weights": True,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "disable_bias_linear": True,
+    "rerun_mode": "disabled",
+    "pipeline_schedule": "1f1b",
+}
+
+
+class Logits(LiveStorages):
+    """The most bytes of tensors with a column for each row of the output layer on this rank."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.most = 0
+        self._rows = rows
+        self._found: set[int] = set()
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if isinstance(result, Tensor) and result.dim() and result.shape[-1] == self._rows:
+            self._found |= {storage._cdata for storage in storages(result)} & self.maker_of.keys()
+            sizes = self.sizes()
+            self._found &= sizes.keys()
+            self.most = max(self.most, sum(sizes[address] for address in self._found))
+        return result
+
+
+def size(tensors: Iterable[Tensor]) -> int:
+    """Bytes, each storage once."""
+    return sum({s._cdata: s.nbytes() for s in storages(list(tensors))}.values())
+
+
+def count(monkeypatch: pytest.MonkeyPatch, folder: Path, rows: int) -> None:
+    """Have each rank write what it holds after its first step."""
+    setup, log = training.setup_model_and_optimizer, training.training_log
+    logits = Logits(rows)
+    made: list[Any] = []
+
+    def begin(*args: Any, **kwargs: Any) -> Any:
+        made[:] = result = setup(*args, **kwargs)
+        logits.__enter__()
+        return result
+
+    def end(*args: Any, **kwargs: Any) -> Any:
+        logits.__exit__(None, None, None)
+        (chunk,), outer = made[0], made[1]
+        (inner,) = getattr(outer, "chained_optimizers", [outer])
+        masters = [p for group in inner.optimizer.param_groups for p in group["params"]]
+        states = [t for state in inner.optimizer.state.values() for t in state.values()]
+        found = {
+            "weights": size(chunk.parameters()),
+            "gradients": size(buffer.grad_data for buffer in chunk.buffers),
+            "optimizer": size([*masters, *(t for t in states if t.dim())]),
+            "logits": logits.most,
+        }
+        (folder / str(dist.get_rank())).write_text(json.dumps(found))
+        return log(*args, **kwargs)
+
+    monkeypatch.setattr(training, "setup_model_and_optimizer", begin)
+    monkeypatch.setattr(training, "training_log", end)
+
+
+@pytest.mark.parametrize("vocabulary", [32, 64, 128, 256])
+@pytest.mark.parametrize("way", list(VocabularyParallel))
+def test_what_each_rank_holds(
+    vocabulary: int, way: VocabularyParallel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tokens = vocabulary * 1000
+    is_divided = way is not VocabularyParallel.NONE
+    rows = tokens // RANKS if is_divided else tokens
+    count(monkeypatch, tmp_path, rows)
+    words = model_flags(**FLAGS, vocab_size=tokens - 1, pipeline_vocab_parallel=way.value)
+    train(RANKS, [*words, "--make-vocab-size-divisible-by", "8"])
+    found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(RANKS)]
+    for rank, held in enumerate(found):
+        held_by_model = sum(held.values()) - held["logits"]
+        print(f"| {vocabulary}k | {way} | {rank} | {held_by_model} | {held['logits']} |")
+
+    model = Model(RANKS, HIDDEN, 2, SEQUENCE, tokens)
+    expected = bytes_of_ranks(model.on_stages([1] * RANKS, 1), line(RANKS), way, TrainingState())
+    for held, bytes_ in zip(found, expected, strict=True):
+        assert (held["weights"], held["gradients"], held["optimizer"]) == (
+            bytes_.weights,
+            bytes_.gradients,
+            bytes_.optimizer,
+        )
+    one = SEQUENCE * rows * torch.float32.itemsize
+    assert [held["logits"] >= one for held in found] == [is_divided] * (RANKS - 1) + [True]
+    assert all(held["logits"] <= 3 * one for held in found)

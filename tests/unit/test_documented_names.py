@@ -1,0 +1,69 @@
+"""What the pages name exists: flags, schedules, commands with their options, files."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import typer
+
+from megatron_ext.cli import app
+from megatron_ext.config import PLAN, PipelineConfig, flag
+from megatron_ext.schedule.registry import choose, entries
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+ON_EACH_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+MEGATRONS = {"--pipeline-model-parallel-size", "--pipeline-model-parallel-layout"}
+PLACEHOLDERS = {"SPEC", "NAME", "FILE", "NAME|FILE"}  # and the reader's own files
+COMMANDS = typer.main.get_group(app).commands
+
+
+def code(page: Path) -> list[str]:
+    """What is set as code on a page: in a line, as a block, indented."""
+    text = page.read_text()
+    blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^```\w*\n.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    indented = re.findall(r"^ {4}(.*)$", text, re.MULTILINE)
+    lines = [" ".join(words.split()) for words in re.findall(r"`([^`]+)`", text)]
+    return [*lines, *indented, *(line for block in blocks for line in block.splitlines())]
+
+
+@ON_EACH_PAGE
+def test_flags_exist(page: Path) -> None:
+    ours = {flag(setting.name) for setting in fields(PipelineConfig)} | MEGATRONS
+    for words in code(page):
+        for name in re.findall(r"(?<!\w)--pipeline-[a-z0-9-]+(?!\S*\*)", words):
+            assert name in ours | {"--pipeline-x"}, name
+
+
+@ON_EACH_PAGE
+def test_schedules_exist(page: Path) -> None:
+    for words in code(page):
+        for spec in re.findall(r"--pipeline-schedule[ =]([^\s`]+)", words):
+            if spec in {*PLACEHOLDERS, PLAN} or re.match(r"NAME|mine\.|my_schedule\.py", spec):
+                continue
+            name, _, options = spec.partition(":")
+            assert name in entries(), spec
+            # a value in capitals is the reader's
+            choose(f"{name}:{options}" if options and options.islower() else name)
+
+
+@ON_EACH_PAGE
+def test_commands_and_their_options_exist(page: Path) -> None:
+    for words in code(page):
+        for rest in re.findall(r"megatron-ext ([a-z]\S*(?: [^#|]*)?)", words):
+            name, *given = re.sub(r" -- .*", "", rest).split()
+            assert name in COMMANDS, words
+            known = {option for each in COMMANDS[name].params for option in each.opts} | {"--help"}
+            assert {word for word in given if re.match(r"--?[a-z]", word)} <= known, words
+
+
+@ON_EACH_PAGE
+def test_files_exist(page: Path) -> None:
+    paths = r"\b(?:tests|scripts|examples|docs|patches|megatron_ext)/[\w/.-]+\.(?:py|sh|md)\b"
+    for path in re.findall(paths, page.read_text()):
+        assert (ROOT / path).is_file(), path

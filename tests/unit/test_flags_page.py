@@ -1,0 +1,29 @@
+"""docs/flags.md is what PipelineConfig declares."""
+
+from __future__ import annotations
+
+from dataclasses import Field, fields
+from typing import Any
+
+from megatron_ext.config import PipelineConfig, flag, variable
+from tests.documents import check_written
+
+
+def section(setting: Field[Any]) -> str:
+    is_switch = setting.default is False
+    words = flag(setting.name) + ("" if is_switch else f" {setting.metadata['metavar']}")
+    value = "True" if is_switch else '"..."'
+    exported = "1" if is_switch else "..."
+    return "\n\n".join(
+        (
+            f"## `{words}`",
+            setting.metadata["help"],
+            f"`megatron_ext.install({setting.name}={value})`, "
+            f"`{variable(setting.name)}={exported}`",
+        )
+    )
+
+
+def test_every_setting_has_its_section() -> None:
+    written = "\n\n".join(section(setting) for setting in fields(PipelineConfig))
+    check_written("flags", written, page="flags.md")

@@ -1,0 +1,284 @@
+"""Costs from measured passes, the file they are written to, and predictions made with them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_ext.cli import app
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.costs import Costs, VocabularyCosts, load_costs, save_costs
+from megatron_ext.schedule.estimate import CPU, ModelDimensions, estimate
+from megatron_ext.schedule.head import Placed, costs_in, place_again, place_head
+from megatron_ext.schedule.kinds import RULES, Duty, Held
+from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.measured_costs import RankFigures, measured_costs, medians
+from megatron_ext.schedule.memory import in_microbatches, peaks
+from megatron_ext.schedule.placement import Placement, line
+from megatron_ext.schedule.prediction import RankStep, compare
+from megatron_ext.schedule.registry import choose
+from megatron_ext.schedule.schedule import Problem, VocabularyParallel
+from megatron_ext.schedule.simulate import simulate
+from megatron_ext.schedule.summary import stock_1f1b, summary_of_change
+
+F, I, W = Duty.FORWARD, Duty.INPUT_GRADIENT, Duty.WEIGHT_GRADIENT  # noqa: E741
+NONE, ONE, TWO = VocabularyParallel
+RANKS, MICROBATCHES = 4, 8
+
+
+def estimated(placement: Placement, vocabulary: int = 2000) -> Costs:
+    layers = [16 // placement.stages] * placement.stages
+    model = ModelDimensions(
+        layers=layers,
+        hidden=128,
+        ffn_hidden=512,
+        query_width=128,
+        key_value_width=128,
+        gated=False,
+        heads=4,
+        sequence=64,
+        micro_batch=2,
+        vocabulary=vocabulary,
+    )
+    return estimate(model, CPU)
+
+
+def real(costs: Costs) -> Costs:
+    """A machine whose stages are slower than ``costs`` say, each by another factor."""
+    factors = [1.5 + 0.1 * stage for stage in range(costs.stages)]
+    seconds = {
+        duty: tuple(factor * each for factor, each in zip(factors, row, strict=True))
+        for duty, row in costs.seconds.items()
+    }
+    assert costs.vocabulary is not None
+    forward, input_gradient, weight_gradient = (factors[-1] * x for x in costs.vocabulary.head)
+    vocabulary = replace(costs.vocabulary, head=(forward, input_gradient, weight_gradient))
+    return replace(costs, seconds=seconds, hop=3 * costs.hop, vocabulary=vocabulary)
+
+
+def placed(spec: str, vocabulary: VocabularyParallel = NONE, rows: int = 2000) -> Placed:
+    choice = choose(spec)
+    placement = choice.place(RANKS)
+    costs = estimated(placement, rows)
+    return place_head(choice, Problem(placement, MICROBATCHES, costs, vocabulary=vocabulary))
+
+
+def recorded(placed: Placed, truth: Costs) -> list[RankFigures]:
+    """What the ranks of a machine with costs ``truth`` measure."""
+    in_passes = costs_in(placed, truth)
+    assert in_passes.held_bytes is not None
+    found = []
+    for rank, row in enumerate(simulate(placed.program, in_passes).compute):
+        held: dict[tuple[int, Held], float] = {}
+        for event in row:
+            for kind in RULES[event.action.kind].acquires:
+                if kind is not Held.LOGITS:
+                    held[event.action.stage, kind] = in_passes.held_bytes[kind][event.action.stage]
+        found.append(RankFigures(medians(row), held, [truth.hop] if rank < RANKS - 1 else []))
+    return found
+
+
+@pytest.mark.parametrize("rows", [50, 2000], ids=["a small head", "a large head"])
+@pytest.mark.parametrize(
+    ("spec", "vocabulary"),
+    [
+        *((spec, NONE) for spec in ("1f1b", "zb-h1", "zb-auto", "interleaved", "zb-v")),
+        *((spec, NONE) for spec in ("dualpipe-v", "1f1b-v", "hanayo")),
+        *((spec, way) for spec in ("zb-h1", "1f1b", "zb-v") for way in (ONE, TWO)),
+    ],
+)
+def test_what_the_passes_cost_is_found_again(
+    spec: str, vocabulary: VocabularyParallel, rows: int
+) -> None:
+    """Whatever is in one pass: B, an output layer's weight gradient, logits with their gradient."""
+    before = placed(spec, vocabulary, rows)
+    guess = estimated(before.program.schedule.placement, rows)
+    truth = real(guess)
+    if vocabulary is not NONE:  # its shards are on all ranks, and of one speed here
+        assert guess.vocabulary is not None and truth.vocabulary is not None
+        truth = truth.without_vocabulary().with_vocabulary(guess.vocabulary)
+    found = measured_costs(before, guess, recorded(before, truth), "here")
+    for duty in (F, I, W):
+        assert found.seconds[duty] == pytest.approx(truth.seconds[duty]), duty
+    assert found.hop == pytest.approx(truth.hop)
+    assert found.vocabulary is not None and truth.vocabulary is not None
+    assert found.vocabulary.head == pytest.approx(truth.vocabulary.head)
+    assert found.held_bytes is not None and truth.held_bytes is not None
+    for kind, figures in found.held_bytes.items():
+        assert figures == pytest.approx(truth.held_bytes[kind]), kind
+    assert found.origin.startswith("measured: here")
+
+
+def test_a_head_is_found_again_wherever_its_weight_gradient_is() -> None:
+    """Both places occur in the test above."""
+    assert not placed("zb-h1").head_waits
+    assert placed("zb-h1", rows=50).head_waits
+
+
+def test_of_several_ranks_of_a_stage_the_median_and_the_most_bytes_count() -> None:
+    before = placed("zb-h1")
+    guess = estimated(line(RANKS))
+    ranks = []
+    for factor in (1.0, 2.0, 9.0):
+        for rank in recorded(before, guess):
+            ranks.append(
+                RankFigures(
+                    {key: factor * each for key, each in rank.seconds.items()},
+                    {key: factor * each for key, each in rank.held.items()},
+                    [factor * hop for hop in rank.hops],
+                )
+            )
+    found = measured_costs(before, guess, ranks, "here")
+    assert found.seconds[F] == pytest.approx([2 * each for each in guess.seconds[F]])
+    assert found.hop == pytest.approx(4 * guess.hop)
+    assert found.held_bytes is not None and guess.held_bytes is not None
+    expected = [9 * each for each in guess.held_bytes[Held.ACTIVATION]]
+    assert found.held_bytes[Held.ACTIVATION] == pytest.approx(expected)
+
+
+def test_bytes_that_are_not_known_are_not_made_up() -> None:
+    before = placed("zb-h1")
+    guess = estimated(line(RANKS))
+    ranks = [replace(rank, held={}) for rank in recorded(before, guess)]
+    assert measured_costs(before, guess, ranks, "here").held_bytes is None
+
+
+def test_a_median_is_of_a_stage_and_a_kind() -> None:
+    program = placed("zb-h1").program
+    events = [e for row in simulate(program, program.problem.costs).compute for e in row]
+    slow = next(e for e in events if e.action.stage == 0 and e.action.kind is Kind.FORWARD)
+    events[events.index(slow)] = replace(slow, end=slow.end + 100)
+    assert medians(events) == pytest.approx(medians(e for e in events if e is not slow))
+
+
+def test_costs_are_written_as_they_are_read(tmp_path: Path) -> None:
+    placement = line(RANKS)
+    costs = replace(real(estimated(placement)), origin="measured: zb-h1 on 4 ranks")
+    save_costs(costs, tmp_path / "costs.json")
+    read = load_costs(tmp_path / "costs.json", placement)
+    for duty in (F, I, W):
+        assert read.seconds[duty] == pytest.approx(costs.seconds[duty], rel=1e-5)
+    assert costs.vocabulary is not None and read.vocabulary is not None
+    assert read.hop == pytest.approx(costs.hop, rel=1e-5)
+    assert read.vocabulary.head == pytest.approx(costs.vocabulary.head, rel=1e-5)
+    assert read.vocabulary.logits_bytes == costs.vocabulary.logits_bytes
+    assert read.held_bytes is not None and costs.held_bytes is not None
+    for kind, figures in costs.held_bytes.items():
+        assert read.held_bytes[kind] == pytest.approx(figures, abs=1)
+    assert read.origin == f"{tmp_path / 'costs.json'} (measured: zb-h1 on 4 ranks)"
+    lines = (tmp_path / "costs.json").read_text().splitlines()
+    assert lines[1] == '  "version": 1,' and len(lines) == len(json.loads("\n".join(lines))) + 2
+
+
+def test_costs_without_bytes_and_vocabulary_are_written_too(tmp_path: Path) -> None:
+    costs = Costs({F: (1, 2), I: (3, 4), W: (0, 5)}, hop=0.5)
+    save_costs(costs, tmp_path / "costs.json")
+    read = load_costs(tmp_path / "costs.json", line(2))
+    assert read.seconds == costs.seconds and read.hop == 0.5
+    assert read.held_bytes is None and read.vocabulary is None
+
+
+@pytest.mark.parametrize("command", [["simulate", "zb-auto"], ["plan"]])
+def test_commands_take_the_written_file(command: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    costs = real(estimated(line(RANKS)))
+    save_costs(costs, path)
+    words = ["--pp", str(RANKS), "-m", str(MICROBATCHES), "--costs", str(path), "--json"]
+    result = CliRunner().invoke(app, [*command, *words, "--memory-limit", "1GiB"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    rows = {row["schedule"]: row for row in report.get("schedules", [report])}
+    problem = Problem(line(RANKS), MICROBATCHES, costs)
+    assert rows["zb-auto"]["makespan"] < stock_1f1b(problem).makespan
+    if command == ["plan"]:
+        assert rows["1f1b"]["makespan"] == pytest.approx(stock_1f1b(problem).makespan, rel=1e-4)
+
+
+# ---- What has changed
+
+
+def test_a_line_says_what_measured_costs_have_changed() -> None:
+    """The first stage is slow, and the schedule was made without knowing it."""
+    guess = estimated(line(RANKS))
+    problem = Problem(line(RANKS), MICROBATCHES, guess, MemoryLimit(microbatches=4))
+    slow = {duty: (2 * row[0], *row[1:]) for duty, row in guess.seconds.items()}
+    truth = replace(guess, seconds=slow)
+    before = place_head(choose("zb-auto"), problem)
+    now = place_head(choose("zb-auto"), replace(problem, costs=truth))
+    stock = stock_1f1b(replace(problem, costs=truth)).makespan
+    gains = []
+    for each in (now, before):
+        makespan = simulate(each.program, costs_in(each, truth)).makespan
+        gains.append(f"{stock / makespan - 1:.1%} over 1F1B, peak 4")
+    assert gains[0] != gains[1]
+    assert summary_of_change(before, now, truth) == (
+        f"zb-auto, measured costs: predicted {gains[0]} microbatches "
+        f"(was {gains[1]} with estimated costs)"
+    )
+
+
+def test_a_schedule_that_has_not_changed_says_so() -> None:
+    before = placed("zb-h1")
+    truth = real(estimated(line(RANKS)))
+    now = place_head(choose("zb-h1"), replace(before.program.problem, costs=truth))
+    assert summary_of_change(before, now, truth).endswith("(as with estimated costs)")
+
+
+def test_an_order_that_is_better_stays_where_it_may() -> None:
+    """What zb-auto finds for these costs is worse than what it found for others."""
+    guess = estimated(line(RANKS))
+    problem = Problem(line(RANKS), MICROBATCHES, guess, MemoryLimit(microbatches=3))
+    before = place_head(choose("zb-auto"), problem)
+    slow = {**guess.seconds, I: tuple(3 * each for each in guess.seconds[I])}
+    other = replace(problem, costs=replace(guess, seconds=slow))
+
+    def makespan(placed: Placed) -> float:
+        return simulate(placed.program, costs_in(placed, other.costs)).makespan
+
+    assert makespan(place_head(choose("zb-auto"), other)) > makespan(before)
+    again = place_again(choose("zb-auto"), other, before)
+    assert makespan(again) == makespan(before)
+    assert again.program.problem.costs != before.program.problem.costs
+    less = replace(other, memory_limit=MemoryLimit(microbatches=2))
+    again = place_again(choose("zb-auto"), less, before)
+    assert max(peaks(again.program.schedule, in_microbatches(again.program.schedule))) == 2
+
+
+# ---- Prediction beside measurement
+
+
+def test_a_comparison_is_of_medians_over_steps_and_makespans_over_ranks() -> None:
+    program = placed("zb-h1").program
+    predicted = simulate(program, program.problem.costs)
+    first = [RankStep(0, 8, 5), RankStep(10, 19, 6), RankStep(20, 40, 7)]
+    other = [RankStep(1, 10, 4), RankStep(11, 20, 4), RankStep(21, 60, 4)]
+    found = compare(predicted, [first, other, other, other])
+    assert (found.measured, found.steps) == (10, 3)
+    assert found.measured_busy == (6, 4, 4, 4)
+    assert found.predicted == predicted.makespan
+    assert found.error == pytest.approx(10 / predicted.makespan - 1)
+    assert found.bubble_shares == pytest.approx((predicted.bubble_share_makespan, 0.55))
+    lines = found.lines()
+    assert len(lines) == RANKS
+    assert lines[0].startswith("pipeline rank 0: step predicted ")
+    assert "measured 1e+04 ms" in lines[0] and lines[0].endswith(
+        "measured 40.0%; median of 3 steps"
+    )
+    assert "measured 60.0%;" in lines[1]
+
+
+def test_the_whole_vocabulary_is_what_its_shards_take() -> None:
+    """The embedding, too, of which nothing is estimated."""
+    before = placed("zb-v", ONE)
+    guess = estimated(before.program.schedule.placement)
+    layers = guess.without_vocabulary()
+    vocabulary = VocabularyCosts((4.0, 8.0, 12.0), (1.0, 2.0), 1000.0)
+    ranks = recorded(before, layers.with_vocabulary(vocabulary))
+    found = measured_costs(before, guess, ranks, "here").vocabulary
+    assert found is not None
+    assert found.head == pytest.approx((4.0, 8.0, 12.0))
+    assert found.embedding == pytest.approx((1.0, 2.0))

@@ -1,0 +1,324 @@
+"""A plan for a model that is told by its dimensions: memory, what fits, what is recommended."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_ext.cli import app
+from megatron_ext.schedule.build import build_program
+from megatron_ext.schedule.choose import Candidate, Plan, Way, make_plan
+from megatron_ext.schedule.costs import Costs, parse_costs
+from megatron_ext.schedule.gpus import GPUS, USABLE, parse_gpu
+from megatron_ext.schedule.limit import MemoryLimit, parse_limit
+from megatron_ext.schedule.model import Model, parse_model
+from megatron_ext.schedule.model_memory import TrainingState, bytes_of_ranks
+from megatron_ext.schedule.model_plan import Training
+from megatron_ext.schedule.placement import Placement, line, v
+from megatron_ext.schedule.recommendation import recommendation
+from megatron_ext.schedule.registry import choose, entries
+from megatron_ext.schedule.schedule import Problem, VocabularyParallel
+from megatron_ext.schedule.simulate import simulate
+from megatron_ext.schedule.vocabulary_plan import cases, side_by_side
+from tests.unit.short_search import shorten_search
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_search() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        shorten_search(patch)
+        yield
+
+
+MODEL = parse_model("layers=16,hidden=1024,heads=8,sequence=2048,vocabulary=65536")
+
+
+def training(**changes: Any) -> Training:
+    given: dict[str, Any] = {
+        "model": MODEL,
+        "state": TrainingState(),
+        "tensor_parallel": 1,
+        "ranks": 4,
+        "microbatches": 8,
+        "rates": GPUS["h100"].rates,
+    }
+    return Training(**(given | changes))
+
+
+@functools.cache
+def plan(gib: float | None = None) -> Plan:
+    return make_plan(training().case, None if gib is None else gib * 2**30)
+
+
+def best_of(found: Plan) -> Candidate:
+    assert found.best is not None
+    return found.best
+
+
+# ---- Memory of the model
+
+
+def test_bytes_of_a_rank() -> None:
+    """12 h^2 and two norms a layer; 2 bytes a weight, 4 a gradient, 12 of optimizer states."""
+    dimensions = Model(8, 64, 4, 128, 1000).on_stages([2, 2, 2, 2], 1)
+    none = VocabularyParallel.NONE
+    first, middle, _, last = bytes_of_ranks(dimensions, line(4), none, TrainingState())
+    layers, table = 2 * (12 * 64**2 + 2 * 64), 1000 * 64
+    assert (middle.weights, middle.gradients, middle.optimizer) == (
+        2 * layers,
+        4 * layers,
+        12 * layers,
+    )
+    assert first.total == 18 * (layers + table) and last.total == first.total + 18 * 64
+    shared = bytes_of_ranks(dimensions, line(4), none, TrainingState(optimizer_ranks=4))[1]
+    assert shared.total == (2 + 4 + 12 / 4) * layers
+    (_, _, _, both) = bytes_of_ranks(
+        Model(8, 64, 4, 128, 1000).on_stages([1] * 8, 1), v(4), none, TrainingState(tied=True)
+    )
+    assert both.total == 18 * (layers + 2 * table + 64), "a copy at each end of the pipeline"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_divided_vocabulary_is_a_part_on_each_rank(tied: bool) -> None:
+    dimensions = Model(8, 64, 4, 128, 1000, kv_heads=1, gated=True).on_stages([1] * 8, 2)
+    layer = (64 * (64 + 2 * 16) + 64 * 64 + 3 * 64 * 256) / 2 + 2 * 64
+    state = TrainingState(tied=tied, gradient_bytes=2)
+    found = bytes_of_ranks(dimensions, v(4), VocabularyParallel.TWO, state)
+    part = (1 if tied else 2) * 1000 * 64 / 2 / 4
+    assert [rank.gradients for rank in found[:3]] == [2 * (2 * layer + part)] * 3
+    assert found[3].weights == 2 * (2 * layer + part + 64)
+
+
+# ---- What fits
+
+
+def test_what_a_gpu_has_no_room_for_is_no_candidate() -> None:
+    roomy, tight = plan(), plan(4)
+    assert all(each.fullest is not None for each in roomy.candidates)
+    assert all(each.fullest is not None and each.fullest <= 4 * 2**30 for each in tight.candidates)
+    assert best_of(roomy).limit is None
+    why = tight.refusals["gpipe", Way.NAIVE]
+    match = re.fullmatch(r"rank 3 would hold ([\d.]+) GiB, ([\d.]+) GiB more .*", why)
+    assert match is not None, why
+    assert float(match[1]) - float(match[2]) == pytest.approx(4, abs=0.02)
+    assert best_of(tight).makespan >= best_of(roomy).makespan
+
+
+def test_a_schedule_is_made_for_what_the_model_leaves() -> None:
+    """v-auto holds p microbatches where nothing says that there is room for more."""
+    found = {(each.schedule, each.way): each for each in plan(40).candidates}
+    with_room = found["v-auto", Way.NAIVE]
+    assert with_room.limit is not None and with_room.limit.bytes is not None
+    without = {(c.schedule, c.way): c for c in plan().candidates}["v-auto", Way.NAIVE]
+    assert with_room.makespan <= without.makespan and without.limit is None
+    assert with_room.memory is not None
+    left = 40 * 2**30 - max(rank.model.total for rank in with_room.memory)
+    assert 0.999 * left < with_room.limit.bytes <= left
+
+
+def test_one_limit_for_all_ranks_need_not_fit() -> None:
+    """1F1B's first rank holds most activations, its last one most of the model."""
+    fullest = next(c for c in plan().candidates if (c.schedule, c.way) == ("1f1b", Way.NAIVE))
+    assert fullest.fullest is not None and fullest.memory is not None
+    tight = make_plan(training().case, fullest.fullest)
+    (same,) = [c for c in tight.candidates if (c.schedule, c.way) == ("1f1b", Way.NAIVE)]
+    most = max(rank.activations for rank in fullest.memory)
+    assert most + max(rank.model.total for rank in fullest.memory) > fullest.fullest
+    assert same.limit is None and same.fullest == fullest.fullest
+
+
+@pytest.mark.parametrize("amount", [1, 1000, 2049, 5 * 2**20 + 7, 62_143_070_208, 3 * 2**40])
+def test_a_limit_in_bytes_is_written_and_read(amount: int) -> None:
+    limit = MemoryLimit(bytes=amount)
+    read = limit.as_written()
+    assert read == parse_limit(limit.written, 4, 8) and read.as_written() == read
+    assert read.bytes is not None and 0.998 * amount <= read.bytes <= amount
+
+
+def test_a_limit_in_microbatches_is_written_and_read() -> None:
+    """Eight chunks of a third: 2.666 would be too little for them."""
+    assert [MemoryLimit(microbatches=x).written for x in (8, 2.5, 8 / 3)] == ["8", "2.5", "2.667"]
+
+
+# ---- What is recommended
+
+
+def test_only_what_a_launch_can_run_is_recommended() -> None:
+    """Loops with a divided vocabulary are simulated, and refused by every launch."""
+    found = plan()
+    ways = {(each.schedule, each.way) for each in found.candidates}
+    assert ("zb-v", Way.TWO) in ways and ("interleaved-zb", Way.NAIVE) in ways
+    assert ("interleaved-zb", Way.TWO) not in ways
+    assert "simulated only" in found.refusals["interleaved-zb", Way.TWO]
+    (row,) = [row for row in side_by_side(found) if row["schedule"] == "interleaved-zb"]
+    assert row["2"] < row["naive"] and row["refused"].keys() == {"redistributed"}
+
+
+def test_the_recommendation_says_what_to_write_and_why_others_lose() -> None:
+    found = plan(40)
+    told = recommendation(found, MODEL.layers)
+    assert told is not None
+    best = best_of(found)
+    assert told["flags"][:2] == ["--pipeline-schedule", best.schedule]
+    limit = told["flags"].index("--pipeline-memory-limit") + 1
+    assert parse_limit(told["flags"][limit], 4, 8) == best.limit
+    assert told["fullest_rank"] == max(rank["total"] for rank in told["ranks"])
+    for rank in told["ranks"]:
+        parts = [rank[name] for name in ("weights", "gradients", "optimizer", "activations")]
+        assert rank["total"] == pytest.approx(sum(parts)) and min(parts) > 0
+    slower = [other["slower_by"] for other in told["runners_up"]]
+    assert slower == sorted(slower) and slower[0] >= 0
+    assert len(told["runners_up"]) + len(told["refused"]) + 1 == 4 * len(entries())
+
+
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [
+        (15, ["--account-for-loss-in-pipeline-split"]),
+        (
+            14,
+            [
+                "--account-for-loss-in-pipeline-split",
+                "--account-for-embedding-in-pipeline-split",
+            ],
+        ),
+    ],
+)
+def test_redistributed_layers_are_megatrons_flags(layers: int, words: list[str]) -> None:
+    """On two ranks, and on four stages of a V."""
+    model = Model(layers, 1024, 8, 2048, 65536)
+    found = make_plan(training(model=model, ranks=2, microbatches=4).case)
+    moved = tuple(each for each in found.candidates if each.way is Way.REDISTRIBUTED)
+    assert {each.schedule for each in moved} >= {"1f1b", "zb-v"} - (
+        {"1f1b"} if layers == 14 else set()
+    )
+    for each in moved:
+        told = recommendation(Plan((each,), {}), layers)
+        assert told is not None and told["flags"] == ["--pipeline-schedule", each.schedule, *words]
+
+
+@pytest.mark.parametrize(("comm", "is_searched"), [(1, True), (40, False)])
+def test_what_cannot_win_is_left_out(comm: int, is_searched: bool) -> None:
+    """A V sends twice as much: with slow messages nobody need search for one."""
+
+    def costs(placement: Placement) -> Costs:
+        return parse_costs(f"f=10,i=12,w=8,comm={comm}", placement)
+
+    case_of = cases(4, 8, costs, MemoryLimit(microbatches=8))
+    every, promising = make_plan(case_of), make_plan(case_of, only_promising=True)
+    assert best_of(promising).schedule == best_of(every).schedule
+    assert ("v-auto" not in promising.refused) is is_searched
+    makespans = {each.schedule: each.makespan for each in every.candidates}
+    left_out = 0
+    for name, why in promising.refused.items():
+        if match := re.match(r"takes at least ([\d.]+)% more time than (\S+),", why):
+            left_out += 1
+            least = (1 + float(match[1]) / 100) * makespans[match[2]]
+            assert makespans[name] >= least * (1 - 1e-3), (name, why)
+    assert left_out >= 2
+
+
+# ---- The published settings: costs of tables 5 and 6 of Qi et al. 2024 (arXiv:2401.10241)
+
+PUBLISHED = {
+    "1.5B": (8, 24, "f=18.522,i=18.086,w=9.337,comm=0.601"),
+    "14.6B": (16, 48, "f=11.347,i=11.248,w=8.132,comm=0.377"),
+    "28.3B": (32, 96, "f=10.419,i=10.207,w=7.715,comm=0.408"),
+}
+
+
+@pytest.mark.parametrize(("model", "limit"), [("1.5B", 1), ("14.6B", 1), ("28.3B", 1), ("1.5B", 2)])
+def test_the_best_of_all_families_on_a_published_setting(model: str, limit: int) -> None:
+    """Every family is simulated, but those that do not fit and those that a bound rules out; the
+    smallest setting's also by themselves."""
+    ranks, microbatches, text = PUBLISHED[model]
+    memory = parse_limit(f"{limit}x", ranks, microbatches)
+
+    def costs(placement: Placement) -> Costs:
+        return parse_costs(text, placement)
+
+    found = make_plan(cases(ranks, microbatches, costs, memory), only_promising=True)
+    best = best_of(found)
+    assert best.peak <= limit * ranks
+    assert best.makespan == min(each.makespan for each in found.candidates)
+    for (name, _), why in found.refusals.items():
+        assert "limit" in why or "at least" in why, (name, why)
+    assert {each.schedule for each in found.candidates} | found.refused.keys() == entries().keys()
+    if model != "1.5B":
+        return
+    for name in entries():
+        choice = choose(name)
+        problem = Problem(choice.place(ranks), microbatches, costs(choice.place(ranks)), memory)
+        try:
+            program = build_program(choice, problem)
+        except ValueError:
+            continue
+        assert simulate(program, problem.costs).makespan >= best.makespan, name
+
+
+# ---- As a user writes it
+
+
+def command(*words: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, ["plan", "--pp", "2", "-m", "4", *words])
+    assert result.exit_code == code, result.output
+    return result.output if code else result.stdout
+
+
+TEXT = "layers=15,hidden=1024,heads=8,sequence=2048,vocabulary=65536"
+
+
+def test_the_command() -> None:
+    words = ("--model", TEXT, "--gpu", "h100", "--dp", "4", "--distributed-optimizer")
+    found = json.loads(command(*words, "--json"))
+    told = found["recommended"]
+    assert told["vocabulary"] == "redistributed" and found["choice"] is None
+    first = told["ranks"][0]
+    assert first["optimizer"] == pytest.approx(first["gradients"] * 12 / 4 / 4)
+    text = command(*words)
+    assert "memory of the choice" in text and f"write {' '.join(told['flags'])}" in text
+    # measured times in place of estimated ones, and the model's bytes
+    costs = ("--costs", "f=10,i=12,w=8,head=2/2/2")
+    measured = json.loads(command("--model", TEXT, *costs, "--json"))["recommended"]
+    assert measured["makespan"] > 4 * 32 and measured["ranks"] is not None
+    assert json.loads(command(*costs, "--json"))["recommended"]["ranks"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("--gpu", "h100"), "add --model"),
+        (("--model", TEXT), "add --gpu, or --costs"),
+        (("--model", TEXT, "--gpu", "h900"), "GPU 'h900' is not known: write one of a100"),
+        (("--model", TEXT, "--gpu", "operations=fast,bytes=1"), "a figure that is none"),
+        (("--model", TEXT, "--gpu", "operations=0,bytes=1"), "above 0"),
+        (("--model", TEXT, "--gpu", "operations=1,bytes=1,memory=8"), "memory is bytes, as 80GiB"),
+        (("--model", "layers=4", "--gpu", "h100"), "missing hidden, heads, sequence, vocabulary"),
+        (("--model", f"{TEXT},width=3", "--gpu", "h100"), "'width' is unknown"),
+        (("--model", f"{TEXT},layers=3", "--gpu", "h100"), "'layers' is given twice"),
+        (("--model", f"{TEXT},gated=yes", "--gpu", "h100"), "'gated=yes' is not understood"),
+        (("--model", f"{TEXT},ffn=0", "--gpu", "h100"), "ffn is 0; at least 1"),
+        (
+            ("--model", TEXT.replace("heads=8", "heads=7"), "--gpu", "h100"),
+            "hidden 1024 does not divide over 7 heads: give head-width",
+        ),
+        (
+            ("--model", TEXT, "--gpu", "operations=1e12,bytes=1e9,memory=1GiB"),
+            "no schedule fits",
+        ),
+    ],
+)
+def test_a_mistake_exits_2_and_says_why(words: tuple[str, ...], text: str) -> None:
+    assert text in command(*words, code=2)
+
+
+def test_gpus() -> None:
+    own = parse_gpu("operations=300e12,bytes=20e9,memory=64GiB")
+    assert (own.rates.operations, own.rates.bytes, own.memory) == (300e12, 20e9, 64 * 2**30)
+    assert parse_gpu("operations=1,bytes=1").memory is None
+    assert parse_gpu("H200") is GPUS["h200"] and 0 < USABLE < 1
