@@ -255,7 +255,7 @@ def plan(
             case = Training(
                 described, state, tp, pp, microbatches, machine.rates, limit, measured
             ).case
-        found = make_plan(case, room, progress=_progress)
+        found = make_plan(case, room, may_offload=model is not None, progress=_progress)
         if plot is not None:
             draw_plan(found, plot)
     except (ValueError, OSError) as error:
@@ -322,6 +322,7 @@ def _plan_row(candidate: Candidate, plan: Plan) -> dict[str, Any]:
     return {
         "schedule": candidate.schedule,
         "vocabulary": _VOCABULARY[candidate.way] if len(plan.ways) > 1 else None,
+        "offload": None if candidate.offload is Offload.NONE else candidate.offload.value,
         "makespan": candidate.makespan,
         "": "" if is_best else f"+{slower_by(candidate, plan.best):.1%}",
         "bubble": f"{row['bubble_share_makespan']:.1%}",

@@ -51,23 +51,29 @@ class _Copy:
     def __init__(self, seconds: float, pieces: Sequence[Piece], after: Transfer | None) -> None:
         self.seconds, self.pieces, self.after = seconds, pieces, after
         self.is_done = threading.Event()
+        self.error: Exception | None = None
 
     def wait(self) -> None:
-        self.is_done.wait()
+        self.finish()
 
     def finish(self) -> None:
         self.is_done.wait()
+        if self.error is not None:
+            raise self.error
 
 
 def _run(copies: queue.SimpleQueue[_Copy], link: Path | None) -> None:
     while True:
         copy = copies.get()
-        if copy.after is not None:
-            copy.after.finish()
-        with _turn_on(link):
-            time.sleep(copy.seconds)
-        for to, source in copy.pieces:
-            to.copy_(source)
+        try:
+            if copy.after is not None:
+                copy.after.finish()
+            with _turn_on(link):
+                time.sleep(copy.seconds)
+            for to, source in copy.pieces:
+                to.copy_(source)
+        except Exception as error:  # for who waits
+            copy.error = error
         copy.is_done.set()
 
 

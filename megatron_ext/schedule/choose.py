@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from megatron_ext.schedule.model_memory import ModelBytes
 from megatron_ext.schedule.placement import is_line_or_v
 from megatron_ext.schedule.registry import Choice, entries
 from megatron_ext.schedule.report import report, report_of
-from megatron_ext.schedule.schedule import Problem, VocabularyParallel
+from megatron_ext.schedule.schedule import Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.vocabulary_costs import share_vocabulary
 
 
@@ -82,6 +83,10 @@ class Candidate:
     def schedule(self) -> str:
         name: str = self.report["schedule"]
         return name
+
+    @property
+    def offload(self) -> Offload:
+        return Offload(self.report["offload"])
 
     @property
     def makespan(self) -> float:
@@ -187,6 +192,7 @@ def make_plan(
     case_of: CaseOf,
     room: float | None = None,
     only_promising: bool = False,
+    may_offload: bool = False,
     progress: Callable[[Sequence[str]], Iterable[str]] = lambda names: names,
 ) -> Plan:
     """Build and simulate every family in every way.
@@ -195,6 +201,7 @@ def make_plan(
         room: bytes that a rank has for everything; None: as much as it takes.
         only_promising: leave out, with its reason, what is proved to take longer than another,
             and search in one way only, that of the best before.
+        may_offload: let activations of a schedule leave for the host where it does not fit without.
         progress: wraps the names, to show which is being made.
     """
     candidates: list[Candidate] = []
@@ -211,7 +218,7 @@ def make_plan(
                     continue
                 if only_promising and candidates:
                     _check_promising(case, way, room, min(candidates, key=_by_time))
-                candidate = consider(case, way, room)
+                candidate = consider(case, way, room, may_offload)
                 if case.can_be_launched:
                     candidates.append(candidate)
                 else:
@@ -222,8 +229,11 @@ def make_plan(
     return Plan(tuple(sorted(candidates, key=_by_time)), refusals, tuple(simulated))
 
 
-def consider(case: Case, way: Way, room: float | None = None) -> Candidate:
-    """Build and simulate ``case``, within its memory limit and ``room`` bytes.
+def consider(
+    case: Case, way: Way, room: float | None = None, may_offload: bool = False
+) -> Candidate:
+    """Build and simulate ``case``, within its memory limit and ``room`` bytes: if it may and must,
+    with offload.
 
     Where there is no limit, the schedule is made for what the model leaves of ``room``: a family
     may make use of it.
@@ -231,14 +241,34 @@ def consider(case: Case, way: Way, room: float | None = None) -> Candidate:
     Raises:
         ValueError: the schedule cannot be made so.
     """
-    if room is not None and case.model is not None and case.problem.memory_limit is None:
-        left = room - max(rank.total for rank in case.model)
-        if left > 0:
-            limit = MemoryLimit(bytes=int(left)).as_written()
-            try:
-                return _made(replace(case, problem=replace(case.problem, memory_limit=limit)), way)
-            except ValueError:
-                pass  # one limit is for all ranks, and the fullest may be one that holds little
+    try:
+        return _without_offload(case, way, room)
+    except ValueError:
+        problem = case.problem
+        limit = problem.memory_limit or _left(case, room)
+        if not may_offload or limit is None or problem.costs.host is None:
+            raise
+        leaving = replace(problem, memory_limit=limit, offload=Offload.FIT)
+        with contextlib.suppress(ValueError):
+            return _made(replace(case, problem=leaving), way)
+        raise
+
+
+def _left(case: Case, room: float | None) -> MemoryLimit | None:
+    """What the model leaves of ``room`` on the rank where it takes most; None: not known, or
+    nothing."""
+    if room is None or case.model is None:
+        return None
+    left = room - max(rank.total for rank in case.model)
+    return MemoryLimit(bytes=int(left)).as_written() if left > 0 else None
+
+
+def _without_offload(case: Case, way: Way, room: float | None) -> Candidate:
+    left = _left(case, room)
+    if left is not None and case.problem.memory_limit is None:
+        # One limit is for all ranks, and the fullest may be one that holds little.
+        with contextlib.suppress(ValueError):
+            return _made(replace(case, problem=replace(case.problem, memory_limit=left)), way)
     made = _made(case, way)
     if room is not None and made.memory is not None:
         totals = [rank.total for rank in made.memory]

@@ -21,12 +21,12 @@ def memory_curve(row: tuple[Action, ...], amount: Amount) -> list[float]:
     An action takes its memory at its start and gives it back at its end. One that does both (I
     turns activations into what W needs, layer by layer) counts at its end only.
     """
-    held = zip(row, _during(row, amount), strict=True)
+    held = zip(row, held_during(row, amount), strict=True)
     return [amount for action, amount in held if is_compute(action)]
 
 
-def _during(row: tuple[Action, ...], amount: Amount) -> Iterator[float]:
-    """What is held during each action of ``row``."""
+def held_during(row: tuple[Action, ...], amount: Amount) -> Iterator[float]:
+    """The same for every action of ``row``: copies from the host take memory too."""
     held = 0.0
     for action in row:
         rule = RULES[action.kind]
@@ -106,7 +106,7 @@ def peaks(schedule: Schedule, amount: Amount) -> list[float]:
 
 def peak(row: tuple[Action, ...], amount: Amount) -> float:
     """The largest amount that a rank holds during an action of its ``row``."""
-    return max(_during(row, amount), default=0.0)
+    return max(held_during(row, amount), default=0.0)
 
 
 def peak_on_host(row: tuple[Action, ...], placement: Placement) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_ext.schedule.choose import Candidate, Plan, Way
-from megatron_ext.schedule.schedule import VocabularyParallel
+from megatron_ext.schedule.schedule import Offload, VocabularyParallel
 
 
 def flags_of(candidate: Candidate, layers: int | None) -> list[str]:
@@ -19,6 +19,8 @@ def flags_of(candidate: Candidate, layers: int | None) -> list[str]:
         words += ["--pipeline-memory-limit", candidate.limit.written]
     if candidate.way.vocabulary is not VocabularyParallel.NONE:
         words += ["--pipeline-vocab-parallel", candidate.way.vocabulary.value]
+    if candidate.offload is not Offload.NONE:
+        words += ["--pipeline-activation-offload", candidate.offload.value]
     if candidate.way is Way.REDISTRIBUTED:
         assert layers is not None
         words.append("--account-for-loss-in-pipeline-split")
@@ -70,6 +72,7 @@ def _summary(candidate: Candidate) -> dict[str, Any]:
     return {
         "schedule": candidate.schedule,
         "vocabulary": candidate.way.value,
+        "offload": candidate.offload.value,
         "memory_limit": None if candidate.limit is None else candidate.limit.written,
         "makespan": candidate.makespan,
         "peak_activation_microbatches": candidate.peak,

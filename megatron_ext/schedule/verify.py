@@ -26,7 +26,7 @@ from megatron_ext.schedule.kinds import (
     Lane,
     Where,
 )
-from megatron_ext.schedule.memory import amount_of, memory_curve, peaks
+from megatron_ext.schedule.memory import amount_of, held_during, peaks
 from megatron_ext.schedule.schedule import (
     P2P,
     Offload,
@@ -293,9 +293,11 @@ def _check_memory(schedule: Schedule, problem: Problem) -> None:
     held = peaks(schedule, amount)
     for rank, peak in enumerate(held):
         if peak > allowed * (1 + 1e-9):
-            curve = memory_curve(schedule.rows[rank], amount)
-            compute = [action for action in schedule.rows[rank] if is_compute(action)]
-            first = next(a for a, held in zip(compute, curve, strict=True) if held > allowed)
+            row = schedule.rows[rank]
+            held_by = zip(row, held_during(row, amount), strict=True)
+            over = [action for action, now in held_by if now > allowed * (1 + 1e-9)]
+            takes = (a for a in over if is_compute(a) or RULES[a.kind].acquires)
+            first = next(takes, over[0])
             _reject(
                 schedule,
                 f"{first} brings rank {rank} over the memory limit of {limit}: the schedule's "

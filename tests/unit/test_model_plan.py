@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from megatron_ext.schedule.model_plan import Training
 from megatron_ext.schedule.placement import Placement, line, v
 from megatron_ext.schedule.recommendation import recommendation
 from megatron_ext.schedule.registry import choose, entries
-from megatron_ext.schedule.schedule import Problem, VocabularyParallel
+from megatron_ext.schedule.schedule import Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.simulate import simulate
 from megatron_ext.schedule.vocabulary_plan import cases, side_by_side
 from tests.unit.short_search import shorten_search
@@ -95,6 +96,24 @@ def test_a_divided_vocabulary_is_a_part_on_each_rank(tied: bool) -> None:
 
 
 # ---- What fits
+
+
+def test_what_does_not_fit_lets_activations_leave() -> None:
+    """With less memory than any schedule needs there are candidates still; what fits without
+    offload does without. (With copies as quick as a model of this size wants them.)"""
+    case = training(rates=replace(GPUS["h100"].rates, host=400e9)).case
+    tight = 2.0
+    assert not make_plan(case, tight * 2**30).candidates
+    found = make_plan(case, tight * 2**30, may_offload=True)
+    best = best_of(found)
+    assert best.offload is Offload.FIT and best.fullest is not None
+    assert best.fullest <= tight * 2**30
+    told = recommendation(found, MODEL.layers)
+    assert told is not None and told["offload"] == "fit"
+    words = " ".join(told["flags"])
+    assert "--pipeline-activation-offload fit" in words and "--pipeline-memory-limit" in words
+    roomy = make_plan(case, 40 * 2**30, may_offload=True)
+    assert all(each.offload is Offload.NONE for each in roomy.candidates)
 
 
 def test_what_a_gpu_has_no_room_for_is_no_candidate() -> None:

@@ -285,6 +285,21 @@ def test_what_does_not_fit_says_how_much_does() -> None:
         built("gis:vpp=2", problem_of("gis:vpp=2", 8, 0.8, FIT, limit="1"))
 
 
+def test_a_copy_back_can_be_what_does_not_fit() -> None:
+    """Once what it said was only looked for among the passes, and nothing was found."""
+    placement = line(1)
+    text = "0F0 0OFFLOAD_F0 0FREE_F0 0F1 0RELOAD_F0 0B1 0B0"
+    problem = Problem(
+        placement,
+        2,
+        parse_costs("f=1,i=1,w=1,d2h=1", placement),
+        MemoryLimit(microbatches=1),
+        offload=FULL,
+    )
+    with pytest.raises(InvalidSchedule, match="0RELOAD_F0 brings rank 0 over the memory limit"):
+        prove(Schedule("tight", placement, rows_of(text)), problem)
+
+
 def test_without_a_limit_of_its_own_a_family_is_asked_for_all_it_takes() -> None:
     """The limit is for what stays: gis alone needs 8 microbatches, which must not be refused."""
     program = built("gis:vpp=2", problem_of("gis:vpp=2", 8, 0.8, FULL, limit="2"))
