@@ -154,6 +154,20 @@ class Costs:
             seconds[duties[1]] = tuple(f * part for f, part in zip(figures, share, strict=True))
         return replace(self, host=HostCosts(seconds, ranks_per_link, duplex))
 
+    def with_copies_of(self, other: Costs) -> Costs:
+        """These costs with copies as quick as those of ``other``, of the bytes that these hold."""
+        if other.host is None or self.held_bytes is None or other.held_bytes is None:
+            return replace(self, host=other.host)
+        pairs = zip(
+            self.held_bytes[Held.ACTIVATION], other.held_bytes[Held.ACTIVATION], strict=True
+        )
+        shares = [here / there if there else 0.0 for here, there in pairs]
+        out, back = (
+            [share * each for share, each in zip(shares, other.host.seconds[of[0]], strict=True)]
+            for of in _COPIES.values()
+        )
+        return self.with_host(out, back, other.host.ranks_per_link, other.host.duplex)
+
     def with_vocabulary(self, vocabulary: VocabularyCosts) -> Costs:
         """These costs, which are those of the layers, and ``vocabulary`` on the first and the last
         stage."""

@@ -93,7 +93,8 @@ def _with_input_gradient(costs: Costs) -> Costs:
         rest = _last_plus(held[Held.WEIGHT_INPUTS], -costs.vocabulary.logits_bytes)
         held = {**held, Held.WEIGHT_INPUTS: rest}
     vocabulary = replace(costs.vocabulary, head=(forward, input_gradient + weight_gradient, 0.0))
-    return replace(costs, seconds=seconds, held_bytes=held, vocabulary=vocabulary)
+    changed = replace(costs, seconds=seconds, held_bytes=held, vocabulary=vocabulary)
+    return changed.with_copies_of(costs)
 
 
 def _last_plus(figures: tuple[float, ...], more: float) -> tuple[float, ...]:

@@ -74,7 +74,7 @@ def measured_costs(
         _held_bytes(held, in_passes),
         f"measured: {measured}",
     )
-    costs = _with_host(costs, estimate)
+    costs = costs.with_copies_of(estimate)
     if estimate.vocabulary is None:
         return costs
     if placed.program.problem.vocabulary is not VocabularyParallel.NONE:
@@ -82,23 +82,6 @@ def measured_costs(
     costs = replace(costs, vocabulary=_scaled(in_passes, costs))
     costs = _with_weight_gradient_apart(costs, in_passes, estimate)
     return replace(costs, origin=f"{costs.origin}; head and embedding in estimated proportions")
-
-
-def _with_host(costs: Costs, estimate: Costs) -> Costs:
-    """``costs`` with copies as quick as estimated, of the bytes that were measured."""
-    if estimate.host is None or costs.held_bytes is None or estimate.held_bytes is None:
-        return replace(costs, host=estimate.host)
-    of = Held.ACTIVATION
-    pairs = zip(costs.held_bytes[of], estimate.held_bytes[of], strict=True)
-    shares = [measured / estimated if estimated else 0.0 for measured, estimated in pairs]
-    out, back = (
-        [
-            share * seconds
-            for share, seconds in zip(shares, estimate.host.seconds[duty], strict=True)
-        ]
-        for duty in (Duty.OFFLOAD_ACTIVATION, Duty.RELOAD_ACTIVATION)
-    )
-    return costs.with_host(out, back, estimate.host.ranks_per_link, estimate.host.duplex)
 
 
 def _over_ranks[Key](

@@ -18,6 +18,7 @@ def share_vocabulary(costs: Costs, placement: Placement, how: VocabularyParallel
     """
     assert how is not VocabularyParallel.NONE and costs.whole is None
     layers, vocabulary = costs.without_vocabulary(), costs.vocabulary or VocabularyCosts()
+    layers = layers.with_copies_of(costs)
     forward, input_gradient, weight_gradient = vocabulary.head
     lookup, table_gradient = vocabulary.embedding
     early = how is VocabularyParallel.TWO  # the input gradient's product is made with the logits

@@ -16,7 +16,8 @@ from megatron_ext.cli import app
 from megatron_ext.schedule.action import Kind, parse
 from megatron_ext.schedule.build import build_program
 from megatron_ext.schedule.certify import certify
-from megatron_ext.schedule.costs import Costs, HostCosts, parse_costs
+from megatron_ext.schedule.costs import Costs, HostCosts, VocabularyCosts, parse_costs
+from megatron_ext.schedule.head import Placed, costs_in
 from megatron_ext.schedule.kinds import HOST_LANES, RULES, Duty, Held, Lane
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
 from megatron_ext.schedule.memory import in_bytes, in_microbatches, most_on_host, peaks
@@ -34,6 +35,7 @@ from megatron_ext.schedule.timeline import Event
 from megatron_ext.schedule.transforms.offload import offload
 from megatron_ext.schedule.transforms.waits import await_sends
 from megatron_ext.schedule.verify import InvalidSchedule, Program, prove
+from megatron_ext.schedule.vocabulary_costs import share_vocabulary
 from tests.unit.schedules import (
     PROPERTY,
     mutate,
@@ -375,6 +377,26 @@ def test_a_divided_vocabulary() -> None:
 
 
 # ---- What is given
+
+
+def test_logits_that_do_not_leave_are_not_copied() -> None:
+    """Where the vocabulary is divided the last stage holds no more than the others, and its copies
+    take no longer; where the output layer's W comes with I, W needs less of the last stage."""
+    placement = line(2)
+    held = {Held.ACTIVATION: (100.0, 100.0), Held.WEIGHT_INPUTS: (50.0, 50.0)}
+    layers = replace(parse_costs("f=1,i=1,w=1", placement), held_bytes=held)
+    costs = layers.with_vocabulary(VocabularyCosts((1, 1, 1), logits_bytes=300.0))
+    costs = costs.with_host((1.0, 4.0), (2.0, 8.0), 2, False)
+    shared = share_vocabulary(costs, placement, VocabularyParallel.TWO).host
+    assert shared is not None
+    assert shared.seconds[Duty.OFFLOAD_ACTIVATION] == (1.0, 1.0)
+    assert shared.seconds[Duty.RELOAD_WEIGHT_INPUTS] == (1.0, 1.0)
+    assert (shared.ranks_per_link, shared.duplex) == (2, False)
+    program = built("zb-h1", Problem(placement, 4, costs))
+    host = costs_in(Placed(program, head_waits=False), costs).host
+    assert host is not None
+    assert host.seconds[Duty.OFFLOAD_ACTIVATION] == (1.0, 4.0)
+    assert host.seconds[Duty.OFFLOAD_WEIGHT_INPUTS] == (0.5, 0.5)
 
 
 def test_costs_of_copies_are_read_and_printed() -> None:
