@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -252,11 +253,22 @@ def values(results: list[RankResult]) -> list[Any]:
 
 
 def free_port() -> int:
-    """A port for ranks to meet at."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+    """A port for ranks to meet at.
+
+    Not one that the system picks: it picks from the same range for connections, and another one
+    may have it before the ranks listen. Processes that test side by side have ports of their own.
+    """
+    first = 10000 + os.getpid() % 100 * 100
+    for _ in range(100):
+        port = first + next(_CALLS) % 100
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError(f"none of the ports from {first} to {first + 99} is free")
+
+
+_CALLS = itertools.count()
 
 
 def torchrun_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
