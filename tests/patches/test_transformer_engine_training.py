@@ -218,7 +218,7 @@ def test_its_activations_leave_for_the_host(schedule: str) -> None:
         pipeline_activation_offload="full",
         pipeline_costs="f=10,i=12,w=8,comm=1,d2h=3,h2d=3",
     )
-    provider = functools.partial(provide, True)
+    provider = functools.partial(provide, True, False)
     finish = OffloadedStep.finish
 
     def finished(step: OffloadedStep) -> None:
