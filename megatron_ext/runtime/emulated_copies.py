@@ -10,16 +10,13 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from megatron_ext.runtime.host_copies import Piece, Transfer
+from megatron_ext.runtime.host_copies import DirectCopies, Piece, Transfer
 from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.costs import Costs, HostCosts
 from megatron_ext.schedule.kinds import HOST_LANES, RULES, Lane
 
 
-class EmulatedCopies:
+class EmulatedCopies(DirectCopies):
     """A thread a direction, which sleeps. Ranks that share a link wait for its file's lock."""
 
     def __init__(self, costs: Costs, rank: int, folder: Path) -> None:
@@ -32,12 +29,6 @@ class EmulatedCopies:
             link = _link(host, rank, lane, folder)
             arguments = self._lanes[lane], link
             threading.Thread(target=_run, args=arguments, daemon=True).start()
-
-    def host_buffer(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8)
-
-    def release(self, buffer: Tensor) -> None:
-        pass
 
     def start(self, action: Action, pieces: Sequence[Piece], after: Transfer | None) -> Transfer:
         copy = _Copy(self._costs.of(action), pieces, after)

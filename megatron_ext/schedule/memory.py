@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
 from megatron_ext.schedule.action import Action
@@ -111,24 +111,24 @@ def peak(row: tuple[Action, ...], amount: Amount) -> float:
 
 def peak_on_host(row: tuple[Action, ...], placement: Placement) -> float:
     """Microbatches of a rank that are on the host at once, at the most."""
-    held, most = 0, 0
-    for action in row:
-        for _ in RULES[action.kind].moves:
-            held += 1 if RULES[action.kind].lane is Lane.TO_HOST else -1
-            most = max(most, held)
+    most = max((now.total() for now in _on_host(row)), default=0)
     return most / placement.chunks
 
 
 def most_on_host(row: tuple[Action, ...]) -> dict[tuple[int, Held], int]:
-    """How many microbatches of each stage, and of what it holds, are on the host at once.
-
-    They are from when their copy to the host begins until that back does.
-    """
-    now: dict[tuple[int, Held], int] = defaultdict(int)
-    most: dict[tuple[int, Held], int] = defaultdict(int)
-    for action in row:
-        for held in RULES[action.kind].moves:
-            key = action.stage, held
-            now[key] += 1 if RULES[action.kind].lane is Lane.TO_HOST else -1
-            most[key] = max(most[key], now[key])
+    """How many microbatches of each stage, and of what it holds, are on the host at once."""
+    most: Counter[tuple[int, Held]] = Counter()
+    for now in _on_host(row):
+        most |= now
     return dict(most)
+
+
+def _on_host(row: tuple[Action, ...]) -> Iterator[Counter[tuple[int, Held]]]:
+    """What is on the host after each copy of ``row``: from when a copy to it begins until that back
+    does."""
+    now: Counter[tuple[int, Held]] = Counter()
+    for action in row:
+        rule = RULES[action.kind]
+        for held in rule.moves:
+            now[action.stage, held] += 1 if rule.lane is Lane.TO_HOST else -1
+            yield now

@@ -48,7 +48,6 @@ from tests.unit.schedules import (
 )
 
 NONE, HALF, FULL, FIT = Offload
-LOOPS = ("gis", "gis-h", "interleaved")
 ALL = ("1f1b", "zb-h1", "zb-auto", "zb-v", "v-half", "v-min", "v-auto", "interleaved", "gis")
 
 
