@@ -45,6 +45,13 @@ class Kind(enum.StrEnum):
     OFFLOAD_I = "OFFLOAD_I"
     FREE_I = "FREE_I"
     RELOAD_I = "RELOAD_I"
+    # Post-validation (`transforms.post_validation`): of a rank, on its first stage, once a step.
+    RECV_P = "RECV_P"
+    STEP = "STEP"
+    SEND_P = "SEND_P"
+    RECV_V = "RECV_V"
+    SETTLE = "SETTLE"
+    SEND_V = "SEND_V"
 
 
 class Action(NamedTuple):
@@ -65,6 +72,11 @@ class Action(NamedTuple):
     the backward pass to the host, ``3FREE_F7`` waits for that and gives its memory back, and
     ``3RELOAD_F7`` takes memory and begins to copy it back. ``3OFFLOAD_I7``, ``3FREE_I7`` and
     ``3RELOAD_I7`` do the same with what ``3I7`` leaves for ``3W7``.
+
+    Post-validation (Qi et al. 2024), once a step for the rank whose first stage is 3: ``3RECV_P0``
+    receives what the ranks of the stages before know of their gradients, ``3STEP0`` adds the
+    rank's own and steps, ``3SEND_P0`` passes the sum on. In the next step ``3RECV_V0`` receives the
+    verdict, ``3SEND_V0`` passes it back, and ``3SETTLE0`` holds the rank up until it has come.
     """
 
     stage: int

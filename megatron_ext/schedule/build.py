@@ -18,6 +18,7 @@ from megatron_ext.schedule.transforms.batches import batch_messages
 from megatron_ext.schedule.transforms.communication import communicate
 from megatron_ext.schedule.transforms.forward_only import keep_forward
 from megatron_ext.schedule.transforms.offload import offload
+from megatron_ext.schedule.transforms.post_validation import validate_afterwards
 from megatron_ext.schedule.transforms.vocabulary import INTERVALS, divide_vocabulary
 from megatron_ext.schedule.transforms.waits import await_sends
 from megatron_ext.schedule.verify import Program, check_compute, prove
@@ -43,6 +44,8 @@ def build_program(choice: Choice, problem: Problem) -> Program:
         transforms.insert(transforms.index(await_sends), offload)
     if problem.p2p is P2P.BATCHED:
         transforms.insert(transforms.index(communicate) + 1, batch_messages)
+    if problem.post_validation and not problem.forward_only:
+        transforms.append(validate_afterwards)
     schedule = _compute(choice, problem)
     if shares:
         schedule = divide_vocabulary(schedule, problem)

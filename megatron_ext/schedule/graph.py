@@ -58,13 +58,14 @@ def channels(schedule: Schedule) -> set[Channel]:
     """All channels between the stages of ``schedule``.
 
     Of an evaluation too those that only training uses: they are made once, and training may follow.
+    Those of post-validation are not among them: its messages are the host's.
     """
     rank_of = schedule.placement.rank_of
     stages = range(schedule.placement.stages)
     return {
         channel_of(Action(stage, kind, 0), schedule.placement)
         for kind, rule in RULES.items()
-        if rule.lane is Lane.SEND
+        if rule.lane is Lane.SEND and rule.where is Where.STAGE
         for stage in stages
         if stage + rule.neighbour in stages and rank_of[stage] != rank_of[stage + rule.neighbour]
     }
@@ -132,6 +133,9 @@ def has_place(kind: Kind, stage: int, placement: Placement) -> bool:
         return True
     if rule.where is Where.SHARD:
         return stage == placement.shard_beside(stage)
+    if rule.where is Where.RANK:
+        ends = (stage, stage + rule.neighbour)
+        return all(end == placement.shard_beside(end) for end in ends)
     return stage == placement.shard_beside(placement.stages - 1)
 
 

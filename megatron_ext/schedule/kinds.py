@@ -39,6 +39,7 @@ class Where(enum.Enum):
     STAGE = "every stage"
     SHARD = "the first stage of a rank, beside which its shard of the vocabulary lies"
     LOSS = "the first stage of the rank that has the last stage, and so the loss"
+    RANK = "the first stage of a rank, once a step, as microbatch 0"
 
 
 class Duty(enum.Enum):
@@ -72,6 +73,12 @@ class Duty(enum.Enum):
     OFFLOAD_WEIGHT_INPUTS = "copy of what W needs to the host"
     FREE_WEIGHT_INPUTS = "wait for that copy to the host"
     RELOAD_WEIGHT_INPUTS = "copy of what W needs from the host"
+    RECEIVE_PARTIAL_STATE = "receive of the partial validation state"
+    OPTIMIZER_STEP = "optimizer step on the partial state"
+    SEND_PARTIAL_STATE = "send of the partial validation state"
+    RECEIVE_VERDICT = "receive of the last step's verdict"
+    SETTLE = "wait for the last step's verdict"
+    SEND_VERDICT = "send of the last step's verdict"
 
 
 FORWARD_ONLY_DUTIES = frozenset(
@@ -333,6 +340,48 @@ RULES: Mapping[Kind, Rule] = MappingProxyType(
             needs=(Need((Kind.FREE_I,)),),
             acquires=(Held.WEIGHT_INPUTS,),
             moves=(Held.WEIGHT_INPUTS,),
+        ),
+        Kind.RECV_P: Rule(
+            Lane.RECEIVE,
+            covers=(Duty.RECEIVE_PARTIAL_STATE,),
+            neighbour=-1,
+            partner=Kind.SEND_P,
+            where=Where.RANK,
+        ),
+        Kind.STEP: Rule(
+            Lane.WAIT,
+            covers=(Duty.OPTIMIZER_STEP,),
+            needs=(Need((Kind.RECV_P,)),),
+            where=Where.RANK,
+        ),
+        Kind.SEND_P: Rule(
+            Lane.SEND,
+            covers=(Duty.SEND_PARTIAL_STATE,),
+            needs=(Need((Kind.STEP,)),),
+            neighbour=+1,
+            partner=Kind.RECV_P,
+            where=Where.RANK,
+        ),
+        Kind.RECV_V: Rule(
+            Lane.RECEIVE,
+            covers=(Duty.RECEIVE_VERDICT,),
+            neighbour=+1,
+            partner=Kind.SEND_V,
+            where=Where.RANK,
+        ),
+        Kind.SETTLE: Rule(
+            Lane.WAIT,
+            covers=(Duty.SETTLE,),
+            needs=(Need((Kind.RECV_V,)),),
+            where=Where.RANK,
+        ),
+        Kind.SEND_V: Rule(
+            Lane.SEND,
+            covers=(Duty.SEND_VERDICT,),
+            needs=(Need((Kind.RECV_V,)),),
+            neighbour=-1,
+            partner=Kind.RECV_V,
+            where=Where.RANK,
         ),
     }
 )

@@ -64,6 +64,8 @@ class Problem:
             without: `transforms.vocabulary` adds the passes.)
         offload: which activations leave for host memory. (Families are asked without it and
             without the memory limit: `transforms.offload` adds the copies.)
+        post_validation: the optimizer steps before all ranks are done, and is taken back where that
+            was wrong. (Families are asked without: `transforms.post_validation` adds the messages.)
     """
 
     placement: Placement
@@ -75,6 +77,7 @@ class Problem:
     p2p: P2P = P2P.ASYNC
     vocabulary: VocabularyParallel = VocabularyParallel.NONE
     offload: Offload = Offload.NONE
+    post_validation: bool = False
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
@@ -95,7 +98,20 @@ class Problem:
                 f"offload {self.offload} has no memory limit to fit into: give one, or write "
                 f"{Offload.FULL} or {Offload.HALF}"
             )
+        if self.post_validation:
+            self._check_post_validation()
         assert self.costs.stages == self.placement.stages
+
+    def _check_post_validation(self) -> None:
+        beside = ""
+        if self.vocabulary is not VocabularyParallel.NONE:
+            beside = f"vocabulary parallelism {self.vocabulary}: its collectives hold all ranks up"
+        elif self.offload is not Offload.NONE:
+            beside = f"offload {self.offload}: what has left for the host cannot be undone"
+        elif self.p2p is P2P.BATCHED:
+            beside = f"messages {self.p2p}: a batch could be under way at the verdict"
+        if beside:
+            raise ValueError(f"post-validation does not go with {beside}; drop one")
 
     @property
     def ranks(self) -> int:

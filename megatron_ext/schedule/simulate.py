@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.graph import Graph, build_graph
-from megatron_ext.schedule.kinds import HOST_LANES, RULES
+from megatron_ext.schedule.kinds import HOST_LANES, RULES, Lane
 from megatron_ext.schedule.schedule import Problem, Schedule
 from megatron_ext.schedule.timeline import Event, Timeline
 from megatron_ext.schedule.transforms.communication import communicate
 from megatron_ext.schedule.verify import Program
+
+_STEPS = 16  # consecutive ones, after the first half of which a step takes what it always will
 
 
 def simulate(program: Program, costs: Costs) -> Timeline:
@@ -22,6 +24,36 @@ def simulate(program: Program, costs: Costs) -> Timeline:
     are; messages of one channel follow one another. One pass over the actions.
     """
     return _run(program.graph, program.schedule, costs)
+
+
+def simulate_steps(program: Program, costs: Costs, steps: int) -> tuple[Timeline, ...]:
+    """``steps`` steps, one after the other on one clock.
+
+    With post-validation a rank begins a step when it has ended its own part of the last one;
+    without, all ranks wait for the last of them, as they do around a synchronous optimizer.
+    """
+    ranks = program.problem.ranks
+    free = [0.0] * ranks
+    timelines = []
+    for _ in range(steps):
+        timeline = _run(program.graph, program.schedule, costs, free)
+        timelines.append(timeline)
+        for event in timeline.events:
+            if RULES[event.action.kind].holds_up:
+                free[event.rank] = max(free[event.rank], event.end)
+        if not program.problem.post_validation:
+            free = [max(free)] * ranks
+    return tuple(timelines)
+
+
+def step_seconds(program: Program, costs: Costs) -> float:
+    """What a step takes in the long run: its makespan, or with post-validation about its span."""
+    ends = [
+        max(row[-1].end for row in timeline.compute)
+        for timeline in simulate_steps(program, costs, _STEPS)
+    ]
+    half = _STEPS // 2
+    return (ends[-1] - ends[-1 - half]) / half
 
 
 def simulate_unproved(schedule: Schedule, problem: Problem) -> Timeline:
@@ -38,7 +70,10 @@ def simulate_messages(schedule: Schedule, problem: Problem) -> Timeline:
     return _run(build_graph(schedule, problem.p2p), schedule, problem.costs)
 
 
-def _run(graph: Graph, schedule: Schedule, costs: Costs) -> Timeline:
+def _run(
+    graph: Graph, schedule: Schedule, costs: Costs, free: Sequence[float] | None = None
+) -> Timeline:
+    """``free``: when each rank begins, if not at 0."""
     seconds: dict[tuple[int, Kind], float] = {}  # the same for every microbatch
     lasts = [0.0] * len(graph.actions)
     for node, action in enumerate(graph.actions):
@@ -48,16 +83,34 @@ def _run(graph: Graph, schedule: Schedule, costs: Costs) -> Timeline:
         if node not in graph.followers:
             lasts[node] = seconds[key]
     links = _links(graph, costs)
-    start, end = _take_turns(graph, lasts, links) if links else _follow(graph, lasts)
+    earliest = [0.0] * len(lasts) if free is None else _earliest(graph, schedule, free)
+    start, end = (
+        _take_turns(graph, lasts, links, earliest) if links else _follow(graph, lasts, earliest)
+    )
     events = tuple(map(Event, graph.ranks, graph.actions, start, end))
     return Timeline(schedule, events)
 
 
-def _follow(graph: Graph, lasts: list[float]) -> tuple[list[float], list[float]]:
+def _earliest(graph: Graph, schedule: Schedule, free: Sequence[float]) -> list[float]:
+    """By node, when its rank is ``free``; of a message, when both its ranks are."""
+    times = [free[rank] for rank in graph.ranks]
+    for node, action in enumerate(graph.actions):
+        rule = RULES[action.kind]
+        if rule.is_message:
+            other = schedule.placement.rank_of[action.stage + rule.neighbour]
+            times[node] = max(times[node], free[other])
+        elif rule.lane is Lane.COLLECTIVE:
+            times[node] = max(free)
+    return times
+
+
+def _follow(
+    graph: Graph, lasts: list[float], earliest: list[float]
+) -> tuple[list[float], list[float]]:
     """Starts and ends of nodes of which none waits but for those before it."""
-    start, end = [0.0] * len(lasts), [0.0] * len(lasts)
+    start, end = list(earliest), [0.0] * len(lasts)
     for node in graph.order:
-        start[node] = max([end[earlier] for earlier in graph.before[node]], default=0.0)
+        start[node] = max([start[node], *(end[earlier] for earlier in graph.before[node])])
         end[node] = start[node] + lasts[node]
     return start, end
 
@@ -72,17 +125,18 @@ def _links(graph: Graph, costs: Costs) -> dict[int, object]:
 
 
 def _take_turns(
-    graph: Graph, lasts: list[float], links: Mapping[int, object]
+    graph: Graph, lasts: list[float], links: Mapping[int, object], earliest: list[float]
 ) -> tuple[list[float], list[float]]:
     """The same where a copy waits until its link is free: whose turn came first goes first."""
-    start, end = [0.0] * len(lasts), [0.0] * len(lasts)
+    start, end = list(earliest), [0.0] * len(lasts)
     after: list[list[int]] = [[] for _ in lasts]
     for node, nodes in enumerate(graph.before):
         for earlier in nodes:
             after[earlier].append(node)
     waiting = [len(nodes) for nodes in graph.before]
     free: dict[object, float] = {}
-    ready = [(0.0, node) for node, count in enumerate(waiting) if not count]
+    ready = [(start[node], node) for node, count in enumerate(waiting) if not count]
+    heapq.heapify(ready)
     while ready:
         _, node = heapq.heappop(ready)
         link = links.get(node)

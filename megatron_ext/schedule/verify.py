@@ -35,6 +35,7 @@ from megatron_ext.schedule.schedule import (
     VocabularyParallel,
     is_compute,
 )
+from megatron_ext.schedule.speculation import can_be_undone, first_crossing, settles_at
 
 _SEAL = object()
 
@@ -94,7 +95,8 @@ def prove(schedule: Schedule, problem: Problem) -> Program:
 
     Every duty exactly once and on its rank; what an action needs before it; sends and receives
     matched pairwise in the order of their channel (batched: of their two ranks), collectives in one
-    order on all ranks; no cyclic wait (`graph`); memory within the limit.
+    order on all ranks; no cyclic wait (`graph`); with post-validation, nothing before the verdict
+    that could not be undone (`speculation`); memory within the limit.
 
     Args:
         schedule: with its messages (`transforms.communication`).
@@ -107,6 +109,8 @@ def prove(schedule: Schedule, problem: Problem) -> Program:
     _check_duties(schedule, problem, set(Lane))
     _check_channels(schedule, problem.p2p)
     _check_collectives(schedule)
+    if problem.post_validation and not problem.forward_only:
+        _check_speculation(schedule)
     graph = build_graph(schedule, problem.p2p)
     if len(graph.order) < len(graph.actions):
         cycle = graph.cycle()
@@ -172,7 +176,11 @@ def _duties(schedule: Schedule, problem: Problem, lanes: set[Lane]) -> dict[int,
 
 def _belongs(kind: Kind, stage: int, problem: Problem) -> bool:
     """Whether ``kind`` is found on ``stage`` in a schedule for ``problem``."""
-    if RULES[kind].where is not Where.STAGE and problem.vocabulary is VocabularyParallel.NONE:
+    where = RULES[kind].where
+    if where is Where.RANK:
+        if not problem.post_validation or problem.forward_only:
+            return False
+    elif where is not Where.STAGE and problem.vocabulary is VocabularyParallel.NONE:
         return False
     if _is_optional(kind) and problem.offload is Offload.NONE:
         return False
@@ -187,6 +195,8 @@ def _why_not(kind: Kind, problem: Problem) -> str:
     rule = RULES[kind]
     if _is_optional(kind):
         return "offloads, and the problem does not"
+    if rule.where is Where.RANK and not problem.post_validation:
+        return "validates afterwards, and the problem does not"
     if rule.is_message or rule.lane is Lane.WAIT:
         return "has no other rank to talk to"
     if problem.vocabulary is VocabularyParallel.NONE:
@@ -219,6 +229,8 @@ def _check_duties(schedule: Schedule, problem: Problem, lanes: set[Lane]) -> Non
             for duty, kind in duties.items():
                 if done[stage, duty][microbatch]:
                     continue
+                if microbatch > 0 and RULES[kind].where is Where.RANK:
+                    continue  # once a step
                 group = _GROUP_OF.get(duty)
                 if group is not None and not any(done[stage, d][microbatch] for d in group):
                     continue
@@ -282,6 +294,32 @@ def _check_collectives(schedule: Schedule) -> None:
                         f"collectives cross: {first} of rank 0 would meet {other} of rank {rank}",
                         [first, other],
                     )
+
+
+def _check_speculation(schedule: Schedule) -> None:
+    """What comes before a rank's verdict can be undone, on all ranks together; what its optimizer
+    steps on is complete."""
+    placement = schedule.placement
+    for row in schedule.rows:
+        settles = settles_at(row)
+        lasting = [a for a in row[:settles] if not can_be_undone(a, placement)]
+        if lasting:
+            _reject(
+                schedule,
+                f"{lasting[0]} cannot be undone, and comes before the verdict on the last step",
+                lasting[:1],
+            )
+        steps = next(at for at, action in enumerate(row) if action.kind is Kind.STEP)
+        late = [action for action in row[steps:] if is_compute(action)]
+        if late:
+            _reject(schedule, f"{row[steps]} comes before {late[0]}", [row[steps], late[0]])
+    crossing = first_crossing(schedule.rows)
+    if crossing is not None:
+        _reject(
+            schedule,
+            f"{crossing[0]} comes before the verdict on the last step, and {crossing[1]} after it",
+            crossing,
+        )
 
 
 def _check_memory(schedule: Schedule, problem: Problem) -> None:

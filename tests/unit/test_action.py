@@ -38,6 +38,12 @@ TEXTS = {
     Kind.OFFLOAD_I: "3OFFLOAD_I7",
     Kind.FREE_I: "3FREE_I7",
     Kind.RELOAD_I: "3RELOAD_I7",
+    Kind.RECV_P: "3RECV_P7",
+    Kind.STEP: "3STEP7",
+    Kind.SEND_P: "3SEND_P7",
+    Kind.RECV_V: "3RECV_V7",
+    Kind.SETTLE: "3SETTLE7",
+    Kind.SEND_V: "3SEND_V7",
 }
 
 
