@@ -68,6 +68,9 @@ class BatchedTransport(TransportBase):
         self._next: list[tuple[Action, Tensor]] = []  # of the batch that is not complete yet
         self._under_way: dict[Action, tuple[_Batch, Tensor]] = {}
 
+    def drop(self) -> None:
+        raise AssertionError("no problem has both batched messages and post-validation")
+
     def abandon(self) -> None:
         """Give the step up."""
         self._next.clear()

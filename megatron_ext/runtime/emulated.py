@@ -115,6 +115,9 @@ class AutogradStage:
     def gradients_complete(self) -> None:
         pass
 
+    def forget(self) -> None:
+        self.between.clear()
+
 
 @dataclass(frozen=True)
 class Contender:

@@ -27,6 +27,24 @@ class Messages(Protocol):
     def wait_sent(self, send: Action) -> None: ...
     def receive(self, action: Action) -> None: ...
     def received(self, action: Action) -> Tensor: ...
+    def drop(self) -> None: ...
+    def abandon(self) -> None: ...
+
+
+class Validation(Protocol):
+    """What the executor needs of post-validation, of a program that has it."""
+
+    def expect(self) -> None:
+        """The verdict on the last step may come from now on; it is passed back as it comes."""
+
+    def settle(self) -> bool:
+        """Whether that step stands, when its verdict has come.
+
+        If not, it has been taken back and done as it should be, and so have random states and data
+        of the step that runs: it begins again.
+        """
+        ...
+
     def abandon(self) -> None: ...
 
 
@@ -37,8 +55,9 @@ def execute(
     recorder: Recorder,
     vocabulary: VocabularyPasses | None = None,
     offload: OffloadedStep | None = None,
+    validation: Validation | None = None,
 ) -> None:
-    """Run one step of ``program`` on this rank.
+    """Run one step of ``program`` on this rank, but for the optimizer's.
 
     Args:
         program: proved; the same on every rank.
@@ -47,12 +66,13 @@ def execute(
         recorder: told what runs.
         vocabulary: the step's, of a program with vocabulary parallelism.
         offload: the step's, of a program in which activations leave for the host.
+        validation: of the step before, of a program with post-validation.
 
     Raises:
         PeerFailure: another rank has failed. Exceptions of a stage pass through, with a note that
             names the action. Either way the channels are closed, so that all ranks fail.
     """
-    _Execution(program, stages, transport, recorder, vocabulary, offload).run()
+    _Execution(program, stages, transport, recorder, vocabulary, offload, validation).run()
 
 
 class _Execution:
@@ -66,6 +86,7 @@ class _Execution:
         recorder: Recorder,
         vocabulary: VocabularyPasses | None = None,
         offload: OffloadedStep | None = None,
+        validation: Validation | None = None,
     ) -> None:
         self.row = program.schedule.rows[transport.rank]
         self.placement = program.schedule.placement
@@ -75,6 +96,8 @@ class _Execution:
         self.recorder = recorder
         self.vocabulary = vocabulary
         self.offload = offload
+        self.validation = validation
+        self.stands = True  # what has run of this step so far
         self.outputs: dict[tuple[int, int], Tensor] = {}  # of (stage, microbatch), to pass on
         self.gradients: dict[tuple[int, int], Tensor] = {}  # of its input, to pass back
         self.last_gradient = {
@@ -84,9 +107,27 @@ class _Execution:
         }
 
     def run(self) -> None:
+        self.run_row()
+        if not self.stands:
+            self.forget()
+            self.run_row()
+        if self.vocabulary is not None:
+            try:
+                self.vocabulary.finish()
+            except BaseException:
+                self.abandon()
+                raise
+        if self.offload is not None:
+            self.offload.finish()
+        assert not self.outputs and not self.gradients
+
+    def run_row(self) -> None:
+        """The actions in order, up to one after which what has run does not stand."""
         for action in self.row:
             try:
                 self.perform(action)
+                if not self.stands:
+                    return
                 if is_compute(action) and self.last_gradient.get(action.stage) == action:
                     self.stages[action.stage].gradients_complete()
             except BaseException as error:
@@ -98,15 +139,19 @@ class _Execution:
                     )
                 self.abandon()
                 raise
-        if self.vocabulary is not None:
-            try:
-                self.vocabulary.finish()
-            except BaseException:
-                self.abandon()
-                raise
-        if self.offload is not None:
-            self.offload.finish()
-        assert not self.outputs and not self.gradients
+
+    def forget(self) -> None:
+        """Drop what has run: the step begins again."""
+        try:
+            self.transport.drop()
+        except BaseException:
+            self.abandon()
+            raise
+        self.outputs.clear()
+        for stage in self.stages.values():
+            stage.forget()
+        self.recorder.forget()
+        self.stands = True
 
     def abandon(self) -> None:
         self.transport.abandon()
@@ -114,6 +159,8 @@ class _Execution:
             self.vocabulary.abandon()
         if self.offload is not None:
             self.offload.abandon()
+        if self.validation is not None:
+            self.validation.abandon()
 
     def perform(self, action: Action) -> None:
         handler = _HANDLERS.get(action.kind)
@@ -202,6 +249,17 @@ class _Execution:
         assert self.offload is not None, f"{action} without offload"
         self.offload.perform(action)
 
+    def expect_verdict(self, action: Action) -> None:
+        assert self.validation is not None, f"{action} without post-validation"
+        self.validation.expect()
+
+    def settle(self, action: Action) -> None:
+        assert self.validation is not None, f"{action} without post-validation"
+        self.stands = self.validation.settle()
+
+    def leave_to_optimizer(self, action: Action) -> None:
+        """What follows the passes happens when the optimizer is asked to step."""
+
     def wait_output(self, action: Action) -> None:
         self.transport.wait_sent(action._replace(kind=Kind.SEND_F))
         del self.outputs[action.stage, action.microbatch]
@@ -231,4 +289,10 @@ _HANDLERS: Mapping[Kind, Callable[[_Execution, Action], None]] = {
     Kind.OFFLOAD_I: _Execution.move,
     Kind.FREE_I: _Execution.move,
     Kind.RELOAD_I: _Execution.move,
+    Kind.RECV_V: _Execution.expect_verdict,
+    Kind.SEND_V: _Execution.expect_verdict,
+    Kind.SETTLE: _Execution.settle,
+    Kind.RECV_P: _Execution.leave_to_optimizer,
+    Kind.STEP: _Execution.leave_to_optimizer,
+    Kind.SEND_P: _Execution.leave_to_optimizer,
 }

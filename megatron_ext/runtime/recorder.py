@@ -60,6 +60,11 @@ class Recorder:
             return _counted(stay, self.counting, action)
         return stay
 
+    def forget(self) -> None:
+        """The step begins again: what was recorded of it did not count."""
+        if self.recording is not None:
+            self.recording.forget()
+
     def waiting(self, action: Action, peer: int) -> AbstractContextManager[None]:
         """Around a blocking wait for the message ``action``."""
         return _Stay(self, Position(self.rank, action, peer, time.monotonic()))

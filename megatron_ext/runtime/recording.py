@@ -104,6 +104,11 @@ class Recording:
         """``action`` ends now."""
         self._passes.append((action, began, self.clock.mark()))
 
+    def forget(self) -> None:
+        """Leave out what was added so far."""
+        self._passes.clear()
+        self._reductions.clear()
+
     def begin_reduction(self, stage: int) -> RecordedReduction:
         """A reduction that begins now."""
         reduction = RecordedReduction(stage, self.clock)

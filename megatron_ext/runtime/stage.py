@@ -37,3 +37,7 @@ class Stage(Protocol):
     def gradients_complete(self) -> None:
         """The step's last weight gradient of this stage is in: synchronisation may start."""
         ...
+
+    def forget(self) -> None:
+        """The step begins again, before any backward pass: keep nothing of it."""
+        ...

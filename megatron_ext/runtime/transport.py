@@ -75,9 +75,14 @@ class Channels:
 
 
 def make_groups[Key](
-    pipeline: dist.ProcessGroup, members: Mapping[Key, Collection[int]], device: torch.device
+    pipeline: dist.ProcessGroup,
+    members: Mapping[Key, Collection[int]],
+    device: torch.device,
+    backend: str | None = None,
 ) -> dict[Key, dist.ProcessGroup]:
     """A process group for each of ``members``, given as pipeline ranks; those of this rank.
+
+    They have ``backend``, or the world's, and the timeout of the pipeline's for ``device``.
 
     Collective over the world: every rank of every pipeline calls it with the same ``members``, in
     the same order.
@@ -87,7 +92,9 @@ def make_groups[Key](
     groups: dict[Key, dist.ProcessGroup] = {}
     for ranks in _all_pipelines(mine):
         for key, members_of_key in members.items():
-            group = dist.new_group([ranks[member] for member in members_of_key], timeout=timeout)
+            group = dist.new_group(
+                [ranks[member] for member in members_of_key], timeout=timeout, backend=backend
+            )
             if ranks == mine and pipeline.rank() in members_of_key:
                 assert isinstance(group, dist.ProcessGroup)
                 groups[key] = group
@@ -236,6 +243,14 @@ class Transport(TransportBase):
         with self._dealing_with_peer(action):
             work.wait()
         return tensor
+
+    def drop(self) -> None:
+        """Return when all that is under way has gone or come; nobody reads it any more."""
+        for send in list(self._sending):
+            self.wait_sent(send)
+        for receive in list(self._receiving):
+            self.received(receive)
+        self._read.clear()
 
     def is_empty(self) -> bool:
         """Whether no message is under way, and none has come that nobody has read."""

@@ -209,6 +209,11 @@ class LinearStage:
     def gradients_complete(self) -> None:
         self.events.append(f"{self.number} complete")
 
+    def forget(self) -> None:
+        self.events.append(f"{self.number} forget")
+        self._between.clear()
+        self._unsent.clear()
+
     def is_empty(self) -> bool:
         """Whether nothing is kept for a pass to come."""
         return not self._between and not self._unsent
@@ -273,6 +278,10 @@ class CountingTransport:
     def received(self, action: Action) -> Tensor:
         self.read.append(action)
         return self.transport.received(action)
+
+    def drop(self) -> None:
+        self.events.append("drop")
+        self.transport.drop()
 
     def abandon(self) -> None:
         self.transport.abandon()

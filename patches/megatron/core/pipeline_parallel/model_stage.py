@@ -102,6 +102,12 @@ class ModelStage:
     def backward_weight(self, microbatch: int) -> None:
         queue.run(self._number, microbatch)
 
+    def forget(self) -> None:
+        """What F has counted and kept of this step."""
+        self._between.clear()
+        self.losses.clear()
+        self.tokens.zero_()
+
     def gradients_complete(self) -> None:
         """Start the chunk's data-parallel reduction, if Megatron is to overlap it.
 

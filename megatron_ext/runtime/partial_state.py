@@ -1,0 +1,28 @@
+"""What an optimizer's validation knows of the gradients of some ranks of a pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PartialState:
+    """Of all ranks up to one of the chain (`transforms.post_validation`).
+
+    Attributes:
+        squared_norm: of their gradients.
+        found_inf: whether there is an inf or NaN among them, as far as it is looked for.
+        tokens: of the step's microbatches; only the rank with the loss knows more than 0.
+    """
+
+    squared_norm: float = 0.0
+    found_inf: bool = False
+    tokens: int = 0
+
+    def plus(self, other: PartialState) -> PartialState:
+        """The state of both."""
+        return PartialState(
+            self.squared_norm + other.squared_norm,
+            self.found_inf or other.found_inf,
+            self.tokens + other.tokens,
+        )
