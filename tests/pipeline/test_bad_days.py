@@ -31,7 +31,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 import megatron_ext
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
-from megatron_ext.patches.megatron.core.pipeline_parallel import schedules
+from megatron_ext.patches.megatron.core.pipeline_parallel import programs
 from megatron_ext.schedule.head import Placed
 from megatron_ext.schedule.registry import choose
 from megatron_ext.schedule.schedule import Problem
@@ -362,18 +362,18 @@ def test_data_that_end_early(schedule: str, ranks: int) -> None:
 @contextlib.contextmanager
 def counting_builds(folder: Path) -> Iterator[Path]:
     """Programs that ranks build within, a line each: rank, microbatches, whether for evaluation."""
-    build, file = schedules.place_head, folder / "builds"
+    build, file = programs.place_head, folder / "builds"
 
     def counted(choice: Any, problem: Problem) -> Placed:
         with open(file, "a") as lines:
             lines.write(f"{dist.get_rank()} {problem.microbatches} {problem.forward_only}\n")
         return build(choice, problem)
 
-    schedules.place_head = counted
+    programs.place_head = counted
     try:
         yield file
     finally:
-        schedules.place_head = build
+        programs.place_head = build
 
 
 # Megatron 0.19's --rampup-batch-size does nothing. Tokens, of 16 a sample, and batch sizes: m is 2,

@@ -29,15 +29,15 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, expect, wrap
-from megatron_ext.patches.features import refuse, refuse_order
+from megatron_ext.patches.features import refuse
 from megatron_ext.patches.megatron.core.pipeline_parallel.end_stage import EndStage, ends_of
 from megatron_ext.patches.megatron.core.pipeline_parallel.model_stage import ModelStage, StepCall
+from megatron_ext.patches.megatron.core.pipeline_parallel.programs import Programs, gather
 from megatron_ext.patches.megatron.core.pipeline_parallel.split_report import split_report
-from megatron_ext.patches.megatron.dimensions import estimated_costs
 from megatron_ext.patches.megatron.step_profile import Shape, StepProfile
 from megatron_ext.patches.megatron.step_trace import StepTrace
 from megatron_ext.patches.megatron.tied import copies_differ
-from megatron_ext.patches.megatron.vocabulary import embedding_part, part_of, tables
+from megatron_ext.patches.megatron.vocabulary import part_of, tables
 from megatron_ext.runtime.batched import BatchedTransport, PipelineGroup
 from megatron_ext.runtime.collectives import Collectives
 from megatron_ext.runtime.executor import Messages, execute
@@ -49,12 +49,10 @@ from megatron_ext.runtime.vocabulary import VocabularyPasses
 from megatron_ext.runtime.vocabulary_shard import VocabularyShard
 from megatron_ext.runtime.watchdog import Watchdog
 from megatron_ext.runtime.weight_gradients import queue
-from megatron_ext.schedule.costs import Costs, parse_costs
 from megatron_ext.schedule.graph import channels
-from megatron_ext.schedule.head import Placed, place_again, place_head
-from megatron_ext.schedule.limit import parse_limit
+from megatron_ext.schedule.head import Placed
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.schedule import P2P, Offload, Problem, VocabularyParallel
+from megatron_ext.schedule.schedule import P2P, Offload, VocabularyParallel
 from megatron_ext.schedule.summary import summary
 from megatron_ext.schedule.verify import Program
 
@@ -144,8 +142,7 @@ class PipelineStep:
         self._p2p = config.messages()
         self._vocabulary = config.vocabulary()
         self._leaves = config.offload()
-        self._costs: dict[Shape, Costs] = {}
-        self._programs: dict[tuple[Shape, int, bool, bool], Placed] = {}
+        self._programs = Programs(config)
         self._connection: Channels | PipelineGroup | None = None
         self._collectives: Collectives | None = None
         self._recorder: Recorder | None = None
@@ -211,10 +208,7 @@ class PipelineStep:
         shape = None
         if self._profile is not None and not config.variable_seq_lengths:
             shape = micro_batch_size, seq_length
-        if shape not in self._costs:
-            self._costs[shape] = self._agreed_costs(
-                pipeline, config, models, seq_length, micro_batch_size
-            )
+        self._programs.agree_on_costs(pipeline, config, models, shape, seq_length, micro_batch_size)
         placed = self._program(pipeline, config, models, shape, num_microbatches, forward_only)
         program = placed.program
         shapes = schedules.get_tensor_shapes(
@@ -309,7 +303,7 @@ class PipelineStep:
         put_off: set[torch.Tensor],
         at_once: frozenset[torch.Tensor],
     ) -> None:
-        lines = _gather(pipeline, split_report(models, put_off, at_once))
+        lines = gather(pipeline, split_report(models, put_off, at_once))
         if dist.get_rank() == 0:
             for rank, line in enumerate(lines):
                 print(f"megatron_ext: pipeline rank {rank}: {line}", flush=True)
@@ -331,20 +325,15 @@ class PipelineStep:
     ) -> None:
         """After a training step of ``placed``: if costs are measured now, use them from now on."""
         assert self._recorder is not None and self._connection is not None
-        estimate = self._costs[shape]
+        estimate = self._programs.costs[shape]
         costs = profile.end(self._recorder, placed, self._connection, shape, boundary, estimate)
         if costs is None:
             return
-        self._costs[shape] = costs
-        for key in [key for key in self._programs if key[0] == shape]:
-            del self._programs[key]
-        microbatches = placed.program.problem.microbatches
         try:
-            now = self._build(pipeline, config, shape, microbatches, False, placed)
+            now = self._programs.make_again(pipeline, config, shape, costs, placed)
         except ValueError as error:
             error.add_note(profile.note())
             raise
-        self._programs[shape, microbatches, False, config.variable_seq_lengths] = now
         if dist.get_rank() == 0:
             print(f"megatron_ext: {profile.change(placed, now, costs)}", flush=True)
 
@@ -358,16 +347,16 @@ class PipelineStep:
         forward_only: bool,
     ) -> Placed:
         """The program for this step, the same on every rank of ``pipeline``; cached."""
-        key = (shape, num_microbatches, forward_only, config.variable_seq_lengths)
-        if key in self._programs:
-            return self._programs[key]
-        if self._connection is None and any(_gather(pipeline, copies_differ(models))):
+        known = self._programs.known(config, shape, num_microbatches, forward_only)
+        if known is not None:
+            return known
+        if self._connection is None and any(gather(pipeline, copies_differ(models))):
             raise ValueError(
                 "the last pipeline rank holds both copies of a tied embedding, and they differ: a "
                 "model built or loaded without Megatron's own functions starts with a copy of its "
                 "own; copy model[0].shared_embedding_or_output_weight() to model[-1]'s on that rank"
             )
-        placed = self._build(pipeline, config, shape, num_microbatches, forward_only)
+        placed = self._programs.make(pipeline, config, shape, num_microbatches, forward_only)
         program = placed.program
         if self._connection is None:
             device = torch.device(torch.cuda.current_device())
@@ -388,47 +377,6 @@ class PipelineStep:
             host_memory = check_host_memory(row, program.problem.costs)
             if dist.get_rank() == 0:
                 print(f"megatron_ext: {host_memory}", flush=True)
-        self._programs[key] = placed
-        return placed
-
-    def _build(
-        self,
-        pipeline: dist.ProcessGroup,
-        config: Any,
-        shape: Shape,
-        num_microbatches: int,
-        forward_only: bool,
-        before: Placed | None = None,
-    ) -> Placed:
-        """A program of the costs for ``shape``, the same on every rank of ``pipeline``.
-
-        ``before`` is one of other costs, whose order is kept where it is better.
-        """
-        placement = self._choice.place(pipeline.size())
-        limit = self._config.memory_limit
-        problem = Problem(
-            placement,
-            num_microbatches,
-            self._costs[shape],
-            parse_limit(limit, pipeline.size(), num_microbatches) if limit else None,
-            forward_only,
-            receives_ahead=0 if config.variable_seq_lengths else 1,
-            p2p=self._p2p,
-            vocabulary=self._vocabulary,
-            offload=self._leaves,
-        )
-        if before is None:
-            placed = place_head(self._choice, problem)
-        else:
-            placed = place_again(self._choice, problem, before)
-        program = placed.program
-        refuse_order(config, program.schedule)
-        digests = _gather(pipeline, program.digest)
-        if len(set(digests)) > 1:
-            raise RuntimeError(
-                f"pipeline ranks built different programs from {self._config.schedule}: "
-                f"{dict(enumerate(digests))}; do all ranks run one version and one file?"
-            )
         return placed
 
     def _transport(self, program: Program, boundary: Boundary) -> Messages:
@@ -455,37 +403,6 @@ class PipelineStep:
             return EndStage(*common, is_last=is_last)
         return ModelStage(*common, has_loss=is_last)
 
-    def _agreed_costs(
-        self,
-        pipeline: dist.ProcessGroup,
-        config: Any,
-        models: list[torch.nn.Module],
-        sequence: int,
-        micro_batch: int,
-    ) -> Costs:
-        """The costs, as the pipeline's first rank reads or estimates them from what all tell."""
-        placement = self._choice.place(pipeline.size())
-        sizes = _gather(pipeline, [_size(chunk) for chunk in models])
-        if self._config.estimates():
-            per_stage = [
-                sizes[rank][placement.stages_of[rank].index(stage)]
-                for stage, rank in enumerate(placement.rank_of)
-            ]
-            return estimated_costs(
-                config,
-                layers=[layers for layers, _ in per_stage],
-                sequence=sequence // config.context_parallel_size,
-                micro_batch=micro_batch,
-                vocabulary=sum(rows for _, rows in per_stage) * config.tensor_model_parallel_size,
-            )
-        text = self._config.costs
-        assert text is not None
-        costs = [parse_costs(text, placement) if pipeline.rank() == 0 else None]
-        source = dist.get_global_rank(pipeline, 0)
-        dist.broadcast_object_list(costs, src=source, group=pipeline)
-        assert costs[0] is not None
-        return costs[0]
-
 
 def _shard(
     models: list[torch.nn.Module],
@@ -508,21 +425,6 @@ def _default_groups() -> Any:
     # Megatron 0.18 has no function for them.
     everything = ProcessGroupCollection.use_mpu_process_groups
     return getattr(schedules, "_build_default_pg_collection", everything)()
-
-
-def _size(chunk: torch.nn.Module) -> tuple[int, int]:
-    """Transformer layers of a model chunk, and rows of its output layer (0 without one)."""
-    model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
-    rows = getattr(getattr(model, "output_layer", None), "output_size_per_partition", 0)
-    if rows == 0 and (part := embedding_part(chunk)) is not None:  # which is the output layer's too
-        rows = part.num_embeddings_per_partition
-    return len(model.decoder.layers), rows
-
-
-def _gather(pipeline: dist.ProcessGroup, value: Any) -> list[Any]:
-    values: list[Any] = [None] * pipeline.size()
-    dist.all_gather_object(values, value, group=pipeline)
-    return values
 
 
 @contextlib.contextmanager

@@ -1,0 +1,160 @@
+"""The programs that a run's steps follow, and their costs: the same on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.utils import get_attr_wrapped_model
+
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches.features import refuse_order
+from megatron_ext.patches.megatron.dimensions import estimated_costs
+from megatron_ext.patches.megatron.step_profile import Shape
+from megatron_ext.patches.megatron.vocabulary import embedding_part
+from megatron_ext.schedule.costs import Costs, parse_costs
+from megatron_ext.schedule.head import Placed, place_again, place_head
+from megatron_ext.schedule.limit import parse_limit
+from megatron_ext.schedule.schedule import Problem
+
+
+class Programs:
+    """By a step's shape and number of microbatches, made when they are first asked for."""
+
+    def __init__(self, config: PipelineConfig) -> None:
+        self._config = config
+        self._choice = config.choice()
+        self._placed: dict[tuple[Shape, int, bool, bool], Placed] = {}
+        self.costs: dict[Shape, Costs] = {}
+
+    def agree_on_costs(
+        self,
+        pipeline: dist.ProcessGroup,
+        config: Any,
+        models: list[torch.nn.Module],
+        shape: Shape,
+        sequence: int,
+        micro_batch: int,
+    ) -> None:
+        """Have costs for ``shape``, as the pipeline's first rank reads or estimates them from what
+        all tell. Collective over ``pipeline`` the first time."""
+        if shape in self.costs:
+            return
+        placement = self._choice.place(pipeline.size())
+        sizes = gather(pipeline, [_size(chunk) for chunk in models])
+        if self._config.estimates():
+            per_stage = [
+                sizes[rank][placement.stages_of[rank].index(stage)]
+                for stage, rank in enumerate(placement.rank_of)
+            ]
+            self.costs[shape] = estimated_costs(
+                config,
+                layers=[layers for layers, _ in per_stage],
+                sequence=sequence // config.context_parallel_size,
+                micro_batch=micro_batch,
+                vocabulary=sum(rows for _, rows in per_stage) * config.tensor_model_parallel_size,
+            )
+            return
+        text = self._config.costs
+        assert text is not None
+        costs = [parse_costs(text, placement) if pipeline.rank() == 0 else None]
+        source = dist.get_global_rank(pipeline, 0)
+        dist.broadcast_object_list(costs, src=source, group=pipeline)
+        assert costs[0] is not None
+        self.costs[shape] = costs[0]
+
+    def known(
+        self, config: Any, shape: Shape, microbatches: int, forward_only: bool
+    ) -> Placed | None:
+        """The program for such a step, if there has been one."""
+        return self._placed.get((shape, microbatches, forward_only, config.variable_seq_lengths))
+
+    def make(
+        self,
+        pipeline: dist.ProcessGroup,
+        config: Any,
+        shape: Shape,
+        microbatches: int,
+        forward_only: bool,
+    ) -> Placed:
+        """The program for such a step. Collective over ``pipeline``.
+
+        Raises:
+            InvalidSchedule: there is none within the memory limit.
+            RuntimeError: the ranks have built different ones.
+        """
+        placed = self._build(pipeline, config, shape, microbatches, forward_only)
+        self._placed[shape, microbatches, forward_only, config.variable_seq_lengths] = placed
+        return placed
+
+    def make_again(
+        self,
+        pipeline: dist.ProcessGroup,
+        config: Any,
+        shape: Shape,
+        costs: Costs,
+        before: Placed,
+    ) -> Placed:
+        """The program for ``before``'s training steps now that ``costs`` are those of ``shape``.
+
+        Its order is kept where that is better. Collective over ``pipeline``; raises as `make`.
+        """
+        self.costs[shape] = costs
+        for key in [key for key in self._placed if key[0] == shape]:
+            del self._placed[key]
+        microbatches = before.program.problem.microbatches
+        placed = self._build(pipeline, config, shape, microbatches, False, before)
+        self._placed[shape, microbatches, False, config.variable_seq_lengths] = placed
+        return placed
+
+    def _build(
+        self,
+        pipeline: dist.ProcessGroup,
+        config: Any,
+        shape: Shape,
+        microbatches: int,
+        forward_only: bool,
+        before: Placed | None = None,
+    ) -> Placed:
+        ranks = pipeline.size()
+        limit = self._config.memory_limit
+        problem = Problem(
+            self._choice.place(ranks),
+            microbatches,
+            self.costs[shape],
+            parse_limit(limit, ranks, microbatches) if limit else None,
+            forward_only,
+            receives_ahead=0 if config.variable_seq_lengths else 1,
+            p2p=self._config.messages(),
+            vocabulary=self._config.vocabulary(),
+            offload=self._config.offload(),
+        )
+        if before is None:
+            placed = place_head(self._choice, problem)
+        else:
+            placed = place_again(self._choice, problem, before)
+        refuse_order(config, placed.program.schedule)
+        digests = gather(pipeline, placed.program.digest)
+        if len(set(digests)) > 1:
+            raise RuntimeError(
+                f"pipeline ranks built different programs from {self._config.schedule}: "
+                f"{dict(enumerate(digests))}; do all ranks run one version and one file?"
+            )
+        return placed
+
+
+def gather(pipeline: dist.ProcessGroup, value: Any) -> list[Any]:
+    """``value`` of every rank of ``pipeline``. Collective over it."""
+    values: list[Any] = [None] * pipeline.size()
+    dist.all_gather_object(values, value, group=pipeline)
+    return values
+
+
+def _size(chunk: torch.nn.Module) -> tuple[int, int]:
+    """Transformer layers of a model chunk, and rows of its output layer (0 without one)."""
+    model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
+    rows = getattr(getattr(model, "output_layer", None), "output_size_per_partition", 0)
+    if rows == 0 and (part := embedding_part(chunk)) is not None:  # which is the output layer's too
+        rows = part.num_embeddings_per_partition
+    return len(model.decoder.layers), rows
