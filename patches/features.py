@@ -306,6 +306,62 @@ OFFLOAD_REFUSALS = (
 )
 
 
+_TAKEN_BACK = "a step must be one that can be taken back"
+
+POST_VALIDATION_OPTIMIZER_REFUSALS = (
+    Refusal(
+        "optimizer",
+        lambda value: value not in ("adam", "sgd"),
+        f"write --optimizer adam or sgd: {_TAKEN_BACK}",
+    ),
+    Refusal(
+        "use_layer_wise_distributed_optimizer",
+        bool,
+        f"drop --use-layer-wise-distributed-optimizer: {_TAKEN_BACK}",
+    ),
+    Refusal(
+        "optimizer_cpu_offload",
+        bool,
+        "drop --optimizer-cpu-offload: its step writes to copies of its own",
+    ),
+    Refusal(
+        "use_precision_aware_optimizer",
+        bool,
+        "drop --use-precision-aware-optimizer: the main parameters are inside the optimizer",
+    ),
+    Refusal("optimizer_cuda_graph", bool, "drop --optimizer-cuda-graph: a step is not one call"),
+    *(
+        Refusal(
+            name,
+            bool,
+            f"drop --{name.replace('_', '-')}: quantised parameters are untried",
+        )
+        for name in ("fp8_param_gather", "fp4_param_gather")
+    ),
+    Refusal(
+        "reuse_grad_buf_for_mxfp8_param_ag",
+        bool,
+        "drop --reuse-grad-buf-for-mxfp8-param-ag: gradients must stay until their step is settled",
+    ),
+    Refusal(
+        "num_distributed_optimizer_instances",
+        lambda value: value > 1,
+        "drop --num-distributed-optimizer-instances: several instances are untried",
+    ),
+    Refusal(
+        "gtp_weight_remat_size", lambda value: value > 1, "drop --tensor-parallel-num-weight-shards"
+    ),
+    Refusal(
+        "log_num_zeros_in_grad",
+        bool,
+        "drop --log-num-zeros-in-grad: zeros are counted over the whole pipeline in every step",
+    ),
+    Refusal(
+        "qk_clip", bool, "drop --qk-clip: it changes parameters after the step, which is not undone"
+    ),
+)
+
+
 def refuse(
     settings: Any,
     choice: Choice,
