@@ -78,6 +78,11 @@ class PipelineConfig:
         "is the longer-lived half of a rank's chunks, full all that the link is quick enough for, "
         "fit the fewest that meet --pipeline-memory-limit. Default: none.",
     )
+    post_validation: bool = _switch(
+        "Let steps overlap: the optimizer steps before the whole gradient norm is known, which "
+        "comes during the next step's warm-up, and where that step should have been clipped or "
+        "skipped it is taken back and done again, exactly."
+    )
     report_split: bool = _switch(
         "After the first step, print for each rank of the first pipeline what share of the weight "
         "gradients the schedule puts off, and what comes with the input gradients and why."
@@ -115,6 +120,7 @@ class PipelineConfig:
                     f"{self.vocab_parallel}: collectives have communicators of their own; drop one"
                 )
             self._check_offload()
+            self._check_post_validation()
             self.traced_iterations()
             self.profile()
 
@@ -131,6 +137,32 @@ class PipelineConfig:
                 f"take: add d2h= and h2d= to {flag('costs')} {self.costs} (seconds per microbatch "
                 f"of a rank), or drop {flag('costs')} for an estimate"
             )
+
+    def _check_post_validation(self) -> None:
+        if not self.post_validation:
+            return
+        beside = {
+            "p2p": (self.messages() is P2P.BATCHED, "its messages are not part of batches"),
+            "vocab_parallel": (
+                self.vocabulary() is not VocabularyParallel.NONE,
+                "passes of the vocabulary wait for all ranks before a verdict has come",
+            ),
+            "activation_offload": (
+                self.offload() is not Offload.NONE,
+                "what has left for the host cannot be dropped",
+            ),
+            "costs": (
+                self.profile() is not None,
+                "steps that overlap cannot be measured one by one; profile without it, and give "
+                "it the file that was written",
+            ),
+        }
+        for name, (is_given, why) in beside.items():
+            if is_given:
+                raise ValueError(
+                    f"{flag('post_validation')} does not go with {flag(name)} "
+                    f"{getattr(self, name)}: {why}"
+                )
 
     def choice(self) -> Choice:
         """The chosen schedule. Raises ValueError when there is no such schedule, or none yet."""

@@ -63,6 +63,10 @@ def _moves_first_stage(choice: Choice) -> bool:
     return choice.example.rank_of[0] != 0
 
 
+def _parts_the_ends(choice: Choice) -> bool:
+    return choice.example.rank_of[0] != choice.example.rank_of[-1]
+
+
 FEATURES = (
     Feature("flags", ("megatron.training.arguments",), None),
     Feature(
@@ -119,6 +123,20 @@ FEATURES = (
         ("megatron.core.models.gpt.gpt_model",),
         lambda choice: True,
         asked_for=lambda config: config.vocabulary() is not VocabularyParallel.NONE,
+    ),
+    Feature(
+        "post-validation",
+        (
+            "megatron.post_validation",
+            "megatron.core.optimizer_param_scheduler",
+            "megatron.training.utils.common_utils",
+            "megatron.training.training_log",
+            "megatron.training.saving",
+            "megatron.training.async_utils",
+            "megatron.training.dist_signal_handler",
+        ),
+        lambda choice: True,
+        asked_for=lambda config: config.post_validation,
     ),
 )
 
@@ -305,12 +323,144 @@ OFFLOAD_REFUSALS = (
     ),
 )
 
+_TAKEN_BACK = "a step must be one that can be taken back"
+
+POST_VALIDATION_OPTIMIZER_REFUSALS = (
+    Refusal(
+        "optimizer",
+        lambda value: value not in ("adam", "sgd"),
+        f"write --optimizer adam or sgd: {_TAKEN_BACK}",
+    ),
+    Refusal(
+        "use_layer_wise_distributed_optimizer",
+        bool,
+        f"drop --use-layer-wise-distributed-optimizer: {_TAKEN_BACK}",
+    ),
+    Refusal(
+        "optimizer_cpu_offload",
+        bool,
+        "drop --optimizer-cpu-offload: its step writes to copies of its own",
+    ),
+    Refusal(
+        "use_precision_aware_optimizer",
+        bool,
+        "drop --use-precision-aware-optimizer: the main parameters are inside the optimizer",
+    ),
+    Refusal("optimizer_cuda_graph", bool, "drop --optimizer-cuda-graph: a step is not one call"),
+    *(
+        Refusal(
+            name,
+            bool,
+            f"drop --{name.replace('_', '-')}: quantised parameters are untried",
+        )
+        for name in ("fp8_param_gather", "fp4_param_gather")
+    ),
+    Refusal(
+        "reuse_grad_buf_for_mxfp8_param_ag",
+        bool,
+        "drop --reuse-grad-buf-for-mxfp8-param-ag: gradients must stay until their step is settled",
+    ),
+    Refusal(
+        "num_distributed_optimizer_instances",
+        lambda value: value > 1,
+        "drop --num-distributed-optimizer-instances: several instances are untried",
+    ),
+    Refusal(
+        "gtp_weight_remat_size", lambda value: value > 1, "drop --tensor-parallel-num-weight-shards"
+    ),
+    Refusal(
+        "log_num_zeros_in_grad",
+        bool,
+        "drop --log-num-zeros-in-grad: zeros are counted over the whole pipeline in every step",
+    ),
+    Refusal(
+        "qk_clip", bool, "drop --qk-clip: it changes parameters after the step, which is not undone"
+    ),
+)
+
+_WAITS_EACH_STEP = "all ranks would wait for one another in every step"
+_MEETS_FORWARDS_TWICE = "a step that is taken back runs some forward passes twice"
+
+POST_VALIDATION_REFUSALS = (
+    *POST_VALIDATION_OPTIMIZER_REFUSALS,
+    Refusal(
+        "rerun_mode",
+        lambda value: value != "disabled",
+        f"{_WAITS_EACH_STEP} to compare results: write --rerun-mode disabled",
+    ),
+    Refusal(
+        "exit_duration_in_mins",
+        bool,
+        f"{_WAITS_EACH_STEP} to compare clocks: write --exit-interval or --exit-signal-handler",
+    ),
+    Refusal("log_params_norm", bool, f"{_WAITS_EACH_STEP}: drop --log-params-norm"),
+    *(
+        Refusal(name, bool, f"{_WAITS_EACH_STEP} to count packed tokens: drop {flag}")
+        for name, flag in (
+            ("sft", "--sft"),
+            ("dataloader_inter_document_masking", "--dataloader-inter-document-masking"),
+        )
+    ),
+    Refusal("dsa_indexer_loss_coeff", bool, f"{_WAITS_EACH_STEP}: drop --dsa-indexer-loss-coeff"),
+    *(
+        Refusal(
+            name,
+            bool,
+            f"drop --{name.replace('_', '-')}: it changes or reads weights "
+            "after a step that may be taken back",
+        )
+        for name in ("log_max_attention_logit", "save_params_interval")
+    ),
+    *(
+        Refusal(name, bool, f"drop --{name.replace('_', '-')}: {_MEETS_FORWARDS_TWICE}")
+        for name in ("save_activations_interval", "save_dgrads_interval")
+    ),
+    Refusal(
+        "num_experts",
+        bool,
+        f"{_MEETS_FORWARDS_TWICE}, and routers keep state of theirs: models with experts are "
+        f"untried",
+    ),
+    *(
+        Refusal(
+            name,
+            bool,
+            f"drop --{name}-format: {_MEETS_FORWARDS_TWICE}, and scaling factors keep state of "
+            f"theirs",
+        )
+        for name in ("fp8", "fp4")
+    ),
+    Refusal("perform_rl_step", bool, "drop --perform-rl-step: its loop reads weights each step"),
+    Refusal("vision_pretraining", bool, "its own updates of a step cannot be taken back"),
+    Refusal("freeze_all_layers", bool, "drop --freeze-all-layers: there is no step to validate"),
+    Refusal(
+        "variable_seq_lengths",
+        bool,
+        "messages that are dropped need a known shape: give all microbatches one sequence length",
+    ),
+    Refusal(
+        "calculate_per_token_loss",
+        bool,
+        "tokens are counted on the last stage, and a step's validation begins at the first: choose "
+        "a V such as zb-v, which has both on one rank, or drop --calculate-per-token-loss",
+        by=_parts_the_ends,
+    ),
+    Refusal(
+        "untie_embeddings_and_output_weights",
+        lambda value: not value,
+        "the first and the last rank would wait for one another's gradients of tied weights: write "
+        "--untie-embeddings-and-output-weights, or choose a V such as zb-v",
+        by=_parts_the_ends,
+    ),
+)
+
 
 def refuse(
     settings: Any,
     choice: Choice,
     vocabulary: VocabularyParallel = VocabularyParallel.NONE,
     offload: Offload = Offload.NONE,
+    post_validation: bool = False,
 ) -> None:
     """Raise ValueError for the first of ``settings`` that ``choice`` cannot honour.
 
@@ -345,6 +495,19 @@ def refuse(
     if offload is not Offload.NONE:
         ours = f"--pipeline-activation-offload {offload}"
         _refuse_settings(settings, choice, OFFLOAD_REFUSALS, ours)
+    if post_validation:
+        ours = "--pipeline-post-validation"
+        _refuse_settings(settings, choice, POST_VALIDATION_REFUSALS, ours)
+        _refuse_barriers(settings, ours)
+
+
+def _refuse_barriers(settings: Any, ours: str) -> None:
+    level = getattr(settings, "timing_log_level", 0)
+    if level >= 1 and settings.barrier_with_L1_time:
+        raise ValueError(
+            f"{ours} does not go with timing_log_level={level}: its timers have all ranks wait for "
+            f"one another; write --no-barrier-with-level-1-timing"
+        )
 
 
 def _refuse_settings(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import functools
 import gc
 import hashlib
 import importlib
@@ -233,6 +234,7 @@ def _train_rank(
         run.tables.append(_tables(made[0]))
         return result
 
+    @functools.wraps(log)  # patches look at what it takes
     def record_log(loss_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         if "lm loss" in loss_dict:
             run.losses.append(_loss(loss_dict["lm loss"]))

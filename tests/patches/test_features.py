@@ -14,6 +14,7 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 from megatron_ext.patches.features import (
     OFFLOAD_REFUSALS,
+    POST_VALIDATION_REFUSALS,
     REFUSALS,
     VOCABULARY_REFUSALS,
     Refusal,
@@ -28,6 +29,8 @@ def who(refusal: Refusal) -> str:
         return "every schedule"
     if refusing == {choice for choice in choices if choice.splits_backward}:
         return "those that split the backward"
+    if refusing == {c for c in choices if c.example.rank_of[0] != c.example.rank_of[-1]}:
+        return "all but V's and waves"
     assert refusing == {choice for choice in choices if choice.example.rank_of[0] != 0}
     return "V's and waves"
 
@@ -45,6 +48,60 @@ def test_the_docs_tell_what_a_divided_vocabulary_refuses() -> None:
 def test_the_docs_tell_what_offload_refuses() -> None:
     rows = [[f"`{refusal.setting}`", refusal.instead] for refusal in OFFLOAD_REFUSALS]
     check_written("offload refusals", table(["setting", "because, or instead"], rows))
+
+
+def test_the_docs_tell_what_post_validation_refuses() -> None:
+    names = [refusal.setting for refusal in POST_VALIDATION_REFUSALS]
+    assert len(names) == len(set(names)), "refused twice"
+    rows = [
+        [f"`{refusal.setting}`", who(refusal), refusal.instead]
+        for refusal in POST_VALIDATION_REFUSALS
+    ]
+    head = ["setting", "refused with", "because, or instead"]
+    check_written("post-validation refusals", table(head, rows))
+
+
+UNTIED = {"untie_embeddings_and_output_weights": True}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "setting"),
+    [
+        ("zb-h1", {"untie_embeddings_and_output_weights": False}),
+        ("interleaved", {"untie_embeddings_and_output_weights": False}),
+        ("zb-h1", {"calculate_per_token_loss": True} | UNTIED),
+        ("zb-v", {"rerun_mode": "validate_results"}),
+        ("zb-v", {"timing_log_level": 1, "barrier_with_L1_time": True}),
+        ("zb-v", {"num_experts": 8}),
+    ],
+)
+def test_post_validation_refuses_what_waits(schedule: str, setting: dict[str, object]) -> None:
+    choice = choose(schedule)
+    chunks = choice.place(2).chunks
+    settings = SimpleNamespace(
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        transformer_impl="local",
+        **setting,
+    )
+    refuse(settings, choice)
+    with pytest.raises(ValueError, match=r"^--pipeline-post-validation does not go with"):
+        refuse(settings, choice, post_validation=True)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"untie_embeddings_and_output_weights": False, "calculate_per_token_loss": True},
+        {"timing_log_level": 1, "barrier_with_L1_time": False},
+        {"timing_log_level": 0, "barrier_with_L1_time": True},
+        {"rerun_mode": "disabled"},
+    ],
+)
+def test_post_validation_takes_what_does_not_wait(setting: dict[str, object]) -> None:
+    sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    settings = SimpleNamespace(**sizes, transformer_impl="local", **setting)
+    refuse(settings, choose("zb-v"), post_validation=True)
 
 
 @pytest.mark.parametrize("setting", [{"fp8": "hybrid"}, {"context_parallel_size": 2}])

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.config import PipelineConfig, add_flags
+from megatron_ext.config import PipelineConfig, add_flags, flag
 from megatron_ext.launch import first_host, is_launch, slurm_ranks
 from megatron_ext.launch import launch as run_launch
 
@@ -149,6 +149,24 @@ TRACE: dict[str, Any] = {"schedule": "1f1b", "trace": "folder"}
 def test_the_iterations_to_trace() -> None:
     assert PipelineConfig().traced_iterations() == range(0)
     assert PipelineConfig(**TRACE, trace_iters="10:12").traced_iterations() == range(10, 12)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"p2p": "batched"},
+        {"vocab_parallel": "1"},
+        {"activation_offload": "full"},
+        {"costs": "profile"},
+    ],
+)
+def test_what_does_not_go_with_post_validation(setting: dict[str, Any]) -> None:
+    ((name, value),) = setting.items()
+    PipelineConfig(schedule="zb-v", post_validation=True)
+    PipelineConfig(schedule="zb-v", **setting)
+    text = f"--pipeline-post-validation does not go with {flag(name)} {value}: "
+    with pytest.raises(ValueError, match=re.escape(text)):
+        PipelineConfig(schedule="zb-v", post_validation=True, **setting)
 
 
 @pytest.mark.parametrize(

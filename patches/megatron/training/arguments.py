@@ -47,6 +47,8 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             check(args, config)
             if config.vocabulary() is not VocabularyParallel.NONE:
                 pad_vocabulary(args)
+            if config.post_validation:
+                warn_of_settling(args)
         except ValueError as error:
             exit_for(error)
         # Only stock's own loop starts gathers by itself; with any other each starts the next.
@@ -127,7 +129,7 @@ def check_settings(args: Any, config: PipelineConfig) -> None:
             f"--pipeline-schedule {config.schedule} needs a pipeline, but "
             f"--pipeline-model-parallel-size is {ranks}: set it to 2 or more, or drop the flag"
         )
-    refuse(args, choice, config.vocabulary(), config.offload())
+    refuse(args, choice, config.vocabulary(), config.offload(), config.post_validation)
     _check_trace(args, config)
     _check_profile(args, config)
     _refuse_checkpoints_of_one_placement(args, choice.place(ranks))
@@ -254,6 +256,16 @@ def pad_vocabulary(args: Any) -> None:
         print(
             f"megatron_ext: the vocabulary is padded to {words}{sizes[1]}, not {sizes[0]}, so that "
             f"it divides over {ranks} pipeline x {tensor_parallel} tensor parallel ranks",
+            flush=True,
+        )
+
+
+def warn_of_settling(args: Any) -> None:
+    """Tell when no two steps will overlap, since each is validated before it is logged."""
+    if args.log_interval == 1 and args.rank == 0:
+        print(
+            "megatron_ext: with --log-interval 1 every step is validated before the next one "
+            "begins, and none overlap: write --log-interval 10, or more",
             flush=True,
         )
 

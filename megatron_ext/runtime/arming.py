@@ -1,0 +1,33 @@
+"""When steps are worth taking before they are validated: after a few quiet ones, and not while
+many would have to be taken back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WINDOW = 8  # steps that are remembered
+FEWEST = 2  # steps that have to be known
+
+
+@dataclass(frozen=True)
+class History:
+    """Whether each of the latest steps was quiet (neither clipped nor skipped), oldest first.
+
+    All ranks have the same, as only validated steps are in it, so all decide alike.
+    """
+
+    quiet: tuple[bool, ...] = ()
+
+    def then(self, is_quiet: bool) -> History:
+        """The history with one more step."""
+        return History((*self.quiet, is_quiet)[-WINDOW:])
+
+    @property
+    def bad(self) -> int:
+        """How many of the steps were clipped or skipped."""
+        return self.quiet.count(False)
+
+    @property
+    def is_armed(self) -> bool:
+        """Whether the next step is taken at once: fewer than half of the latest were bad."""
+        return len(self.quiet) >= FEWEST and 2 * self.bad < len(self.quiet)

@@ -1,0 +1,38 @@
+"""The scheduler of learning rate and weight decay steps as after success, and can be told better.
+
+Not patched: what it computes; whoever steps it while no verdict is pending.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches.engine import Patch, wrap
+from megatron_ext.patches.megatron.post_validation import post_validation
+from megatron_ext.patches.megatron.scheduled_step import ScheduledStep
+
+
+def patches(config: PipelineConfig) -> tuple[Patch, ...]:
+    """The patch that remembers a step that may be taken back."""
+    return (
+        wrap(
+            "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler.step",
+            step_that_can_be_taken_back,
+            reason="a verdict may find that the step it counted was skipped",
+            signature="(self, increment)",
+            digests=("d24c00247740",),
+        ),
+    )
+
+
+def step_that_can_be_taken_back(
+    original: Callable[..., None], scheduler: Any, increment: int
+) -> None:
+    """``original``, remembered where a verdict is pending."""
+    if post_validation.is_pending:
+        step = ScheduledStep(scheduler, lambda: original(scheduler, increment))
+        post_validation.schedule_step(step)
+    else:
+        original(scheduler, increment)

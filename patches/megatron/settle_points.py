@@ -1,0 +1,53 @@
+"""The iterations after which Megatron's training loop reads or saves what has to be validated.
+
+Read off `train`, `training_log`, `post_training_step_callbacks` and `checkpoint_and_decide_exit`.
+What they do at an interval and on a rank's own (collecting garbage, the profiler,
+``train_sync_interval``) is not among them.
+
+Not patched: anything. The wrapper of `training_log`, which comes first in the loop, asks.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from megatron.core import num_microbatches_calculator
+
+INTERVALS = (
+    "log_interval",
+    "eval_interval",
+    "save_interval",
+    "non_persistent_save_interval",
+    "exit_interval",
+    "check_weight_hash_across_dp_replicas_interval",
+    "gpu_sniff_test_interval",
+)
+
+
+def is_settle_point(iteration: int, args: Any) -> bool:
+    """Whether the step of ``iteration``, counted from 1, is to be validated before the next begins.
+
+    ``args`` are Megatron's. The iteration before one that is left out is such a point as well: its
+    data is read without a step.
+    """
+    intervals = [getattr(args, name) for name in INTERVALS]
+    if args.adlr_autoresume:
+        intervals.append(args.adlr_autoresume_interval)
+    return (
+        any(interval and iteration % interval == 0 for interval in intervals)
+        or iteration >= args.train_iters
+        or iteration in (args.phase_transition_iterations or ())
+        or iteration + 1 in (args.iterations_to_skip or ())
+    )
+
+
+def microbatches_will_change(args: Any) -> bool:
+    """Whether the next step has another number of microbatches than this one had.
+
+    Megatron may save a checkpoint then, and logs the number that there is.
+    """
+    now = num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
+    later = copy.copy(now)
+    later.update(args.consumed_train_samples, consistency_check=False, verbose=False)
+    return bool(later.get() != now.get())

@@ -1,0 +1,59 @@
+"""The reductions in the training loop answer at once while a verdict is pending.
+
+They make ranks agree on whether a step was taken, on its gradient norm and on the learning rate.
+Until the verdict all ranks take it for taken; every rank that has an optimizer has the latest norm
+and the learning rate, rounded as stock's reduction rounds them.
+
+Not patched: other reductions in that file (of losses, within a stage; of norms of parameters,
+which is refused).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches.engine import Patch, wrap
+from megatron_ext.patches.megatron.post_validation import post_validation
+
+_UTILS = "megatron.training.utils.common_utils"
+
+
+def patches(config: PipelineConfig) -> tuple[Patch, ...]:
+    """The patches that answer without communication."""
+    return (
+        wrap(
+            f"{_UTILS}:logical_and_across_model_parallel_group",
+            and_at_once,
+            reason="whether all ranks took a step is known with its verdict",
+            digests=("dceb18ef7f3a", "62e46fac837c"),  # 0.18, 0.19
+        ),
+        wrap(
+            f"{_UTILS}:reduce_max_stat_across_model_parallel_group",
+            max_at_once,
+            reason="what is logged of a step is known with its verdict",
+            digests=("1f9a5b203eae", "0c5804809646"),  # 0.18, 0.19
+        ),
+    )
+
+
+def and_at_once(original: Callable[..., bool], input: bool, *groups: Any, **named: Any) -> bool:
+    """``input`` itself, or ``original`` where nothing is pending."""
+    return input if post_validation.answers_at_once else original(input, *groups, **named)
+
+
+def max_at_once(
+    original: Callable[..., float | None], stat: float | None, *groups: Any, **named: Any
+) -> float | None:
+    """``stat`` itself, or ``original`` where nothing is pending."""
+    if not post_validation.answers_at_once:
+        return original(stat, *groups, **named)
+    return in_single_precision(stat)
+
+
+def in_single_precision(stat: float | None) -> float | None:
+    """``stat`` as the reduction hands it back."""
+    return None if stat is None else torch.tensor(float(stat), dtype=torch.float32).item()
