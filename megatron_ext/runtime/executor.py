@@ -109,7 +109,7 @@ class _Execution:
     def run(self) -> None:
         self.run_row()
         if not self.stands:
-            self.forget()
+            self.stands = True
             self.run_row()
         if self.vocabulary is not None:
             try:
@@ -142,16 +142,11 @@ class _Execution:
 
     def forget(self) -> None:
         """Drop what has run: the step begins again."""
-        try:
-            self.transport.drop()
-        except BaseException:
-            self.abandon()
-            raise
+        self.transport.drop()
         self.outputs.clear()
         for stage in self.stages.values():
             stage.forget()
         self.recorder.forget()
-        self.stands = True
 
     def abandon(self) -> None:
         self.transport.abandon()
@@ -256,6 +251,8 @@ class _Execution:
     def settle(self, action: Action) -> None:
         assert self.validation is not None, f"{action} without post-validation"
         self.stands = self.validation.settle()
+        if not self.stands:
+            self.forget()
 
     def leave_to_optimizer(self, action: Action) -> None:
         """What follows the passes happens when the optimizer is asked to step."""

@@ -129,10 +129,15 @@ class Connection(Protocol):
 def check_open(connection: Connection) -> None:
     """Raise RuntimeError after a failure on this rank."""
     if connection.are_closed:
-        raise RuntimeError(
-            f"pipeline rank {connection.rank} has failed in an earlier step, and its channels "
-            f"are closed: end this process, and start all ranks again"
-        )
+        raise closed(connection.rank)
+
+
+def closed(rank: int) -> RuntimeError:
+    """What ``rank`` tells whoever goes on after its failure."""
+    return RuntimeError(
+        f"pipeline rank {rank} has failed in an earlier step, and its channels are closed: end "
+        f"this process, and start all ranks again"
+    )
 
 
 class TransportBase:
@@ -245,7 +250,14 @@ class Transport(TransportBase):
         return tensor
 
     def drop(self) -> None:
-        """Return when all that is under way has gone or come; nobody reads it any more."""
+        """Return when all that is under way has gone or come; nobody reads it any more.
+
+        What can only be received when its shape has come comes first: all sends have been started,
+        but the ranks they go to may each wait for one of their own to be taken.
+        """
+        for channel, unread in self._unread.items():
+            while unread:
+                self._receive_shaped(channel, unread.popleft())
         for send in list(self._sending):
             self.wait_sent(send)
         for receive in list(self._receiving):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ext.runtime.batched import BatchedTransport, PipelineGroup
-from megatron_ext.runtime.executor import execute
+from megatron_ext.runtime.executor import Validation, execute
 from megatron_ext.runtime.host_copies import HostCopies
 from megatron_ext.runtime.offload import ActivationOffload
 from megatron_ext.runtime.recorder import Recorder
@@ -23,7 +23,7 @@ from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build import build_program
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.graph import Channel, channels
-from megatron_ext.schedule.kinds import RULES, Duty
+from megatron_ext.schedule.kinds import RULES, Duty, Where
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.registry import Choice
 from megatron_ext.schedule.schedule import (
@@ -35,6 +35,7 @@ from megatron_ext.schedule.schedule import (
     is_compute,
     to_csv,
 )
+from megatron_ext.schedule.speculation import settles_at
 from megatron_ext.schedule.verify import Program
 
 WIDTH = 4
@@ -106,10 +107,16 @@ def program_for(
     varies: bool = False,
     p2p: P2P = P2P.ASYNC,
     offload: Offload = Offload.NONE,
+    post_validation: bool = False,
 ) -> Program:
-    problem = problem_for(choice.place(ranks), microbatches, forward_only)
-    ahead = 0 if varies else 1
-    return build_program(choice, replace(problem, receives_ahead=ahead, p2p=p2p, offload=offload))
+    problem = replace(
+        problem_for(choice.place(ranks), microbatches, forward_only),
+        receives_ahead=0 if varies else 1,
+        p2p=p2p,
+        offload=offload,
+        post_validation=post_validation,
+    )
+    return build_program(choice, problem)
 
 
 def as_file(schedule: Schedule) -> Choice:
@@ -351,62 +358,91 @@ class Pipeline:
             return BatchedTransport(self.connection, boundary, program, self.recorder)
         return Transport(self.connection, boundary, program.schedule.placement, self.recorder)
 
-    def step(self, program: Program | None = None) -> CountingTransport:
+    def step(
+        self, program: Program | None = None, validation: Validation | None = None
+    ) -> CountingTransport:
         """One step, of another program if one is given; what it did is in ``events``."""
         program = program or self.program
         self.events.clear()
         transport = CountingTransport(self.transport(program), self.events)
         with torch.set_grad_enabled(not program.problem.forward_only):
             offload = self.offload.step(program.schedule.rows[self.group.rank()])
-            execute(program, self.stages, transport, self.recorder, offload=offload)
+            execute(
+                program,
+                self.stages,
+                transport,
+                self.recorder,
+                offload=offload,
+                validation=validation,
+            )
         return transport
 
 
-def expected_events(program: Program, rank: int) -> list[str]:
-    """The rank's row, and each stage's completion right after its last weight gradient."""
+def expected_events(program: Program, rank: int, begins_again: bool = False) -> list[str]:
+    """The rank's row, and each stage's completion right after its last weight gradient.
+
+    ``begins_again``: before that, what runs before a bad verdict on the last step, and is dropped.
+    """
     row = program.schedule.rows[rank]
     last = {a.stage: a for a in row if Duty.WEIGHT_GRADIENT in RULES[a.kind].covers}
-    events = []
+    events: list[str] = []
+    if begins_again:
+        events += [str(a) for a in row[: settles_at(row)] if not is_validation(a)]
+        events += ["drop", *(f"{s} forget" for s in program.schedule.placement.stages_of[rank])]
     for action in row:
+        if is_validation(action):
+            continue
         events.append(str(action))
         if is_compute(action) and last.get(action.stage) == action:
             events.append(f"{action.stage} complete")
     return events
 
 
+def is_validation(action: Action) -> bool:
+    """Whether ``action`` is one of post-validation's, which no transport and no stage sees."""
+    return RULES[action.kind].where is Where.RANK
+
+
 def alone(pipeline: Pipeline, steps: int = 1) -> list[LinearStage]:
-    """The same stages in one process, one microbatch after the other.
+    """The same stages in one process, after ``steps`` without an optimizer."""
+    stages = stages_alone(pipeline)
+    for _ in range(steps):
+        add_gradients(stages, pipeline.program)
+    return stages
+
+
+def stages_alone(pipeline: Pipeline) -> list[LinearStage]:
+    """All stages of ``pipeline``, as they are before the first step."""
+    count = pipeline.program.schedule.placement.stages
+    return [LinearStage(n, count, pipeline.data, pipeline.varies) for n in range(count)]
+
+
+def add_gradients(stages: list[LinearStage], program: Program) -> None:
+    """A step of ``stages`` in one process, one microbatch after the other.
 
     Each stage takes the microbatches in the order in which the program adds up its gradients:
     ascending for our own families, any for a random program.
     """
-    program = pipeline.program
     placement = program.schedule.placement
-    stages = [
-        LinearStage(number, placement.stages, pipeline.data, pipeline.varies)
-        for number in range(placement.stages)
+    per_microbatch = [
+        dict(enumerate(_one_microbatch(stages, m))) for m in range(program.problem.microbatches)
     ]
-    for _ in range(steps):
-        per_microbatch = [
-            dict(enumerate(_one_microbatch(stages, m))) for m in range(program.problem.microbatches)
-        ]
-        for stage in stages:
-            row = program.schedule.rows[placement.rank_of[stage.number]]
-            for parameter, duty, index in (
-                (stage.weight, Duty.WEIGHT_GRADIENT, 0),
-                (stage.bias, Duty.INPUT_GRADIENT, 1),
-            ):
-                for action in row:
-                    if action.stage == stage.number and duty in RULES[action.kind].covers:
-                        gradient = per_microbatch[action.microbatch][stage.number][index]
-                        total = parameter.grad
-                        parameter.grad = gradient if total is None else total + gradient
-    return stages
+    for stage in stages:
+        row = program.schedule.rows[placement.rank_of[stage.number]]
+        for parameter, duty, index in (
+            (stage.weight, Duty.WEIGHT_GRADIENT, 0),
+            (stage.bias, Duty.INPUT_GRADIENT, 1),
+        ):
+            for action in row:
+                if action.stage == stage.number and duty in RULES[action.kind].covers:
+                    gradient = per_microbatch[action.microbatch][stage.number][index]
+                    total = parameter.grad
+                    parameter.grad = gradient if total is None else total + gradient
 
 
 def _one_microbatch(stages: list[LinearStage], microbatch: int) -> Iterator[list[Tensor]]:
     """The gradients of one microbatch alone, stage after stage."""
-    copies = [replace(stage, events=[], losses=stage.losses) for stage in stages]
+    copies = [copy_of(stage) for stage in stages]
     x: Tensor | None = None
     for stage in copies:
         y = stage.forward(microbatch, x)
@@ -416,3 +452,12 @@ def _one_microbatch(stages: list[LinearStage], microbatch: int) -> Iterator[list
         dy = stage.backward(microbatch, dy)
     for stage in copies:
         yield stage.gradients
+
+
+def copy_of(stage: LinearStage) -> LinearStage:
+    """With the same parameters and none of the gradients; its losses go where the other's do."""
+    copy = replace(stage, events=[], losses=stage.losses)
+    with torch.no_grad():
+        copy.weight.copy_(stage.weight)
+        copy.bias.copy_(stage.bias)
+    return copy

@@ -1,0 +1,226 @@
+"""Steps whose optimizer does not wait for all ranks: consecutive ones, on real ranks, over gloo.
+
+Each case compares with the same steps in one process, which wait for everything, to the last bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+
+from megatron_ext.runtime.partial_state import PartialState  # noqa: E402
+from megatron_ext.runtime.recorder import Recorder  # noqa: E402
+from megatron_ext.runtime.validation import ValidationMessages  # noqa: E402
+from megatron_ext.runtime.weight_gradients import queue  # noqa: E402
+from megatron_ext.schedule.build import build_program  # noqa: E402
+from megatron_ext.schedule.placement import Placement, line  # noqa: E402
+from megatron_ext.schedule.registry import Choice, choose  # noqa: E402
+from megatron_ext.schedule.verify import Program  # noqa: E402
+from tests.pipeline.stages import (  # noqa: E402
+    Pipeline,
+    expected_events,
+    program_for,
+    v_placement,
+    world,
+)
+from tests.pipeline.validation import (  # noqa: E402
+    Course,
+    StepAtOnce,
+    parameters,
+    read_data_of,
+    synchronously,
+)
+from tests.ranks import run_ranks, values  # noqa: E402
+
+
+def check_course(pipeline: Pipeline, course: Course) -> None:
+    """The pipeline runs ``course`` as one process would."""
+    program, rank = pipeline.program, pipeline.group.rank()
+    reference = synchronously(pipeline, course)
+    validation = StepAtOnce(pipeline, course, reference.limits)
+    last = pipeline.stages.get(program.schedule.placement.stages - 1)
+    for step in range(course.steps):
+        read_data_of(pipeline.stages.values(), pipeline.data, step)
+        transport = pipeline.step(validation=validation)
+        begins_again = course.is_bad(step - 1)
+        assert pipeline.events == expected_events(program, rank, begins_again), f"step {step}"
+        assert transport.is_empty()
+        assert pipeline.recorder.position is None
+        assert len(queue) == 0
+        assert all(stage.is_empty() for stage in pipeline.stages.values())
+        if last is not None:
+            assert last.losses == reference.losses[step], f"step {step}"
+        validation.optimizer_step()
+    validation.settle()
+    assert validation.states == [states[validation.position] for states in reference.states]
+    bad = {**course.clips, **course.overflows}
+    assert validation.taken_back == [s for s in sorted(bad) if validation.position < bad[s]]
+    expected = [reference.stages[number] for number in pipeline.stages]
+    for got, wanted in zip(parameters(pipeline.stages.values()), parameters(expected), strict=True):
+        assert torch.equal(got, wanted)
+
+
+def run_courses(programs: list[Program], course: Course) -> Callable[[int], None]:
+    def run(rank: int) -> None:
+        for program in programs:
+            varies = program.problem.receives_ahead == 0
+            check_course(Pipeline(program, world(), varies=varies), course)
+
+    return run
+
+
+def bad_days(ranks: int) -> Course:
+    """Quiet steps, then bad ones: known to the last rank alone, to the first already, two in a row,
+    of both kinds, and the last of all."""
+    last = ranks - 1
+    return Course(8, clips={1: last, 4: 0, 5: last // 2, 7: last}, overflows={3: last})
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [*itertools.product(["zb-2p", "zb-v", "zb-h2", "v-auto"], [2, 3, 4]), ("zb-2p", 1)],
+)
+def test_parameters_are_those_of_synchronous_steps(name: str, ranks: int) -> None:
+    """With fewer microbatches than ranks, a number that is not a multiple of them, and with shapes
+    that vary."""
+    programs = []
+    for microbatches in (1, 2, 5):
+        program = program_for(choose(name), ranks, microbatches, post_validation=True)
+        programs += [program, with_varying_shapes(program)]
+    values(run_ranks(ranks, run_courses(programs, bad_days(ranks))))
+
+
+def with_varying_shapes(program: Program) -> Program:
+    """The same passes: v-auto searches long."""
+    made = replace(program.schedule, rows=program.schedule.compute_rows)
+    choice = Choice(made.name, lambda ranks: made.placement, lambda problem: made, True)
+    return build_program(choice, replace(program.problem, receives_ahead=0))
+
+
+@pytest.mark.parametrize("name", ["zb-2p", "zb-v"])
+@pytest.mark.parametrize("pipelines", [[[0, 1], [2, 3]], [[0, 2], [1, 3]]])
+def test_two_pipelines_in_one_world(name: str, pipelines: list[list[int]]) -> None:
+    """Each has its own data, states and verdicts."""
+    program = program_for(choose(name), 2, 3, post_validation=True)
+    courses = [Course(5, clips={0: 1, 3: 0}), Course(5, clips={2: 1}, overflows={3: 0})]
+
+    def run(rank: int) -> None:
+        groups = [dist.new_group(ranks) for ranks in pipelines]
+        mine = next(data for data, ranks in enumerate(pipelines) if rank in ranks)
+        group = groups[mine]
+        assert isinstance(group, dist.ProcessGroup)
+        check_course(Pipeline(program, group, data=mine), courses[mine])
+
+    values(run_ranks(4, run))
+
+
+# --- the messages alone
+
+
+def messages_of(rank: int, placement: Placement) -> ValidationMessages:
+    return ValidationMessages(world(), placement, Recorder(rank))
+
+
+@pytest.mark.parametrize("place", [line, v_placement])
+def test_states_go_along_the_chain_and_the_verdict_comes_back(
+    place: Callable[[int], Placement],
+) -> None:
+    """Sums of floats depend on their order: it is that of the first stages."""
+    norms = [0.1, 0.2, 0.3, 1e17]
+
+    def run(rank: int) -> list[PartialState]:
+        placement = place(4)
+        messages = messages_of(rank, placement)
+        position = placement.stages_of[rank][0]
+        assert (messages.is_first, messages.is_last) == (position == 0, position == 3)
+        own = PartialState(norms[position], position == 2, 7 if position == 3 else 0)
+        state = messages.partial().plus(own)
+        messages.pass_on(state)
+        return [state, messages.verdict()]
+
+    found = values(run_ranks(4, run))
+    sums = [0.1, 0.1 + 0.2, 0.1 + 0.2 + 0.3, 0.1 + 0.2 + 0.3 + 1e17]
+    whole = PartialState(sums[3], True, 7)
+    for rank, (state, verdict) in enumerate(found):
+        position = place(4).stages_of[rank][0]
+        tokens = 7 if position == 3 else 0
+        assert state == PartialState(sums[position], position >= 2, tokens)
+        assert verdict == whole
+
+
+def test_no_rank_waits_until_its_state_is_taken() -> None:
+    """The rank after it ends its part of the step later, by as much as the schedule leans."""
+
+    def run(rank: int) -> None:
+        messages = messages_of(rank, line(2))
+        if rank == 0:
+            messages.pass_on(PartialState(1.0))
+            dist.barrier()
+        else:
+            dist.barrier()
+            messages.pass_on(messages.partial())
+        assert messages.verdict() == PartialState(1.0)
+
+    values(run_ranks(2, run, timeout=20))
+
+
+def test_a_verdict_is_passed_back_by_a_rank_that_is_in_a_pass() -> None:
+    """Rank 0 has it before rank 1 asks for it."""
+
+    def run(rank: int) -> None:
+        messages = messages_of(rank, line(3))
+        messages.pass_on(messages.partial().plus(PartialState(1.0)))
+        messages.expect()
+        if rank == 1:
+            dist.barrier()
+        assert messages.verdict() == PartialState(3.0)
+        if rank != 1:
+            dist.barrier()
+
+    values(run_ranks(3, run, timeout=20))
+
+
+def test_nothing_is_expected_where_nothing_is_pending() -> None:
+    """In the first step, in one after settling outside, and in one that begins again."""
+
+    def run(rank: int) -> None:
+        messages = messages_of(rank, line(2))
+        for _ in range(2):
+            messages.expect()
+            assert [thread.name for thread in threading.enumerate()] == ["MainThread"]
+            with pytest.raises(AssertionError, match="no step is pending"):
+                messages.verdict()
+            messages.pass_on(messages.partial())
+            with pytest.raises(AssertionError, match="has not been asked for"):
+                messages.pass_on(PartialState())
+            messages.verdict()
+
+    values(run_ranks(2, run))
+
+
+def test_ranks_that_are_in_different_steps() -> None:
+    """One would take the verdict on another step for that on its own."""
+
+    def run(rank: int) -> None:
+        messages = messages_of(rank, line(2))
+        if rank == 0:
+            messages.pass_on(PartialState())
+            messages.verdict()
+            messages.pass_on(PartialState())
+        else:
+            messages.pass_on(messages.partial())
+            messages.verdict()
+            messages._steps += 1
+            with pytest.raises(AssertionError, match="of step 1 has come in step 2"):
+                messages.partial()
+        dist.barrier()  # for a message to come, its sender must live
+
+    values(run_ranks(2, run))

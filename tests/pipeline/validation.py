@@ -1,0 +1,173 @@
+"""Steps of an optimizer on `LinearStage`s: with post-validation, and in one process without."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatron_ext.runtime.partial_state import PartialState
+from megatron_ext.runtime.validation import ValidationMessages
+from megatron_ext.schedule.placement import Placement
+from tests.pipeline.stages import LinearStage, Pipeline, add_gradients, stages_alone
+
+RATE = 0.1
+
+
+@dataclass(frozen=True)
+class Course:
+    """What happens in some steps: by step, the first of the chain who knows that it is bad.
+
+    Attributes:
+        steps: their number.
+        clips: the norm of all is too large; that of the ranks before it was not.
+        overflows: it has an inf among its gradients.
+    """
+
+    steps: int
+    clips: Mapping[int, int] = field(default_factory=dict)
+    overflows: Mapping[int, int] = field(default_factory=dict)
+
+    def is_bad(self, step: int) -> bool:
+        return step in self.clips or step in self.overflows
+
+
+def own_state(
+    stages: Iterable[LinearStage], step: int, position: int, course: Course
+) -> PartialState:
+    """Of the rank at ``position`` of the chain, which has ``stages``."""
+    gradients = [gradient for stage in stages for gradient in stage.gradients]
+    squared_norm = sum(float(gradient.double().square().sum()) for gradient in gradients)
+    return PartialState(squared_norm, course.overflows.get(step) == position)
+
+
+def is_quiet(state: PartialState, limit: float) -> bool:
+    return not state.found_inf and state.squared_norm <= limit**2
+
+
+def update(stages: Iterable[LinearStage], state: PartialState, limit: float) -> None:
+    """The step of an optimizer that knows the state of all: clipped, or none at all."""
+    if state.found_inf:
+        return
+    factor = 1.0 if is_quiet(state, limit) else limit / math.sqrt(state.squared_norm)
+    with torch.no_grad():
+        for parameter in parameters(stages):
+            assert parameter.grad is not None
+            parameter.sub_(parameter.grad, alpha=RATE * factor)
+
+
+def parameters(stages: Iterable[LinearStage]) -> list[torch.nn.Parameter]:
+    return [parameter for stage in stages for parameter in (stage.weight, stage.bias)]
+
+
+def clear_gradients(stages: Iterable[LinearStage]) -> None:
+    for parameter in parameters(stages):
+        parameter.grad = None
+
+
+def read_data_of(stages: Iterable[LinearStage], data: int, step: int) -> None:
+    """Every step has data of its own."""
+    for stage in stages:
+        stage.data = 100 * data + step
+
+
+def chain_of(placement: Placement) -> list[int]:
+    """The ranks in the order of their first stages."""
+    return sorted(range(placement.ranks), key=lambda rank: placement.stages_of[rank])
+
+
+@dataclass
+class Synchronous:
+    """What comes of the same steps in one process, each of which knows all before it updates.
+
+    Attributes:
+        stages: after the last step.
+        losses: by step and microbatch.
+        states: by step and position of the chain, what is passed on there.
+        limits: of the norm, by step: as the course wants it.
+    """
+
+    stages: list[LinearStage]
+    losses: list[dict[int, Tensor]] = field(default_factory=list)
+    states: list[list[PartialState]] = field(default_factory=list)
+    limits: list[float] = field(default_factory=list)
+
+
+def synchronously(pipeline: Pipeline, course: Course) -> Synchronous:
+    stages = stages_alone(pipeline)
+    done = Synchronous(stages)
+    placement = pipeline.program.schedule.placement
+    for step in range(course.steps):
+        read_data_of(stages, pipeline.data, step)
+        add_gradients(stages, pipeline.program)
+        done.losses.append(dict(stages[-1].losses))
+        states: list[PartialState] = []
+        for position, rank in enumerate(chain_of(placement)):
+            mine = [stages[number] for number in placement.stages_of[rank]]
+            own = own_state(mine, step, position, course)
+            states.append(states[-1].plus(own) if states else PartialState().plus(own))
+        norms = [0.0, *(math.sqrt(state.squared_norm) for state in states)]
+        clipped_at = course.clips.get(step)
+        limit = 10 * norms[-1]
+        if clipped_at is not None:
+            limit = (norms[clipped_at] + norms[clipped_at + 1]) / 2
+        update(stages, states[-1], limit)
+        clear_gradients(stages)
+        done.states.append(states)
+        done.limits.append(limit)
+    return done
+
+
+class StepAtOnce:
+    """`Validation` of an optimizer that steps on what is known, and takes that back where it was
+    wrong."""
+
+    def __init__(self, pipeline: Pipeline, course: Course, limits: list[float]) -> None:
+        placement = pipeline.program.schedule.placement
+        self.messages = ValidationMessages(pipeline.group, placement, pipeline.recorder)
+        self.stages = list(pipeline.stages.values())
+        self.course = course
+        self.limits = limits
+        self.position = chain_of(placement).index(pipeline.group.rank())
+        self.step = 0
+        self.states: list[PartialState] = []  # that were passed on
+        self.taken_back: list[int] = []  # steps
+        self._kept: list[Tensor] | None = None
+
+    def optimizer_step(self) -> None:
+        own = own_state(self.stages, self.step, self.position, self.course)
+        state = self.messages.partial().plus(own)
+        self.states.append(state)
+        self.messages.pass_on(state)
+        if is_quiet(state, self.limits[self.step]):
+            self._kept = [parameter.detach().clone() for parameter in parameters(self.stages)]
+            update(self.stages, state, self.limits[self.step])
+
+    def expect(self) -> None:
+        self.messages.expect()
+
+    def settle(self) -> bool:
+        if not self.messages.is_pending:
+            return True
+        state = self.messages.verdict()
+        stands = is_quiet(state, self.limits[self.step])
+        if not stands:
+            self.redo(state)
+        self._kept = None
+        clear_gradients(self.stages)
+        self.step += 1
+        return stands
+
+    def redo(self, state: PartialState) -> None:
+        if self._kept is not None:
+            self.taken_back.append(self.step)
+            with torch.no_grad():
+                for parameter, kept in zip(parameters(self.stages), self._kept, strict=True):
+                    parameter.copy_(kept)
+        update(self.stages, state, self.limits[self.step])
+
+    def abandon(self) -> None:
+        self.messages.abandon()
