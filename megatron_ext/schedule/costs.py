@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.schedule.action import Action
-from megatron_ext.schedule.kinds import HOST_LANES, RULES, Duty, Held, Lane
+from megatron_ext.schedule.kinds import HOST_LANES, RULES, Duty, Held, Lane, Where
 from megatron_ext.schedule.placement import Placement
 
 _DUTY_OF = {"f": Duty.FORWARD, "i": Duty.INPUT_GRADIENT, "w": Duty.WEIGHT_GRADIENT}
@@ -111,8 +111,11 @@ class Costs:
 
     def of(self, action: Action) -> float:
         """Seconds of ``action`` on its lane. A message takes its hop at the sender, and so does a
-        collective."""
+        collective. Those of the optimizer's validation are a few bytes, and take none: nor do the
+        all-reduces in whose place they are."""
         rule = RULES[action.kind]
+        if rule.where is Where.RANK:
+            return 0.0
         if rule.lane is Lane.COMPUTE:
             return sum(self.seconds[duty][action.stage] for duty in rule.covers)
         if rule.lane in HOST_LANES:

@@ -65,7 +65,8 @@ class Problem:
         offload: which activations leave for host memory. (Families are asked without it and
             without the memory limit: `transforms.offload` adds the copies.)
         post_validation: the optimizer steps before all ranks are done, and is taken back where that
-            was wrong. (Families are asked without: `transforms.post_validation` adds the messages.)
+            was wrong: steps overlap, and cost about their span. (Families see it, as another
+            schedule may then be the best; `transforms.post_validation` adds the messages.)
     """
 
     placement: Placement
@@ -112,6 +113,14 @@ class Problem:
             beside = f"messages {self.p2p}: a batch could be under way at the verdict"
         if beside:
             raise ValueError(f"post-validation does not go with {beside}; drop one")
+        firsts = sorted(stages[0] for stages in self.placement.stages_of)
+        if firsts != list(range(self.ranks)):
+            raise ValueError(
+                f"post-validation passes the optimizer's state from the rank of a stage to that of "
+                f"the next: the first {self.ranks} stages have to be on {self.ranks} ranks, and "
+                f"they are on ranks {self.placement.rank_of[: self.ranks]}; use another placement, "
+                f"or drop it"
+            )
 
     @property
     def ranks(self) -> int:

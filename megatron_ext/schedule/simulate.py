@@ -47,7 +47,12 @@ def simulate_steps(program: Program, costs: Costs, steps: int) -> tuple[Timeline
 
 
 def step_seconds(program: Program, costs: Costs) -> float:
-    """What a step takes in the long run: its makespan, or with post-validation about its span."""
+    """What a step costs in the long run: its makespan, and with post-validation its span, about.
+
+    (A rank that idles in the middle of its span may have less to wait for when it begins later.)
+    """
+    if not program.problem.post_validation or program.problem.forward_only:
+        return simulate(program, costs).makespan
     ends = [
         max(row[-1].end for row in timeline.compute)
         for timeline in simulate_steps(program, costs, _STEPS)

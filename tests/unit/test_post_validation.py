@@ -1,0 +1,311 @@
+"""Post-validation: where its actions go, what the proof refuses, and what a step then costs."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.build import build_program
+from megatron_ext.schedule.costs import parse_costs, uniform
+from megatron_ext.schedule.graph import channels
+from megatron_ext.schedule.memory import in_microbatches, memory_curve, peaks
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.registry import choose, entries
+from megatron_ext.schedule.schedule import P2P, Offload, Problem, VocabularyParallel, is_compute
+from megatron_ext.schedule.simulate import simulate, simulate_steps, step_seconds
+from megatron_ext.schedule.speculation import settles_at
+from megatron_ext.schedule.transforms.post_validation import validate_afterwards
+from megatron_ext.schedule.verify import InvalidSchedule, Program, prove
+from tests.unit.schedules import PROPERTY, F, random_case, rows_of, seeds, with_messages, written
+
+EQUAL, USUAL = "f=1,i=1,w=1", "f=10,i=12,w=8,comm=1"
+ADDED = {Kind.RECV_P, Kind.STEP, Kind.SEND_P, Kind.RECV_V, Kind.SETTLE, Kind.SEND_V}
+
+
+def problem(name: str, p: int, m: int, costs: str = EQUAL, *, validated: bool = True) -> Problem:
+    placement = choose(name).place(p)
+    return Problem(placement, m, parse_costs(costs, placement), post_validation=validated)
+
+
+@functools.cache
+def program(name: str, p: int, m: int, costs: str = EQUAL, *, validated: bool = True) -> Program:
+    return build_program(choose(name), problem(name, p, m, costs, validated=validated))
+
+
+# ---- Where its actions go
+
+LINE = """
+0RECV_V0 0F0 0SEND_F0 0F1 0SEND_F1 0F2 0SEND_F2 0F3 0SEND_F3 0F4 0SETTLE0 0RECV_B0 0SEND_F4 \
+0RECV_B1 0WAIT_F0 0WAIT_F1 0WAIT_F2 0I0 0W0 0RECV_B2 0WAIT_F3 0I1 0W1 0RECV_B3 0WAIT_F4 0I2 0W2 \
+0RECV_B4 0I3 0W3 0I4 0W4 0STEP0 0SEND_P0
+1RECV_V0 1SEND_V0 1RECV_F0 1RECV_F1 1F0 1SEND_F0 1RECV_F2 1F1 1SEND_F1 1RECV_F3 1F2 1SETTLE0 \
+1RECV_B0 1SEND_F2 1RECV_B1 1WAIT_F0 1I0 1SEND_B0 1RECV_F4 1F3 1SEND_F3 1RECV_B2 1WAIT_F1 1I1 \
+1SEND_B1 1F4 1SEND_F4 1RECV_B3 1WAIT_F2 1I2 1SEND_B2 1W0 1RECV_B4 1WAIT_F3 1I3 1SEND_B3 1W1 \
+1WAIT_F4 1I4 1SEND_B4 1W2 1W3 1W4 1WAIT_B0 1WAIT_B1 1WAIT_B2 1WAIT_B3 1WAIT_B4 \
+1RECV_P0 1STEP0 1SEND_P0
+2SEND_V0 2RECV_F0 2RECV_F1 2SETTLE0 2F0 2I0 2SEND_B0 2RECV_F2 2F1 2I1 2SEND_B1 2RECV_F3 2F2 2I2 \
+2SEND_B2 2RECV_F4 2WAIT_B0 2F3 2I3 2SEND_B3 2WAIT_B1 2F4 2I4 2SEND_B4 2W0 2W1 2W2 2W3 2W4 \
+2WAIT_B2 2WAIT_B3 2WAIT_B4 2RECV_P0 2STEP0
+"""
+V = """
+1SEND_V0 1RECV_F0 1RECV_F1 1F0 2F0 2SEND_F0 1F1 2F1 2SEND_F1 2WAIT_F0 1SETTLE0 2RECV_B0 2RECV_B1 \
+2I0 2W0 1I0 1SEND_B0 2WAIT_F1 2I1 1I1 1SEND_B1 1W0 2W1 1W1 1WAIT_B0 1WAIT_B1 1RECV_P0 1STEP0
+0RECV_V0 3RECV_F0 0F0 0SEND_F0 0F1 0SEND_F1 3RECV_F1 0WAIT_F0 0SETTLE0 0RECV_B0 3F0 3I0 3SEND_B0 \
+3W0 0WAIT_F1 3F1 3I1 3SEND_B1 3W1 0RECV_B1 3WAIT_B0 0I0 0W0 3WAIT_B1 0I1 0W1 0STEP0 0SEND_P0
+"""
+
+
+@pytest.mark.parametrize(("name", "p", "m", "text"), [("zb-h2", 3, 5, LINE), ("zb-v", 2, 2, V)])
+def test_rows(name: str, p: int, m: int, text: str) -> None:
+    assert program(name, p, m).schedule.rows == rows_of(text)
+
+
+def test_one_rank_knows_the_verdict_itself() -> None:
+    assert program("1f1b", 1, 1).schedule.rows == rows_of("0SETTLE0 0F0 0B0 0STEP0")
+
+
+@pytest.mark.parametrize("name", sorted(entries().keys() - {"v-auto", "zb-auto"}))
+def test_all_else_is_as_without(name: str) -> None:
+    """The same passes in the same order, and the same messages on the same channels."""
+    with_it, without = (program(name, 4, 8, validated=v).schedule for v in (True, False))
+    assert with_it.compute_rows == without.compute_rows
+    assert channels(with_it) == channels(without)
+    for ours, plain in zip(with_it.rows, without.rows, strict=True):
+        added = [action for action in ours if action.kind in ADDED]
+        assert sorted(ours) == sorted([*plain, *added])
+        for stage, kind in {(action.stage, action.kind) for action in plain}:
+            on_channel = [[a for a in row if a[:2] == (stage, kind)] for row in (ours, plain)]
+            assert on_channel[0] == on_channel[1]
+
+
+@pytest.mark.parametrize("name", ["zb-2p", "zb-v", "1f1b", "interleaved", "v-half"])
+def test_the_verdict_is_waited_for_as_late_as_can_be(name: str) -> None:
+    made = program(name, 4, 8)
+    for rank, row in enumerate(made.schedule.rows):
+        settles = settles_at(row)
+        assert settles is not None
+        later = next(n for n in range(settles, len(row)) if is_compute(row[n]))
+        moved = (*row[:settles], *row[settles + 1 : later + 1], row[settles], *row[later + 1 :])
+        rows = (*made.schedule.rows[:rank], moved, *made.schedule.rows[rank + 1 :])
+        with pytest.raises(InvalidSchedule, match="verdict"):
+            prove(replace(made.schedule, rows=rows), made.problem)
+
+
+# ---- What the proof refuses
+
+SMALL = """
+0RECV_V0 0F0 0SEND_F0 0F1 0SETTLE0 0RECV_B0 0SEND_F1 0RECV_B1 0WAIT_F0 0I0 0W0 0WAIT_F1 0I1 0W1 \
+0STEP0 0SEND_P0
+1SEND_V0 1RECV_F0 1SETTLE0 1RECV_F1 1F0 1I0 1SEND_B0 1F1 1I1 1SEND_B1 1W0 1W1 1WAIT_B0 1WAIT_B1 \
+1RECV_P0 1STEP0
+"""
+REFUSED = {
+    "crossing send": ("0RECV_B0 0SEND_F1", "0RECV_B0", "0F1 0SETTLE0", "0F1 0SEND_F1 0SETTLE0",
+                      "0SEND_F1 comes before the verdict on the last step, and 1RECV_F1 after it"),
+    "crossing receive": ("1RECV_F0 1SETTLE0", "1SETTLE0 1RECV_F0", "", "",
+                         "0SEND_F0 comes before the verdict on the last step, and 1RECV_F0 after"),
+    "a backward": ("0F1 0SETTLE0", "0F1", "0I0 0W0", "0I0 0W0 0SETTLE0",
+                   "0I0 cannot be undone, and comes before the verdict on the last step"),
+    "a loss": ("1SETTLE0 1RECV_F1 1F0", "1RECV_F1 1F0 1SETTLE0", "", "",
+               "1F0 cannot be undone, and comes before the verdict on the last step"),
+    "a pass after the step": ("0W1 0STEP0", "0STEP0 0W1", "", "", "0STEP0 comes before 0W1"),
+    "no step": (" 0STEP0", "", "", "", "nothing does the optimizer step on the partial state"),
+    "two steps": ("0STEP0", "0STEP0 0STEP0", "", "", "0STEP0"),
+    "no wait for the verdict": (" 0SETTLE0", "", "", "", "0SETTLE0 is missing on rank 0"),
+    "no partial state": (" 0SEND_P0", "", "", "", "0SEND_P0 is missing on rank 0"),
+    "verdict of nobody": ("1SEND_V0 1RECV_F0", "1RECV_V0 1SEND_V0 1RECV_F0", "", "",
+                          "1RECV_V0 has no other rank to talk to"),
+}  # fmt: skip
+
+
+def small(text: str = SMALL) -> tuple[Problem, str]:
+    placement = Placement("written", (0, 1))
+    return Problem(placement, 2, uniform(placement, 1, 1, 1), post_validation=True), text
+
+
+def test_the_good_one_is_good() -> None:
+    wanted, text = small()
+    assert prove(written(text, (0, 1)), wanted)
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused(what: str) -> None:
+    old, new, second, instead, why = REFUSED[what]
+    wanted, text = small()
+    for before, after in ((old, new), (second, instead)):
+        assert before in text
+        text = text.replace(before, after, 1) if before else text
+    with pytest.raises(InvalidSchedule) as caught:
+        prove(written(text, (0, 1)), wanted)
+    assert why in str(caught.value)
+    for action in caught.value.actions:
+        assert str(action) in str(caught.value)
+
+
+def test_the_problem_has_to_want_it() -> None:
+    wanted, text = small()
+    with pytest.raises(InvalidSchedule, match="validates afterwards, and the problem does not"):
+        prove(written(text, (0, 1)), replace(wanted, post_validation=False))
+
+
+def test_an_evaluation_has_no_optimizer() -> None:
+    evaluation = replace(problem("zb-v", 2, 2), forward_only=True)
+    rows = build_program(choose("zb-v"), evaluation).schedule.rows
+    assert not any(action.kind in ADDED for row in rows for action in row)
+    forwards = written("0SETTLE0 0F0", (0,))
+    alone = Placement("written", (0,))
+    wanted = Problem(alone, 1, uniform(alone, 1, 1, 1), None, True, post_validation=True)
+    with pytest.raises(InvalidSchedule, match="0SETTLE0"):
+        prove(forwards, wanted)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"vocabulary": VocabularyParallel.TWO}, "vocabulary parallelism 2"),
+        ({"p2p": P2P.BATCHED}, "messages batched"),
+        ({"offload": Offload.FULL}, "offload full"),
+        ({"placement": Placement("mine", (0, 0, 1, 1))}, r"on ranks \(0, 0\)"),
+    ],
+)
+def test_what_does_not_go_with_it(changes: dict[str, Any], why: str) -> None:
+    placement = Placement("v", (1, 0, 0, 1))
+    costs = parse_costs(f"{EQUAL},d2h=1,h2d=1", placement)
+    good = Problem(placement, 2, costs, post_validation=True)
+    with pytest.raises(ValueError, match=why):
+        replace(good, **changes)
+
+
+# ---- What holds of all of them
+
+NAMES = st.sampled_from(sorted(entries().keys() - {"v-auto"}))
+FIGURES = st.sampled_from([0.5, 1.0, 1.3, 2.0, 3.0])
+
+
+@settings(PROPERTY, max_examples=40)
+@given(
+    NAMES,
+    st.integers(1, 6),
+    st.integers(1, 10),
+    st.tuples(FIGURES, FIGURES, FIGURES),
+    st.sampled_from([0.0, 0.1, 1.0, 10.0]),
+)
+def test_every_schedule(
+    name: str, p: int, m: int, fiw: tuple[float, float, float], comm: float
+) -> None:
+    """It is proved; nothing but forwards without a loss comes before the verdict; a step costs no
+    more than without, and no less than the work of a rank."""
+    choice = choose(name)
+    placement = choice.place(p)
+    wanted = Problem(placement, m, uniform(placement, *fiw, comm), post_validation=True)
+    try:
+        made = build_program(choice, wanted)
+    except InvalidSchedule:
+        raise
+    except ValueError:
+        assume(False)  # the family has none for so many microbatches
+    for row in made.schedule.rows:
+        settles = settles_at(row)
+        before = [action for action in row[:settles] if is_compute(action)]
+        assert all(a.kind is F and a.stage < placement.stages - 1 for a in before)
+        steps = [n for n, action in enumerate(row) if action.kind is Kind.STEP]
+        assert len(steps) == 1 and not any(map(is_compute, row[steps[0] :]))
+    timeline = simulate(made, wanted.costs)
+    cost = step_seconds(made, wanted.costs)
+    busiest = max(sum(e.end - e.start for e in row) for row in timeline.compute)
+    assert busiest * (1 - 1e-9) <= cost <= timeline.makespan * (1 + 1e-9)
+
+
+@PROPERTY
+@given(seeds)
+def test_any_order_of_passes(seed: int) -> None:
+    """Random schedules, of random costs and placements: the transform makes what is proved."""
+    case = random_case(seed)
+    firsts = sorted(stages[0] for stages in case.problem.placement.stages_of)
+    assume(firsts == list(range(case.problem.ranks)))
+    wanted = replace(case.problem, p2p=P2P.ASYNC, post_validation=True)
+    made = validate_afterwards(with_messages(case.schedule, wanted), wanted)
+    proved = prove(made, wanted)
+    limit = simulate(proved, wanted.costs).makespan
+    assert step_seconds(proved, wanted.costs) <= limit * (1 + 1e-9)
+
+
+# ---- What a step costs
+
+HEADLINE = [
+    (name, p, k * p, costs)
+    for name in ("zb-2p", "zb-v", "zb-auto", "zb-h2")
+    for p in (4, 8)
+    for k in (2, 4)
+    for costs in (EQUAL, USUAL)
+]
+
+
+@pytest.mark.parametrize(("name", "p", "m", "costs"), HEADLINE)
+def test_a_step_costs_the_span(name: str, p: int, m: int, costs: str) -> None:
+    made = program(name, p, m, costs)
+    timeline = simulate(made, made.problem.costs)
+    assert timeline.span < timeline.makespan
+    assert step_seconds(made, made.problem.costs) == pytest.approx(timeline.span, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "without", "with_it"), [("zb-2p", 1037, 1008), ("zb-v", 1035, 1028)]
+)
+def test_eight_ranks_with_usual_costs(name: str, without: float, with_it: float) -> None:
+    for validated, seconds in ((False, without), (True, with_it)):
+        made = program(name, 8, 32, USUAL, validated=validated)
+        assert step_seconds(made, made.problem.costs) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("name", ["zb-2p", "zb-v", "1f1b", "interleaved"])
+def test_without_it_a_step_costs_the_makespan(name: str) -> None:
+    """Simulated one after the other, too: all ranks wait for the last."""
+    made = program(name, 4, 8, USUAL, validated=False)
+    makespan = simulate(made, made.problem.costs).makespan
+    assert step_seconds(made, made.problem.costs) == makespan
+    steps = simulate_steps(made, made.problem.costs, 3)
+    assert [step.start for step in steps] == pytest.approx([0, makespan, 2 * makespan])
+
+
+def test_steps_follow_one_another_on_every_rank() -> None:
+    made = program("zb-2p", 4, 8, USUAL)
+    steps = simulate_steps(made, made.problem.costs, 4)
+    for one, other in pairwise(steps):
+        for before, after in zip(one.compute, other.compute, strict=True):
+            assert before[-1].end <= after[0].start
+        latest = max(row[-1].end for row in one.compute)
+        assert other.start < latest  # and overlap
+
+
+def test_the_verdict_comes_after_every_step_and_before_what_lasts() -> None:
+    made = program("zb-v", 4, 8, USUAL)
+    first, second = simulate_steps(made, made.problem.costs, 2)
+    stepped = max(e.end for e in first.events if e.action.kind is Kind.STEP)
+    settled = [e for e in second.events if e.action.kind is Kind.SETTLE]
+    assert len(settled) == 4 and all(event.end >= stepped for event in settled)
+
+
+# ---- Memory
+
+
+@pytest.mark.parametrize("name", ["zb-2p", "zb-v", "zb-h2", "1f1b", "interleaved-zb"])
+@pytest.mark.parametrize("m", [3, 4, 8])
+def test_memory_is_that_of_one_step(name: str, m: int) -> None:
+    """When a rank begins the next step nothing of the last one is left: what its forwards before
+    the verdict hold is what they hold anyway, and no peak is higher."""
+    made = program(name, 4, m, USUAL).schedule
+    plain = program(name, 4, m, USUAL, validated=False).schedule
+    amount = in_microbatches(made)
+    assert peaks(made, amount) == peaks(plain, amount)
+    for row in made.rows:
+        twice = memory_curve(row + row, amount)
+        assert max(twice) == pytest.approx(max(memory_curve(row, amount)))
+        assert row[-1].kind in (Kind.STEP, Kind.SEND_P)  # after all that frees
