@@ -7,9 +7,9 @@ summary.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -100,29 +100,28 @@ def main() -> None:
 
 
 def prepare_text() -> None:
-    """The dataset, made once."""
-    if TEXT.with_suffix(".idx").exists():
-        return
-    console.print("preparing text: the sources of Python's standard library, a token a byte")
-    folder = sysconfig.get_path("stdlib")
-    script = REPOSITORY / "scripts" / "prepare_text.py"
-    subprocess.run(
-        [sys.executable, script, folder, "--output", TEXT, "--suffix", ".py"],
-        check=True,
-        env={**os.environ, "PYTHONWARNINGS": "ignore"},
-    )
+    """The dataset, made once: who comes while it is made waits."""
+    with TEXT.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if TEXT.with_suffix(".idx").exists():
+            return
+        console.print("preparing text: the sources of Python's standard library, a token a byte")
+        folder = sysconfig.get_path("stdlib")
+        script = REPOSITORY / "scripts" / "prepare_text.py"
+        subprocess.run(
+            [sys.executable, script, folder, "--output", TEXT, "--suffix", ".py"],
+            check=True,
+            env={**os.environ, "PYTHONWARNINGS": "ignore"},
+        )
 
 
 def launch_line(ranks: int, flags: Sequence[str]) -> list[str]:
-    """The command a user of a cluster would type, on a port that is free."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    """The command a user of one machine would type."""
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
     script = str(REPOSITORY / "scripts" / "pretrain_gpt.py")
     return [
         *torchrun,
-        *("--nproc-per-node", str(ranks), "--master-port", str(port)),
+        *("--standalone", "--nproc-per-node", str(ranks)),
         *("-m", "megatron_ext", script),
         *flags,
     ]

@@ -29,7 +29,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import add_megatron_arguments
 
-from tests.ranks import RankResult, free_port, run_ranks, torchrun_environment, values
+from tests.ranks import RankResult, agent_store, run_ranks, torchrun_environment, values
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "pretrain_gpt.py"
 
@@ -144,18 +144,16 @@ def train_or_fail(
     script: Path = SCRIPT,
     model_config: Mapping[str, object] | None = None,
     model_provider: Callable[..., Any] | None = None,
-    timeout: float = 300,
 ) -> list[RankResult]:
     """`train` for ranks that may end badly: how they end."""
-    port = free_port()
-    return run_ranks(
-        ranks,
-        lambda rank: _train_rank(
-            rank, ranks, port, script, flags, model_config or {}, model_provider
-        ),
-        timeout=timeout,
-        connect=False,
-    )
+    with agent_store() as port:
+        return run_ranks(
+            ranks,
+            lambda rank: _train_rank(
+                rank, ranks, port, script, flags, model_config or {}, model_provider
+            ),
+            connect=False,
+        )
 
 
 def losses(runs: Sequence[Run]) -> list[float]:

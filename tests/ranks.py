@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -32,6 +30,10 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[1]
+
+# Seconds after which a rank is taken to hang. Far more than any needs on a busy machine, and less
+# than the ten minutes or more after which torch gives up waiting and ends it.
+HANGS = 240.0
 
 
 @dataclass(frozen=True)
@@ -160,21 +162,21 @@ class RunningRanks:
             return Path(f"{self._folder}/{rank}.stderr").read_text()
         return ""
 
-    def wait_until_it_says(self, rank: int, text: str, timeout: float = 30.0) -> None:
+    def wait_until_it_says(self, rank: int, text: str) -> None:
         """Return when ``text`` is in the rank's stderr."""
-        end = time.monotonic() + timeout
+        end = time.monotonic() + HANGS
         while text not in self.stderr(rank):
             assert time.monotonic() < end, f"rank {rank} never said {text!r}: {self.stderr(rank)}"
             assert rank in self._alive(), f"rank {rank} has ended: {self.stderr(rank)}"
             time.sleep(0.02)
 
-    def wait_until_ended(self, *ranks: int, timeout: float = 60.0) -> None:
-        end = time.monotonic() + timeout
+    def wait_until_ended(self, *ranks: int) -> None:
+        end = time.monotonic() + HANGS
         while left := set(ranks) & set(self._alive()):
             assert time.monotonic() < end, f"still running: ranks {left}"
             time.sleep(0.01)
 
-    def wait(self, timeout: float = 60.0) -> list[RankResult]:
+    def wait(self, timeout: float = HANGS) -> list[RankResult]:
         """How they ended, in rank order. Who is alive after ``timeout`` seconds is killed."""
         end = time.monotonic() + timeout
         while self._alive() and time.monotonic() < end:
@@ -232,7 +234,7 @@ def running_ranks(
 
 
 def run_ranks(
-    ranks: int, function: Callable[[int], Any], timeout: float = 60.0, connect: bool = True
+    ranks: int, function: Callable[[int], Any], timeout: float = HANGS, connect: bool = True
 ) -> list[RankResult]:
     """``function(rank)`` on each of ``ranks`` forked processes; results in rank order.
 
@@ -252,27 +254,34 @@ def values(results: list[RankResult]) -> list[Any]:
     return [result.value for result in results]
 
 
-def free_port() -> int:
-    """A port for ranks to meet at.
+@contextlib.contextmanager
+def agent_store() -> Iterator[int]:
+    """The port of a store for ranks to meet at, as torchrun's agent keeps one.
 
-    Not one that the system picks: it picks from the same range for connections, and another one
-    may have it before the ranks listen. Processes that test side by side have ports of their own.
+    It listens before a rank is forked, at a port that the system gives to nobody else. One that is
+    only found to be free may be another's when rank 0 comes to listen there.
     """
-    first = 10000 + os.getpid() % 100 * 100
-    for _ in range(100):
-        port = first + next(_CALLS) % 100
-        with socket.socket() as listener, contextlib.suppress(OSError):
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(("127.0.0.1", port))
-            return port
-    raise RuntimeError(f"none of the ports from {first} to {first + 99} is free")
+    with running_ranks(1, _keep_store, connect=False) as running:
+        running.wait_until_it_says(0, _LISTENS)
+        (line,) = (line for line in running.stderr(0).splitlines() if _LISTENS in line)
+        yield int(line.removeprefix(_LISTENS))
 
 
-_CALLS = itertools.count()
+_LISTENS = "store at port "
+
+
+def _keep_store(rank: int) -> None:
+    """In a process of its own: a thread of the tests' process would be missing in forked ranks."""
+    tests = os.getppid()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    sys.stderr.write(f"{_LISTENS}{store.port}\n")
+    while os.getppid() == tests:
+        time.sleep(1)
 
 
 def torchrun_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """The variables in which torchrun tells a rank who it is, on one node."""
+    """The variables in which torchrun tells a rank who it is, on one node, and that its agent has
+    the store at ``port`` (`agent_store`)."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -280,6 +289,8 @@ def torchrun_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
     }
 
 

@@ -31,13 +31,15 @@ def dimensions_of(
     """
     heads = settings.num_attention_heads
     head_width = settings.kv_channels or settings.hidden_size // heads
+    # Without this flag, which a TransformerConfig has not, the arguments say 1 group and mean none.
+    grouped = getattr(settings, "group_query_attention", True)
     gated = getattr(settings, "gated_linear_unit", False) or getattr(settings, "swiglu", False)
     return ModelDimensions(
         layers=tuple(layers),
         hidden=settings.hidden_size,
         ffn_hidden=settings.ffn_hidden_size or 4 * settings.hidden_size,
         query_width=heads * head_width,
-        key_value_width=(settings.num_query_groups or heads) * head_width,
+        key_value_width=(settings.num_query_groups if grouped else heads) * head_width,
         gated=gated,
         heads=heads,
         sequence=sequence,

@@ -53,7 +53,7 @@ def test_gradients_are_stocks_and_the_peak_falls(
     for way in (Offload.NONE, Offload.FULL):
         program = build_program(choice, replace(problem, offload=way))
         run = partial(on_rank, program=program, device=torch.device(device), shape=SHAPES[device])
-        seen: list[Seen] = values(run_ranks(ranks, run, timeout=120))
+        seen: list[Seen] = values(run_ranks(ranks, run))
         assert all(one.gradients_are_stocks for one in seen)
         assert any(one.left for one in seen) == (way is Offload.FULL)
         expected = expected_peaks(program, seen, 4 * SHAPES[device][0] * SHAPES[device][1])

@@ -38,5 +38,5 @@ def test_gradients_are_stocks_and_the_peak_is_the_simulators(
 ) -> None:
     program = program_of(spec, ranks, p2p)
     run = partial(on_rank, program=program, device=torch.device(device), shape=SHAPES[device])
-    seen: list[Seen] = values(run_ranks(ranks, run, timeout=120))
+    seen: list[Seen] = values(run_ranks(ranks, run))
     check(seen, program, device)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.patches import cpu, engine
-from tests.ranks import run_ranks, values
+from tests.ranks import HANGS, run_ranks, values
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.training", reason="needs megatron-core[training]")
@@ -167,7 +167,7 @@ def save_and_go_on(folder: Path) -> None:
     weight.fill_(2.0)  # the next iteration
     (folder / "changed").touch()
     requests.put("DONE")
-    writer.join(60)
+    writer.join(HANGS)
     assert writer.exitcode == 0
 
 
@@ -252,4 +252,4 @@ def test_environment_comes_before_torch() -> None:
         "import sys; from megatron_ext.patches import cpu; cpu.environment({}); "
         "cpu.default_flags([]); sys.exit('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=HANGS).returncode == 0

@@ -27,6 +27,7 @@ FLAGS: dict[str, Any] = {
     "transformer_impl": "local",
     "pipeline_schedule": "plan",
 }
+LAYER_EACH: dict[str, Any] = {"num_layers": 2, "pipeline_vocab_parallel": "none"}
 
 
 def chosen(**overrides: object) -> tuple[list[str], Chosen]:
@@ -78,12 +79,21 @@ def test_refused_schedules_are_no_candidates() -> None:
 def test_it_is_the_same_each_time_and_leaves_nothing_behind(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    simple: dict[str, Any] = {"num_layers": 2, "pipeline_vocab_parallel": "none"}
-    _, first = chosen(**simple)
+    _, first = chosen(**LAYER_EACH)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert chosen(**simple)[1] == first
+    assert chosen(**LAYER_EACH)[1] == first
     assert "--pipeline-vocab-parallel" not in first.flags and not applied()
-    assert "in no more memory than 1f1b; then " in first.why
+
+
+@pytest.mark.parametrize(
+    ("sequence", "taken", "then"), [(16, "1f1b", "zb-auto"), (32, "zb-h1", "1f1b")]
+)
+def test_what_fits_in_the_memory_of_1f1b(sequence: int, taken: str, then: str) -> None:
+    """1F1B's first rank holds two activations. zb-h1's last one holds an activation, the logits and
+    what a W needs; that fits once attention matrices, which no W needs, outweigh the logits."""
+    _, choice = chosen(**LAYER_EACH, seq_length=sequence, max_position_embeddings=sequence)
+    assert choice.flags == ("--pipeline-schedule", taken)
+    assert f"in no more memory than 1f1b; then {then}, " in choice.why
 
 
 def test_costs_without_bytes_are_held_to_microbatches() -> None:

@@ -83,7 +83,7 @@ def outcomes(version: str) -> dict[str, str]:
         parallel_state.initialize_model_parallel()
         return {name: outcome(te, run) for name, run in CASES.items()}
 
-    (found,) = values(run_ranks(1, run, timeout=240))
+    (found,) = values(run_ranks(1, run))
     return found
 
 

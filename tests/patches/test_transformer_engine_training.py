@@ -29,7 +29,7 @@ from megatron_ext.runtime import offload
 from megatron_ext.runtime.offload import OffloadedStep
 from tests.megatron_runs import Run, assert_same, losses, model_flags, train
 from tests.patches import transformer_engine_on_cpu as on_cpu
-from tests.ranks import run_ranks, values
+from tests.ranks import HANGS, run_ranks, values
 
 OLDEST, *_, NEWEST = on_cpu.VERSIONS
 
@@ -196,7 +196,7 @@ def test_training_is_stocks_to_the_last_bit(
         ours = model_flags(**flags, pipeline_schedule=schedule, pipeline_report_split=True)
         return train(ranks, ours, model_provider=build), reference
 
-    ((runs, reference),) = values(run_ranks(1, both, timeout=280, connect=False))
+    ((runs, reference),) = values(run_ranks(1, both, timeout=2 * HANGS, connect=False))
     assert len(losses(runs)) == 3
     assert {run.schedule for run in runs} == {"PipelineStep"}
     assert_same(runs, reference)
@@ -232,6 +232,6 @@ def test_its_activations_leave_for_the_host(schedule: str) -> None:
         OffloadedStep.finish = finished  # type: ignore[assignment,method-assign]
         return train(2, ours, model_provider=provider), reference
 
-    ((runs, reference),) = values(run_ranks(1, both, timeout=280, connect=False))
+    ((runs, reference),) = values(run_ranks(1, both, timeout=2 * HANGS, connect=False))
     assert len(losses(runs)) == 3
     assert_same(runs, reference)

@@ -11,7 +11,6 @@ import os
 import re
 import resource
 import shutil
-import socket
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -55,11 +54,18 @@ from tests.pipeline.test_callers import (
     build_model,
     loss_function,
 )
-from tests.ranks import RankResult, Script, run_ranks, running_ranks, values
+from tests.ranks import (
+    RankResult,
+    Script,
+    agent_store,
+    run_ranks,
+    running_ranks,
+    torchrun_environment,
+    values,
+)
 
 SCHEDULES = ("zb-h1", "zb-v", "interleaved")
 BROKEN = "the model is broken"
-SOON = 30.0  # seconds from the failure to the last rank's end, on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -127,14 +133,7 @@ class Training:
 
     def __call__(self, rank: int) -> None:
         torch.compiler.set_stance("force_eager")
-        os.environ |= {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(self.ranks),
-            "LOCAL_WORLD_SIZE": str(self.ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self.port),
-        }
+        os.environ |= torchrun_environment(rank, self.ranks, self.port)
         os.dup2(2, 1)  # where Megatron's loggers write
         from megatron_ext.launch import launch
 
@@ -145,13 +144,12 @@ class Training:
 def end_of(
     script: Script, ranks: int, flags: Sequence[str], fault: Fault | FullDisk
 ) -> list[RankResult]:
-    """How the ranks of a training end; none may have to be killed."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    training = Training(ranks, port, tuple(flags), fault)
-    with running_ranks(ranks, training, script, connect=False) as running:
-        results = running.wait(150)
+    """How the ranks of a training end; none may have to be killed, as one that waits until torch
+    gives up is."""
+    with agent_store() as port:
+        training = Training(ranks, port, tuple(flags), fault)
+        with running_ranks(ranks, training, script, connect=False) as running:
+            results = running.wait()
     for rank, result in enumerate(results):
         assert result.exit_code is not None, f"rank {rank} hangs: {result.stderr}"
     return results
@@ -258,7 +256,6 @@ def test_a_full_disk(script: Script, tmp_path: Path, how: dict[str, object]) -> 
     assert all("CheckpointException" in result.stderr for result in results), results
     assert "Local worker 0 encountered an error: " in results[1].stderr, results[1].stderr
     assert "dict_keys([1])" in results[0].stderr, results[0].stderr
-    assert max(result.seconds for result in results) < 60
     runs = train(4, pipeline_flags(2, 4, **common, load=tmp_path))
     assert len(losses(runs)) == 2
     assert_same(runs, whole)
@@ -285,7 +282,6 @@ def test_a_forward_that_throws(script: Script, schedule: str, stage: str) -> Non
     assert f"ValueError: {BROKEN}" in own.stderr
     assert f"megatron_ext: pipeline rank {failing}, in {number}F3\n" in own.stderr
     for rank, result in enumerate(results):
-        assert result.seconds - own.seconds < SOON
         if rank != failing:
             assert f"PeerFailure: pipeline rank {rank} was waiting for " in result.stderr
             assert BROKEN not in result.stderr
@@ -353,7 +349,6 @@ def test_data_that_end_early(schedule: str, ranks: int) -> None:
             assert "the data iterator has ended; a step of 4 microbatches" in notes[1]
         else:
             assert "PeerFailure: pipeline rank" in error or "StopIteration" in error
-        assert results[rank].seconds - results[first].seconds < SOON
 
 
 # --- a batch that grows

@@ -35,7 +35,7 @@ def test_every_contender_takes_at_least_its_ideal_time(tmp_path: Path) -> None:
         assert 0.5 < row["efficiency"] * row["measured"] / row["ideal"] < 1.01
         assert row["measured"] >= row["ideal"]
         assert row["host_microseconds"] > 0
-    assert all(0 < microseconds < 1e5 for microseconds in report["autograd_microseconds"])
+    assert all(microseconds > 1 for microseconds in report["autograd_microseconds"])
     assert "<svg" in picture.read_text()
 
 

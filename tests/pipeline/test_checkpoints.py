@@ -105,9 +105,7 @@ def test_loaded_in_parallel() -> None:
 
 def refused(setting: str, folder: Path, schedule: str | None) -> list[RankResult]:
     flags = {"load": folder, "ckpt_step": SAVED_AT, "pipeline_schedule": schedule}
-    return train_or_fail(
-        SETTINGS[setting].ranks, model_flags(**SETTINGS[setting].flags | flags), timeout=60
-    )
+    return train_or_fail(SETTINGS[setting].ranks, model_flags(**SETTINGS[setting].flags | flags))
 
 
 def test_one_placement_needs_no_other_format() -> None:

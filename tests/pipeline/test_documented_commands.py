@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from megatron_ext.cli import app
 from tests.megatron_runs import SCRIPT, model_flags
+from tests.ranks import HANGS
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = "scripts/quickstart.sh --pipeline-trace runs/traces --pipeline-trace-iters 3:5"
@@ -78,7 +79,7 @@ def train(flags: list[str]) -> None:
         env={**os.environ, "NPROC": "2", "ITERS": "5", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=2 * HANGS,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert re.search(r"^loss +\d\.\d+ -> \d\.\d+$", ended.stdout, re.MULTILINE), ended.stdout

@@ -17,7 +17,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from megatron_ext.launch import launch
-from tests.ranks import ROOT, free_port, run_ranks, torchrun_environment, values
+from tests.ranks import ROOT, agent_store, run_ranks, torchrun_environment, values
 
 EXAMPLES = ROOT / "examples"
 RANKS = 2
@@ -68,7 +68,6 @@ def draw_weights_by_name(model: GPTModel) -> None:
 
 def run(source: str, **env: str) -> list[str]:
     """What the script prints, a line each, launched on two ranks of the CPU platform."""
-    port = free_port()
 
     def on_rank(rank: int) -> str:
         torch.compiler.set_stance("force_eager")  # as the launcher says before torch is imported
@@ -84,7 +83,7 @@ def run(source: str, **env: str) -> list[str]:
             launch([str(script)])
         return printed.getvalue()
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, agent_store() as port:
         script = Path(folder) / "script.py"
         script.write_text(source)
         return "".join(values(run_ranks(RANKS, on_rank, connect=False))).splitlines()

@@ -155,7 +155,7 @@ def test_evaluation_with_varying_shapes_does_not_hang(microbatches: int) -> None
     )
     schedule = Schedule("tangled", Placement("file", (0, 1, 0, 2, 1)), rows)
     program = program_for(as_file(schedule), 3, microbatches, forward_only=True, varies=True)
-    values(run_ranks(3, run_programs([program], varies=True), timeout=30))
+    values(run_ranks(3, run_programs([program], varies=True)))
 
 
 @pytest.mark.parametrize(

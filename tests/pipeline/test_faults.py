@@ -461,7 +461,7 @@ def test_a_rank_whose_caller_goes_on_after_its_error(script: Script) -> None:
     for torch's timeout, ten minutes."""
     with running_ranks(RANKS, go_on_after_failing, script) as running:
         running.wait_until_it_says(1, HERE)
-        running.wait_until_ended(0, 2, timeout=20)
+        running.wait_until_ended(0, 2)
         running.send_signal(1, signal.SIGUSR1)
         results = running.wait()
     assert results[1].exit_code == 0, results[1].stderr

@@ -362,7 +362,7 @@ def test_a_copy_that_fails_ends_all_ranks(kind: Kind) -> None:
         finally:
             step_of(pipeline).finish()  # nothing is left half away
 
-    results = run_ranks(3, run, timeout=30)
+    results = run_ranks(3, run)
     for rank, result in enumerate(results):
         assert result.exit_code == 1
         expected = f"pipeline rank {rank}, in {action}" if rank == failing else "PeerFailure"
@@ -410,7 +410,7 @@ def test_host_memory_that_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(rank: int) -> None:
         Pipeline(program, world()).step()
 
-    errors = [result.error for result in run_ranks(2, run, timeout=30)]
+    errors = [result.error for result in run_ranks(2, run)]
     short = [error for error in errors if "ValueError" in error]
     assert short and all(errors)
     assert "but only 9.31e-09 GiB are available: offload less" in short[0]
@@ -435,7 +435,7 @@ def test_memory_that_cannot_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(rank: int) -> None:
         Pipeline(program, world()).step()
 
-    errors = [result.error for result in run_ranks(2, run, timeout=30)]
+    errors = [result.error for result in run_ranks(2, run)]
     refused = [error for error in errors if "ulimit -l" in error]
     assert refused and all(errors)
     assert "(cudaHostRegister: out of memory)" in refused[0] and "OFFLOAD_F" in refused[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 import threading
 import time
 from itertools import pairwise
@@ -57,15 +59,23 @@ def recorded_step(rank: int, p2p: P2P) -> list[Event]:
 
 @pytest.mark.parametrize("p2p", P2P)
 def test_a_pass_is_recorded_and_not_what_waits_for_it(p2p: P2P) -> None:
+    """Ranks of one machine share their clock: a pass that begins before what it needs has ended has
+    waiting in it."""
     first, second = values(run_ranks(2, lambda rank: recorded_step(rank, p2p)))
     slow = first[0]
-    assert slow.action == SLOW and SLEEP <= slow.end - slow.start < 2 * SLEEP
-    for event in (*first[1:], *second):
-        assert 0 < event.end - event.start < SLEEP / 2, f"{event} has waiting in it"
+    assert slow.action == SLOW and slow.end - slow.start >= SLEEP
     for row, rank in ((first, 0), (second, 1)):
         assert {event.rank for event in row} == {rank}
+        assert all(event.start < event.end for event in row)
         assert all(one.end <= other.start for one, other in pairwise(row))
-    assert second[0].start > slow.end, "ranks of one machine share their clock"
+    passes = {event.action: event for event in (*first, *second)}
+    for microbatch in range(3):
+        forward, backward = (
+            [passes[Action(stage, kind, microbatch)] for stage in range(2)]
+            for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT)
+        )
+        assert forward[0].end <= forward[1].start
+        assert backward[1].end <= backward[0].start
 
 
 def emulated_steps(rank: int, program: Program, steps: int) -> list[list[Event]]:
@@ -103,26 +113,33 @@ def test_passes_of_known_length_are_recorded_with_it() -> None:
         assert beside(1, step, predicted, 0.0).cost_factor > 0.999
 
 
-def skewed_offsets(rank: int, ahead: float) -> list[Offset]:
-    """Rank 1's clock is ``ahead`` of the others'; rank 2 comes late to every round."""
+def skewed_offsets(rank: int, ahead: float) -> tuple[list[Offset], list[float]]:
+    """Also how long each round took here. Rank 1's clock is ``ahead`` of the others'; rank 2 comes
+    late to every round."""
     skew = ahead if rank == 1 else 0.0
+    shown: list[float] = []
 
     def perf_counter() -> float:
         if rank == 2:
             time.sleep(0.001)
-        return time.perf_counter() + skew
+        shown.append(time.perf_counter() + skew)
+        return shown[-1]
 
     clocks.__dict__["time"] = SimpleNamespace(perf_counter=perf_counter)
-    return clock_offsets(world(), CPU)
+    offsets = clock_offsets(world(), CPU)
+    return offsets, [left - entered for entered, left in itertools.batched(shown, 2)]
 
 
 @pytest.mark.parametrize("ahead", [0.0, 3.5, -1000.0])
 def test_clocks_that_differ(ahead: float) -> None:
-    first, *others = values(run_ranks(3, lambda rank: skewed_offsets(rank, ahead)))
-    assert all(offsets == first for offsets in others), "ranks disagree"
-    for offset, truth in zip(first, (0.0, ahead, 0.0), strict=True):
+    found = values(run_ranks(3, lambda rank: skewed_offsets(rank, ahead)))
+    (first, rounds), *others = found
+    assert len(rounds) == clocks.ROUNDS
+    assert all(offsets == first for offsets, _ in others), "ranks disagree"
+    for offset, truth, (_, own) in zip(first, (0.0, ahead, 0.0), found, strict=True):
         assert abs(offset.seconds - truth) <= offset.error + 1e-9
-        assert offset.error < 0.1
+        best = min(map(operator.add, rounds, own))
+        assert offset.error <= best / 2 + 1e-9, "a round tells more"
     assert first[0] == Offset(0.0, 0.0)
 
 
@@ -130,14 +147,17 @@ def recorded_reductions(rank: int) -> list[Reduction]:
     """Rank 1 comes late. Of two reductions one tells when it is done, and one does not."""
     recording = Recording(rank, HostClock())
     tensor = torch.ones(8)
+    telling = recording.begin_reduction(3)
+    dist.barrier()
     if rank == 1:
         time.sleep(SLEEP)
-    telling = recording.begin_reduction(3)
     assert telling.ends_with(dist.all_reduce(tensor, async_op=True))
     silent = recording.begin_reduction(4)
     assert not silent.ends_with(SimpleNamespace())
     recording.begin_reduction(5)
-    time.sleep(2 * SLEEP)  # passes
+    time.sleep(SLEEP)  # passes
+    while not telling.ends:
+        time.sleep(SLEEP)  # more passes: nobody asks
     silent.was_awaited()
     return recording.read()[1]
 
@@ -145,10 +165,10 @@ def recorded_reductions(rank: int) -> list[Reduction]:
 def test_a_reduction_ends_when_it_is_done_and_not_when_somebody_asks() -> None:
     for rank, (telling, silent) in enumerate(values(run_ranks(2, recorded_reductions))):
         assert (telling.rank, telling.stage, telling.is_exact) == (rank, 3, True)
-        assert telling.end - telling.start > (SLEEP / 2 if rank == 0 else 0)
+        assert telling.end - telling.start >= SLEEP
         assert telling.end < silent.end, "it ended when somebody asked"
         assert (silent.rank, silent.stage, silent.is_exact) == (rank, 4, False)
-        assert silent.end - silent.start >= 2 * SLEEP
+        assert silent.end - silent.start >= SLEEP
 
 
 def test_an_end_that_is_marked_late_is_waited_for() -> None:

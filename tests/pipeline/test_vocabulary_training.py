@@ -235,7 +235,7 @@ def test_states_saved_rank_by_rank_fit_a_divided_vocabulary_only(tmp_path: Path)
     flags: Flags = {"dist_ckpt_optim_fully_reshardable": None, "pipeline_schedule": "1f1b"}
     setting.train(tmp_path, **flags, train_iters=SAVED_AT, pipeline_vocab_parallel=1)
     words = setting.words(**flags, load=tmp_path, ckpt_step=SAVED_AT)
-    results = train_or_fail(setting.ranks, words, timeout=60)
+    results = train_or_fail(setting.ranks, words)
     for result in results:
         assert result.exit_code == 1 and result.error.endswith("SystemExit: 2\n"), result.error
     text = "stages were on Megatron's own ranks with the vocabulary divided over all, and are on"

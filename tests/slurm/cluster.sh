@@ -52,8 +52,9 @@ SchedulerParameters=sched_interval=1,batch_sched_delay=0
 MpiDefault=none
 MailProg=/bin/true
 ReturnToService=2
-# MASTER_PORT depends on it, and another cluster may be running.
-FirstJobId=$((RANDOM + 1))
+# MASTER_PORT depends on it, and another cluster may be running. It stays below 32768, from where the
+# system gives ports to connections.
+FirstJobId=$((RANDOM % 12000 + 1))
 GresTypes=gpu
 NodeName=n[1-2] NodeHostname=$host NodeAddr=127.0.0.1 Port=[$((port + 1))-$((port + 2))] CPUs=4 RealMemory=8000 Gres=gpu:4
 PartitionName=p Nodes=n[1-2] Default=YES
