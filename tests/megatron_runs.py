@@ -73,7 +73,7 @@ class Run:
     and optimizer tensor to a digest of its bytes; its keys say what a tensor is, not where it lies:
     layers are numbered through the whole model. ``layers`` are the layers of each chunk.
     ``tables`` are digests of the embedding's and the output layer's weight as far as they are here,
-    after setup and after each iteration.
+    after setup and after each iteration. ``redone`` are the steps that post-validation took back.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -83,6 +83,7 @@ class Run:
     tables: list[dict[str, str]] = field(default_factory=list)
     schedule: str = ""
     evaluation: list[float] = field(default_factory=list)
+    redone: int = 0
 
 
 def model_flags(**overrides: object) -> list[str]:
@@ -246,6 +247,16 @@ def _train_rank(
             run.evaluation += [_loss(loss) for loss in result[0].values()]
         return result
 
+    def record_redo(*args: Any) -> Any:
+        run.redone += 1
+        return redo(*args)
+
+    if "--pipeline-post-validation" in flags:
+        speculation = importlib.import_module(
+            "megatron_ext.patches.megatron.core.optimizer.speculation"
+        )
+        redo = speculation.SpeculativeOptimizer.redo
+        speculation.SpeculativeOptimizer.redo = record_redo
     training.setup_model_and_optimizer = record_setup
     training.training_log = record_log
     training.evaluate = record_evaluate

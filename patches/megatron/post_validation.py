@@ -50,7 +50,7 @@ class Messages(Protocol):
     def pass_on(self, state: PartialState) -> None:
         """Tell the next rank the state up to this one."""
 
-    def whole(self) -> PartialState:
+    def verdict(self) -> PartialState:
         """Wait for the state of all ranks, and tell the rank before this one."""
 
 
@@ -121,6 +121,8 @@ class PostValidation:
         self._latest_norm: float | None = None  # of validated steps
         self._pending: _Pending | None = None
         self._is_delivering = False
+        self._tokens = 0
+        self._scale: Callable[[int], None] | None = None
         self._half_done: int | None = None  # iteration whose step is being taken or taken back
 
     def connect(self, messages: Messages, speculate: Callable[[Any], Optimizer]) -> None:
@@ -146,6 +148,16 @@ class PostValidation:
         """Whether the loop's reductions answer with what this rank has, without communication."""
         return self.is_pending or self._is_delivering
 
+    @property
+    def is_armed(self) -> bool:
+        """Whether the next step is taken before it is validated."""
+        return self._connection is not None and self._history.is_armed and _loop_is_megatrons()
+
+    def scale_by_tokens(self, tokens: int, scale: Callable[[int], None]) -> None:
+        """Have the gradients of the next step scaled, before they are prepared, by the tokens that
+        the ranks up to this one have counted: ``tokens`` here. (The first of the chain has all.)"""
+        self._tokens, self._scale = tokens, scale
+
     def optimizer_step(self, stock: Callable[[Any], StepResult], optimizer: Any) -> StepResult:
         """What stands in place of ``stock(optimizer)``, Megatron's top-level step.
 
@@ -154,7 +166,7 @@ class PostValidation:
         iteration = current_iteration()
         if self._connection is None or iteration is None:  # only Megatron's own loop settles
             return stock(optimizer)
-        if not self._history.is_armed:
+        if not self.is_armed:
             result = Result(*stock(optimizer))
             self._remember(result, iteration, optimizer)
             return result.success, result.grad_norm, result.num_zeros
@@ -163,13 +175,17 @@ class PostValidation:
         if self._optimizer is None:
             self._optimizer = self._connection.speculate(optimizer)
         self._half_done = iteration
-        own = self._optimizer.prepare()
-        state = messages.partial().plus(own)
+        before = messages.partial()
+        if self._scale is not None:
+            self._scale(before.tokens + self._tokens)
+        own = replace(self._optimizer.prepare(), tokens=self._tokens)
+        state = before.plus(own)
         messages.pass_on(state)
         if self._optimizer.is_quiet(state):
             self._optimizer.step(keep=not messages.is_last)
         self._pending = _Pending(iteration, optimizer)
         self._half_done = None
+        self._tokens, self._scale = 0, None
         return True, self._latest_norm, None
 
     def schedule_step(self, step: ScheduledStep) -> None:
@@ -200,7 +216,7 @@ class PostValidation:
             )
         if self._pending is not None:
             assert self._connection is not None
-            self.verdict(self._connection.messages.whole())
+            self.verdict(self._connection.messages.verdict())
 
     def verdict(self, whole: PartialState) -> bool:
         """Keep the pending step, or have it taken back and redone; then do what was put off.
@@ -242,6 +258,11 @@ class PostValidation:
         self._history = self._history.then(result.is_quiet(optimizer.config.clip_grad))
         if self._history.is_armed != was_armed and dist.get_rank() == 0:
             print(f"megatron_ext: {_change(self._history, iteration)}", flush=True)
+
+
+def _loop_is_megatrons() -> bool:
+    """Only Megatron's own training loop settles before it looks at what a step has come to."""
+    return current_iteration() is not None
 
 
 def _change(history: History, iteration: int) -> str:

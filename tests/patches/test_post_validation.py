@@ -94,7 +94,7 @@ class Messages:
     def pass_on(self, state: PartialState) -> None:
         self.passed_on.append(state)
 
-    def whole(self) -> PartialState:
+    def verdict(self) -> PartialState:
         return self.verdicts.pop(0)
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -78,6 +78,14 @@ def script() -> Iterator[Script]:
 # --- a training in which something happens
 
 
+class Mishap(Protocol):
+    """What happens to some rank."""
+
+    def install(self, rank: int) -> None:
+        """In the rank, before it trains."""
+        ...
+
+
 @dataclass(frozen=True)
 class Fault:
     """What a model chunk does in its ``first`` forward, counted from 0, or from that one on."""
@@ -129,7 +137,7 @@ class Training:
     ranks: int
     port: int
     flags: Sequence[str]
-    fault: Fault | FullDisk
+    fault: Mishap
 
     def __call__(self, rank: int) -> None:
         torch.compiler.set_stance("force_eager")
@@ -141,9 +149,7 @@ class Training:
         launch([str(SCRIPT), *self.flags])
 
 
-def end_of(
-    script: Script, ranks: int, flags: Sequence[str], fault: Fault | FullDisk
-) -> list[RankResult]:
+def end_of(script: Script, ranks: int, flags: Sequence[str], fault: Mishap) -> list[RankResult]:
     """How the ranks of a training end; none may have to be killed, as one that waits until torch
     gives up is."""
     with agent_store() as port:

@@ -129,6 +129,7 @@ class Programs:
             p2p=self._config.messages(),
             vocabulary=self._config.vocabulary(),
             offload=self._config.offload(),
+            post_validation=self._config.post_validation,
         )
         if before is None:
             placed = place_head(self._choice, problem)

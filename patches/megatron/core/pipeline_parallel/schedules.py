@@ -12,6 +12,7 @@ channels over the same pipeline group, or batch their messages on it).
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,15 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, expect, wrap
 from megatron_ext.patches.features import refuse
+from megatron_ext.patches.megatron.core.optimizer.speculation import SpeculativeOptimizer
 from megatron_ext.patches.megatron.core.pipeline_parallel.end_stage import EndStage, ends_of
 from megatron_ext.patches.megatron.core.pipeline_parallel.model_stage import ModelStage, StepCall
 from megatron_ext.patches.megatron.core.pipeline_parallel.programs import Programs, gather
+from megatron_ext.patches.megatron.core.pipeline_parallel.speculative_step import (
+    SpeculativeStep,
+)
 from megatron_ext.patches.megatron.core.pipeline_parallel.split_report import split_report
+from megatron_ext.patches.megatron.post_validation import post_validation
 from megatron_ext.patches.megatron.step_profile import Shape, StepProfile
 from megatron_ext.patches.megatron.step_trace import StepTrace
 from megatron_ext.patches.megatron.tied import copies_differ
@@ -45,6 +51,7 @@ from megatron_ext.runtime.host_memory import check_host_memory
 from megatron_ext.runtime.offload import ActivationOffload
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.transport import Boundary, Channels, Transport
+from megatron_ext.runtime.validation import ValidationMessages
 from megatron_ext.runtime.vocabulary import VocabularyPasses
 from megatron_ext.runtime.vocabulary_shard import VocabularyShard
 from megatron_ext.runtime.watchdog import Watchdog
@@ -147,6 +154,7 @@ class PipelineStep:
         self._collectives: Collectives | None = None
         self._recorder: Recorder | None = None
         self._offload: ActivationOffload | None = None
+        self._validation: ValidationMessages | None = None
         self._has_reported = False
         self._trace = None
         if config.trace is not None:
@@ -176,7 +184,8 @@ class PipelineStep:
         models = model if isinstance(model, list) else [model]
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         config = get_model_config(models[0])
-        refuse(config, self._choice, self._vocabulary, self._leaves)
+        validates = self._config.post_validation
+        refuse(config, self._choice, self._vocabulary, self._leaves, validates)
         if config.variable_seq_lengths and self._p2p is P2P.BATCHED:
             raise ValueError(
                 "--pipeline-p2p batched does not go with variable_seq_lengths: a tensor can be "
@@ -204,6 +213,13 @@ class PipelineStep:
             pipeline = parallel_state.get_pipeline_model_parallel_group()
         else:
             pipeline = p2p_communicator.pp_group
+            if validates:
+                raise ValueError(
+                    "--pipeline-post-validation is for Megatron's own training loop, and this "
+                    "caller has a p2p_communicator of its own; drop the flag"
+                )
+        if validates and forward_only:
+            post_validation.settle()
 
         shape = None
         if self._profile is not None and not config.variable_seq_lengths:
@@ -233,6 +249,10 @@ class PipelineStep:
             bool(force_all_reduce),
             pg_collection.cp.size(),
         )
+        validation = None
+        if self._validation is not None and not forward_only:
+            validation = SpeculativeStep(post_validation, self._validation, iterators)
+            iterators = validation.iterators
         stages = {
             number: self._stage(number, chunk, config, iterator, call, placement)
             for number, chunk, iterator in zip(
@@ -276,14 +296,21 @@ class PipelineStep:
         if self._offload is not None and not forward_only:
             offload = self._offload.step(program.schedule.rows[pipeline.rank()])
         with _no_grad_sync(config), _splitting(splits, at_once):
-            execute(program, stages, transport, self._recorder, vocabulary, offload)
+            execute(program, stages, transport, self._recorder, vocabulary, offload, validation)
         if queue.weights is not None:
             self._report_split(pipeline, models, queue.weights, at_once)
         if config.finalize_model_grads_func is not None and not forward_only:
-            tokens = torch.stack([stage.tokens for stage in stages.values()]).sum(dtype=torch.int)
+            tokens = None
+            if config.calculate_per_token_loss:
+                counted = [stage.tokens for stage in stages.values()]
+                tokens = torch.stack(counted).sum(dtype=torch.int)
+                if validation is not None and post_validation.is_armed:
+                    scale = functools.partial(_scale_gradients, models, pg_collection)
+                    post_validation.scale_by_tokens(int(tokens), scale)
+                    tokens = None
             config.finalize_model_grads_func(
                 models,
-                tokens if config.calculate_per_token_loss else None,
+                tokens,
                 pg_collection=pg_collection,
                 force_all_reduce=force_all_reduce,
             )
@@ -369,6 +396,13 @@ class PipelineStep:
             if self._leaves is not Offload.NONE:
                 self._offload = ActivationOffload(pipeline.rank(), device)
             self._recorder = Recorder(pipeline.rank())
+            if self._config.post_validation:
+                placement = program.schedule.placement
+                messages = ValidationMessages(pipeline, placement, self._recorder)
+                post_validation.connect(
+                    messages, functools.partial(SpeculativeOptimizer, models=models)
+                )
+                self._validation = messages
             Watchdog(self._recorder).start()
         if not forward_only and dist.get_rank() == 0:
             print(f"megatron_ext: {summary(program)}", flush=True)
@@ -425,6 +459,16 @@ def _default_groups() -> Any:
     # Megatron 0.18 has no function for them.
     everything = ProcessGroupCollection.use_mpu_process_groups
     return getattr(schedules, "_build_default_pg_collection", everything)()
+
+
+def _scale_gradients(models: list[torch.nn.Module], groups: Any, tokens: int) -> None:
+    """Divide the gradients by the ``tokens`` of all data-parallel replicas of this pipeline, as
+    finalize_model_grads does once it has them from the last rank."""
+    replicas = getattr(groups, "dp_cp_gtp_remat", None) or groups.dp_cp
+    total = torch.tensor(tokens, dtype=torch.int, device=torch.cuda.current_device())
+    dist.all_reduce(total, group=replicas)
+    for model in models:
+        model.scale_gradients(1.0 / torch.clamp(total, min=1))  # type: ignore[operator]
 
 
 @contextlib.contextmanager

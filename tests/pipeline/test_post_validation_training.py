@@ -1,0 +1,183 @@
+"""Training with post-validation against the same schedule without: the same numbers, to the last
+bit, whatever the gradients do.
+
+With clipping on: a step that is clipped, skipped or too near to that for a partial sum to tell is
+taken back, and done again by Megatron's own optimizer. Not every iteration is logged: where one is,
+steps do not overlap.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megatron.training.global_vars import get_args
+
+from tests.megatron_runs import Run, assert_same, evaluations, losses, model_flags, train
+from tests.pipeline.test_bad_days import end_of, pipeline_flags
+from tests.ranks import Script
+
+SCRIPT = Path(__file__).parent / "pretrain_gpt_with_bad_gradients.py"
+CLIP = 10.0  # above any norm of these small models but those that are scaled up
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A training on ``ranks`` ranks, under one schedule."""
+
+    ranks: int
+    schedule: str
+    flags: Mapping[str, object]
+
+    def train(self, bad: Mapping[int, float], *, validates: bool, **more: object) -> list[Run]:
+        """``bad``: by iteration, what its gradients are multiplied by."""
+        monkeypatch = pytest.MonkeyPatch()
+        with monkeypatch.context() as context:
+            context.setenv("BAD_GRADIENTS", json.dumps({k: repr(v) for k, v in bad.items()}))
+            flags = {
+                "pipeline_schedule": self.schedule,
+                "pipeline_post_validation": validates,
+                "rerun_mode": "disabled",
+                "clip_grad": CLIP,
+                "log_interval": 10,
+                "no_check_for_nan_in_loss_and_grad": True,
+                **self.flags,
+                **more,
+            }
+            return train(self.ranks, model_flags(**flags), SCRIPT)
+
+    def both(self, bad: Mapping[int, float], **more: object) -> tuple[list[Run], list[Run]]:
+        """With post-validation and without."""
+        return (
+            self.train(bad, validates=True, **more),
+            self.train(bad, validates=False, **more),
+        )
+
+
+PP4: dict[str, object] = {"pipeline_model_parallel_size": 4, "num_layers": 8}
+DP2: dict[str, object] = {"pipeline_model_parallel_size": 2}
+UNTIED: dict[str, object] = {"untie_embeddings_and_output_weights": True}
+DROPOUT: dict[str, object] = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
+FP16: dict[str, object] = {"fp16": True, "initial_loss_scale": 2.0**10, "loss_scale_window": 5}
+SHARDED: dict[str, object] = {"use_distributed_optimizer": True}
+OVERLAPS = SHARDED | {"overlap_grad_reduce": True, "overlap_param_gather": True}
+
+SETTINGS = {
+    "zb-2p": Setting(4, "zb-2p", PP4 | UNTIED),
+    "zb-v, tied": Setting(4, "zb-v", PP4),
+    "zb-auto, dropout": Setting(4, "zb-auto", PP4 | UNTIED | DROPOUT),
+    "v-auto, bf16": Setting(4, "v-auto", PP4 | {"bf16": True}),
+    "zb-v, fp16": Setting(4, "zb-v", PP4 | FP16),
+    "zb-2p, fp16, dp 2, sharded": Setting(4, "zb-2p", DP2 | UNTIED | FP16 | SHARDED),
+    "zb-v, bf16, dp 2, overlaps": Setting(4, "zb-v", DP2 | {"bf16": True} | OVERLAPS),
+    "zb-v, tp 2": Setting(4, "zb-v", DP2 | {"tensor_model_parallel_size": 2}),
+    "zb-v, tokens": Setting(4, "zb-v", DP2 | {"calculate_per_token_loss": True}),
+}
+
+EVERY_THIRD = dict.fromkeys(range(3, 51, 3), 100.0)
+
+
+def times_redone(runs: list[Run]) -> int:
+    return max(run.redone for run in runs)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_clips_on_every_third_step(name: str) -> None:
+    setting = SETTINGS[name]
+    runs, expected = setting.both(EVERY_THIRD, train_iters=14)
+    assert_same(runs, expected)
+    # 3, 6, 9 and 12 are clipped; 10 is a log point, and the first two steps arm.
+    assert times_redone(runs) == 4
+
+
+def test_fifty_steps_of_all_kinds() -> None:
+    """Clips, infinities and NaNs with a dynamic loss scale, evaluation in between."""
+    bad = EVERY_THIRD | {7: float("inf"), 8: float("inf"), 20: float("nan"), 31: float("inf")}
+    more: dict[str, object] = {"train_iters": 50, "eval_interval": 16, "eval_iters": 2}
+    runs, expected = SETTINGS["zb-v, fp16"].both(bad, **more)
+    assert_same(runs, expected)
+    assert len(losses(runs)) == 50 and len(evaluations(runs)) == 5  # two of them at the end
+    assert times_redone(runs) > 10
+
+
+def test_saved_and_resumed(tmp_path: Path) -> None:
+    setting = SETTINGS["zb-2p, fp16, dp 2, sharded"]
+    bad = EVERY_THIRD | {7: float("inf"), 11: float("nan")}
+    save = {"save": tmp_path, "save_interval": 7, "dist_ckpt_optim_fully_reshardable": True}
+    whole = setting.train(bad, validates=False, train_iters=14)
+    setting.train(bad, validates=True, train_iters=14, exit_interval=7, **save)
+    resumed = setting.train(bad, validates=True, train_iters=14, load=tmp_path)
+    assert len(losses(resumed)) == 7
+    assert_same(resumed, whole)
+
+
+# --- a rank that fails between its step and the verdict
+
+
+@dataclass(frozen=True)
+class Failure:
+    """``rank`` is lost, or throws, after it has taken its step of ``iteration``."""
+
+    rank: int
+    iteration: int
+    is_killed: bool
+
+    def install(self, rank: int) -> None:
+        from megatron_ext.patches.megatron.post_validation import PostValidation
+
+        take_step = PostValidation.optimizer_step
+
+        def fail(validation: PostValidation, stock: Any, optimizer: Any) -> Any:
+            result = take_step(validation, stock, optimizer)
+            if rank == self.rank and get_args().curr_iteration + 1 == self.iteration:
+                assert validation.is_pending
+                if self.is_killed:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise RuntimeError("the rank is broken")
+            return result
+
+        PostValidation.optimizer_step = fail  # type: ignore[method-assign, assignment]
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[Script]:
+    script = Script()
+    yield script
+    script.close()
+
+
+@pytest.mark.parametrize(
+    ("rank", "iteration", "is_killed"),
+    [(0, 5, True), (1, 6, False), (2, 6, True)],
+    ids=["killed before a step", "throws before a checkpoint", "killed before a checkpoint"],
+)
+def test_no_checkpoint_of_a_step_that_is_not_validated(
+    script: Script, tmp_path: Path, rank: int, iteration: int, is_killed: bool
+) -> None:
+    flags = pipeline_flags(
+        3,
+        6,
+        pipeline_schedule="zb-v",
+        pipeline_post_validation=True,
+        rerun_mode="disabled",
+        log_interval=100,
+        save=tmp_path,
+        save_interval=3,
+        distributed_timeout_minutes=10,
+    )
+    flags[flags.index("--train-iters") + 1] = "9"
+    results = end_of(script, 3, flags, Failure(rank, iteration, is_killed))
+    assert results[rank].exit_code == (-signal.SIGKILL if is_killed else 1)
+    for other, result in enumerate(results):
+        if other != rank:
+            assert result.exit_code == 1
+            # Who knows the verdict already meets the failure where the checkpoint begins.
+            assert "PeerFailure: pipeline rank" in result.stderr or "Connection" in result.stderr
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
+    assert not list(tmp_path.glob("iter_0000006/*"))
