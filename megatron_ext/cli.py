@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -18,16 +18,18 @@ from rich.text import Text
 
 from megatron_ext.bench import DEFAULT_SCHEDULES, STEPS, Measured, Setting, draw_report, measure
 from megatron_ext.config import PipelineConfig
+from megatron_ext.schedule.build import build_program
 from megatron_ext.schedule.certify import certify as certified
 from megatron_ext.schedule.choose import Candidate, Plan, Way, make_plan
 from megatron_ext.schedule.costs import parse_costs, uniform
-from megatron_ext.schedule.draw import draw, draw_plan
+from megatron_ext.schedule.draw import draw_plan, draw_steps
 from megatron_ext.schedule.estimate import GPU
 from megatron_ext.schedule.gpus import GPUS, USABLE, Gpu, parse_gpu
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.model import parse_model
 from megatron_ext.schedule.model_memory import TrainingState
 from megatron_ext.schedule.model_plan import Training
+from megatron_ext.schedule.overlap import what_overlapping_gains
 from megatron_ext.schedule.recommendation import recommendation, slower_by
 from megatron_ext.schedule.registry import choose, entries, with_option
 from megatron_ext.schedule.report import report
@@ -39,10 +41,12 @@ from megatron_ext.schedule.schedule import (
     from_csv,
     to_csv,
 )
-from megatron_ext.schedule.simulate import simulate as predict
-from megatron_ext.schedule.summary import stock_1f1b
+from megatron_ext.schedule.simulate import simulate_steps
+from megatron_ext.schedule.summary import program_of_1f1b
+from megatron_ext.schedule.timeline import Timeline
 from megatron_ext.schedule.trace import read_trace, write_trace
 from megatron_ext.schedule.trace_report import trace_report
+from megatron_ext.schedule.verify import Program
 from megatron_ext.schedule.vocabulary_plan import cases, side_by_side
 
 app = typer.Typer(
@@ -69,6 +73,12 @@ CostsText = Annotated[
 ]
 UNIT = "f=1,i=1,w=1,comm=0"
 Limit = Annotated[str | None, typer.Option(help="5, 0.5x or 60GiB")]
+PostValidation = Annotated[
+    bool,
+    typer.Option(
+        "--post-validation", help="Overlap steps: the optimizer steps before all ranks are done."
+    ),
+]
 
 
 def fail(error: Exception) -> NoReturn:
@@ -114,12 +124,20 @@ def simulate(
     offload: Annotated[
         Offload, typer.Option(help="What leaves for host memory; give d2h= (and h2d=) in COSTS.")
     ] = Offload.NONE,
+    post_validation: PostValidation = False,
+    steps: Annotated[
+        int, typer.Option(min=1, help="Consecutive ones, in what --plot and --trace write.")
+    ] = 1,
     certify: Annotated[
         bool, typer.Option("--certify", help="Bound the best there can be.")
     ] = False,
     seconds: Annotated[float, typer.Option(help="What --certify may search.")] = 60.0,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw it beneath 1F1B, as .svg or .png.")
+        Path | None,
+        typer.Option(
+            help="Draw it beneath 1F1B, or with post-validation beneath itself without it, as .svg "
+            "or .png."
+        ),
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write its compute actions.")] = None,
@@ -130,6 +148,11 @@ def simulate(
             raise ValueError(
                 f"--csv writes a table to which the passes of --vocab-parallel {vocab_parallel} "
                 f"would be added a second time when it is read: leave one of them out"
+            )
+        if certify and post_validation:
+            raise ValueError(
+                "--certify bounds the makespan, and with --post-validation a step costs the span: "
+                "leave one of them out"
             )
         choice = choose(spec if vpp is None else with_option(spec, "vpp", vpp))
         placement = choice.place(pp)
@@ -142,9 +165,9 @@ def simulate(
             p2p=p2p,
             vocabulary=vocab_parallel,
             offload=offload,
+            post_validation=post_validation,
         )
         program, result = report(choice, problem)
-        timeline = predict(program, program.problem.costs)
         if certify:
             certificate = certified(program, seconds)
             result |= {
@@ -155,17 +178,26 @@ def simulate(
         if csv is not None:
             csv.write_text(to_csv(program.schedule))
         if trace is not None:
-            write_trace(timeline, trace)
+            write_trace(_steps(program, steps), trace)
         if plot is not None:
-            draw([stock_1f1b(problem), timeline], plot)
+            beside = program_of_1f1b(problem)
+            if post_validation:
+                beside = build_program(choice, replace(problem, post_validation=False))
+            draw_steps([_steps(beside, steps), _steps(program, steps)], plot)
     except (ValueError, OSError) as error:
         fail(error)
     if as_json:
         typer.echo(json.dumps(result, indent=2))
         return
     _print_table([{"": key, spec: value} for key, value in result.items()])
+    if post_validation:
+        typer.echo(what_overlapping_gains(program))
     if plot is not None:
         typer.echo(f"picture: {plot}")
+
+
+def _steps(program: Program, steps: int) -> tuple[Timeline, ...]:
+    return simulate_steps(program, program.problem.costs, steps)
 
 
 @app.command()
@@ -231,6 +263,7 @@ def plan(
             "--distributed-optimizer", help="Its states are shared by the data-parallel ranks."
         ),
     ] = False,
+    post_validation: PostValidation = False,
 ) -> None:
     """Compare every schedule for one model, and say which to take."""
     room = None
@@ -242,7 +275,8 @@ def plan(
                     "--gpu, --tp, --dp and --distributed-optimizer say how a model is trained: "
                     "add --model"
                 )
-            case = cases(pp, microbatches, partial(parse_costs, costs or UNIT), limit, layers)
+            costs_on = partial(parse_costs, costs or UNIT)
+            case = cases(pp, microbatches, costs_on, limit, layers, post_validation)
         else:
             if gpu is None and costs is None:
                 raise ValueError("--model does not say how fast it runs: add --gpu, or --costs")
@@ -253,7 +287,15 @@ def plan(
             state = TrainingState(described.tied, dp if distributed_optimizer else 1)
             measured = None if costs is None else partial(parse_costs, costs)
             case = Training(
-                described, state, tp, pp, microbatches, machine.rates, limit, measured
+                described,
+                state,
+                tp,
+                pp,
+                microbatches,
+                machine.rates,
+                limit,
+                measured,
+                post_validation,
             ).case
         found = make_plan(case, room, may_offload=model is not None, progress=_progress)
         if plot is not None:
@@ -323,7 +365,8 @@ def _plan_row(candidate: Candidate, plan: Plan) -> dict[str, Any]:
         "schedule": candidate.schedule,
         "vocabulary": _VOCABULARY[candidate.way] if len(plan.ways) > 1 else None,
         "offload": None if candidate.offload is Offload.NONE else candidate.offload.value,
-        "makespan": candidate.makespan,
+        "step": candidate.step if row["post_validation"] else None,
+        "makespan": row["makespan"],
         "": "" if is_best else f"+{slower_by(candidate, plan.best):.1%}",
         "bubble": f"{row['bubble_share_makespan']:.1%}",
         "span": row["span"],
@@ -357,9 +400,9 @@ def _print_ways(ways: list[dict[str, Any]]) -> None:
     if not ways:
         return
     typer.echo(
-        "\nmakespan with the output layer and the embedding on their stages, with layers moved"
+        "\nwhat a step costs with the output layer and the embedding on their stages, with layers\n"
+        "moved away from them, and with both divided over all ranks (vocabulary parallelism):"
     )
-    typer.echo("away from them, and with both divided over all ranks (vocabulary parallelism):")
     names = {way: f"vocabulary {way}" if way.isdigit() else way.value for way in Way}
     _print_table(
         [

@@ -1,5 +1,5 @@
 """Draw the pictures of the documentation: each schedule beneath 1F1B at costs that show its point,
-and all of them by time and memory.
+two steps that overlap beneath two that do not, and all schedules by time and memory.
 
 Run from anywhere, with .venv/bin/python; each picture's command is printed. Two runs write the same
 bytes, so that a picture changes when its schedule does.
@@ -68,6 +68,8 @@ def main() -> None:
         for how in ("1", "2"):
             options = ["--pp", "4", "-m", "6", "--costs", HEAVY_HEAD, "--vocab-parallel", how]
             draw(f"vocabulary-{how}", options, "1f1b")
+        options = ["--pp", "4", "-m", "8", "--costs", USUAL, "--post-validation", "--steps", "2"]
+        draw("post_validation", options, "zb-2p")
         draw("eager-1f1b", ["--pp", "4", "-m", "8", "--costs", SLOW_MESSAGES], str(own))
     plot(["plan", "--pp", "8", "-m", "32", "--costs", USUAL], "plan")
     draw_vocabulary_sizes()

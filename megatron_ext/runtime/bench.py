@@ -32,7 +32,7 @@ from megatron_ext.schedule.graph import channels
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.registry import Choice, choose
 from megatron_ext.schedule.schedule import Offload, Problem, VocabularyParallel, from_csv
-from megatron_ext.schedule.simulate import simulate
+from megatron_ext.schedule.simulate import step_seconds
 from megatron_ext.schedule.verify import Program
 
 TORCH = {
@@ -60,8 +60,8 @@ def program_of(
 
 
 def ideal_of(program: Program) -> float:
-    """Seconds of its makespan."""
-    return simulate(program, program.problem.costs).makespan
+    """Seconds of a step: of its makespan, or where steps overlap about of its span."""
+    return step_seconds(program, program.problem.costs)
 
 
 def _seconds(costs: str, placement: Placement) -> Costs:

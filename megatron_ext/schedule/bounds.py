@@ -14,7 +14,8 @@ from megatron_ext.schedule.schedule import Problem
 
 
 def lower_bound(problem: Problem, splits_backward: bool) -> float:
-    """No schedule on ``problem``'s placement, within its memory limit, has a smaller makespan.
+    """No schedule on ``problem``'s placement, within its memory limit, has a smaller makespan; nor,
+    where steps overlap, a shorter step.
 
     A rank is idle, beside its work:
 
@@ -23,6 +24,8 @@ def lower_bound(problem: Problem, splits_backward: bool) -> float:
     - after its last I. That gradient has to travel to the first stage, whose W comes last of all;
       the rank has nothing left to do but W, of as many microbatches as memory holds (none, unless
       the backward is split).
+
+    Where steps overlap only what a rank idles between its own first pass and its own last counts.
     """
     placement, costs, m = problem.placement, problem.costs, problem.microbatches
     memory = memory_of(problem)
@@ -50,6 +53,8 @@ def lower_bound(problem: Problem, splits_backward: bool) -> float:
             left = _most_work(weight_gradient, Held.WEIGHT_INPUTS, rank, problem, memory)
         work = m * sum(forward[s] + input_gradient[s] + weight_gradient[s] for s in row)
         idle_before = max(arrival, way_out + way_back - ahead)
+        if problem.post_validation:
+            idle_before, return_trip = max(0.0, way_out + way_back - ahead - arrival), 0.0
         bound = max(bound, idle_before + work + max(0.0, return_trip - left))
     return bound
 

@@ -13,6 +13,7 @@ from megatron_ext.schedule.head import place_head
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.memory import in_bytes, peaks
 from megatron_ext.schedule.model_memory import ModelBytes
+from megatron_ext.schedule.overlap import is_gain
 from megatron_ext.schedule.placement import is_line_or_v
 from megatron_ext.schedule.registry import Choice, entries
 from megatron_ext.schedule.report import report, report_of
@@ -89,9 +90,15 @@ class Candidate:
         return Offload(self.report["offload"])
 
     @property
-    def makespan(self) -> float:
-        makespan: float = self.report["makespan"]
-        return makespan
+    def step(self) -> float:
+        """What a step costs: the makespan, or where steps overlap about the span."""
+        step: float = self.report["step"]
+        return step
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether it takes post-validation, and gains by it."""
+        return self.report["post_validation"] and is_gain(self.report["makespan"], self.step)
 
     @property
     def peak(self) -> float:
@@ -248,8 +255,8 @@ def consider(
         limit = problem.memory_limit or _left(case, room)
         if not may_offload or limit is None or problem.costs.host is None:
             raise
-        leaving = replace(problem, memory_limit=limit, offload=Offload.FIT)
         with contextlib.suppress(ValueError):
+            leaving = replace(problem, memory_limit=limit, offload=Offload.FIT)
             return _made(replace(case, problem=leaving), way)
         raise
 
@@ -285,7 +292,7 @@ _DEAREST = "v-auto"  # to make: a search of seconds to minutes
 
 
 def _by_time(candidate: Candidate) -> tuple[float, float]:
-    return candidate.makespan, candidate.peak
+    return candidate.step, candidate.peak
 
 
 def _check_promising(case: Case, way: Way, room: float | None, best: Candidate) -> None:
@@ -298,9 +305,9 @@ def _check_promising(case: Case, way: Way, room: float | None, best: Candidate) 
         left = max(room - min(rank.total for rank in case.model), 0.0)
         problem = replace(problem, memory_limit=MemoryLimit(bytes=int(left)))
     bound = _least_time(problem, case.choice.splits_backward)
-    if bound > best.makespan:
+    if bound > best.step:
         raise ValueError(
-            f"takes at least {bound / best.makespan - 1:.1%} more time than {best.schedule}, "
+            f"takes at least {bound / best.step - 1:.1%} more time than {best.schedule}, "
             f"whatever its order"
         )
 

@@ -41,6 +41,8 @@ NAMES = {
     Kind.EMBEDDING: "E  embedding shard",
     Kind.EMBEDDING_WEIGHT: "EW  its gradient",
 }
+MARKS = {Kind.STEP: ("v", "optimizer step"), Kind.SETTLE: ("o", "verdict on the last step")}
+PALER = 0.45
 assert COLOURS.keys() == {kind for kind, rule in RULES.items() if rule.lane is Lane.COMPUTE}
 BUBBLE = "#E8E8E8"
 
@@ -55,15 +57,22 @@ def draw(timelines: Sequence[Timeline], path: Path) -> None:
     Raises:
         ValueError: another file type, or matplotlib is not installed.
     """
-    heights = [size for line in timelines for size in (len(line.compute) * 0.38 + 0.3, 1.1)]
+    draw_steps([[timeline] for timeline in timelines], path)
+
+
+def draw_steps(runs: Sequence[Sequence[Timeline]], path: Path) -> None:
+    """`draw` of ``runs``, each of one or more consecutive steps: every second step is paler, and
+    the optimizer's steps and the waits for their verdicts are marked.
+    """
+    heights = [size for run in runs for size in (len(run[0].compute) * 0.38 + 0.3, 1.1)]
     figure = _figure(path, width=12, height=sum(heights) + 1.1)
     axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    for index, timeline in enumerate(timelines):
-        _draw_passes(axes[2 * index], timeline)
-        _draw_memory(axes[2 * index + 1], timeline)
+    for index, run in enumerate(runs):
+        _draw_passes(axes[2 * index], run)
+        _draw_memory(axes[2 * index + 1], run)
     axes[-1].set_xlabel("time")
-    events = (event for line in timelines for row in line.compute for event in row)
-    used = {event.action.kind for event in events if event.end > event.start}
+    events = [event for run in runs for timeline in run for event in timeline.events]
+    used = {e.action.kind for e in events if e.end > e.start or e.action.kind in MARKS}
     figure.legend(handles=_legend(used), loc="outside lower center", ncols=5, frameon=False)
     figure.savefig(path, dpi=150)
 
@@ -80,7 +89,7 @@ def draw_plan(plan: Plan, path: Path) -> None:
     in_bytes = any(candidate.fullest is not None for candidate in plan.candidates)
     unit = 2**30 if in_bytes else 1
     shown = dict.fromkeys((*plan.best_of_each, *plan.front))
-    points = {one: (one.holds / unit, one.makespan) for one in shown}
+    points = {one: (one.holds / unit, one.step) for one in shown}
     for way in plan.ways:
         label: str | None = _WAYS[way][1]  # of the legend
         for candidate, point in points.items():
@@ -96,7 +105,7 @@ def draw_plan(plan: Plan, path: Path) -> None:
     front = plan.front[::-1]
     axes.step(
         [candidate.holds / unit for candidate in front],
-        [candidate.makespan for candidate in front],
+        [candidate.step for candidate in front],
         where="post",
         color="#D55E00",
         linewidth=1,
@@ -104,7 +113,8 @@ def draw_plan(plan: Plan, path: Path) -> None:
     axes.set_xlabel(
         "memory of the fullest rank, GiB" if in_bytes else "peak activation, microbatches of a rank"
     )
-    axes.set_ylabel("makespan of a step")
+    overlap = any(candidate.overlaps for candidate in plan.candidates)
+    axes.set_ylabel("what a step costs" if overlap else "makespan of a step")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
 
@@ -122,9 +132,9 @@ def _labels(points: dict[Candidate, Pair]) -> dict[Pair, str]:
     """What to write at the last of the points that are too close for a label each."""
     if not points:
         return {}
-    memory, makespans = zip(*points.values(), strict=True)
+    memory, steps = zip(*points.values(), strict=True)
     width = 0.06 * (max(memory) - min(memory))
-    height = 0.03 * (max(makespans) - min(makespans))
+    height = 0.03 * (max(steps) - min(steps))
 
     def close(one: Candidate, other: Candidate) -> bool:
         (x, y), (others_x, others_y) = points[one], points[other]
@@ -175,23 +185,28 @@ def _figure(path: Path, width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _draw_passes(axes: Axes, timeline: Timeline) -> None:
-    schedule = timeline.schedule
-    first = min(row[0].start for row in timeline.compute if row)
+def _draw_passes(axes: Axes, run: Sequence[Timeline]) -> None:
+    schedule, first = run[0].schedule, run[0].start
     chunk = {s: c for stages in schedule.placement.stages_of for c, s in enumerate(stages)}
-    width = timeline.makespan
-    for rank, row in enumerate(timeline.compute):
+    ends = [max(row[-1].end for row in timeline.compute if row) for timeline in run]
+    width = ends[-1] - first
+    for rank in range(len(schedule.rows)):
         axes.barh(rank, width, left=0, height=0.86, color=BUBBLE, zorder=0)
-        for event in row:
-            seconds = event.end - event.start
-            if not seconds:
+    for number, timeline in enumerate(run):
+        for event in timeline.events:
+            kind, seconds = event.action.kind, event.end - event.start
+            if kind in MARKS:
+                place = event.end - first, event.rank - 0.43
+                axes.plot(*place, MARKS[kind][0], color="black", markersize=4, clip_on=False)
+            if kind not in COLOURS or not seconds:
                 continue  # an edge without an inside
             axes.barh(
-                rank,
+                event.rank,
                 seconds,
                 left=event.start - first,
                 height=0.86,
-                color=COLOURS[event.action.kind],
+                color=COLOURS[kind],
+                alpha=PALER if number % 2 else None,
                 edgecolor="white",
                 linewidth=0.6,
                 hatch="///" if chunk[event.action.stage] % 2 else None,
@@ -199,36 +214,41 @@ def _draw_passes(axes: Axes, timeline: Timeline) -> None:
             if seconds > width / 110:
                 axes.text(
                     event.start - first + seconds / 2,
-                    rank,
+                    event.rank,
                     str(event.action.microbatch),
                     ha="center",
                     va="center",
                     fontsize=7,
                 )
-    axes.set_yticks(range(len(timeline.compute)), [f"rank {r}" for r in range(len(schedule.rows))])
+    axes.set_yticks(range(len(schedule.rows)), [f"rank {r}" for r in range(len(schedule.rows))])
     axes.invert_yaxis()
     axes.set_xlim(0, None)
     axes.spines[:].set_visible(False)
     peak = max(max(memory_curve(row, in_microbatches(schedule))) for row in schedule.rows)
+    figure = f"bubble {run[0].bubble_share_makespan:.1%} of the makespan"
+    if len(run) > 1:
+        figure = f"{len(run)} steps, one every {(ends[-1] - ends[0]) / (len(run) - 1):.4g}"
+        if any(event.action.kind is Kind.STEP for event in run[0].events):
+            figure = f"post-validation, {figure}"
     axes.set_title(
-        f"{schedule.name}: bubble {timeline.bubble_share_makespan:.1%} of the makespan, "
-        f"peak {peak:g} microbatches",
-        loc="left",
-        fontsize=10,
+        f"{schedule.name}: {figure}, peak {peak:g} microbatches", loc="left", fontsize=10
     )
 
 
-def _draw_memory(axes: Axes, timeline: Timeline) -> None:
-    schedule = timeline.schedule
-    first = min(row[0].start for row in timeline.compute if row)
-    for rank, row in enumerate(timeline.compute):
-        curve = memory_curve(schedule.rows[rank], in_microbatches(schedule))
+def _draw_memory(axes: Axes, run: Sequence[Timeline]) -> None:
+    schedule, first = run[0].schedule, run[0].start
+    curves = [memory_curve(row, in_microbatches(schedule)) for row in schedule.rows]
+    for rank, curve in enumerate(curves):
+        times, held = [], []
+        for row in (timeline.compute[rank] for timeline in run):
+            times += [event.start - first for event in row] + [row[-1].end - first]
+            held += [*curve, 0]
         axes.step(
-            [event.start - first for event in row] + [row[-1].end - first],
-            [*curve, 0],
+            times,
+            held,
             where="post",
             linewidth=1,
-            color=str(0.7 * rank / max(len(timeline.compute) - 1, 1)),
+            color=str(0.7 * rank / max(len(curves) - 1, 1)),
         )
     axes.set_ylabel("microbatches\nheld", fontsize=8)
     axes.set_ylim(0, None)
@@ -236,7 +256,13 @@ def _draw_memory(axes: Axes, timeline: Timeline) -> None:
 
 
 def _legend(used: set[Kind]) -> list[Any]:
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     kinds = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in COLOURS if kind in used]
-    return [*kinds, Patch(color=BUBBLE, label="bubble")]
+    marks = [
+        Line2D([], [], marker=marker, label=label, color="black", linestyle="none", markersize=4)
+        for kind, (marker, label) in MARKS.items()
+        if kind in used
+    ]
+    return [*kinds, Patch(color=BUBBLE, label="bubble"), *marks]

@@ -14,7 +14,7 @@ from megatron_ext.schedule.kinds import Duty, Held
 from megatron_ext.schedule.memory import in_bytes, peaks
 from megatron_ext.schedule.registry import Choice
 from megatron_ext.schedule.schedule import Problem, VocabularyParallel
-from megatron_ext.schedule.simulate import simulate
+from megatron_ext.schedule.simulate import step_seconds
 from megatron_ext.schedule.verify import InvalidSchedule, Program
 from megatron_ext.schedule.vocabulary_costs import share_vocabulary
 
@@ -48,7 +48,7 @@ def place_head(choice: Choice, problem: Problem) -> Placed:
         later = build_program(choice, problem)
     except InvalidSchedule:
         return Placed(at_once, head_waits=False)
-    is_sooner = _makespan(later) < _makespan(at_once)
+    is_sooner = _seconds(later) < _seconds(at_once)
     return Placed(later, True) if is_sooner and _fits(later) else Placed(at_once, False)
 
 
@@ -68,7 +68,7 @@ def place_again(choice: Choice, problem: Problem, before: Placed) -> Placed:
         again = place_head(replace(choice, build=lambda problem: same), problem)
     except InvalidSchedule:
         return now
-    return again if _makespan(again.program) < _makespan(now.program) else now
+    return again if _seconds(again.program) < _seconds(now.program) else now
 
 
 def costs_in(placed: Placed, costs: Costs) -> Costs:
@@ -110,5 +110,5 @@ def _fits(program: Program) -> bool:
     return held[with_loss] <= max(held[:with_loss] + held[with_loss + 1 :], default=0.0)
 
 
-def _makespan(program: Program) -> float:
-    return simulate(program, program.problem.costs).makespan
+def _seconds(program: Program) -> float:
+    return step_seconds(program, program.problem.costs)

@@ -48,6 +48,9 @@ class Shop:
         enters: the lane of a rank in which a microbatch takes memory first.
         turns: the lane in which it takes the rest.
         room: per rank, what a microbatch may need after entering, and after turning.
+        heads: per rank, when it can start at the earliest.
+        tails: per rank, how long after its end all has ended. (Where steps overlap, a rank that
+            starts later may end later: by that, those that start sooner have a tail.)
     """
 
     microbatches: int
@@ -59,6 +62,8 @@ class Shop:
     enters: int
     turns: int
     room: tuple[tuple[float, float], ...]
+    heads: tuple[float, ...]
+    tails: tuple[float, ...]
 
     def mirrored(self) -> Shop:
         """The same work with time running backwards."""
@@ -78,6 +83,8 @@ class Shop:
             W_OUTER,
             W_INNER,
             self.room,
+            self.tails,
+            self.heads,
         )
 
 
@@ -127,7 +134,8 @@ def mirror(shop: Shop, starts: Starts, makespan: float) -> Starts:
 
 
 def pack(shop: Shop, plan: Sequence[Sequence[float]]) -> tuple[float, Starts] | None:
-    """Makespan and starts of ``plan`` packed to the left; None if memory got stuck.
+    """Makespan, with heads and tails, and starts of ``plan`` packed to the left; None if memory got
+    stuck.
 
     (That can happen where W needs less memory than I, with time running backwards: what W takes
     grows afterwards.)
@@ -140,7 +148,7 @@ def pack(shop: Shop, plan: Sequence[Sequence[float]]) -> tuple[float, Starts] | 
     ready = [[0.0] * m for _ in range(lanes)]
     starts = [[0.0] * m for _ in range(lanes)]
     lane_end = [0.0] * lanes
-    rank_end = [0.0] * ranks
+    rank_end = list(shop.heads)
     held = [0.0] * ranks
     # A gap is [start, end, the most that is held from here to the rank's end].
     gaps: list[list[list[float]]] = [[] for _ in range(ranks)]
@@ -189,7 +197,7 @@ def pack(shop: Shop, plan: Sequence[Sequence[float]]) -> tuple[float, Starts] | 
             refused[rank] = []
     if any(number < m for number in count):
         return None
-    return max(rank_end), starts
+    return max(map(float.__add__, rank_end, shop.tails)), starts
 
 
 def _may_take(shop: Shop, rank: int, lane: int, held: float, count: list[int]) -> bool:

@@ -29,6 +29,7 @@ class Training:
         ranks: pipeline ranks.
         limit: of activations; None: none.
         measured: costs that are known better than `estimate` knows them.
+        post_validation: whether steps overlap, where they can.
     """
 
     model: Model
@@ -39,6 +40,7 @@ class Training:
     rates: Rates
     limit: MemoryLimit | None = None
     measured: Callable[[Placement], Costs] | None = None
+    post_validation: bool = False
 
     def case(self, name: str, way: Way) -> Case | None:
         """The problem of the family ``name``, for `make_plan`; None if the measured costs do not
@@ -60,7 +62,12 @@ class Training:
                 measured = redistribute(measured, self.model.layers)
             costs = _with_bytes(measured, costs)
         problem = Problem(
-            placement, self.microbatches, costs, self.limit, vocabulary=way.vocabulary
+            placement,
+            self.microbatches,
+            costs,
+            self.limit,
+            vocabulary=way.vocabulary,
+            post_validation=self.post_validation,
         )
         model = bytes_of_ranks(dimensions, placement, way.vocabulary, self.state)
         return Case(choice, problem, model)

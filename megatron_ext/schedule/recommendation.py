@@ -21,6 +21,8 @@ def flags_of(candidate: Candidate, layers: int | None) -> list[str]:
         words += ["--pipeline-vocab-parallel", candidate.way.vocabulary.value]
     if candidate.offload is not Offload.NONE:
         words += ["--pipeline-activation-offload", candidate.offload.value]
+    if candidate.overlaps:
+        words.append("--pipeline-post-validation")
     if candidate.way is Way.REDISTRIBUTED:
         assert layers is not None
         words.append("--account-for-loss-in-pipeline-split")
@@ -65,7 +67,7 @@ def recommendation(plan: Plan, layers: int | None) -> dict[str, Any] | None:
 
 def slower_by(candidate: Candidate, best: Candidate) -> float:
     """What share of the time of ``best`` it takes more."""
-    return candidate.makespan / best.makespan - 1
+    return candidate.step / best.step - 1
 
 
 def _summary(candidate: Candidate) -> dict[str, Any]:
@@ -74,7 +76,8 @@ def _summary(candidate: Candidate) -> dict[str, Any]:
         "vocabulary": candidate.way.value,
         "offload": candidate.offload.value,
         "memory_limit": None if candidate.limit is None else candidate.limit.written,
-        "makespan": candidate.makespan,
+        "makespan": candidate.report["makespan"],
+        "step": candidate.step,
         "peak_activation_microbatches": candidate.peak,
         "fullest_rank": candidate.fullest,
     }

@@ -10,12 +10,13 @@ from megatron_ext.schedule.build import build_program
 from megatron_ext.schedule.memory import in_microbatches, peak_on_host, peaks
 from megatron_ext.schedule.registry import Choice
 from megatron_ext.schedule.schedule import Problem, bitwise_order
-from megatron_ext.schedule.simulate import simulate
+from megatron_ext.schedule.simulate import simulate, step_seconds
 from megatron_ext.schedule.verify import Program
 
 
 def report(choice: Choice, problem: Problem) -> tuple[Program, dict[str, Any]]:
-    """Build, prove and simulate ``choice``; times are in the unit of the costs.
+    """Build, prove and simulate ``choice``; times are in the unit of the costs. ``step`` is what a
+    step costs: the makespan, or where steps overlap about the span.
 
     Raises:
         InvalidSchedule: it does not solve the problem, or not within its memory limit.
@@ -38,8 +39,10 @@ def report_of(choice: Choice, make: Callable[[], Program]) -> tuple[Program, dic
         "microbatches": problem.microbatches,
         "vocabulary": problem.vocabulary.value,
         "offload": problem.offload.value,
+        "post_validation": problem.post_validation,
         "makespan": timeline.makespan,
         "span": timeline.span,
+        "step": step_seconds(program, problem.costs),
         "work": timeline.work,
         "bubble_share_makespan": timeline.bubble_share_makespan,
         "bubble_share_span": timeline.bubble_share_span,

@@ -10,19 +10,26 @@ from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.head import Placed, costs_in
 from megatron_ext.schedule.kinds import RULES, Held, Lane
 from megatron_ext.schedule.memory import in_bytes, in_microbatches, peak_on_host, peaks
+from megatron_ext.schedule.overlap import what_overlapping_gains
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.registry import choose
 from megatron_ext.schedule.schedule import Offload, Problem
-from megatron_ext.schedule.simulate import simulate
+from megatron_ext.schedule.simulate import simulate, step_seconds
 from megatron_ext.schedule.timeline import Timeline
 from megatron_ext.schedule.verify import Program
 
 
-def stock_1f1b(problem: Problem) -> Timeline:
-    """The timeline of plain 1F1B on the same ranks, microbatches and whole costs."""
+def program_of_1f1b(problem: Problem) -> Program:
+    """Plain 1F1B on the same ranks, microbatches and whole costs."""
     costs = (problem.costs.whole or problem.costs).per_rank(problem.placement)
     on_line = Problem(line(problem.ranks), problem.microbatches, costs)
-    return simulate(build_program(choose("1f1b"), on_line), costs)
+    return build_program(choose("1f1b"), on_line)
+
+
+def stock_1f1b(problem: Problem) -> Timeline:
+    """Its timeline."""
+    program = program_of_1f1b(problem)
+    return simulate(program, program.problem.costs)
 
 
 def summary_of_change(before: Placed, now: Placed, costs: Costs) -> str:
@@ -33,7 +40,7 @@ def summary_of_change(before: Placed, now: Placed, costs: Costs) -> str:
     stock = stock_1f1b(replace(now.program.problem, costs=costs)).makespan
 
     def promise(placed: Placed) -> str:
-        gain = stock / simulate(placed.program, costs_in(placed, costs)).makespan - 1
+        gain = stock / step_seconds(placed.program, costs_in(placed, costs)) - 1
         schedule = placed.program.schedule
         return f"{gain:.1%} over 1F1B, peak {max(peaks(schedule, in_microbatches(schedule))):g}"
 
@@ -57,8 +64,13 @@ def summary(program: Program) -> str:
     return (
         f"{program.schedule.name} on {problem.ranks} ranks, {problem.microbatches} microbatches: "
         f"predicted bubble {bubble:.1%} of the makespan (1f1b {stock:.1%}), "
-        f"peak {peak:g} microbatches{held}{_what_leaves(program)}; costs {costs.origin}: {costs}"
+        f"peak {peak:g} microbatches{held}{_what_leaves(program)}{_what_overlaps(program)}; "
+        f"costs {costs.origin}: {costs}"
     )
+
+
+def _what_overlaps(program: Program) -> str:
+    return f"; {what_overlapping_gains(program)}" if program.problem.post_validation else ""
 
 
 def _what_leaves(program: Program) -> str:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.schedule.action import parse
+from megatron_ext.schedule.action import Kind, parse
 from megatron_ext.schedule.graph import channel_of
-from megatron_ext.schedule.kinds import HOST_LANES, RULES, Lane
+from megatron_ext.schedule.kinds import HOST_LANES, RULES, Lane, Where
 from megatron_ext.schedule.memory import in_microbatches, memory_curve
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.schedule import Schedule
@@ -51,9 +51,31 @@ def beside(
     iteration: int, measured: Timeline, simulated: Timeline, clock_error: float
 ) -> TracedStep:
     """``measured`` with its prediction, scaled to the same work and moved to the same start."""
-    factor = measured.work / simulated.work
-    predicted = simulated.moved(measured.start, factor)
-    return TracedStep(iteration, measured, predicted, factor, clock_error)
+    (step,) = beside_all([iteration], [measured], [simulated], clock_error)
+    return step
+
+
+def beside_all(
+    iterations: Sequence[int],
+    measured: Sequence[Timeline],
+    simulated: Sequence[Timeline],
+    clock_error: float,
+) -> list[TracedStep]:
+    """`beside` of consecutive steps, each of them on one clock: the predicted ones overlap as they
+    were simulated (`simulate_steps`), and begin with the first that was measured.
+    """
+    factor = sum(step.work for step in measured) / sum(step.work for step in simulated)
+    start, first = measured[0].start, simulated[0].start
+    return [
+        TracedStep(
+            iteration,
+            found,
+            step.moved(start + (step.start - first) * factor, factor),
+            factor,
+            clock_error,
+        )
+        for iteration, found, step in zip(iterations, measured, simulated, strict=True)
+    ]
 
 
 class TraceFile:
@@ -86,10 +108,11 @@ class TraceFile:
         ]
         self._write(events, self._origin, 1.0)
 
-    def add_simulated(self, timeline: Timeline, seconds_per_unit: float) -> None:
-        """Write ``timeline`` alone."""
-        events = [*_slices(timeline, "", {}), *_held(timeline)]
-        self._write(events, 0.0, seconds_per_unit)
+    def add_simulated(self, steps: Sequence[Timeline], seconds_per_unit: float) -> None:
+        """Write consecutive ``steps`` alone."""
+        for number, timeline in enumerate(steps):
+            events = [*_slices(timeline, "", {"step": number}), *_held(timeline)]
+            self._write(events, 0.0, seconds_per_unit)
 
     def _write(self, events: Sequence[dict[str, Any]], origin: float, scale: float) -> None:
         lines: list[str] = []
@@ -97,6 +120,7 @@ class TraceFile:
             placed = {"ts": (event["ts"] - origin) * scale * 1e6}
             if "dur" in event:
                 placed["dur"] = event["dur"] * scale * 1e6
+            if "track" in event:
                 rank, title = event["pid"], event.pop("track")
                 if (rank, title) not in self._tracks:
                     self._tracks[rank, title] = len(self._tracks)
@@ -110,15 +134,15 @@ class TraceFile:
         self._is_empty = False
 
 
-def write_trace(timeline: Timeline, path: Path, seconds_per_unit: float = 1e-3) -> None:
-    """Write a simulated ``timeline``: a process per rank with its passes, its messages and what it
-    holds.
+def write_trace(steps: Sequence[Timeline], path: Path, seconds_per_unit: float = 1e-3) -> None:
+    """Write simulated ``steps``, one after the other on one clock: a process per rank with its
+    passes, its messages and what it holds.
 
     Args:
         seconds_per_unit: what one unit of the costs is in the trace; the default shows costs in
             milliseconds.
     """
-    TraceFile(path).add_simulated(timeline, seconds_per_unit)
+    TraceFile(path).add_simulated(steps, seconds_per_unit)
 
 
 def read_trace(path: Path) -> list[TracedStep]:
@@ -176,19 +200,25 @@ def _timeline(events: Sequence[dict[str, Any]], category: str) -> Timeline:
 
 
 def _slices(timeline: Timeline, prefix: str, about: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Passes and messages; ``prefix`` goes before the names of their tracks and categories."""
+    """Passes and messages, and when the optimizer stepped and when the verdict on the last step
+    was there; ``prefix`` goes before the names of their tracks and categories."""
     placement = timeline.schedule.placement
     for event in timeline.events:
         action = event.action
         lane = RULES[action.kind].lane
         if lane is Lane.COMPUTE:
             title = "passes"
+        elif RULES[action.kind].where is Where.RANK and RULES[action.kind].is_message:
+            continue  # of a few bytes
         elif lane is Lane.SEND:
             title = f"{action.kind} to rank {channel_of(action, placement).receiver}"
         elif lane is Lane.COLLECTIVE:
             title = action.kind.value
         elif lane in HOST_LANES:
             title = lane.value
+        elif action.kind in (Kind.SETTLE, Kind.STEP):
+            yield _mark(event, str(action), prefix + "passes", prefix + lane.value, about)
+            continue
         else:
             continue  # takes no time there
         args = {"stage": action.stage, "microbatch": action.microbatch} | about
@@ -223,6 +253,22 @@ def _slice(
         "cat": category,
         "ts": what.start,
         "dur": what.end - what.start,
+        "args": args,
+    }
+
+
+def _mark(
+    event: Event, name: str, track: str, category: str, args: dict[str, Any]
+) -> dict[str, Any]:
+    """The end of ``event``, as an instant on its rank's track."""
+    return {
+        "ph": "i",
+        "s": "t",
+        "pid": event.rank,
+        "track": track,
+        "name": name,
+        "cat": category,
+        "ts": event.end,
         "args": args,
     }
 

@@ -1,4 +1,5 @@
-"""Search for the V schedule of least makespan: many plans, the best of them improved.
+"""Search for the V schedule of least makespan, or where steps overlap of least span: many plans,
+the best of them improved.
 
 A plan (`justify`) that repeats one microbatch's way down and up the V at a fixed period becomes a
 good schedule once it is packed from both sides: warm-up, steady state, cool-down and the places of
@@ -89,8 +90,21 @@ def shop_of(
         F_OUTER,
         F_INNER,
         tuple((most[ranks - 1 - rank], most[ranks + rank]) for rank in range(ranks)),
+        heads=(0.0,) * ranks,
+        tails=_tails(problem, work) if problem.post_validation else (0.0,) * ranks,
     )
     return shop, work
+
+
+def _tails(problem: Problem, work: float) -> tuple[float, ...]:
+    """How much sooner than the last each rank can begin, and so has to end, for steps to overlap.
+
+    The largest end with its tail is then the largest own time, but for a constant.
+    """
+    before = [0.0]  # each rank's first F, in the order of the stages
+    for forward in problem.costs.seconds[Duty.FORWARD][: problem.ranks - 1]:
+        before.append(before[-1] + (forward + problem.costs.hop) / work)
+    return tuple(before[-1] - start for start in reversed(before))
 
 
 _DUTIES = {

@@ -26,6 +26,7 @@ def cases(
     costs: Callable[[Placement], Costs],
     limit: MemoryLimit | None,
     layers: int | None = None,
+    post_validation: bool = False,
 ) -> CaseOf:
     """The problem of each family in each way that can be told from ``costs``, for `make_plan`.
 
@@ -44,29 +45,35 @@ def cases(
             if layers is None:
                 return None
             found = redistribute(found, layers)
-        return Case(
-            choice, Problem(placement, microbatches, found, limit, vocabulary=way.vocabulary)
+        problem = Problem(
+            placement,
+            microbatches,
+            found,
+            limit,
+            vocabulary=way.vocabulary,
+            post_validation=post_validation,
         )
+        return Case(choice, problem)
 
     return case
 
 
 def side_by_side(plan: Plan) -> list[dict[str, Any]]:
-    """For each schedule of ``plan`` that can run as it is the makespans of all ways, None where
+    """For each schedule of ``plan`` that can run as it is what a step of all ways costs, None where
     there is none; ``refused`` says why. Nothing if there is one way only."""
     ways = plan.ways
     if len(ways) == 1:
         return []
     found = (*plan.candidates, *plan.simulated)
-    makespans = {(one.schedule, one.way): one.makespan for one in found}
+    steps = {(one.schedule, one.way): one.step for one in found}
     return [
         {
             "schedule": name,
-            **{way.value: makespans.get((name, way)) for way in ways},
+            **{way.value: steps.get((name, way)) for way in ways},
             "refused": {
                 way.value: plan.refusals[name, way]
                 for way in ways
-                if (name, way) in plan.refusals and (name, way) not in makespans
+                if (name, way) in plan.refusals and (name, way) not in steps
             },
         }
         for row in plan.reports

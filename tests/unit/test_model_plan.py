@@ -126,7 +126,7 @@ def test_what_a_gpu_has_no_room_for_is_no_candidate() -> None:
     match = re.fullmatch(r"rank 3 would hold ([\d.]+) GiB, ([\d.]+) GiB more .*", why)
     assert match is not None, why
     assert float(match[1]) - float(match[2]) == pytest.approx(4, abs=0.02)
-    assert best_of(tight).makespan >= best_of(roomy).makespan
+    assert best_of(tight).step >= best_of(roomy).step
 
 
 def test_a_schedule_is_made_for_what_the_model_leaves() -> None:
@@ -135,7 +135,7 @@ def test_a_schedule_is_made_for_what_the_model_leaves() -> None:
     with_room = found["v-auto", Way.NAIVE]
     assert with_room.limit is not None and with_room.limit.bytes is not None
     without = {(c.schedule, c.way): c for c in plan().candidates}["v-auto", Way.NAIVE]
-    assert with_room.makespan <= without.makespan and without.limit is None
+    assert with_room.step <= without.step and without.limit is None
     assert with_room.memory is not None
     left = 40 * 2**30 - max(rank.model.total for rank in with_room.memory)
     assert 0.999 * left < with_room.limit.bytes <= left
@@ -233,7 +233,7 @@ def test_what_cannot_win_is_left_out(comm: int, is_searched: bool) -> None:
     every, promising = make_plan(case_of), make_plan(case_of, only_promising=True)
     assert best_of(promising).schedule == best_of(every).schedule
     assert ("v-auto" not in promising.refused) is is_searched
-    makespans = {each.schedule: each.makespan for each in every.candidates}
+    makespans = {each.schedule: each.step for each in every.candidates}
     left_out = 0
     for name, why in promising.refused.items():
         if match := re.match(r"takes at least ([\d.]+)% more time than (\S+),", why):
@@ -265,7 +265,7 @@ def test_the_best_of_all_families_on_a_published_setting(model: str, limit: int)
     found = make_plan(cases(ranks, microbatches, costs, memory), only_promising=True)
     best = best_of(found)
     assert best.peak <= limit * ranks
-    assert best.makespan == min(each.makespan for each in found.candidates)
+    assert best.step == min(each.step for each in found.candidates)
     for (name, _), why in found.refusals.items():
         assert "limit" in why or "at least" in why, (name, why)
     assert {each.schedule for each in found.candidates} | found.refused.keys() == entries().keys()
@@ -278,7 +278,7 @@ def test_the_best_of_all_families_on_a_published_setting(model: str, limit: int)
             program = build_program(choice, problem)
         except ValueError:
             continue
-        assert simulate(program, problem.costs).makespan >= best.makespan, name
+        assert simulate(program, problem.costs).makespan >= best.step, name
 
 
 # ---- As a user writes it

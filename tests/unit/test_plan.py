@@ -95,7 +95,7 @@ def test_a_trace_has_every_pass_and_message(tmp_path: Path) -> None:
     problem = Problem(placement, 4, uniform(placement, 1, 1, 1, 0.5))
     program = build_program(choice, problem)
     timeline = simulate(program, problem.costs)
-    write_trace(timeline, tmp_path / "trace.json")
+    write_trace([timeline], tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
     assert sum(event["cat"] == "compute" for event in spans) == 3 * 4 * 3

@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 import functools
+import json
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from megatron_ext.cli import app
+from megatron_ext.schedule import v_search
 from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.bounds import lower_bound
 from megatron_ext.schedule.build import build_program
 from megatron_ext.schedule.costs import parse_costs, uniform
+from megatron_ext.schedule.draw import draw_steps
 from megatron_ext.schedule.graph import channels
+from megatron_ext.schedule.justify import mirror, pack
+from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.memory import in_microbatches, memory_curve, peaks
+from megatron_ext.schedule.overlap import check_overlaps, what_overlapping_gains
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.registry import choose, entries
 from megatron_ext.schedule.schedule import P2P, Offload, Problem, VocabularyParallel, is_compute
 from megatron_ext.schedule.simulate import simulate, simulate_steps, step_seconds
 from megatron_ext.schedule.speculation import settles_at
+from megatron_ext.schedule.summary import summary
+from megatron_ext.schedule.trace import TraceFile, beside_all, read_trace
 from megatron_ext.schedule.transforms.post_validation import validate_afterwards
+from megatron_ext.schedule.v_search import plan_of, shop_of
 from megatron_ext.schedule.verify import InvalidSchedule, Program, prove
 from tests.unit.schedules import PROPERTY, F, random_case, rows_of, seeds, with_messages, written
+from tests.unit.short_search import shorten_search
 
 EQUAL, USUAL = "f=1,i=1,w=1", "f=10,i=12,w=8,comm=1"
 ADDED = {Kind.RECV_P, Kind.STEP, Kind.SEND_P, Kind.RECV_V, Kind.SETTLE, Kind.SEND_V}
@@ -71,7 +85,7 @@ def test_one_rank_knows_the_verdict_itself() -> None:
     assert program("1f1b", 1, 1).schedule.rows == rows_of("0SETTLE0 0F0 0B0 0STEP0")
 
 
-@pytest.mark.parametrize("name", sorted(entries().keys() - {"v-auto", "zb-auto"}))
+@pytest.mark.parametrize("name", [n for n, entry in entries().items() if not entry.uses_costs])
 def test_all_else_is_as_without(name: str) -> None:
     """The same passes in the same order, and the same messages on the same channels."""
     with_it, without = (program(name, 4, 8, validated=v).schedule for v in (True, False))
@@ -309,3 +323,165 @@ def test_memory_is_that_of_one_step(name: str, m: int) -> None:
         twice = memory_curve(row + row, amount)
         assert max(twice) == pytest.approx(max(memory_curve(row, amount)))
         assert row[-1].kind in (Kind.STEP, Kind.SEND_P)  # after all that frees
+
+
+# ---- What makes use of it
+
+
+@pytest.mark.parametrize("costs", [EQUAL, USUAL, "f=10,i=9,w=12,comm=3"])
+def test_zb_auto_looks_for_the_least_span(costs: str) -> None:
+    """No more than the others on a line, within the same memory."""
+    found = step_of("zb-auto", costs)
+    for other in ("zb-h1", "zb-h2", "zb-1p", "zb-2p", "1f1b"):
+        assert found <= step_of(other, costs) * (1 + 1e-9), other
+
+
+def step_of(name: str, costs: str) -> float:
+    made = program(name, 4, 8, costs)
+    return step_seconds(made, made.problem.costs)
+
+
+def test_v_auto_looks_for_the_least_span(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its search packs for the span, and it finds what zb-v's makespan does not lead to. The two
+    searches are kept apart in the cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    shorten_search(monkeypatch)
+    for name, value in (("_PERIODS", (0.9, 1.0)), ("_PROMISING", 4), ("_ROUNDS", 4)):
+        monkeypatch.setattr(v_search, name, value)
+    without = build_program(choose("v-auto"), problem("v-auto", 4, 8, USUAL, validated=False))
+    made = build_program(choose("v-auto"), problem("v-auto", 4, 8, USUAL))
+    assert made.schedule.compute_rows != without.schedule.compute_rows
+    assert step_seconds(made, made.problem.costs) < step_of("zb-v", USUAL)
+    assert max(peaks(made.schedule, in_microbatches(made.schedule))) <= 4
+
+
+def test_packing_for_the_span_keeps_ranks_to_their_turns() -> None:
+    """A rank that begins last has no tail; the one with the first stage has the longest, both ways
+    round; and the packed length is the span and what the last rank begins later."""
+    wanted = problem("zb-v", 4, 8, USUAL)
+    share: tuple[float, ...] = (0.5,) * 8
+    amounts = {Held.ACTIVATION: share, Held.WEIGHT_INPUTS: share}
+    shop, work = shop_of(wanted, amounts, 4)
+    assert [work * tail for tail in shop.tails] == pytest.approx([0, 6, 12, 18])
+    mirrored = shop.mirrored()
+    assert (mirrored.heads, mirrored.tails) == (shop.tails, shop.heads)
+    made = program("zb-v", 4, 8, USUAL)
+    plan = plan_of(simulate(made, wanted.costs), work)
+    length, _ = pack(shop, plan) or (0.0, [])
+    assert length * work == pytest.approx(18 + simulate(made, wanted.costs).span)
+    back, starts = pack(mirrored, mirror(shop, plan, length)) or (0.0, [])
+    assert back > 0
+    for rank, tail in enumerate(shop.tails):
+        assert min(min(lane) for lane in starts[6 * rank : 6 * rank + 6]) >= tail - 1e-9
+
+
+@settings(PROPERTY, max_examples=30)
+@given(NAMES, st.integers(1, 5), st.integers(1, 8), st.sampled_from([0.0, 0.5, 3.0]))
+def test_the_bound_holds_of_steps_that_overlap(name: str, p: int, m: int, comm: float) -> None:
+    choice = choose(name)
+    placement = choice.place(p)
+    wanted = Problem(placement, m, uniform(placement, 2, 3, 1, comm), post_validation=True)
+    try:
+        made = build_program(choice, wanted)
+    except ValueError:
+        assume(False)
+    bound = lower_bound(wanted, choice.splits_backward)
+    assert bound <= step_seconds(made, wanted.costs) * (1 + 1e-9)
+    assert bound <= lower_bound(replace(wanted, post_validation=False), choice.splits_backward)
+
+
+def test_what_cannot_overlap_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"nothing with 1f1b on 4 .* 346 with it and 346 without"):
+        check_overlaps(program("1f1b", 4, 8, USUAL))
+    check_overlaps(program("zb-2p", 4, 8, USUAL))
+    assert "its span is its makespan (346)" in what_overlapping_gains(program("1f1b", 4, 8, USUAL))
+
+
+def test_the_promise_of_a_launch_tells_both() -> None:
+    made = program("zb-2p", 4, 8, USUAL)
+    assert "a step costs 256 in the long run, without 273 (6.2% less)" in summary(made)
+    assert "long run" not in summary(program("zb-2p", 4, 8, USUAL, validated=False))
+
+
+def run(*words: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def test_simulate_tells_what_a_step_costs(tmp_path: Path) -> None:
+    words = ["simulate", "zb-2p", "--pp", "4", "-m", "8", "--costs", USUAL, "--post-validation"]
+    found = json.loads(run(*words, "--json"))
+    assert (found["makespan"], found["span"], found["step"]) == (273, 256, pytest.approx(256))
+    assert found["post_validation"] is True
+    trace, picture = tmp_path / "trace.json", tmp_path / "picture.svg"
+    text = run(*words, "--steps", "2", "--trace", str(trace), "--plot", str(picture))
+    assert "a step costs 256 in the long run, without 273 (6.2% less)" in text
+    events = json.loads(trace.read_text())["traceEvents"]
+    passes = [event for event in events if event.get("cat") == "compute"]
+    assert len(passes) == 2 * 4 * 3 * 8
+    ends = [max(e["ts"] + e["dur"] for e in passes if e["args"]["step"] == n) for n in (0, 1)]
+    starts = [min(e["ts"] for e in passes if e["args"]["step"] == n) for n in (0, 1)]
+    assert starts[1] < ends[0] and ends[1] - ends[0] == pytest.approx(256e3)
+    marks = [event for event in events if event["ph"] == "i"]
+    assert sorted(m["name"] for m in marks) == sorted(
+        2 * [f"{rank}{kind}0" for rank in range(4) for kind in ("STEP", "SETTLE")]
+    )
+    tracks = {(e["pid"], e["tid"]) for e in passes}
+    assert all((mark["pid"], mark["tid"]) in tracks for mark in marks)
+    svg = picture.read_text()
+    assert svg.count("zb-2p: ") == 2 and "one every 256" in svg and "one every 273" in svg
+
+
+def test_simulate_says_what_cannot_overlap() -> None:
+    words = ["--pp", "4", "-m", "8", "--post-validation"]
+    assert "1f1b's steps cannot overlap" in run("simulate", "1f1b", *words)
+    assert "leave one of them out" in run("simulate", "zb-v", *words, "--certify", code=2)
+
+
+def test_plan_compares_what_steps_cost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    shorten_search(monkeypatch)
+    words = ["plan", "--pp", "4", "-m", "8", "--costs", USUAL]
+    found = json.loads(run(*words, "--post-validation", "--json"))
+    rows = {row["schedule"]: row for row in found["schedules"]}
+    steps = [row["step"] for row in found["schedules"]]
+    assert steps == sorted(steps) and rows["zb-2p"]["step"] == pytest.approx(256)
+    assert rows["zb-2p"]["step"] < rows["interleaved-zb"]["step"] < rows["zb-2p"]["makespan"]
+    best = found["recommended"]
+    assert best["step"] == steps[0] and "--pipeline-post-validation" in best["flags"]
+    without = json.loads(run(*words, "--json"))
+    assert without["schedules"][0]["makespan"] == without["schedules"][0]["step"]
+    assert "--pipeline-post-validation" not in without["recommended"]["flags"]
+
+
+# ---- Consecutive steps, measured
+
+
+def test_measured_steps_that_overlap_are_read_as_they_were_written(tmp_path: Path) -> None:
+    """Predicted steps are moved and stretched together, so that they overlap as predicted."""
+    made = program("zb-2p", 4, 8, USUAL)
+    predicted = simulate_steps(made, made.problem.costs, 3)
+    measured = [step.moved(100 + 2 * step.start, 2.0) for step in predicted]
+    steps = beside_all([7, 8, 9], measured, predicted, 1e-6)
+    for step in steps:
+        assert step.cost_factor == pytest.approx(2)
+        for mine, other in zip(step.predicted.events, step.measured.events, strict=True):
+            assert (mine.start, mine.end) == pytest.approx((other.start, other.end))
+    file = TraceFile(tmp_path / "trace.json")
+    for step in steps:
+        file.add(step)
+    back = read_trace(tmp_path)
+    assert [step.iteration for step in back] == [7, 8, 9]
+    for step, wanted in zip(back, steps, strict=True):
+        assert step.measured.start == pytest.approx(wanted.measured.start - 100)
+        assert step.predicted.start == pytest.approx(wanted.predicted.start - 100)
+
+
+def test_each_step_has_its_shade(tmp_path: Path) -> None:
+    made = program("zb-v", 2, 4, USUAL)
+    steps = simulate_steps(made, made.problem.costs, 2)
+    for shown in (1, 2):
+        draw_steps([steps[:shown]], tmp_path / f"{shown}.svg")
+    one, two = ((tmp_path / f"{shown}.svg").read_text() for shown in (1, 2))
+    assert "opacity: 0.45" not in one and two.count("opacity: 0.45") >= 2 * 6 * 4

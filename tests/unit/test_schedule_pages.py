@@ -197,5 +197,5 @@ def test_figures_of_the_vocabulary_table(name: str) -> None:
     for way in Way:
         case = case_of(name, way)
         assert case is not None
-        found.append(consider(case, way).makespan)
+        found.append(consider(case, way).step)
     assert found == pytest.approx([float(figure) for figure in written[name]], abs=0.5)

@@ -127,7 +127,7 @@ def overlapping(folder: Path) -> Timeline:
     placement = choose("zb-v").place(3)
     problem = Problem(placement, 6, uniform(placement, 1, 1, 1, 3))
     timeline = simulate(program("zb-v", problem), problem.costs)
-    write_trace(timeline, folder / "new" / NAME)
+    write_trace([timeline], folder / "new" / NAME)
     return timeline
 
 

@@ -223,11 +223,10 @@ def test_any_plan_packs_soundly(seed: int, p: int, m: int, halves: int) -> None:
     limit = MemoryLimit(microbatches=halves / 2)
     problem = Problem(placement, m, uniform(placement, 10, 12, 8, 1), limit)
     schedule = Schedule("packed", placement, rows)
-    fixed = v_auto._run(schedule, problem)
-    assert fixed is not None
+    assert v_auto._proved(schedule, problem) is not None
     instant = Problem(placement, m, uniform(placement, 10, 12, 8, 0), limit)
-    ran = v_auto._run(schedule, instant)
-    assert ran is not None and ran.makespan <= found[0] * 30 + 1e-6
+    ran = v_auto._proved(schedule, instant)
+    assert ran is not None and makespan(ran) <= found[0] * 30 + 1e-6
 
 
 @settings(PROPERTY, max_examples=20)
@@ -239,6 +238,6 @@ def test_plan_of_a_schedule_gives_it_back(seed: int, p: int, m: int) -> None:
     found = justify(shop, shop.mirrored(), plan, rounds=1)
     assert found is not None
     schedule = Schedule("packed", placement, rows_of(found[1]))
-    timeline = v_auto._run(schedule, v_problem(p, m))
-    assert timeline is not None
-    assert rows_of(plan_of(timeline, 30.0)) == schedule.rows
+    ran = v_auto._proved(schedule, v_problem(p, m))
+    assert ran is not None
+    assert rows_of(plan_of(simulate(ran, ran.problem.costs), 30.0)) == schedule.rows

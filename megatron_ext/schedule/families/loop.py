@@ -207,4 +207,5 @@ def _filled(name: str, problem: Problem, order: Rows) -> Schedule:
                 )
     # In bytes, the chunks that it holds most of may be larger than the others.
     memory = replace(memory, allowed=tuple(map(max, memory.allowed, least)))
-    return Schedule(name, problem.placement, fill_best(order, problem, memory).rows)
+    filled = fill_best(order, problem, memory, by_span=problem.post_validation)
+    return Schedule(name, problem.placement, filled.rows)

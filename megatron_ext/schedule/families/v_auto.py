@@ -2,7 +2,7 @@
 
 Nothing is prescribed: a search (`v_search`) packs many plans from both sides (`justify`) and goes
 on from the best. Every other family on the V is among the plans it starts from, and among the
-schedules it chooses from in the end by simulated makespan.
+schedules it chooses from in the end by what a step of them costs, simulated.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from megatron_ext.schedule.memory import bytes_for
 from megatron_ext.schedule.placement import v
 from megatron_ext.schedule.registry import Choice, entries, family
 from megatron_ext.schedule.schedule import Problem, Schedule, bitwise_order, from_csv, to_csv
-from megatron_ext.schedule.simulate import simulate
-from megatron_ext.schedule.timeline import Timeline
+from megatron_ext.schedule.simulate import simulate, step_seconds
 from megatron_ext.schedule.v_search import plan_of, search, shop_of
+from megatron_ext.schedule.verify import Program
 
 NAME = "v-auto"
 
@@ -35,7 +35,8 @@ NAME = "v-auto"
     uses_costs=True,
 )
 def v_auto(problem: Problem) -> Schedule:
-    """Least makespan within the memory limit (without one: p microbatches, as ZB-V needs).
+    """Least makespan within the memory limit (without one: p microbatches, as ZB-V needs); with
+    post-validation, least span.
 
     Raises:
         ValueError: no V schedule fits into the limit.
@@ -47,25 +48,30 @@ def v_auto(problem: Problem) -> Schedule:
     inputs = repr(problem)  # all that the schedule depends on
     cached = disk_cache.load(NAME, inputs)
     if cached is not None:
-        timeline = _from_text(cached, problem)
-        if timeline is not None:
-            return timeline.schedule
+        program = _from_text(cached, problem)
+        if program is not None:
+            return _without_messages(program)
     best = _best(problem, amounts, allowed)
     disk_cache.store(NAME, inputs, to_csv(best))
     return best
 
 
 def _best(problem: Problem, amounts: dict[Held, tuple[float, ...]], allowed: float) -> Schedule:
+    costs = problem.costs
     known = list(_known(problem))
     shop, work = shop_of(problem, amounts, allowed)
-    for starts in search(shop, [plan_of(timeline, work) for timeline in known]):
-        timeline = _run(Schedule(NAME, problem.placement, rows_of(starts)), problem)
-        if timeline is not None:
-            known.append(timeline)
-    return replace(min(known, key=lambda timeline: timeline.makespan).schedule, name=NAME)
+    for starts in search(shop, [plan_of(simulate(program, costs), work) for program in known]):
+        program = _proved(Schedule(NAME, problem.placement, rows_of(starts)), problem)
+        if program is not None:
+            known.append(program)
+    return _without_messages(min(known, key=lambda program: step_seconds(program, costs)))
 
 
-def _known(problem: Problem) -> Iterator[Timeline]:
+def _without_messages(program: Program) -> Schedule:
+    return replace(program.schedule, name=NAME, rows=program.schedule.compute_rows)
+
+
+def _known(problem: Problem) -> Iterator[Program]:
     """What is in order and within the limit without a search."""
     for entry in entries().values():
         if entry.name == NAME or entry.place(problem.ranks).rank_of != problem.placement.rank_of:
@@ -74,33 +80,30 @@ def _known(problem: Problem) -> Iterator[Timeline]:
             schedule = entry.build(problem)
         except ValueError:
             continue  # it has no schedule for this problem
-        timeline = _run(schedule, problem)
-        if timeline is not None:
-            yield timeline
-    timeline = _run(_one_at_a_time(problem), problem)
-    assert timeline is not None
-    yield timeline
+        program = _proved(schedule, problem)
+        if program is not None:
+            yield program
+    program = _proved(_one_at_a_time(problem), problem)
+    assert program is not None
+    yield program
 
 
-def _run(schedule: Schedule, problem: Problem) -> Timeline | None:
-    """How ``schedule`` would run; None if it is not sound or not within the limit."""
+def _proved(schedule: Schedule, problem: Problem) -> Program | None:
+    """The program of ``schedule``; None if it is not sound or not within the limit."""
     choice = Choice(NAME, v, lambda _: schedule, splits_backward=True)
     try:
         program = build_program(choice, problem)
     except ValueError:
         return None
-    if not bitwise_order(schedule):
-        return None
-    compute = replace(program.schedule, rows=program.schedule.compute_rows)
-    return replace(simulate(program, problem.costs), schedule=compute)
+    return program if bitwise_order(schedule) else None
 
 
-def _from_text(text: str, problem: Problem) -> Timeline | None:
+def _from_text(text: str, problem: Problem) -> Program | None:
     try:
         rows = from_csv(text, NAME).rows
     except ValueError:
         return None
-    return _run(Schedule(NAME, problem.placement, rows), problem)
+    return _proved(Schedule(NAME, problem.placement, rows), problem)
 
 
 def _one_at_a_time(problem: Problem) -> Schedule:

@@ -27,7 +27,8 @@ _ACTIONS = 100_000  # to be placed in trials altogether: what is tried depends o
 
 @family("zb-auto", line, source=_SOURCE, splits_backward=True, uses_costs=True)
 def zb_auto(problem: Problem) -> Schedule:
-    """The least makespan found within the memory limit; without one, within 2p microbatches.
+    """The least makespan found within the memory limit; without one, within 2p microbatches. With
+    post-validation, the least span.
 
     Never more than any other schedule of this placement takes that keeps to the limit.
 
@@ -41,7 +42,7 @@ def zb_auto(problem: Problem) -> Schedule:
     """
     memory = memory_of(problem, math.inf if problem.memory_limit else 2 * problem.ranks)
     others = [name for name in _on_a_line() if name != "zb-auto"]
-    return _best("zb-auto", problem, memory, others, by_span=False)
+    return _best("zb-auto", problem, memory, others, by_span=problem.post_validation)
 
 
 @family("zb-1p", line, source=_SOURCE, splits_backward=True, uses_costs=True)
