@@ -29,6 +29,8 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import add_megatron_arguments
 
+from megatron_ext.patches.features import FEATURES
+from megatron_ext.schedule.registry import entries
 from tests.ranks import RankResult, agent_store, run_ranks, torchrun_environment, values
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "pretrain_gpt.py"
@@ -36,11 +38,18 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "pretrain_gpt.py"
 # What ranks would otherwise each import for themselves. What is imported is then kept out of the
 # garbage collector's sight: else every rank would copy its pages.
 for _module in (
-    "megatron.core.tokenizers.text",
+    "megatron.core.datasets.helpers",
+    "megatron.core.models.mimo",
+    "megatron.core.tokenizers.text.models",
     "megatron.core.dist_checkpointing.strategies.torch",
     "megatron.training.training",
+    "megatron_ext.launch",
+    "megatron_ext.installation",
+    "megatron_ext.patches.cpu",
+    *(f"megatron_ext.patches.{name}" for feature in FEATURES for name in feature.modules),
 ):
     importlib.import_module(_module)
+entries()  # imports the families
 runpy.run_path(str(SCRIPT), run_name="imported")
 
 
