@@ -41,6 +41,10 @@ class Messages(Protocol):
     """What the ranks of a pipeline tell one another of a step."""
 
     @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first of the chain."""
+
+    @property
     def is_last(self) -> bool:
         """Whether this rank is the last of the chain, which knows the whole state first."""
 
@@ -56,6 +60,10 @@ class Messages(Protocol):
 
 class Optimizer(Protocol):
     """An optimizer whose step can be taken back."""
+
+    @property
+    def snapshot(self) -> object:
+        """What `step` keeps; its text says where, and what that takes."""
 
     def prepare(self) -> PartialState:
         """Prepare this rank's gradients; its part of the state."""
@@ -121,6 +129,7 @@ class PostValidation:
         self._latest_norm: float | None = None  # of validated steps
         self._pending: _Pending | None = None
         self._is_delivering = False
+        self._has_told = False
         self._tokens = 0
         self._scale: Callable[[int], None] | None = None
         self._half_done: int | None = None  # iteration whose step is being taken or taken back
@@ -183,10 +192,23 @@ class PostValidation:
         messages.pass_on(state)
         if self._optimizer.is_quiet(state):
             self._optimizer.step(keep=not messages.is_last)
+            self._tell_what_is_kept(messages)
         self._pending = _Pending(iteration, optimizer)
         self._half_done = None
         self._tokens, self._scale = 0, None
         return True, self._latest_norm, None
+
+    def _tell_what_is_kept(self, messages: Messages) -> None:
+        """Once, on one rank that keeps something: on a line the first of all, on a V the last."""
+        ends = (0, dist.get_world_size() - 1)
+        if not self._has_told and messages.is_first and dist.get_rank() in ends:
+            assert self._optimizer is not None
+            print(
+                f"megatron_ext: before a step this rank keeps {self._optimizer.snapshot}, so that "
+                f"the step can be taken back",
+                flush=True,
+            )
+            self._has_told = True
 
     def schedule_step(self, step: ScheduledStep) -> None:
         """Take a step of the learning-rate scheduler, as after success."""

@@ -7,6 +7,7 @@ TensorBoard and W&B writers, which get the bubble and the prediction.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,25 +17,30 @@ from megatron_ext.patches.megatron.writers import current_iteration, log, log_in
 from megatron_ext.runtime.clocks import clock_offsets
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.recording import Recording, clock_of
-from megatron_ext.schedule.simulate import simulate
+from megatron_ext.schedule.simulate import simulate_steps
 from megatron_ext.schedule.timeline import Event, Reduction, Timeline
-from megatron_ext.schedule.trace import NAME, TracedStep, TraceFile, beside
+from megatron_ext.schedule.trace import NAME, TracedStep, TraceFile, beside_all
 from megatron_ext.schedule.verify import Program
 
 _Recorded = tuple[list[Event], list[Reduction]]
 
 
 class StepTrace:
-    """Records the training steps of ``iterations`` and writes them to ``folder``."""
+    """Records the training steps of ``iterations`` and writes them to ``folder``.
 
-    def __init__(self, folder: Path, iterations: range) -> None:
+    ``overlap``: steps overlap, so ranks must not meet between them: all are written after the last.
+    """
+
+    def __init__(self, folder: Path, iterations: range, *, overlap: bool) -> None:
         self._path = folder / NAME
         self._iterations = iterations
+        self._overlap = overlap
         self._calls = 0
         self._iteration = 0
-        self._latest = 0  # iteration that was written: Megatron can run one a second time
+        self._latest = 0  # iteration that was recorded: Megatron can run one a second time
         self._file: TraceFile | None = None
         self._recording: Recording | None = None  # of the step that runs, if it is traced
+        self._recorded: dict[int, Recording] = {}  # by iteration, of steps that are to be written
 
     def begin(self, pipeline: dist.ProcessGroup, recorder: Recorder) -> None:
         """Before the passes of a training step: record them, if they are to be."""
@@ -54,32 +60,43 @@ class StepTrace:
         if recording is None:
             return
         self._latest = self._iteration
-        recorded: list[_Recorded] = [([], [])] * pipeline.size()
-        dist.all_gather_object(recorded, recording.read(), group=pipeline)
+        self._recorded[self._iteration] = recording
+        if self._overlap and self._iteration < self._iterations[-1]:
+            return
+        recorded, self._recorded = self._recorded, {}
+        mine = [recording.read() for recording in recorded.values()]
+        gathered: list[list[_Recorded]] = [[]] * pipeline.size()
+        dist.all_gather_object(gathered, mine, group=pipeline)
         offsets = clock_offsets(pipeline, torch.device(torch.cuda.current_device()))
         if dist.get_rank() != dist.get_world_size() - 1:
             return
-        measured = _on_one_clock(program, recorded, [offset.seconds for offset in offsets])
-        step = beside(
-            self._iteration,
-            measured,
-            simulate(program, program.problem.costs),
+        seconds = [offset.seconds for offset in offsets]
+        steps = beside_all(
+            list(recorded),
+            [_on_one_clock(program, ranks, seconds) for ranks in zip(*gathered, strict=True)],
+            simulate_steps(program, program.problem.costs, len(recorded)),
             max(offset.error for offset in offsets),
         )
+        for step in steps:
+            self._write(step)
+            _log(step)
+
+    def _write(self, step: TracedStep) -> None:
         try:
             if self._file is None:
                 self._file = TraceFile(self._path)
             self._file.add(step)
         except OSError as error:  # a full disk is no reason to end a training
             print(
-                f"megatron_ext: iteration {self._iteration} is missing in the trace: {error}",
+                f"megatron_ext: iteration {step.iteration} is missing in the trace: {error}",
                 file=sys.stderr,
                 flush=True,
             )
-        _log(step)
 
 
-def _on_one_clock(program: Program, recorded: list[_Recorded], offsets: list[float]) -> Timeline:
+def _on_one_clock(
+    program: Program, recorded: Sequence[_Recorded], offsets: list[float]
+) -> Timeline:
     """What all ranks recorded, as rank 0's clock would have shown it."""
     events, reductions = [], []
     for (passes, mine), ahead in zip(recorded, offsets, strict=True):

@@ -52,6 +52,8 @@ class Optimizer:
 class Speculative:
     """Notes what it is told to do; on two ranks, of which this is the first."""
 
+    snapshot = "nothing"
+
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self.own = QUIET
@@ -82,6 +84,7 @@ class Speculative:
 class Messages:
     """Between two ranks."""
 
+    is_first = False
     is_last = False
 
     def __init__(self) -> None:

@@ -62,6 +62,27 @@ def test_a_trace_of_four_ranks(tmp_path: Path) -> None:
     assert steps[0].measured.compute[0][-1].end < steps[1].measured.compute[0][0].start
 
 
+def test_steps_that_overlap_are_traced_together(tmp_path: Path) -> None:
+    """To gather what was recorded after each of them would keep them apart."""
+    flags = pipeline(4) | {
+        "pipeline_post_validation": True,
+        "rerun_mode": "disabled",
+        "log_interval": 100,
+        "train_iters": 6,
+    }
+    reference = run(4, flags)
+    assert_same(run(4, flags | traced(tmp_path, "4:6")), reference)
+    first, second = read_trace(tmp_path)
+    assert (first.iteration, second.iteration) == (4, 5)
+    for step in (first, second):
+        assert orders(step, "measured") == orders(step, "predicted")
+    ends = [row[-1].end for row in first.predicted.compute]
+    begins = [row[0].start for row in second.predicted.compute]
+    assert min(begins) < max(ends)
+    for rows in zip(first.measured.compute, second.measured.compute, strict=True):
+        assert rows[0][-1].end <= rows[1][0].start
+
+
 def test_the_command_explains_the_last_iteration_of_a_resumed_run(tmp_path: Path) -> None:
     """Iterations are those of the log: this run has two steps, the second is iteration 4."""
     run(2, pipeline(2) | {"save": tmp_path / "saved", "save_interval": 2})

@@ -26,6 +26,7 @@ from megatron_ext.schedule.costs import parse_costs
 from megatron_ext.schedule.estimate import ModelDimensions, estimate
 from megatron_ext.schedule.head import Placed, place_head
 from megatron_ext.schedule.limit import parse_limit
+from megatron_ext.schedule.overlap import check_overlaps
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.schedule import Problem, VocabularyParallel
 
@@ -113,6 +114,8 @@ def check(args: Any, config: PipelineConfig) -> list[Placed]:
     made = programs(args, config)
     for placed in made:
         refuse_order(args, placed.program.schedule)
+        if config.post_validation:
+            check_overlaps(placed.program)
     return made
 
 
@@ -171,6 +174,7 @@ def problems(args: Any, config: PipelineConfig) -> list[Problem]:
                 p2p=config.messages(),
                 vocabulary=config.vocabulary(),
                 offload=config.offload(),
+                post_validation=config.post_validation,
             )
         )
     return found

@@ -158,7 +158,9 @@ class PipelineStep:
         self._has_reported = False
         self._trace = None
         if config.trace is not None:
-            self._trace = StepTrace(Path(config.trace), config.traced_iterations())
+            self._trace = StepTrace(
+                Path(config.trace), config.traced_iterations(), overlap=config.post_validation
+            )
         path = config.profile()
         self._profile = None if path is None else StepProfile(path)
 
