@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import megatron.core
 import pytest
@@ -23,17 +24,26 @@ from megatron_ext.patches.features import REFUSALS, refuse, refuse_order, wanted
 from megatron_ext.schedule.registry import choose
 from megatron_ext.schedule.schedule import from_csv
 
+TOGETHER: tuple[dict[str, Any], ...] = (
+    {"costs": "profile", "vocab_parallel": "1"},
+    {"post_validation": True},
+)
+
 
 def test_every_binding_is_changed_and_put_back() -> None:
     from megatron.training import training
 
     stock = schedules.get_forward_backward_func
-    with megatron_ext.install(schedule="zb-v", costs="profile", vocab_parallel="1"):
-        assert schedules.get_forward_backward_func is not stock
-        for module in (pipeline_parallel, training):
-            assert module.get_forward_backward_func is schedules.get_forward_backward_func
-        states = {patch["state"] for patch in diagnose(PipelineConfig())["patches"]}
-        assert states == {"applied"}
+    states: dict[str, set[str]] = {}  # of each target, with the settings that go together
+    for settings in TOGETHER:
+        with megatron_ext.install(schedule="zb-v", **settings):
+            assert schedules.get_forward_backward_func is not stock
+            for module in (pipeline_parallel, training):
+                assert module.get_forward_backward_func is schedules.get_forward_backward_func
+            for patch in diagnose(PipelineConfig())["patches"]:
+                states.setdefault(patch["target"], set()).add(patch["state"])
+    for target, found in states.items():
+        assert "applied" in found and found <= {"applied", "not wanted"}, (target, found)
     for module in (schedules, pipeline_parallel, training):
         assert module.get_forward_backward_func is stock
     assert "applied" not in {p["state"] for p in diagnose(PipelineConfig())["patches"]}

@@ -27,6 +27,7 @@ from megatron_ext.patches.features import FEATURES
 from megatron_ext.patches.megatron import post_validation as module
 from megatron_ext.patches.megatron import settle_points
 from megatron_ext.patches.megatron.post_validation import Result, StepResult, post_validation
+from megatron_ext.patches.megatron.training.arguments import warn_of_settling
 from megatron_ext.runtime.partial_state import PartialState
 
 QUIET = PartialState(squared_norm=0.25, found_inf=False)
@@ -371,6 +372,14 @@ def test_without_megatrons_loop_every_step_is_stocks(loop: Loop) -> None:
     for _ in range(4):
         assert post_validation.optimizer_step(step, loop.optimizer) == loop.stock
     assert not loop.speculative.done
+
+
+def test_a_log_of_every_iteration_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    for log_interval, rank in ((10, 0), (1, 1)):
+        warn_of_settling(SimpleNamespace(log_interval=log_interval, rank=rank))
+        assert not capsys.readouterr().out
+    warn_of_settling(SimpleNamespace(log_interval=1, rank=0))
+    assert "with --log-interval 1 every step is validated before" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

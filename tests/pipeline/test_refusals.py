@@ -110,6 +110,24 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
         {"pipeline_activation_offload": "fit", "pipeline_memory_limit": "0.5"},
         "over the memory limit of 0.5 microbatches",
     ),
+    "post-validation, batched": (
+        {"pipeline_post_validation": True, "pipeline_p2p": "batched"},
+        "--pipeline-post-validation does not go with --pipeline-p2p batched",
+    ),
+    "post-validation, and Megatron compares results": (
+        {"pipeline_post_validation": True, "untie_embeddings_and_output_weights": True},
+        "--pipeline-post-validation does not go with rerun_mode=validate_results",
+    ),
+    "post-validation, timers that wait": (
+        {
+            "pipeline_post_validation": True,
+            "untie_embeddings_and_output_weights": True,
+            "rerun_mode": "disabled",
+            "timing_log_level": 1,
+        },
+        "with timing_log_level=1: its timers have all ranks wait for one another; write "
+        "--no-barrier-with-level-1-timing",
+    ),
     "a divided vocabulary, no such way": (
         {"pipeline_vocab_parallel": "3"},
         "--pipeline-vocab-parallel 3: write none, 1 or 2",
