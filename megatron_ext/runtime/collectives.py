@@ -38,7 +38,7 @@ class Collectives:
         self.are_closed = False
         self._global_ranks = dist.get_process_group_ranks(pipeline)
         self.ranks = pipeline.size()
-        self._groups = make_groups(pipeline, dict.fromkeys(_KINDS, range(self.ranks)), device)
+        self._groups = make_groups(pipeline, dict.fromkeys(_KINDS, range(self.ranks)))
         for group in self._groups.values():
             dist.all_reduce(torch.zeros(1, device=device), group=group)
 

@@ -42,7 +42,7 @@ class Channels:
         self.rank = pipeline.rank()
         self.device = device
         ends = {channel: (channel.sender, channel.receiver) for channel in sorted(channels)}
-        self._groups = make_groups(pipeline, ends, device)
+        self._groups = make_groups(pipeline, ends)
         for channel in self._groups:
             self._use_once(channel)
         self.are_closed = False
@@ -77,18 +77,17 @@ class Channels:
 def make_groups[Key](
     pipeline: dist.ProcessGroup,
     members: Mapping[Key, Collection[int]],
-    device: torch.device,
     backend: str | None = None,
 ) -> dict[Key, dist.ProcessGroup]:
     """A process group for each of ``members``, given as pipeline ranks; those of this rank.
 
-    They have ``backend``, or the world's, and the timeout of the pipeline's for ``device``.
+    They have the pipeline's timeout, and ``backend``, or the world's.
 
     Collective over the world: every rank of every pipeline calls it with the same ``members``, in
     the same order.
     """
     mine = dist.get_process_group_ranks(pipeline)
-    timeout = pipeline._get_backend(device).options._timeout
+    timeout = pipeline._get_backend(pipeline._device_types[0]).options._timeout
     groups: dict[Key, dist.ProcessGroup] = {}
     for ranks in _all_pipelines(mine):
         for key, members_of_key in members.items():

@@ -32,12 +32,8 @@ class ValidationMessages:
     ) -> None:
         """Collective over the world, as `transport.make_groups` is."""
         ranks = range(placement.ranks)
-        groups = make_groups(
-            pipeline,
-            {Kind.SEND_P: ranks, Kind.SEND_V: ranks},
-            torch.device("cpu"),
-            backend="gloo",
-        )
+        ways = {Kind.SEND_P: ranks, Kind.SEND_V: ranks}
+        groups = make_groups(pipeline, ways, backend="gloo")
         self._up: dist.ProcessGroup | None = groups[Kind.SEND_P]
         self._down: dist.ProcessGroup | None = groups[Kind.SEND_V]
         self._recorder = recorder

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_ext.schedule.kinds import RULES, Duty
 from megatron_ext.schedule.trace import read_trace
-from tests.gpu.runs import RANKS, losses, needs_two_gpus
+from tests.gpu.runs import ITERATIONS, RANKS, losses, needs_two_gpus
 
 pytestmark = [pytest.mark.gpu, needs_two_gpus]
 
@@ -56,6 +56,28 @@ def test_a_divided_vocabulary_has_stocks_losses(
     found = losses(schedule, pipeline_vocab_parallel=variant, **resumed)
     expected = [float(loss) for loss in losses(None, **resumed)]
     assert [float(loss) for loss in found] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("schedule", ["zb-2p", "zb-v"])
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_steps_that_overlap_have_the_losses_of_those_that_do_not(
+    schedule: str, overlaps: bool
+) -> None:
+    """Clips are due in every one of these steps at first, and then are not: some steps are taken
+    back, on streams. The copies of what they overwrite lie on the device."""
+    flags: dict[str, Any] = {
+        "untie_embeddings_and_output_weights": True,
+        "clip_grad": 1.0,
+        "bf16": True,
+        "use_distributed_optimizer": overlaps,
+        "overlap_grad_reduce": overlaps,
+        "overlap_param_gather": overlaps,
+        "rerun_mode": "disabled",
+        "log_interval": ITERATIONS,
+        "train_iters": 4 * ITERATIONS,
+    }
+    post_validated = losses(schedule, pipeline_post_validation=True, **flags)
+    assert post_validated == losses(schedule, **flags)
 
 
 def test_a_trace_has_every_pass_of_every_rank(tmp_path: Path) -> None:
