@@ -361,6 +361,9 @@ POST_VALIDATION_OPTIMIZER_REFUSALS = (
         "drop --reuse-grad-buf-for-mxfp8-param-ag: gradients must stay until their step is settled",
     ),
     Refusal(
+        "use_megatron_fsdp", bool, "drop --use-megatron-fsdp: its parameters are kept elsewhere"
+    ),
+    Refusal(
         "num_distributed_optimizer_instances",
         lambda value: value > 1,
         "drop --num-distributed-optimizer-instances: several instances are untried",

@@ -57,13 +57,13 @@ class Case:
     ranks: str  # tensor, data, pipeline or expert
     distributed: bool = False
     overlap: bool = False
-    adam: str = "torch"  # or fused
+    steps_by: str = "adam"  # torch's; or fused, or sgd
     chained: bool = True
 
     def __str__(self) -> str:
         words = [self.dtype, self.ranks]
         words += ["distributed"] * self.distributed + ["overlap"] * self.overlap
-        words += ["fused"] * (self.adam == "fused") + ["single"] * (not self.chained)
+        words += [self.steps_by] * (self.steps_by != "adam") + ["single"] * (not self.chained)
         return "-".join(words)
 
     def initialize(self) -> None:
@@ -88,10 +88,11 @@ CASES = [
     *(Case(dtype, "data", distributed=True, overlap=True) for dtype in DTYPES),
     *(Case(dtype, "pipeline", chained=False) for dtype in DTYPES),
     *(
-        Case(dtype, "data", distributed=distributed, adam="fused")
+        Case(dtype, "data", distributed=distributed, steps_by="fused")
         for dtype in DTYPES
         for distributed in (False, True)
     ),
+    Case("bf16", "tensor", steps_by="sgd"),
 ]
 
 
@@ -198,7 +199,7 @@ class Training:
         )
         chain = optimizers.get_megatron_optimizer(
             OptimizerConfig(
-                optimizer="adam",
+                optimizer="sgd" if case.steps_by == "sgd" else "adam",
                 lr=1e-2,
                 weight_decay=0.1,
                 fp16=case.dtype == "fp16",
@@ -314,7 +315,7 @@ def platform(case: Case) -> Iterator[None]:
     torch.compiler.set_stance("force_eager")  # half of a rank's time would go into compiling
     with apply(cpu.patches()):
         case.initialize()
-        if case.adam == "fused":
+        if case.steps_by == "fused":
             optimizers.Adam = distrib_optimizer.Adam = FusedAdam
             optimizers.USING_PYTORCH_OPTIMIZER = False
         yield
