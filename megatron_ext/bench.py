@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from megatron_ext.runtime.emulated import Contender
 
 STEPS = 3  # timed, after one that is not
+STEPS_IN_A_ROW = 10  # the same, where steps may overlap
 SLEEPS = 25  # of 20 ms, to see how late this machine wakes a rank, and how cold
 NOISY = 0.03  # a spread, or a lateness of passes, from which figures are not to be believed
 
@@ -46,6 +47,10 @@ class Setting:
         launches: how often the ranks are started afresh.
         vocabulary: ours are measured without vocabulary parallelism, and with this too.
         offload: ours are measured without offload, and with this too.
+        steps: timed in a launch, after one that is not.
+        post_validation: steps follow one another, each ends with an all-reduce as an optimizer's
+            does, and ours are measured with post-validation too.
+        bad_every: every so many-th verdict of post-validation is bad; 0: none.
     """
 
     ranks: int
@@ -55,13 +60,30 @@ class Setting:
     launches: int
     vocabulary: VocabularyParallel = VocabularyParallel.NONE
     offload: Offload = Offload.NONE
+    steps: int = STEPS
+    post_validation: bool = False
+    bad_every: int = 0
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"steps is {self.steps}; at least one has to be timed")
+        if self.bad_every and not 1 < self.bad_every <= self.steps:
+            raise ValueError(
+                f"a bad verdict every {self.bad_every} of {self.steps} steps: there must be steps "
+                f"that follow one and steps that do not; write a number from 2 to {self.steps}"
+            )
+        if self.bad_every and not self.post_validation:
+            raise ValueError("bad verdicts without post-validation: add --post-validation")
 
     @property
-    def ours(self) -> list[tuple[str, VocabularyParallel, Offload]]:
-        """What of ours is measured."""
+    def ours(self) -> list[tuple[str, VocabularyParallel, Offload, bool]]:
+        """What of ours is measured. Post-validation goes with none of the others."""
         ways = dict.fromkeys([VocabularyParallel.NONE, self.vocabulary])
         copies = dict.fromkeys([Offload.NONE, self.offload])
-        return list(itertools.product(self.specs, ways, copies))
+        combined = [(way, copy, False) for way, copy in itertools.product(ways, copies)]
+        if self.post_validation:
+            combined.append((VocabularyParallel.NONE, Offload.NONE, True))
+        return [(spec, *each) for spec in self.specs for each in combined]
 
 
 @dataclass(frozen=True)
@@ -69,12 +91,15 @@ class Measured:
     """One contender over all launches.
 
     Attributes:
-        ideal: seconds its schedule takes with free messages and no overhead.
-        measured: median seconds of a step, first start to last end over all ranks.
+        ideal: seconds its schedule takes with free messages and no overhead: its makespan, with
+            post-validation about its span.
+        measured: median seconds of a step, first start to last end over all ranks; of steps in a
+            row, the mean between their last ends.
         efficiency: ideal / measured.
         speedup: over Megatron's 1F1B in the same launches.
         spread: (slowest - fastest launch) / median.
         host_microseconds: what a pass costs beside the pass: a step of free passes, per pass.
+        after_bad: seconds of a step that follows a bad verdict, if there are any.
     """
 
     name: str
@@ -84,6 +109,7 @@ class Measured:
     speedup: float
     spread: float
     host_microseconds: float
+    after_bad: float | None = None
 
 
 @dataclass(frozen=True)
@@ -126,8 +152,8 @@ def measure(setting: Setting, progress: Callable[[str], None]) -> Report:
     from megatron_ext.schedule.registry import choose
 
     sizes = setting.ranks, setting.microbatches, setting.costs
-    for spec, vocabulary, offload in setting.ours:  # what is wrong is said here, not by a rank
-        program_of(choose(spec), *sizes, vocabulary, offload)
+    for spec, vocabulary, offload, validates in setting.ours:  # said here, not by a rank
+        program_of(choose(spec), *sizes, vocabulary, offload, validates)
     importlib.import_module("megatron_ext.patches.megatron.bench")  # once, before forking
     launches: list[dict[str, Any]] = []
     for number in range(setting.launches):
@@ -136,6 +162,7 @@ def measure(setting: Setting, progress: Callable[[str], None]) -> Report:
     rows = []
     for name, first in launches[0]["steps"].items():
         times = [launch["steps"][name]["seconds"] for launch in launches]
+        after_bad = [launch["steps"][name]["after_bad"] for launch in launches]
         hosts = [launch["steps"][name]["host"] for launch in launches]
         stock = [launch["steps"]["megatron 1f1b"]["seconds"] for launch in launches]
         measured = statistics.median(times)
@@ -148,6 +175,7 @@ def measure(setting: Setting, progress: Callable[[str], None]) -> Report:
                 statistics.median(stock) / measured,
                 (max(times) - min(times)) / measured,
                 1e6 * statistics.median(hosts) / first["passes"],
+                None if first["after_bad"] is None else statistics.median(after_bad),
             )
         )
     return Report(
@@ -202,10 +230,15 @@ def _rank(rank: int, setting: Setting, folder: str) -> None:
     result["autograd"] = [_largest(_autograd(sleep)) for sleep in (0.02, 0.0)]
     for costs, figure in ((setting.costs, "seconds"), (_FREE, "host")):
         for contender in _contenders(setting, costs, Path(folder)):
-            contender.step()
-            seconds = statistics.median(_timed(contender.step) for _ in range(STEPS))
-            row = result["steps"].setdefault(contender.name, {})
-            row[figure] = seconds
+            row = result["steps"].setdefault(contender.name, {"after_bad": None})
+            if figure == "host" or not setting.post_validation:
+                contender.step()
+                seconds = [_timed(contender.step) for _ in range(setting.steps)]
+                row[figure] = statistics.median(seconds)
+            else:
+                row[figure], row["after_bad"] = _in_a_row(contender, setting)
+            if contender.settle is not None:
+                contender.settle()
             if figure == "seconds":
                 row |= {"ideal": contender.ideal, "passes": contender.passes}
     if rank == 0:
@@ -220,9 +253,17 @@ def _contenders(setting: Setting, costs: str, folder: Path) -> Iterator[Contende
 
     yield from megatron.contenders(setting.ranks, setting.microbatches, costs)
     yield from runtime.torchs(setting.ranks, setting.microbatches, costs)
-    for spec, vocabulary, offload in setting.ours:
+    for spec, vocabulary, offload, validates in setting.ours:
         yield runtime.ours(
-            spec, setting.ranks, setting.microbatches, costs, vocabulary, offload, folder
+            spec,
+            setting.ranks,
+            setting.microbatches,
+            costs,
+            vocabulary,
+            offload,
+            validates,
+            setting.bad_every,
+            folder,
         )
 
 
@@ -235,6 +276,31 @@ def _timed(step: Callable[[], None]) -> float:
     step()
     end = time.monotonic()
     return _largest(end) + _largest(-start)
+
+
+def _in_a_row(contender: Contender, setting: Setting) -> tuple[float, float | None]:
+    """Mean seconds of steps that follow one another, from the last rank's end to that of the next:
+    of those that follow no bad verdict, and of those that do, if it knows any."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_ext.runtime.emulated_validation import is_bad_step, synchronise
+
+    dist.barrier()
+    ends = []
+    for _ in range(1 + setting.steps):
+        contender.step()
+        if contender.settle is None:
+            synchronise()
+        ends.append(time.monotonic())
+    last_ends = torch.tensor(ends, dtype=torch.float64)
+    dist.all_reduce(last_ends, dist.ReduceOp.MAX)
+    seconds = last_ends.diff().tolist()  # of steps 1, 2, ...
+    if contender.settle is None or not setting.bad_every:
+        return statistics.mean(seconds), None
+    after_bad = [s for step, s in enumerate(seconds) if is_bad_step(step, setting.bad_every)]
+    others = [s for step, s in enumerate(seconds) if not is_bad_step(step, setting.bad_every)]
+    return statistics.mean(others), statistics.mean(after_bad)
 
 
 def _lateness() -> float:

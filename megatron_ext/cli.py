@@ -16,7 +16,15 @@ from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
-from megatron_ext.bench import DEFAULT_SCHEDULES, STEPS, Measured, Setting, draw_report, measure
+from megatron_ext.bench import (
+    DEFAULT_SCHEDULES,
+    STEPS,
+    STEPS_IN_A_ROW,
+    Measured,
+    Setting,
+    draw_report,
+    measure,
+)
 from megatron_ext.config import PipelineConfig
 from megatron_ext.schedule.build import build_program
 from megatron_ext.schedule.certify import certify as certified
@@ -443,32 +451,64 @@ def bench(
     offload: Annotated[
         Offload, typer.Option(help="Measure ours with offload too; give d2h= in COSTS.")
     ] = Offload.NONE,
+    post_validation: Annotated[
+        bool,
+        typer.Option(
+            "--post-validation",
+            help="Measure steps in a row, with an all-reduce after each, and ours with the "
+            "optimizer's post-validation in its place too.",
+        ),
+    ] = False,
+    bad_every: Annotated[
+        int, typer.Option(help="With --post-validation: every so many-th verdict is bad.")
+    ] = 0,
+    steps: Annotated[
+        int | None,
+        typer.Option(help=f"Timed in a launch: {STEPS}, or {STEPS_IN_A_ROW} in a row."),
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the bars, as .svg or .png.")] = None,
 ) -> None:
     """Measure executors on emulated clocks: ours, Megatron's own, torch's."""
     specs = tuple(schedules.split())
-    setting = Setting(pp, microbatches, costs, specs, launches, vocab_parallel, offload)
     try:
+        setting = Setting(
+            pp,
+            microbatches,
+            costs,
+            specs,
+            launches,
+            vocab_parallel,
+            offload,
+            steps or (STEPS_IN_A_ROW if post_validation else STEPS),
+            post_validation,
+            bad_every,
+        )
         found = measure(setting, lambda text: typer.echo(text, err=True))
         if plot is not None:
             draw_report(found, plot)
     except (ValueError, OSError) as error:
         fail(error)
     if as_json:
-        rows = [asdict(row) for row in found.rows]
         report = {
             **asdict(setting),
-            "rows": rows,
+            "rows": [asdict(row) for row in found.rows],
             "autograd_microseconds": found.autograd_microseconds,
             "doubts": found.doubts,
         }
         typer.echo(json.dumps(report, indent=2))
         return
     typer.echo(
-        f"{pp} ranks, {microbatches} microbatches, {costs} ms, {STEPS} steps a launch, {launches} "
-        f"launches; seconds of a step, median over launches"
+        f"{pp} ranks, {microbatches} microbatches, {costs} ms, {setting.steps} steps a launch"
+        f"{', in a row' * post_validation}, {launches} launches; seconds of a step, median over "
+        f"launches"
     )
-    _print_table([_bench_row(row) for row in found.rows])
+    rows = [_bench_row(row) for row in found.rows]
+    if bad_every:
+        rows = [
+            table_row | {"after a bad verdict": row.after_bad or ""}
+            for table_row, row in zip(rows, found.rows, strict=True)
+        ]
+    _print_table(rows)
     cold, warm = found.autograd_microseconds
     typer.echo(
         f"autograd alone takes {cold:.0f} us a pass here after a sleep, {warm:.0f} us without one: "

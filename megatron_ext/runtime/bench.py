@@ -20,6 +20,7 @@ from megatron_ext.runtime.emulated import (
     data,
 )
 from megatron_ext.runtime.emulated_copies import EmulatedCopies
+from megatron_ext.runtime.emulated_validation import EmulatedValidation
 from megatron_ext.runtime.emulated_vocabulary import EmulatedVocabulary
 from megatron_ext.runtime.executor import execute
 from megatron_ext.runtime.offload import ActivationOffload
@@ -51,11 +52,19 @@ def program_of(
     costs: str,
     vocabulary: VocabularyParallel = VocabularyParallel.NONE,
     offload: Offload = Offload.NONE,
+    post_validation: bool = False,
 ) -> Program:
     """The program of ``choice`` for emulated ``costs`` in milliseconds, with free messages."""
     placement = choice.place(ranks)
     seconds = _seconds(costs, placement)
-    problem = Problem(placement, microbatches, seconds, vocabulary=vocabulary, offload=offload)
+    problem = Problem(
+        placement,
+        microbatches,
+        seconds,
+        vocabulary=vocabulary,
+        offload=offload,
+        post_validation=post_validation,
+    )
     return build_program(choice, problem)
 
 
@@ -109,12 +118,17 @@ def ours(
     costs: str,
     vocabulary: VocabularyParallel,
     offload: Offload,
+    post_validation: bool,
+    bad_every: int,
     folder: Path,
 ) -> Contender:
-    """Our executor and transport under ``spec``. ``folder`` is the launch's own."""
+    """Our executor and transport under ``spec``. ``folder`` is the launch's own.
+
+    With ``post_validation`` every ``bad_every``-th verdict is bad, or none if that is 0.
+    """
     choice = choose(spec)
     divides = vocabulary is not VocabularyParallel.NONE
-    program = program_of(choice, ranks, microbatches, costs, vocabulary, offload)
+    program = program_of(choice, ranks, microbatches, costs, vocabulary, offload, post_validation)
     placement = program.schedule.placement
     world = dist.group.WORLD
     assert world is not None
@@ -134,18 +148,29 @@ def ours(
         copies = EmulatedCopies(program.problem.costs, rank, folder)
         offloads = ActivationOffload(rank, torch.device("cpu"), copies)
     shard = EmulatedVocabulary(program, world, recorder) if divides else None
+    validation = None
+    if post_validation:
+        validation = EmulatedValidation(world, placement, recorder, bad_every)
 
     def step() -> None:
         queue.splitting = choice.splits_backward
         transport = Transport(ways, Boundary(SHAPE, DTYPE), placement, recorder)
         passes = None if shard is None else shard.step()
         copying = None if offloads is None else offloads.step(program.schedule.rows[rank])
-        execute(program, stages, transport, recorder, passes, copying)
+        execute(program, stages, transport, recorder, passes, copying, validation)
         queue.splitting = False
+        if validation is not None:
+            validation.optimizer_step()
+
+    def settle() -> None:
+        assert validation is not None
+        validation.settle()
 
     name = f"megatron-ext {spec}" + f", vocabulary {vocabulary}" * divides
     name += f", offload {offload}" * (offload is not Offload.NONE)
-    return Contender(name, ideal_of(program), _passes(program), step)
+    name += ", post-validation" * post_validation
+    settles = settle if post_validation else None
+    return Contender(name, ideal_of(program), _passes(program), step, settles)
 
 
 def torchs(ranks: int, microbatches: int, costs: str) -> Iterator[Contender]:

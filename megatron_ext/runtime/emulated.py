@@ -128,12 +128,14 @@ class Contender:
         ideal: seconds that the schedule takes with free messages and no overhead.
         passes: passes of this rank in a step.
         step: runs one step.
+        settle: with post-validation, settles the last step after it; else None.
     """
 
     name: str
     ideal: float
     passes: int
     step: Callable[[], None]
+    settle: Callable[[], None] | None = None
 
 
 def data() -> Tensor:

@@ -3,13 +3,17 @@
 They are a few numbers that the host decides by, so they go over gloo from host to host, each way in
 a group of its own. Whoever passes something on does not wait until it is taken, which may be passes
 later. Nor must passing the verdict back wait until a rank is between two passes: a thread does it.
+
+That thread never waits inside gloo, where nothing but the message or the peer's end could call it
+back: not a failure on this rank, which has to cut its connections, nor the end of the process. It
+looks at the memory that gloo writes to.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
-from concurrent.futures import Future
 
 import torch
 import torch.distributed as dist
@@ -20,6 +24,8 @@ from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.transport import Dealing, closed, make_groups
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.placement import Placement
+
+LOOK_SECONDS = 0.001  # between looks for the verdict
 
 _Message = tuple[dist.Work, Tensor]  # on its way
 
@@ -43,9 +49,10 @@ class ValidationMessages:
         self._after = None if is_last else placement.rank_of[self._stage + 1]
         self._steps = 0  # that were passed on; both ends of a message must speak of the same
         self._passed_on: _Message | None = None
-        self._whole: PartialState | None = None  # on the last of the chain
-        self._verdict: Future[tuple[PartialState, _Message | None]] | None = None
-        self._relaying = Recorder(recorder.rank)  # the thread is not where its rank is
+        self._coming: _Message | None = None  # the verdict
+        self._come: Tensor | None = None
+        self._passed_back: _Message | None = None
+        self._relay: _Relay | None = None
         self.is_pending = False  # a state was passed on, and its verdict has not been asked for
 
     @property
@@ -64,115 +71,145 @@ class ValidationMessages:
         if self._before is None:
             return PartialState()
         with self._dealing(Kind.RECV_P, self._before, "from"):
-            return _receive(group, self._before, self._steps)
+            numbers = _nothing()
+            group.recv([numbers], self._before, 0).wait()
+        return _state(numbers, self._steps)
 
     def pass_on(self, state: PartialState) -> None:
         """SEND_P: ``state`` is that of all ranks up to this one. A verdict will come."""
         assert not self.is_pending, "the verdict on the last step has not been asked for"
         group = self._open(self._up)
+        numbers = _numbers(self._steps, state)
         if self._after is None:
-            self._whole = state
+            self._come = numbers
         else:
             with self._dealing(Kind.SEND_P, self._after, "to"):
-                self._passed_on = _send(group, self._after, state, self._steps)
+                self._passed_on = group.send([numbers], self._after, 0), numbers
         self._steps += 1
         self.is_pending = True
 
     def expect(self) -> None:
         """RECV_V and SEND_V: a pending verdict is received and passed back as it comes from now
         on."""
-        if not self.is_pending or self._verdict is not None:
+        if not self.is_pending or self._relay is not None:
             return
-        self._verdict = Future()
-        arguments = self._verdict, self._open(self._down), self._steps - 1
-        threading.Thread(
-            target=self._relay, args=arguments, name="megatron_ext verdict", daemon=True
-        ).start()
+        group = self._open(self._down)
+        if self._after is not None:
+            numbers = _nothing()
+            with self._dealing(Kind.RECV_V, self._after, "from"):
+                self._coming = group.recv([numbers], self._after, 0), numbers
+        self._relay = _Relay(self)
 
     def verdict(self) -> PartialState:
         """SETTLE: the state of all ranks on the pending step, when it has come."""
         assert self.is_pending, "no step is pending"
         self.expect()
-        assert self._verdict is not None
-        waits_for = self._recorder.rank if self._after is None else self._after
-        with self._recorder.waiting(self._action(Kind.SETTLE), waits_for):
-            state, passed_back = self._verdict.result()
+        self._stop_relay()
+        if self._after is not None:
+            with self._dealing(Kind.SETTLE, self._after, "from"):
+                self.take()
+        if self._before is not None:
+            with self._dealing(Kind.SEND_V, self._before, "to"):
+                self.pass_back()
         # Both ranks are there by now, or nothing would come of going on: this one's next forward
         # pass needs the rank before it in this step.
         for kind, peer, message in (
             (Kind.SEND_P, self._after, self._passed_on),
-            (Kind.SEND_V, self._before, passed_back),
+            (Kind.SEND_V, self._before, self._passed_back),
         ):
             if message is not None:
                 assert peer is not None
                 with self._dealing(kind, peer, "to"):
                     message[0].wait()
-        self._passed_on = self._verdict = None
+        assert self._come is not None
+        state = _state(self._come, self._steps - 1)
+        self._passed_on = self._passed_back = self._come = None
         self.is_pending = False
         return state
 
-    def abandon(self) -> None:
-        """Cut the connections, so that whoever waits at their other ends fails now.
+    def has_come(self) -> bool:
+        """Whether the verdict is here, or about to be: to take it is a matter of moments."""
+        return self._coming is None or not math.isnan(self._coming[1][0].item())
 
-        A thread that waits for the verdict keeps those of the way back until it comes or the rank
-        after this one fails, as it will without this one.
-        """
-        self._passed_on = self._verdict = None  # what is on its way keeps gloo's connections open
+    def take(self) -> None:
+        """Return when the verdict has come."""
+        if self._coming is not None:
+            work, numbers = self._coming
+            work.wait()
+            self._coming, self._come = None, numbers
+
+    def pass_back(self) -> None:
+        """Send the verdict to the rank before this one, unless that is done."""
+        if self._before is not None and self._passed_back is None:
+            assert self._come is not None
+            group = self._open(self._down)
+            self._passed_back = group.send([self._come], self._before, 0), self._come
+
+    def abandon(self) -> None:
+        """Cut the connections, so that whoever waits at their other ends fails now."""
+        self._stop_relay()
+        # What is on its way keeps gloo's connections open.
+        self._passed_on = self._passed_back = self._coming = None
         for group in (self._up, self._down):
             if group is not None:
                 with contextlib.suppress(RuntimeError):  # the first error is the one to show
                     dist.distributed_c10d._abort_process_group(group)
         self._up = self._down = None
 
-    def _relay(
-        self,
-        verdict: Future[tuple[PartialState, _Message | None]],
-        group: dist.ProcessGroup,
-        step: int,
-    ) -> None:
-        passed_back = None
-        try:
-            if self._after is None:
-                assert self._whole is not None
-                state = self._whole
-            else:
-                with self._dealing(Kind.RECV_V, self._after, "from", self._relaying):
-                    state = _receive(group, self._after, step)
-            if self._before is not None:
-                with self._dealing(Kind.SEND_V, self._before, "to", self._relaying):
-                    passed_back = _send(group, self._before, state, step)
-        except BaseException as error:
-            verdict.set_exception(error)
-        else:
-            verdict.set_result((state, passed_back))
+    def _stop_relay(self) -> None:
+        if self._relay is not None:
+            self._relay.stop()
+            self._relay = None
 
     def _open(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         if group is None:
             raise closed(self._recorder.rank)
         return group
 
-    def _dealing(
-        self, kind: Kind, peer: int, direction: str, recorder: Recorder | None = None
-    ) -> Dealing:
-        return Dealing(recorder or self._recorder, self._action(kind), peer, direction)
+    def _dealing(self, kind: Kind, peer: int, direction: str) -> Dealing:
+        return Dealing(self._recorder, self._action(kind), peer, direction)
 
     def _action(self, kind: Kind) -> Action:
         return Action(self._stage, kind, 0)
 
 
+class _Relay:
+    """Passes the verdict back as soon as it has come, in a thread."""
+
+    def __init__(self, messages: ValidationMessages) -> None:
+        self._messages = messages
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="megatron_ext verdict", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """What it has not done is left to the caller."""
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._messages.has_come():
+            if self._stopped.wait(LOOK_SECONDS):
+                return
+        with contextlib.suppress(RuntimeError):  # who asks for the verdict comes to the same
+            self._messages.take()
+            self._messages.pass_back()
+
+
 # As float64: exact for any count of tokens or steps that a training can have.
 
 
-def _send(group: dist.ProcessGroup, peer: int, state: PartialState, step: int) -> _Message:
-    numbers = torch.tensor(
-        [step, state.squared_norm, state.found_inf, state.tokens], dtype=torch.float64
-    )
-    return group.send([numbers], peer, 0), numbers
+def _numbers(step: int, state: PartialState) -> Tensor:
+    numbers = [step, state.squared_norm, state.found_inf, state.tokens]
+    return torch.tensor(numbers, dtype=torch.float64)
 
 
-def _receive(group: dist.ProcessGroup, peer: int, step: int) -> PartialState:
-    numbers = torch.empty(4, dtype=torch.float64)
-    group.recv([numbers], peer, 0).wait()
+def _nothing() -> Tensor:
+    """What `_numbers` will be received in. No step is NaN."""
+    return torch.full((4,), math.nan, dtype=torch.float64)
+
+
+def _state(numbers: Tensor, step: int) -> PartialState:
     sent, squared_norm, found_inf, tokens = numbers.tolist()
     assert sent == step, f"a validation message of step {sent:g} has come in step {step}"
     return PartialState(squared_norm, bool(found_inf), int(tokens))

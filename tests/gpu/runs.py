@@ -62,6 +62,9 @@ def losses(schedule: str | None, **overrides: str | int | bool | None) -> tuple[
     }
     printed = torchrun(RANKS, "-m", "megatron_ext", str(SCRIPT), *model_flags(**flags | overrides))
     found = tuple(re.findall(r"lm loss: (\S+)", printed))
-    trained = int(overrides.get("train_iters") or ITERATIONS) - int(overrides.get("ckpt_step") or 0)
-    assert len(found) >= trained // int(overrides.get("log_interval") or 1), printed[-3000:]
+    first = int(overrides.get("ckpt_step") or 0) + 1
+    last = int(overrides.get("train_iters") or ITERATIONS)
+    interval = int(overrides.get("log_interval") or 1)
+    logged = [i for i in range(first, last + 1) if i == first or i % interval == 0]
+    assert len(found) == len(logged), printed[-3000:]
     return found

@@ -97,3 +97,37 @@ def test_a_schedule_that_does_not_exist() -> None:
     result = CliRunner().invoke(app, [*ARGUMENTS, "--schedules", "zb-x"])
     assert result.exit_code == 2
     assert "there is no schedule 'zb-x'" in result.output
+
+
+def test_steps_in_a_row_with_post_validation() -> None:
+    """They overlap, so that the ideal of a step is its span; but for one after a bad verdict."""
+    result = CliRunner().invoke(
+        app,
+        [
+            *(*ARGUMENTS, "--schedules", "zb-2p", "--json"),
+            *("--post-validation", "--steps", "4", "--bad-every", "2"),
+        ],
+    )
+    assert result.exit_code == 0, result.output
+    rows = {row["name"]: row for row in json.loads(result.stdout)["rows"]}
+    at_once, afterwards = rows["megatron-ext zb-2p"], rows["megatron-ext zb-2p, post-validation"]
+    assert at_once["ideal"] == pytest.approx(0.052)
+    assert afterwards["ideal"] == pytest.approx(0.048)
+    assert at_once["measured"] >= at_once["ideal"]
+    assert at_once["after_bad"] is None
+    # All ranks do the step again together, and begin the next one together.
+    assert afterwards["after_bad"] >= at_once["ideal"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--bad-every", "2"], "add --post-validation"),
+        (["--post-validation", "--steps", "4", "--bad-every", "5"], "a number from 2 to 4"),
+        (["--steps", "-1"], "at least one has to be timed"),
+    ],
+)
+def test_options_that_do_not_go_together(options: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, [*ARGUMENTS, *options])
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
