@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_ext.schedule.simulate import simulate, step_seconds
 from megatron_ext.schedule.verify import Program
 
+_THAT_CAN = "zb-2p, zb-auto, zb-v and v-auto"
 _LEAST = 1e-3  # of the makespan, below which there is no point in it
 
 
@@ -15,17 +16,17 @@ def is_gain(makespan: float, step: float) -> bool:
 
 
 def what_overlapping_gains(program: Program) -> str:
-    """What a step costs with post-validation and without, in words. (``program`` has it.)"""
+    """What post-validation, which ``program`` has, makes of its makespan, in words."""
     makespan, step = _figures(program)
     if not is_gain(makespan, step):
         name = program.schedule.name
         return (
-            f"{name}'s steps cannot overlap: its span is its makespan ({makespan:.4g}); those of "
-            f"zb-2p, zb-auto, zb-v and v-auto can, on more than one rank"
+            f"post-validation: {name}'s steps cannot overlap, its span is its makespan of "
+            f"{makespan:.4g}; those of {_THAT_CAN} can, on more than one rank"
         )
     return (
-        f"with post-validation a step costs {step:.4g} in the long run, without {makespan:.4g} "
-        f"({1 - step / makespan:.1%} less)"
+        f"post-validation: in the long run a step costs {step:.4g}, {1 - step / makespan:.1%} less "
+        f"than its makespan of {makespan:.4g}, which it costs without"
     )
 
 
@@ -37,7 +38,7 @@ def check_overlaps(program: Program) -> None:
             f"post-validation gains nothing with {program.schedule.name} on "
             f"{program.problem.ranks} ranks and {program.problem.microbatches} microbatches: a "
             f"step costs {step:.4g} with it and {makespan:.4g} without, as its steps cannot "
-            f"overlap; use a schedule whose steps can (zb-2p, zb-auto, zb-v, v-auto), or drop it"
+            f"overlap; use a schedule whose steps can ({_THAT_CAN}), or drop it"
         )
 
 

@@ -12,13 +12,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.build import build_program
 from megatron_ext.schedule.fill import Filled, Memory, fill_best, makespan, memory_of
 from megatron_ext.schedule.fill import time as time_rows
 from megatron_ext.schedule.kinds import Duty, Held
 from megatron_ext.schedule.memory import peaks
 from megatron_ext.schedule.placement import line
-from megatron_ext.schedule.registry import entries, family
+from megatron_ext.schedule.registry import Choice, entries, family
 from megatron_ext.schedule.schedule import Problem, Schedule
+from megatron_ext.schedule.simulate import step_seconds
 
 _SOURCE = "Qi et al. 2024, arXiv:2401.10241, section 3"
 _LEADS = (1, 2, 1.75, 1.5, 2.25, 1.25)  # microbatches a rank is further ahead than the next
@@ -28,7 +30,7 @@ _ACTIONS = 100_000  # to be placed in trials altogether: what is tried depends o
 @family("zb-auto", line, source=_SOURCE, splits_backward=True, uses_costs=True)
 def zb_auto(problem: Problem) -> Schedule:
     """The least makespan found within the memory limit; without one, within 2p microbatches. With
-    post-validation, the least span.
+    post-validation, that or the least span, whichever makes a step cost less.
 
     Never more than any other schedule of this placement takes that keeps to the limit.
 
@@ -42,7 +44,17 @@ def zb_auto(problem: Problem) -> Schedule:
     """
     memory = memory_of(problem, math.inf if problem.memory_limit else 2 * problem.ranks)
     others = [name for name in _on_a_line() if name != "zb-auto"]
-    return _best("zb-auto", problem, memory, others, by_span=problem.post_validation)
+    least_makespan = _best("zb-auto", problem, memory, others, by_span=False)
+    if not problem.post_validation:
+        return least_makespan
+    least_span = _best("zb-auto", problem, memory, others, by_span=True)
+    return min(least_span, least_makespan, key=lambda schedule: _step(schedule, problem))
+
+
+def _step(schedule: Schedule, problem: Problem) -> float:
+    """What a step of ``schedule`` costs."""
+    choice = Choice(schedule.name, line, lambda _: schedule, splits_backward=True)
+    return step_seconds(build_program(choice, problem), problem.costs)
 
 
 @family("zb-1p", line, source=_SOURCE, splits_backward=True, uses_costs=True)
