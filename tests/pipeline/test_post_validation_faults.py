@@ -168,7 +168,7 @@ def test_a_rank_whose_caller_goes_on_after_its_error(
     with running_ranks(RANKS, Steps(failing, where, throw, swallows=True), script) as running:
         running.wait_until_it_says(failing, HERE)
         others = [rank for rank in range(RANKS) if rank != failing]
-        running.wait_until_ended(*others, timeout=20)
+        running.wait_until_ended(*others)
         running.send_signal(failing, signal.SIGUSR1)
         results = running.wait()
     assert results[failing].exit_code == 0, results[failing].stderr
@@ -213,5 +213,5 @@ def test_a_process_may_end_before_its_verdict(script: Script) -> None:
     """The thread that waits for it sat in gloo, and the interpreter aborted on its way out."""
     with running_ranks(2, leave_without_the_verdict, script) as running:
         running.wait_until_it_says(0, "leaves")
-        running.wait_until_ended(0, timeout=2)
+        running.wait_until_ended(0)
         values(running.wait())
