@@ -184,10 +184,13 @@ class PostValidation:
         if self._optimizer is None:
             self._optimizer = self._connection.speculate(optimizer)
         self._half_done = iteration
-        before = messages.partial()
-        if self._scale is not None:
+        if self._scale is None:  # while the state of the ranks before may be on its way
+            own = self._optimizer.prepare()
+            before = messages.partial()
+        else:
+            before = messages.partial()
             self._scale(before.tokens + self._tokens)
-        own = replace(self._optimizer.prepare(), tokens=self._tokens)
+            own = replace(self._optimizer.prepare(), tokens=self._tokens)
         state = before.plus(own)
         messages.pass_on(state)
         if self._optimizer.is_quiet(state):
