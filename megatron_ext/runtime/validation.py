@@ -41,7 +41,7 @@ class ValidationMessages:
         groups = make_groups(
             pipeline,
             {Kind.SEND_P: ranks, Kind.SEND_V: ranks},
-            torch.device("cpu"),
+            pipeline._device_types[0],  # its own backend may know no CPU
             backend="gloo",
         )
         self._up: dist.ProcessGroup | None = groups[Kind.SEND_P]
@@ -123,8 +123,9 @@ class ValidationMessages:
         ):
             if message is not None:
                 assert peer is not None
+                work, _ = message
                 with self._dealing(kind, peer, "to"):
-                    message[0].wait()
+                    work.wait()
         assert self._come is not None
         state = _state(self._come, self._steps - 1)
         self._passed_on = self._passed_back = self._come = None
