@@ -49,7 +49,7 @@ class Setting:
         offload: ours are measured without offload, and with this too.
         steps: timed in a launch, after one that is not.
         post_validation: steps follow one another, each ends with an all-reduce as an optimizer's
-            does, and ours are measured with post-validation too.
+            does, and ours are measured with post-validation too; torch's are left out.
         bad_every: every so many-th verdict of post-validation is bad; 0: none.
     """
 
@@ -252,7 +252,8 @@ def _contenders(setting: Setting, costs: str, folder: Path) -> Iterator[Contende
     from megatron_ext.runtime import bench as runtime
 
     yield from megatron.contenders(setting.ranks, setting.microbatches, costs)
-    yield from runtime.torchs(setting.ranks, setting.microbatches, costs)
+    if not setting.post_validation:
+        yield from runtime.torchs(setting.ranks, setting.microbatches, costs)
     for spec, vocabulary, offload, validates in setting.ours:
         yield runtime.ours(
             spec,

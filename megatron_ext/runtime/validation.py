@@ -119,8 +119,9 @@ class ValidationMessages:
         ):
             if message is not None:
                 assert peer is not None
+                work, _ = message
                 with self._dealing(kind, peer, "to"):
-                    message[0].wait()
+                    work.wait()
         assert self._come is not None
         state = _state(self._come, self._steps - 1)
         self._passed_on = self._passed_back = self._come = None
