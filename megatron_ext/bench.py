@@ -99,7 +99,8 @@ class Measured:
         speedup: over Megatron's 1F1B in the same launches.
         spread: (slowest - fastest launch) / median.
         host_microseconds: what a pass costs beside the pass: a step of free passes, per pass.
-        after_bad: seconds of a step that follows a bad verdict, if there are any.
+        ideal_after_bad: with post-validation, as ``ideal``, of a step that follows a bad verdict.
+        after_bad: as ``measured``, of those steps, if there are any.
     """
 
     name: str
@@ -109,6 +110,7 @@ class Measured:
     speedup: float
     spread: float
     host_microseconds: float
+    ideal_after_bad: float | None = None
     after_bad: float | None = None
 
 
@@ -175,6 +177,7 @@ def measure(setting: Setting, progress: Callable[[str], None]) -> Report:
                 statistics.median(stock) / measured,
                 (max(times) - min(times)) / measured,
                 1e6 * statistics.median(hosts) / first["passes"],
+                first["ideal_after_bad"],
                 None if first["after_bad"] is None else statistics.median(after_bad),
             )
         )
@@ -241,6 +244,7 @@ def _rank(rank: int, setting: Setting, folder: str) -> None:
                 contender.settle()
             if figure == "seconds":
                 row |= {"ideal": contender.ideal, "passes": contender.passes}
+                row["ideal_after_bad"] = contender.ideal_after_bad
     if rank == 0:
         torch.save(result, f"{folder}/result")
     dist.barrier()

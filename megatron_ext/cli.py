@@ -504,10 +504,9 @@ def bench(
     )
     rows = [_bench_row(row) for row in found.rows]
     if bad_every:
-        rows = [
-            table_row | {"after a bad verdict": row.after_bad or ""}
-            for table_row, row in zip(rows, found.rows, strict=True)
-        ]
+        for cells, row in zip(rows, found.rows, strict=True):
+            cells["after a bad verdict, ideal"] = row.ideal_after_bad or ""
+            cells["after a bad verdict, measured"] = row.after_bad or ""
     _print_table(rows)
     cold, warm = found.autograd_microseconds
     typer.echo(

@@ -27,13 +27,14 @@ from megatron_ext.runtime.offload import ActivationOffload
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.transport import Boundary, Channels, Transport
 from megatron_ext.runtime.weight_gradients import queue
+from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.build import build_program
 from megatron_ext.schedule.costs import Costs, VocabularyCosts, parse_costs
 from megatron_ext.schedule.graph import channels
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.registry import Choice, choose
 from megatron_ext.schedule.schedule import Offload, Problem, VocabularyParallel, from_csv
-from megatron_ext.schedule.simulate import step_seconds
+from megatron_ext.schedule.simulate import simulate, simulate_steps, step_seconds
 from megatron_ext.schedule.verify import Program
 
 TORCH = {
@@ -71,6 +72,19 @@ def program_of(
 def ideal_of(program: Program) -> float:
     """Seconds of a step: of its makespan, or where steps overlap about of its span."""
     return step_seconds(program, program.problem.costs)
+
+
+def ideal_after_bad(program: Program) -> float:
+    """Seconds of a step that follows a bad verdict, with post-validation.
+
+    All ranks run on to SETTLE, take the last step back and do it again together. Then the next one
+    begins on all of them.
+    """
+    costs = program.problem.costs
+    *_, last, this = simulate_steps(program, costs, 8)
+    settled = max(event.end for event in this.events if event.action.kind is Kind.SETTLE)
+    ended = max(row[-1].end for row in last.compute)
+    return settled - ended + simulate(program, costs).makespan
 
 
 def _seconds(costs: str, placement: Placement) -> Costs:
@@ -169,8 +183,10 @@ def ours(
     name = f"megatron-ext {spec}" + f", vocabulary {vocabulary}" * divides
     name += f", offload {offload}" * (offload is not Offload.NONE)
     name += ", post-validation" * post_validation
-    settles = settle if post_validation else None
-    return Contender(name, ideal_of(program), _passes(program), step, settles)
+    if not post_validation:
+        return Contender(name, ideal_of(program), _passes(program), step)
+    after_bad = ideal_after_bad(program)
+    return Contender(name, ideal_of(program), _passes(program), step, settle, after_bad)
 
 
 def torchs(ranks: int, microbatches: int, costs: str) -> Iterator[Contender]:

@@ -129,6 +129,7 @@ class Contender:
         passes: passes of this rank in a step.
         step: runs one step.
         settle: with post-validation, settles the last step after it; else None.
+        ideal_after_bad: with post-validation, as ``ideal``, of a step that follows a bad verdict.
     """
 
     name: str
@@ -136,6 +137,7 @@ class Contender:
     passes: int
     step: Callable[[], None]
     settle: Callable[[], None] | None = None
+    ideal_after_bad: float | None = None
 
 
 def data() -> Tensor:
