@@ -254,6 +254,15 @@ def values(results: list[RankResult]) -> list[Any]:
     return [result.value for result in results]
 
 
+def lasting_folder() -> Path:
+    """A new folder, for what several tests share: gone when the tests' process ends."""
+    _FOLDERS.append(tempfile.TemporaryDirectory())
+    return Path(_FOLDERS[-1].name)
+
+
+_FOLDERS: list[tempfile.TemporaryDirectory[str]] = []
+
+
 @contextlib.contextmanager
 def agent_store() -> Iterator[int]:
     """The port of a store for ranks to meet at, as torchrun's agent keeps one.
