@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import add_megatron_arguments
@@ -166,6 +167,12 @@ def train_or_fail(
         )
 
 
+def fork_checkpoint_manager() -> None:
+    """In a rank that saves: its writers report through a process that Megatron spawns, which takes
+    seconds."""
+    filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
+
+
 def losses(runs: Sequence[Run]) -> list[float]:
     """The losses, which the last pipeline rank has."""
     return next(run.losses for run in runs if run.losses)
@@ -215,15 +222,13 @@ def _train_rank(
     # a rank's time would go into compiling.
     torch.compiler.set_stance("force_eager")
     os.environ |= torchrun_environment(rank, ranks, port)
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.utils import get_model_config
     from megatron.training import training
 
     from megatron_ext.launch import launch
 
     if "--save" in flags:
-        # A checkpoint's writers report through a process that Megatron spawns: seconds a rank.
-        filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
+        fork_checkpoint_manager()
     run = Run()
     made: list[Any] = []
     setup, log, evaluate = (

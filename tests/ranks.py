@@ -64,6 +64,7 @@ class Request:
         """In the rank: to the function's end."""
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         torch.set_num_threads(1)
+        tempfile.tempdir = self.folder  # who ends at once leaves behind what its exit would remove
         file = os.open(f"{self.folder}/{self.rank}.stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, 2)
         sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115  # for its whole life
@@ -222,7 +223,7 @@ def running_ranks(
     None of them outlives the block.
     """
     parent = parent or ThisProcess()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         pids = [
             parent.fork(Request(rank, ranks, function, folder, connect)) for rank in range(ranks)
         ]
@@ -252,6 +253,15 @@ def values(results: list[RankResult]) -> list[Any]:
             f"{result.error}{result.stderr}"
         )
     return [result.value for result in results]
+
+
+def lasting_folder() -> Path:
+    """A new folder, for what several tests share: gone when the tests' process ends."""
+    _FOLDERS.append(tempfile.TemporaryDirectory())
+    return Path(_FOLDERS[-1].name)
+
+
+_FOLDERS: list[tempfile.TemporaryDirectory[str]] = []
 
 
 @contextlib.contextmanager

@@ -39,6 +39,7 @@ from tests.megatron_runs import (
     Run,
     assert_same,
     evaluations,
+    fork_checkpoint_manager,
     losses,
     model_flags,
     train,
@@ -145,6 +146,8 @@ class Training:
         os.dup2(2, 1)  # where Megatron's loggers write
         from megatron_ext.launch import launch
 
+        if "--save" in self.flags:
+            fork_checkpoint_manager()
         self.fault.install(rank)
         launch([str(SCRIPT), *self.flags])
 

@@ -6,12 +6,12 @@ Stock trains and saves at iteration 2; a schedule loads that and trains on.
 from __future__ import annotations
 
 import functools
-import tempfile
 from pathlib import Path
 
 import pytest
 
 from tests.megatron_runs import Run, assert_same, evaluations, losses, model_flags, train
+from tests.ranks import lasting_folder
 
 SAVED_AT = 2
 
@@ -33,7 +33,7 @@ def run(ranks: int, **flags: object) -> list[Run]:
 @functools.cache
 def stock(ranks: int) -> tuple[list[Run], Path]:
     """Stock's run, and the checkpoint it left at iteration 2."""
-    folder = Path(tempfile.mkdtemp(prefix="batched"))
+    folder = lasting_folder()
     return run(ranks, save=folder, save_interval=SAVED_AT), folder
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import tempfile
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from megatron_ext.patches.megatron.core.pipeline_parallel.model_stage import Mod
 from scripts.pretrain_gpt import model_provider
 from tests.documents import check_written, table
 from tests.megatron_runs import Run, assert_same, losses, model_flags, train
+from tests.ranks import lasting_folder
 
 SAVED_AT = 1
 RANKS = 4
@@ -125,7 +125,7 @@ def flags(parallelism: str, embeddings: str, precision: str, more: Flags) -> lis
 @functools.cache
 def stock(parallelism: str, embeddings: str, precision: str) -> tuple[list[Run], Path]:
     """Stock's run, without recompute, and the checkpoint it left."""
-    folder = Path(tempfile.mkdtemp(prefix="matrix"))
+    folder = lasting_folder()
     saving: Flags = {"save": folder, "save_interval": SAVED_AT}
     return train(RANKS, flags(parallelism, embeddings, precision, saving)), folder
 
@@ -152,7 +152,7 @@ def pipeline(**more: object) -> list[str]:
 
 @functools.cache
 def stock_in_fp16() -> tuple[list[Run], Path]:
-    folder = Path(tempfile.mkdtemp(prefix="matrix"))
+    folder = lasting_folder()
     return train(2, pipeline(**FP16, save=folder, save_interval=3)), folder
 
 
@@ -185,7 +185,7 @@ def with_frozen_weights(*args: Any, **kwargs: Any) -> Any:
 
 @functools.cache
 def stock_with_frozen_weights() -> tuple[list[Run], Path]:
-    folder = Path(tempfile.mkdtemp(prefix="matrix"))
+    folder = lasting_folder()
     flags = pipeline(**EMBEDDINGS["untied"], save=folder, save_interval=SAVED_AT)
     return train(2, flags, model_provider=with_frozen_weights), folder
 

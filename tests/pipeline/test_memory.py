@@ -37,6 +37,7 @@ from tests.pipeline.held_bytes import (
     read_steps,
 )
 from tests.pipeline.storages import LiveStorages, messages_on_their_way
+from tests.ranks import lasting_folder
 
 RANKS = 4
 MICROBATCHES = 8
@@ -98,7 +99,7 @@ def costs_file(ranks: list[Measured], stages: int) -> Path:
             ],
         },
     }
-    path = Path(tempfile.mkdtemp(prefix="memory")) / "costs.json"
+    path = lasting_folder() / "costs.json"
     path.write_text(json.dumps(costs))
     return path
 

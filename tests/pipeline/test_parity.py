@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import functools
 import os
-import tempfile
 from pathlib import Path
 
 import pytest
 
 from tests.megatron_runs import Run, assert_same, losses, model_flags, train
+from tests.ranks import lasting_folder
 
 FAMILIES = ("gpipe", "1f1b", "zb-h1")
 SAVED_AT = 2
@@ -45,7 +45,7 @@ MODELS: dict[str, dict[str, object]] = {
 def stock(shape: str, model: str) -> tuple[list[Run], Path]:
     """Stock's run, and the checkpoint it left at iteration 2."""
     ranks, layout = SHAPES[shape]
-    folder = Path(tempfile.mkdtemp(prefix="parity"))
+    folder = lasting_folder()
     flags = model_flags(**layout, **MODELS[model], save=folder, save_interval=SAVED_AT)
     return train(ranks, flags), folder
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +28,7 @@ from tests.megatron_runs import (
     train,
     whole_state,
 )
+from tests.ranks import lasting_folder
 
 SCHEDULES = (
     *("zb-v", "v-half", "v-min", "v-auto", "1f1b-v", "dualpipe-v", "hanayo"),
@@ -111,7 +111,7 @@ PARITY = [
 @functools.cache
 def stock(setting: str) -> tuple[list[Run], Path]:
     """Stock's run, and the checkpoint it left at iteration 2."""
-    folder = Path(tempfile.mkdtemp(prefix="placements"))
+    folder = lasting_folder()
     return SETTINGS[setting].train(save=folder, save_interval=SAVED_AT), folder
 
 
@@ -211,7 +211,7 @@ def test_dropout_is_that_of_stocks_interleaving() -> None:
 @functools.cache
 def saved(setting: str, schedule: str, **flags: object) -> tuple[list[Run], Path]:
     """A run of ``schedule`` from initialisation, and its checkpoint of iteration 2."""
-    folder = Path(tempfile.mkdtemp(prefix="placements"))
+    folder = lasting_folder()
     overrides = {"save": folder, "save_interval": SAVED_AT, **flags}
     return SETTINGS[setting].train(pipeline_schedule=schedule, **overrides), folder
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from scripts.pretrain_gpt import model_provider
 from tests.megatron_runs import Run, evaluations, losses, model_flags, train, train_or_fail
+from tests.ranks import lasting_folder
 
 SAVED_AT = 2
 ULP = 2.0**-23  # of fp32, as a share of the number
@@ -93,7 +93,7 @@ SETTINGS = {
 @functools.cache
 def stock(setting: str) -> tuple[list[Run], Path]:
     """Stock's run, and the checkpoints it left."""
-    folder = Path(tempfile.mkdtemp(prefix="vocabulary"))
+    folder = lasting_folder()
     return SETTINGS[setting].train(folder), folder
 
 
@@ -137,7 +137,7 @@ CASES = [
 @functools.cache
 def divided(setting: str, schedule: str, variant: int) -> tuple[list[Run], Path]:
     """A run that went on from stock's checkpoint, and the checkpoints it left."""
-    folder = Path(tempfile.mkdtemp(prefix="vocabulary"))
+    folder = lasting_folder()
     runs = SETTINGS[setting].train(
         folder,
         load=stock(setting)[1],

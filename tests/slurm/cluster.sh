@@ -90,7 +90,7 @@ start slurmd -N n1 -D
 start slurmd -N n2 -D
 
 idle() { [[ $(sinfo --noheader --format %D%t 2>&1) == 2idle ]]; }
-for _ in {1..300}; do
+for _ in {1..1200}; do
   idle && break
   sleep 0.1
 done

@@ -22,6 +22,7 @@ pytest.importorskip("megatron.training")
 
 from scripts import quickstart
 from tests.megatron_runs import losses, train
+from tests.ranks import HANGS
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "tests" / "slurm" / "cluster.sh"
@@ -43,7 +44,7 @@ ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEM
 MISSING = [name for name in ("slurmctld", "slurmd", "munged") if not shutil.which(name)]
 
 pytestmark = [
-    pytest.mark.timeout(900),  # `Job.wait_until` is stricter, and says more
+    pytest.mark.timeout(1800),  # `Job.wait_until` is stricter, and says more
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root: SLURM starts jobs as root"),
     pytest.mark.skipif(
         bool(MISSING),
@@ -62,7 +63,7 @@ class Cluster:
     def run(self, *words: str) -> str:
         """What one of SLURM's commands prints; fails when it does."""
         ended = subprocess.run(
-            words, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=60
+            words, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=HANGS
         )
         assert ended.returncode == 0, f"{words}: {ended.stderr}"
         return ended.stdout.strip()
@@ -104,9 +105,9 @@ class Job:
         text = self.log.read_text()
         return [int(at) for at in re.findall(r"successfully loaded .* at iteration (\d+)", text)]
 
-    def wait_until(self, happened: Callable[[], bool], what: str, seconds: float = 180) -> None:
-        """Return when ``happened``; fail when the job ends before, or after ``seconds``."""
-        end = time.monotonic() + seconds
+    def wait_until(self, happened: Callable[[], bool], what: str) -> None:
+        """Return when ``happened``; fail when the job ends before, or hangs."""
+        end = time.monotonic() + HANGS
         while not happened():
             if self.state in ENDED or time.monotonic() > end:
                 if happened():
@@ -169,7 +170,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         assert process.stdout.readline() == "up\n", process.stderr.read()
         yield running
         process.stdin.close()
-        process.wait(timeout=90)
+        process.wait(timeout=HANGS)
     assert process.returncode == 0
     assert not running.processes(), "these have outlived the cluster"
 
