@@ -28,8 +28,8 @@ if (($#)); then
   check pytest "$@"
 else
   # A file's tests share what they build, and stay together. The other folders fork ranks of their
-  # own and run serially, until they have been seen to pass with -n 2 --dist loadfile too.
+  # own, which wait for one another: two files at once keep two cores busy.
   check pytest tests/unit -n auto --maxprocesses 4 --dist loadfile --durations 10
-  check pytest tests --ignore tests/unit --durations 20
+  check pytest tests --ignore tests/unit -n 2 --dist loadfile --durations 20
 fi
 exit $((${#failed[@]} > 0))
