@@ -30,7 +30,7 @@ from torch import Tensor
 from megatron_ext.patches.megatron.core.pipeline_parallel import schedules
 from megatron_ext.patches.megatron.core.pipeline_parallel.model_stage import ModelStage
 from megatron_ext.runtime import offload as offload_module
-from megatron_ext.runtime.executor import _Execution
+from megatron_ext.runtime.executor import Validation, _Execution
 from megatron_ext.runtime.host_copies import DirectCopies
 from megatron_ext.runtime.offload import OffloadedStep
 from megatron_ext.runtime.recorder import Recorder
@@ -212,8 +212,10 @@ def measure_steps(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         recorder: Recorder,
         vocabulary: VocabularyPasses | None,
         offload: OffloadedStep | None,
+        validation: Validation | None,
     ) -> None:
         assert vocabulary is None, "the passes of a divided vocabulary are not counted here"
+        assert validation is None, "steps that begin again are not counted here"
         measured = _MeasuredExecution(program, stages, transport, recorder, offload).run()
         (folder / str(transport.rank)).write_bytes(pickle.dumps(measured))
 

@@ -117,6 +117,23 @@ def test_saved_and_resumed(tmp_path: Path) -> None:
     assert_same(resumed, whole)
 
 
+@pytest.mark.skipif("MEGATRON_LM_DIR" not in os.environ, reason="MEGATRON_LM_DIR is not set")
+def test_the_upstream_script() -> None:
+    """Its gradients are clipped now and then as they are."""
+    script = Path(os.environ["MEGATRON_LM_DIR"]) / "pretrain_gpt.py"
+    flags: dict[str, object] = {
+        "pipeline_schedule": "zb-v",
+        "rerun_mode": "disabled",
+        "clip_grad": 1.0,
+        "log_interval": 10,
+        "train_iters": 14,
+    }
+    reference = train(4, model_flags(**PP4 | flags), script)
+    runs = train(4, model_flags(**PP4 | flags, pipeline_post_validation=True), script)
+    assert_same(runs, reference)
+    assert times_redone(runs) > 0
+
+
 # --- a rank that fails between its step and the verdict
 
 
