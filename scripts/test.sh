@@ -30,6 +30,8 @@ else
   # A file's tests share what they build, and stay together. The other folders fork ranks of their
   # own, which wait for one another: two files at once keep two cores busy.
   check pytest tests/unit -n auto --maxprocesses 4 --dist loadfile --durations 10
-  check pytest tests --ignore tests/unit -n 2 --dist loadfile --durations 20
+  check pytest tests --ignore tests/unit --ignore tests/slurm -n 2 --dist loadfile --durations 20
+  # A cluster of two nodes takes longer than SLURM waits to launch a job beside all that.
+  check pytest tests/slurm
 fi
 exit $((${#failed[@]} > 0))
