@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import Costs
@@ -15,6 +16,7 @@ from megatron_ext.schedule.transforms.communication import communicate
 from megatron_ext.schedule.verify import Program
 
 _STEPS = 16  # consecutive ones, after the first half of which a step takes what it always will
+_SAME = 1e-9  # of a time, which rounding may add
 
 
 def simulate(program: Program, costs: Costs) -> Timeline:
@@ -32,18 +34,7 @@ def simulate_steps(program: Program, costs: Costs, steps: int) -> tuple[Timeline
     With post-validation a rank begins a step when it has ended its own part of the last one;
     without, all ranks wait for the last of them, as they do around a synchronous optimizer.
     """
-    ranks = program.problem.ranks
-    free = [0.0] * ranks
-    timelines = []
-    for _ in range(steps):
-        timeline = _run(program.graph, program.schedule, costs, free)
-        timelines.append(timeline)
-        for event in timeline.events:
-            if RULES[event.action.kind].holds_up:
-                free[event.rank] = max(free[event.rank], event.end)
-        if not program.problem.post_validation:
-            free = [max(free)] * ranks
-    return tuple(timelines)
+    return tuple(timeline for timeline, _ in islice(_one_after_the_other(program, costs), steps))
 
 
 def step_seconds(program: Program, costs: Costs) -> float:
@@ -53,12 +44,30 @@ def step_seconds(program: Program, costs: Costs) -> float:
     """
     if not program.problem.post_validation or program.problem.forward_only:
         return simulate(program, costs).makespan
-    ends = [
-        max(row[-1].end for row in timeline.compute)
-        for timeline in simulate_steps(program, costs, _STEPS)
-    ]
+    before = [0.0] * program.problem.ranks
+    ends = []
+    for timeline, free in islice(_one_after_the_other(program, costs), _STEPS):
+        later = [now - then for now, then in zip(free, before, strict=True)]
+        if max(later) - min(later) <= _SAME * max(later):
+            return max(later)  # of each step from now on: all depends on when ranks are free
+        before = free
+        ends.append(max(row[-1].end for row in timeline.compute))
     half = _STEPS // 2
     return (ends[-1] - ends[-1 - half]) / half
+
+
+def _one_after_the_other(program: Program, costs: Costs) -> Iterator[tuple[Timeline, list[float]]]:
+    """Steps without end, and when each rank is free for the next."""
+    free = [0.0] * program.problem.ranks
+    while True:
+        timeline = _run(program.graph, program.schedule, costs, free)
+        free = list(free)
+        for event in timeline.events:
+            if RULES[event.action.kind].holds_up:
+                free[event.rank] = max(free[event.rank], event.end)
+        if not program.problem.post_validation:
+            free = [max(free)] * len(free)
+        yield timeline, free
 
 
 def simulate_unproved(schedule: Schedule, problem: Problem) -> Timeline:
