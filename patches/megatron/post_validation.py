@@ -160,7 +160,7 @@ class PostValidation:
     @property
     def is_armed(self) -> bool:
         """Whether the next step is taken before it is validated."""
-        return self._connection is not None and self._history.is_armed and _loop_is_megatrons()
+        return self._history.is_armed
 
     def scale_by_tokens(self, tokens: int, scale: Callable[[int], None]) -> None:
         """Have the gradients of the next step scaled, before they are prepared, by the tokens that
@@ -283,11 +283,6 @@ class PostValidation:
         self._history = self._history.then(result.is_quiet(optimizer.config.clip_grad))
         if self._history.is_armed != was_armed and dist.get_rank() == 0:
             print(f"megatron_ext: {_change(self._history, iteration)}", flush=True)
-
-
-def _loop_is_megatrons() -> bool:
-    """Only Megatron's own training loop settles before it looks at what a step has come to."""
-    return current_iteration() is not None
 
 
 def _change(history: History, iteration: int) -> str:

@@ -77,46 +77,16 @@ class Programs:
         shape: Shape,
         microbatches: int,
         forward_only: bool,
+        before: Placed | None = None,
     ) -> Placed:
         """The program for such a step. Collective over ``pipeline``.
+
+        ``before`` is one of other costs, whose order is kept where it is better.
 
         Raises:
             InvalidSchedule: there is none within the memory limit.
             RuntimeError: the ranks have built different ones.
         """
-        placed = self._build(pipeline, config, shape, microbatches, forward_only)
-        self._placed[shape, microbatches, forward_only, config.variable_seq_lengths] = placed
-        return placed
-
-    def make_again(
-        self,
-        pipeline: dist.ProcessGroup,
-        config: Any,
-        shape: Shape,
-        costs: Costs,
-        before: Placed,
-    ) -> Placed:
-        """The program for ``before``'s training steps now that ``costs`` are those of ``shape``.
-
-        Its order is kept where that is better. Collective over ``pipeline``; raises as `make`.
-        """
-        self.costs[shape] = costs
-        for key in [key for key in self._placed if key[0] == shape]:
-            del self._placed[key]
-        microbatches = before.program.problem.microbatches
-        placed = self._build(pipeline, config, shape, microbatches, False, before)
-        self._placed[shape, microbatches, False, config.variable_seq_lengths] = placed
-        return placed
-
-    def _build(
-        self,
-        pipeline: dist.ProcessGroup,
-        config: Any,
-        shape: Shape,
-        microbatches: int,
-        forward_only: bool,
-        before: Placed | None = None,
-    ) -> Placed:
         ranks = pipeline.size()
         limit = self._config.memory_limit
         problem = Problem(
@@ -142,7 +112,26 @@ class Programs:
                 f"pipeline ranks built different programs from {self._config.schedule}: "
                 f"{dict(enumerate(digests))}; do all ranks run one version and one file?"
             )
+        self._placed[shape, microbatches, forward_only, config.variable_seq_lengths] = placed
         return placed
+
+    def make_again(
+        self,
+        pipeline: dist.ProcessGroup,
+        config: Any,
+        shape: Shape,
+        costs: Costs,
+        before: Placed,
+    ) -> Placed:
+        """The program for ``before``'s training steps now that ``costs`` are those of ``shape``.
+
+        Its order is kept where that is better. Collective over ``pipeline``; raises as `make`.
+        """
+        self.costs[shape] = costs
+        for key in [key for key in self._placed if key[0] == shape]:
+            del self._placed[key]
+        microbatches = before.program.problem.microbatches
+        return self.make(pipeline, config, shape, microbatches, False, before)
 
 
 def gather(pipeline: dist.ProcessGroup, value: Any) -> list[Any]:

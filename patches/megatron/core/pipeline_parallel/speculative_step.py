@@ -40,8 +40,7 @@ class SpeculativeStep:
             self.iterators = [None if each is None else Rereadable(each) for each in iterators]
 
     def expect(self) -> None:
-        if self._validation.is_pending:
-            self._messages.expect()
+        self._messages.expect()
 
     def settle(self) -> bool:
         if not self._validation.is_pending:
