@@ -17,12 +17,14 @@ def install(config: PipelineConfig) -> Handle:
         PatchError: a model exists already, a patched function is held where it cannot be replaced,
             or a patch does not fit. Nothing is changed.
     """
+    patches = wanted_patches(config)
+    if _existing_model() or stale_references(patches):
+        gc.collect()  # a caught exception may hold these in its frames, and nobody holds it
     if (model := _existing_model()) is not None:
         raise PatchError(
             f"a Megatron model ({model}) has been built already, with stock layers: "
             f"call megatron_ext.install before the model is built"
         )
-    patches = wanted_patches(config)
     if stale := stale_references(patches):
         raise PatchError(
             "install would not reach everything:\n  "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.metadata
 import subprocess
 import sys
@@ -63,6 +64,29 @@ def test_it_is_refused_when_a_reference_cannot_be_replaced() -> None:
         megatron_ext.install(schedule="1f1b")
     del held
     megatron_ext.install(schedule="1f1b").undo()
+
+
+def test_what_nobody_can_reach_any_more_refuses_nothing() -> None:
+    """A test's caught exceptions kept references alive, and the next file's ranks would not start:
+    with the collector busy elsewhere, they were still there."""
+
+    def fail(*held: object) -> None:
+        raise RuntimeError
+
+    gc.disable()
+    try:
+        try:
+            fail(
+                functools.partial(schedules.get_forward_backward_func),
+                MegatronModule(SimpleNamespace()),
+            )
+        except RuntimeError as error:
+            cycle = [error]
+            cycle.append(cycle)  # type: ignore[arg-type]
+            del cycle
+        megatron_ext.install(schedule="1f1b").undo()
+    finally:
+        gc.enable()
 
 
 def test_an_unknown_megatron_is_refused_whole(monkeypatch: pytest.MonkeyPatch) -> None:
