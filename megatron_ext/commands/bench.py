@@ -1,0 +1,121 @@
+"""``megatron-ext bench``: executors on emulated clocks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from megatron_ext.bench import (
+    DEFAULT_SCHEDULES,
+    STEPS,
+    STEPS_IN_A_ROW,
+    Measured,
+    Setting,
+    draw_report,
+    measure,
+)
+from megatron_ext.commands.options import Json, Microbatches, Ranks
+from megatron_ext.commands.output import fail, print_table
+from megatron_ext.schedule.schedule import Offload, VocabularyParallel
+
+
+def bench(
+    pp: Ranks = 4,
+    microbatches: Microbatches = 8,
+    costs: Annotated[
+        str, typer.Option(help="Milliseconds per microbatch of a rank: f=40,i=40,w=40")
+    ] = "f=40,i=40,w=40",
+    schedules: Annotated[
+        str, typer.Option(help="Ours to measure, separated by blanks.")
+    ] = DEFAULT_SCHEDULES,
+    launches: Annotated[int, typer.Option(help="How often the ranks are started afresh.")] = 3,
+    as_json: Json = False,
+    vocab_parallel: Annotated[
+        VocabularyParallel,
+        typer.Option(
+            help="Measure ours with vocabulary parallelism too; give head=F/I/W in COSTS."
+        ),
+    ] = VocabularyParallel.NONE,
+    offload: Annotated[
+        Offload, typer.Option(help="Measure ours with offload too; give d2h= in COSTS.")
+    ] = Offload.NONE,
+    post_validation: Annotated[
+        bool,
+        typer.Option(
+            "--post-validation",
+            help="Measure steps in a row, with an all-reduce after each, and ours with the "
+            "optimizer's post-validation in its place too.",
+        ),
+    ] = False,
+    bad_every: Annotated[
+        int, typer.Option(help="With --post-validation: every so many-th verdict is bad.")
+    ] = 0,
+    steps: Annotated[
+        int | None,
+        typer.Option(help=f"Timed in a launch: {STEPS}, or {STEPS_IN_A_ROW} in a row."),
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the bars, as .svg or .png.")] = None,
+) -> None:
+    """Measure executors on emulated clocks: ours, Megatron's own, torch's."""
+    specs = tuple(schedules.split())
+    try:
+        setting = Setting(
+            pp,
+            microbatches,
+            costs,
+            specs,
+            launches,
+            vocab_parallel,
+            offload,
+            steps or (STEPS_IN_A_ROW if post_validation else STEPS),
+            post_validation,
+            bad_every,
+        )
+        found = measure(setting, lambda text: typer.echo(text, err=True))
+        if plot is not None:
+            draw_report(found, plot)
+    except (ValueError, OSError) as error:
+        fail(error)
+    if as_json:
+        report = {
+            **asdict(setting),
+            "rows": [asdict(row) for row in found.rows],
+            "autograd_microseconds": found.autograd_microseconds,
+            "doubts": found.doubts,
+        }
+        typer.echo(json.dumps(report, indent=2))
+        return
+    typer.echo(
+        f"{pp} ranks, {microbatches} microbatches, {costs} ms, {setting.steps} steps a launch"
+        f"{', in a row' * post_validation}, {launches} launches; seconds of a step, median over "
+        f"launches"
+    )
+    rows = [_bench_row(row) for row in found.rows]
+    if bad_every:
+        for cells, row in zip(rows, found.rows, strict=True):
+            cells["after a bad verdict, ideal"] = row.ideal_after_bad or ""
+            cells["after a bad verdict, measured"] = row.after_bad or ""
+    print_table(rows)
+    cold, warm = found.autograd_microseconds
+    typer.echo(
+        f"autograd alone takes {cold:.0f} us a pass here after a sleep, {warm:.0f} us without one: "
+        f"that much of every pass is the machine's"
+    )
+    for doubt in found.doubts:
+        typer.echo(f"not to be believed: {doubt}")
+
+
+def _bench_row(row: Measured) -> dict[str, Any]:
+    return {
+        "": row.name,
+        "ideal": row.ideal,
+        "measured": row.measured,
+        "of ideal": f"{row.efficiency:.1%}",
+        "over Megatron's 1F1B": f"{row.speedup:.2f}x",
+        "spread": f"{row.spread:.1%}",
+        "host, us a pass": f"{row.host_microseconds:.0f}",
+    }

@@ -1,0 +1,229 @@
+"""``megatron-ext plan``: every schedule for one model, and which to take."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import track
+
+from megatron_ext.commands.options import UNIT, Json, Limit, Microbatches, PostValidation, Ranks
+from megatron_ext.commands.output import fail, gib, print_table
+from megatron_ext.schedule.choose import Candidate, Plan, Way, make_plan
+from megatron_ext.schedule.costs import parse_costs
+from megatron_ext.schedule.draw import draw_plan
+from megatron_ext.schedule.estimate import GPU
+from megatron_ext.schedule.gpus import GPUS, USABLE, Gpu, parse_gpu
+from megatron_ext.schedule.limit import parse_limit
+from megatron_ext.schedule.model import parse_model
+from megatron_ext.schedule.model_memory import TrainingState
+from megatron_ext.schedule.model_plan import Training
+from megatron_ext.schedule.recommendation import recommendation, slower_by
+from megatron_ext.schedule.schedule import Offload
+from megatron_ext.schedule.vocabulary_plan import cases, side_by_side
+
+
+def plan(
+    pp: Ranks,
+    microbatches: Microbatches,
+    costs: Annotated[
+        str | None,
+        typer.Option(help="As of simulate. With --model they are its times, as measured."),
+    ] = None,
+    memory_limit: Limit = None,
+    as_json: Json = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw time against memory, as .svg or .png.")
+    ] = None,
+    layers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Of the model: compare with Megatron's redistribution, where costs have a head.",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="layers=64,hidden=6144,heads=48,sequence=4096,vocabulary=128000 and, where they "
+            "differ, micro-batch=1,ffn=,kv-heads=,head-width=,gated=true,tied=true,recompute=true: "
+            "estimate times and count memory."
+        ),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            help=f"{', '.join(GPUS)}, or operations=400e12,bytes=40e9,memory=80GiB, as achieved. "
+            f"What takes more than {USABLE:.0%} of the memory does not fit."
+        ),
+    ] = None,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
+    dp: Annotated[int, typer.Option(min=1, help="Data-parallel ranks.")] = 1,
+    distributed_optimizer: Annotated[
+        bool,
+        typer.Option(
+            "--distributed-optimizer", help="Its states are shared by the data-parallel ranks."
+        ),
+    ] = False,
+    post_validation: PostValidation = False,
+) -> None:
+    """Compare every schedule for one model, and say which to take."""
+    room = None
+    try:
+        limit = parse_limit(memory_limit, pp, microbatches) if memory_limit else None
+        if model is None:
+            if gpu is not None or tp > 1 or dp > 1 or distributed_optimizer:
+                raise ValueError(
+                    "--gpu, --tp, --dp and --distributed-optimizer say how a model is trained: "
+                    "add --model"
+                )
+            costs_on = partial(parse_costs, costs or UNIT)
+            case = cases(pp, microbatches, costs_on, limit, layers, post_validation)
+        else:
+            if gpu is None and costs is None:
+                raise ValueError("--model does not say how fast it runs: add --gpu, or --costs")
+            described = parse_model(model)
+            layers = described.layers
+            machine = Gpu(GPU) if gpu is None else parse_gpu(gpu)
+            room = None if machine.memory is None else USABLE * machine.memory
+            state = TrainingState(described.tied, dp if distributed_optimizer else 1)
+            measured = None if costs is None else partial(parse_costs, costs)
+            case = Training(
+                described,
+                state,
+                tp,
+                pp,
+                microbatches,
+                machine.rates,
+                limit,
+                measured,
+                post_validation,
+            ).case
+        found = make_plan(case, room, may_offload=model is not None, progress=_progress)
+        if plot is not None:
+            draw_plan(found, plot)
+    except (ValueError, OSError) as error:
+        fail(error)
+    ways = side_by_side(found)
+    recommended = recommendation(found, layers)
+    if as_json:
+        typer.echo(
+            json.dumps(
+                {
+                    "choice": found.choice,
+                    "pareto": found.pareto,
+                    "schedules": found.reports,
+                    "refused": found.refused,
+                    "vocabulary": ways,
+                    "recommended": recommended,
+                },
+                indent=2,
+            )
+        )
+    else:
+        _print_plan(found)
+        _print_ways(ways)
+        if recommended is not None:
+            _print_recommended(recommended)
+    if recommended is None:
+        fail(ValueError("no schedule fits; the reasons are above"))
+
+
+def _progress(names: Sequence[str]) -> Iterator[str]:
+    console = Console(stderr=True)
+    return iter(track(names, "schedules", console=console, transient=True))
+
+
+def _print_plan(found: Plan) -> None:
+    """Each schedule with what is best done about the vocabulary."""
+    best = found.best_of_each
+    rows = [_plan_row(each, found) for each in best]
+    if rows:
+        kept = [key for key in rows[0] if any(row[key] is not None for row in rows)]
+        print_table([{key: row[key] for key in kept} for row in rows])
+        typer.echo("* none other is both faster and smaller")
+    shown = {each.schedule for each in best}
+    _print_refusals(
+        (name if way is Way.NAIVE else f"{name} ({_VOCABULARY[way]})", why)
+        for (name, way), why in found.refusals.items()
+        if name not in shown
+    )
+
+
+def _print_refusals(refusals: Iterable[tuple[str, str]]) -> None:
+    """One line for all that have the same reason."""
+    names: dict[str, list[str]] = {}
+    for name, why in refusals:
+        names.setdefault(why, []).append(name)
+    for why, alike in names.items():
+        typer.echo(f"{', '.join(alike)}: {why}", err=True)
+
+
+_VOCABULARY = {
+    Way.NAIVE: "",
+    Way.REDISTRIBUTED: "layers moved",
+    Way.ONE: "divided: 1",
+    Way.TWO: "divided: 2",
+}
+
+
+def _plan_row(candidate: Candidate, plan: Plan) -> dict[str, Any]:
+    assert plan.best is not None
+    row, fullest = candidate.report, candidate.fullest
+    is_best = candidate is plan.best
+    return {
+        "schedule": candidate.schedule,
+        "vocabulary": _VOCABULARY[candidate.way] if len(plan.ways) > 1 else None,
+        "offload": None if candidate.offload is Offload.NONE else candidate.offload.value,
+        "step": candidate.step if row["post_validation"] else None,
+        "makespan": row["makespan"],
+        "": "" if is_best else f"+{slower_by(candidate, plan.best):.1%}",
+        "bubble": f"{row['bubble_share_makespan']:.1%}",
+        "span": row["span"],
+        "peak microbatches": candidate.peak,
+        "fullest rank": None if fullest is None else gib(fullest),
+        " ": "choice" if is_best else "*" * (candidate in plan.front),
+    }
+
+
+def _print_recommended(recommended: dict[str, Any]) -> None:
+    if recommended["ranks"]:
+        typer.echo("\nmemory of the choice")
+        print_table(
+            [
+                {"pipeline rank": rank} | {name: gib(held) for name, held in row.items()}
+                for rank, row in enumerate(recommended["ranks"])
+            ]
+        )
+    typer.echo(f"\nwrite {' '.join(recommended['flags'])}")
+
+
+def _print_ways(ways: list[dict[str, Any]]) -> None:
+    if not ways:
+        return
+    typer.echo(
+        "\nwhat a step costs with the output layer and the embedding on their stages, with layers\n"
+        "moved away from them, and with both divided over all ranks (vocabulary parallelism):"
+    )
+    names = {way: f"vocabulary {way}" if way.isdigit() else way.value for way in Way}
+    print_table(
+        [
+            {"schedule": row["schedule"]}
+            | {
+                name: "-" if row[way] is None else row[way]
+                for way, name in names.items()
+                if way in row
+            }
+            for row in ways
+        ]
+    )
+    _print_refusals(
+        (f"{row['schedule']} ({names[Way(way)]})", why)
+        for row in ways
+        for way, why in row["refused"].items()
+    )

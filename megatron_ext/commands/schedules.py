@@ -1,0 +1,30 @@
+"""``megatron-ext schedules``: what there is."""
+
+from __future__ import annotations
+
+import json
+
+import typer
+
+from megatron_ext.commands.options import Json
+from megatron_ext.commands.output import print_table
+from megatron_ext.schedule.registry import entries
+
+
+def schedules(as_json: Json = False) -> None:
+    """List the schedules there are."""
+    rows = [
+        {
+            "name": entry.name,
+            "placement": entry.place(4).name,
+            "chunks": entry.place(4).chunks,
+            "uses_costs": entry.uses_costs,
+            "runnable": True,
+            "source": entry.source,
+        }
+        for entry in entries().values()
+    ]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    print_table(rows)

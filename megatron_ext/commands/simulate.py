@@ -1,0 +1,128 @@
+"""``megatron-ext simulate``: what a schedule takes and holds."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_ext.commands.options import (
+    UNIT,
+    CostsText,
+    Json,
+    Limit,
+    Microbatches,
+    PostValidation,
+    Ranks,
+    Schedule,
+)
+from megatron_ext.commands.output import fail, print_table
+from megatron_ext.schedule.build import build_program
+from megatron_ext.schedule.certify import certify as certified
+from megatron_ext.schedule.costs import parse_costs
+from megatron_ext.schedule.draw import draw_steps
+from megatron_ext.schedule.limit import parse_limit
+from megatron_ext.schedule.overlap import what_overlapping_gains
+from megatron_ext.schedule.registry import choose, with_option
+from megatron_ext.schedule.report import report
+from megatron_ext.schedule.schedule import P2P, Offload, Problem, VocabularyParallel, to_csv
+from megatron_ext.schedule.simulate import simulate_steps
+from megatron_ext.schedule.summary import program_of_1f1b
+from megatron_ext.schedule.timeline import Timeline
+from megatron_ext.schedule.trace import write_trace
+from megatron_ext.schedule.verify import Program
+
+
+def simulate(
+    spec: Schedule,
+    pp: Ranks,
+    microbatches: Microbatches,
+    costs: CostsText = UNIT,
+    memory_limit: Limit = None,
+    as_json: Json = False,
+    vpp: Annotated[int | None, typer.Option(help="Chunks of a rank, for loops.")] = None,
+    p2p: Annotated[P2P, typer.Option(help="How messages share communicators.")] = P2P.ASYNC,
+    vocab_parallel: Annotated[
+        VocabularyParallel,
+        typer.Option(help="How embedding and output layer are divided over the ranks."),
+    ] = VocabularyParallel.NONE,
+    offload: Annotated[
+        Offload, typer.Option(help="What leaves for host memory; give d2h= (and h2d=) in COSTS.")
+    ] = Offload.NONE,
+    post_validation: PostValidation = False,
+    steps: Annotated[
+        int, typer.Option(min=1, help="Consecutive ones, in what --plot and --trace write.")
+    ] = 1,
+    certify: Annotated[
+        bool, typer.Option("--certify", help="Bound the best there can be.")
+    ] = False,
+    seconds: Annotated[float, typer.Option(help="What --certify may search.")] = 60.0,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw it beneath 1F1B, or with post-validation beneath itself without it, as .svg "
+            "or .png."
+        ),
+    ] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write its compute actions.")] = None,
+) -> None:
+    """Predict how long a schedule takes and what it holds."""
+    try:
+        if csv is not None and vocab_parallel is not VocabularyParallel.NONE:
+            raise ValueError(
+                f"--csv writes a table to which the passes of --vocab-parallel {vocab_parallel} "
+                f"would be added a second time when it is read: leave one of them out"
+            )
+        if certify and post_validation:
+            raise ValueError(
+                "--certify bounds the makespan, and with --post-validation a step costs the span: "
+                "leave one of them out"
+            )
+        choice = choose(spec if vpp is None else with_option(spec, "vpp", vpp))
+        placement = choice.place(pp)
+        limit = parse_limit(memory_limit, pp, microbatches) if memory_limit else None
+        problem = Problem(
+            placement,
+            microbatches,
+            parse_costs(costs, placement),
+            limit,
+            p2p=p2p,
+            vocabulary=vocab_parallel,
+            offload=offload,
+            post_validation=post_validation,
+        )
+        program, result = report(choice, problem)
+        if certify:
+            certificate = certified(program, seconds)
+            result |= {
+                "lower_bound": certificate.lower_bound,
+                "gap": certificate.gap,
+                "optimal": certificate.optimal,
+            }
+        if csv is not None:
+            csv.write_text(to_csv(program.schedule))
+        if trace is not None:
+            write_trace(_steps(program, steps), trace)
+        if plot is not None:
+            beside = program_of_1f1b(problem)
+            if post_validation:
+                beside = build_program(choice, replace(problem, post_validation=False))
+            draw_steps([_steps(beside, steps), _steps(program, steps)], plot)
+    except (ValueError, OSError) as error:
+        fail(error)
+    if as_json:
+        typer.echo(json.dumps(result, indent=2))
+        return
+    print_table([{"": key, spec: value} for key, value in result.items()])
+    if post_validation:
+        typer.echo(what_overlapping_gains(program))
+    if plot is not None:
+        typer.echo(f"picture: {plot}")
+
+
+def _steps(program: Program, steps: int) -> tuple[Timeline, ...]:
+    return simulate_steps(program, program.problem.costs, steps)

@@ -1,0 +1,76 @@
+"""``megatron-ext trace``: where the time of measured steps went."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from megatron_ext.commands.options import Json
+from megatron_ext.commands.output import fail, print_table
+from megatron_ext.schedule.trace import read_trace
+from megatron_ext.schedule.trace_report import trace_report
+
+
+def trace(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="What --pipeline-trace named, or a file of it.")
+    ],
+    as_json: Json = False,
+) -> None:
+    """Say where the time of traced steps went, and what cost the most."""
+    try:
+        found = trace_report(read_trace(folder))
+    except ValueError as error:
+        fail(error)
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    _print_trace(found)
+
+
+def _print_trace(found: dict[str, Any]) -> None:
+    measured, predicted = found["measured"], found["predicted"]
+    median = found["iteration"]
+    typer.echo(
+        f"{found['schedule']} on {found['pp']} ranks, {found['microbatches']} microbatches; "
+        f"iteration {median}, the median of {len(found['iterations'])} by its makespan"
+    )
+    print_table(
+        [
+            {"": name.replace("_", " "), "measured": figure(value), "predicted": figure(other)}
+            for name, value in measured.items()
+            for other in [predicted[name]]
+            for figure in [_share if "share" in name else _ms]
+        ]
+    )
+    typer.echo(
+        f"prediction: the program's costs, times {found['cost_factor']:.4g}, by which its passes "
+        f"take as long as the measured ones; clocks agree to {found['clock_error'] * 1e6:.0f} us"
+    )
+    typer.echo("\nwhere the makespan went")
+    makespan = measured["makespan"]
+    print_table(
+        [
+            {"": part, "time": _ms(seconds), "of the makespan": _share(seconds / makespan)}
+            for part, seconds in found["parts"].items()
+        ]
+    )
+    typer.echo("\nthe largest causes, and what the step would be shorter by without each")
+    for number, cause in enumerate(found["causes"], start=1):
+        typer.echo(
+            f"{number}. {cause['text']}: {_ms(cause['seconds'])} "
+            f"({_share(cause['seconds'] / makespan)})"
+        )
+    if not found["causes"]:
+        typer.echo("none stands out: the bubble is the schedule's own")
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.4g} ms"
+
+
+def _share(part: float) -> str:
+    return f"{part:.1%}"
