@@ -20,8 +20,10 @@ from megatron.core.transformer.module import MegatronModule
 import megatron_ext
 from megatron_ext.config import PipelineConfig
 from megatron_ext.doctor import diagnose
+from megatron_ext.patches.compatibility import refuse, refuse_order
 from megatron_ext.patches.engine import ALLOW_UNKNOWN, PatchError
-from megatron_ext.patches.features import REFUSALS, refuse, refuse_order, wanted_patches
+from megatron_ext.patches.features import wanted_patches
+from megatron_ext.patches.refusals import REFUSALS
 from megatron_ext.schedule.registry import choose
 from megatron_ext.schedule.schedule import from_csv
 

@@ -33,12 +33,12 @@ from megatron.core.transformer.module import Float16Module
 
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
-from megatron_ext.patches.features import POST_VALIDATION_OPTIMIZER_REFUSALS
 from megatron_ext.patches.megatron.core.optimizer.speculation import (
     SpeculativeOptimizer,
     optimizer_patches,
     why_not,
 )
+from megatron_ext.patches.refusals import POST_VALIDATION_OPTIMIZER_REFUSALS
 from megatron_ext.runtime.partial_state import PartialState
 from tests.ranks import run_ranks, values
 

@@ -16,8 +16,8 @@ from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatch
 
 from megatron_ext.config import COSTS_FILE, PipelineConfig, add_flags
 from megatron_ext.errors import exit_for
+from megatron_ext.patches.compatibility import refuse, refuse_order
 from megatron_ext.patches.engine import Patch, wrap
-from megatron_ext.patches.features import refuse, refuse_order
 from megatron_ext.patches.megatron.dimensions import dimensions_of, rates
 from megatron_ext.patches.megatron.layers import layers_of_stages
 from megatron_ext.patches.megatron.vocabulary import check_divisible

@@ -33,7 +33,7 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_ext.patches.engine import Patch, expect, wrap
-from megatron_ext.patches.features import POST_VALIDATION_OPTIMIZER_REFUSALS
+from megatron_ext.patches.refusals import POST_VALIDATION_OPTIMIZER_REFUSALS
 from megatron_ext.runtime.partial_state import PartialState
 from megatron_ext.runtime.snapshot import Snapshot
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_ext.config import PipelineConfig
-from megatron_ext.patches.features import refuse_order
+from megatron_ext.patches.compatibility import refuse_order
 from megatron_ext.patches.megatron.dimensions import estimated_costs
 from megatron_ext.patches.megatron.step_profile import Shape
 from megatron_ext.patches.megatron.vocabulary import embedding_part

@@ -29,8 +29,8 @@ from megatron.core.process_groups_config import (
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_ext.config import PipelineConfig
+from megatron_ext.patches.compatibility import refuse
 from megatron_ext.patches.engine import Patch, expect, wrap
-from megatron_ext.patches.features import refuse
 from megatron_ext.patches.megatron.core.optimizer.speculation import SpeculativeOptimizer
 from megatron_ext.patches.megatron.core.pipeline_parallel.end_stage import EndStage, ends_of
 from megatron_ext.patches.megatron.core.pipeline_parallel.model_stage import ModelStage, StepCall

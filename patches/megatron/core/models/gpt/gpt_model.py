@@ -19,8 +19,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import MegatronModule
 
 from megatron_ext.config import PipelineConfig
+from megatron_ext.patches.compatibility import refuse
 from megatron_ext.patches.engine import Patch, expect, wrap
-from megatron_ext.patches.features import refuse
 from megatron_ext.patches.megatron.vocabulary import (
     EmbeddingPart,
     OutputPart,

@@ -12,13 +12,13 @@ from tests.documents import check_written, table
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
-from megatron_ext.patches.features import (
+from megatron_ext.patches.compatibility import refuse
+from megatron_ext.patches.refusals import (
     OFFLOAD_REFUSALS,
     POST_VALIDATION_REFUSALS,
     REFUSALS,
     VOCABULARY_REFUSALS,
     Refusal,
-    refuse,
 )
 
 
