@@ -153,13 +153,16 @@ def _periodic_plans(shop: Shop) -> Iterator[Starts]:
             yield [[start + k * period for k in range(shop.microbatches)] for start in offset]
 
 
-def search(shop: Shop, known: Sequence[Starts], passes: int | None = None) -> list[Starts]:
+def search(
+    shop: Shop, known: Sequence[Starts], least: float = 0.0, passes: int | None = None
+) -> list[Starts]:
     """The starts of the best schedules found, best first; none if memory got stuck in all of them.
 
     Several, because messages may cost one of them more than another, which is not looked at here.
 
     Args:
         known: plans of schedules that are known to be good.
+        least: a makespan that none can be below; who has found it need not go on.
         passes: how many to pack in improving the best, about; by default so many that sixteen
             ranks and 64 microbatches take less than a minute.
     """
@@ -178,6 +181,8 @@ def search(shop: Shop, known: Sequence[Starts], passes: int | None = None) -> li
     current, recent = found[0], [found[0][0]] * _MEMORY
     steps = max(passes // (2 * len(shop.seconds) * shop.microbatches), _STEPS)
     for step in range(steps):
+        if found[0][0] <= least:
+            break
         new = justify(shop, mirrored, _shifted(current, random), rounds=1)
         slot = step % _MEMORY
         if new is not None and new[0] <= max(current[0], recent[slot]):

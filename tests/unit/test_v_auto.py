@@ -6,12 +6,13 @@ import functools
 import os
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.schedule import disk_cache
+from megatron_ext.schedule import disk_cache, v_search
 from megatron_ext.schedule.build import build_program
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.families import v_auto
@@ -138,7 +139,30 @@ def test_never_worse_than_another_family(p: int, m: int, costs: FourCosts) -> No
 
 def test_search_finds_the_same_twice() -> None:
     shop = v_shop(3, 7, 2.0)
-    assert search(shop, [], FEW) == search(shop, [], FEW)
+    assert search(shop, [], passes=FEW) == search(shop, [], passes=FEW)
+
+
+def test_nothing_is_searched_for_where_a_known_schedule_takes_the_least(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(v_auto, "search", None)  # would fail if called
+    assert makespan(best(v_problem(4, 8, (1, 1, 1, 0)))) == 25.5  # 24 of work, and to the first F
+
+
+def test_search_ends_where_nothing_can_be_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[Shop] = []
+
+    def counted(shop: Shop, *args: Any, **kwargs: Any) -> Any:
+        packed.append(shop)
+        return justify(shop, *args, **kwargs)
+
+    monkeypatch.setattr(v_search, "justify", counted)
+    shop = v_shop(2, 8, 2.0)
+    search(shop, [], least=0.0, passes=0)
+    improved = len(packed)
+    packed.clear()
+    search(shop, [], least=float("inf"), passes=0)
+    assert len(packed) == improved - v_search._STEPS
 
 
 @pytest.mark.usefixtures("little_effort")
@@ -156,7 +180,7 @@ def test_second_time_comes_from_the_cache(cache: Path, monkeypatch: pytest.Monke
     problem = v_problem(3, 6, limit="2")
     first = best(problem)
     assert [path.suffix for path in cache.iterdir()] == [".csv"]
-    monkeypatch.setattr(v_auto, "search", None)  # would fail if called
+    monkeypatch.setattr(v_auto, "_best", None)  # would fail if called
     assert best(problem).digest == first.digest
 
 

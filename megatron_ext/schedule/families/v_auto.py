@@ -2,7 +2,8 @@
 
 Nothing is prescribed: a search (`v_search`) packs many plans from both sides (`justify`) and goes
 on from the best. Every other family on the V is among the plans it starts from, and among the
-schedules it chooses from in the end by what a step of them costs, simulated.
+schedules it chooses from in the end by what a step of them costs, simulated. Where one of them
+costs no more than any schedule must (`lower_bound`), there is nothing to search for.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import replace
 
 from megatron_ext.schedule import disk_cache
 from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.bounds import lower_bound
 from megatron_ext.schedule.build import build_program
 from megatron_ext.schedule.justify import rows_of
 from megatron_ext.schedule.kinds import Held
@@ -57,14 +59,19 @@ def v_auto(problem: Problem) -> Schedule:
 
 
 def _best(problem: Problem, amounts: dict[Held, tuple[float, ...]], allowed: float) -> Schedule:
-    costs = problem.costs
+    def seconds(program: Program) -> float:
+        return step_seconds(program, problem.costs)
+
     known = list(_known(problem))
-    shop, work = shop_of(problem, amounts, allowed)
-    for starts in search(shop, [plan_of(simulate(program, costs), work) for program in known]):
-        program = _proved(Schedule(NAME, problem.placement, rows_of(starts)), problem)
-        if program is not None:
-            known.append(program)
-    return _without_messages(min(known, key=lambda program: step_seconds(program, costs)))
+    least = lower_bound(problem, splits_backward=True) * (1 + 1e-9)
+    if min(map(seconds, known)) > least:
+        shop, work = shop_of(problem, amounts, allowed)
+        plans = [plan_of(simulate(program, problem.costs), work) for program in known]
+        for starts in search(shop, plans, least / work + max(shop.tails)):
+            program = _proved(Schedule(NAME, problem.placement, rows_of(starts)), problem)
+            if program is not None:
+                known.append(program)
+    return _without_messages(min(known, key=seconds))
 
 
 def _without_messages(program: Program) -> Schedule:
