@@ -26,7 +26,7 @@ import os
 import sys
 import textwrap
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -219,6 +219,12 @@ def mismatch(patch: Patch, original: Any) -> str | None:
     return None
 
 
+def holds_any(module: types.ModuleType, ids: Set[int]) -> bool:
+    """Whether an attribute of ``module`` is an object with one of ``ids``. Nearly none is: no loop
+    in Python tells that."""
+    return not ids.isdisjoint(map(id, vars(module).copy().values()))
+
+
 class Aliases:
     """Who holds what: the module attributes that are one of the objects asked for, by identity.
 
@@ -234,14 +240,10 @@ class Aliases:
     def _scan(self, objects: Iterable[Any]) -> None:
         found: dict[int, set[Alias]] = {id(value): set() for value in objects}
         for module in list(sys.modules.values()):
-            if not isinstance(module, types.ModuleType):
-                continue
-            held = vars(module).copy()
-            if found.keys().isdisjoint(map(id, held.values())):
-                continue  # nearly every module, and without a loop in Python
-            for name, value in held.items():
-                if id(value) in found:
-                    found[id(value)].add((module, name))
+            if isinstance(module, types.ModuleType) and holds_any(module, found.keys()):
+                for name, value in vars(module).copy().items():
+                    if id(value) in found:
+                        found[id(value)].add((module, name))
         self._holders |= found
 
     def of(self, value: Any) -> frozenset[Alias]:

@@ -16,10 +16,10 @@ import multiprocessing
 import os
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,6 +32,9 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import add_megatron_arguments
 
+from megatron_ext.config import PipelineConfig
+from megatron_ext.doctor import diagnose
+from megatron_ext.patches import engine
 from megatron_ext.patches.features import FEATURES
 from megatron_ext.schedule.registry import entries
 from tests.ranks import RankResult, agent_store, run_ranks, torchrun_environment, values
@@ -78,7 +81,33 @@ def _share_storage(output: torch.Tensor, recomputed: torch.Tensor) -> None:
     storage.copy_(source)
 
 
+def _remember_attributes() -> None:
+    """Each rank would look at the attributes of all modules for who holds what is patched, and so
+    copy their pages. Nobody sets those of other packages."""
+    known = {
+        id(module): frozenset(map(id, vars(module).values()))
+        for name, module in sys.modules.items()
+        if isinstance(module, ModuleType)
+        and name.split(".")[0] not in ("megatron", "megatron_ext", "tests", "__main__")
+    }
+    look = engine.holds_any
+
+    def remembered(module: ModuleType, ids: Set[int]) -> bool:
+        held = known.get(id(module))
+        return look(module, ids) if held is None else not held.isdisjoint(ids)
+
+    engine.holds_any = remembered
+
+
+def _remember_sources() -> None:
+    """Each rank would read and parse what is patched."""
+    engine.source_digest = functools.cache(engine.source_digest)
+    diagnose(PipelineConfig())
+
+
 _remember_docstrings()
+_remember_attributes()
+_remember_sources()
 random._share_storage_ext = SimpleNamespace(share_storage=_share_storage)
 MockGPTLowLevelDataset.size = 1000  # documents; Megatron's 100,000 take seconds to shuffle
 gc.collect()
