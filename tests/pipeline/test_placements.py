@@ -80,9 +80,9 @@ SETTINGS = {
     "pp4": Setting(4, pipeline(4)),
     "pp4, 16 layers": Setting(4, pipeline(4, 16)),
     "pp8": Setting(8, pipeline(8, 16)),
-    "tensor parallel": Setting(4, pipeline(2, tensor_model_parallel_size=2)),
+    "tensor parallel": Setting(4, pipeline(2, 4, tensor_model_parallel_size=2)),
     "sequence parallel": Setting(
-        4, pipeline(2, tensor_model_parallel_size=2, sequence_parallel=True)
+        4, pipeline(2, 4, tensor_model_parallel_size=2, sequence_parallel=True)
     ),
     "bf16": Setting(2, pipeline(2, bf16=True)),
     "loss per token": Setting(2, pipeline(2, calculate_per_token_loss=True)),
