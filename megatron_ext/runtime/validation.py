@@ -11,6 +11,7 @@ looks at the memory that gloo writes to.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
 import threading
@@ -182,9 +183,12 @@ class _Relay:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="megatron_ext verdict", daemon=True)
         self._thread.start()
+        # A thread that is in torch when the interpreter goes would take the process down with it.
+        atexit.register(self.stop)
 
     def stop(self) -> None:
         """What it has not done is left to the caller."""
+        atexit.unregister(self.stop)
         self._stopped.set()
         self._thread.join()
 
