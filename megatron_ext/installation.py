@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Sequence
 
 from megatron_ext.config import PipelineConfig
-from megatron_ext.patches.engine import Handle, PatchError, apply, stale_references
+from megatron_ext.patches.engine import Handle, Patch, PatchError, apply, stale_references
 from megatron_ext.patches.features import wanted_patches
 
 
@@ -18,20 +19,29 @@ def install(config: PipelineConfig) -> Handle:
             or a patch does not fit. Nothing is changed.
     """
     patches = wanted_patches(config)
-    if _existing_model() or stale_references(patches):
+    problem = _too_late(patches)
+    if problem is not None:
         gc.collect()  # a caught exception may hold these in its frames, and nobody holds it
+        problem = _too_late(patches)
+    if problem is not None:
+        raise PatchError(problem)
+    return apply(patches)
+
+
+def _too_late(patches: Sequence[Patch]) -> str | None:
+    """What has happened already that ``patches`` would not reach, and what to do instead."""
     if (model := _existing_model()) is not None:
-        raise PatchError(
+        return (
             f"a Megatron model ({model}) has been built already, with stock layers: "
             f"call megatron_ext.install before the model is built"
         )
     if stale := stale_references(patches):
-        raise PatchError(
+        return (
             "install would not reach everything:\n  "
             + "\n  ".join(stale)
             + "\ncall megatron_ext.install before these references are taken"
         )
-    return apply(patches)
+    return None
 
 
 def _existing_model() -> str | None:

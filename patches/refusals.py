@@ -15,6 +15,10 @@ from megatron_ext.patches.features import moves_first_stage, splits
 from megatron_ext.schedule.registry import Choice
 
 
+def _every_schedule(choice: Choice) -> bool:
+    return True
+
+
 @dataclass(frozen=True)
 class Refusal:
     """A setting that does not go with our schedules.
@@ -27,7 +31,13 @@ class Refusal:
     setting: str
     unsupported: Callable[[Any], bool]
     instead: str
-    by: Callable[[Choice], bool] = lambda choice: True
+    by: Callable[[Choice], bool] = _every_schedule
+
+
+def _drop(setting: str, why: str = "", by: Callable[[Choice], bool] = _every_schedule) -> Refusal:
+    """For a switch whose flag is its setting's name."""
+    flag = f"--{setting.replace('_', '-')}"
+    return Refusal(setting, bool, f"drop {flag}: {why}" if why else f"drop {flag}", by)
 
 
 def _moves_stages(choice: Choice) -> bool:
@@ -49,18 +59,14 @@ REFUSALS = (
         "Transformer Engine 2.8 or later",
         by=splits,
     ),
-    Refusal(
+    _drop(
         "tp_comm_overlap",
-        bool,
-        "drop --tp-comm-overlap: Transformer Engine cannot put off a weight gradient whose GEMM "
-        "overlaps communication",
+        "Transformer Engine cannot put off a weight gradient whose GEMM overlaps communication",
         by=splits,
     ),
-    Refusal(
+    _drop(
         "use_transformer_engine_op_fuser",
-        bool,
-        "drop --use-transformer-engine-op-fuser: its operations have no weight gradient of their "
-        "own to put off",
+        "its operations have no weight gradient of their own to put off",
         by=splits,
     ),
     Refusal(
@@ -70,60 +76,39 @@ REFUSALS = (
         by=splits,
     ),
     *(
-        Refusal(
-            name,
-            bool,
-            f"drop --{name.replace('_', '-')}: the experts' weight gradients are put off weight by "
-            f"weight",
-            by=splits,
-        )
+        _drop(name, "the experts' weight gradients are put off weight by weight", by=splits)
         for name in ("moe_single_grouped_weight", "moe_single_grouped_bias")
     ),
-    Refusal(
+    _drop(
         "use_grouped_gemm_for_shared_expert",
-        bool,
-        "drop --use-grouped-gemm-for-shared-expert: its operations are Transformer Engine's fused "
-        "ones, whose weight gradients cannot be put off",
+        "its operations are Transformer Engine's fused ones, whose weight gradients cannot be put "
+        "off",
         by=splits,
     ),
-    Refusal("defer_embedding_wgrad_compute", bool, "drop --defer-embedding-wgrad-compute"),
-    Refusal("delay_wgrad_compute", bool, "drop --delay-wgrad-compute: the schedule places W"),
-    Refusal(
-        "overlap_dispatch_backward_with_experts_wgrad",
-        bool,
-        "drop --overlap-dispatch-backward-with-experts-wgrad: the schedule places W",
-    ),
-    Refusal("overlap_moe_expert_parallel_comm", bool, "drop --overlap-moe-expert-parallel-comm"),
-    Refusal("hybrid_context_parallel", bool, "drop --hybrid-context-parallel"),
-    Refusal(
-        "fine_grained_activation_offloading", bool, "drop --fine-grained-activation-offloading"
-    ),
-    Refusal("moe_paged_stash", bool, "drop --moe-paged-stash"),
+    _drop("defer_embedding_wgrad_compute"),
+    _drop("delay_wgrad_compute", "the schedule places W"),
+    _drop("overlap_dispatch_backward_with_experts_wgrad", "the schedule places W"),
+    _drop("overlap_moe_expert_parallel_comm"),
+    _drop("hybrid_context_parallel"),
+    _drop("fine_grained_activation_offloading"),
+    _drop("moe_paged_stash"),
     Refusal(
         "cuda_graph_impl",
         lambda value: value not in (None, "none"),
         "write --cuda-graph-impl none: Megatron captures its own pipeline order",
     ),
-    Refusal(
-        "num_microbatches_with_partial_activation_checkpoints",
-        bool,
-        "drop --num-microbatches-with-partial-activation-checkpoints",
-    ),
-    Refusal(
-        "overlap_param_gather_with_optimizer_step",
-        bool,
-        "drop --overlap-param-gather-with-optimizer-step",
-    ),
+    _drop("num_microbatches_with_partial_activation_checkpoints"),
+    _drop("overlap_param_gather_with_optimizer_step"),
     Refusal(
         "overlap_p2p_comm_warmup_flush",
         bool,
         "drop --overlap-p2p-communication-warmup-flush: receives are posted ahead anyway",
     ),
-    Refusal("mtp_num_layers", bool, "drop --mtp-num-layers"),
+    _drop("mtp_num_layers"),
     Refusal("mtp_standalone", bool, "drop the standalone MTP stage from the layout"),
-    Refusal("use_ring_exchange_p2p", bool, "drop --use-ring-exchange-p2p"),
-    Refusal("use_megatron_fsdp", bool, "drop --use-megatron-fsdp"),
-    Refusal("use_torch_fsdp2", bool, "drop --use-torch-fsdp2"),
+    _drop("use_ring_exchange_p2p"),
+    _drop("use_megatron_fsdp"),
+    _drop("use_torch_fsdp2"),
     Refusal(
         "ckpt_format",
         lambda value: value != "torch_dist",
@@ -131,40 +116,28 @@ REFUSALS = (
         "wherever stages are",
         by=_moves_stages,
     ),
-    Refusal(
+    _drop(
         "dataloader_save",
-        bool,
-        "drop --dataloader-save: Megatron would save the state of a loader on the first pipeline "
-        "rank, which reads no data here",
+        "Megatron would save the state of a loader on the first pipeline rank, which reads no "
+        "data here",
         by=moves_first_stage,
     ),
-    Refusal(
-        "init_model_with_meta_device",
-        bool,
-        "drop --init-model-with-meta-device",
-        by=moves_first_stage,
-    ),
+    _drop("init_model_with_meta_device", by=moves_first_stage),
     Refusal("yaml_cfg", bool, "give Megatron's settings as flags, not by --yaml-cfg"),
 )
 
 _MADE_BY_PASSES = "the loss is made by passes of the schedule"
 
 VOCABULARY_REFUSALS = (
-    Refusal(
-        "cross_entropy_loss_fusion",
-        bool,
-        f"drop --cross-entropy-loss-fusion: {_MADE_BY_PASSES}",
-    ),
-    Refusal(
-        "fp16_lm_cross_entropy", bool, f"drop --fp16-lm-cross-entropy: {_MADE_BY_PASSES}, in fp32"
-    ),
-    Refusal("use_mup", bool, "drop --use-mup: the logits are not scaled"),
-    Refusal("fp8_output_proj", bool, "drop --fp8-output-proj: the logits are not made in fp8"),
+    _drop("cross_entropy_loss_fusion", _MADE_BY_PASSES),
+    _drop("fp16_lm_cross_entropy", f"{_MADE_BY_PASSES}, in fp32"),
+    _drop("use_mup", "the logits are not scaled"),
+    _drop("fp8_output_proj", "the logits are not made in fp8"),
     Refusal("context_parallel_size", lambda value: value > 1, "context parallelism is untried"),
-    Refusal("sft", bool, "drop --sft: packed sequences are untried"),
-    Refusal("logits_load_dir", bool, f"drop --logits-load-dir: {_MADE_BY_PASSES}, from labels"),
+    _drop("sft", "packed sequences are untried"),
+    _drop("logits_load_dir", f"{_MADE_BY_PASSES}, from labels"),
     Refusal("modelopt_enabled", bool, "models of ModelOpt are untried"),
-    Refusal("init_model_with_meta_device", bool, "drop --init-model-with-meta-device"),
+    _drop("init_model_with_meta_device"),
     Refusal(
         "ckpt_format",
         lambda value: value != "torch_dist",
@@ -188,11 +161,7 @@ OFFLOAD_REFUSALS = (
         for name in ("fp8", "fp4")
     ),
     Refusal("context_parallel_size", lambda value: value > 1, "context parallelism is untried"),
-    Refusal(
-        "tp_comm_overlap",
-        bool,
-        "drop --tp-comm-overlap: activations in its communication buffers are untried",
-    ),
+    _drop("tp_comm_overlap", "activations in its communication buffers are untried"),
 )
 
 _TAKEN_BACK = "a step must be one that can be taken back"
@@ -203,38 +172,16 @@ POST_VALIDATION_OPTIMIZER_REFUSALS = (
         lambda value: value not in ("adam", "sgd"),
         f"write --optimizer adam or sgd: {_TAKEN_BACK}",
     ),
-    Refusal(
-        "use_layer_wise_distributed_optimizer",
-        bool,
-        f"drop --use-layer-wise-distributed-optimizer: {_TAKEN_BACK}",
-    ),
-    Refusal(
-        "optimizer_cpu_offload",
-        bool,
-        "drop --optimizer-cpu-offload: its step writes to copies of its own",
-    ),
-    Refusal(
-        "use_precision_aware_optimizer",
-        bool,
-        "drop --use-precision-aware-optimizer: the main parameters are inside the optimizer",
-    ),
-    Refusal("optimizer_cuda_graph", bool, "drop --optimizer-cuda-graph: a step is not one call"),
+    _drop("use_layer_wise_distributed_optimizer", _TAKEN_BACK),
+    _drop("optimizer_cpu_offload", "its step writes to copies of its own"),
+    _drop("use_precision_aware_optimizer", "the main parameters are inside the optimizer"),
+    _drop("optimizer_cuda_graph", "a step is not one call"),
     *(
-        Refusal(
-            name,
-            bool,
-            f"drop --{name.replace('_', '-')}: quantised parameters are untried",
-        )
+        _drop(name, "quantised parameters are untried")
         for name in ("fp8_param_gather", "fp4_param_gather")
     ),
-    Refusal(
-        "reuse_grad_buf_for_mxfp8_param_ag",
-        bool,
-        "drop --reuse-grad-buf-for-mxfp8-param-ag: gradients must stay until their step is settled",
-    ),
-    Refusal(
-        "use_megatron_fsdp", bool, "drop --use-megatron-fsdp: its parameters are kept elsewhere"
-    ),
+    _drop("reuse_grad_buf_for_mxfp8_param_ag", "gradients must stay until their step is settled"),
+    _drop("use_megatron_fsdp", "its parameters are kept elsewhere"),
     Refusal(
         "num_distributed_optimizer_instances",
         lambda value: value > 1,
@@ -243,14 +190,8 @@ POST_VALIDATION_OPTIMIZER_REFUSALS = (
     Refusal(
         "gtp_weight_remat_size", lambda value: value > 1, "drop --tensor-parallel-num-weight-shards"
     ),
-    Refusal(
-        "log_num_zeros_in_grad",
-        bool,
-        "drop --log-num-zeros-in-grad: zeros are counted over the whole pipeline in every step",
-    ),
-    Refusal(
-        "qk_clip", bool, "drop --qk-clip: it changes parameters after the step, which is not undone"
-    ),
+    _drop("log_num_zeros_in_grad", "zeros are counted over the whole pipeline in every step"),
+    _drop("qk_clip", "it changes parameters after the step, which is not undone"),
 )
 
 _WAITS_EACH_STEP = "all ranks would wait for one another in every step"
@@ -278,16 +219,11 @@ POST_VALIDATION_REFUSALS = (
     ),
     Refusal("dsa_indexer_loss_coeff", bool, f"{_WAITS_EACH_STEP}: drop --dsa-indexer-loss-coeff"),
     *(
-        Refusal(
-            name,
-            bool,
-            f"drop --{name.replace('_', '-')}: it changes or reads weights "
-            "after a step that may be taken back",
-        )
+        _drop(name, "it changes or reads weights after a step that may be taken back")
         for name in ("log_max_attention_logit", "save_params_interval")
     ),
     *(
-        Refusal(name, bool, f"drop --{name.replace('_', '-')}: {_MEETS_FORWARDS_TWICE}")
+        _drop(name, _MEETS_FORWARDS_TWICE)
         for name in ("save_activations_interval", "save_dgrads_interval")
     ),
     Refusal(
@@ -305,9 +241,9 @@ POST_VALIDATION_REFUSALS = (
         )
         for name in ("fp8", "fp4")
     ),
-    Refusal("perform_rl_step", bool, "drop --perform-rl-step: its loop reads weights each step"),
+    _drop("perform_rl_step", "its loop reads weights each step"),
     Refusal("vision_pretraining", bool, "its own updates of a step cannot be taken back"),
-    Refusal("freeze_all_layers", bool, "drop --freeze-all-layers: there is no step to validate"),
+    _drop("freeze_all_layers", "there is no step to validate"),
     Refusal(
         "variable_seq_lengths",
         bool,

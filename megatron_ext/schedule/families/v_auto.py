@@ -59,19 +59,19 @@ def v_auto(problem: Problem) -> Schedule:
 
 
 def _best(problem: Problem, amounts: dict[Held, tuple[float, ...]], allowed: float) -> Schedule:
-    def seconds(program: Program) -> float:
-        return step_seconds(program, problem.costs)
-
+    costs = problem.costs
     known = list(_known(problem))
+    seconds = [step_seconds(program, costs) for program in known]
     least = lower_bound(problem, splits_backward=True) * (1 + 1e-9)
-    if min(map(seconds, known)) > least:
+    if min(seconds) > least:
         shop, work = shop_of(problem, amounts, allowed)
-        plans = [plan_of(simulate(program, problem.costs), work) for program in known]
+        plans = [plan_of(simulate(program, costs), work) for program in known]
         for starts in search(shop, plans, least / work + max(shop.tails)):
             program = _proved(Schedule(NAME, problem.placement, rows_of(starts)), problem)
             if program is not None:
                 known.append(program)
-    return _without_messages(min(known, key=seconds))
+                seconds.append(step_seconds(program, costs))
+    return _without_messages(known[seconds.index(min(seconds))])
 
 
 def _without_messages(program: Program) -> Schedule:
