@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_ext.runtime.groups import make_groups
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.runtime.transport import Dealing, check_open, make_groups
+from megatron_ext.runtime.transport import Dealing, check_open
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import RULES, Lane
 

@@ -21,13 +21,9 @@ import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from megatron_ext.runtime.batched import BatchedTransport, PipelineGroup  # noqa: E402
+from megatron_ext.runtime.channels import Channels  # noqa: E402
 from megatron_ext.runtime.recorder import Recorder  # noqa: E402
-from megatron_ext.runtime.transport import (  # noqa: E402
-    Boundary,
-    Channels,
-    PeerFailure,
-    Transport,
-)
+from megatron_ext.runtime.transport import Boundary, PeerFailure, Transport  # noqa: E402
 from megatron_ext.runtime.weight_gradients import queue  # noqa: E402
 from megatron_ext.schedule.action import Action, Kind  # noqa: E402
 from megatron_ext.schedule.graph import Channel, batches_of  # noqa: E402

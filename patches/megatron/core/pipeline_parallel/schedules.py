@@ -45,12 +45,13 @@ from megatron_ext.patches.megatron.step_trace import StepTrace
 from megatron_ext.patches.megatron.tied import copies_differ
 from megatron_ext.patches.megatron.vocabulary import part_of, tables
 from megatron_ext.runtime.batched import BatchedTransport, PipelineGroup
+from megatron_ext.runtime.channels import Channels
 from megatron_ext.runtime.collectives import Collectives
 from megatron_ext.runtime.executor import Messages, execute
 from megatron_ext.runtime.host_memory import check_host_memory
 from megatron_ext.runtime.offload import ActivationOffload
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.runtime.transport import Boundary, Channels, Transport
+from megatron_ext.runtime.transport import Boundary, Transport
 from megatron_ext.runtime.validation import ValidationMessages
 from megatron_ext.runtime.vocabulary import VocabularyPasses
 from megatron_ext.runtime.vocabulary_shard import VocabularyShard

@@ -1,0 +1,62 @@
+"""A pipeline's channels over torch.distributed.
+
+Each channel has a process group of its own: on one NCCL communicator two directions, or activations
+and gradients of one direction, would wait for each other. All channels are made and used once in
+one global order before the first step, since NCCL connects on first use and would otherwise
+deadlock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_ext.runtime.groups import make_groups
+from megatron_ext.schedule.graph import Channel
+
+
+class Channels:
+    """The process groups of a pipeline's channels that this rank is an end of."""
+
+    def __init__(
+        self, pipeline: dist.ProcessGroup, channels: Iterable[Channel], device: torch.device
+    ) -> None:
+        """Collective over the world, as torch.distributed.new_group is: every rank of every
+        pipeline calls it, with the same ``channels``."""
+        self.rank = pipeline.rank()
+        self.device = device
+        ends = {channel: (channel.sender, channel.receiver) for channel in sorted(channels)}
+        self._groups = make_groups(pipeline, ends)
+        for channel in self._groups:
+            self._use_once(channel)
+        self.are_closed = False
+
+    def close(self) -> None:
+        """Cut the connections: whoever waits at their other ends fails now, and not only at torch's
+        timeout. They cannot be used again, with messages of a broken step in them."""
+        while self._groups:
+            self.are_closed = True
+            _, group = self._groups.popitem()
+            with contextlib.suppress(RuntimeError):  # the step's own error is the one to show
+                dist.distributed_c10d._abort_process_group(group)
+            del group  # gloo closes with the last reference
+
+    def _use_once(self, channel: Channel) -> None:
+        token = torch.zeros(1, device=self.device)
+        move = self.send if self.rank == channel.sender else self.receive
+        move(channel, token).wait()
+
+    # The groups themselves are asked, not dist.isend and irecv: they look up for every message
+    # which rank of a group of two is the other.
+
+    def send(self, channel: Channel, tensor: Tensor) -> dist.Work:
+        group = self._groups[channel]
+        return group.send([tensor], 1 - group.rank(), 0)
+
+    def receive(self, channel: Channel, tensor: Tensor) -> dist.Work:
+        group = self._groups[channel]
+        return group.recv([tensor], 1 - group.rank(), 0)
