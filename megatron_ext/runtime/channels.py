@@ -3,7 +3,7 @@
 Each channel has a process group of its own: on one NCCL communicator two directions, or activations
 and gradients of one direction, would wait for each other. All channels are made and used once in
 one global order before the first step, since NCCL connects on first use and would otherwise
-deadlock.
+deadlock. In that order pairs of ranks that have none in common connect at the same time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ext.runtime.groups import make_groups
+from megatron_ext.runtime.groups import make_device_groups
+from megatron_ext.schedule.communicators import in_waves
 from megatron_ext.schedule.graph import Channel
 
 
@@ -23,14 +24,20 @@ class Channels:
     """The process groups of a pipeline's channels that this rank is an end of."""
 
     def __init__(
-        self, pipeline: dist.ProcessGroup, channels: Iterable[Channel], device: torch.device
+        self,
+        pipeline: dist.ProcessGroup,
+        channels: Iterable[Channel],
+        device: torch.device,
+        max_ctas: int | None = None,
     ) -> None:
-        """Collective over the world, as torch.distributed.new_group is: every rank of every
-        pipeline calls it, with the same ``channels``."""
+        """Collective over the pipeline: its ranks call it with the same ``channels``.
+
+        ``max_ctas``: of each channel on NCCL, where the user has not said it.
+        """
         self.rank = pipeline.rank()
         self.device = device
-        ends = {channel: (channel.sender, channel.receiver) for channel in sorted(channels)}
-        self._groups = make_groups(pipeline, ends)
+        ends = {channel: (channel.sender, channel.receiver) for channel in in_waves(channels)}
+        self._groups = make_device_groups(pipeline, ends, device, max_ctas)
         for channel in self._groups:
             self._use_once(channel)
         self.are_closed = False

@@ -38,7 +38,7 @@ class ValidationMessages:
     def __init__(
         self, pipeline: dist.ProcessGroup, placement: Placement, recorder: Recorder
     ) -> None:
-        """Collective over the world, as `groups.make_groups` is."""
+        """Collective over the pipeline."""
         ranks = range(placement.ranks)
         ways = {Kind.SEND_P: ranks, Kind.SEND_V: ranks}
         groups = make_groups(pipeline, ways, backend="gloo")
