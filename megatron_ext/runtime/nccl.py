@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
+
+from megatron_ext.schedule.communicators import communicators, ctas_of_each
+from megatron_ext.schedule.verify import Program
 
 # What Megatron's --nccl-communicator-config-path can set.
 SETTINGS = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name")
@@ -29,3 +33,18 @@ def communicator_options(pipeline: Any, max_ctas: int | None) -> dist.ProcessGro
     if config.max_ctas == unset and max_ctas is not None:
         config.max_ctas = max(max_ctas, config.min_ctas)  # unset is less than any number
     return options
+
+
+def ctas_for(program: Program, pipeline: dist.ProcessGroup, device: torch.device) -> int | None:
+    """How many CTAs each communicator of ours may use in ``pipeline``, which runs ``program``.
+
+    The same on all ranks, as both ends of a channel have to use equally many: for the rank with the
+    most communicators on the smallest device. None without a GPU. Collective over ``pipeline``.
+    """
+    if device.type != "cuda":
+        return None
+    multiprocessors = [0] * pipeline.size()
+    here = torch.cuda.get_device_properties(device).multi_processor_count
+    dist.all_gather_object(multiprocessors, here, group=pipeline)
+    busiest = max(of_rank.total for of_rank in communicators(program))
+    return ctas_of_each(busiest, min(multiprocessors))

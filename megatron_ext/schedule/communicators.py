@@ -70,7 +70,7 @@ def communicators(program: Program) -> list[Communicators]:
     ]
 
 
-def max_ctas(communicators: int, multiprocessors: int) -> int:
+def ctas_of_each(communicators: int, multiprocessors: int) -> int:
     """How many CTAs each of a rank's ``communicators`` may use, so that all of them take less than
     a quarter of the device's ``multiprocessors``; at least 1, even if that is more than a quarter.
 

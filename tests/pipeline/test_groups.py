@@ -19,7 +19,7 @@ from megatron_ext.runtime import groups as groups_module
 from megatron_ext.runtime.channels import Channels
 from megatron_ext.runtime.collectives import Collectives
 from megatron_ext.runtime.groups import make_groups
-from megatron_ext.runtime.nccl import communicator_options
+from megatron_ext.runtime.nccl import communicator_options, ctas_for
 from megatron_ext.schedule.communicators import communicators
 from megatron_ext.schedule.graph import channels
 from megatron_ext.schedule.registry import choose
@@ -275,3 +275,18 @@ def test_each_group_has_options_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     first, second = options(), options()
     assert first is not second
     assert [made.config.max_ctas for made in (first, second)] == [4, 4]
+
+
+def test_both_ends_use_equally_many_ctas() -> None:
+    """NCCL spreads a message over them the same way at both ends, and a rank with few channels, or
+    on a larger device, would have thought of more."""
+    program = program_of("zb-v", 4)
+
+    def run(rank: int) -> int | None:
+        device = SimpleNamespace(multi_processor_count=[132, 132, 114, 132][rank])
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+            assert ctas_for(program, whole_world(), CPU) is None
+            return ctas_for(program, whole_world(), torch.device("cuda", 0))
+
+    assert values(run_ranks(4, run)) == [2] * 4  # 8 channels of 4 would be 32 of 114

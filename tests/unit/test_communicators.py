@@ -13,9 +13,9 @@ from megatron_ext.schedule.communicators import (
     COLLECTIVES,
     Communicators,
     communicators,
+    ctas_of_each,
     in_waves,
     is_within_share,
-    max_ctas,
     waves,
 )
 from megatron_ext.schedule.costs import parse_costs
@@ -84,17 +84,17 @@ def test_what_a_rank_has() -> None:
 
 def test_a_rank_keeps_three_quarters_of_its_device() -> None:
     """An inner rank of a V took 128 of 132 multiprocessors with NCCL's own 16 CTAs a channel."""
-    assert max_ctas(8, H100) == 4
-    assert max_ctas(8 + len(COLLECTIVES), H100) == 2
-    assert max_ctas(2, H100) == 16
+    assert ctas_of_each(8, H100) == 4
+    assert ctas_of_each(8 + len(COLLECTIVES), H100) == 2
+    assert ctas_of_each(2, H100) == 16
     for multiprocessors in (56, 108, 114, 132, 148, 160):
         for number in range(1, 100):
-            ctas = max_ctas(number, multiprocessors)
+            ctas = ctas_of_each(number, multiprocessors)
             assert ctas & (ctas - 1) == 0, "NCCL rounds up to a power of two"
             if ctas > 1:
                 assert is_within_share(number * ctas, multiprocessors)
             assert not is_within_share(2 * number * ctas, multiprocessors)
-    assert max_ctas(40, H100) == 1
+    assert ctas_of_each(40, H100) == 1
     assert not is_within_share(33, H100) and is_within_share(32, H100)
 
 

@@ -49,6 +49,7 @@ from megatron_ext.runtime.channels import Channels
 from megatron_ext.runtime.collectives import Collectives
 from megatron_ext.runtime.executor import Messages, execute
 from megatron_ext.runtime.host_memory import check_host_memory
+from megatron_ext.runtime.nccl import ctas_for
 from megatron_ext.runtime.offload import ActivationOffload
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.transport import Boundary, Transport
@@ -390,12 +391,13 @@ class PipelineStep:
         program = placed.program
         if self._connection is None:
             device = torch.device(torch.cuda.current_device())
+            ctas = ctas_for(program, pipeline, device)
             if self._p2p is P2P.BATCHED:
                 self._connection = PipelineGroup(pipeline, device)
             else:
-                self._connection = Channels(pipeline, channels(program.schedule), device)
+                self._connection = Channels(pipeline, channels(program.schedule), device, ctas)
             if self._vocabulary is not VocabularyParallel.NONE:
-                self._collectives = Collectives(pipeline, device)
+                self._collectives = Collectives(pipeline, device, ctas)
             if self._leaves is not Offload.NONE:
                 self._offload = ActivationOffload(pipeline.rank(), device)
             self._recorder = Recorder(pipeline.rank())
