@@ -8,7 +8,12 @@ from dataclasses import replace
 from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.findings import Finding, Verdict
 from megatron_ext.schedule.build import build_program
-from megatron_ext.schedule.communicators import communicators, ctas_of_each, is_within_share
+from megatron_ext.schedule.communicators import (
+    communicators,
+    ctas_of_each,
+    ctas_used,
+    is_within_share,
+)
 from megatron_ext.schedule.schedule import P2P
 from megatron_ext.schedule.simulate import simulate
 from megatron_ext.schedule.verify import Program
@@ -41,7 +46,7 @@ def check_communicators(
     of_ranks = communicators(program)
     busiest = max(of_ranks, key=lambda of_rank: of_rank.total)
     fewest = ctas_of_each(busiest.total, multiprocessors)
-    ctas = said.get("max_ctas", max(fewest, said.get("min_ctas", 0)))
+    ctas = ctas_used(said.get("max_ctas", max(fewest, said.get("min_ctas", 0))))
     taken = ctas * busiest.total
     memory = max(of_rank.buffer_bytes(ctas) for of_rank in of_ranks)
     text = (

@@ -74,12 +74,17 @@ def ctas_of_each(communicators: int, multiprocessors: int) -> int:
     """How many CTAs each of a rank's ``communicators`` may use, so that all of them take less than
     a quarter of the device's ``multiprocessors``; at least 1, even if that is more than a quarter.
 
-    A power of two: NCCL rounds up what it uses for messages.
+    A power of two, as `ctas_used`.
     """
     ctas = 1
     while 2 * ctas * communicators * SHARE_OF_DEVICE < multiprocessors:
         ctas *= 2
     return ctas
+
+
+def ctas_used(ctas: int) -> int:
+    """How many NCCL uses for messages where it may use ``ctas``: it rounds up to a power of two."""
+    return 1 << max(0, ctas - 1).bit_length()
 
 
 def is_within_share(ctas: int, multiprocessors: int) -> bool:

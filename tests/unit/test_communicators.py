@@ -14,6 +14,7 @@ from megatron_ext.schedule.communicators import (
     Communicators,
     communicators,
     ctas_of_each,
+    ctas_used,
     in_waves,
     is_within_share,
     waves,
@@ -90,11 +91,12 @@ def test_a_rank_keeps_three_quarters_of_its_device() -> None:
     for multiprocessors in (56, 108, 114, 132, 148, 160):
         for number in range(1, 100):
             ctas = ctas_of_each(number, multiprocessors)
-            assert ctas & (ctas - 1) == 0, "NCCL rounds up to a power of two"
+            assert ctas_used(ctas) == ctas, "NCCL would use more"
             if ctas > 1:
                 assert is_within_share(number * ctas, multiprocessors)
             assert not is_within_share(2 * number * ctas, multiprocessors)
     assert ctas_of_each(40, H100) == 1
+    assert [ctas_used(ctas) for ctas in range(1, 10)] == [1, 2, 4, 4, 8, 8, 8, 8, 16]
     assert not is_within_share(33, H100) and is_within_share(32, H100)
 
 
