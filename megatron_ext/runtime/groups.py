@@ -73,7 +73,7 @@ def make_groups[Key](
         # Where a group meets nothing must be left of one before. Its members have all made it
         # equally often; the count lives as long as what is left, in the store.
         number = store.add(f"{name}/made by {dist.get_rank()}", 1)
-        with _not_split_off():
+        with _not_split_off() as device:
             group, _ = distributed_c10d._new_process_group_helper(
                 len(ranks),
                 ranks.index(dist.get_rank()),
@@ -83,7 +83,7 @@ def make_groups[Key](
                 f"{name}/{number}",  # type: ignore[arg-type]
                 None if options is None else options(),  # by position: its name has changed
                 timeout=timeout,
-                device_id=distributed_c10d._get_default_group().bound_device_id,
+                device_id=device,
                 group_desc=f"megatron_ext {key}",
             )
         assert isinstance(group, dist.ProcessGroup)
@@ -94,12 +94,13 @@ def make_groups[Key](
 
 
 @contextlib.contextmanager
-def _not_split_off() -> Iterator[None]:
-    """torch splits a new communicator off that of a world which is bound to a device."""
+def _not_split_off() -> Iterator[torch.device | None]:
+    """Meanwhile the world is not bound to its device, which is yielded: torch would split the new
+    communicator off the world's."""
     world = distributed_c10d._get_default_group()
     device = world.bound_device_id
     world.bound_device_id = None
     try:
-        yield
+        yield device
     finally:
         world.bound_device_id = device

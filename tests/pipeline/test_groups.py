@@ -208,6 +208,7 @@ def test_in_a_world_that_is_bound_to_a_device(tmp_path: Path) -> None:
             dist.all_reduce(number, group=group)
             assert number.item() == 1
             assert split_from == [None]
+            assert group.bound_device_id == torch.device("cpu:0")
         assert whole_world().bound_device_id == torch.device("cpu:0")
 
     values(run_ranks(3, run, connect=False))
