@@ -1,11 +1,12 @@
 """Process groups within pipelines, each made by its members alone.
 
 Every rank of the world has to call torch.distributed.new_group for every group, member or not: the
-next group's name is the number of groups before, and where the world is bound to a device (with
-NCCL from torch 2.15 on always) the new communicator is split off the world's, which wants all its
-ranks. A pipeline's channels would so cost each rank the number of pipelines times their number of
-such calls. (``use_local_synchronization`` spares those who are no members, but still counts: ranks
-that are members of different numbers of groups wait for one another under different names.)
+next group's name is the number of groups before, and where the world is bound to a device (as
+NCCL's is from torch 2.15 on, by default) the new communicator is split off the world's, which
+wants all its ranks. A pipeline's channels would so cost each rank the number of pipelines times
+their number of such calls. (``use_local_synchronization`` spares those who are no members, but
+still counts: ranks that are members of different numbers of groups wait for one another under
+different names.)
 
 Here a group has a name that its members can tell without the others, and is a communicator of its
 own. What torch's own groups are called does not change.
