@@ -16,13 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_ext.runtime.groups import make_device_groups
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.runtime.transport import Dealing, check_open, make_groups
+from megatron_ext.runtime.transport import Dealing, check_open
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.kinds import RULES, Lane
-
-_KINDS = sorted(kind for kind, rule in RULES.items() if rule.lane is Lane.COLLECTIVE)
-
+from megatron_ext.schedule.communicators import COLLECTIVES
 
 CLOSING_SECONDS = 5.0
 
@@ -30,15 +28,17 @@ CLOSING_SECONDS = 5.0
 class Collectives:
     """The process groups of a pipeline's collectives, over all steps."""
 
-    def __init__(self, pipeline: dist.ProcessGroup, device: torch.device) -> None:
-        """Collective over the world, as torch.distributed.new_group is: every rank of every
-        pipeline calls it."""
+    def __init__(
+        self, pipeline: dist.ProcessGroup, device: torch.device, max_ctas: int | None = None
+    ) -> None:
+        """Collective over the pipeline. ``max_ctas`` as for `Channels`."""
         self.rank = pipeline.rank()
         self.device = device
         self.are_closed = False
         self._global_ranks = dist.get_process_group_ranks(pipeline)
         self.ranks = pipeline.size()
-        self._groups = make_groups(pipeline, dict.fromkeys(_KINDS, range(self.ranks)))
+        members = dict.fromkeys(COLLECTIVES, range(self.ranks))
+        self._groups = make_device_groups(pipeline, members, device, max_ctas)
         for group in self._groups.values():
             dist.all_reduce(torch.zeros(1, device=device), group=group)
 

@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_ext.runtime.groups import make_groups
 from megatron_ext.runtime.partial_state import PartialState
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.runtime.transport import Dealing, closed, make_groups
+from megatron_ext.runtime.transport import Dealing, closed
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.placement import Placement
 
@@ -37,7 +38,7 @@ class ValidationMessages:
     def __init__(
         self, pipeline: dist.ProcessGroup, placement: Placement, recorder: Recorder
     ) -> None:
-        """Collective over the world, as `transport.make_groups` is."""
+        """Collective over the pipeline."""
         ranks = range(placement.ranks)
         ways = {Kind.SEND_P: ranks, Kind.SEND_V: ranks}
         groups = make_groups(pipeline, ways, backend="gloo")

@@ -19,11 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ext.runtime.batched import BatchedTransport, PipelineGroup
+from megatron_ext.runtime.channels import Channels
 from megatron_ext.runtime.executor import Messages, execute
 from megatron_ext.runtime.host_copies import DirectCopies, copies_on
 from megatron_ext.runtime.offload import ActivationOffload
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.runtime.transport import Boundary, Channels, Transport
+from megatron_ext.runtime.transport import Boundary, Transport
 from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.build import build_program
 from megatron_ext.schedule.costs import uniform

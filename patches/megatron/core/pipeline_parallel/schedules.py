@@ -45,12 +45,14 @@ from megatron_ext.patches.megatron.step_trace import StepTrace
 from megatron_ext.patches.megatron.tied import copies_differ
 from megatron_ext.patches.megatron.vocabulary import part_of, tables
 from megatron_ext.runtime.batched import BatchedTransport, PipelineGroup
+from megatron_ext.runtime.channels import Channels
 from megatron_ext.runtime.collectives import Collectives
 from megatron_ext.runtime.executor import Messages, execute
 from megatron_ext.runtime.host_memory import check_host_memory
+from megatron_ext.runtime.nccl import ctas_for
 from megatron_ext.runtime.offload import ActivationOffload
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.runtime.transport import Boundary, Channels, Transport
+from megatron_ext.runtime.transport import Boundary, Transport
 from megatron_ext.runtime.validation import ValidationMessages
 from megatron_ext.runtime.vocabulary import VocabularyPasses
 from megatron_ext.runtime.vocabulary_shard import VocabularyShard
@@ -389,12 +391,13 @@ class PipelineStep:
         program = placed.program
         if self._connection is None:
             device = torch.device(torch.cuda.current_device())
+            ctas = ctas_for(program, pipeline, device)
             if self._p2p is P2P.BATCHED:
                 self._connection = PipelineGroup(pipeline, device)
             else:
-                self._connection = Channels(pipeline, channels(program.schedule), device)
+                self._connection = Channels(pipeline, channels(program.schedule), device, ctas)
             if self._vocabulary is not VocabularyParallel.NONE:
-                self._collectives = Collectives(pipeline, device)
+                self._collectives = Collectives(pipeline, device, ctas)
             if self._leaves is not Offload.NONE:
                 self._offload = ActivationOffload(pipeline.rank(), device)
             self._recorder = Recorder(pipeline.rank())
