@@ -90,7 +90,8 @@ class OffloadedStep:
 
         def pack(tensor: Tensor) -> Tensor:
             # Never the tensor itself: one that an operation has made would keep that operation,
-            # which keeps what it has saved.
+            # which keeps what it has saved. (And autograd would return another object anyhow, also
+            # for a parameter: what a layer writes on that object does not reach the parameter.)
             alias = tensor.detach()
             saved.note(alias)
             return alias

@@ -12,9 +12,13 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from megatron.core.tensor_parallel import random
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import layers, random
+from torch import Tensor
 
 from megatron_ext.runtime import host_memory, offload
 from megatron_ext.runtime.offload import OffloadedStep
@@ -166,6 +170,63 @@ def test_training_is_the_same_to_the_last_bit(
         assert any(left["weight inputs"] for rank in seen for left, _ in rank)
     for rank in seen:
         assert len({allocations for _, allocations in rank}) == 1  # none after the first step
+
+
+def fused(
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    config: Any = None,
+    pg_collection: Any = None,
+) -> GPTModel:
+    """A model whose linear layers add their weights' gradients to main_grad by a fused kernel."""
+    from megatron.training import get_args
+    from megatron.training.argument_utils import core_transformer_config_from_args
+
+    args = get_args()
+    config = config or core_transformer_config_from_args(args)
+    config.gradient_accumulation_fusion = True
+    return GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        pg_collection=pg_collection,
+        vp_stage=vp_stage,
+    )
+
+
+def add_product(x: Tensor, dy: Tensor, main_grad: Tensor) -> None:
+    main_grad.add_(dy.t().matmul(x))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
+def test_gradients_that_a_kernel_adds_need_no_gradient_from_autograd(
+    schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever autograd saves while copies are planned comes back as another object. So Megatron's
+    layer marked that object, and not its weight, as one whose gradient is in main_grad already, and
+    gave autograd nothing for it; with the reduction overlapped Megatron's hook then stopped the
+    training. (A split backward does not save weights, but for the output layer's.)"""
+    kernels = SimpleNamespace(wgrad_gemm_accum_fp32=add_product, wgrad_gemm_accum_fp16=add_product)
+    monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", kernels, raising=False)
+    monkeypatch.setattr(layers, "_grad_accum_fusion_available", True)
+    flags: dict[str, object] = {
+        "bf16": True,
+        "overlap_grad_reduce": True,
+        "pipeline_model_parallel_size": 2,
+    }
+    reference = train(4, words(4, flags, schedule), model_provider=fused)
+    watch(monkeypatch, tmp_path)
+    leaves = words(4, flags, schedule, pipeline_activation_offload="full")
+    runs = train(4, leaves, model_provider=fused)
+    assert len(losses(runs)) == 2
+    assert losses(runs) == losses(reference)
+    assert [run.state for run in runs] == [run.state for run in reference]
+    assert any(left["activation"] for rank in steps(tmp_path) for left, _ in rank)
 
 
 def test_host_memory_is_checked_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
