@@ -11,6 +11,7 @@ from megatron_ext.patches.refusals import (
     VOCABULARY_REFUSALS,
     Refusal,
 )
+from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.kinds import RULES, Duty
 from megatron_ext.schedule.placement import Placement, is_line_or_v
 from megatron_ext.schedule.registry import Choice, with_option
@@ -86,7 +87,7 @@ def _refuse_settings(
 
 
 def refuse_order(settings: Any, schedule: Schedule) -> None:
-    """Raise ValueError where a stage's first weight gradient must be that of its first microbatch.
+    """Raise ValueError where a stage's first weight gradient must be that of its first forward pass.
 
     Transformer Engine writes that one over ``main_grad``, when it fuses the accumulation, and adds
     the others.
@@ -96,16 +97,21 @@ def refuse_order(settings: Any, schedule: Schedule) -> None:
     )
     if not overwrites:
         return
+    first_forward: dict[int, int] = {}
     begun = set()
-    for action in (action for row in schedule.compute_rows for action in row):
-        if Duty.WEIGHT_GRADIENT not in RULES[action.kind].covers or action.stage in begun:
+    for stage, kind, microbatch in (action for row in schedule.compute_rows for action in row):
+        duties = RULES[kind].covers
+        if Duty.FORWARD in duties:
+            first_forward.setdefault(stage, microbatch)
+        if Duty.WEIGHT_GRADIENT not in duties or stage in begun:
             continue
-        begun.add(action.stage)
-        if action.microbatch != 0:
+        begun.add(stage)
+        if microbatch != first_forward[stage]:
             raise ValueError(
-                f"{schedule.name} begins stage {action.stage}'s weight gradients with {action}, "
-                f"and Transformer Engine writes those of microbatch 0 over the sum so far: put "
-                f"them first, or add --no-gradient-accumulation-fusion"
+                f"{schedule.name} begins stage {stage}'s weight gradients with "
+                f"{Action(stage, kind, microbatch)}, and Transformer Engine writes those of its "
+                f"first forward pass, of microbatch {first_forward[stage]}, over the sum so far: "
+                f"put them first, or add --no-gradient-accumulation-fusion"
             )
 
 

@@ -192,18 +192,27 @@ def test_a_transformer_engine_that_cannot_be_imported_is_none(
     assert not any(target.startswith("transformer_engine") for target in targets)
 
 
-@pytest.mark.parametrize("rows", ["0F0,0F1,0B1,0B0", "0F0,0F1,0I0,0I1,0W1,0W0"])
+@pytest.mark.parametrize("rows", ["0F0,0F1,0B1,0B0", "0F0,0F1,0I0,0I1,0W1,0W0", "0F1,0F0,0B0,0B1"])
 def test_weight_gradients_that_overwrite_come_first(rows: str) -> None:
-    """Transformer Engine adds the first microbatch's weight gradient to nothing, but writes it, and
-    in a file of a user's another microbatch's may come before."""
+    """Transformer Engine adds the first weight gradient of a stage to nothing, but writes it, namely
+    that of its first forward pass; and in a file of a user's another microbatch's may come
+    before."""
     schedule = from_csv(rows, "mine.csv")
     settings = SimpleNamespace(
         transformer_impl="transformer_engine", gradient_accumulation_fusion=True
     )
-    with pytest.raises(ValueError, match=r"mine\.csv begins stage 0's .*(0B1|0W1)"):
+    with pytest.raises(ValueError, match=r"mine\.csv begins stage 0's .*(0B1|0W1|0B0)"):
         refuse_order(settings, schedule)
     settings.gradient_accumulation_fusion = False
     refuse_order(settings, schedule)
+
+
+@pytest.mark.parametrize("rows", ["0F0,0F1,0B0,0B1", "0F1,0F0,0I1,0I0,0W1,0W0"])
+def test_files_may_begin_with_any_microbatch(rows: str) -> None:
+    settings = SimpleNamespace(
+        transformer_impl="transformer_engine", gradient_accumulation_fusion=True
+    )
+    refuse_order(settings, from_csv(rows, "mine.csv"))
 
 
 def test_importing_the_package_imports_neither_torch_nor_megatron() -> None:
