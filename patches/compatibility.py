@@ -87,7 +87,7 @@ def _refuse_settings(
 
 
 def refuse_order(settings: Any, schedule: Schedule) -> None:
-    """Raise ValueError where a stage's first weight gradient must be that of its first forward pass.
+    """Raise ValueError where a stage's first W must be of the microbatch of its first F.
 
     Transformer Engine writes that one over ``main_grad``, when it fuses the accumulation, and adds
     the others.

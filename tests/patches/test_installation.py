@@ -194,9 +194,8 @@ def test_a_transformer_engine_that_cannot_be_imported_is_none(
 
 @pytest.mark.parametrize("rows", ["0F0,0F1,0B1,0B0", "0F0,0F1,0I0,0I1,0W1,0W0", "0F1,0F0,0B0,0B1"])
 def test_weight_gradients_that_overwrite_come_first(rows: str) -> None:
-    """Transformer Engine adds the first weight gradient of a stage to nothing, but writes it, namely
-    that of its first forward pass; and in a file of a user's another microbatch's may come
-    before."""
+    """Transformer Engine does not add, but writes, the weight gradient of a stage's first forward
+    pass; and in a file of a user's another microbatch's may come before."""
     schedule = from_csv(rows, "mine.csv")
     settings = SimpleNamespace(
         transformer_impl="transformer_engine", gradient_accumulation_fusion=True

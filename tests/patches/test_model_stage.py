@@ -22,7 +22,7 @@ class QuantisedModel(MegatronModule):
     """Makes its weights' FP8 copies in the forward passes that it is told are a step's first."""
 
     def __init__(self) -> None:
-        super().__init__(SimpleNamespace(fp8="hybrid"))  # type: ignore[arg-type]
+        super().__init__(SimpleNamespace(fp8="hybrid"))
         self.is_first_microbatch = False
         self.quantised: list[bool] = []  # by each forward pass
 
@@ -64,7 +64,7 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
 def test_weights_are_quantised_in_a_steps_first_forward_pass(order: Sequence[int]) -> None:
-    """In a user's file a stage may begin with any microbatch. Weights were quantised when the one of
+    """In a user's file a stage may begin with any microbatch. Weights were quantised when that of
     number 0 came: those before it ran on the weights of the step before."""
     model = QuantisedModel()
     for _ in range(2):
