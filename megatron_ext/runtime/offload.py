@@ -51,7 +51,7 @@ class ActivationOffload:
         self.bytes_left: Counter[tuple[int, Held]] = Counter()
 
     def step(self, row: tuple[Action, ...]) -> OffloadedStep:
-        """Begin a step of which this rank does ``row``."""
+        """Begin a step of which this rank does ``row``, before it has posted anything."""
         self.buffers.reserve(most_on_host(row))
         self.bytes_left.clear()
         return OffloadedStep(self, row)
