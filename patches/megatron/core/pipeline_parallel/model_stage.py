@@ -104,7 +104,12 @@ class ModelStage:
             return schedules.backward_step(x, output, dy, self._config)
 
     def backward_weight(self, microbatch: int) -> None:
+        timers = self._config.timers
+        if timers is not None:  # as backward_step does
+            timers("backward-compute", log_level=2).start()
         queue.run(self._number, microbatch)
+        if timers is not None:
+            timers("backward-compute").stop()
 
     def forget(self) -> None:
         """What F has counted and kept of this step."""
