@@ -241,11 +241,17 @@ def test_host_memory_is_checked_before_the_first_step(monkeypatch: pytest.Monkey
         assert "in 0F0" not in result.error
 
 
-def test_what_offload_takes_is_said_before_the_first_step(
-    capfd: pytest.CaptureFixture[str],
+def test_what_offload_takes_is_said_and_made_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    flags = words(2, {}, "gis", pipeline_costs="estimate", pipeline_activation_offload="full")
-    train(2, flags)
+    """As costs with bytes say; before the second it is made to measure."""
+    watch(monkeypatch, tmp_path)
+    ours = {"pipeline_costs": "estimate", "pipeline_activation_offload": "full", "train_iters": 3}
+    train(2, words(2, {}, "gis", **ours))
+    for rank in steps(tmp_path):
+        first, second, third = (registered for *_, registered in rank)
+        assert 0 < first < second == third
+        assert not any(plain for _, plain, _ in rank)
     text = capfd.readouterr().out
     said = [
         text.index(words)
