@@ -24,8 +24,10 @@ from torch import Tensor
 
 from megatron_ext.runtime.host_buffers import HostBuffers, Slot
 from megatron_ext.runtime.host_copies import HostCopies, Piece, Transfer, copies_on
+from megatron_ext.runtime.host_memory import buffer_sizes
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import RULES, Held, Lane
 from megatron_ext.schedule.memory import most_on_host
 
@@ -49,6 +51,10 @@ class ActivationOffload:
         self.copies = copies or copies_on(device)
         self.buffers = HostBuffers(self.copies, rank)
         self.bytes_left: Counter[tuple[int, Held]] = Counter()
+
+    def expect(self, row: tuple[Action, ...], costs: Costs) -> None:
+        """Steps of ``row`` will come; ``costs`` may tell what leaves in them."""
+        self.buffers.expected = buffer_sizes(row, costs)
 
     def step(self, row: tuple[Action, ...]) -> OffloadedStep:
         """Begin a step of which this rank does ``row``, before it has posted anything."""

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -189,39 +186,6 @@ def test_a_verdict_is_passed_back_by_a_rank_that_is_in_a_pass() -> None:
             dist.barrier()
 
     values(run_ranks(3, run, timeout=20))
-
-
-def test_to_look_for_the_verdict_costs_next_to_nothing() -> None:
-    """A look every millisecond went through torch and an Event's Python: the thread of the passes,
-    which launches kernels, had to give it the interpreter each time. Now a look reads a number, and
-    what is waited for in between is a lock, without the interpreter."""
-
-    def run(rank: int) -> None:
-        messages = messages_of(rank, line(2))
-        messages.pass_on(messages.partial())
-        called: Counter[str] = Counter()
-        if rank == 0:
-
-            def note(frame: Any, event: str, function: Any) -> None:
-                if event.endswith("call") and threading.current_thread() is not main:
-                    called[frame.f_code.co_name if event == "call" else function.__name__] += 1
-
-            main = threading.current_thread()
-            threading.setprofile(note)
-            messages.expect()
-            threading.setprofile(None)
-            while called["acquire"] < 20:  # looks
-                time.sleep(0.001)
-            looks = Counter(called)
-            dist.barrier()
-            for name, calls in looks.items():
-                if calls > 5:  # and not once, as the thread began
-                    assert name in ("acquire", "isnan", "<lambda>")
-        else:
-            dist.barrier()
-        messages.verdict()
-
-    values(run_ranks(2, run, timeout=20))
 
 
 def test_nothing_is_expected_where_nothing_is_pending() -> None:

@@ -47,7 +47,7 @@ from megatron_ext.patches.megatron.vocabulary import part_of, tables
 from megatron_ext.runtime.batched import BatchedTransport, PipelineGroup
 from megatron_ext.runtime.collectives import Collectives
 from megatron_ext.runtime.executor import Messages, execute
-from megatron_ext.runtime.host_memory import buffer_sizes, check_host_memory
+from megatron_ext.runtime.host_memory import check_host_memory
 from megatron_ext.runtime.offload import ActivationOffload
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.transport import Boundary, Channels, Transport
@@ -411,7 +411,7 @@ class PipelineStep:
         if self._offload is not None and not forward_only:
             row = program.schedule.rows[pipeline.rank()]
             host_memory = check_host_memory(row, program.problem.costs)
-            self._offload.buffers.expected = buffer_sizes(row, program.problem.costs)
+            self._offload.expect(row, program.problem.costs)
             if dist.get_rank() == 0:
                 print(f"megatron_ext: {host_memory}", flush=True)
         return placed
