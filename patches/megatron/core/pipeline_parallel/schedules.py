@@ -417,6 +417,7 @@ class PipelineStep:
         if self._offload is not None and not forward_only:
             row = program.schedule.rows[pipeline.rank()]
             host_memory = check_host_memory(row, program.problem.costs)
+            self._offload.expect(row, program.problem.costs)
             if dist.get_rank() == 0:
                 print(f"megatron_ext: {host_memory}", flush=True)
         return placed
