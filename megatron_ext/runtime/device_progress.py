@@ -80,6 +80,7 @@ class DeviceProgress:
         self._record = record
         self._passes: deque[Event] = deque()  # those that no pass has waited for
         self._given: deque[tuple[Position, Event]] = deque()  # not seen to have ended
+        self._newest: tuple[Position, Event] | None = None  # of those, at the latest look
         self._ended: Action | None = None
         self._lock = threading.Lock()
 
@@ -100,10 +101,17 @@ class DeviceProgress:
             self._given.append((position, event))
 
     def look(self) -> None:
-        """Learn where the device is, from any thread, once a second or so."""
+        """Learn where the device is, from any thread, once a second or so.
+
+        It is asked only when the host has given it nothing since the last look. As long as the host
+        goes on the device does too, by `hold_back`, and a query may wait for the driver.
+        """
         with self._lock:
-            self._drop_ended()
-            pending = self._given[0][0] if self._given else None
+            newest = self._given[-1] if self._given else None
+            has_stopped, self._newest = newest is self._newest, newest
+            if has_stopped:
+                self._drop_ended()
+            pending = self._given[0][0] if self._given and has_stopped else None
             ended = self._ended
         if pending is None:
             self.position = None

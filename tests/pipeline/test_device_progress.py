@@ -115,7 +115,21 @@ def test_what_has_ended_is_forgotten() -> None:
         device.ended = len(device.events)
     assert len(progress._given) == 1
     progress.look()
+    progress.look()
     assert progress.position is None and not progress._given
+
+
+def test_a_device_whose_host_goes_on_is_not_asked() -> None:
+    """In each second of a healthy run one thread would have asked it amid the other's calls."""
+    device = Device()
+    progress = DeviceProgress(device.record)
+    for microbatch in range(3):
+        progress.add(Position(0, parse(f"0F{microbatch}"), None, "", 0.0))
+        progress.look()
+        assert progress.position is None
+    progress.look()
+    assert progress.position is not None
+    assert str(progress.position).startswith("is in 0F0 for ")
 
 
 # --- a device that waits for ever

@@ -84,11 +84,11 @@ class PipelineWithoutWaits(Pipeline):
         return transport
 
 
-def connected(failing: bool, wanted: Callable[[], None]) -> PipelineWithoutWaits:
+def connected(fault: Callable[[], None] | None, wanted: Callable[[], None]) -> PipelineWithoutWaits:
     """A watched pipeline, in which rank 1 may fail. Collective over the world."""
     last_words.LOOK_SECONDS = 0.1
-    watchdog.GRACE_SECONDS = 0.5
-    faults = {parse("1I2"): throw} if failing else {}
+    watchdog.GRACE_SECONDS = 2.0
+    faults = {parse("1I2"): fault} if fault else {}
     pipeline = PipelineWithoutWaits(
         program_for(choose("zb-h1"), RANKS, 6), world(), faults=faults, wanted=wanted
     )
@@ -108,8 +108,36 @@ def block() -> None:
     lock.acquire()
 
 
+def tell() -> None:
+    """That this rank has come here."""
+    (Path(tempfile.gettempdir()) / f"told by {dist.get_rank()}").touch()
+
+
+def wait_for(*ranks: int) -> None:
+    """Until they have told."""
+    while not all((Path(tempfile.gettempdir()) / f"told by {rank}").exists() for rank in ranks):
+        time.sleep(0.01)
+
+
+def tell_and_block() -> None:
+    tell()
+    block()
+
+
+def throw_at_once() -> None:
+    tell()
+    throw()
+
+
+def throw_when_others_block() -> None:
+    wait_for(0, 2)
+    throw()
+
+
 def take_long() -> None:
-    time.sleep(0.2)
+    """Until rank 1 has failed, and a moment more."""
+    wait_for(1)
+    time.sleep(0.3)
 
 
 def nothing() -> None:
@@ -123,13 +151,14 @@ class Step:
     ``wanted``: what the others do where they need a message; ``after``: after the step.
     """
 
+    fault: Callable[[], None]
     wanted: Callable[[], None] = nothing
     after: Callable[[], None] = nothing
     swallows: bool = False
 
     def __call__(self, rank: int) -> None:
         fails = rank == 1
-        pipeline = connected(fails, nothing if fails else self.wanted)
+        pipeline = connected(self.fault if fails else None, nothing if fails else self.wanted)
         try:
             pipeline.step()
         except ValueError:
@@ -158,9 +187,9 @@ def check_words(rank: int, result: RankResult, failed: int = 1) -> None:
 @pytest.mark.parametrize(
     ("step", "is_interrupted"),
     [
-        (Step(wanted=block), False),
-        (Step(after=block), False),
-        (Step(wanted=take_long), True),
+        (Step(throw_when_others_block, wanted=tell_and_block), False),
+        (Step(throw_when_others_block, after=tell_and_block), False),
+        (Step(throw_at_once, wanted=take_long), True),
     ],
     ids=["blocked in the step", "blocked after it", "running ahead"],
 )
@@ -179,7 +208,9 @@ def test_every_rank_ends_when_one_fails(script: Script, step: Step, is_interrupt
 
 
 def test_a_rank_whose_caller_goes_on_after_its_error(script: Script) -> None:
-    with running_ranks(RANKS, Step(wanted=block, swallows=True), script) as running:
+    with running_ranks(
+        RANKS, Step(throw_when_others_block, wanted=tell_and_block, swallows=True), script
+    ) as running:
         running.wait_until_it_says(1, HERE)
         start = time.monotonic()
         running.wait_until_ended(0, 2)
@@ -237,11 +268,12 @@ def test_the_rank_that_keeps_the_store_is_heard(script: Script) -> None:
 
 
 def fail_and_begin_again(rank: int) -> None:
-    pipeline = connected(rank == 1, nothing if rank == 1 else take_long)
+    fault, wanted = (throw_at_once, nothing) if rank == 1 else (None, take_long)
+    pipeline = connected(fault, wanted)
     with pytest.raises(ValueError if rank == 1 else PeerFailure):
         pipeline.step()
-    again = connected(False, nothing)
-    time.sleep(5 * last_words.LOOK_SECONDS + 2 * watchdog.GRACE_SECONDS)
+    again = connected(None, nothing)
+    time.sleep(5 * last_words.LOOK_SECONDS + watchdog.GRACE_SECONDS)
     again.step()
     say("done")
 
