@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -71,9 +71,20 @@ class NoWaits(Transport):
         return torch.zeros(3, WIDTH)
 
 
+ABORTED = threading.Event()
+
+
+class Communicators:
+    """Those whose messages a device waits for, until they are aborted."""
+
+    def close(self) -> None:
+        ABORTED.set()
+
+
 @dataclass
 class PipelineWithoutWaits(Pipeline):
     wanted: Callable[[], None] = lambda: None
+    communicators: Communicators = field(default_factory=Communicators)
 
     def transport(self, program: Program) -> Transport:
         boundary = Boundary((3, WIDTH), torch.float32)
@@ -97,7 +108,8 @@ def connected(fault: Callable[[], None] | None, wanted: Callable[[], None]) -> P
     watchdog.Watchdog(pipeline.recorder).start()
     pipeline.recorder.last_words = connect_last_words()
     assert pipeline.recorder.last_words is not None
-    pipeline.recorder.last_words.start(Interruption(pipeline.recorder, [pipeline.connection]))
+    connections = [pipeline.connection, pipeline.communicators]
+    pipeline.recorder.last_words.start(Interruption(pipeline.recorder, connections))
     return pipeline
 
 
@@ -122,6 +134,11 @@ def wait_for(*ranks: int) -> None:
 def tell_and_block() -> None:
     tell()
     block()
+
+
+def tell_and_wait_for_device() -> None:
+    tell()
+    ABORTED.wait()
 
 
 def throw_at_once() -> None:
@@ -189,9 +206,17 @@ def check_words(rank: int, result: RankResult, failed: int = 1) -> None:
     [
         (Step(throw_when_others_block, wanted=tell_and_block), False),
         (Step(throw_when_others_block, after=tell_and_block), False),
+        (Step(throw_when_others_block, after=tell_and_wait_for_device), False),
+        (Step(throw_when_others_block, wanted=tell_and_wait_for_device), True),
         (Step(throw_at_once, wanted=take_long), True),
     ],
-    ids=["blocked in the step", "blocked after it", "running ahead"],
+    ids=[
+        "blocked in the step",
+        "blocked after it",
+        "waiting for its device after the step",  # which must not go on with anything
+        "waiting for its device in the step",
+        "running ahead",
+    ],
 )
 def test_every_rank_ends_when_one_fails(script: Script, step: Step, is_interrupted: bool) -> None:
     """They waited for torch's timeout: no wait of theirs ended by an error."""
@@ -241,7 +266,7 @@ def keep_the_store(rank: int) -> None:
 
 def fail_with_the_store(rank: int) -> None:
     keep_the_store(rank)
-    last_words.LOOK_SECONDS = 1.0  # so that the other is certain to look too late
+    last_words.LOOK_SECONDS = 2.0  # the other looks when this process could have long ended
     words = connect_last_words()
     assert words is not None
     heard = threading.Event()
