@@ -141,6 +141,12 @@ def tell_and_wait_for_device() -> None:
     ABORTED.wait()
 
 
+def tell_and_use_what_comes() -> None:
+    """As an optimizer after the step."""
+    tell_and_wait_for_device()
+    say("the weights are spoilt")
+
+
 def throw_at_once() -> None:
     tell()
     throw()
@@ -206,14 +212,14 @@ def check_words(rank: int, result: RankResult, failed: int = 1) -> None:
     [
         (Step(throw_when_others_block, wanted=tell_and_block), False),
         (Step(throw_when_others_block, after=tell_and_block), False),
-        (Step(throw_when_others_block, after=tell_and_wait_for_device), False),
+        (Step(throw_when_others_block, after=tell_and_use_what_comes), False),
         (Step(throw_when_others_block, wanted=tell_and_wait_for_device), True),
         (Step(throw_at_once, wanted=take_long), True),
     ],
     ids=[
         "blocked in the step",
         "blocked after it",
-        "waiting for its device after the step",  # which must not go on with anything
+        "waiting for its device after the step",
         "waiting for its device in the step",
         "running ahead",
     ],
@@ -229,6 +235,7 @@ def test_every_rank_ends_when_one_fails(script: Script, step: Step, is_interrupt
     for rank in (0, 2):
         check_words(rank, results[rank])
         assert results[rank].seconds - failed.seconds < SOON
+        assert "spoilt" not in results[rank].stderr
         assert ("PeerFailure: pipeline rank" in results[rank].stderr) == is_interrupted
 
 
