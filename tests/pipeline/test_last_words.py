@@ -339,17 +339,28 @@ def test_a_store_that_goes_at_the_end_is_no_failure(script: Script) -> None:
 
 
 class DeadStore:
-    """Answers nobody."""
+    """Answers nobody, and gives up when the test is over."""
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *arguments: time.sleep(SOON)
+    def __init__(self) -> None:
+        self.has_ended = threading.Event()
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        def answer(*arguments: object) -> None:
+            self.has_ended.wait(SOON)
+            raise dist.DistStoreError("timed out")
+
+        return answer
 
 
 def test_a_store_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(last_words, "LEAVE_SECONDS", 0.2)
-    words = last_words.LastWords(DeadStore(), "key")  # type: ignore[arg-type]
+    store = DeadStore()
+    words = last_words.LastWords(store, "key")  # type: ignore[arg-type]
     words.start(lambda text: None)
     start = time.monotonic()
     words.leave("rank 0, in 0F0")
     words.stop()
-    assert time.monotonic() - start < 2.0
+    assert time.monotonic() - start < SOON / 2
+    store.has_ended.set()  # no thread is to be left where ranks are forked
+    assert words._thread is not None
+    words._thread.join()
