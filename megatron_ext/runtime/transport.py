@@ -8,7 +8,6 @@ deadlock.
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_ext.runtime.closing import close_groups
 from megatron_ext.runtime.position import whom
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.schedule.action import Action, Kind
@@ -52,12 +52,8 @@ class Channels:
     def close(self) -> None:
         """Cut the connections: whoever waits at their other ends fails now, and not only at torch's
         timeout. They cannot be used again, with messages of a broken step in them."""
-        while self._groups:
-            self.are_closed = True
-            _, group = self._groups.popitem()
-            with contextlib.suppress(RuntimeError):  # the step's own error is the one to show
-                dist.distributed_c10d._abort_process_group(group)
-            del group  # gloo closes with the last reference
+        self.are_closed |= bool(self._groups)
+        close_groups(self._groups)
 
     def _use_once(self, channel: Channel) -> None:
         token = torch.zeros(1, device=self.device)

@@ -38,8 +38,8 @@ _DEFAULTS: dict[int, _Handler | signal.Handlers] = {
 class Watchdog:
     """Watches a `Recorder` from `start` to the end of the process.
 
-    There is one thread a process: the first watchdog that is started watches for the later ones,
-    too. A signal is taken only if nobody else has taken it: Megatron takes SIGTERM with
+    There is one a process: the first watchdog that is started watches for the later ones, too. A
+    signal is taken only if nobody else has taken it: Megatron takes SIGTERM with
     --exit-signal-handler, to save a checkpoint first, and an event loop the wakeup descriptor.
     """
 
