@@ -39,7 +39,8 @@ class Collectives:
 
     def close(self) -> None:
         """Cut the connections, as `Channels.close` does."""
-        self.are_closed |= bool(self._groups)
+        if self._groups:
+            self.are_closed = True
         close_groups(self._groups)
 
     def broadcast(self, kind: Kind, tensor: Tensor, root: int) -> dist.Work:

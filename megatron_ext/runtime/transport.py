@@ -52,7 +52,8 @@ class Channels:
     def close(self) -> None:
         """Cut the connections: whoever waits at their other ends fails now, and not only at torch's
         timeout. They cannot be used again, with messages of a broken step in them."""
-        self.are_closed |= bool(self._groups)
+        if self._groups:
+            self.are_closed = True
         close_groups(self._groups)
 
     def _use_once(self, channel: Channel) -> None:
