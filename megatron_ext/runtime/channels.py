@@ -8,13 +8,13 @@ deadlock. In that order pairs of ranks that have none in common connect at the s
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_ext.runtime.closing import close_groups
 from megatron_ext.runtime.groups import make_device_groups, make_groups
 from megatron_ext.schedule.communicators import in_waves
 from megatron_ext.schedule.graph import Channel
@@ -55,13 +55,10 @@ class Channels:
     def close(self) -> None:
         """Cut the connections: whoever waits at their other ends fails now, and not only at torch's
         timeout. They cannot be used again, with messages of a broken step in them."""
-        for groups in (self._groups, self._shapes):
-            while groups:
-                self.are_closed = True
-                _, group = groups.popitem()
-                with contextlib.suppress(RuntimeError):  # the step's own error is the one to show
-                    dist.distributed_c10d._abort_process_group(group)
-                del group  # gloo closes with the last reference
+        if self._groups:
+            self.are_closed = True
+        close_groups(self._groups)
+        close_groups(self._shapes)
 
     def _use_once(self, channel: Channel) -> None:
         token = torch.zeros(1, device=self.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Protocol
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ext.runtime.channels import Channels
+from megatron_ext.runtime.position import whom
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.graph import Channel, channel_of
@@ -31,14 +33,18 @@ class Boundary:
     dtype: torch.dtype
 
 
-class Connection(Protocol):
+class Closable(Protocol):
+    """What can be cut, by any thread."""
+
+    def close(self) -> None: ...
+
+
+class Connection(Closable, Protocol):
     """What messages travel on, over all steps. ``are_closed``: after a failure on this rank."""
 
     rank: int
     device: torch.device
     are_closed: bool
-
-    def close(self) -> None: ...
 
 
 def check_open(connection: Connection) -> None:
@@ -188,25 +194,36 @@ class Dealing:
         self._action = action
         self._peer = peer
         self._direction = direction
-        self._waiting = recorder.waiting(action, peer)
+        self._waiting = recorder.waiting(action, peer, direction)
 
     def __enter__(self) -> None:
         self._waiting.__enter__()
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._waiting.__exit__(None, None, None)
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._waiting.__exit__(kind, error, trace)
+        recorder = self._recorder
+        if recorder.interruption is not None and (error is None or isinstance(error, Exception)):
+            raise PeerFailure(
+                f"pipeline rank {recorder.rank} was waiting for {self._action} "
+                f"({whom(self._peer, self._direction)}) when another rank had failed: "
+                f"{recorder.interruption}"
+            ) from error
         if not isinstance(error, RuntimeError):
             return
         if isinstance(error, torch.OutOfMemoryError) or str(error).startswith("CUDA error"):
             return  # this rank's own
+        which, peers = "which has failed or hangs", [self._peer]
         if self._direction == "with":
-            whom, which = "with the other pipeline ranks", "one of which has failed or hangs"
-        else:
-            whom = f"{self._direction} pipeline rank {self._peer}"
-            which = "which has failed or hangs"
+            which, peers = "one of which has failed or hangs", []
         raise PeerFailure(
-            f"pipeline rank {self._recorder.rank} was waiting for {self._action} ({whom}), "
-            f"{which}: look for the first error of that rank. torch says: {error}"
+            f"pipeline rank {recorder.rank} was waiting for {self._action} "
+            f"({whom(self._peer, self._direction)}), {which}: look for the first error of that "
+            f"rank {recorder.whereabouts.note(*peers)}. torch says: {error}"
         ) from error
 
 
