@@ -36,27 +36,6 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
             "self._passes.popleft().synchronize()",
         ),
     },
-    "within a step, at a copy to the host: what was posted before it can end, by the proof": {
-        ("megatron_ext/runtime/host_copies.py", "_Event.finish", "self.event.synchronize()"),
-        (
-            "megatron_ext/runtime/host_copies.py",
-            "CudaCopies.release",
-            "torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())",
-        ),
-        (
-            "megatron_ext/runtime/host_copies.py",
-            "pinned",
-            "runtime.cudaHostRegister(buffer.data_ptr(), size, 0)",
-        ),
-    },
-    "within a step, where shapes vary: the shape decides what is received": {
-        ("megatron_ext/runtime/transport.py", "Transport._receive_shaped", "header.tolist()"),
-        (
-            "megatron_ext/runtime/transport.py",
-            "_shape_header",
-            "torch.tensor(sizes, dtype=torch.int64, device=tensor.device)",
-        ),
-    },
     "before the first step, or the first with so many microbatches": {
         (
             "megatron_ext/runtime/host_memory.py",
@@ -69,9 +48,9 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
             "dist.broadcast_object_list(key)",
         ),
         (
-            "megatron_ext/runtime/transport.py",
-            "_all_pipelines",
-            "dist.all_gather_object(gathered, mine)",
+            "megatron_ext/runtime/nccl.py",
+            "ctas_for",
+            "dist.all_gather_object(multiprocessors, here, group=pipeline)",
         ),
         (
             "megatron_ext/runtime/whereabouts.py",
@@ -81,16 +60,27 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
         (
             "patches/megatron/core/pipeline_parallel/programs.py",
             "Programs.agree_on_costs",
-            "dist.broadcast_object_list(costs, src=source, group=pipeline)",
+            "dist.broadcast_object_list(agreed, src=0)",
         ),
         (
             "patches/megatron/core/pipeline_parallel/programs.py",
             "gather",
-            "dist.all_gather_object(values, value, group=pipeline)",
+            "dist.all_gather_object(values, value, group=group)",
         ),
         ("patches/megatron/tied.py", "copies_differ", "torch.equal(*tied)"),
     },
     "between steps, or after a row's last action": {
+        ("megatron_ext/runtime/host_copies.py", "_Event.finish", "self.event.synchronize()"),
+        (
+            "megatron_ext/runtime/host_copies.py",
+            "CudaCopies.release",
+            "torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())",
+        ),
+        (
+            "megatron_ext/runtime/host_copies.py",
+            "pinned",
+            "runtime.cudaHostRegister(buffer.data_ptr(), size, 0)",
+        ),
         (
             "megatron_ext/runtime/clocks.py",
             "clock_offsets",
@@ -168,11 +158,8 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
             "PipelineStep.__call__",
             "bool(force_all_reduce)",
         ),
-        (
-            "megatron_ext/runtime/validation.py",
-            "ValidationMessages.has_come",
-            "self._coming[1][0].item()",
-        ),
+        ("megatron_ext/runtime/transport.py", "Transport.receive", "header.tolist()"),
+        ("megatron_ext/runtime/validation.py", "ValidationMessages.look", "numbers.numpy()"),
         ("megatron_ext/runtime/validation.py", "_state", "numbers.tolist()"),
         ("patches/cpu.py", "_on_host", "tensor.numpy()"),
         (
@@ -184,6 +171,7 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
 }
 # Functions that make numbers of numbers, of texts and of settings, and of no tensor.
 NO_TENSORS = {
+    ("patches/compatibility.py", "refuse_order"),
     ("megatron_ext/runtime/host_copies.py", "pinned"),
     ("megatron_ext/runtime/host_memory.py", "_left_in"),
     ("megatron_ext/runtime/host_memory.py", "available_bytes"),
