@@ -40,7 +40,7 @@ def build_model() -> GPTModel:
         num_layers=RANKS,
         hidden_size=16,
         num_attention_heads=2,
-        pipeline_model_parallel_size=RANKS,
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
         pipeline_dtype=torch.float32,
         attention_dropout=0.0,
         hidden_dropout=0.0,
@@ -178,19 +178,47 @@ def test_varying_sequence_lengths_cannot_be_batched() -> None:
     assert values(run_ranks(RANKS, refused)) == ["refused"] * RANKS
 
 
-def test_a_rank_with_another_program_is_found_before_the_first_pass() -> None:
-    """Each rank reads its own copy of a schedule file; one of them is stale."""
+@pytest.mark.parametrize(
+    ("size", "stale", "listed"),
+    [
+        (RANKS, [2], "global ranks 0, 1, 3; .* on global rank 2;"),
+        (2, [1, 3], "global ranks 0, 2; .* on global ranks 1, 3;"),  # all of the second pipeline
+    ],
+)
+def test_a_rank_with_another_program_is_found_before_the_first_pass(
+    size: int, stale: list[int], listed: str
+) -> None:
+    """Each rank reads its own copy of a schedule file; some of them are stale. Pipelines that run
+    different programs, each sound by itself, could wait for one another for ever."""
 
     def differing(rank: int) -> str:
         with apply(cpu.patches()), contextlib.ExitStack() as stack:
-            parallel_state.initialize_model_parallel(pipeline_model_parallel_size=RANKS)
+            parallel_state.initialize_model_parallel(pipeline_model_parallel_size=size)
             model_parallel_cuda_manual_seed(0)
-            stack.enter_context(megatron_ext.install(schedule="gpipe" if rank == 2 else "1f1b"))
-            with pytest.raises(RuntimeError, match="built different programs") as caught:
+            schedule = "gpipe" if rank in stale else "1f1b"
+            stack.enter_context(megatron_ext.install(schedule=schedule))
+            with pytest.raises(RuntimeError, match=f"built different programs .*{listed}"):
                 step(own_groups=False)
-            return str(caught.value)
+            return "found"
 
-    assert len(values(run_ranks(RANKS, differing))) == RANKS
+    assert values(run_ranks(RANKS, differing)) == ["found"] * RANKS
+
+
+@pytest.mark.parametrize("size", [RANKS, 2])
+def test_all_pipelines_take_the_costs_of_global_rank_0(size: int) -> None:
+    """A costs file may differ between nodes, and each pipeline once took its own first rank's."""
+
+    def told(rank: int) -> float:
+        with apply(cpu.patches()), contextlib.ExitStack() as stack:
+            parallel_state.initialize_model_parallel(pipeline_model_parallel_size=size)
+            model_parallel_cuda_manual_seed(0)
+            costs = f"f={1 + rank},i=1,w={1 + rank},comm={rank}"
+            stack.enter_context(megatron_ext.install(schedule="zb-h1", costs=costs))
+            step(own_groups=False)
+            (agreed,) = schedules.get_forward_backward_func()._programs.costs.values()
+            return agreed.hop
+
+    assert values(run_ranks(RANKS, told)) == [0.0] * RANKS
 
 
 # A V, by a layout given as a list.

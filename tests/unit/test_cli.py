@@ -9,7 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
+from megatron_ext.schedule.action import parse
 from megatron_ext.schedule.schedule import from_csv
+from tests.unit.schedules import line_problem, program
 
 runner = CliRunner()
 
@@ -133,3 +135,13 @@ def test_doctor_knows_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.version, "hip", "6.4.1")
     assert json.loads(run("doctor", "--json"))["environment"]["ROCm"].startswith("6.4.1: untried")
+
+
+def test_a_whole_program_is_written_for_others_to_check(tmp_path: Path) -> None:
+    """Each rank's row with its messages and waits, in the text form that `parse` reads."""
+    file = tmp_path / "rows.txt"
+    options = ["--pp", "2", "-m", "2", "--program", str(file)]
+    answer = json.loads(run("simulate", "1f1b", *options, "--json"))
+    assert answer["makespan_if_passes_wait"] >= answer["makespan"]
+    rows = [list(map(parse, line.split(","))) for line in file.read_text().splitlines()]
+    assert rows == [list(row) for row in program("1f1b", line_problem(2, 2)).schedule.rows]
