@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -43,6 +44,7 @@ def item(device: torch.device) -> Call:
 
 
 def first_compiled(device: torch.device) -> Call:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(dir=os.environ.get("ONE_GPU_FOLDER"))
     compiled = torch.compile(swiglu)
     x = torch.randn(1024, 2048, device=device, requires_grad=True)
     return lambda: compiled(x).sum().backward()
