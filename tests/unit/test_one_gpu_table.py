@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,23 +25,32 @@ TELLS = "from tests.gpu.one_gpu.rows import CannotRun, run_case, tell\n"
 ENDINGS = {
     "well": "tell('well', '1 | 2')",
     "lacks": "def run(): raise CannotRun('no second GPU')\nrun_case('lacks', run)",
-    "fails": "def run(): tell('a', '1'); raise ValueError('wrong\\nmore')\nrun_case('fails', run)",
+    "fails": "def run(): tell('a', '1'); raise ValueError('wrong\\n  of it\\nOSError: end')\n"
+    "run_case('fails', run)",
     "dies": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
     "raises": "raise OSError('no such thing')",
+    "misses": "import no_such_package",
     "silent": "print('row-less')",
     "hangs": "import time; tell('hangs', 'half'); print('at the door', flush=True); time.sleep(60)",
     "late": "tell('late', 'never')",
+    "new": "tell('new', 'never')",
 }
 EXPECTED = [
     Row("well", "1 | 2"),
     Row("lacks", "no second GPU", State.CANNOT_RUN),
     Row("a", "1"),
-    Row("fails", "ValueError: wrong", State.FAILED),
+    Row("fails", "ValueError: wrong; OSError: end", State.FAILED),
     Row("dies", "ended with -9; it printed nothing (log: dies.log)", State.FAILED),
     Row("raises", "ended with 1; OSError: no such thing (log: raises.log)", State.FAILED),
+    Row(
+        "misses",
+        "ModuleNotFoundError: No module named 'no_such_package' (log: misses.log)",
+        State.CANNOT_RUN,
+    ),
     Row("silent", "ended without a row", State.FAILED),
     Row("hangs", "half"),
     Row("hangs", "did not end in 3 s; at the door (log: hangs.log)", State.FAILED),
+    Row("new", "needs Python 4.0", State.CANNOT_RUN),
     Row("late", "the part's 0 s were over before its turn came", State.FAILED),
 ]
 
@@ -57,8 +67,9 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_however_a_case_ends_there_is_a_row(modules: Path) -> None:
     cases = [Case(name, (f"ends_{name}",), 3 if name == "hangs" else 60) for name in ENDINGS]
     begin = time.monotonic()
-    rows = list(run_part(Part(tuple(cases[:-1]), 300), modules))
-    rows += run_part(Part(tuple(cases[-1:]), 0), modules)
+    *early, late, new = cases
+    rows = list(run_part(Part((*early, replace(new, python=(4, 0))), 300), modules))
+    rows += run_part(Part((late,), 0), modules)
     assert rows == EXPECTED
     assert time.monotonic() - begin < 50
     assert "Fatal Python error: Aborted" in (modules / "hangs.log").read_text(), "where it hung"
@@ -70,7 +81,7 @@ def test_the_table_is_markdown() -> None:
         "|-|-|",
         "| well | 1 \\| 2 |",
         "| lacks | not run: no second GPU |",
-        "| fails | **failed**: ValueError: wrong |",
+        "| fails | **failed**: ValueError: wrong; OSError: end |",
     ]
     assert [parse(row.line()) for row in EXPECTED] == EXPECTED
     assert parse("anything else") is None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from tests.gpu.one_gpu.wheels import unpack
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what runs is ended with this
     parser = argparse.ArgumentParser(prog="scripts/gpu_tests.sh --one-gpu")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, with gloo")
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "gpu-tests")

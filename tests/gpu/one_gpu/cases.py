@@ -21,7 +21,8 @@ def parts(kind: str) -> dict[str, Part]:
     def case(seconds: float, module: str, *words: str, **environment: str) -> Case:
         name = " ".join((module.replace("_", " "), *words, *environment.values()))
         words = (f"{_HERE}.{module}", kind, *words)
-        return Case(name, words, PATIENCE[kind] * seconds, environment)
+        python = (3, 9) if module == "host_calls" else (3, 12)  # megatron_ext's
+        return Case(name, words, PATIENCE[kind] * seconds, python, environment)
 
     def part(seconds: float, *cases: Case) -> Part:
         return Part(cases, PATIENCE[kind] * seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -40,6 +41,11 @@ def parse(line: str) -> Row | None:
     return Row(told["case"], told["figure"], State(told["state"]))
 
 
+def names_error(line: str) -> bool:
+    """Whether a line of output is the end of a traceback, or one of our messages."""
+    return re.match(r"\S*(Error|Exception)\b|.* error: ", line) is not None
+
+
 class CannotRun(Exception):
     """What this machine lacks for a case."""
 
@@ -49,15 +55,17 @@ def tell(case: str, figure: str, is_good: bool = True) -> None:
 
 
 def run_case(case: str, run: Callable[[], object]) -> None:
-    """``run`` as all of a process; its end says why it told no rows, if it told none."""
+    """``run`` as all of a process: where it ends early, its last row says why."""
     try:
         run()
-    except CannotRun as reason:
+    except (CannotRun, ModuleNotFoundError) as reason:
         print(Row(case, str(reason), State.CANNOT_RUN).line(), flush=True)
     except Exception as error:
         traceback.print_exc()
-        first, *_ = str(error).strip().splitlines() or [""]
-        print(Row(case, f"{type(error).__name__}: {first}", State.FAILED).line(), flush=True)
+        first, *more = str(error).strip().splitlines() or [""]
+        reasons = [f"{type(error).__name__}: {first}", *filter(names_error, more)]
+        words = "; ".join((reasons[0], *reasons[1:][-1:]))  # of a rank's traceback its end
+        print(Row(case, words, State.FAILED).line(), flush=True)
         sys.exit(1)
 
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from megatron_ext.schedule.schedule import P2P
 from tests.gpu.one_gpu.executor import tell_step
 from tests.gpu.one_gpu.rows import CannotRun, run_case, tell
-from tests.gpu.one_gpu.runner import last_words
+from tests.gpu.one_gpu.runner import MISSING, last_words
 from tests.gpu.small_stages import program_of
 from tests.ranks import torchrun_environment
 
@@ -53,6 +53,7 @@ def run_ranks(
 
     Raises:
         RankFailed: one has ended badly, and the others are ended with it; or they hang.
+        CannotRun: it lacked a package.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     logs = [folder() / f"{name}.rank{rank}.log" for rank in range(ranks)]
@@ -84,7 +85,8 @@ def run_ranks(
                 )
         failed = _wait(processes)
     if failed:
-        raise RankFailed("; ".join(f"rank {rank}: {last_words(logs[rank])}" for rank in failed))
+        reason = "; ".join(f"rank {rank}: {last_words(logs[rank])}" for rank in failed)
+        raise CannotRun(reason) if MISSING in reason else RankFailed(reason)
     return [log.read_text(errors="replace") for log in logs]
 
 
