@@ -38,6 +38,8 @@ def main() -> int:
     if brought:
         os.environ["PYTHONPATH"] = os.pathsep.join([*brought, os.environ.get("PYTHONPATH", "")])
         print(f"from {given.wheels}: {', '.join(Path(path).name for path in brought)}", flush=True)
+    if given.rehearse:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     machine = Part((Case("machine", ("tests.gpu.one_gpu.machine",), 60),), 60)
     rows: list[Row] = []
     for name, part in {"machine": machine, **known}.items():

@@ -20,6 +20,8 @@ def parts(kind: str) -> dict[str, Part]:
 
     def case(seconds: float, module: str, *words: str, **environment: str) -> Case:
         name = " ".join((module.replace("_", " "), *words, *environment.values()))
+        if kind == "cpu":
+            environment["CUDA_VISIBLE_DEVICES"] = ""  # also beside a GPU
         words = (f"{_HERE}.{module}", kind, *words)
         python = (3, 9) if module == "host_calls" else (3, 12)  # megatron_ext's
         return Case(name, words, PATIENCE[kind] * seconds, python, environment)
