@@ -14,10 +14,12 @@ from tests.megatron_runs import model_flags, train
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_it_is_for_gpus() -> None:
-    assert gpu_notice.gpu_notice(torch.device("cpu")) is None
-    said = gpu_notice.gpu_notice(torch.device("cuda", 0))
-    assert (said is None) == gpu_notice.HAS_GPU_FIGURES
+def test_it_is_for_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    gpu_notice.say_unverified(torch.device("cpu"))
+    assert capsys.readouterr().out == ""
+    gpu_notice.say_unverified(torch.device("cuda", 0))
+    says = "not yet verified on a GPU" in capsys.readouterr().out
+    assert says != gpu_notice.HAS_GPU_FIGURES
 
 
 def test_it_goes_when_the_page_has_figures() -> None:
@@ -34,6 +36,6 @@ def test_it_goes_when_the_page_has_figures() -> None:
 def test_one_rank_says_it_once(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(schedules, "gpu_notice", lambda device: f"noticed: {device}")
+    monkeypatch.setattr(schedules, "say_unverified", lambda device: print(f"noticed: {device}"))
     train(2, model_flags(pipeline_model_parallel_size=2, pipeline_schedule="zb-h1", train_iters=2))
     assert capfd.readouterr().out.count("noticed: cpu") == 1

@@ -14,6 +14,7 @@ _NOTICE = (
 )
 
 
-def gpu_notice(device: torch.device) -> str | None:
-    """The line for a run on ``device``; None on the CPU, and once there are figures."""
-    return None if HAS_GPU_FIGURES or device.type != "cuda" else _NOTICE
+def say_unverified(device: torch.device) -> None:
+    """One line for a run on a GPU, until there are figures."""
+    if device.type == "cuda" and not HAS_GPU_FIGURES:
+        print(_NOTICE, flush=True)
