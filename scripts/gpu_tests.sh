@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# The tests for GPUs, on a node with two or more. docs/gpu-tests.md says what they need and show.
+# The tests for GPUs, on a node with two or more, or all that one GPU can show.
+# docs/gpu-tests.md says what they need and show.
 #
 #   [PYTHON=python] [RESULTS=folder] scripts/gpu_tests.sh [pytest arguments]
+#   [PYTHON=python] [RESULTS=folder] scripts/gpu_tests.sh --one-gpu [--rehearse] [part ...]
 #
 # It runs in the environment that you train in, and installs nothing. A test that is skipped fails,
 # with its reason: give `-m` or `-k` to leave out what your node cannot run.
@@ -11,6 +13,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python}
 results=${RESULTS:-build/gpu-tests}
 mkdir -p "$results"
+
+if [[ ${1:-} == --one-gpu ]]; then
+  shift
+  exec "$python" -m tests.gpu.one_gpu --results "$results" "$@"
+fi
 
 nvidia-smi --query-gpu=index,name,memory.total,driver_version --format=csv || true
 "$python" -m megatron_ext doctor | sed '/^$/,$d' || true # the versions, without the patches

@@ -11,10 +11,13 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import mpu
+from megatron.core.datasets import utils as dataset_utils
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
@@ -213,7 +216,16 @@ def model_provider(
     )
 
 
+def keep_compiled_helpers() -> None:
+    """Megatron runs make for its datasets' helpers at each start, and ends where that fails. Its
+    wheel has them compiled, and no Makefile."""
+    has_makefile = Path(dataset_utils.__file__).with_name("Makefile").exists()
+    if not has_makefile and find_spec("megatron.core.datasets.helpers_cpp"):
+        dataset_utils.compile_helpers = lambda: None
+
+
 def main() -> None:
+    keep_compiled_helpers()
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
     refuse_unserved(args)
     model = gpt_config_from_args(args) if gpt_config_from_args else None

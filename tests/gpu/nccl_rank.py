@@ -22,13 +22,14 @@ def main(spec: str, p2p: str, kind: str, folder: str) -> None:
     if kind == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device, timeout=timeout)
+        # As Megatron: with a device_id every group would split off the world's communicator.
+        dist.init_process_group("nccl", timeout=timeout)
     else:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         torch.set_num_threads(1)
         dist.init_process_group("gloo", timeout=timeout)
     program = program_of(spec, ranks, P2P(p2p))
-    seen = on_rank(rank, program, device, SHAPES[kind], by_host=False)
+    seen = on_rank(rank, program, device, SHAPES[kind], by_host=False, compiles=True)
     (Path(folder) / str(rank)).write_bytes(pickle.dumps(seen))
     dist.destroy_process_group()
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron_ext.schedule.schedule import P2P
-from tests.gpu.small_stages import SHAPES, Seen, check, on_rank, program_of
+from tests.gpu.small_stages import SHAPES, Seen, check, device_of, on_rank, program_of
 from tests.ranks import run_ranks, values
 
 ON_GPU = [
@@ -37,6 +37,6 @@ def test_gradients_are_stocks_and_the_peak_is_the_simulators(
     device: str, spec: str, ranks: int, p2p: P2P
 ) -> None:
     program = program_of(spec, ranks, p2p)
-    run = partial(on_rank, program=program, device=torch.device(device), shape=SHAPES[device])
+    run = partial(on_rank, program=program, device=device_of(device), shape=SHAPES[device])
     seen: list[Seen] = values(run_ranks(ranks, run))
     check(seen, program, device)

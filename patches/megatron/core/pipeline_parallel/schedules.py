@@ -34,6 +34,7 @@ from megatron_ext.patches.compatibility import refuse
 from megatron_ext.patches.engine import Patch, expect, wrap
 from megatron_ext.patches.megatron.core.optimizer.speculation import SpeculativeOptimizer
 from megatron_ext.patches.megatron.core.pipeline_parallel.end_stage import EndStage, ends_of
+from megatron_ext.patches.megatron.core.pipeline_parallel.gpu_notice import say_unverified
 from megatron_ext.patches.megatron.core.pipeline_parallel.model_stage import ModelStage, StepCall
 from megatron_ext.patches.megatron.core.pipeline_parallel.programs import Programs, gather
 from megatron_ext.patches.megatron.core.pipeline_parallel.speculative_step import (
@@ -397,6 +398,8 @@ class PipelineStep:
             )
         placed = self._programs.make(pipeline, config, shape, num_microbatches, forward_only)
         program = placed.program
+        if self._connection is None and dist.get_rank() == 0:
+            say_unverified(torch.device(torch.cuda.current_device()))
         if self._connection is None:
             device = torch.device(torch.cuda.current_device())
             ctas = ctas_for(program, pipeline, device)

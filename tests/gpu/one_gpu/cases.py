@@ -1,0 +1,50 @@
+"""All that one device can show, in parts."""
+
+from __future__ import annotations
+
+from tests.gpu.one_gpu.runner import Case, Part
+
+_HERE = "tests.gpu.one_gpu"
+CALLS = (  # host_calls.py has what they are; this file needs no torch
+    *("synchronize", "event", "item", "large_empty", "allocator_retry", "empty_cache"),
+    *("never_used", "first_matmul", "host_register", "pin_memory", "from_pageable"),
+    "first_compiled",
+)
+SCHEDULES = (("zb-h1", "async"), ("zb-v", "async"), ("v-half", "async"), ("zb-v", "batched"))
+LAYERS = ("bf16", "fp8 delayed", "fp8 current")
+PATIENCE = {"cuda": 1, "cpu": 3}  # a laptop's, or a machine's that has other things to do
+
+
+def parts(kind: str) -> dict[str, Part]:
+    """By name. ``kind``: ``cuda``, or ``cpu`` for a rehearsal."""
+
+    def case(seconds: float, module: str, *words: str, **environment: str) -> Case:
+        name = " ".join((module.replace("_", " "), *words, *environment.values()))
+        if kind == "cpu":
+            environment["CUDA_VISIBLE_DEVICES"] = ""  # also beside a GPU
+        words = (f"{_HERE}.{module}", kind, *words)
+        python = (3, 9) if module == "host_calls" else (3, 12)  # megatron_ext's
+        return Case(name, words, PATIENCE[kind] * seconds, python, environment)
+
+    def part(seconds: float, *cases: Case) -> Part:
+        return Part(cases, PATIENCE[kind] * seconds)
+
+    calls = (case(160 if name == "first_compiled" else 40, "host_calls", name) for name in CALLS)
+    queues = (
+        case(40, "host_calls", "queue", CUDA_DEVICE_MAX_CONNECTIONS=connections)
+        for connections in ("1", "8")
+    )
+    steps = (case(60, "executor", "step", spec, "2", p2p) for spec, p2p in SCHEDULES)
+    offloads = (case(80, "executor", "offload", spec, "2") for spec in ("gis", "zb-v"))
+    transports = (case(80, "two_ranks", "step", spec, p2p) for spec, p2p in SCHEDULES)
+    trial = case(60, "two_ranks", "trial")
+    trainings = (case(110, "gpt", "schedule", spec, p2p) for spec, p2p in SCHEDULES)
+    return {
+        "calls": part(270, *calls, case(60, "host_calls", "gemm"), *queues),
+        "executor": part(180, *steps, *offloads, case(60, "executor", "copies")),
+        "nccl": part(170, trial, *transports),
+        "gpt": part(
+            480, trial, case(150, "gpt", "reference"), case(110, "gpt", "stock"), *trainings
+        ),
+        "layers": part(90, *(case(60, "layers", *precision.split()) for precision in LAYERS)),
+    }

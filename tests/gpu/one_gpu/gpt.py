@@ -1,0 +1,125 @@
+"""A small GPT on one device: its losses under a schedule are those of stock Megatron on one rank.
+
+python -m tests.gpu.one_gpu.gpt cuda|cpu reference
+python -m tests.gpu.one_gpu.gpt cuda|cpu stock
+python -m tests.gpu.one_gpu.gpt cuda|cpu schedule SPEC async|batched
+
+All start from one checkpoint, since a rank with several stages would start from other weights. The
+activation is compiled in the first F, as receives are posted. Where NCCL refuses two ranks on a
+device, gloo carries ours by way of the host.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.gpu.one_gpu.rows import CannotRun, run_case, tell
+from tests.gpu.one_gpu.two_ranks import RANKS, folder, refusal, run_ranks
+
+STEPS = 4
+SIZES = {
+    "cuda": {"num-layers": 8, "hidden-size": 512, "num-attention-heads": 8, "seq-length": 1024},
+    "cpu": {"num-layers": 4, "hidden-size": 32, "num-attention-heads": 2, "seq-length": 16},
+}
+FLAGS = """
+--micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --clip-grad 0 --bf16
+--mock-data --tokenizer-type NullTokenizer --vocab-size 1023 --num-workers 0
+--eval-iters 0 --eval-interval 1000 --log-interval 1 --distributed-timeout-minutes 1
+--attention-dropout 0 --hidden-dropout 0 --swiglu --disable-bias-linear
+--untie-embeddings-and-output-weights --use-cpu-initialization --ckpt-format torch_dist
+--transformer-impl local --no-masked-softmax-fusion --no-gradient-accumulation-fusion
+--no-persist-layer-norm
+"""
+OURS = ("-m", "megatron_ext")
+BY_HOST = ("-m", "tests.gpu.one_gpu.gpt_rank")
+
+
+def flags(kind: str, steps: int) -> list[str]:
+    sizes = {**SIZES[kind], "max-position-embeddings": SIZES[kind]["seq-length"]}
+    words = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+    return [*words, *FLAGS.split(), "--train-iters", str(steps)]
+
+
+def train(
+    kind: str, name: str, ranks: int, *words: str, steps: int = STEPS, by_host: bool = False
+) -> list[str]:
+    """The losses, digit for digit as Megatron prints them."""
+    launcher = BY_HOST if by_host else OURS
+    backend = "gloo" if by_host or kind == "cpu" else "nccl"
+    printed = run_ranks(
+        ranks,
+        (
+            *(*launcher, "scripts/pretrain_gpt.py", *flags(kind, steps)),
+            *("--distributed-backend", backend, "--pipeline-model-parallel-size", str(ranks)),
+            *words,
+        ),
+        name,
+        {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"} if kind == "cpu" else {},
+    )
+    losses = re.findall(r"lm loss: (\S+)", "\n".join(printed))
+    assert len(losses) == steps, f"{len(losses)} losses were printed in {steps} steps"
+    return losses
+
+
+def checkpoint() -> tuple[str, ...]:
+    return "--load", str(folder() / "checkpoint"), "--finetune"
+
+
+def reference(kind: str) -> None:
+    """Makes the checkpoint and the losses to compare with."""
+    saves = "--save", str(folder() / "checkpoint"), "--save-interval", "1"
+    train(kind, "gpt-checkpoint", 1, *saves, steps=1)
+    losses = train(kind, "gpt-reference", 1, *checkpoint())
+    (folder() / "losses").write_text(" ".join(losses))
+    tell("GPT, stock Megatron on one rank: losses", " ".join(losses))
+
+
+def stock(kind: str) -> None:
+    """Whether the reference is stock's also with a pipeline of two."""
+    if refusal():
+        raise CannotRun(f"stock sends over NCCL: {refusal()}")
+    _compare("stock's 1F1B", "NCCL" if kind == "cuda" else "gloo", *_timed(kind, "gpt-stock"))
+
+
+def schedule(kind: str, spec: str, p2p: str) -> None:
+    """On the CPU messages go by way of the host, as they would where NCCL refuses."""
+    by_host = kind == "cpu" or bool(refusal())
+    words = "--pipeline-schedule", spec, "--pipeline-p2p", p2p
+    run = _timed(kind, f"gpt-{spec}-{p2p}", *words, by_host=by_host)
+    _compare(f"{spec}, {p2p}", "gloo by the host" if by_host else "NCCL", *run)
+
+
+def _timed(kind: str, name: str, *words: str, by_host: bool = False) -> tuple[list[str], float]:
+    if not _reference().exists():
+        raise CannotRun("the losses to compare with are missing: see the reference")
+    begin = time.monotonic()
+    losses = train(kind, name, RANKS, *checkpoint(), *words, by_host=by_host)
+    return losses, time.monotonic() - begin
+
+
+def _compare(name: str, messages: str, losses: list[str], seconds: float) -> None:
+    expected = _reference().read_text().split()
+    how = "those of one rank" if losses == expected else f"{' '.join(losses)}, not one rank's"
+    case = f"GPT, {name}, two ranks, {messages}: losses"
+    tell(case, f"{how}; {seconds:.0f} s from launch to end", losses == expected)
+
+
+def _reference() -> Path:
+    return folder() / "losses"
+
+
+def main(kind: str, name: str, *words: str) -> None:
+    cases: dict[str, Callable[..., None]] = {
+        "reference": reference,
+        "stock": stock,
+        "schedule": schedule,
+    }
+    run_case(" ".join(("GPT", name, *words)), lambda: cases[name](kind, *words))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

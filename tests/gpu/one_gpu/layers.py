@@ -1,0 +1,56 @@
+"""Transformer Engine's layers on one GPU: gradients whose W waits are bitwise the others.
+
+python -m tests.gpu.one_gpu.layers cuda|cpu bf16|"fp8 delayed"|"fp8 current"
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from megatron_ext.patches.engine import apply
+from megatron_ext.patches.transformer_engine import can_split
+from tests.gpu.one_gpu.rows import CannotRun, run_case, tell
+
+FP8_SINCE = (8, 9)  # compute capability
+
+
+def layers(kind: str, precision: str) -> None:
+    if kind == "cpu":
+        _stand_in(precision)
+    elif not can_split():
+        raise CannotRun("Transformer Engine 2.8 or later is not installed")
+    elif precision != "bf16" and torch.cuda.get_device_capability() < FP8_SINCE:
+        raise CannotRun("this GPU has no FP8 (compute capability 8.9 and later have)")
+    from tests.gpu.te_layers import LAYERS, differences  # which import Transformer Engine
+
+    for name in LAYERS:
+        for fused in (False, True):
+            different = differences(name, precision, fused, kind)
+            words = "fused accumulation" if fused else "unfused"
+            figure = f"differ: {', '.join(different)}" if different else "bitwise stock's"
+            tell(f"{name}, {precision}, {words}: gradients", figure, not different)
+
+
+def _stand_in(precision: str) -> None:
+    """Transformer Engine's Python classes over torch's, where tests have fetched them."""
+    from megatron_ext.patches import cpu
+    from tests.fetched import FETCHED
+    from tests.patches.transformer_engine_on_cpu import VERSIONS, load
+
+    folder = FETCHED / "transformer_engine" / VERSIONS[-1]
+    if precision != "bf16":
+        raise CannotRun("FP8 cannot be rehearsed on the CPU")
+    if not folder.exists():
+        raise CannotRun(f"{folder.name} has not been fetched by tests/patches")
+    load(folder)
+    apply([patch for patch in cpu.patches() if patch.target.startswith("torch")])
+
+
+def main(kind: str, *precision: str) -> None:
+    run_case(f"layers {' '.join(precision)}", lambda: layers(kind, " ".join(precision)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,79 @@
+"""The rows of the table: a case prints them among its output, and its runner finds them there."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+
+_MARK = "row: "
+
+
+class State(Enum):
+    """What a row says of its case."""
+
+    SHOWN = "shown"
+    CANNOT_RUN = "cannot run"  # here: the machine lacks what it needs
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Row:
+    """``figure``: what was measured, or why nothing was."""
+
+    case: str
+    figure: str
+    state: State = State.SHOWN
+
+    def line(self) -> str:
+        return _MARK + json.dumps({**asdict(self), "state": self.state.value})
+
+
+def parse(line: str) -> Row | None:
+    """The row that a line of output tells, if it tells one."""
+    if not line.startswith(_MARK):
+        return None
+    told = json.loads(line[len(_MARK) :])
+    return Row(told["case"], told["figure"], State(told["state"]))
+
+
+def names_error(line: str) -> bool:
+    """Whether a line of output is the end of a traceback, or one of our messages."""
+    return re.match(r"\S*(Error|Exception)\b|.* error: ", line) is not None
+
+
+class CannotRun(Exception):
+    """What this machine lacks for a case."""
+
+
+def tell(case: str, figure: str, is_good: bool = True) -> None:
+    print(Row(case, figure, State.SHOWN if is_good else State.FAILED).line(), flush=True)
+
+
+def run_case(case: str, run: Callable[[], object]) -> None:
+    """``run`` as all of a process: where it ends early, its last row says why."""
+    try:
+        run()
+    except (CannotRun, ModuleNotFoundError) as reason:
+        print(Row(case, str(reason), State.CANNOT_RUN).line(), flush=True)
+    except Exception as error:
+        traceback.print_exc()
+        first, *more = str(error).strip().splitlines() or [""]
+        reasons = [f"{type(error).__name__}: {first}", *filter(names_error, more)]
+        words = "; ".join((reasons[0], *reasons[1:][-1:]))  # of a rank's traceback its end
+        print(Row(case, words, State.FAILED).line(), flush=True)
+        sys.exit(1)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """In Markdown."""
+    words = {State.SHOWN: "", State.CANNOT_RUN: "not run: ", State.FAILED: "**failed**: "}
+    lines = ["| case | figure |", "|-|-|"]
+    for row in rows:
+        figure = (words[row.state] + row.figure).replace("|", "\\|")
+        lines.append(f"| {row.case} | {figure} |")
+    return "\n".join(lines)

@@ -1,0 +1,138 @@
+"""A kernel that spins until the host ends it, as a posted NCCL receive until its partner comes.
+
+Written in PTX and started by the driver's own library, so that any torch will do and no compiler is
+needed. Like NCCL's it has 640 threads a block at 96 registers: a block owns its SM.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+THREADS = 640
+MOST_BLOCKS = 256
+
+_HELD = 84  # registers that live as long as it spins; with the others, and rounded up, 96
+
+# flags[0]: the host sets it to end the kernel. flags[1 + block]: 1 while it spins, 2 once it has
+# ended. limit: nanoseconds after which it ends by itself.
+_BODY = """
+.version 7.0
+.target sm_70
+.address_size 64
+
+.visible .entry spin(.param .u64 flags, .param .u64 limit)
+.reqntid {threads}, 1, 1
+{{
+    .reg .u64   %flags, %mine, %limit, %begin, %now;
+    .reg .u32   %thread, %block, %stop, %tick, %held<{held}>;
+    .reg .pred  %is_other, %is_over;
+
+    ld.param.u64    %flags, [flags];
+    ld.param.u64    %limit, [limit];
+    mov.u32         %block, %ctaid.x;
+    mad.wide.u32    %mine, %block, 4, %flags;
+    mov.u64         %begin, %globaltimer;
+    {fill}
+    mov.u32         %thread, %tid.x;
+    setp.ne.u32     %is_other, %thread, 0;
+@%is_other bra WAIT;
+    st.volatile.global.u32  [%mine + 4], 1;
+SPIN:
+    ld.volatile.global.u32  %stop, [%flags];
+    setp.ne.u32     %is_over, %stop, 0;
+@%is_over bra WAIT;
+    mov.u64         %now, %globaltimer;
+    cvt.u32.u64     %tick, %now;
+    {use}
+    sub.u64         %now, %now, %begin;
+    setp.gt.u64     %is_over, %now, %limit;
+@%is_over bra WAIT;
+    nanosleep.u32   1000;
+    bra             SPIN;
+WAIT:
+    bar.sync        0;
+    {join}
+    setp.eq.u32     %is_over, %held0, 0;
+@%is_over st.volatile.global.u32 [%mine + 4], 3;
+@%is_other ret;
+    st.volatile.global.u32  [%mine + 4], 2;
+    ret;
+}}
+"""
+
+
+def kernel() -> str:
+    """The PTX of ``spin``."""
+    held = range(_HELD)
+    return _BODY.format(
+        threads=THREADS,
+        held=_HELD,
+        fill="\n    ".join(f"mov.u32 %held{i}, %clock;" for i in held),
+        use="\n    ".join(f"xor.b32 %held{i}, %held{i}, %tick;" for i in held),
+        join="\n    ".join(f"add.u32 %held0, %held0, %held{i};" for i in held[1:]),
+    )
+
+
+def _driver_call(function: str, *arguments: object) -> None:
+    code = getattr(_driver(), function)(*arguments)
+    if code:
+        raise RuntimeError(f"the CUDA driver's {function} says {code}")
+
+
+@functools.lru_cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@functools.lru_cache
+def _function() -> ctypes.c_void_p:
+    """The kernel, loaded."""
+    torch.zeros(1, device="cuda")  # makes the context current
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    _driver_call("cuModuleLoadData", ctypes.byref(module), kernel().encode())
+    _driver_call("cuModuleGetFunction", ctypes.byref(function), module, b"spin")
+    return function
+
+
+def launch(stream: torch.cuda.Stream, flags: Tensor, blocks: int, limit: float) -> None:
+    """Start the kernel on ``stream``. ``flags``: pinned; ``limit``: seconds."""
+    values = ctypes.c_uint64(flags.data_ptr()), ctypes.c_uint64(int(limit * 1e9))
+    arguments = (ctypes.c_void_p * 2)(*(ctypes.addressof(value) for value in values))
+    shape = (ctypes.c_uint(n) for n in (blocks, 1, 1, THREADS, 1, 1, 0))
+    handle = ctypes.c_void_p(stream.cuda_stream)
+    _driver_call("cuLaunchKernel", _function(), *shape, handle, arguments, None)
+
+
+class Spinning:
+    """The kernel, spinning within the block: on ``stream``, at most for ``limit`` seconds."""
+
+    def __init__(self, stream: torch.cuda.Stream, blocks: int, limit: float) -> None:
+        self.blocks = blocks
+        self._stream = stream
+        self._limit = limit
+        self._flags = torch.zeros(1 + MOST_BLOCKS, dtype=torch.int32).pin_memory()
+
+    def __enter__(self) -> Spinning:
+        launch(self._stream, self._flags, self.blocks, self._limit)
+        end = time.monotonic() + 10
+        while not bool(self._states().all()):
+            if time.monotonic() > end:
+                self._flags[0] = 1
+                raise RuntimeError(f"{self.blocks} spinning blocks did not begin in 10 s")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._flags[0] = 1
+        self._stream.synchronize()
+
+    def has_ended(self) -> bool:
+        return bool((self._states() >= 2).any())
+
+    def _states(self) -> Tensor:
+        return self._flags[1 : 1 + self.blocks]

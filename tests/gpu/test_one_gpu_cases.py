@@ -1,0 +1,35 @@
+"""Cases of scripts/gpu_tests.sh --one-gpu, rehearsed on the CPU: those on a GPU have not been run
+yet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.one_gpu.cases import parts
+from tests.gpu.one_gpu.rows import State
+from tests.gpu.one_gpu.runner import Part, run_part
+
+REHEARSED = {
+    "calls": ("host calls item", "host calls queue 1"),
+    "executor": ("executor offload gis 2", "executor copies"),
+    "gpt": ("two ranks trial", "gpt reference", "gpt schedule zb-v async"),
+}
+
+
+@pytest.mark.parametrize("name", REHEARSED)
+def test_they_run(name: str, tmp_path: Path) -> None:
+    part = parts("cpu")[name]
+    cases = tuple(case for case in part.cases if case.name in REHEARSED[name])
+    assert len(cases) == len(REHEARSED[name])
+    rows = list(run_part(Part(cases, part.seconds), tmp_path))
+    assert {row.state for row in rows} == {State.SHOWN}, rows
+    assert len(rows) >= len(cases)
+
+
+def test_the_probe_sees_a_call_that_waits(tmp_path: Path) -> None:
+    """The one that must, in the rehearsal as on a GPU."""
+    (case,) = (case for case in parts("cpu")["calls"].cases if case.name.endswith("synchronize"))
+    (row,) = run_part(Part((case,), 120), tmp_path)
+    assert row.figure.startswith("**waits**")

@@ -1,0 +1,41 @@
+"""The line that a run on a GPU begins with, as long as nobody has measured one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ext.patches.megatron.core.pipeline_parallel import gpu_notice, schedules
+from tests.megatron_runs import model_flags, train
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_it_is_for_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    gpu_notice.say_unverified(torch.device("cpu"))
+    assert capsys.readouterr().out == ""
+    gpu_notice.say_unverified(torch.device("cuda", 0))
+    says = "not yet verified on a GPU" in capsys.readouterr().out
+    assert says != gpu_notice.HAS_GPU_FIGURES
+
+
+def test_it_goes_when_the_page_has_figures() -> None:
+    """And the README's status with it."""
+    page = (ROOT / "docs" / "measurements.md").read_text()
+    _, section = page.split("\n## On a GPU\n")
+    has_figures = "| device |" in section.split("\n## ")[0]
+    assert has_figures == gpu_notice.HAS_GPU_FIGURES
+    readme = (ROOT / "README.md").read_text()
+    (status,) = re.findall(r"^> \| on a GPU \| (.*) \|$", readme, re.MULTILINE)
+    assert (status == "none yet") != gpu_notice.HAS_GPU_FIGURES
+
+
+def test_one_rank_says_it_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(schedules, "say_unverified", lambda device: print(f"noticed: {device}"))
+    train(2, model_flags(pipeline_model_parallel_size=2, pipeline_schedule="zb-h1", train_iters=2))
+    assert capfd.readouterr().out.count("noticed: cpu") == 1
