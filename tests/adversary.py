@@ -18,7 +18,8 @@ for.
 
 Both stand between the runtime and what moves tensors: in this process, and in ranks forked from it
 meanwhile. Messages of post-validation go from host to host, which no device holds up: they are
-left alone. So is what Megatron itself starts.
+left alone. Of what Megatron starts beside the passes, its reductions of gradients and gathers of
+parameters, the first waits for all, too.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from typing import Any, Protocol
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.distributed_c10d import _CoalescingManager
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_ext.runtime import offload
@@ -57,12 +59,12 @@ POISON = 0xFF  # in every byte: not a number, or -1
 
 def synchronising(seconds: float = SECONDS) -> AbstractContextManager[None]:
     """A rank fails at a pass before which something posted has not ended in ``seconds``."""
-    return _installed(_Synchronising(seconds))
+    return _installed(Synchronising(seconds))
 
 
 def late() -> AbstractContextManager[None]:
     """A rank fails at a wait for something whose tensor is not what it was."""
-    return _installed(_Late())
+    return _installed(Late())
 
 
 MODES: dict[str, Callable[[], AbstractContextManager[None]]] = {
@@ -89,6 +91,8 @@ class _Adversary(Protocol):
 
     def after_step(self) -> None: ...
 
+    def post_foreign(self, work: Any) -> Any: ...
+
     def copies_on(self, device: torch.device) -> HostCopies: ...
 
 
@@ -97,7 +101,7 @@ def _installed(adversary: _Adversary) -> Iterator[None]:
     """Let all that the runtime posts go through ``adversary``."""
     send, receive = Channels.send, Channels.receive
     broadcast, total, gather = Collectives.broadcast, Collectives.sum, Collectives.gather
-    perform, run = _Execution.perform, _Execution.run
+    perform, run, append = _Execution.perform, _Execution.run, _CoalescingManager.append
     current: list[Action] = []  # what the executor is at
 
     def post(start: Start, *used: tuple[Tensor, Use]) -> list[Any]:
@@ -153,6 +157,9 @@ def _installed(adversary: _Adversary) -> Iterator[None]:
         run(execution)
         adversary.after_step()
 
+    def adverse_append(manager: _CoalescingManager, work: Any = None) -> None:
+        append(manager, work and adversary.post_foreign(work))
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Channels, "send", adverse_send)
         patch.setattr(Channels, "receive", adverse_receive)
@@ -163,6 +170,7 @@ def _installed(adversary: _Adversary) -> Iterator[None]:
             patch.setattr(group, "start", adverse_start(group.start))
         patch.setattr(_Execution, "perform", adverse_perform)
         patch.setattr(_Execution, "run", adverse_run)
+        patch.setattr(_CoalescingManager, "append", adverse_append)
         patch.setattr(offload, "copies_on", adversary.copies_on)
         yield
 
@@ -173,8 +181,8 @@ def _installed(adversary: _Adversary) -> Iterator[None]:
 class _Posted:
     """A work that may be waited for twice, which gloo's may not."""
 
-    def __init__(self, action: Action | None, work: Any) -> None:
-        self.action = action
+    def __init__(self, name: str, work: Any) -> None:
+        self.name = name
         self._work = work
         self._has_ended = False
 
@@ -187,7 +195,7 @@ class _Posted:
         return self._has_ended or self._work.is_completed()
 
 
-class _Synchronising:
+class Synchronising:
     """Copies are direct: they have ended when they have been started."""
 
     def __init__(self, seconds: float) -> None:
@@ -197,9 +205,13 @@ class _Synchronising:
     def post(
         self, action: Action | None, start: Start, uses: Sequence[Use], *tensors: Tensor
     ) -> list[_Posted]:
-        posted = [_Posted(action, work) for work in start(tensors)]
+        posted = [_Posted(str(action), work) for work in start(tensors)]
         self._under_way += posted
         return posted
+
+    def post_foreign(self, work: Any) -> _Posted:
+        self._under_way.append(_Posted("a collective of Megatron's", work))
+        return self._under_way[-1]
 
     def before_pass(self, action: Action) -> None:
         for posted in self._under_way:
@@ -210,7 +222,7 @@ class _Synchronising:
                 if time.monotonic() - began < self._seconds:
                     raise  # another rank has failed
                 raise AssertionError(
-                    f"{posted.action}, posted before {action}, has not ended in "
+                    f"{posted.name}, posted before {action}, has not ended in "
                     f"{self._seconds:g} s: it needs what a rank does later, and a GPU that is "
                     f"waited for here hangs"
                 ) from error
@@ -226,7 +238,7 @@ class _Synchronising:
 # --- late
 
 
-class _Late:
+class Late:
     def __init__(self) -> None:
         self._under_way: list[_LateWork] = []
 
@@ -249,6 +261,9 @@ class _Late:
         forgotten = [str(work.action) for work in self._under_way if not work.was_waited_for]
         self._under_way.clear()
         assert not forgotten, f"nobody has waited for {', '.join(forgotten)}"
+
+    def post_foreign(self, work: Any) -> Any:
+        return work
 
     def copies_on(self, device: torch.device) -> HostCopies:
         return LateCopies()

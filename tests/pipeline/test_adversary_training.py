@@ -13,12 +13,14 @@ import itertools
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from megatron_ext.runtime import offload
 from megatron_ext.schedule.schedule import P2P, Offload, VocabularyParallel
-from tests.adversary import MODES
+from tests.adversary import MODES, Synchronising, synchronising
 from tests.megatron_runs import Run, losses, model_flags, train
 
 SCRIPT = Path(__file__).parent / "pretrain_gpt_with_bad_gradients.py"
@@ -89,10 +91,11 @@ def test_any_two_settings_that_go_together_meet() -> None:
     assert wanted <= met
 
 
-def run(case: Case) -> list[Run]:
+def run(case: Case, replicas: int = 1, **more: object) -> list[Run]:
     flags = model_flags(
         pipeline_model_parallel_size=RANKS,
         num_layers=2 * RANKS,
+        global_batch_size=8 * replicas,
         untie_embeddings_and_output_weights=True,
         train_iters=case.iterations,
         clip_grad=10.0,  # above the norms of all steps but those
@@ -105,11 +108,12 @@ def run(case: Case) -> list[Run]:
         pipeline_vocab_parallel=case.vocabulary,
         pipeline_activation_offload=case.leaves,
         pipeline_post_validation=case.validates,
+        **more,
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BAD_GRADIENTS", json.dumps(CLIPPED))
         patch.setattr(offload, "SMALL", 0)
-        return train(RANKS, flags, SCRIPT)
+        return train(RANKS * replicas, flags, SCRIPT)
 
 
 @functools.cache
@@ -128,3 +132,29 @@ def test_training_is_the_same_to_the_last_bit(case: Case, mode: str) -> None:
     assert losses(runs) == losses(expected)
     assert [rank.state for rank in runs] == [rank.state for rank in expected]
     assert max(rank.redone for rank in runs) == (len(CLIPPED) if case.validates else 0)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_pipelines_that_reduce_gradients_between_passes(
+    schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank stands still before passes until the other pipeline has come as far."""
+    overlaps = {
+        "use_distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+    }
+    both = functools.partial(run, Case(schedule), replicas=2, **overlaps)
+    expected = both()
+    post_foreign = Synchronising.post_foreign
+
+    def noted(adversary: Synchronising, work: Any) -> Any:
+        (tmp_path / str(dist.get_rank())).touch()
+        return post_foreign(adversary, work)
+
+    monkeypatch.setattr(Synchronising, "post_foreign", noted)
+    with synchronising():
+        runs = both()
+    assert len(list(tmp_path.iterdir())) == 2 * RANKS, "nothing was reduced or gathered meanwhile"
+    assert losses(runs) == losses(expected)
+    assert [rank.state for rank in runs] == [rank.state for rank in expected]
