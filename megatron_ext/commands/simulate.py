@@ -69,6 +69,14 @@ def simulate(
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write its compute actions.")] = None,
+    program_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--program",
+            help="Write all that each rank does, in order: passes, sends, receives, waits, "
+            "collectives, copies. A line a rank.",
+        ),
+    ] = None,
 ) -> None:
     """Predict how long a schedule takes and what it holds."""
     try:
@@ -105,6 +113,8 @@ def simulate(
             }
         if csv is not None:
             csv.write_text(to_csv(program.schedule))
+        if program_file is not None:
+            program_file.write_text(program.text)
         if trace is not None:
             write_trace(_steps(program, steps), trace)
         if plot is not None:

@@ -97,78 +97,47 @@ class Exchange:
         self.device = collectives.device
         self._collectives = collectives
         self._recorder = recorder
-        # Works of an action, and the tensors that must stay until these have ended.
-        self._coming: dict[Action, tuple[list[dist.Work], list[Tensor], int]] = {}
-        self._leaving: dict[Action, tuple[list[dist.Work], list[Tensor], int]] = {}
+        # Works of an action, the tensors that must stay until these have ended, and the root.
+        self._under_way: dict[Action, tuple[list[dist.Work], list[Tensor], int]] = {}
 
     def broadcast(self, action: Action, tensors: Sequence[Tensor], root: int) -> None:
         """Start to bring all ranks the ``tensors`` of ``root``; those of others are filled."""
         tensors = list(tensors)
         with self._dealing_with_all(action, root):
             works = [self._collectives.broadcast(action.kind, t, root) for t in tensors]
-        if self.rank == root:
-            self._leave(action, works, tensors, root)
-            works = []
-        self._coming[action] = works, tensors, root
+        self._under_way[action] = works, tensors, root
 
     def sum(self, action: Action, tensor: Tensor, root: int) -> None:
-        """Start to sum ``tensor`` over all ranks for ``root``, which alone may ask for it."""
+        """Start to sum ``tensor`` over all ranks for ``root``; elsewhere it is only given."""
         with self._dealing_with_all(action, root):
             works = [self._collectives.sum(action.kind, tensor, root)]
-        if self.rank == root:
-            self._coming[action] = works, [tensor], root
-        else:
-            self._leave(action, works, [tensor], root)
+        self._under_way[action] = works, [tensor], root
 
-    def gather(self, action: Action, tensor: Tensor, is_wanted: bool) -> None:
-        """Start to bring every rank ``tensor`` of all, stacked in rank order.
-
-        ``is_wanted``: whether this rank will ask for it.
-        """
+    def gather(self, action: Action, tensor: Tensor) -> None:
+        """Start to bring every rank ``tensor`` of all, stacked in rank order."""
         size = self._collectives.ranks
         gathered = tensor.new_empty(size * tensor.shape[0], *tensor.shape[1:])
         with self._dealing_with_all(action, 0):
             works = [self._collectives.gather(action.kind, gathered, tensor)]
-        if is_wanted:
-            stacked = gathered.view(size, *tensor.shape)
-            self._coming[action] = works, [stacked, tensor], 0
-        else:
-            self._leave(action, works, [gathered, tensor], 0)
+        self._under_way[action] = works, [gathered.view(size, *tensor.shape), tensor], 0
 
     def result(self, action: Action) -> list[Tensor]:
-        """What ``action`` has brought this rank, once it is there. Nothing of it is kept."""
-        works, tensors, root = self._coming.pop(action)
-        self._wait(action, works, root)
-        return tensors
-
-    def finish(self) -> None:
-        """Return when all has gone."""
-        for action in list(self._leaving):
-            works, _, root = self._leaving[action]
-            self._wait(action, works, root)
-            del self._leaving[action]
-        assert not self._coming
-
-    def abandon(self) -> None:
-        """Give the step up; see `Transport.abandon`."""
-        self._coming.clear()
-        self._leaving.clear()
-        self._collectives.close()
-
-    def _leave(
-        self, action: Action, works: list[dist.Work], tensors: list[Tensor], root: int
-    ) -> None:
-        for other in list(self._leaving):
-            going, _, its_root = self._leaving[other]
-            if all(work.is_completed() for work in going):
-                self._wait(other, going, its_root)  # raises if it has failed
-                del self._leaving[other]
-        self._leaving[action] = works, tensors, root
-
-    def _wait(self, action: Action, works: list[dist.Work], root: int) -> None:
+        """What ``action`` has brought this rank, once it is there and what the rank has given has
+        gone. Nothing of it is kept."""
+        works, tensors, root = self._under_way.pop(action)
         with self._dealing_with_all(action, root):
             for work in works:
                 work.wait()
+        return tensors
+
+    def finish(self) -> None:
+        """After the last action."""
+        assert not self._under_way
+
+    def abandon(self) -> None:
+        """Give the step up; see `Transport.abandon`."""
+        self._under_way.clear()
+        self._collectives.close()
 
     def _dealing_with_all(self, action: Action, root: int) -> Dealing:
         return Dealing(self._recorder, action, root, "with")

@@ -7,6 +7,9 @@ it takes does not count, so there is time in it to count bytes.
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import torch.distributed as dist
 
 from megatron_ext.runtime.batched import PipelineGroup
@@ -77,4 +80,6 @@ class Profile:
         )
         ranks: list[RankFigures] = [figures] * dist.get_world_size()
         dist.all_gather_object(ranks, figures)
-        return measured_costs(self._placed, estimate, ranks, f"{what}, {MEASURED} iterations")
+        costs = measured_costs(self._placed, estimate, ranks, f"{what}, {MEASURED} iterations")
+        message_bytes = math.prod(boundary.shape) * boundary.dtype.itemsize
+        return replace(costs, message_bytes=message_bytes)

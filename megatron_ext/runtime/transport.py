@@ -9,7 +9,6 @@ deadlock.
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -41,21 +40,32 @@ class Channels:
         pipeline calls it, with the same ``channels``."""
         self.rank = pipeline.rank()
         self.device = device
-        ends = {channel: (channel.sender, channel.receiver) for channel in sorted(channels)}
-        self._groups = make_groups(pipeline, ends)
+        self._pipeline = pipeline
+        self._ends = {channel: (channel.sender, channel.receiver) for channel in sorted(channels)}
+        self._groups = make_groups(pipeline, self._ends)
+        self._shapes: dict[Channel, dist.ProcessGroup] = {}
         for channel in self._groups:
             self._use_once(channel)
         self.are_closed = False
 
+    def connect_hosts(self) -> None:
+        """Connect the hosts at the two ends of each channel, for shapes that vary.
+
+        Collective over the world, as `__init__`; once is enough.
+        """
+        if not self._shapes:
+            self._shapes = make_groups(self._pipeline, self._ends, backend="gloo")
+
     def close(self) -> None:
         """Cut the connections: whoever waits at their other ends fails now, and not only at torch's
         timeout. They cannot be used again, with messages of a broken step in them."""
-        while self._groups:
-            self.are_closed = True
-            _, group = self._groups.popitem()
-            with contextlib.suppress(RuntimeError):  # the step's own error is the one to show
-                dist.distributed_c10d._abort_process_group(group)
-            del group  # gloo closes with the last reference
+        for groups in (self._groups, self._shapes):
+            while groups:
+                self.are_closed = True
+                _, group = groups.popitem()
+                with contextlib.suppress(RuntimeError):  # the step's own error is the one to show
+                    dist.distributed_c10d._abort_process_group(group)
+                del group  # gloo closes with the last reference
 
     def _use_once(self, channel: Channel) -> None:
         token = torch.zeros(1, device=self.device)
@@ -72,6 +82,16 @@ class Channels:
     def receive(self, channel: Channel, tensor: Tensor) -> dist.Work:
         group = self._groups[channel]
         return group.recv([tensor], 1 - group.rank(), 0)
+
+    def send_shape(self, channel: Channel, header: Tensor) -> dist.Work:
+        """From host to host, ``header`` on the CPU, after `connect_hosts`."""
+        group = self._shapes[channel]
+        return group.send([header], 1 - group.rank(), 0)
+
+    def receive_shape(self, channel: Channel, header: Tensor) -> None:
+        """Return when the other end's host has sent ``header``."""
+        group = self._shapes[channel]
+        group.recv([header], 1 - group.rank(), 0).wait()
 
 
 def make_groups[Key](
@@ -195,8 +215,6 @@ class Transport(TransportBase):
         self._channels = channels
         self._sending: dict[Action, list[tuple[dist.Work, Tensor]]] = {}
         self._receiving: dict[Action, tuple[dist.Work, Tensor]] = {}
-        self._unread: dict[Channel, deque[Action]] = {}  # varying shapes: posted, not yet read
-        self._read: dict[Action, Tensor] = {}
 
     def abandon(self) -> None:
         """Give the step up. A rank whose caller goes on after its error would leave the others
@@ -209,11 +227,13 @@ class Transport(TransportBase):
         """Start sending ``tensor``; it must not change or be freed before `wait_sent`."""
         channel = self._channel_of(action)
         data = self._data(action, tensor)
-        parts = [data]
-        if self._boundary.shape is None:
-            parts.insert(0, _shape_header(data))
+        parts = []
         with self._dealing_with_peer(action):
-            self._sending[action] = [(self._channels.send(channel, part), part) for part in parts]
+            if self._boundary.shape is None:
+                header = _shape_header(data)
+                parts.append((self._channels.send_shape(channel, header), header))
+            parts.append((self._channels.send(channel, data), data))
+        self._sending[action] = parts
 
     def wait_sent(self, send: Action) -> None:
         """Return when the tensor of ``send`` has left."""
@@ -224,58 +244,38 @@ class Transport(TransportBase):
     def receive(self, action: Action) -> None:
         """Post the receive of ``action``.
 
-        Where shapes vary, the shape comes first and the tensor can be received only when it is
-        known: then both are done in `received`, in the channel's order.
+        Where shapes vary, the shape comes first, from the other end's host: this one waits for it,
+        and for no device. (It comes when the send is posted, whose place in the pipeline's sequence
+        is this receive's.)
         """
         channel = self._channel_of(action)
-        if self._boundary.shape is None:
-            self._unread.setdefault(channel, deque()).append(action)
-        else:
-            tensor = self._empty(self._boundary.shape, self._boundary.dtype)
-            with self._dealing_with_peer(action):
-                self._receiving[action] = self._channels.receive(channel, tensor), tensor
+        with self._dealing_with_peer(action):
+            shape = self._boundary.shape
+            if shape is None:
+                header = torch.empty(MAX_DIMENSIONS + 1, dtype=torch.int64)
+                self._channels.receive_shape(channel, header)
+                dimensions, *sizes = header.tolist()
+                shape = tuple(sizes[:dimensions])
+            tensor = self._empty(shape, self._boundary.dtype)
+            self._receiving[action] = self._channels.receive(channel, tensor), tensor
 
     def received(self, action: Action) -> Tensor:
         """The tensor of the posted receive ``action``, when it has come."""
-        if self._boundary.shape is None:
-            channel = self._channel_of(action)
-            while action not in self._read:
-                following = self._unread[channel].popleft()
-                self._read[following] = self._receive_shaped(channel, following)
-            return self._read.pop(action)
         work, tensor = self._receiving.pop(action)
         with self._dealing_with_peer(action):
             work.wait()
         return tensor
 
     def drop(self) -> None:
-        """Return when all that is under way has gone or come; nobody reads it any more.
-
-        What can only be received when its shape has come comes first: all sends have been started,
-        but the ranks they go to may each wait for one of their own to be taken.
-        """
-        for channel, unread in self._unread.items():
-            while unread:
-                self._receive_shaped(channel, unread.popleft())
+        """Return when all that is under way has gone or come; nobody reads it any more."""
         for send in list(self._sending):
             self.wait_sent(send)
         for receive in list(self._receiving):
             self.received(receive)
-        self._read.clear()
 
     def is_empty(self) -> bool:
         """Whether no message is under way, and none has come that nobody has read."""
-        return not any([self._sending, self._receiving, self._read, *self._unread.values()])
-
-    def _receive_shaped(self, channel: Channel, action: Action) -> Tensor:
-        header = self._empty((MAX_DIMENSIONS + 1,), torch.int64)
-        with self._dealing_with_peer(action):
-            self._channels.receive(channel, header).wait()
-        dimensions, *sizes = header.tolist()
-        tensor = self._empty(tuple(sizes[:dimensions]), self._boundary.dtype)
-        with self._dealing_with_peer(action):
-            self._channels.receive(channel, tensor).wait()
-        return tensor
+        return not self._sending and not self._receiving
 
 
 class Dealing:
@@ -315,8 +315,8 @@ class Dealing:
 
 
 def _shape_header(tensor: Tensor) -> Tensor:
-    """The number of dimensions, the sizes, and zeros: one length for every shape."""
+    """On the host: the number of dimensions, the sizes, and zeros: one length for every shape."""
     assert tensor.dim() <= MAX_DIMENSIONS
     sizes = [tensor.dim(), *tensor.shape]
     sizes += [0] * (MAX_DIMENSIONS + 1 - len(sizes))
-    return torch.tensor(sizes, dtype=torch.int64, device=tensor.device)
+    return torch.tensor(sizes, dtype=torch.int64)

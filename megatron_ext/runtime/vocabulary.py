@@ -28,6 +28,7 @@ from megatron_ext.runtime.vocabulary_shard import (
     scaled,
 )
 from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.schedule import VocabularyParallel
 from megatron_ext.schedule.verify import Program
 
@@ -134,7 +135,7 @@ class VocabularyPasses:
         self._embedding_gradients[microbatch] = gradient
 
     def finish(self) -> None:
-        """Return when all collectives have ended; then nothing is kept."""
+        """After the last action: nothing is kept."""
         self._exchange.finish()
         kept = [value for value in vars(self).values() if isinstance(value, dict)]
         assert not any(kept)
@@ -204,9 +205,7 @@ class VocabularyPasses:
             self._logits[microbatch] = logits
 
     def _share_statistics(self, action: Action) -> None:
-        is_wanted = self._trains or self._is_on(self._last_rank)
-        own = self._own_statistics.pop(action.microbatch)
-        self._exchange.gather(action, own, is_wanted)
+        self._exchange.gather(action, self._own_statistics.pop(action.microbatch))
 
     def _make_loss(self, action: Action) -> None:
         microbatch = action.microbatch
@@ -248,6 +247,10 @@ class VocabularyPasses:
             add_output_gradient(self._shard, self._logits.pop(microbatch), statistics, by_loss)
 
     # --- collectives
+
+    def _wait_given(self, action: Action) -> None:
+        (need,) = RULES[action.kind].needs
+        self._exchange.result(action._replace(kind=need.kinds[0]))
 
     def _combined(self, microbatch: int) -> Tensor:
         """The statistics of the whole vocabulary."""
@@ -297,4 +300,7 @@ _HANDLERS: Mapping[Kind, Callable[[VocabularyPasses, Action], None]] = {
     Kind.LOGITS_WEIGHT: VocabularyPasses._add_output_gradient,
     Kind.BCAST_EW: VocabularyPasses._share_embedding_gradient,
     Kind.EMBEDDING_WEIGHT: VocabularyPasses._add_embedding_gradient,
+    Kind.WAIT_S: VocabularyPasses._wait_given,
+    Kind.WAIT_SI: VocabularyPasses._wait_given,
+    Kind.WAIT_E: VocabularyPasses._wait_given,
 }

@@ -38,6 +38,9 @@ class Kind(enum.StrEnum):
     BCAST_E = "BCAST_E"
     REDUCE_E = "REDUCE_E"
     BCAST_EW = "BCAST_EW"
+    WAIT_S = "WAIT_S"
+    WAIT_SI = "WAIT_SI"
+    WAIT_E = "WAIT_E"
     # Activation offload (`transforms.offload`): of what F made, and of what I left for W.
     OFFLOAD_F = "OFFLOAD_F"
     FREE_F = "FREE_F"
@@ -66,7 +69,8 @@ class Action(NamedTuple):
     gradient of the last hidden states, ``3SW7`` the gradient of the shard, ``3L7`` the loss, once
     all statistics are there. ``3E7`` looks tokens up in the shard of the embedding, ``3EW7`` is
     that shard's gradient. ``BCAST_k`` brings every rank what k needs, ``GATHER_S`` and ``REDUCE_k``
-    bring together what k has made.
+    bring together what k has made. Where nothing uses that, ``3WAIT_k7`` waits until what k has
+    made there has gone, and gives its tensor up.
 
     Activation offload (Wan et al. 2025). ``3OFFLOAD_F7`` begins to copy what ``3F7`` has made for
     the backward pass to the host, ``3FREE_F7`` waits for that and gives its memory back, and

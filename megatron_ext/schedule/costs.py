@@ -17,7 +17,7 @@ from megatron_ext.schedule.kinds import HOST_LANES, RULES, Duty, Held, Lane, Whe
 from megatron_ext.schedule.placement import Placement
 
 _DUTY_OF = {"f": Duty.FORWARD, "i": Duty.INPUT_GRADIENT, "w": Duty.WEIGHT_GRADIENT}
-_LOGITS = Held.LOGITS.value
+_SINGLE = (Held.LOGITS.value, Held.MESSAGE.value)  # bytes that are one figure, of no stage
 
 # What is given of host copies: the duties, those of activations and those of what W needs.
 _COPIES = {
@@ -86,6 +86,7 @@ class Costs:
         seconds: per duty, one figure per stage. (Any unit of time will do if all share it.)
         hop: seconds a message takes from one rank to another.
         held_bytes: per kind of memory, bytes per stage; None when bytes are not known.
+        message_bytes: of what goes from stage to stage; 0 when that is not known.
         vocabulary: which part of the first and the last stage's figures is the embedding's and the
             output layer's; None when that is not known.
         host: what copies to the host and back take; None when that is not known.
@@ -100,6 +101,7 @@ class Costs:
     vocabulary: VocabularyCosts | None = None
     host: HostCosts | None = None
     whole: Costs | None = None
+    message_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         if not any(map(any, self.seconds.values())):
@@ -135,6 +137,7 @@ class Costs:
             self.hop,
             None if held is None else {kind: joined(figures) for kind, figures in held.items()},
             self.origin,
+            message_bytes=self.message_bytes,
         )
 
     def with_host(
@@ -338,8 +341,9 @@ def load_costs(path: Path, placement: Placement) -> Costs:
     ``f``, ``i`` and ``w`` are one figure per microbatch of a full rank, or a list of one figure per
     stage. ``bytes``, if there, maps ``activation`` and ``weight inputs`` likewise. ``head`` and
     ``embedding`` are lists as in `parse_costs`, and ``bytes`` may have ``logits``, one figure: what
-    the last stage holds beside its layers. ``d2h``, ``h2d``, ``link`` and ``duplex`` are those of
-    `parse_costs`, and ``origin`` is a text for people.
+    the last stage holds beside its layers, and ``message``: what goes from stage to stage.
+    ``d2h``, ``h2d``, ``link`` and ``duplex`` are those of `parse_costs`, and ``origin`` is a text
+    for people.
 
     Raises:
         ValueError: no such file, not JSON, another version, lists of another length, or keys that
@@ -367,24 +371,27 @@ def load_costs(path: Path, placement: Placement) -> Costs:
         figures = value if isinstance(value, list) else [value]
         return _per_stage(figures, placement, f"{path}, {what}")
 
-    held, logits = None, 0.0
+    held, single = None, dict.fromkeys(_SINGLE, 0.0)
     if "bytes" in data:
         figures = data["bytes"]
         kinds = (Held.ACTIVATION, Held.WEIGHT_INPUTS)
         names = [kind.value for kind in kinds]
-        if not isinstance(figures, dict) or figures.keys() - {_LOGITS} != set(names):
+        if not isinstance(figures, dict) or figures.keys() - set(_SINGLE) != set(names):
             raise ValueError(
-                f"costs file {path}: bytes must give {' and '.join(names)}, and may give {_LOGITS}"
+                f"costs file {path}: bytes must give {' and '.join(names)}, and may give "
+                f"{' and '.join(_SINGLE)}"
             )
-        logits = figures.get(_LOGITS, 0.0)
-        _check_figures(f"{path}, {_LOGITS}", [logits])
+        for name in _SINGLE:
+            single[name] = figures.get(name, 0.0)
+            _check_figures(f"{path}, {name}", [single[name]])
         held = {kind: per_stage(figures[kind.value], kind.value) for kind in kinds}
     seconds = {duty: per_stage(data[key], key) for key, duty in _DUTY_OF.items()}
     hop = data.get("comm", 0)
     _check_figures(f"{path}, comm", [hop])
     origin = f"{path} ({data['origin']})" if "origin" in data else str(path)
-    costs = Costs(seconds, float(hop), held, origin)
-    costs = _with_vocabulary(costs, data, float(logits), str(path))
+    message_bytes = float(single[Held.MESSAGE.value])
+    costs = Costs(seconds, float(hop), held, origin, message_bytes=message_bytes)
+    costs = _with_vocabulary(costs, data, float(single[Held.LOGITS.value]), str(path))
     return _with_host(costs, data, placement, str(path))
 
 
@@ -403,7 +410,8 @@ def save_costs(costs: Costs, path: Path) -> None:
         data |= {"link": costs.host.ranks_per_link, "duplex": int(costs.host.duplex)}
     if layers.held_bytes is not None:
         data["bytes"] = {held.value: _whole(each) for held, each in layers.held_bytes.items()}
-        data["bytes"][_LOGITS] = round(vocabulary.logits_bytes)
+        data["bytes"][Held.LOGITS.value] = round(vocabulary.logits_bytes)
+        data["bytes"][Held.MESSAGE.value] = round(costs.message_bytes)
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in data.items()]
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 

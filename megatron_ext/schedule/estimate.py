@@ -47,6 +47,7 @@ class ModelDimensions:
         recompute_modules: which parts of them are, by Megatron's names: ``layernorm``, ``mlp`` and
             ``core_attn`` count here.
         fused_attention: whether the attention matrix is never stored.
+        sequence_parallel: whether tensor-parallel ranks divide what goes from stage to stage.
     """
 
     layers: Sequence[int]
@@ -64,6 +65,7 @@ class ModelDimensions:
     recompute: bool = False
     recompute_modules: frozenset[str] = frozenset()
     fused_attention: bool = True
+    sequence_parallel: bool = True
 
 
 def weights_of_layer(model: ModelDimensions) -> int:
@@ -107,6 +109,7 @@ def estimate(model: ModelDimensions, rates: Rates) -> Costs:
         return tuple(o / rates.operations for o in operations)
 
     boundary = tokens * model.hidden * model.element_bytes
+    message = boundary * (share if model.sequence_parallel else 1.0)
     stored = _stored_bytes_of_token(model) * tokens * share
     layers = Costs(
         {
@@ -114,7 +117,7 @@ def estimate(model: ModelDimensions, rates: Rates) -> Costs:
             Duty.INPUT_GRADIENT: seconds(input_gradient),
             Duty.WEIGHT_GRADIENT: seconds(weight_gradient),
         },
-        hop=boundary * share / rates.bytes,
+        hop=message / rates.bytes,
         held_bytes={
             Held.ACTIVATION: tuple(
                 n * (boundary if model.recompute else stored) for n in model.layers
@@ -124,6 +127,7 @@ def estimate(model: ModelDimensions, rates: Rates) -> Costs:
             ),
         },
         origin="estimated from the model's dimensions",
+        message_bytes=message,
     )
     # The embedding is no matrix product.
     head_seconds = head / rates.operations

@@ -19,10 +19,14 @@ Batched messages (`P2P.BATCHED`) share one communicator, which runs what it is g
 - a rank's batches move one after the other, so that a message waits for the batch before its own
   at either end;
 - a message is there when all of its batch is.
+
+That is a device whose streams run beside one another. `Device` has the others: nothing promises
+that streams do, and a host call can wait for all that has been posted.
 """
 
 from __future__ import annotations
 
+import enum
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,9 +34,25 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.kinds import HOST_LANES, RULES, Lane, Need, Source, Where
+from megatron_ext.schedule.kinds import (
+    FORWARD_ONLY_DUTIES,
+    HOST_LANES,
+    RULES,
+    Lane,
+    Need,
+    Source,
+    Where,
+)
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.schedule import P2P, Schedule
+
+
+class Device(enum.Enum):
+    """What holds up what a rank does next."""
+
+    PARALLEL = "passes and waits"  # messages, collectives and copies run beside them
+    WAITS_AT_PASSES = "passes and waits, which all that was posted before holds up too"
+    ONE_QUEUE = "everything"  # as on one hardware queue, or if every call waited for the device
 
 
 class Channel(NamedTuple):
@@ -124,19 +144,38 @@ def needed(action: Action, placement: Placement) -> Iterator[tuple[Need, list[Ac
 _ENDS = {Source.FIRST: 0, Source.INPUT_SHARD: 0, Source.LAST: -1, Source.OUTPUT_SHARD: -1}
 
 
-def has_place(kind: Kind, stage: int, placement: Placement) -> bool:
-    """Whether ``kind`` is found on ``stage``, in a schedule that has such kinds."""
+def has_place(kind: Kind, stage: int, placement: Placement, forward_only: bool = False) -> bool:
+    """Whether ``kind`` is found on ``stage``, in a schedule (an evaluation's, with
+    ``forward_only``) that has such kinds."""
     rule = RULES[kind]
+    if forward_only and not FORWARD_ONLY_DUTIES.issuperset(rule.covers):
+        return False
     if rule.neighbour and not placement.is_remote(stage, rule.neighbour):
         return False
     if rule.where is Where.STAGE:
         return True
     if rule.where is Where.SHARD:
         return stage == placement.shard_beside(stage)
+    if rule.where is Where.GIVER:
+        (need,) = rule.needs
+        return stage == placement.shard_beside(stage) and not _is_used(
+            Action(stage, need.kinds[0], 0), placement, forward_only
+        )
     if rule.where is Where.RANK:
         ends = (stage, stage + rule.neighbour)
         return all(end == placement.shard_beside(end) for end in ends)
     return stage == placement.shard_beside(placement.stages - 1)
+
+
+def _is_used(collective: Action, placement: Placement, forward_only: bool) -> bool:
+    """Whether a pass on the rank of ``collective`` needs what it brings."""
+    return any(
+        collective in choices
+        for stage in placement.stages_of[placement.rank_of[collective.stage]]
+        for kind, rule in RULES.items()
+        if rule.lane is Lane.COMPUTE and has_place(kind, stage, placement, forward_only)
+        for _, choices in needed(Action(stage, kind, 0), placement)
+    )
 
 
 class Needs(dict[tuple[int, Kind], list[tuple[int, Kind]]]):
@@ -214,7 +253,9 @@ class Graph:
         return [self.actions[n] for n in path[position[node] :]]
 
 
-def build_graph(schedule: Schedule, p2p: P2P = P2P.ASYNC) -> Graph:
+def build_graph(
+    schedule: Schedule, p2p: P2P = P2P.ASYNC, device: Device = Device.PARALLEL
+) -> Graph:
     """The graph of ``schedule``, whose actions are complete and whose needs are all there."""
     placement = schedule.placement
     actions = tuple(action for row in schedule.rows for action in row)
@@ -227,6 +268,7 @@ def build_graph(schedule: Schedule, p2p: P2P = P2P.ASYNC) -> Graph:
     start = 0
     for row in schedule.rows:
         latest: list[int] = []
+        posted: list[int] = []  # since, and not waited for
         channel_end: dict[Channel | Kind | Lane, list[int]] = {}
         for node, action in enumerate(row, start=start):
             rule = RULES[action.kind]
@@ -236,8 +278,13 @@ def build_graph(schedule: Schedule, p2p: P2P = P2P.ASYNC) -> Graph:
             if channel is not None:
                 before[node] += channel_end.get(channel, [])
                 channel_end[channel] = [node]
-            if rule.holds_up:
+            if rule.holds_up and device is Device.WAITS_AT_PASSES:
+                before[node] += posted
+                posted.clear()
+            if rule.holds_up or device is Device.ONE_QUEUE:
                 latest = [node]
+            else:
+                posted.append(node)
         start += len(row)
 
     wanted = Needs(placement)

@@ -38,6 +38,7 @@ class Where(enum.Enum):
 
     STAGE = "every stage"
     SHARD = "the first stage of a rank, beside which its shard of the vocabulary lies"
+    GIVER = "the first stage of a rank that gives to a collective and uses nothing of it"
     LOSS = "the first stage of the rank that has the last stage, and so the loss"
     RANK = "the first stage of a rank, once a step, as microbatch 0"
 
@@ -67,6 +68,9 @@ class Duty(enum.Enum):
     SHARE_TOKENS = "broadcast of the tokens"
     SUM_EMBEDDINGS = "sum of the embeddings"
     SHARE_EMBEDDING_GRADIENT = "broadcast of the embeddings' gradient"
+    FREE_STATISTICS = "wait for the exchange of the logits' statistics"
+    FREE_INPUT_GRADIENT = "wait for the sum of the last hidden states' gradient"
+    FREE_EMBEDDINGS = "wait for the sum of the embeddings"
     OFFLOAD_ACTIVATION = "copy of the activation to the host"
     FREE_ACTIVATION = "wait for the activation's copy to the host"
     RELOAD_ACTIVATION = "copy of the activation from the host"
@@ -94,6 +98,8 @@ FORWARD_ONLY_DUTIES = frozenset(
         Duty.SHARE_STATISTICS,
         Duty.SHARE_TOKENS,
         Duty.SUM_EMBEDDINGS,
+        Duty.FREE_STATISTICS,
+        Duty.FREE_EMBEDDINGS,
     }
 )
 
@@ -115,6 +121,7 @@ class Held(enum.Enum):
     ACTIVATION = "activation"  # what the backward of a stage needs
     WEIGHT_INPUTS = "weight inputs"  # what W alone needs, once the input gradient is done
     LOGITS = "logits"  # a shard's, and the hidden states they are made of
+    MESSAGE = "message"  # from its receive to the pass that uses it; from the pass to its wait
 
 
 class Source(enum.Enum):
@@ -206,27 +213,45 @@ RULES: Mapping[Kind, Rule] = MappingProxyType(
             Lane.SEND,
             covers=(Duty.SEND_OUTPUT,),
             needs=(Need((Kind.FORWARD,)),),
+            acquires=(Held.MESSAGE,),
             neighbour=+1,
             partner=Kind.RECV_F,
         ),
         Kind.RECV_F: Rule(
-            Lane.RECEIVE, covers=(Duty.RECEIVE_INPUT,), neighbour=-1, partner=Kind.SEND_F
+            Lane.RECEIVE,
+            covers=(Duty.RECEIVE_INPUT,),
+            acquires=(Held.MESSAGE,),
+            neighbour=-1,
+            partner=Kind.SEND_F,
         ),
         Kind.SEND_B: Rule(
             Lane.SEND,
             covers=(Duty.SEND_GRADIENT,),
             needs=(Need((Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD)),),
+            acquires=(Held.MESSAGE,),
             neighbour=-1,
             partner=Kind.RECV_B,
         ),
         Kind.RECV_B: Rule(
-            Lane.RECEIVE, covers=(Duty.RECEIVE_GRADIENT,), neighbour=+1, partner=Kind.SEND_B
+            Lane.RECEIVE,
+            covers=(Duty.RECEIVE_GRADIENT,),
+            acquires=(Held.MESSAGE,),
+            neighbour=+1,
+            partner=Kind.SEND_B,
         ),
         Kind.WAIT_F: Rule(
-            Lane.WAIT, covers=(Duty.FREE_OUTPUT,), needs=(Need((Kind.SEND_F,)),), neighbour=+1
+            Lane.WAIT,
+            covers=(Duty.FREE_OUTPUT,),
+            needs=(Need((Kind.SEND_F,)),),
+            releases=(Held.MESSAGE,),
+            neighbour=+1,
         ),
         Kind.WAIT_B: Rule(
-            Lane.WAIT, covers=(Duty.FREE_GRADIENT,), needs=(Need((Kind.SEND_B,)),), neighbour=-1
+            Lane.WAIT,
+            covers=(Duty.FREE_GRADIENT,),
+            needs=(Need((Kind.SEND_B,)),),
+            releases=(Held.MESSAGE,),
+            neighbour=-1,
         ),
         Kind.BCAST_S: Rule(
             Lane.COLLECTIVE,
@@ -302,6 +327,24 @@ RULES: Mapping[Kind, Rule] = MappingProxyType(
             covers=(Duty.EMBEDDING_WEIGHT_GRADIENT,),
             needs=(Need((Kind.BCAST_EW,)), Need((Kind.EMBEDDING,))),
             where=Where.SHARD,
+        ),
+        Kind.WAIT_S: Rule(
+            Lane.WAIT,
+            covers=(Duty.FREE_STATISTICS,),
+            needs=(Need((Kind.GATHER_S,)),),
+            where=Where.GIVER,
+        ),
+        Kind.WAIT_SI: Rule(
+            Lane.WAIT,
+            covers=(Duty.FREE_INPUT_GRADIENT,),
+            needs=(Need((Kind.REDUCE_SI,)),),
+            where=Where.GIVER,
+        ),
+        Kind.WAIT_E: Rule(
+            Lane.WAIT,
+            covers=(Duty.FREE_EMBEDDINGS,),
+            needs=(Need((Kind.REDUCE_E,)),),
+            where=Where.GIVER,
         ),
         Kind.OFFLOAD_F: Rule(
             Lane.TO_HOST,

@@ -7,12 +7,20 @@ from collections.abc import Callable, Iterator, Mapping
 
 from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.costs import Costs
-from megatron_ext.schedule.kinds import RULES, Held, Lane
+from megatron_ext.schedule.kinds import RULES, Held, Lane, Source
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.schedule import Problem, Schedule, is_compute
 
 Amount = Callable[[Held, int], float]  # of what, on which stage -> how much
+
+# By a kind of pass, that of the message which it uses.
+_USES = {
+    kind: need.kinds[0]
+    for kind, rule in RULES.items()
+    for need in rule.needs
+    if need.source is Source.REMOTE
+}
 
 
 def memory_curve(row: tuple[Action, ...], amount: Amount) -> list[float]:
@@ -26,10 +34,19 @@ def memory_curve(row: tuple[Action, ...], amount: Amount) -> list[float]:
 
 
 def held_during(row: tuple[Action, ...], amount: Amount) -> Iterator[float]:
-    """The same for every action of ``row``: copies from the host take memory too."""
+    """The same for every action of ``row``: messages and copies from the host take memory too.
+
+    What has been received is part of what the pass that uses it holds.
+    """
     held = 0.0
+    received: set[Action] = set()  # and not used
     for action in row:
         rule = RULES[action.kind]
+        if rule.lane is Lane.RECEIVE and rule.acquires:
+            received.add(action)
+        elif (message := action._replace(kind=_USES.get(action.kind, action.kind))) in received:
+            received.remove(message)
+            held -= amount(Held.MESSAGE, action.stage)
         gained = sum(amount(kind, action.stage) for kind in rule.acquires)
         lost = sum(amount(kind, action.stage) for kind in rule.releases)
         yield held + (gained if not lost else 0.0)
@@ -39,17 +56,17 @@ def held_during(row: tuple[Action, ...], amount: Amount) -> Iterator[float]:
 def in_microbatches(schedule: Schedule) -> Amount:
     """The zero-bubble papers' measure: 1/v from F to W (or B), the input gradient frees nothing.
 
-    Logits do not count: they are no layer's.
+    Logits do not count, they are no layer's; nor do messages.
     """
     share = 1 / schedule.placement.chunks
-    return lambda held, stage: 0.0 if held is Held.LOGITS else share
+    return lambda held, stage: 0.0 if held in (Held.LOGITS, Held.MESSAGE) else share
 
 
 def in_bytes(costs: Costs) -> Amount:
     """Bytes, as ``costs`` gives them."""
-    held_bytes = costs.held_bytes
+    held_bytes, message = costs.held_bytes, costs.message_bytes
     assert held_bytes is not None
-    return lambda held, stage: held_bytes[held][stage]
+    return lambda held, stage: message if held is Held.MESSAGE else held_bytes[held][stage]
 
 
 def bytes_for(limit: MemoryLimit, costs: Costs) -> Mapping[Held, tuple[float, ...]]:

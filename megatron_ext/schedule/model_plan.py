@@ -85,6 +85,8 @@ def _with_bytes(costs: Costs, estimated: Costs) -> Costs:
         costs.vocabulary or VocabularyCosts(), logits_bytes=estimated.vocabulary.logits_bytes
     )
     layers = replace(
-        costs.without_vocabulary(), held_bytes=estimated.without_vocabulary().held_bytes
+        costs.without_vocabulary(),
+        held_bytes=estimated.without_vocabulary().held_bytes,
+        message_bytes=estimated.message_bytes,
     )
     return layers.with_vocabulary(vocabulary)

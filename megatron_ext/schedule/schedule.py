@@ -56,9 +56,6 @@ class Problem:
         costs: seconds per stage and duty, and per hop.
         memory_limit: what no rank may exceed; None is no limit.
         forward_only: evaluation, where nothing is differentiated and nothing is held.
-        receives_ahead: how many receives of a channel are posted ahead of the one in use. 0 where
-            shapes vary: a tensor can then be received only when its shape has come. Batched
-            messages are received in the order in which they are made, whatever this says.
         p2p: how messages share communicators.
         vocabulary: how embedding and output layer are divided over the ranks. (Families are asked
             without: `transforms.vocabulary` adds the passes.)
@@ -74,7 +71,6 @@ class Problem:
     costs: Costs
     memory_limit: MemoryLimit | None = None
     forward_only: bool = False
-    receives_ahead: int = 1
     p2p: P2P = P2P.ASYNC
     vocabulary: VocabularyParallel = VocabularyParallel.NONE
     offload: Offload = Offload.NONE

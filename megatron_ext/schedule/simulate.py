@@ -8,7 +8,7 @@ from itertools import islice
 
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import Costs
-from megatron_ext.schedule.graph import Graph, build_graph
+from megatron_ext.schedule.graph import Device, Graph, build_graph
 from megatron_ext.schedule.kinds import HOST_LANES, RULES, Lane
 from megatron_ext.schedule.schedule import Problem, Schedule
 from megatron_ext.schedule.timeline import Event, Timeline
@@ -19,13 +19,16 @@ _STEPS = 16  # consecutive ones, after the first half of which a step takes what
 _SAME = 1e-9  # of a time, which rounding may add
 
 
-def simulate(program: Program, costs: Costs) -> Timeline:
-    """Start every action as soon as all it waits for has ended (`graph`).
+def simulate(program: Program, costs: Costs, device: Device = Device.PARALLEL) -> Timeline:
+    """Start every action as soon as all it waits for on ``device`` has ended (`graph`).
 
     A message takes ``costs.hop`` from when both ends are ready, a collective from when all ranks
     are; messages of one channel follow one another. One pass over the actions.
     """
-    return _run(program.graph, program.schedule, costs)
+    graph = program.graph
+    if device is not Device.PARALLEL:
+        graph = build_graph(program.schedule, program.problem.p2p, device)
+    return _run(graph, program.schedule, costs)
 
 
 def simulate_steps(program: Program, costs: Costs, steps: int) -> tuple[Timeline, ...]:

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.graph import (
+    Device,
     Graph,
     Needs,
     build_graph,
@@ -63,11 +64,15 @@ class Program:
         if seal is not _SEAL:
             raise TypeError("a Program is made by prove(schedule, problem) and by nothing else")
 
+    @property
+    def text(self) -> str:
+        """All that each rank does, in order, a line a rank: ``0F0,0SEND_F0,0RECV_B0``."""
+        return "".join(f"{','.join(map(str, row))}\n" for row in self.schedule.rows)
+
     @cached_property
     def digest(self) -> str:
         """Equal on two ranks exactly when they hold the same program."""
-        rows = "\n".join(",".join(map(str, row)) for row in self.schedule.rows)
-        text = f"{self.problem.p2p}\n{self.schedule.placement.rank_of}\n{rows}"
+        text = f"{self.problem.p2p}\n{self.schedule.placement.rank_of}\n{self.text}"
         return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -95,8 +100,9 @@ def prove(schedule: Schedule, problem: Problem) -> Program:
 
     Every duty exactly once and on its rank; what an action needs before it; sends and receives
     matched pairwise in the order of their channel (batched: of their two ranks), collectives in one
-    order on all ranks; no cyclic wait (`graph`); with post-validation, nothing before the verdict
-    that could not be undone (`speculation`); memory within the limit.
+    order on all ranks; no cyclic wait (`graph`), also where everything that a rank has posted holds
+    it up; with post-validation, nothing before the verdict that could not be undone
+    (`speculation`); memory within the limit.
 
     Args:
         schedule: with its messages (`transforms.communication`).
@@ -112,12 +118,26 @@ def prove(schedule: Schedule, problem: Problem) -> Program:
     if problem.post_validation and not problem.forward_only:
         _check_speculation(schedule)
     graph = build_graph(schedule, problem.p2p)
+    _check_acyclic(schedule, graph, "it would hang")
+    strictest = _STRICTEST[problem.p2p]
+    _check_acyclic(
+        schedule,
+        build_graph(schedule, problem.p2p, strictest),
+        f"it would hang on a device where {strictest.value} can hold up what comes next",
+    )
+    _check_memory(schedule, problem)
+    return Program(schedule, problem, graph, _SEAL)
+
+
+# A batch moves together, so its messages do not hold up one another.
+_STRICTEST = {P2P.ASYNC: Device.ONE_QUEUE, P2P.BATCHED: Device.WAITS_AT_PASSES}
+
+
+def _check_acyclic(schedule: Schedule, graph: Graph, otherwise: str) -> None:
     if len(graph.order) < len(graph.actions):
         cycle = graph.cycle()
         path = " waits for ".join(map(str, [*cycle, cycle[0]]))
-        _reject(schedule, f"it would hang: {path}", cycle)
-    _check_memory(schedule, problem)
-    return Program(schedule, problem, graph, _SEAL)
+        _reject(schedule, f"{otherwise}: {path}", cycle)
 
 
 def _reject(schedule: Schedule, why: str, actions: Sequence[Action] = ()) -> NoReturn:
@@ -169,8 +189,7 @@ def _duties(schedule: Schedule, problem: Problem, lanes: set[Lane]) -> dict[int,
             if not _belongs(kind, stage, problem):
                 continue
             for duty in rule.covers:
-                if not problem.forward_only or duty in FORWARD_ONLY_DUTIES:
-                    duties[stage].setdefault(duty, kind)
+                duties[stage].setdefault(duty, kind)
     return duties
 
 
@@ -184,7 +203,7 @@ def _belongs(kind: Kind, stage: int, problem: Problem) -> bool:
         return False
     if _is_optional(kind) and problem.offload is Offload.NONE:
         return False
-    return has_place(kind, stage, problem.placement)
+    return has_place(kind, stage, problem.placement, problem.forward_only)
 
 
 def _is_optional(kind: Kind) -> bool:
@@ -197,7 +216,9 @@ def _why_not(kind: Kind, problem: Problem) -> str:
         return "offloads, and the problem does not"
     if rule.where is Where.RANK and not problem.post_validation:
         return "validates afterwards, and the problem does not"
-    if rule.is_message or rule.lane is Lane.WAIT:
+    if problem.forward_only and not FORWARD_ONLY_DUTIES.issuperset(rule.covers):
+        return "has no place in an evaluation"
+    if rule.neighbour:
         return "has no other rank to talk to"
     if problem.vocabulary is VocabularyParallel.NONE:
         return "is vocabulary parallel, and the problem is not"
@@ -215,8 +236,6 @@ def _check_duties(schedule: Schedule, problem: Problem, lanes: set[Lane]) -> Non
                 rule = RULES[kind]
                 if not _belongs(kind, stage, problem):
                     _reject(schedule, f"{action} {_why_not(kind, problem)}", [action])
-                if problem.forward_only and not FORWARD_ONLY_DUTIES.issuperset(rule.covers):
-                    _reject(schedule, f"{action} has no place in an evaluation", [action])
                 sets[stage, kind] = [(duty, done[stage, duty]) for duty in rule.covers]
             for duty, flags in sets[stage, kind]:
                 if flags[microbatch]:

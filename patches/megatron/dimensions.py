@@ -54,6 +54,7 @@ def dimensions_of(
             else []
         ),
         fused_attention=getattr(settings, "transformer_impl", "") == "transformer_engine",
+        sequence_parallel=settings.sequence_parallel,
     )
 
 

@@ -180,7 +180,6 @@ class _MeasuredExecution:
                 list(self.execution.gradients.values()),
                 list(transport._sending.values()),
                 list(transport._receiving.values()),
-                list(transport._read.values()),
             ]
         )
 

@@ -105,14 +105,12 @@ def program_for(
     ranks: int,
     microbatches: int,
     forward_only: bool = False,
-    varies: bool = False,
     p2p: P2P = P2P.ASYNC,
     offload: Offload = Offload.NONE,
     post_validation: bool = False,
 ) -> Program:
     problem = replace(
         problem_for(choice.place(ranks), microbatches, forward_only),
-        receives_ahead=0 if varies else 1,
         p2p=p2p,
         offload=offload,
         post_validation=post_validation,
@@ -360,7 +358,10 @@ class Pipeline:
             return self.connect(self.group, CPU)
         if self.program.problem.p2p is P2P.BATCHED:
             return InOrderGroup(self.group, CPU)
-        return Channels(self.group, channels(self.program.schedule), CPU)
+        connection = Channels(self.group, channels(self.program.schedule), CPU)
+        if self.varies:
+            connection.connect_hosts()
+        return connection
 
     def transport(self, program: Program) -> Transport | BatchedTransport:
         boundary = Boundary(None if self.varies else (3, WIDTH), torch.float32)

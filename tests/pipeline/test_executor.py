@@ -130,7 +130,7 @@ def test_two_chunks_a_rank(place: Place, ranks: int, splits: bool, p2p: P2P) -> 
 
 @pytest.mark.parametrize("place", [line, v_placement, loop_placement])
 def test_shapes_that_vary_by_microbatch(place: Place) -> None:
-    programs = [program_for(as_file(greedy(place(3), m, True)), 3, m, varies=True) for m in (1, 7)]
+    programs = [program_for(as_file(greedy(place(3), m, True)), 3, m) for m in (1, 7)]
     values(run_ranks(3, run_programs(programs, varies=True)))
 
 
@@ -154,7 +154,7 @@ def test_evaluation_with_varying_shapes_does_not_hang(microbatches: int) -> None
         (*forward[3], *backward[3]),
     )
     schedule = Schedule("tangled", Placement("file", (0, 1, 0, 2, 1)), rows)
-    program = program_for(as_file(schedule), 3, microbatches, forward_only=True, varies=True)
+    program = program_for(as_file(schedule), 3, microbatches, forward_only=True)
     values(run_ranks(3, run_programs([program], varies=True)))
 
 
@@ -164,8 +164,8 @@ def test_evaluation_with_varying_shapes_does_not_hang(microbatches: int) -> None
 @pytest.mark.parametrize("place", [line, v_placement, loop_placement])
 def test_steps_over_the_same_channels(place: Place, varies: bool, p2p: P2P) -> None:
     """Train, evaluate (with more microbatches than sends may be pending), train again."""
-    train = program_for(as_file(greedy(place(3), 4, True)), 3, 4, varies=varies, p2p=p2p)
-    evaluate = program_for(as_file(greedy(place(3), 9, True)), 3, 9, True, varies, p2p)
+    train = program_for(as_file(greedy(place(3), 4, True)), 3, 4, p2p=p2p)
+    evaluate = program_for(as_file(greedy(place(3), 9, True)), 3, 9, True, p2p)
 
     def run(rank: int) -> None:
         pipeline = Pipeline(train, world(), varies=varies)
@@ -224,21 +224,19 @@ def test_any_valid_schedule_runs(ranks: int) -> None:
     cases = [case for case in map(random_case, range(60)) if case.problem.ranks == ranks][:6]
     assert len(cases) == 6
 
-    def programs(varies: bool = False, p2p: P2P = P2P.ASYNC) -> list[Program]:
+    def programs(p2p: P2P) -> list[Program]:
         return [
-            program_for(
-                as_file(case.schedule), ranks, case.problem.microbatches, forward_only, varies, p2p
-            )
+            program_for(as_file(case.schedule), ranks, case.problem.microbatches, forward_only, p2p)
             for forward_only in (False, True)
             for case in cases
         ]
 
-    fixed = programs() + programs(p2p=P2P.BATCHED)
-    varying = programs(varies=True)
+    made = {p2p: programs(p2p) for p2p in P2P}
 
     def run(rank: int) -> None:
-        run_programs(fixed)(rank)
-        run_programs(varying, varies=True)(rank)
+        for each in made.values():
+            run_programs(each)(rank)
+        run_programs(made[P2P.ASYNC], varies=True)(rank)
 
     values(run_ranks(ranks, run))
 

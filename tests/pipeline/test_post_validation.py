@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 
 import pytest
 
@@ -20,9 +19,8 @@ from megatron_ext.runtime.partial_state import PartialState  # noqa: E402
 from megatron_ext.runtime.recorder import Recorder  # noqa: E402
 from megatron_ext.runtime.validation import ValidationMessages  # noqa: E402
 from megatron_ext.runtime.weight_gradients import queue  # noqa: E402
-from megatron_ext.schedule.build import build_program  # noqa: E402
 from megatron_ext.schedule.placement import Placement, line  # noqa: E402
-from megatron_ext.schedule.registry import Choice, choose  # noqa: E402
+from megatron_ext.schedule.registry import choose  # noqa: E402
 from megatron_ext.schedule.verify import Program  # noqa: E402
 from tests.pipeline.stages import (  # noqa: E402
     Pipeline,
@@ -68,10 +66,13 @@ def check_course(pipeline: Pipeline, course: Course) -> None:
         assert torch.equal(got, wanted)
 
 
-def run_courses(programs: list[Program], course: Course) -> Callable[[int], None]:
+def run_courses(
+    programs: list[Program], course: Course, shapes: Iterable[bool] = (False,)
+) -> Callable[[int], None]:
+    """``shapes``: whether they vary, in turn."""
+
     def run(rank: int) -> None:
-        for program in programs:
-            varies = program.problem.receives_ahead == 0
+        for program, varies in itertools.product(programs, shapes):
             check_course(Pipeline(program, world(), varies=varies), course)
 
     return run
@@ -91,18 +92,8 @@ def bad_days(ranks: int) -> Course:
 def test_parameters_are_those_of_synchronous_steps(name: str, ranks: int) -> None:
     """With fewer microbatches than ranks, a number that is not a multiple of them, and with shapes
     that vary."""
-    programs = []
-    for microbatches in (1, 2, 5):
-        program = program_for(choose(name), ranks, microbatches, post_validation=True)
-        programs += [program, with_varying_shapes(program)]
-    values(run_ranks(ranks, run_courses(programs, bad_days(ranks))))
-
-
-def with_varying_shapes(program: Program) -> Program:
-    """The same passes: v-auto searches long."""
-    made = replace(program.schedule, rows=program.schedule.compute_rows)
-    choice = Choice(made.name, lambda ranks: made.placement, lambda problem: made, True)
-    return build_program(choice, replace(program.problem, receives_ahead=0))
+    programs = [program_for(choose(name), ranks, m, post_validation=True) for m in (1, 2, 5)]
+    values(run_ranks(ranks, run_courses(programs, bad_days(ranks), shapes=(False, True))))
 
 
 @pytest.mark.parametrize("name", ["zb-2p", "zb-v"])

@@ -329,7 +329,7 @@ def test_groups_are_closed_at_once() -> None:
     def run(rank: int) -> None:
         exchange = Exchange(Collectives(world(), torch.device("cpu")), Recorder(rank))
         if rank == 1:
-            exchange.gather(parse("1GATHER_S0"), torch.zeros(1), is_wanted=True)
+            exchange.gather(parse("1GATHER_S0"), torch.zeros(1))
         else:
             exchange.broadcast(parse("0BCAST_S0"), [torch.zeros(1)], root=1)
             with pytest.raises(PeerFailure, match=r"0BCAST_S0 \(with the other pipeline ranks\)"):

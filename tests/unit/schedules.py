@@ -25,8 +25,8 @@ from megatron_ext.schedule.placement import Placement, line
 from megatron_ext.schedule.registry import choose
 from megatron_ext.schedule.schedule import P2P, Offload, Problem, Schedule, VocabularyParallel
 from megatron_ext.schedule.timeline import Timeline
-from megatron_ext.schedule.transforms.batches import batch_messages
 from megatron_ext.schedule.transforms.communication import communicate
+from megatron_ext.schedule.transforms.message_order import order_messages
 from megatron_ext.schedule.transforms.waits import await_sends
 from megatron_ext.schedule.verify import Program
 
@@ -68,8 +68,7 @@ def program(name: str, problem: Problem) -> Program:
 
 def without_waits(schedule: Schedule, problem: Problem) -> Schedule:
     """``schedule`` with its messages alone."""
-    schedule = communicate(schedule, problem)
-    return batch_messages(schedule, problem) if problem.p2p is P2P.BATCHED else schedule
+    return order_messages(communicate(schedule, problem), problem)
 
 
 def with_messages(schedule: Schedule, problem: Problem) -> Schedule:

@@ -1,9 +1,8 @@
 """Insert the messages between ranks.
 
-A send follows the pass that made its tensor at once. A receive is posted ahead: while its
-predecessor on the channel is being used (`Problem.receives_ahead`), so that a message is under way
-during compute and at most two buffers a channel are in use. Receives are posted in the order in
-which the other rank sends.
+A send follows the pass that made its tensor at once. Receives stand at the start of their rank's
+row, in the order in which the other rank sends: nothing waits for one to be posted, and
+`transforms.message_order` puts each where it belongs.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from __future__ import annotations
 from collections import defaultdict
 
 from megatron_ext.schedule.action import Action
-from megatron_ext.schedule.graph import Channel, channel_of, needed, partner_of
-from megatron_ext.schedule.kinds import RULES, Kind, Lane, Source
+from megatron_ext.schedule.graph import channel_of, partner_of
+from megatron_ext.schedule.kinds import RULES, Kind, Lane
 from megatron_ext.schedule.schedule import Problem, Schedule
 
 _SENDS_AFTER: dict[Kind, list[Kind]] = {
@@ -26,10 +25,10 @@ _SENDS_AFTER: dict[Kind, list[Kind]] = {
 
 
 def communicate(schedule: Schedule, problem: Problem) -> Schedule:
-    """``schedule``, which has compute actions only, with its sends and receives."""
+    """``schedule``, which has no messages, with its sends and receives."""
     placement = schedule.placement
     with_sends: list[list[Action]] = []
-    arriving: dict[Channel, list[Action]] = defaultdict(list)  # receives, in the sender's order
+    receives: dict[int, list[Action]] = defaultdict(list)  # by rank
     for row in schedule.rows:
         rank_actions: list[Action] = []
         for action in row:
@@ -38,38 +37,7 @@ def communicate(schedule: Schedule, problem: Problem) -> Schedule:
                 if placement.is_remote(action.stage, RULES[kind].neighbour):
                     send = Action(action.stage, kind, action.microbatch)
                     rank_actions.append(send)
-                    arriving[channel_of(send, placement)].append(partner_of(send))
+                    receives[channel_of(send, placement).receiver].append(partner_of(send))
         with_sends.append(rank_actions)
-
-    rows = []
-    for rank, rank_actions in enumerate(with_sends):
-        used_at: dict[Action, int] = {}
-        for index, action in enumerate(rank_actions):
-            for need, choices in needed(action, placement):
-                if need.source is Source.REMOTE:
-                    used_at[choices[0]] = index
-        posted_before: dict[int, list[Action]] = defaultdict(list)
-        for channel, receives in arriving.items():
-            if channel.receiver == rank:
-                for position, receive in _posts(receives, used_at, problem.receives_ahead):
-                    posted_before[position].append(receive)
-        with_messages: list[Action] = []
-        for index, action in enumerate(rank_actions):
-            with_messages += [*posted_before[index], action]
-        rows.append(tuple(with_messages))
-    return Schedule(schedule.name, placement, tuple(rows))
-
-
-def _posts(
-    receives: list[Action], used_at: dict[Action, int], ahead: int
-) -> list[tuple[int, Action]]:
-    """Where in its rank's row each receive is posted, in channel order."""
-    # A receive must be posted before its own use, and before that of all that follow it.
-    latest: list[int] = []
-    bound = max(used_at.values(), default=0)
-    for receive in reversed(receives):
-        bound = min(bound, used_at.get(receive, bound))
-        latest.append(bound)
-    latest.reverse()
-    early = [0] * ahead + latest
-    return list(zip(early, receives, strict=False))
+    rows = tuple((*receives[rank], *actions) for rank, actions in enumerate(with_sends))
+    return Schedule(schedule.name, placement, rows)

@@ -5,10 +5,10 @@ its backward pass can be copied to the host, its memory given back, and be copie
 so can what I leaves for W. The copies run beside the passes, on lanes of their own; ranks that
 share a link to the host take turns on it.
 
-The transform works on any schedule. It takes the times at which its passes would run, and books the
-copies into them: to the host as soon as the link is free, back so late that they end when they are
-needed. Between passes, memory is given back as soon as a copy to the host has ended, and taken
-again as late as the copy back can start.
+The transform works on any schedule with its messages and waits. It takes the times at which its
+passes would run, and books the copies into them: to the host as soon as the link is free, back so
+late that they end when they are needed. Between passes, memory is given back as soon as a copy to
+the host has ended, and taken again as late as the copy back can start.
 
 The longest-lived are booked first. What would be back before it has gone stays: the slower the
 link, the fewer leave, and no pass waits for a copy.
@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.costs import HostCosts
-from megatron_ext.schedule.kinds import Lane
+from megatron_ext.schedule.kinds import RULES, Lane
 from megatron_ext.schedule.memory import amount_of, peak
 from megatron_ext.schedule.schedule import Offload, Problem, Schedule, is_compute
 from megatron_ext.schedule.simulate import simulate_messages
@@ -78,7 +78,7 @@ class Booked:
 
 
 def offload(schedule: Schedule, problem: Problem) -> Schedule:
-    """``schedule``, which has its messages, with copies to the host and back.
+    """``schedule``, which has its messages and waits, with copies to the host and back.
 
     To fit into a memory limit for which the link is too slow, copies are booked as if passes took
     longer. They will then: passes wait for copies.
@@ -299,8 +299,9 @@ def _insert(
 ) -> tuple[Action, ...]:
     """A rank's ``row`` with ``copies``, but for those between whose wait and way back no pass runs.
 
-    Those that come before one pass are in the order of their times: a copy back that has to start
-    in a gap does not stand behind a wait that ends with it.
+    They start before the rank waits for sends. Those that come before one pass are in the order of
+    their times: a copy back that has to start in a gap does not stand behind a wait that ends with
+    it.
     """
     starts, ends = [event.start for event in passes], [event.end for event in passes]
     before: dict[int, list[tuple[float, int, Action]]] = defaultdict(list)
@@ -318,7 +319,10 @@ def _insert(
     position = 0
     for action in row:
         if is_compute(action):
-            new_row += [copy for _, _, copy in sorted(before[position])]
+            at = len(new_row)
+            while at and RULES[new_row[at - 1].kind].lane is Lane.WAIT:
+                at -= 1
+            new_row[at:at] = [copy for _, _, copy in sorted(before[position])]
             position += 1
         new_row.append(action)
     return tuple(new_row)

@@ -1,10 +1,11 @@
-"""Insert the waits for sends, where they cost nothing.
+"""Insert the waits for what a rank gives away, where they cost nothing.
 
-A tensor on its way must not be freed or changed, and someone must wait for its send before it is.
-A wait holds its rank up until the other side has received, so it is put behind the first action
-that could not run if that had not happened: where the rank already knows, by what it has itself
-received since, that the message was used. Vector clocks tell (Fidge 1988): for each action, how
-far every other rank must have come before it can start.
+A tensor on its way must not be freed or changed, and someone must wait for its send before it is;
+so it is with what a rank gives to a collective and uses nothing of. A wait holds its rank up until
+the other side has received, so it is put before the first action that could not run if that had not
+happened: where the rank already knows, by what it has itself received since, that the message was
+used. Vector clocks tell (Fidge 1988): for each action, how far every other rank must have come
+before it can start.
 
 Sends of which a rank never hears again (those of the cool-down, and all of an evaluation) are
 waited for at the end. In an evaluation the oldest is waited for sooner, once more than
@@ -25,7 +26,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.graph import Channel, Graph, build_graph, channel_of, partner_of
+from megatron_ext.schedule.graph import (
+    Channel,
+    Graph,
+    build_graph,
+    channel_of,
+    has_place,
+    partner_of,
+)
 from megatron_ext.schedule.kinds import RULES, Lane
 from megatron_ext.schedule.schedule import P2P, Problem, Schedule, is_compute
 
@@ -40,7 +48,8 @@ _WAIT_FOR: dict[Kind, Kind] = {
 
 
 def await_sends(schedule: Schedule, problem: Problem) -> Schedule:
-    """``schedule``, which has its messages, with a wait for each send."""
+    """``schedule``, which has its messages, with a wait for each send, and for what is only given
+    to a collective."""
     graph = build_graph(schedule, problem.p2p)
     number = {action: node for node, action in enumerate(graph.actions)}
     has_gone = _told_by_batches if problem.p2p is P2P.BATCHED else _told_by_clocks
@@ -59,7 +68,7 @@ def await_sends(schedule: Schedule, problem: Problem) -> Schedule:
 
     rows, start = [], 0
     for row in schedule.rows:
-        pending: dict[Channel, deque[Action]] = defaultdict(deque)
+        pending: dict[Channel | Kind, deque[Action]] = defaultdict(deque)
         new_row: list[Action] = []
         for node, action in enumerate(row, start=start):
             if is_compute(action):
@@ -69,6 +78,8 @@ def await_sends(schedule: Schedule, problem: Problem) -> Schedule:
             new_row.append(action)
             if RULES[action.kind].lane is Lane.SEND:
                 pending[channel_of(action, schedule.placement)].append(action)
+            elif action.kind in _WAIT_FOR and _is_given(action, problem):
+                pending[action.kind].append(action)
         new_row += [_wait(send) for sends in pending.values() for send in sends]
         rows.append(tuple(new_row))
         start += len(row)
@@ -84,17 +95,29 @@ def _in_step(graph: Graph) -> list[int]:
     return sorted(graph.order, key=begins.__getitem__)
 
 
+def _is_given(action: Action, problem: Problem) -> bool:
+    """Whether ``action`` is a collective of which its rank uses nothing."""
+    if RULES[action.kind].lane is not Lane.COLLECTIVE:
+        return False
+    return has_place(_WAIT_FOR[action.kind], action.stage, problem.placement, problem.forward_only)
+
+
 def _wait(send: Action) -> Action:
     return Action(send.stage, _WAIT_FOR[send.kind], send.microbatch)
 
 
 def _told_by_clocks(graph: Graph, number: Mapping[Action, int]) -> Callable[[int, int], bool]:
-    """Whether, at a compute node, its rank knows that a send's node has ended: async messages."""
-    clocks, received_by = _clocks(graph), _users_of_receives(graph)
+    """Whether, at a compute node, its rank knows that a send's node, or that of a collective of
+    which it uses nothing, has ended: async messages."""
+    clocks, users = _clocks(graph), _users(graph)
 
-    def knows_of(node: int, send: int) -> bool:
-        receive = number[partner_of(graph.actions[send])]
-        return bool(received_by[receive] <= clocks[node, graph.ranks[receive]])
+    def knows_of(node: int, given: int) -> bool:
+        action = graph.actions[given]
+        if RULES[action.kind].is_message:
+            used_by = users[partner_of(action)]
+        else:
+            used_by = users[action._replace(stage=_ALL_RANKS)]
+        return any(user <= clocks[node, graph.ranks[user]] for user in used_by)
 
     return knows_of
 
@@ -122,12 +145,20 @@ def _clocks(graph: Graph) -> NDArray[np.int32]:
     return clocks
 
 
-def _users_of_receives(graph: Graph) -> dict[int, int]:
-    """For each receive's node, the compute node on its rank that needs it."""
-    users: dict[int, int] = {}
+_ALL_RANKS = -1  # in the place of a stage: a collective, wherever it is
+
+
+def _users(graph: Graph) -> dict[Action, list[int]]:
+    """For each receive, and each collective as one of `_ALL_RANKS`, the compute nodes that need
+    it."""
+    users: dict[Action, list[int]] = defaultdict(list)
     for node, earlier_nodes in enumerate(graph.before):
         if is_compute(graph.actions[node]):
             for earlier in earlier_nodes:
-                if RULES[graph.actions[earlier].kind].lane is Lane.RECEIVE:
-                    users[earlier] = node
+                action = graph.actions[earlier]
+                lane = RULES[action.kind].lane
+                if lane is Lane.RECEIVE:
+                    users[action].append(node)
+                elif lane is Lane.COLLECTIVE:
+                    users[action._replace(stage=_ALL_RANKS)].append(node)
     return users

@@ -1,7 +1,14 @@
-"""The programs that a run's steps follow, and their costs: the same on every rank."""
+"""The programs that a run's steps follow, and their costs: the same on every rank of the job.
+
+All pipelines run one program. What other groups do inside passes (experts' all-to-all, parameter
+gathers) ties pipelines to one another, and two that run in different orders could each wait for the
+other.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +23,10 @@ from megatron_ext.patches.megatron.vocabulary import embedding_part
 from megatron_ext.schedule.costs import Costs, parse_costs
 from megatron_ext.schedule.head import Placed, place_again, place_head
 from megatron_ext.schedule.limit import parse_limit
+from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.schedule import Problem
+
+_SHOWN = 8  # ranks that an error lists
 
 
 class Programs:
@@ -37,32 +47,48 @@ class Programs:
         sequence: int,
         micro_batch: int,
     ) -> None:
-        """Have costs for ``shape``, as the pipeline's first rank reads or estimates them from what
-        all tell. Collective over ``pipeline`` the first time."""
+        """Have costs for ``shape``, as global rank 0 reads or estimates them from what the ranks of
+        its pipeline tell. Collective over the world the first time."""
         if shape in self.costs:
             return
         placement = self._choice.place(pipeline.size())
         sizes = gather(pipeline, [_size(chunk) for chunk in models])
-        if self._config.estimates():
+        agreed: list[Costs | ValueError | None] = [None]
+        if dist.get_rank() == 0:
             per_stage = [
                 sizes[rank][placement.stages_of[rank].index(stage)]
                 for stage, rank in enumerate(placement.rank_of)
             ]
-            self.costs[shape] = estimated_costs(
-                config,
-                layers=[layers for layers, _ in per_stage],
-                sequence=sequence // config.context_parallel_size,
-                micro_batch=micro_batch,
-                vocabulary=sum(rows for _, rows in per_stage) * config.tensor_model_parallel_size,
-            )
-            return
-        text = self._config.costs
-        assert text is not None
-        costs = [parse_costs(text, placement) if pipeline.rank() == 0 else None]
-        source = dist.get_global_rank(pipeline, 0)
-        dist.broadcast_object_list(costs, src=source, group=pipeline)
-        assert costs[0] is not None
-        self.costs[shape] = costs[0]
+            agreed = [self._costs(config, placement, per_stage, sequence, micro_batch)]
+        dist.broadcast_object_list(agreed, src=0)
+        costs = agreed[0]
+        if isinstance(costs, ValueError):
+            raise costs  # on all ranks, or the others would wait
+        assert costs is not None
+        self.costs[shape] = costs
+
+    def _costs(
+        self,
+        config: Any,
+        placement: Placement,
+        per_stage: list[tuple[int, int]],
+        sequence: int,
+        micro_batch: int,
+    ) -> Costs | ValueError:
+        """The costs of a microbatch, or why there are none. ``per_stage``: `_size` of each."""
+        if not self._config.estimates():
+            assert self._config.costs is not None
+            try:
+                return parse_costs(self._config.costs, placement)
+            except ValueError as error:
+                return error
+        return estimated_costs(
+            config,
+            layers=[layers for layers, _ in per_stage],
+            sequence=sequence // config.context_parallel_size,
+            micro_batch=micro_batch,
+            vocabulary=sum(rows for _, rows in per_stage) * config.tensor_model_parallel_size,
+        )
 
     def known(
         self, config: Any, shape: Shape, microbatches: int, forward_only: bool
@@ -79,7 +105,7 @@ class Programs:
         forward_only: bool,
         before: Placed | None = None,
     ) -> Placed:
-        """The program for such a step. Collective over ``pipeline``.
+        """The program for such a step. Collective over the world.
 
         ``before`` is one of other costs, whose order is kept where it is better.
 
@@ -95,7 +121,6 @@ class Programs:
             self.costs[shape],
             parse_limit(limit, ranks, microbatches) if limit else None,
             forward_only,
-            receives_ahead=0 if config.variable_seq_lengths else 1,
             p2p=self._config.messages(),
             vocabulary=self._config.vocabulary(),
             offload=self._config.offload(),
@@ -106,12 +131,9 @@ class Programs:
         else:
             placed = place_again(self._choice, problem, before)
         refuse_order(config, placed.program.schedule)
-        digests = gather(pipeline, placed.program.digest)
-        if len(set(digests)) > 1:
-            raise RuntimeError(
-                f"pipeline ranks built different programs from {self._config.schedule}: "
-                f"{dict(enumerate(digests))}; do all ranks run one version and one file?"
-            )
+        world = dist.group.WORLD
+        assert world is not None
+        check_digests(self._choice.spec, gather(world, placed.program.digest))
         self._placed[shape, microbatches, forward_only, config.variable_seq_lengths] = placed
         return placed
 
@@ -125,7 +147,7 @@ class Programs:
     ) -> Placed:
         """The program for ``before``'s training steps now that ``costs`` are those of ``shape``.
 
-        Its order is kept where that is better. Collective over ``pipeline``; raises as `make`.
+        Its order is kept where that is better. Collective over the world; raises as `make`.
         """
         self.costs[shape] = costs
         for key in [key for key in self._placed if key[0] == shape]:
@@ -134,10 +156,29 @@ class Programs:
         return self.make(pipeline, config, shape, microbatches, False, before)
 
 
-def gather(pipeline: dist.ProcessGroup, value: Any) -> list[Any]:
-    """``value`` of every rank of ``pipeline``. Collective over it."""
-    values: list[Any] = [None] * pipeline.size()
-    dist.all_gather_object(values, value, group=pipeline)
+def check_digests(schedule: str, digests: Sequence[str]) -> None:
+    """Raise RuntimeError unless all ``digests``, by global rank, are those of one program."""
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for rank, digest in enumerate(digests):
+        ranks[digest].append(rank)
+    if len(ranks) > 1:
+        built = "; ".join(f"{digest[:12]} on {_listed(where)}" for digest, where in ranks.items())
+        raise RuntimeError(
+            f"ranks built different programs from {schedule}: {built}; do all of them run one "
+            f"version of megatron_ext and numpy, and read one file?"
+        )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_SHOWN]))
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    return f"global rank{'s' * (len(ranks) > 1)} {shown}{more}"
+
+
+def gather(group: dist.ProcessGroup, value: Any) -> list[Any]:
+    """``value`` of every rank of ``group``. Collective over it."""
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
     return values
 
 

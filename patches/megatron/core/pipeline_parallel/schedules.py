@@ -406,6 +406,9 @@ class PipelineStep:
                 )
                 self._validation = messages
             Watchdog(self._recorder).start()
+        if config.variable_seq_lengths:
+            assert isinstance(self._connection, Channels)
+            self._connection.connect_hosts()
         if not forward_only and dist.get_rank() == 0:
             print(f"megatron_ext: {summary(program)}", flush=True)
         if self._offload is not None and not forward_only:
