@@ -6,8 +6,9 @@ moved already, or not yet. On a GPU what has been posted is a kernel that runs, 
 may stop behind it, and what is in a buffer before the wait is anybody's guess.
 
 `synchronising`: before each pass a rank waits until all that it has posted has ended, as behind a
-host call that waits for the device, or on one hardware queue. Where something posted needs what
-this rank only does later, the rank fails, and says what it was.
+host call that waits for the device. Where something posted needs what the rank only does later, it
+fails, and says what it was. `one_queue` waits before each action: messages and copies, too, come
+one after the other.
 
 `late`: what comes is there when it is waited for and not before; what leaves must stay until then.
 Before its wait, a buffer that is being filled has no numbers in it. What is sent, or put into a
@@ -62,6 +63,11 @@ def synchronising(seconds: float = SECONDS) -> AbstractContextManager[None]:
     return _installed(Synchronising(seconds))
 
 
+def one_queue(seconds: float = SECONDS) -> AbstractContextManager[None]:
+    """The same at any action. (Messages that are to move in one batch cannot.)"""
+    return _installed(Synchronising(seconds, everywhere=True))
+
+
 def late() -> AbstractContextManager[None]:
     """A rank fails at a wait for something whose tensor is not what it was."""
     return _installed(Late())
@@ -87,7 +93,7 @@ Start = Callable[[Sequence[Tensor]], Sequence[Any]]  # with these tensors; the w
 class _Adversary(Protocol):
     def post(self, action: Action | None, start: Start, uses: Sequence[Use], *tensors: Tensor): ...
 
-    def before_pass(self, action: Action) -> None: ...
+    def before(self, action: Action) -> None: ...
 
     def after_step(self) -> None: ...
 
@@ -145,8 +151,7 @@ def _installed(adversary: _Adversary) -> Iterator[None]:
         return started
 
     def adverse_perform(execution: _Execution, action: Action) -> None:
-        if is_compute(action):
-            adversary.before_pass(action)
+        adversary.before(action)
         current.append(action)
         try:
             perform(execution, action)
@@ -191,15 +196,13 @@ class _Posted:
             self._work.wait(*timeout)
             self._has_ended = True
 
-    def is_completed(self) -> bool:
-        return self._has_ended or self._work.is_completed()
-
 
 class Synchronising:
     """Copies are direct: they have ended when they have been started."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, everywhere: bool = False) -> None:
         self._seconds = seconds
+        self._everywhere = everywhere
         self._under_way: list[_Posted] = []
 
     def post(
@@ -213,7 +216,9 @@ class Synchronising:
         self._under_way.append(_Posted("a collective of Megatron's", work))
         return self._under_way[-1]
 
-    def before_pass(self, action: Action) -> None:
+    def before(self, action: Action) -> None:
+        if not (self._everywhere or is_compute(action)):
+            return
         for posted in self._under_way:
             began = time.monotonic()
             try:
@@ -254,7 +259,7 @@ class Late:
         self._under_way += posted
         return posted
 
-    def before_pass(self, action: Action) -> None:
+    def before(self, action: Action) -> None:
         pass
 
     def after_step(self) -> None:
@@ -283,9 +288,6 @@ class _LateWork:
         for stand_in in self._stand_ins:
             stand_in.hand_over(self.action)
         self._stand_ins = ()
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
 
 
 class _StandIn:

@@ -324,9 +324,6 @@ class _Started:
         except TimeoutError as error:
             raise RuntimeError("the batch has not moved") from error
 
-    def is_completed(self) -> bool:
-        return self.future.done()
-
 
 @dataclass
 class Pipeline:

@@ -6,8 +6,11 @@ adversary is there to find.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import random
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,10 +30,11 @@ from megatron_ext.schedule.registry import choose, entries  # noqa: E402
 from megatron_ext.schedule.schedule import (  # noqa: E402
     P2P,
     Offload,
+    Schedule,
     VocabularyParallel,
 )
-from megatron_ext.schedule.verify import Program  # noqa: E402
-from tests.adversary import MODES, late, synchronising  # noqa: E402
+from megatron_ext.schedule.verify import InvalidSchedule, Program, prove  # noqa: E402
+from tests.adversary import MODES, late, one_queue, synchronising  # noqa: E402
 from tests.pipeline.stages import Pipeline, program_for, world  # noqa: E402
 from tests.pipeline.test_executor import check_numbers  # noqa: E402
 from tests.pipeline.test_post_validation import bad_days, run_courses  # noqa: E402
@@ -43,6 +47,7 @@ from tests.pipeline.vocabulary import (  # noqa: E402
 )
 from tests.pipeline.vocabulary import program_for as with_vocabulary  # noqa: E402
 from tests.ranks import RankResult, run_ranks, values  # noqa: E402
+from tests.unit.schedules import mutate  # noqa: E402
 
 
 @pytest.fixture(params=MODES)
@@ -65,15 +70,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "batched": {"p2p": P2P.BATCHED},
     "evaluation": {"forward_only": True},
     "batched evaluation": {"forward_only": True, "p2p": P2P.BATCHED},
-    "varying shapes": {"varies": True},
+    "varying shapes": {},
     "offload": {"offload": Offload.FULL},
     "offload of half": {"offload": Offload.HALF},
 }
-
-
-def connected(connection: Any, *unused: object) -> Any:
-    """As a pipeline connects that has been connected before."""
-    return connection
 
 
 @pytest.mark.usefixtures("adverse", "everything_is_large")
@@ -86,18 +86,37 @@ def test_every_family(name: str, ranks: int) -> None:
         for way, how in WAYS.items()
     }
 
-    def run(rank: int) -> None:
-        connections: dict[tuple[P2P, bool], Any] = {}
-        for way, both in programs.items():
-            for program in both:
-                varies = "varies" in WAYS[way]
-                use = program.problem.p2p, varies
-                pipeline = Pipeline(program, world(), varies=varies, connect=connections.get(use))
-                connections[use] = partial(connected, pipeline.connection)
-                assert pipeline.step().is_empty()
-                check_numbers(pipeline)
+    values(run_ranks(ranks, partial(run_all, programs)))
 
-    values(run_ranks(ranks, run))
+
+@pytest.mark.usefixtures("everything_is_large")
+@pytest.mark.parametrize("name", entries())
+def test_every_family_on_one_queue(name: str) -> None:
+    programs = {
+        way: [program_for(choose(name), 3, 7, **how)]
+        for way, how in WAYS.items()
+        if "batched" not in way
+    }
+    with one_queue():
+        values(run_ranks(3, partial(run_all, programs)))
+
+
+def run_all(programs: dict[str, list[Program]], rank: int) -> None:
+    """On each rank: by the ways to run them, a step of each program."""
+    connections: dict[tuple[P2P, bool], Any] = {}
+    for way, of_one_way in programs.items():
+        for program in of_one_way:
+            varies = way == "varying shapes"
+            use = program.problem.p2p, varies
+            pipeline = Pipeline(program, world(), varies=varies, connect=connections.get(use))
+            connections[use] = partial(connected, pipeline.connection)
+            assert pipeline.step().is_empty()
+            check_numbers(pipeline)
+
+
+def connected(connection: Any, *unused: object) -> Any:
+    """As a pipeline connects that has been connected before."""
+    return connection
 
 
 @pytest.mark.usefixtures("adverse")
@@ -128,31 +147,89 @@ def test_divided_vocabulary(name: str) -> None:
 @pytest.mark.parametrize("name", ["zb-2p", "zb-v", "zb-h2", "v-auto"])
 def test_post_validation_of_bad_steps(name: str) -> None:
     ranks = 3
-    programs = [
-        program_for(choose(name), ranks, m, varies=varies, post_validation=True)
-        for m in (2, 7)
-        for varies in (False, True)
-    ]
-    values(run_ranks(ranks, run_courses(programs, bad_days(ranks))))
+    programs = [program_for(choose(name), ranks, m, post_validation=True) for m in (2, 7)]
+    values(run_ranks(ranks, run_courses(programs, bad_days(ranks), shapes=(False, True))))
+
+
+# --- programs that the proof lets through, and others
+
+
+def changed_a_little(start: Program) -> Iterator[Schedule]:
+    rng = random.Random(0)
+    while True:
+        changed = mutate(start.schedule, rng)
+        if changed != start.schedule:
+            yield changed
+
+
+@pytest.mark.usefixtures("everything_is_large")
+@pytest.mark.parametrize(
+    ("mode", "way"),
+    [
+        (one_queue, "async"),
+        (one_queue, "evaluation"),
+        (one_queue, "offload"),
+        (synchronising, "batched"),
+        (late, "async"),
+        (late, "offload"),
+    ],
+)
+def test_what_the_proof_lets_through(
+    mode: Callable[[], AbstractContextManager[None]], way: str
+) -> None:
+    start = program_for(choose("zb-v"), 3, 4, **WAYS[way])
+    accepted: list[Program] = []
+    for changed in changed_a_little(start):
+        with contextlib.suppress(InvalidSchedule):
+            accepted.append(prove(changed, start.problem))
+        if len(accepted) == 15:
+            break
+    with mode():
+        values(run_ranks(3, partial(run_all, {way: accepted})))
+
+
+def test_what_the_proof_refuses_for_such_a_device_alone() -> None:
+    """All of it stops there: a proof that is too strict would show."""
+    start = program_for(choose("zb-v"), 3, 4)
+    refused: list[Program] = []
+    for changed in changed_a_little(start):
+        try:
+            prove(changed, start.problem)
+        except InvalidSchedule as error:
+            if "it would hang on a device" in str(error):
+                refused.append(unproved(start, changed))
+        if len(refused) == 3:
+            break
+    for program in refused:
+        run = partial(run_all, {"async": [program]})
+        values(run_ranks(3, run))
+        with one_queue(seconds=1.0):
+            errors = [result.error for result in run_ranks(3, run, timeout=30)]
+        assert any("has not ended in 1 s" in error for error in errors), errors
 
 
 # --- what a device that stands still finds
 
 
-def unproved(program: Program, rank: int, first: str) -> Program:
-    """``program`` with ``first`` at the start of a rank's row, which no proof has seen."""
+def unproved(program: Program, schedule: Schedule) -> Program:
+    """``program`` with a schedule that no proof has seen."""
     spoilt = copy.copy(program)
+    object.__setattr__(spoilt, "schedule", schedule)
+    return spoilt
+
+
+def beginning_with(program: Program, first: str, rank: int) -> Program:
+    """``program`` with one of its actions at the start of a rank's row."""
     rows = list(program.schedule.rows)
     action = parse(first)
     rows[rank] = (action, *(a for a in rows[rank] if a != action))
-    object.__setattr__(spoilt, "schedule", replace(program.schedule, rows=tuple(rows)))
-    return spoilt
+    return unproved(program, replace(program.schedule, rows=tuple(rows)))
 
 
 def test_a_receive_posted_too_early() -> None:
     """It needs what this rank sends after its pass. gloo does not mind."""
     program = program_for(choose("gpipe"), 2, 2)
-    spoilt = unproved(program, 0, "0RECV_B0")
+    spoilt = beginning_with(program, "0RECV_B0", rank=0)
 
     def run(rank: int) -> None:
         pipeline = Pipeline(spoilt, world())
@@ -166,7 +243,7 @@ def test_a_receive_posted_too_early() -> None:
 
 def test_a_collective_posted_too_early() -> None:
     program = with_vocabulary("1f1b", 2, 2, VocabularyParallel.ONE)
-    spoilt = unproved(program, 1, "1BCAST_EW0")
+    spoilt = beginning_with(program, "1BCAST_EW0", rank=1)
 
     def run(rank: int) -> None:
         pipeline = VocabularyPipeline(spoilt, connect(spoilt), Model())
@@ -246,14 +323,14 @@ def test_a_tensor_that_nobody_keeps_while_it_is_sent(monkeypatch: pytest.MonkeyP
     send = Transport.send
 
     def careless(transport: Transport, action: Action, tensor: Tensor) -> None:
-        send(transport, action, tensor.t())
+        send(transport, action, tensor.t().contiguous().t())  # laid out otherwise
         transport._sending[action] = [(work, tensor) for work, _ in transport._sending[action]]
 
     monkeypatch.setattr(Transport, "send", careless)
-    program = program_for(choose("1f1b"), 2, 3, varies=True)
+    program = program_for(choose("1f1b"), 2, 3)
 
     def run(rank: int) -> None:
-        Pipeline(program, world(), varies=True).step()
+        Pipeline(program, world()).step()
 
     error, _ = errors_when_late(run)
     assert "the memory of 0SEND_F0 was given back before its wait" in error
@@ -296,21 +373,19 @@ def test_collectives_bring_nothing_before_their_wait() -> None:
         ones = torch.full((2,), 1.0 + rank)
         gathered, summed = collective("GATHER_S"), collective("REDUCE_E")
         shared = collective("BCAST_S")
-        exchange.gather(gathered, ones, is_wanted=True)
+        exchange.gather(gathered, ones)
         own = ones.clone()
         exchange.sum(summed, own, root=0)
         labels = torch.tensor([7, 8]) if rank == 0 else torch.zeros(2, dtype=torch.int64)
         exchange.broadcast(shared, [labels], root=0)
-        early = exchange._coming[gathered][1][0]
+        early = exchange._under_way[gathered][1][0]
         assert early.isnan().all()
         assert own.isnan().all() if rank == 0 else torch.equal(own, ones)
         assert labels.tolist() == ([7, 8] if rank == 0 else [-1, -1])
         assert exchange.result(gathered)[0].tolist() == [[1, 1], [2, 2]]
         assert exchange.result(shared)[0].tolist() == [7, 8]
-        if rank == 0:
-            assert exchange.result(summed)[0].tolist() == [3, 3]
-        exchange.finish()
-        assert own.isnan().all() == (rank == 1)
+        exchange.result(summed)
+        assert own.tolist() == [3, 3] if rank == 0 else own.isnan().all()
 
     with late():
         values(run_ranks(2, run))
@@ -322,9 +397,7 @@ def test_what_is_given_to_a_collective_must_stay() -> None:
         own = torch.ones(2)
         exchange.sum(collective("REDUCE_E"), own, root=0)
         own.add_(rank)
-        exchange.finish()
-        if rank == 0:
-            exchange.result(collective("REDUCE_E"))
+        exchange.result(collective("REDUCE_E"))
 
     _, error = errors_when_late(run)
     assert "was written to before its wait" in error

@@ -28,9 +28,9 @@ RANKS = 3  # so that one is in the middle
 CLIPPED = {3: 100.0, 5: 100.0}  # by iteration, what its gradients are multiplied by
 COSTS = "f=10,i=12,w=8,comm=1,d2h=3,h2d=3"
 
-LINES_AND_VS = ("1f1b", "zb-2p", "zb-v", "v-auto")
+LINES_AND_VS = ("1f1b", "zb-2p", "zb-v", "v-half")
 LOOPS = ("interleaved", "gis")
-VALIDATED = ("zb-2p", "zb-v", "v-auto")
+VALIDATED = ("zb-2p", "zb-v")
 WAYS = (Offload.NONE, Offload.HALF, Offload.FULL)
 
 
