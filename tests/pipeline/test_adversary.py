@@ -6,13 +6,14 @@ adversary is there to find.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import random
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -38,7 +39,12 @@ from tests.adversary import MODES, late, one_queue, synchronising  # noqa: E402
 from tests.pipeline.stages import Pipeline, program_for, world  # noqa: E402
 from tests.pipeline.test_executor import check_numbers  # noqa: E402
 from tests.pipeline.test_post_validation import bad_days, run_courses  # noqa: E402
-from tests.pipeline.test_vocabulary import check_losses, check_step  # noqa: E402
+from tests.pipeline.test_vocabulary import (  # noqa: E402
+    ULP,
+    ULPS_PER_STAGE,
+    check_losses,
+    check_step,
+)
 from tests.pipeline.vocabulary import (  # noqa: E402
     Model,
     VocabularyPipeline,
@@ -85,7 +91,6 @@ def test_every_family(name: str, ranks: int) -> None:
         way: [program_for(choose(name), ranks, m, **how) for m in (ranks - 1, 2 * ranks + 1)]
         for way, how in WAYS.items()
     }
-
     values(run_ranks(ranks, partial(run_all, programs)))
 
 
@@ -138,7 +143,10 @@ def test_divided_vocabulary(name: str) -> None:
             pipeline = VocabularyPipeline(program, connections, Model())
             pipeline.step()
             stages = program.schedule.placement.stages
-            check_losses(pipeline, alone(Model(), stages, 5))
+            errors = check_losses(pipeline, alone(Model(), stages, 5))
+            assert all(
+                error <= ULPS_PER_STAGE * stages * ULP[torch.float32] for error in errors.values()
+            )
 
     values(run_ranks(ranks, run))
 
@@ -154,12 +162,31 @@ def test_post_validation_of_bad_steps(name: str) -> None:
 # --- programs that the proof lets through, and others
 
 
-def changed_a_little(start: Program) -> Iterator[Schedule]:
+def changed_a_little(start: Program) -> Iterator[tuple[Schedule, Program | InvalidSchedule]]:
+    """Without end: ``start``'s schedule, its messages and waits too, and what the proof says."""
     rng = random.Random(0)
     while True:
-        changed = mutate(start.schedule, rng)
-        if changed != start.schedule:
-            yield changed
+        schedule = mutate(start.schedule, rng)
+        if schedule == start.schedule:
+            continue
+        try:
+            yield schedule, prove(schedule, start.problem)
+        except InvalidSchedule as error:
+            yield schedule, error
+
+
+def let_through(start: Program) -> list[Program]:
+    outcomes = (outcome for _, outcome in changed_a_little(start))
+    return list(islice((it for it in outcomes if isinstance(it, Program)), 15))
+
+
+def refused_for_such_a_device(start: Program) -> list[Program]:
+    refused = (
+        unproved(start, schedule)
+        for schedule, outcome in changed_a_little(start)
+        if "it would hang on a device" in str(outcome)
+    )
+    return list(islice(refused, 3))
 
 
 @pytest.mark.usefixtures("everything_is_large")
@@ -178,29 +205,31 @@ def test_what_the_proof_lets_through(
     mode: Callable[[], AbstractContextManager[None]], way: str
 ) -> None:
     start = program_for(choose("zb-v"), 3, 4, **WAYS[way])
-    accepted: list[Program] = []
-    for changed in changed_a_little(start):
-        with contextlib.suppress(InvalidSchedule):
-            accepted.append(prove(changed, start.problem))
-        if len(accepted) == 15:
-            break
     with mode():
-        values(run_ranks(3, partial(run_all, {way: accepted})))
+        values(run_ranks(3, partial(run_all, {way: let_through(start)})))
+
+
+@pytest.mark.parametrize("mode", [one_queue, late])
+def test_what_the_proof_lets_through_of_a_divided_vocabulary(
+    mode: Callable[[], AbstractContextManager[None]],
+) -> None:
+    start = with_vocabulary("zb-v", 3, 4, VocabularyParallel.TWO)
+    accepted = let_through(start)
+
+    def run(rank: int) -> None:
+        connections = connect(start)
+        for program in accepted:
+            pipeline = VocabularyPipeline(program, connections, Model())
+            pipeline.step()
+            check_step(pipeline)
+
+    with mode():
+        values(run_ranks(3, run))
 
 
 def test_what_the_proof_refuses_for_such_a_device_alone() -> None:
     """All of it stops there: a proof that is too strict would show."""
-    start = program_for(choose("zb-v"), 3, 4)
-    refused: list[Program] = []
-    for changed in changed_a_little(start):
-        try:
-            prove(changed, start.problem)
-        except InvalidSchedule as error:
-            if "it would hang on a device" in str(error):
-                refused.append(unproved(start, changed))
-        if len(refused) == 3:
-            break
-    for program in refused:
+    for program in refused_for_such_a_device(program_for(choose("zb-v"), 3, 4)):
         run = partial(run_all, {"async": [program]})
         values(run_ranks(3, run))
         with one_queue(seconds=1.0):
@@ -289,6 +318,26 @@ def test_a_wait_that_comes_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with late():
         assert values(run_ranks(2, run)) == [True, True]
+
+
+def test_a_collective_that_is_read_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    def result(exchange: Exchange, action: Action) -> list[Tensor]:
+        works, tensors, _ = exchange._under_way.pop(action)
+        early = [tensor.clone() for tensor in tensors]
+        for work in works:
+            work.wait()
+        return early
+
+    monkeypatch.setattr(Exchange, "result", result)
+    program = with_vocabulary("1f1b", 2, 2, VocabularyParallel.TWO)
+
+    def run(rank: int) -> None:
+        pipeline = VocabularyPipeline(program, connect(program), Model())
+        pipeline.step()
+        check_step(pipeline)
+
+    for error in errors_when_late(run):
+        assert re.search(r"AssertionError: {.*: nan\b", error), error
 
 
 @pytest.mark.parametrize(
