@@ -45,7 +45,8 @@ def summary_of_change(before: Placed, now: Placed, costs: Costs) -> str:
         return f"{gain:.1%} over 1F1B, peak {max(peaks(schedule, in_microbatches(schedule))):g}"
 
     was = f"was {promise(before)} with estimated costs"
-    if (now.program.schedule, now.head_waits) == (before.program.schedule, before.head_waits):
+    passes = [(placed.program.schedule.compute_rows, placed.head_waits) for placed in (before, now)]
+    if passes[0] == passes[1]:
         was = "as with estimated costs"
     name = now.program.schedule.name
     return f"{name}, measured costs: predicted {promise(now)} microbatches ({was})"

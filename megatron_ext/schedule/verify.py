@@ -27,7 +27,7 @@ from megatron_ext.schedule.kinds import (
     Lane,
     Where,
 )
-from megatron_ext.schedule.memory import amount_of, held_during, peaks
+from megatron_ext.schedule.memory import Amount, amount_of, held_during, peaks
 from megatron_ext.schedule.schedule import (
     P2P,
     Offload,
@@ -119,7 +119,7 @@ def prove(schedule: Schedule, problem: Problem) -> Program:
         _check_speculation(schedule)
     graph = build_graph(schedule, problem.p2p)
     _check_acyclic(schedule, graph, "it would hang")
-    strictest = _STRICTEST[problem.p2p]
+    strictest = STRICTEST[problem.p2p]
     _check_acyclic(
         schedule,
         build_graph(schedule, problem.p2p, strictest),
@@ -129,8 +129,9 @@ def prove(schedule: Schedule, problem: Problem) -> Program:
     return Program(schedule, problem, graph, _SEAL)
 
 
-# A batch moves together, so its messages do not hold up one another.
-_STRICTEST = {P2P.ASYNC: Device.ONE_QUEUE, P2P.BATCHED: Device.WAITS_AT_PASSES}
+# The device on which a program must not hang. (A batch moves together: its messages do not hold up
+# one another.)
+STRICTEST = {P2P.ASYNC: Device.ONE_QUEUE, P2P.BATCHED: Device.WAITS_AT_PASSES}
 
 
 def _check_acyclic(schedule: Schedule, graph: Graph, otherwise: str) -> None:
@@ -353,8 +354,7 @@ def _check_memory(schedule: Schedule, problem: Problem) -> None:
             row = schedule.rows[rank]
             held_by = zip(row, held_during(row, amount), strict=True)
             over = [action for action, now in held_by if now > allowed * (1 + 1e-9)]
-            takes = (a for a in over if is_compute(a) or RULES[a.kind].acquires)
-            first = next(takes, over[0])
+            first = next((action for action in over if _takes(action, amount)), over[0])
             _reject(
                 schedule,
                 f"{first} brings rank {rank} over the memory limit of {limit}: the schedule's "
@@ -362,3 +362,9 @@ def _check_memory(schedule: Schedule, problem: Problem) -> None:
                 f"{limit.at_least(max(held))}",
                 [first],
             )
+
+
+def _takes(action: Action, amount: Amount) -> bool:
+    return is_compute(action) or any(
+        amount(held, action.stage) for held in RULES[action.kind].acquires
+    )

@@ -271,7 +271,7 @@ def runs_to_end(schedule: Schedule, problem: Problem) -> bool:
     return run(schedule, problem).ended_well
 
 
-def run(schedule: Schedule, problem: Problem) -> Run:
+def run(schedule: Schedule, problem: Problem, held_up: bool = False) -> Run:
     """Let the ranks run ``schedule`` side by side, as its text is meant and not as it is proved.
 
     Nothing here looks at the table of kinds or at the graph; the two must come to the same
@@ -282,15 +282,19 @@ def run(schedule: Schedule, problem: Problem) -> Run:
     The k-th collective of a kind ends on all ranks together, once all have started it.
     Batched, a rank has one batch of messages under way at a time, and none of them is there before
     all are. A pass without its input, and a message that meets another's receive, are faults.
+
+    ``held_up``: what a rank has started must end before it does anything else; batched, before it
+    does anything but start messages.
     """
     ranks = _BatchedRanks if problem.p2p is P2P.BATCHED else _Ranks
-    return ranks(schedule, problem).run()
+    return ranks(schedule, problem, held_up).run()
 
 
 class _Ranks:
-    def __init__(self, schedule: Schedule, problem: Problem) -> None:
+    def __init__(self, schedule: Schedule, problem: Problem, held_up: bool) -> None:
         self.schedule = schedule
         self.problem = problem
+        self.held_up = held_up
         self.rank_of = schedule.placement.rank_of
         self.times: dict[Action, tuple[float, float]] = {}
         self.there: dict[Action, float] = {}  # messages that may be used, or whose tensor may go
@@ -312,7 +316,9 @@ class _Ranks:
             while moving:
                 moving = False
                 for rank, row in enumerate(self.schedule.rows):
-                    while at[rank] < len(row) and self.step(rank, row[at[rank]]):
+                    while at[rank] < len(row) and self.is_free_for(row[at[rank]], row[: at[rank]]):
+                        if not self.step(rank, row[at[rank]]):
+                            break
                         at[rank] += 1
                         moving = True
                 moving = self.move_messages() or moving
@@ -325,6 +331,10 @@ class _Ranks:
         except _Fault as fault:
             return Run(self.times, fault=str(fault))
         return Run(self.times, stuck=tuple(standing))
+
+    def is_free_for(self, action: Action, before: Sequence[Action]) -> bool:
+        """Whether a rank that has started all ``before`` may start ``action``."""
+        return not self.held_up or not before or before[-1] in self.times
 
     def step(self, rank: int, action: Action) -> bool:
         """Do ``action`` of ``rank`` if it can be done now."""
@@ -339,6 +349,8 @@ class _Ranks:
         if kind in (Kind.WAIT_F, Kind.WAIT_B):
             send = Action(stage, Kind.SEND_F if kind is Kind.WAIT_F else Kind.SEND_B, microbatch)
             return self.finish(rank, action, send)
+        if kind in GIVEN:
+            return self.wait_given(rank, action)
         if kind in MADE:
             self.start_collective(rank, action)
             return True
@@ -419,6 +431,21 @@ class _Ranks:
         if kind in before and Action(stage, before[kind], microbatch) not in self.times:
             raise _Fault(f"{action} without {before[kind]}")
         return self.finish(rank, action, Action(stage, BROUGHT[kind], microbatch))
+
+    def wait_given(self, rank: int, action: Action) -> bool:
+        self.check_vocabulary(rank, action)
+        if GIVEN[action.kind] not in self.only_given(rank):
+            raise _Fault(f"{action}: it is used on this rank, and waited for there")
+        return self.finish(rank, action, action._replace(kind=GIVEN[action.kind]))
+
+    def only_given(self, rank: int) -> set[Kind]:
+        """The collectives to which ``rank`` gives and of which it uses nothing."""
+        given = set()
+        if rank != self.rank_of[0]:
+            given.add(Kind.REDUCE_E)
+        if rank != self.rank_of[-1]:
+            given.add(Kind.GATHER_S if self.problem.forward_only else Kind.REDUCE_SI)
+        return given
 
     def check_vocabulary(self, rank: int, action: Action) -> None:
         if self.problem.vocabulary is VocabularyParallel.NONE:
@@ -545,6 +572,9 @@ class _Ranks:
                 passes = {kind for kind in BROUGHT if Action(stage, kind, k) in self.times}
                 if passes != of_rank:
                     raise _Fault(f"microbatch {k} on the shard of rank {rank} has had {passes}")
+                waits = {GIVEN[w] for w in GIVEN if Action(stage, w, k) in self.times}
+                if waits != self.only_given(rank):
+                    raise _Fault(f"microbatch {k} on rank {rank}: waited for {waits}")
 
 
 # By copy or wait, the pass that has made what it is about, and where that is before and after.
@@ -567,6 +597,11 @@ BROUGHT = {
     Kind.LOGITS_WEIGHT: Kind.BCAST_SW,
     Kind.EMBEDDING_WEIGHT: Kind.BCAST_EW,
 }
+GIVEN = {
+    Kind.WAIT_S: Kind.GATHER_S,
+    Kind.WAIT_SI: Kind.REDUCE_SI,
+    Kind.WAIT_E: Kind.REDUCE_E,
+}
 # By collective, the stage whose rank alone gives something (None: every rank does), and the passes
 # of which one makes it. The tokens are there from the beginning.
 MADE: dict[Kind, tuple[int | None, tuple[Kind, ...]]] = {
@@ -583,10 +618,17 @@ MADE: dict[Kind, tuple[int | None, tuple[Kind, ...]]] = {
 class _BatchedRanks(_Ranks):
     """Messages go over one communicator."""
 
-    def __init__(self, schedule: Schedule, problem: Problem) -> None:
-        super().__init__(schedule, problem)
+    def __init__(self, schedule: Schedule, problem: Problem, held_up: bool) -> None:
+        super().__init__(schedule, problem, held_up)
         self.batches = [deque(_batches(row)) for row in schedule.rows]
         self.ended = [0.0 for _ in schedule.rows]  # when each rank's latest batch had moved
+
+    def is_free_for(self, action: Action, before: Sequence[Action]) -> bool:
+        return (
+            not self.held_up
+            or action.kind in (Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B)
+            or all(earlier in self.times for earlier in before)
+        )
 
     def move_messages(self) -> bool:
         moving = False

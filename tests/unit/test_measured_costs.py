@@ -241,7 +241,8 @@ def test_an_order_that_is_better_stays_where_it_may() -> None:
 
     assert makespan(place_head(choose("zb-auto"), other)) > makespan(before)
     again = place_again(choose("zb-auto"), other, before)
-    assert makespan(again) == makespan(before)
+    assert again.program.schedule.compute_rows == before.program.schedule.compute_rows
+    assert makespan(again) <= makespan(before)  # its messages have other places
     assert again.program.problem.costs != before.program.problem.costs
     less = replace(other, memory_limit=MemoryLimit(microbatches=2))
     again = place_again(choose("zb-auto"), less, before)

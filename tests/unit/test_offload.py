@@ -42,7 +42,6 @@ from tests.unit.schedules import (
     random_case,
     rows_of,
     run,
-    runs_to_end,
     seeds,
     without_waits,
 )
@@ -148,7 +147,7 @@ def test_what_is_damaged_is_proved_only_if_it_runs(seed: int) -> None:
         proved = False
     else:
         proved = True
-    assert proved == runs_to_end(damaged, problem)
+    assert proved == run(damaged, problem, held_up=True).ended_well
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 
 from megatron_ext.schedule.action import parse
 from megatron_ext.schedule.build import build_program
-from megatron_ext.schedule.graph import build_graph
+from megatron_ext.schedule.graph import Device, build_graph
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.registry import choose
 from megatron_ext.schedule.schedule import P2P, Problem, Schedule
 from megatron_ext.schedule.transforms.forward_only import keep_forward
-from megatron_ext.schedule.verify import InvalidSchedule, Program, check_compute, prove
+from megatron_ext.schedule.verify import STRICTEST, InvalidSchedule, Program, check_compute, prove
 from tests.unit.schedules import (
     PROPERTY,
     Case,
@@ -39,11 +39,11 @@ from tests.unit.schedules import (
 
 PROBLEM = line_problem(2, 2)
 FUSED = """
-0RECV_B0 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B1 0WAIT_F0 0B0 0WAIT_F1 0B1
+0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0WAIT_F0 0B0 0RECV_B1 0WAIT_F1 0B1
 1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1WAIT_B0 1WAIT_B1
 """
 SPLIT = """
-0RECV_B0 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B1 0WAIT_F0 0I0 0W0 0WAIT_F1 0I1 0W1
+0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0WAIT_F0 0I0 0RECV_B1 0W0 0WAIT_F1 0I1 0W1
 1RECV_F0 1RECV_F1 1F0 1I0 1SEND_B0 1F1 1I1 1SEND_B1 1W0 1W1 1WAIT_B0 1WAIT_B1
 """
 
@@ -127,11 +127,11 @@ REFUSALS = {
         "0SEND_F1 comes before 0F1, which it needs", ["0SEND_F1", "0F1"],
     ),
     "receive after its use": (
-        FUSED, "0RECV_B1 0WAIT_F0 0B0 0WAIT_F1 0B1", "0WAIT_F0 0B0 0WAIT_F1 0B1 0RECV_B1",
+        FUSED, "0RECV_B1 0WAIT_F1 0B1", "0WAIT_F1 0B1 0RECV_B1",
         "0B1 comes before 0RECV_B1, which it needs", ["0B1", "0RECV_B1"],
     ),
     "wait before its send": (
-        FUSED, "0SEND_F0 0F1 0SEND_F1 0RECV_B1 0WAIT_F0", "0WAIT_F0 0SEND_F0 0F1 0SEND_F1 0RECV_B1",
+        FUSED, "0SEND_F0 0F1 0SEND_F1 0RECV_B0 0WAIT_F0", "0WAIT_F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0",
         "0WAIT_F0 comes before 0SEND_F0, which it needs", ["0WAIT_F0", "0SEND_F0"],
     ),
     "crossed receives": (
@@ -296,7 +296,7 @@ def test_digest_tells_programs_apart() -> None:
     other_costs = replace(PROBLEM, costs=line_problem(2, 2, 3, 2, 1).costs)
     assert prove(on_line(FUSED), other_costs).digest == proved.digest
 
-    later_wait = FUSED.replace("0WAIT_F0 0B0 0WAIT_F1 0B1", "0B0 0B1 0WAIT_F0 0WAIT_F1")
+    later_wait = FUSED.replace("0WAIT_F1 0B1", "0B1 0WAIT_F1")
     others = [
         prove(on_line(SPLIT), PROBLEM),
         prove(on_line(later_wait), PROBLEM),
@@ -379,10 +379,15 @@ def test_an_evaluation_with_a_rank_far_ahead() -> None:
 
 def verdict(schedule: Schedule, problem: Problem) -> str:
     """``prove``'s and the independent simulation's common opinion on ``schedule``."""
-    ran = run(schedule, problem)
+    ran, held_up = run(schedule, problem), run(schedule, problem, held_up=True)
     try:
         proved = prove(schedule, problem)
     except InvalidSchedule as error:
+        if "it would hang on a device" in str(error):
+            assert ran.ended_well, f"not only there: {error}"
+            assert held_up.stuck, f"said to hang, but: {held_up.fault}"
+            assert_waits_in_a_circle(schedule, problem, error, STRICTEST[problem.p2p])
+            return "hangs on a device"
         assert not ran.ended_well, f"refused, but it runs: {error}"
         if "it would hang" not in str(error):
             return "refused"
@@ -390,12 +395,18 @@ def verdict(schedule: Schedule, problem: Problem) -> str:
         assert_waits_in_a_circle(schedule, problem, error)
         return "hangs"
     assert proved.schedule is schedule
-    assert ran.ended_well, f"proved, but stuck at {ran.stuck}, fault: {ran.fault}"
+    for way in (ran, held_up):
+        assert way.ended_well, f"proved, but stuck at {way.stuck}, fault: {way.fault}"
     return "runs"
 
 
-def assert_waits_in_a_circle(schedule: Schedule, problem: Problem, error: InvalidSchedule) -> None:
-    graph = build_graph(schedule, problem.p2p)
+def assert_waits_in_a_circle(
+    schedule: Schedule,
+    problem: Problem,
+    error: InvalidSchedule,
+    device: Device = Device.PARALLEL,
+) -> None:
+    graph = build_graph(schedule, problem.p2p, device)
     cycle = [graph.actions.index(action) for action in error.actions]
     for node, earlier in zip(cycle, [*cycle[1:], cycle[0]], strict=True):
         assert earlier in graph.before[node]
@@ -441,7 +452,8 @@ def test_damage_is_of_all_sorts() -> None:
     for seed in range(500):
         case = random_case(seed)
         found[verdict(damaged(case, seed), case.problem)] += 1
-    assert min(found[kind] for kind in ("runs", "refused", "hangs")) >= 5, found
+    kinds = ("runs", "refused", "hangs", "hangs on a device")
+    assert min(found[kind] for kind in kinds) >= 5, found
 
 
 def test_a_file_that_would_hang_is_refused_and_not_crashed_on() -> None:

@@ -1,0 +1,283 @@
+"""The one sequence of all passes, messages and collectives: what is posted needs nothing later.
+
+A GPU may hold up its host, and all its streams, behind anything posted: a receive that waits for a
+message that only comes of a later pass of the same rank is a deadlock there. On gloo it is not, so
+only the proof can tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+from megatron_ext.schedule.action import parse
+from megatron_ext.schedule.build import build_program
+from megatron_ext.schedule.costs import parse_costs, uniform
+from megatron_ext.schedule.graph import Device, Graph, build_graph, partner_of
+from megatron_ext.schedule.kinds import RULES, Held, Lane
+from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.memory import held_during, in_bytes, peaks
+from megatron_ext.schedule.registry import choose, entries
+from megatron_ext.schedule.schedule import (
+    Offload,
+    Problem,
+    Schedule,
+    VocabularyParallel,
+    is_compute,
+)
+from megatron_ext.schedule.simulate import simulate, simulate_unproved
+from megatron_ext.schedule.verify import InvalidSchedule, Program, prove
+from tests.unit.schedules import (
+    PROPERTY,
+    line_problem,
+    program,
+    random_case,
+    rows_of,
+    run,
+    seeds,
+    with_messages,
+    written,
+)
+
+# v-auto searches for seconds; its tables are like those of the other V's.
+FAMILIES = sorted(entries().keys() - {"v-auto"})
+
+
+def test_a_receive_stands_where_its_message_is_made() -> None:
+    """Rank 0 posts 0RECV_B0 when 1B0 ends, and not before its own forward passes, which 1B0 needs
+    (as it once did, ahead of its use)."""
+    assert program("1f1b", line_problem(2, 2)).schedule.rows == rows_of(
+        """
+        0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0WAIT_F0 0B0 0RECV_B1 0WAIT_F1 0B1
+        1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1WAIT_B0 1WAIT_B1
+        """
+    )
+
+
+def test_a_receive_posted_ahead_is_refused() -> None:
+    """The order that we had: sound for streams that run beside one another, and a deadlock where
+    0RECV_B0 holds up 0F0."""
+    ahead = written(
+        """
+        0RECV_B0 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B1 0WAIT_F0 0B0 0WAIT_F1 0B1
+        1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1WAIT_B0 1WAIT_B1
+        """,
+        (0, 1),
+    )
+    problem = line_problem(2, 2)
+    assert run(ahead, problem).ended_well
+    assert not run(ahead, problem, held_up=True).ended_well
+    with pytest.raises(InvalidSchedule) as refusal:
+        prove(ahead, problem)
+    assert (
+        "it would hang on a device where everything can hold up what comes next: 0RECV_B0 waits "
+        "for 1SEND_B0 waits for 1B0 waits for 1F0 waits for 1RECV_F1 waits for 1RECV_F0 waits for "
+        "0SEND_F0 waits for 0F0 waits for 0RECV_B0"
+    ) in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_two_ends_of_a_message_are_in_one_order_everywhere(name: str) -> None:
+    """A rank passes its messages, sent or received, in the order of one list of all of them."""
+    placement = choose(name).place(4)
+    made = build_program(
+        choose(name), Problem(placement, 8, parse_costs("f=10,i=12,w=8,comm=1", placement))
+    )
+    graph = build_graph(made.schedule, device=Device.ONE_QUEUE)
+    place = {graph.actions[node]: place for place, node in enumerate(graph.order)}
+    for row in made.schedule.rows:
+        sends = [
+            partner_of(a) if RULES[a.kind].lane is Lane.RECEIVE else a
+            for a in row
+            if RULES[a.kind].is_message
+        ]
+        assert [place[send] for send in sends] == sorted(place[send] for send in sends)
+
+
+@settings(PROPERTY, max_examples=200)
+@given(seeds)
+def test_any_order_of_passes_can_be_placed(seed: int) -> None:
+    """Of a file too: it never hangs where it would not have hung without messages."""
+    case = random_case(seed)
+    proved = prove(with_messages(case.schedule, case.problem), case.problem)
+    assert run(proved.schedule, case.problem, held_up=True).ended_well
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("hop", [0.0, 1.0, 3.0])
+def test_nothing_is_lost_by_it(name: str, hop: float) -> None:
+    """A receive is posted no later than its message is made: the makespan is that of ranks whose
+    receives are all posted from the beginning."""
+    choice = choose(name)
+    for ranks, microbatches in ((2, 4), (4, 8), (6, 6)):
+        placement = choice.place(ranks)
+        problem = Problem(placement, microbatches, uniform(placement, 10, 12, 8, hop))
+        made = build_program(choice, problem)
+        passes = replace(made.schedule, rows=made.schedule.compute_rows)
+        least = simulate_unproved(passes, problem).makespan
+        assert simulate(made, problem.costs).makespan == pytest.approx(least, rel=1e-9)
+
+
+def test_a_device_that_waits_takes_longer() -> None:
+    """At every pass, or at everything. One rank has nothing to wait for."""
+    for ranks, differ in ((4, True), (1, False)):
+        made = program("1f1b", line_problem(ranks, 8, 10, 12, 8, 1))
+        usual, waiting, queue = (
+            simulate(made, made.problem.costs, device).makespan for device in Device
+        )
+        assert (usual < waiting <= queue) if differ else (usual == waiting == queue)
+
+
+# ---- All pipelines of a job
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_two_pipelines_that_are_tied_at_every_pass_run_one_program(name: str) -> None:
+    """Experts' all-to-all and parameter gathers are inside passes, in groups across pipelines: no
+    rank ends a pass before its twin has begun it, whatever holds up either."""
+    placement = choose(name).place(4)
+    made = build_program(choose(name), Problem(placement, 8, uniform(placement, 10, 12, 8, 1)))
+    assert not tied(made, made).cycle()
+
+
+def test_two_pipelines_with_programs_of_their_own_could_hang() -> None:
+    """Why costs come from global rank 0, and digests are compared over the world. (Each program is
+    sound alone; its rows depend on its costs.)"""
+    placement = choose("v-half").place(4)
+    one, other = (
+        build_program(choose("v-half"), Problem(placement, 8, parse_costs(costs, placement)))
+        for costs in ("f=10,i=12,w=8,comm=1", "f=10,i=8,w=14,comm=3")
+    )
+    assert tied(one, other).cycle()
+
+
+def tied(one: Program, other: Program) -> Graph:
+    """The graph of two pipelines in which the n-th pass of a rank ends in both together. Each rank
+    is held up by all that it posts."""
+    graphs = [build_graph(each.schedule, device=Device.ONE_QUEUE) for each in (one, other)]
+    offset = len(graphs[0].actions)
+    before = [list(nodes) for nodes in graphs[0].before]
+    before += [[node + offset for node in nodes] for nodes in graphs[1].before]
+    passes = [
+        [
+            [
+                node
+                for node, action in enumerate(graph.actions)
+                if is_compute(action) and graph.ranks[node] == rank
+            ]
+            for rank in range(4)
+        ]
+        for graph in graphs
+    ]
+    for mine, twins in zip(*passes, strict=True):
+        for node, twin in zip(mine, twins, strict=True):
+            # What comes before either comes before both; they end together.
+            before[node] += [earlier + offset for earlier in graphs[1].before[twin]]
+            before[twin + offset] += graphs[0].before[node]
+    return Graph(
+        graphs[0].actions + graphs[1].actions,
+        graphs[0].ranks + graphs[1].ranks,
+        tuple(map(tuple, before)),
+        {},
+        frozenset(),
+    )
+
+
+# ---- The result of each transform, spoilt once
+
+
+def moved(made: Program, action: str, before: str) -> Schedule:
+    """The schedule of ``made`` with ``action`` right before another one of its rank."""
+    moves, stays = parse(action), parse(before)
+    rows = []
+    for row in made.schedule.rows:
+        if moves in row:
+            assert row.index(stays) < row.index(moves)
+            rest = [each for each in row if each != moves]
+            at = rest.index(stays)
+            row = (*rest[:at], moves, *rest[at:])
+        rows.append(row)
+    return replace(made.schedule, rows=tuple(rows))
+
+
+def family_program(name: str, ranks: int, microbatches: int, **settings: Any) -> Program:
+    choice = choose(name)
+    placement = choice.place(ranks)
+    copies = [1.0] * placement.stages
+    costs = uniform(placement, 2, 2, 2).with_host(copies, copies)
+    return build_program(choice, Problem(placement, microbatches, costs, **settings))
+
+
+ZB_V_DIVIDED = partial(family_program, "zb-v", 2, 4, vocabulary=VocabularyParallel.ONE)
+SPOILT: dict[str, tuple[Callable[[], Program], str, str]] = {
+    "order: a receive before passes that its message comes of": (
+        partial(family_program, "zb-h1", 3, 4), "0RECV_B0", "0F1"
+    ),
+    "order: a receive before a receive that its message comes of": (
+        partial(family_program, "zb-h1", 3, 4), "1RECV_F3", "1RECV_B0"
+    ),
+    "forward only": (
+        partial(family_program, "interleaved", 2, 4, forward_only=True), "2RECV_F0", "0SEND_F0"
+    ),
+    "vocabulary: a broadcast before what it shares can be made": (ZB_V_DIVIDED, "1BCAST_S0", "1E0"),
+    "vocabulary: two collectives in another order than on the other rank": (
+        ZB_V_DIVIDED, "1REDUCE_E2", "1BCAST_E3"
+    ),
+    "vocabulary: a sum before a receive that another rank's part comes after": (
+        ZB_V_DIVIDED, "1REDUCE_SI0", "1RECV_F3"
+    ),
+    "offload": (
+        partial(family_program, "1f1b", 2, 6, offload=Offload.FULL), "0RECV_B0", "0F1"
+    ),
+    "post-validation: a message of its own": (
+        partial(family_program, "zb-2p", 2, 4, post_validation=True), "1RECV_P0", "1RECV_F0"
+    ),
+    "post-validation: a message beside them": (
+        partial(family_program, "zb-2p", 2, 4, post_validation=True), "1RECV_F0", "1SEND_V0"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SPOILT)
+def test_what_only_a_device_would_hang_at_is_refused(case: str) -> None:
+    make, action, before = SPOILT[case]
+    made = make()
+    spoilt = moved(made, action, before)
+    with pytest.raises(InvalidSchedule, match="hang on a device where everything can") as refusal:
+        prove(spoilt, made.problem)
+    assert action in str(refusal.value)
+
+
+# ---- What messages hold
+
+
+def test_messages_count_where_the_limit_is_in_bytes() -> None:
+    """From its receive to the pass that uses it, and from the pass to the wait. In microbatches,
+    the papers' measure, they do not."""
+    amount = {Held.ACTIVATION: 10.0, Held.WEIGHT_INPUTS: 4.0, Held.MESSAGE: 1.0}
+    (row,) = rows_of(
+        "1RECV_F0 1RECV_F1 1F0 1SEND_F0 1F1 1RECV_B0 1WAIT_F0 1I0 1SEND_B0 1W0 1WAIT_B0"
+    )
+    held = list(held_during(row, lambda kind, stage: amount[kind]))
+    assert held == [1, 2, 11, 12, 21, 22, 22, 20, 15, 15, 11]
+
+
+def test_passes_leave_room_for_messages() -> None:
+    """zb-auto fills 500 bytes with five microbatches; where messages take some, with fewer."""
+    choice = choose("zb-auto")
+    placement = choice.place(4)
+    held = {Held.ACTIVATION: (100.0,) * 4, Held.WEIGHT_INPUTS: (50.0,) * 4}
+    costs = replace(uniform(placement, 10, 12, 8, 1), held_bytes=held, message_bytes=20.0)
+    limit = MemoryLimit(bytes=500)
+    made = build_program(choice, Problem(placement, 8, costs, limit))
+    free = replace(costs, message_bytes=0.0)
+    without = build_program(choice, Problem(placement, 8, free, limit))
+    assert max(peaks(made.schedule, in_bytes(costs))) <= 500
+    assert max(peaks(without.schedule, in_bytes(costs))) > 500
+    with pytest.raises(InvalidSchedule, match="least feasible limit"):
+        build_program(choice, Problem(placement, 8, costs, MemoryLimit(bytes=110)))
