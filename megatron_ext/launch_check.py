@@ -14,6 +14,7 @@ from typing import Any
 from megatron_ext.config import PLAN, PROFILE, PipelineConfig, flag, from_argv
 from megatron_ext.doctor import diagnose
 from megatron_ext.findings import Finding, Verdict
+from megatron_ext.launch_communicators import check_communicators
 from megatron_ext.launch_paths import check_checkpoints, check_data, check_tokenizer_files
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.patches.features import FEATURES
@@ -332,7 +333,34 @@ def _check_training(
         programs = report.attempt("schedule", lambda: arguments.check(args, spec))
     if not programs:
         return None
-    return _predict(report, args, spec, programs[0].program, room)
+    program = programs[0].program
+    needed = _predict(report, args, spec, program, room)
+    if config.schedule is not None:
+        _check_communicators(report, args, config, program, room, launch_line)
+    return needed
+
+
+def _check_communicators(
+    report: Report,
+    args: Any,
+    config: PipelineConfig,
+    program: Program,
+    room: int | None,
+    launch_line: Any,
+) -> None:
+    fix = "correct the path, or what is in the file"
+    said = report.attempt("communicators", lambda: launch_line.pipeline_communicator(args), fix)
+    if said is None:
+        return
+    left = None
+    if room is not None and "ranks" in report.prediction:
+        rows = report.prediction["ranks"]
+        left = room - max(row["model_bytes"] + (row["activation_bytes"] or 0) for row in rows)
+    report.findings.append(
+        check_communicators(
+            config, program, launch_line.multiprocessors(), said, left, args.variable_seq_lengths
+        )
+    )
 
 
 def _megatrons_own(args: Any) -> str:

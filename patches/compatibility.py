@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 from megatron_ext.patches.refusals import (
@@ -11,6 +12,7 @@ from megatron_ext.patches.refusals import (
     VOCABULARY_REFUSALS,
     Refusal,
 )
+from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.kinds import RULES, Duty
 from megatron_ext.schedule.placement import Placement, is_line_or_v
 from megatron_ext.schedule.registry import Choice, with_option
@@ -86,27 +88,53 @@ def _refuse_settings(
 
 
 def refuse_order(settings: Any, schedule: Schedule) -> None:
-    """Raise ValueError where a stage's first weight gradient must be that of its first microbatch.
-
-    Transformer Engine writes that one over ``main_grad``, when it fuses the accumulation, and adds
-    the others.
-    """
-    overwrites = (
-        settings.transformer_impl == "transformer_engine" and settings.gradient_accumulation_fusion
-    )
-    if not overwrites:
+    """Raise ValueError where Transformer Engine keeps what a forward pass leaves in an order that
+    the other passes of ``schedule`` have not. (Of a file: our families have one order for all.)"""
+    if settings.transformer_impl != "transformer_engine":
         return
-    begun = set()
-    for action in (action for row in schedule.compute_rows for action in row):
-        if Duty.WEIGHT_GRADIENT not in RULES[action.kind].covers or action.stage in begun:
-            continue
-        begun.add(action.stage)
-        if action.microbatch != 0:
+    if settings.gradient_accumulation_fusion:
+        _refuse_first_weight_gradient(schedule)
+    scales_lag = bool(getattr(settings, "fp8", None)) and settings.fp8_recipe == "delayed"
+    if scales_lag and settings.recompute_granularity is not None:
+        _refuse_recompute_order(schedule)
+
+
+def _refuse_first_weight_gradient(schedule: Schedule) -> None:
+    """The weight gradient of a stage's first forward pass is written over ``main_grad``, and the
+    others are added to it."""
+    forwards = _in_order(schedule, Duty.FORWARD)
+    for stage, (first, *_) in _in_order(schedule, Duty.WEIGHT_GRADIENT).items():
+        begun = forwards[stage][0].microbatch
+        if first.microbatch != begun:
             raise ValueError(
-                f"{schedule.name} begins stage {action.stage}'s weight gradients with {action}, "
-                f"and Transformer Engine writes those of microbatch 0 over the sum so far: put "
-                f"them first, or add --no-gradient-accumulation-fusion"
+                f"{schedule.name} begins stage {stage}'s weight gradients with {first}, and "
+                f"Transformer Engine writes those of its first forward pass, of microbatch "
+                f"{begun}, over the sum so far: put them first, or add "
+                f"--no-gradient-accumulation-fusion"
             )
+
+
+def _refuse_recompute_order(schedule: Schedule) -> None:
+    """The scales of forward passes wait in a queue for their recompute."""
+    forwards = _in_order(schedule, Duty.FORWARD)
+    for stage, backwards in _in_order(schedule, Duty.INPUT_GRADIENT).items():
+        for forward, backward in zip(forwards[stage], backwards, strict=True):
+            if forward.microbatch != backward.microbatch:
+                raise ValueError(
+                    f"{schedule.name} has {backward} where {forward}'s backward pass would be in "
+                    f"the order of stage {stage}'s forward passes, and with --fp8-recipe delayed "
+                    f"Transformer Engine recomputes passes with the scales of that order: keep it, "
+                    f"write another recipe, or recompute nothing"
+                )
+
+
+def _in_order(schedule: Schedule, duty: Duty) -> dict[int, list[Action]]:
+    """The passes of each stage that have ``duty``."""
+    passes = defaultdict(list)
+    for action in (action for row in schedule.compute_rows for action in row):
+        if duty in RULES[action.kind].covers:
+            passes[action.stage].append(action)
+    return passes
 
 
 def _with_chunks(choice: Choice, chunks: int) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, PatchError
 from megatron_ext.schedule.registry import Choice
-from megatron_ext.schedule.schedule import VocabularyParallel
+from megatron_ext.schedule.schedule import Offload, VocabularyParallel
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,14 @@ FEATURES = (
     ),
     Feature(
         "split backward of Transformer Engine's linear layers",
-        (
-            "transformer_engine.pytorch.module._common",
-            "megatron.core.distributed.distributed_data_parallel",
-        ),
+        ("transformer_engine.pytorch.module._common",),
         splits,
+    ),
+    Feature(
+        "gradients that autograd does not bring",
+        ("megatron.core.distributed.distributed_data_parallel",),
+        lambda choice: True,
+        asked_for=lambda config: splits(config.choice()) or config.offload() is not Offload.NONE,
     ),
     Feature(
         "virtual stages",

@@ -29,6 +29,7 @@ from rich.table import Table
 
 from megatron_ext.bench import before_everything_else
 from megatron_ext.runtime.bench import EmulatedStage
+from megatron_ext.runtime.channels import Channels
 from megatron_ext.runtime.emulated import DTYPE, SHAPE, EmulatedChunk
 from megatron_ext.runtime.executor import execute
 from megatron_ext.runtime.held_bytes import SavedTensors
@@ -36,7 +37,7 @@ from megatron_ext.runtime.measured_steps import KEPT, MeasuredSteps
 from megatron_ext.runtime.profile import STEPS, Profile
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.recording import clock_of
-from megatron_ext.runtime.transport import Boundary, Channels, Transport
+from megatron_ext.runtime.transport import Boundary, Transport
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.costs import Costs, parse_costs, uniform
 from megatron_ext.schedule.graph import channels

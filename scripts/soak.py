@@ -39,10 +39,11 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
+from megatron_ext.runtime.channels import Channels
 from megatron_ext.runtime.emulated import AutogradStage
 from megatron_ext.runtime.executor import execute
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.runtime.transport import Boundary, Channels, Transport
+from megatron_ext.runtime.transport import Boundary, Transport
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.build import build_program
 from megatron_ext.schedule.costs import uniform

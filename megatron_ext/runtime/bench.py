@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import pipelining
 
+from megatron_ext.runtime.channels import Channels
 from megatron_ext.runtime.emulated import (
     DTYPE,
     SHAPE,
@@ -25,7 +26,7 @@ from megatron_ext.runtime.emulated_vocabulary import EmulatedVocabulary
 from megatron_ext.runtime.executor import execute
 from megatron_ext.runtime.offload import ActivationOffload
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.runtime.transport import Boundary, Channels, Transport
+from megatron_ext.runtime.transport import Boundary, Transport
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.build import build_program

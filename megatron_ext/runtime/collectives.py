@@ -7,62 +7,42 @@ needs what they bring.
 
 from __future__ import annotations
 
-import contextlib
-import threading
-import time
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_ext.runtime.closing import close_groups
+from megatron_ext.runtime.groups import make_device_groups
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.runtime.transport import Dealing, check_open, make_groups
+from megatron_ext.runtime.transport import Dealing, check_open
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.kinds import RULES, Lane
-
-_KINDS = sorted(kind for kind, rule in RULES.items() if rule.lane is Lane.COLLECTIVE)
-
-
-CLOSING_SECONDS = 5.0
+from megatron_ext.schedule.communicators import COLLECTIVES
 
 
 class Collectives:
     """The process groups of a pipeline's collectives, over all steps."""
 
-    def __init__(self, pipeline: dist.ProcessGroup, device: torch.device) -> None:
-        """Collective over the world, as torch.distributed.new_group is: every rank of every
-        pipeline calls it."""
+    def __init__(
+        self, pipeline: dist.ProcessGroup, device: torch.device, max_ctas: int | None = None
+    ) -> None:
+        """Collective over the pipeline. ``max_ctas`` as for `Channels`."""
         self.rank = pipeline.rank()
         self.device = device
         self.are_closed = False
         self._global_ranks = dist.get_process_group_ranks(pipeline)
         self.ranks = pipeline.size()
-        self._groups = make_groups(pipeline, dict.fromkeys(_KINDS, range(self.ranks)))
+        members = dict.fromkeys(COLLECTIVES, range(self.ranks))
+        self._groups = make_device_groups(pipeline, members, device, max_ctas)
         for group in self._groups.values():
             dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def close(self) -> None:
-        """Cut the connections, as `Channels.close` does.
-
-        Gloo closes a group only when what runs on it has ended, and a broadcast that has been
-        posted ahead ends when its root closes too. So none waits for another: the first that is
-        idle makes others fail, who then close theirs. A rank that hangs closes nothing, and is not
-        waited for long.
-        """
-        threads = []
-        while self._groups:
+        """Cut the connections, as `Channels.close` does."""
+        if self._groups:
             self.are_closed = True
-            _, group = self._groups.popitem()
-            with contextlib.suppress(RuntimeError):  # the step's own error is the one to show
-                dist.distributed_c10d._abort_process_group(group)
-            last_reference = [group]
-            del group
-            threads.append(threading.Thread(target=last_reference.clear, daemon=True))
-            threads[-1].start()
-        end = time.monotonic() + CLOSING_SECONDS
-        for thread in threads:
-            thread.join(max(0.0, end - time.monotonic()))
+        close_groups(self._groups)
 
     def broadcast(self, kind: Kind, tensor: Tensor, root: int) -> dist.Work:
         work = dist.broadcast(

@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_ext.runtime.offload import OffloadedStep
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.stage import Stage
+from megatron_ext.runtime.transport import PeerFailure
 from megatron_ext.runtime.vocabulary import VocabularyPasses
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import GRADIENT_DUTIES, RULES
@@ -98,6 +99,7 @@ class _Execution:
         self.offload = offload
         self.validation = validation
         self.stands = True  # what has run of this step so far
+        self.action = self.row[0]  # that it is at
         self.outputs: dict[tuple[int, int], Tensor] = {}  # of (stage, microbatch), to pass on
         self.gradients: dict[tuple[int, int], Tensor] = {}  # of its input, to pass back
         self.last_gradient = {
@@ -107,38 +109,49 @@ class _Execution:
         }
 
     def run(self) -> None:
-        self.run_row()
-        if not self.stands:
-            self.stands = True
+        self.recorder.in_step = True
+        try:
             self.run_row()
-        if self.vocabulary is not None:
-            try:
+            if not self.stands:
+                self.stands = True
+                self.run_row()
+            if self.vocabulary is not None:
                 self.vocabulary.finish()
-            except BaseException:
-                self.abandon()
-                raise
-        if self.offload is not None:
-            self.offload.finish()
-        assert not self.outputs and not self.gradients
+            if self.offload is not None:
+                self.offload.finish()
+            assert not self.outputs and not self.gradients
+            # In this order: an interruption comes before the step's end, or finds it at its end.
+            self.recorder.in_step = False
+            self.check_others()
+        except BaseException as error:
+            self.recorder.in_step = False
+            self.recorder.failed(error, self.action)
+            if isinstance(error, StopIteration):
+                error.add_note(
+                    f"megatron_ext: the data iterator has ended; a step of "
+                    f"{self.microbatches} microbatches takes as many items"
+                )
+            self.abandon()
+            raise
 
     def run_row(self) -> None:
         """The actions in order, up to one after which what has run does not stand."""
         for action in self.row:
-            try:
-                self.perform(action)
-                if not self.stands:
-                    return
-                if is_compute(action) and self.last_gradient.get(action.stage) == action:
-                    self.stages[action.stage].gradients_complete()
-            except BaseException as error:
-                error.add_note(f"megatron_ext: pipeline rank {self.transport.rank}, in {action}")
-                if isinstance(error, StopIteration):
-                    error.add_note(
-                        f"megatron_ext: the data iterator has ended; a step of "
-                        f"{self.microbatches} microbatches takes as many items"
-                    )
-                self.abandon()
-                raise
+            self.action = action
+            self.check_others()
+            self.perform(action)
+            if not self.stands:
+                return
+            if is_compute(action) and self.last_gradient.get(action.stage) == action:
+                self.stages[action.stage].gradients_complete()
+
+    def check_others(self) -> None:
+        """Raise if another rank has failed: what has come since may be anything."""
+        if self.recorder.interruption is not None:
+            raise PeerFailure(
+                f"pipeline rank {self.transport.rank} was at {self.action} when another rank had "
+                f"failed: {self.recorder.interruption}"
+            )
 
     def forget(self) -> None:
         """Drop what has run: the step begins again."""

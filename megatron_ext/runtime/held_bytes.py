@@ -96,7 +96,13 @@ class SavedTensors:
 
 
 class Allocated:
-    """What a GPU's allocator says. A stage's output leaves, and its input has come before."""
+    """What a GPU's allocator says. A stage's output leaves, and its input has come before.
+
+    Counted is what has been handed out and not given back, in the host's order: what a microbatch
+    holds. What is in use (``active_bytes``) is more, and no microbatch's: memory given back while a
+    message's stream has not passed it yet. How much there is of that depends on how far the host is
+    ahead; it belongs to a step's peak.
+    """
 
     def __init__(self, stages: int, message_bytes: int) -> None:
         self._last = stages - 1

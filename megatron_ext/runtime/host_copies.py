@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_ext.runtime.pages import whole_pages
 from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.kinds import RULES, Lane
 
@@ -31,11 +32,14 @@ class HostCopies(Protocol):
     """Starts copies. Those of one direction run one after the other."""
 
     def host_buffer(self, size: int) -> Tensor:
-        """``size`` bytes of the host's memory. Raises ValueError where they are refused."""
+        """``size`` bytes of the host's memory, to and from which copies are quick.
+
+        May wait for the device. Raises ValueError where they are refused.
+        """
         ...
 
     def release(self, buffer: Tensor) -> None:
-        """Give a buffer back that no copy uses any more."""
+        """Give a buffer back that no copy uses any more. May wait for the device."""
         ...
 
     def start(self, action: Action, pieces: Sequence[Piece], after: Transfer | None) -> Transfer:
@@ -60,7 +64,7 @@ class DirectCopies:
     """At once, where a rank's memory is the host's."""
 
     def host_buffer(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8)
+        return whole_pages(size)
 
     def release(self, buffer: Tensor) -> None:
         pass
@@ -85,7 +89,8 @@ class _Event:
 
 
 class CudaCopies:
-    """On two streams, one a direction, beside the stream of the passes. The host waits for none."""
+    """On two streams, one a direction, beside the stream of the passes. The host waits for none,
+    but for copies to or from memory that is not pinned."""
 
     def __init__(self, device: torch.device) -> None:
         self._streams = {lane: torch.cuda.Stream(device) for lane in (Lane.TO_HOST, Lane.FROM_HOST)}
@@ -113,7 +118,7 @@ def pinned(size: int) -> Tensor:
     Raises:
         ValueError: the driver refuses.
     """
-    buffer = torch.empty(size, dtype=torch.uint8)
+    buffer = whole_pages(size)
     runtime = torch.cuda.cudart()
     code = runtime.cudaHostRegister(buffer.data_ptr(), size, 0)
     if int(code) != 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 from collections import defaultdict
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.memory import in_bytes, most_on_host
 
 _GIB = 2**30
@@ -48,12 +50,21 @@ def _left_in(group: Path) -> list[int]:
     return [] if limit == "max" else [int(limit) - used + int(stat.get("inactive_file", 0))]
 
 
-def planned_bytes(row: tuple[Action, ...], costs: Costs) -> float | None:
-    """The bytes of a rank's host buffers, as far as ``costs`` tell."""
+def buffer_sizes(row: tuple[Action, ...], costs: Costs) -> dict[tuple[int, Held], int]:
+    """The bytes of each of a rank's host buffers, by stage and what it holds; none where ``costs``
+    do not tell."""
+    if costs.held_bytes is None:
+        return {}
+    amount = in_bytes(costs)
+    return {(stage, held): math.ceil(amount(held, stage)) for stage, held in most_on_host(row)}
+
+
+def planned_bytes(row: tuple[Action, ...], costs: Costs) -> int | None:
+    """The bytes of all of a rank's host buffers, as far as ``costs`` tell."""
     if costs.held_bytes is None:
         return None
-    amount = in_bytes(costs)
-    return sum(n * amount(held, stage) for (stage, held), n in most_on_host(row).items())
+    sizes = buffer_sizes(row, costs)
+    return sum(count * sizes[key] for key, count in most_on_host(row).items())
 
 
 def check_host_memory(row: tuple[Action, ...], costs: Costs) -> str:

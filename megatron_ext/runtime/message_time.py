@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_ext.runtime.batched import PipelineGroup
+from megatron_ext.runtime.channels import Channels
 from megatron_ext.runtime.recording import Clock
-from megatron_ext.runtime.transport import Channels
 from megatron_ext.schedule.graph import Channel
 
 ROUNDS = 10  # timed, after one that is not: in it a rank may wait for one that still computes

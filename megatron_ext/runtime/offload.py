@@ -24,8 +24,10 @@ from torch import Tensor
 
 from megatron_ext.runtime.host_buffers import HostBuffers, Slot
 from megatron_ext.runtime.host_copies import HostCopies, Piece, Transfer, copies_on
+from megatron_ext.runtime.host_memory import buffer_sizes
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import RULES, Held, Lane
 from megatron_ext.schedule.memory import most_on_host
 
@@ -50,8 +52,12 @@ class ActivationOffload:
         self.buffers = HostBuffers(self.copies, rank)
         self.bytes_left: Counter[tuple[int, Held]] = Counter()
 
+    def expect(self, row: tuple[Action, ...], costs: Costs) -> None:
+        """Steps of ``row`` will come; ``costs`` may tell what leaves in them."""
+        self.buffers.expected = buffer_sizes(row, costs)
+
     def step(self, row: tuple[Action, ...]) -> OffloadedStep:
-        """Begin a step of which this rank does ``row``."""
+        """Begin a step of which this rank does ``row``, before it has posted anything."""
         self.buffers.reserve(most_on_host(row))
         self.bytes_left.clear()
         return OffloadedStep(self, row)
@@ -90,7 +96,8 @@ class OffloadedStep:
 
         def pack(tensor: Tensor) -> Tensor:
             # Never the tensor itself: one that an operation has made would keep that operation,
-            # which keeps what it has saved.
+            # which keeps what it has saved. (And autograd would return another object anyhow, also
+            # for a parameter: what a layer writes on that object does not reach the parameter.)
             alias = tensor.detach()
             saved.note(alias)
             return alias

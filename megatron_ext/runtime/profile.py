@@ -13,11 +13,12 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from megatron_ext.runtime.batched import PipelineGroup
+from megatron_ext.runtime.channels import Channels
 from megatron_ext.runtime.held_bytes import HeldBytes
 from megatron_ext.runtime.message_time import message_seconds
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.recording import Clock, Recording
-from megatron_ext.runtime.transport import Boundary, Channels
+from megatron_ext.runtime.transport import Boundary
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.graph import channels
 from megatron_ext.schedule.head import Placed

@@ -1,4 +1,7 @@
-"""Where a rank is in its program: for its watchdog, its error messages, profilers and traces."""
+"""Where a rank is in its program: for its watchdog, its error messages, profilers and traces.
+
+Here is the one place where host and device, all kinds of passes and all kinds of waits come by.
+"""
 
 from __future__ import annotations
 
@@ -6,34 +9,17 @@ import contextlib
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from dataclasses import replace
 
 import torch
 
+from megatron_ext.runtime.device_progress import DeviceProgress
 from megatron_ext.runtime.held_bytes import HeldBytes
+from megatron_ext.runtime.last_words import LastWords
+from megatron_ext.runtime.position import Position
 from megatron_ext.runtime.recording import Recording
+from megatron_ext.runtime.whereabouts import Whereabouts
 from megatron_ext.schedule.action import Action
-
-
-class Position(NamedTuple):
-    """What a rank does since ``since`` (`time.monotonic` seconds).
-
-    ``peer`` is the pipeline rank it waits for; None while it computes.
-    """
-
-    rank: int
-    action: Action
-    peer: int | None
-    since: float
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self.since
-
-    def __str__(self) -> str:
-        doing = "in" if self.peer is None else "waiting for"
-        peer = "" if self.peer is None else f" with pipeline rank {self.peer}"
-        return f"pipeline rank {self.rank} {doing} {self.action}{peer} for {self.seconds:.1f} s"
 
 
 class Recorder:
@@ -41,18 +27,42 @@ class Recorder:
 
     While there is a ``recording``, it is told when passes begin and end; while there is a
     ``counting``, it counts what they hold.
+
+    Attributes:
+        position: the host's; None between passes and waits.
+        device: how far the device has come; holds the host back that runs ahead of it.
+        whereabouts: which process this rank is.
+        last_words: by which ranks tell one another that they have failed, if they are connected.
+        in_step: a step is under way.
+        has_failed: a step has ended by an error on this rank.
+        interruption: what another rank has said that failed; this rank's step ends by it.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(
+        self,
+        rank: int,
+        whereabouts: Whereabouts | None = None,
+        device: DeviceProgress | None = None,
+    ) -> None:
         self.rank = rank
-        self.position: Position | None = None  # None between steps
+        self.whereabouts = whereabouts or Whereabouts(rank)
+        self.device = device or DeviceProgress()
+        self.position: Position | None = None
+        self.last_words: LastWords | None = None
+        self.in_step = False
+        self.has_failed = False
+        self.interruption: str | None = None
         self.ranges = torch.cuda.is_available()
         self.recording: Recording | None = None
         self.counting: HeldBytes | None = None
 
+    def begin(self, iteration: int) -> None:
+        """What comes is of ``iteration``."""
+        self.whereabouts = replace(self.whereabouts, iteration=iteration)
+
     def computing(self, action: Action) -> AbstractContextManager[None]:
         """Around a pass."""
-        position = Position(self.rank, action, None, time.monotonic())
+        position = Position(self.rank, action, None, "", time.monotonic())
         stay = _Stay(self, position)
         if self.recording is not None:
             stay = _RecordedStay(self, position, self.recording)
@@ -65,9 +75,25 @@ class Recorder:
         if self.recording is not None:
             self.recording.forget()
 
-    def waiting(self, action: Action, peer: int) -> AbstractContextManager[None]:
-        """Around a blocking wait for the message ``action``."""
-        return _Stay(self, Position(self.rank, action, peer, time.monotonic()))
+    def waiting(self, action: Action, peer: int, direction: str) -> AbstractContextManager[None]:
+        """Around a blocking wait for the message ``action``; see `Position`."""
+        return _Stay(self, Position(self.rank, action, peer, direction, time.monotonic()))
+
+    def failed(self, error: BaseException, action: Action) -> None:
+        """The step ends by ``error``, in ``action``: note it, and tell the others."""
+        self.has_failed = True
+        where = f"pipeline rank {self.rank}, in {action} {self.whereabouts.note()}"
+        error.add_note(f"megatron_ext: {where}")
+        if self.last_words is not None:
+            self.last_words.leave(f"{where}: {type(error).__name__}: {error}")
+
+    def report(self) -> str:
+        """Where host and device are."""
+        position, device = self.position, self.device.position
+        host = f"pipeline rank {self.rank} between passes" if position is None else str(position)
+        its_device = "" if device is None else f"; its device {device}"
+        peers = [*(position.peers if position else ()), *(device.pending.peers if device else ())]
+        return f"{host}{its_device} {self.whereabouts.note(*peers)}"
 
 
 class _Stay:
@@ -80,14 +106,18 @@ class _Stay:
         self._position = position
 
     def __enter__(self) -> None:
-        if self._recorder.ranges and self._position.peer is None:
-            torch.cuda.nvtx.range_push(str(self._position.action))
+        if self._position.peer is None:
+            self._recorder.device.hold_back()
+            if self._recorder.ranges:
+                torch.cuda.nvtx.range_push(str(self._position.action))
         self._recorder.position = self._position
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._recorder.position = None
         if self._recorder.ranges and self._position.peer is None:
             torch.cuda.nvtx.range_pop()
+        if error is None:
+            self._recorder.device.add(self._position)
 
 
 @contextlib.contextmanager
@@ -109,6 +139,6 @@ class _RecordedStay(_Stay):
         super().__enter__()
         self._began = self._recording.clock.mark()
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._recording.add_pass(self._position.action, self._began)
-        super().__exit__(*error)
+        super().__exit__(kind, error, trace)

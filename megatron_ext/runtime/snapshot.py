@@ -28,12 +28,14 @@ def choose_place(size: int, device: torch.device) -> torch.device:
     """Where ``size`` bytes of copies of what ``device`` holds are cheapest to keep.
 
     That is the device itself, unless its memory may not be enough: what is free of it, and what
-    torch has reserved beyond the most it has handed out so far. Else it is the host.
+    torch has reserved beyond the most that was in use at once so far. Else it is the host. (In use
+    is more than handed out: what its owner has dropped while another stream may still read it.)
     """
     if device.type != "cuda":
         return device
     free, total = torch.cuda.mem_get_info(device)
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+    most = torch.cuda.memory_stats(device)["active_bytes.all.peak"]
+    unused = torch.cuda.memory_reserved(device) - most
     return device if size <= free + unused - _MARGIN * total else CPU
 
 

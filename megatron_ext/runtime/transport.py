@@ -1,23 +1,18 @@
-"""Messages between pipeline ranks over torch.distributed.
-
-Each channel has a process group of its own: on one NCCL communicator two directions, or activations
-and gradients of one direction, would wait for each other. All channels are made and used once in
-one global order before the first step, since NCCL connects on first use and would otherwise
-deadlock.
-"""
+"""The messages of a step, by their actions, on the channels that their ranks have."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_ext.runtime.channels import Channels
+from megatron_ext.runtime.position import whom
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.graph import Channel, channel_of
@@ -30,103 +25,6 @@ class PeerFailure(RuntimeError):
     """A message did not come or go because the rank at its other end has failed."""
 
 
-class Channels:
-    """The process groups of a pipeline's channels that this rank is an end of."""
-
-    def __init__(
-        self, pipeline: dist.ProcessGroup, channels: Iterable[Channel], device: torch.device
-    ) -> None:
-        """Collective over the world, as torch.distributed.new_group is: every rank of every
-        pipeline calls it, with the same ``channels``."""
-        self.rank = pipeline.rank()
-        self.device = device
-        self._pipeline = pipeline
-        self._ends = {channel: (channel.sender, channel.receiver) for channel in sorted(channels)}
-        self._groups = make_groups(pipeline, self._ends)
-        self._shapes: dict[Channel, dist.ProcessGroup] = {}
-        for channel in self._groups:
-            self._use_once(channel)
-        self.are_closed = False
-
-    def connect_hosts(self) -> None:
-        """Connect the hosts at the two ends of each channel, for shapes that vary.
-
-        Collective over the world, as `__init__`; once is enough.
-        """
-        if not self._shapes:
-            self._shapes = make_groups(self._pipeline, self._ends, backend="gloo")
-
-    def close(self) -> None:
-        """Cut the connections: whoever waits at their other ends fails now, and not only at torch's
-        timeout. They cannot be used again, with messages of a broken step in them."""
-        for groups in (self._groups, self._shapes):
-            while groups:
-                self.are_closed = True
-                _, group = groups.popitem()
-                with contextlib.suppress(RuntimeError):  # the step's own error is the one to show
-                    dist.distributed_c10d._abort_process_group(group)
-                del group  # gloo closes with the last reference
-
-    def _use_once(self, channel: Channel) -> None:
-        token = torch.zeros(1, device=self.device)
-        move = self.send if self.rank == channel.sender else self.receive
-        move(channel, token).wait()
-
-    # The groups themselves are asked, not dist.isend and irecv: they look up for every message
-    # which rank of a group of two is the other.
-
-    def send(self, channel: Channel, tensor: Tensor) -> dist.Work:
-        group = self._groups[channel]
-        return group.send([tensor], 1 - group.rank(), 0)
-
-    def receive(self, channel: Channel, tensor: Tensor) -> dist.Work:
-        group = self._groups[channel]
-        return group.recv([tensor], 1 - group.rank(), 0)
-
-    def send_shape(self, channel: Channel, header: Tensor) -> dist.Work:
-        """From host to host, ``header`` on the CPU, after `connect_hosts`."""
-        group = self._shapes[channel]
-        return group.send([header], 1 - group.rank(), 0)
-
-    def receive_shape(self, channel: Channel, header: Tensor) -> None:
-        """Return when the other end's host has sent ``header``."""
-        group = self._shapes[channel]
-        group.recv([header], 1 - group.rank(), 0).wait()
-
-
-def make_groups[Key](
-    pipeline: dist.ProcessGroup,
-    members: Mapping[Key, Collection[int]],
-    backend: str | None = None,
-) -> dict[Key, dist.ProcessGroup]:
-    """A process group for each of ``members``, given as pipeline ranks; those of this rank.
-
-    They have the pipeline's timeout, and ``backend``, or the world's.
-
-    Collective over the world: every rank of every pipeline calls it with the same ``members``, in
-    the same order.
-    """
-    mine = dist.get_process_group_ranks(pipeline)
-    timeout = pipeline._get_backend(pipeline._device_types[0]).options._timeout
-    groups: dict[Key, dist.ProcessGroup] = {}
-    for ranks in _all_pipelines(mine):
-        for key, members_of_key in members.items():
-            group = dist.new_group(
-                [ranks[member] for member in members_of_key], timeout=timeout, backend=backend
-            )
-            if ranks == mine and pipeline.rank() in members_of_key:
-                assert isinstance(group, dist.ProcessGroup)
-                groups[key] = group
-    return groups
-
-
-def _all_pipelines(mine: list[int]) -> list[list[int]]:
-    """The global ranks of every pipeline in the world, in one order everywhere."""
-    gathered: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, mine)
-    return sorted({tuple(ranks): ranks for ranks in gathered}.values())
-
-
 @dataclass(frozen=True)
 class Boundary:
     """The tensor that passes between stages. ``shape`` is None where it varies by microbatch."""
@@ -135,14 +33,18 @@ class Boundary:
     dtype: torch.dtype
 
 
-class Connection(Protocol):
+class Closable(Protocol):
+    """What can be cut, by any thread."""
+
+    def close(self) -> None: ...
+
+
+class Connection(Closable, Protocol):
     """What messages travel on, over all steps. ``are_closed``: after a failure on this rank."""
 
     rank: int
     device: torch.device
     are_closed: bool
-
-    def close(self) -> None: ...
 
 
 def check_open(connection: Connection) -> None:
@@ -292,25 +194,36 @@ class Dealing:
         self._action = action
         self._peer = peer
         self._direction = direction
-        self._waiting = recorder.waiting(action, peer)
+        self._waiting = recorder.waiting(action, peer, direction)
 
     def __enter__(self) -> None:
         self._waiting.__enter__()
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._waiting.__exit__(None, None, None)
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._waiting.__exit__(kind, error, trace)
+        recorder = self._recorder
+        if recorder.interruption is not None and (error is None or isinstance(error, Exception)):
+            raise PeerFailure(
+                f"pipeline rank {recorder.rank} was waiting for {self._action} "
+                f"({whom(self._peer, self._direction)}) when another rank had failed: "
+                f"{recorder.interruption}"
+            ) from error
         if not isinstance(error, RuntimeError):
             return
         if isinstance(error, torch.OutOfMemoryError) or str(error).startswith("CUDA error"):
             return  # this rank's own
+        which, peers = "which has failed or hangs", [self._peer]
         if self._direction == "with":
-            whom, which = "with the other pipeline ranks", "one of which has failed or hangs"
-        else:
-            whom = f"{self._direction} pipeline rank {self._peer}"
-            which = "which has failed or hangs"
+            which, peers = "one of which has failed or hangs", []
         raise PeerFailure(
-            f"pipeline rank {self._recorder.rank} was waiting for {self._action} ({whom}), "
-            f"{which}: look for the first error of that rank. torch says: {error}"
+            f"pipeline rank {recorder.rank} was waiting for {self._action} "
+            f"({whom(self._peer, self._direction)}), {which}: look for the first error of that "
+            f"rank {recorder.whereabouts.note(*peers)}. torch says: {error}"
         ) from error
 
 

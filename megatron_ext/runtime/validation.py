@@ -6,7 +6,8 @@ later. Nor must passing the verdict back wait until a rank is between two passes
 
 That thread never waits inside gloo, where nothing but the message or the peer's end could call it
 back: not a failure on this rank, which has to cut its connections, nor the end of the process. It
-looks at the memory that gloo writes to.
+looks at the memory that gloo writes to, and waits in between for a lock: both cost the passes' own
+thread, which needs the interpreter too, a microsecond a look.
 """
 
 from __future__ import annotations
@@ -15,18 +16,21 @@ import atexit
 import contextlib
 import math
 import threading
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_ext.runtime.groups import make_groups
 from megatron_ext.runtime.partial_state import PartialState
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.runtime.transport import Dealing, closed, make_groups
+from megatron_ext.runtime.transport import Dealing, closed
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.placement import Placement
 
-LOOK_SECONDS = 0.001  # between looks for the verdict
+# Between looks for the verdict. It comes through all ranks, and each adds half of this on average.
+LOOK_SECONDS = 0.001
 
 _Message = tuple[dist.Work, Tensor]  # on its way
 
@@ -37,7 +41,7 @@ class ValidationMessages:
     def __init__(
         self, pipeline: dist.ProcessGroup, placement: Placement, recorder: Recorder
     ) -> None:
-        """Collective over the world, as `transport.make_groups` is."""
+        """Collective over the pipeline."""
         ranks = range(placement.ranks)
         ways = {Kind.SEND_P: ranks, Kind.SEND_V: ranks}
         groups = make_groups(pipeline, ways, backend="gloo")
@@ -129,9 +133,16 @@ class ValidationMessages:
         self.is_pending = False
         return state
 
-    def has_come(self) -> bool:
-        """Whether the verdict is here, or about to be: to take it is a matter of moments."""
-        return self._coming is None or not math.isnan(self._coming[1][0].item())
+    def look(self) -> Callable[[], bool]:
+        """Whether the verdict is here, or about to be: to take it is a matter of moments.
+
+        Asks torch for nothing, when it is called.
+        """
+        if self._coming is None:
+            return lambda: True
+        _, numbers = self._coming
+        memory = memoryview(numbers.numpy())
+        return lambda: not math.isnan(memory[0])
 
     def take(self) -> None:
         """Return when the verdict has come."""
@@ -180,7 +191,9 @@ class _Relay:
 
     def __init__(self, messages: ValidationMessages) -> None:
         self._messages = messages
-        self._stopped = threading.Event()
+        self._has_come = messages.look()
+        self._runs = threading.Lock()  # and no Event, whose `wait` is Python
+        self._runs.acquire()
         self._thread = threading.Thread(target=self._run, name="megatron_ext verdict", daemon=True)
         self._thread.start()
         # A thread that is in torch when the interpreter goes would take the process down with it.
@@ -189,12 +202,13 @@ class _Relay:
     def stop(self) -> None:
         """What it has not done is left to the caller."""
         atexit.unregister(self.stop)
-        self._stopped.set()
+        if self._runs.locked():  # nobody has stopped it before
+            self._runs.release()
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._messages.has_come():
-            if self._stopped.wait(LOOK_SECONDS):
+        while not self._has_come():
+            if self._runs.acquire(timeout=LOOK_SECONDS):
                 return
         with contextlib.suppress(RuntimeError):  # who asks for the verdict comes to the same
             self._messages.take()

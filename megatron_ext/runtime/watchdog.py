@@ -3,6 +3,9 @@
 A rank blocked in a wait of torch.distributed runs no Python signal handler, so a launcher's SIGTERM
 would end it without a word, and Ctrl-C would not end it at all. A thread, woken through
 `signal.set_wakeup_fd`, says which action the rank was at and then ends it.
+
+On a GPU it is the device that waits, and another thread asks it: a driver that does not answer must
+not keep signals waiting.
 """
 
 from __future__ import annotations
@@ -17,10 +20,13 @@ from collections.abc import Callable
 from types import FrameType
 from typing import ClassVar
 
+import torch
+
 from megatron_ext.runtime.recorder import Recorder
 
 GRACE_SECONDS = 3.0  # for the main thread to end by itself
 STUCK_SECONDS = 60.0
+LOOK_SECONDS = 1.0
 
 _Handler = Callable[[int, FrameType | None], None]
 _DEFAULTS: dict[int, _Handler | signal.Handlers] = {
@@ -32,8 +38,8 @@ _DEFAULTS: dict[int, _Handler | signal.Handlers] = {
 class Watchdog:
     """Watches a `Recorder` from `start` to the end of the process.
 
-    There is one thread a process: the first watchdog that is started watches for the later ones,
-    too. A signal is taken only if nobody else has taken it: Megatron takes SIGTERM with
+    There is one a process: the first watchdog that is started watches for the later ones, too. A
+    signal is taken only if nobody else has taken it: Megatron takes SIGTERM with
     --exit-signal-handler, to save a checkpoint first, and an event loop the wakeup descriptor.
     """
 
@@ -41,7 +47,7 @@ class Watchdog:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorders = [recorder]
-        self._reported: dict[Recorder, float] = {}  # since when it was where it was last reported
+        self._reported: dict[tuple[Recorder, str], float] = {}  # since when it was there
         self._interrupted = False  # the main thread has taken note of Ctrl-C
         self._has_signals = False
         self._handlers: dict[int, _Handler] = {
@@ -57,7 +63,12 @@ class Watchdog:
             self._reader, self._writer = socket.socketpair()
             self._writer.setblocking(False)
             os.register_at_fork(after_in_child=self._end_in_child)
-            threading.Thread(target=self._watch, name="megatron_ext watchdog", daemon=True).start()
+            device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+            for name, target in (
+                ("megatron_ext watchdog", self._watch),
+                ("megatron_ext device watchdog", lambda: self._watch_device(device)),
+            ):
+                threading.Thread(target=target, name=name, daemon=True).start()
         else:
             running._recorders += self._recorders
         if threading.current_thread() is threading.main_thread():
@@ -98,7 +109,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         while True:
-            ready, _, _ = select.select([self._reader], [], [], 1.0)
+            ready, _, _ = select.select([self._reader], [], [], LOOK_SECONDS)
             if ready:
                 for signum in self._reader.recv(64):
                     self._signalled(signum)
@@ -107,25 +118,44 @@ class Watchdog:
     def _signalled(self, signum: int) -> None:
         if not self._is_ours(signum):
             return  # somebody else's handler decides what the signal means
-        positions = [str(where) for each in self._recorders if (where := each.position)]
-        report = "; ".join(positions) or f"pipeline rank {self._recorders[0].rank} between passes"
-        _say(f"got {signal.Signals(signum).name}: {report}")
+        reports = [r.report() for r in self._recorders if r.position or r.device.position]
+        report = "; ".join(reports) or self._recorders[0].report()
+        say(f"got {signal.Signals(signum).name}: {report}")
         time.sleep(GRACE_SECONDS)
         if signum == signal.SIGINT and self._interrupted:
             return  # the KeyboardInterrupt is on its way, and whoever catches it may take long
         os._exit(128 + signum)
 
+    def _watch_device(self, device: int | None) -> None:
+        if device is not None:
+            torch.cuda.set_device(device)  # to ask makes a context on the thread's device
+        while True:
+            for recorder in self._recorders:
+                try:
+                    recorder.device.look()
+                except RuntimeError:
+                    return  # the device has failed, and whoever uses it is told
+            time.sleep(LOOK_SECONDS)
+
     def _report_if_stuck(self) -> None:
         for recorder in self._recorders:
-            position = recorder.position
-            if position is None or position.peer is None:
-                continue
-            if position.seconds > STUCK_SECONDS and self._reported.get(recorder) != position.since:
-                self._reported[recorder] = position.since
-                _say(f"{position}: it may hang")
+            host, device = recorder.position, recorder.device.position
+            if host is not None and host.peer is not None and host.seconds > STUCK_SECONDS:
+                note = recorder.whereabouts.note(*host.peers)
+                self._report_once(recorder, "host", host.since, f"{host}: it may hang {note}")
+            if device is not None and device.seconds > STUCK_SECONDS:
+                who = f"the device of pipeline rank {recorder.rank}"
+                note = recorder.whereabouts.note(*device.pending.peers)
+                report = f"{who} {device}: it may hang {note}"
+                self._report_once(recorder, "device", device.since, report)
+
+    def _report_once(self, recorder: Recorder, who: str, since: float, report: str) -> None:
+        if self._reported.get((recorder, who)) != since:
+            self._reported[recorder, who] = since
+            say(report)
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     """One write, so that lines of several ranks do not mix, and past sys.stderr, whose lock the
     main thread may hold."""
     os.write(2, f"megatron_ext: {text}\n".encode())

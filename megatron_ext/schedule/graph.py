@@ -62,6 +62,9 @@ class Channel(NamedTuple):
     receiver: int
     send: Kind
 
+    def __str__(self) -> str:
+        return f"{self.send} {self.sender}>{self.receiver}"
+
 
 def channel_of(action: Action, placement: Placement) -> Channel:
     """The channel a message travels on."""

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import yaml
 from megatron.core import num_microbatches_calculator
 from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
@@ -38,6 +39,7 @@ _LOOKED_FOR = ("apply_rope_fusion", "moe_permute_fusion")
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 CAPABILITY = (9, 0)  # of the GPU that is assumed: Hopper, for which the most is demanded
+MULTIPROCESSORS = 132  # of an H100
 
 
 @dataclass(frozen=True)
@@ -222,6 +224,31 @@ def check_model(args: Any, config: PipelineConfig) -> Any:
     brings_stages = config.schedule is not None and config.choice().example.chunks > 1
     with apply(transformer_config.patches(config) if brings_stages else ()), _as_value_error():
         return arguments.core_transformer_config_from_args(model)
+
+
+def multiprocessors() -> int:
+    """Of the GPU here, or of the one that is assumed."""
+    if not torch.cuda.is_available():
+        return MULTIPROCESSORS
+    return torch.cuda.get_device_properties(0).multi_processor_count
+
+
+def pipeline_communicator(args: Any) -> dict[str, int]:
+    """What the file of --nccl-communicator-config-path says of the pipeline's communicators, which
+    Megatron calls ``pp``.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    path = args.nccl_communicator_config_path
+    if path is None:
+        return {}
+    try:
+        with open(path) as file:
+            settings = yaml.safe_load(file)
+        return dict(settings.get("pp", {}))
+    except (OSError, yaml.YAMLError, AttributeError, TypeError) as error:
+        raise ValueError(f"--nccl-communicator-config-path {path}: {error}") from None
 
 
 def load_tokenizer(args: Any) -> int:

@@ -16,12 +16,13 @@ import torch.distributed as dist
 
 from megatron_ext.patches.megatron.writers import log
 from megatron_ext.runtime.batched import PipelineGroup
+from megatron_ext.runtime.channels import Channels
 from megatron_ext.runtime.held_bytes import Allocated, HeldBytes, SavedTensors
 from megatron_ext.runtime.measured_steps import MeasuredSteps
 from megatron_ext.runtime.profile import STEPS, Profile
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.recording import clock_of
-from megatron_ext.runtime.transport import Boundary, Channels
+from megatron_ext.runtime.transport import Boundary
 from megatron_ext.schedule.costs import Costs, save_costs
 from megatron_ext.schedule.head import Placed
 from megatron_ext.schedule.summary import summary_of_change

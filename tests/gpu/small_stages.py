@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ext.runtime.batched import BatchedTransport, PipelineGroup
+from megatron_ext.runtime.channels import Channels
 from megatron_ext.runtime.executor import Messages, execute
-from megatron_ext.runtime.host_copies import DirectCopies, copies_on
 from megatron_ext.runtime.offload import ActivationOffload
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.runtime.transport import Boundary, Channels, Transport
+from megatron_ext.runtime.transport import Boundary, Transport
 from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.build import build_program
 from megatron_ext.schedule.costs import uniform
@@ -59,13 +59,6 @@ class HostCopy:
 def host_like(tensor: Tensor) -> Tensor:
     """Memory on the host; not by torch, which on the CPU would count it as a rank's (`Gauge`)."""
     return torch.from_numpy(np.empty(tuple(tensor.shape), np.float32))
-
-
-class UncountedCopies(DirectCopies):
-    """Into memory that is not counted as the rank's."""
-
-    def host_buffer(self, size: int) -> Tensor:
-        return torch.from_numpy(np.empty(size, np.uint8))
 
 
 def on_host(tensor: Tensor) -> Tensor:
@@ -206,8 +199,7 @@ def on_rank(
     recorder = GaugingRecorder(rank, gauge)
     boundary = Boundary(shape, torch.float32)
     transport_of = connect(program, device, boundary, recorder, by_host)
-    copies = copies_on(device) if device.type == "cuda" else UncountedCopies()
-    offload = ActivationOffload(rank, device, copies)
+    offload = ActivationOffload(rank, device)
     row = program.schedule.rows[rank]
     for _ in range(2):
         stages = {number: make(number) for number in placement.stages_of[rank]}

@@ -192,18 +192,52 @@ def test_a_transformer_engine_that_cannot_be_imported_is_none(
     assert not any(target.startswith("transformer_engine") for target in targets)
 
 
-@pytest.mark.parametrize("rows", ["0F0,0F1,0B1,0B0", "0F0,0F1,0I0,0I1,0W1,0W0"])
+def transformer_engine(**settings: object) -> SimpleNamespace:
+    """Megatron's defaults, but for ``settings``."""
+    defaults: dict[str, object] = {
+        "transformer_impl": "transformer_engine",
+        "gradient_accumulation_fusion": False,
+        "fp8": None,
+        "fp8_recipe": "delayed",
+        "recompute_granularity": None,
+    }
+    return SimpleNamespace(**defaults | settings)
+
+
+@pytest.mark.parametrize("rows", ["0F0,0F1,0B1,0B0", "0F0,0F1,0I0,0I1,0W1,0W0", "0F1,0F0,0B0,0B1"])
 def test_weight_gradients_that_overwrite_come_first(rows: str) -> None:
-    """Transformer Engine adds the first microbatch's weight gradient to nothing, but writes it, and
-    in a file of a user's another microbatch's may come before."""
+    """Transformer Engine does not add, but writes, the weight gradient of a stage's first forward
+    pass; and in a file of a user's another microbatch's may come before."""
     schedule = from_csv(rows, "mine.csv")
-    settings = SimpleNamespace(
-        transformer_impl="transformer_engine", gradient_accumulation_fusion=True
+    fused = transformer_engine(gradient_accumulation_fusion=True)
+    with pytest.raises(ValueError, match=r"mine\.csv begins stage 0's .*(0B1|0W1|0B0)"):
+        refuse_order(fused, schedule)
+    refuse_order(transformer_engine(), schedule)
+
+
+@pytest.mark.parametrize("rows", ["0F0,0F1,0B0,0B1", "0F1,0F0,0I1,0I0,0W1,0W0"])
+def test_files_may_begin_with_any_microbatch(rows: str) -> None:
+    everything = transformer_engine(
+        gradient_accumulation_fusion=True, fp8="hybrid", recompute_granularity="full"
     )
-    with pytest.raises(ValueError, match=r"mine\.csv begins stage 0's .*(0B1|0W1)"):
-        refuse_order(settings, schedule)
-    settings.gradient_accumulation_fusion = False
-    refuse_order(settings, schedule)
+    refuse_order(everything, from_csv(rows, "mine.csv"))
+
+
+@pytest.mark.parametrize("rows", ["0F0,0F1,0B1,0B0", "0F1,0F0,0I0,0I1,0W0,0W1"])
+def test_scales_for_recompute_are_taken_in_order(rows: str) -> None:
+    """Transformer Engine's delayed scaling keeps those of forward passes in a queue; a file whose
+    backward passes come in another order recomputed each with another microbatch's."""
+    schedule = from_csv(rows, "mine.csv")
+    settings: dict[str, object] = {"fp8": "e4m3", "recompute_granularity": "selective"}
+    with pytest.raises(ValueError, match=r"mine\.csv has 0[BI]\d where 0F\d's backward pass"):
+        refuse_order(transformer_engine(**settings), schedule)
+    for other in (
+        {"fp8": None},
+        {"fp8_recipe": "tensorwise"},
+        {"recompute_granularity": None},
+        {"transformer_impl": "local"},
+    ):
+        refuse_order(transformer_engine(**settings | other), schedule)
 
 
 def test_importing_the_package_imports_neither_torch_nor_megatron() -> None:

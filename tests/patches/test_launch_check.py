@@ -187,6 +187,48 @@ def test_memory_is_judged_where_a_gpus_is_told() -> None:
         checked(gpu_memory="80")
 
 
+def test_what_communicators_take() -> None:
+    (text,) = communicators_of(checked(), Verdict.RIGHT)
+    assert "up to 8 beside Megatron's own (8 for messages, 0 for collectives), 4 CTAs each" in text
+    assert "they take 32 of a GPU's 132 multiprocessors" in text and "147 MiB" in text
+    assert "--pipeline-p2p batched makes none of them, for a step predicted" in text
+    (text,) = communicators_of(checked(pipeline_vocab_parallel=2), Verdict.RIGHT)
+    assert "15 beside Megatron's own (8 for messages, 7 for collectives), 2 CTAs each" in text
+    assert "batched" not in text, "it does not go with vocabulary parallelism"
+    (text,) = communicators_of(checked(pipeline_p2p="batched"), Verdict.RIGHT)
+    assert "none beside Megatron's own" in text
+    assert not communicators_of(checked(pipeline_schedule=None), Verdict.RIGHT)
+
+
+def communicators_of(report: Report, verdict: Verdict) -> list[str]:
+    return [text for text in told(report, verdict) if text.startswith("communicators: ")]
+
+
+def test_communicators_as_the_user_has_set_them(tmp_path: Path) -> None:
+    file = tmp_path / "nccl.yaml"
+    file.write_text("dp: {max_ctas: 2}\npp: {max_ctas: 12, cga_cluster_size: 2}")
+    (text,) = communicators_of(checked(nccl_communicator_config_path=file), Verdict.REMARK)
+    assert "16 CTAs each: they take 128 of a GPU's 132 multiprocessors" in text
+    assert "4 CTAs each: mend max_ctas and min_ctas of pp" in text
+    file.write_text("pp: {max_ctas: 2}")
+    (text,) = communicators_of(checked(nccl_communicator_config_path=file), Verdict.RIGHT)
+    assert "they take 16 of" in text
+    for content in ("pp: [", "pp: 3"):
+        file.write_text(content)
+        (text,) = communicators_of(checked(nccl_communicator_config_path=file), Verdict.WRONG)
+        assert f"--nccl-communicator-config-path {file}: " in text
+    (text,) = communicators_of(checked(nccl_communicator_config_path="/no/file"), Verdict.WRONG)
+    assert "No such file" in text and "correct the path" in text
+
+
+def test_communicators_that_do_not_fit() -> None:
+    """Batched messages are then the better choice."""
+    assert communicators_of(checked(gpu_memory="1GiB"), Verdict.RIGHT)
+    (text,) = communicators_of(checked(gpu_memory="100MiB"), Verdict.REMARK)
+    assert "147 MiB of buffers over NVLink, and the GPU has" in text and "MiB left" in text
+    assert "--pipeline-p2p batched makes none of them" in text
+
+
 def test_flags_that_may_be_the_scripts_own(tmp_path: Path) -> None:
     script = tmp_path / "mine.py"
     script.write_text("parser.add_argument('--my-rate')")

@@ -20,18 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules as stock
-from torch import Tensor
 
 from megatron_ext.patches.megatron.core.pipeline_parallel import schedules
 from megatron_ext.patches.megatron.core.pipeline_parallel.model_stage import ModelStage
 from megatron_ext.runtime import offload as offload_module
 from megatron_ext.runtime.executor import Validation, _Execution
-from megatron_ext.runtime.host_copies import DirectCopies
 from megatron_ext.runtime.offload import OffloadedStep
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.transport import Transport
@@ -218,12 +214,8 @@ def measure_steps(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         measured = _MeasuredExecution(program, stages, transport, recorder, offload).run()
         (folder / str(transport.rank)).write_bytes(pickle.dumps(measured))
 
-    def host_buffer(copies: DirectCopies, size: int) -> Tensor:
-        return torch.from_numpy(np.empty(size, np.uint8))
-
     monkeypatch.setattr(schedules, "execute", execute)
     monkeypatch.setattr(offload_module, "SMALL", 0)
-    monkeypatch.setattr(DirectCopies, "host_buffer", host_buffer)
 
 
 def read_steps(folder: Path, ranks: int) -> list[Measured]:

@@ -11,6 +11,7 @@ import os
 import re
 import resource
 import shutil
+import socket
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -289,7 +290,14 @@ def test_a_forward_that_throws(script: Script, schedule: str, stage: str) -> Non
     assert {result.exit_code for result in results} == {1}
     own = results[failing]
     assert f"ValueError: {BROKEN}" in own.stderr
-    assert f"megatron_ext: pipeline rank {failing}, in {number}F3\n" in own.stderr
+    host = re.escape(socket.gethostname())
+    assert re.search(
+        rf"^\[rank{failing}\]: megatron_ext: pipeline rank {failing}, in {number}F3 "
+        rf"\[pipeline rank {failing} is global rank {failing}, local rank {failing} on {host}; "
+        rf"iteration 2; [-\d]+ [:\d]+\]$",
+        own.stderr,
+        re.MULTILINE,
+    ), own.stderr
     for rank, result in enumerate(results):
         if rank != failing:
             assert f"PeerFailure: pipeline rank {rank} was waiting for " in result.stderr
@@ -354,7 +362,7 @@ def test_data_that_end_early(schedule: str, ranks: int) -> None:
     for rank, (error, *notes) in enumerate(errors):
         if rank == first:
             assert error == "StopIteration: "
-            assert notes[0] == f"megatron_ext: pipeline rank {rank}, in 0F3"
+            assert notes[0].startswith(f"megatron_ext: pipeline rank {rank}, in 0F3 [")
             assert "the data iterator has ended; a step of 4 microbatches" in notes[1]
         else:
             assert "PeerFailure: pipeline rank" in error or "StopIteration" in error

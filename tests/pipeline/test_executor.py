@@ -21,13 +21,9 @@ import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from megatron_ext.runtime.batched import BatchedTransport, PipelineGroup  # noqa: E402
+from megatron_ext.runtime.channels import Channels  # noqa: E402
 from megatron_ext.runtime.recorder import Recorder  # noqa: E402
-from megatron_ext.runtime.transport import (  # noqa: E402
-    Boundary,
-    Channels,
-    PeerFailure,
-    Transport,
-)
+from megatron_ext.runtime.transport import Boundary, PeerFailure, Transport  # noqa: E402
 from megatron_ext.runtime.weight_gradients import queue  # noqa: E402
 from megatron_ext.schedule import verify  # noqa: E402
 from megatron_ext.schedule.action import Action, Kind  # noqa: E402
@@ -204,7 +200,7 @@ def test_a_step_lets_go_of_its_stages(p2p: P2P) -> None:
 @pytest.mark.parametrize("p2p", P2P)
 @pytest.mark.parametrize("pipelines", [[[0, 1], [2, 3]], [[0, 2], [1, 3]]])
 def test_two_pipelines_in_one_world(pipelines: list[list[int]], p2p: P2P) -> None:
-    """Channels are made by all ranks of the world; each pipeline keeps to its own."""
+    """Each makes the channels of its own ranks."""
     program = program_for(choose("zb-h1"), 2, 3, p2p=p2p)
 
     def run(rank: int) -> None:

@@ -35,6 +35,7 @@ from tests.ranks import RankResult, Script, running_ranks, values  # noqa: E402
 
 RANKS = 3
 HERE = "here it is"
+NOTE = r"\[.*\d\d:\d\d:\d\d\]"  # whereabouts
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +165,7 @@ def test_every_rank_ends_when_one_fails(
     if error is None:
         assert result.stderr == ""
     else:
-        assert f"{error}\n[rank{failed}]: megatron_ext: pipeline rank {failed}, in {at}\n" in (
+        assert f"{error}\n[rank{failed}]: megatron_ext: pipeline rank {failed}, in {at} [" in (
             result.stderr
         )
         assert "PeerFailure" not in result.stderr and "Fatal" not in result.stderr
@@ -220,13 +221,13 @@ def be_soon_stuck() -> None:
 
 # Where zb-h1's other ranks wait when rank 1 stops in 1I2.
 WAIT_FOR_1I2 = {
-    0: "pipeline rank 0 waiting for 0RECV_B2 with pipeline rank 1",
-    2: "pipeline rank 2 waiting for 2RECV_F4 with pipeline rank 1",
+    0: "pipeline rank 0 waiting for 0RECV_B2 from pipeline rank 1",
+    2: "pipeline rank 2 waiting for 2RECV_F4 from pipeline rank 1",
 }
 
 
 def check_signal_report(stderr: str, name: str, where: str) -> None:
-    line = rf"^megatron_ext: got {name}: {where} for \d+\.\d s$"
+    line = rf"^megatron_ext: got {name}: {where} for \d+\.\d s {NOTE}$"
     assert re.search(line, stderr, re.MULTILINE), stderr
 
 
@@ -248,7 +249,7 @@ def test_ranks_blocked_in_gloo_report_and_are_ended_from_outside(
         results = running.wait()
     for rank, where in WAIT_FOR_1I2.items():
         assert results[rank].exit_code == exit_code
-        report = rf"^megatron_ext: {where} for \d+\.\d s: it may hang$"
+        report = rf"^megatron_ext: {where} for \d+\.\d s: it may hang {NOTE}$"
         assert len(re.findall(report, results[rank].stderr, re.MULTILINE)) == 1
         check_signal_report(results[rank].stderr, name, where)
 
@@ -426,7 +427,8 @@ def fail_once_then_step(rank: int) -> None:
     stage.bias.register_hook(throw_inside_autograd)
     with pytest.raises(ValueError, match="the model is broken") as raised:
         pipeline.step()
-    assert raised.value.__notes__ == ["megatron_ext: pipeline rank 0, in 0I0"]
+    (note,) = raised.value.__notes__
+    assert re.fullmatch(f"megatron_ext: pipeline rank 0, in 0I0 {NOTE}", note)
     assert pipeline.recorder.position is None
     queue.clear()
     failing = False

@@ -6,9 +6,13 @@ Each case compares with the same stages in one process, to the last bit, and cou
 from __future__ import annotations
 
 import gc
+import itertools
+import mmap
+import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -84,15 +88,17 @@ def leaving(program: Program, rank: int) -> Counter[tuple[int, Held]]:
     ],
 )
 def test_gradients_are_those_without(spec: str, ranks: int, way: Offload) -> None:
-    """Two steps; host buffers are allocated in the first one, as many as the program says."""
+    """Host buffers are registered when the first step has shown their sizes, as many as the program
+    says, and in no step after."""
     program = program_for(choose(spec), ranks, 4 * ranks, offload=way)
 
     def run(rank: int) -> int:
         pipeline = Pipeline(program, world())
         wanted = sum(most_on_host(program.schedule.rows[rank]).values())
-        for _ in range(2):
+        buffers = pipeline.offload.buffers
+        for registered in (0, wanted):
             pipeline.step()
-            assert pipeline.offload.buffers.allocations == wanted
+            assert (buffers.plain, buffers.registered) == (wanted, registered)
             left = pipeline.offload.bytes_left
             assert left.keys() == leaving(program, rank).keys()
             assert all(left.values())
@@ -127,7 +133,7 @@ def test_a_buffer_is_not_overwritten_before_it_has_been_read() -> None:
     xs = [torch.full((8,), m + 1.0).requires_grad_() for m in range(2)]
     ys = [leaving.forward(square, x, m) for m, x in enumerate(xs)]
     leaving.perform(*first, *second)
-    assert leaving.offload.buffers.allocations == 1
+    assert leaving.offload.buffers.plain == 1
     for microbatch, (x, y) in enumerate(zip(xs, ys, strict=True)):
         leaving.step.await_reload(Action(0, Kind.FULL_BACKWARD, microbatch))
         y.backward()
@@ -265,7 +271,7 @@ def test_small_ones_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     leaving.perform(*BACK)
     leaving.step.await_reload(parse("0B0"))
     y.backward()
-    assert leaving.bytes_left == leaving.offload.buffers.allocations == 0
+    assert leaving.bytes_left == leaving.offload.buffers.plain == 0
 
 
 def test_what_waits_for_w_leaves() -> None:
@@ -287,23 +293,123 @@ def test_what_waits_for_w_leaves() -> None:
     assert torch.equal(stage.weight.grad, reference.weight.grad)
 
 
-def test_a_microbatch_that_needs_more_grows_its_buffer(capfd: pytest.CaptureFixture[str]) -> None:
-    """And says so, once."""
-    rows = [
-        *BACK,
-        *(action.replace("F0", "F1") for action in BACK),
-        *(action.replace("F0", "F2") for action in BACK),
-    ]
-    leaving = Leaving(*rows)
-    for microbatch, size in enumerate((100, 200, 1000)):
-        x = torch.arange(float(size)).requires_grad_()
-        y = leaving.forward(square, x, microbatch)
-        leaving.perform(*(action.replace("F0", f"F{microbatch}") for action in BACK))
-        leaving.step.await_reload(Action(0, Kind.FULL_BACKWARD, microbatch))
-        y.backward()
-        assert torch.equal(x.grad, 2 * torch.arange(float(size)))
-    assert leaving.offload.buffers.allocations == 3
+# --- buffers on the host
+
+
+class CountedCopies(DirectCopies):
+    """Memory that takes its time, as a driver's does."""
+
+    def __init__(self) -> None:
+        self.is_in_step = False
+        self.sizes: list[int] = []  # of what is registered
+
+    def host_buffer(self, size: int) -> Tensor:
+        assert not self.is_in_step, "memory is registered with messages under way"
+        self.sizes.append(size)
+        return super().host_buffer(size)
+
+    def release(self, buffer: Tensor) -> None:
+        assert not self.is_in_step, "memory is given back with messages under way"
+        self.sizes.remove(buffer.numel())
+
+
+class Steps:
+    """Steps of one stage, of which each of some microbatches leaves and comes back at once."""
+
+    def __init__(self, expected: int = 0) -> None:
+        self.copies = CountedCopies()
+        self.offload = ActivationOffload(0, CPU, self.copies)
+        self.buffers = self.offload.buffers
+        if expected:
+            self.buffers.expected = {(0, Held.ACTIVATION): expected}
+
+    def step(self, *numbers: int) -> None:
+        """Of microbatches that save so many numbers, of 4 bytes."""
+        rows = [[action.replace("F0", f"F{m}") for action in BACK] for m in range(len(numbers))]
+        step = self.offload.step(tuple(parse(action) for row in rows for action in row))
+        self.copies.is_in_step = True
+        for microbatch, (row, size) in enumerate(zip(rows, numbers, strict=True)):
+            x = torch.arange(float(size)).requires_grad_()
+            with step.saving(0, microbatch, x):
+                y = square(x)
+            for action in row:
+                step.perform(parse(action))
+            step.await_reload(Action(0, Kind.FULL_BACKWARD, microbatch))
+            y.backward()
+            assert torch.equal(x.grad, 2 * torch.arange(float(size)))
+        step.finish()
+        self.copies.is_in_step = False
+
+
+def test_memory_is_registered_between_steps() -> None:
+    """It was when the first microbatch left, with receives posted, for which a driver may wait."""
+    steps = Steps()
+    for _ in range(3):
+        steps.step(1024, 1024)
+    assert steps.copies.sizes == [4096]
+    assert (steps.buffers.plain, steps.buffers.registered) == (1, 1)
+
+
+def test_costs_with_bytes_are_taken_at_their_word() -> None:
+    """Until microbatches show how much it really is."""
+    steps = Steps(expected=5000)
+    steps.step(1024)
+    assert steps.copies.sizes == [5000] and not steps.buffers.plain
+    steps.step(1024)
+    assert steps.copies.sizes == [4096] and not steps.buffers.plain
+    steps = Steps(expected=3000)
+    steps.step(1024)
+    assert steps.copies.sizes == [3000] and steps.buffers.plain == 1
+    steps.step(1024)
+    assert steps.copies.sizes == [4096] and steps.buffers.plain == 1
+
+
+def test_a_microbatch_that_needs_more_grows_the_buffers_after_its_step(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """And says so, once. What it needs meanwhile is there."""
+    steps = Steps()
+    steps.step(1024, 1024)
+    steps.step(1024, 2048, 2048, 1024)
+    assert steps.copies.sizes == [4096] and steps.buffers.plain == 2
+    steps.step(2048, 2200)
+    assert steps.copies.sizes == [9216] and steps.buffers.plain == 2
+    steps.step(10240)
+    steps.step(10240)
+    assert steps.copies.sizes == [46080] and steps.buffers.plain == 3
     assert capfd.readouterr().out.count("larger host buffer") == 1
+
+
+def test_buffers_share_no_page_and_are_not_shared_with_forked_processes() -> None:
+    """Small ones lay beside each other, and a data loader's worker that was forked had them too."""
+    copies = DirectCopies()
+    buffers = [copies.host_buffer(size) for size in (1, 5000, 100)]
+    pages = [
+        range(buffer.data_ptr() // mmap.PAGESIZE, -(-_end(buffer) // mmap.PAGESIZE))
+        for buffer in buffers
+    ]
+    assert [len(used) for used in pages] == [1, 2, 1]
+    assert len(set(itertools.chain(*pages))) == 4
+    for buffer in buffers:
+        assert buffer.data_ptr() % mmap.PAGESIZE == 0
+        assert "dc" in _flags_of_memory_at(buffer.data_ptr())  # do not copy on fork
+
+
+def _end(buffer: Tensor) -> int:
+    return buffer.data_ptr() + buffer.numel()
+
+
+def _flags_of_memory_at(address: int) -> list[str]:
+    """The kernel's, of this process's memory."""
+    is_there = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if re.fullmatch("[0-9a-f]+-[0-9a-f]+", first):
+            start, end = (int(text, 16) for text in first.split("-"))
+            is_there = start <= address < end
+        elif is_there and first == "VmFlags:":
+            return rest
+    raise AssertionError(f"no memory at {address:x}")
 
 
 # --- faults
@@ -399,14 +505,12 @@ class NoPinning:
 
 
 def test_memory_that_cannot_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    program = program_for(choose("1f1b"), 2, 4, offload=Offload.FULL)
+    """Before a step: of bytes that are known, the first."""
     monkeypatch.setattr(torch.cuda, "cudart", NoPinning)
     monkeypatch.setattr(DirectCopies, "host_buffer", lambda self, size: host_copies.pinned(size))
-
-    def run(rank: int) -> None:
-        Pipeline(program, world()).step()
-
-    errors = [result.error for result in run_ranks(2, run)]
-    refused = [error for error in errors if "ulimit -l" in error]
-    assert refused and all(errors)
-    assert "(cudaHostRegister: out of memory)" in refused[0] and "OFFLOAD_F" in refused[0]
+    offload = ActivationOffload(0, CPU)
+    offload.buffers.expected = {(0, Held.ACTIVATION): 2**30}
+    with pytest.raises(
+        ValueError, match=r"1 GiB .* \(cudaHostRegister: out of memory\).*ulimit -l"
+    ):
+        offload.step(tuple(map(parse, BACK)))

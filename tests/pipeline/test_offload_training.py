@@ -12,9 +12,13 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from megatron.core.tensor_parallel import random
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import layers, random
+from torch import Tensor
 
 from megatron_ext.runtime import host_memory, offload
 from megatron_ext.runtime.offload import OffloadedStep
@@ -131,12 +135,12 @@ def watch(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         for (_, held), size in kept.bytes_left.items():
             left[held.value] += size
         with (folder / str(kept.rank)).open("a") as file:
-            file.write(json.dumps([left, kept.buffers.allocations]) + "\n")
+            file.write(json.dumps([left, kept.buffers.plain, kept.buffers.registered]) + "\n")
 
     monkeypatch.setattr(OffloadedStep, "finish", finished)
 
 
-def steps(folder: Path) -> list[list[tuple[dict[str, int], int]]]:
+def steps(folder: Path) -> list[list[tuple[dict[str, int], int, int]]]:
     """What `watch` has seen, rank by rank."""
     files = sorted(folder.iterdir())
     return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
@@ -161,11 +165,69 @@ def test_training_is_the_same_to_the_last_bit(
     assert bool(evaluations(runs)) == ("eval_interval" in flags)
     seen = steps(tmp_path)
     print(case, way, seen)
-    assert any(left["activation"] for rank in seen for left, _ in rank)
+    assert any(left["activation"] for rank in seen for left, *_ in rank)
     if schedule in ("gis", "gis-h", "zb-h1", "v-half", "v-auto"):
-        assert any(left["weight inputs"] for rank in seen for left, _ in rank)
-    for rank in seen:
-        assert len({allocations for _, allocations in rank}) == 1  # none after the first step
+        assert any(left["weight inputs"] for rank in seen for left, *_ in rank)
+    for rank in seen:  # these costs have no bytes: the first step shows the buffers' sizes
+        (plain,) = {plain for _, plain, _ in rank}
+        assert {registered for *_, registered in rank} == {0, plain}
+
+
+def fused(
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    config: Any = None,
+    pg_collection: Any = None,
+) -> GPTModel:
+    """A model whose linear layers add their weights' gradients to main_grad by a fused kernel."""
+    from megatron.training import get_args
+    from megatron.training.argument_utils import core_transformer_config_from_args
+
+    args = get_args()
+    config = config or core_transformer_config_from_args(args)
+    config.gradient_accumulation_fusion = True
+    return GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        pg_collection=pg_collection,
+        vp_stage=vp_stage,
+    )
+
+
+def add_product(x: Tensor, dy: Tensor, main_grad: Tensor) -> None:
+    main_grad.add_(dy.t().matmul(x))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
+def test_gradients_that_a_kernel_adds_need_no_gradient_from_autograd(
+    schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever autograd saves while copies are planned comes back as another object. So Megatron's
+    layer marked that object, and not its weight, as one whose gradient is in main_grad already, and
+    gave autograd nothing for it; with the reduction overlapped Megatron's hook then stopped the
+    training. (A split backward does not save weights, but for the output layer's.)"""
+    kernels = SimpleNamespace(wgrad_gemm_accum_fp32=add_product, wgrad_gemm_accum_fp16=add_product)
+    monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", kernels, raising=False)
+    monkeypatch.setattr(layers, "_grad_accum_fusion_available", True)
+    flags: dict[str, object] = {
+        "bf16": True,
+        "overlap_grad_reduce": True,
+        "pipeline_model_parallel_size": 2,
+    }
+    reference = train(4, words(4, flags, schedule), model_provider=fused)
+    watch(monkeypatch, tmp_path)
+    leaves = words(4, flags, schedule, pipeline_activation_offload="full")
+    runs = train(4, leaves, model_provider=fused)
+    assert len(losses(runs)) == 2
+    assert losses(runs) == losses(reference)
+    assert [run.state for run in runs] == [run.state for run in reference]
+    assert any(left["activation"] for rank in steps(tmp_path) for left, *_ in rank)
 
 
 def test_host_memory_is_checked_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,11 +241,17 @@ def test_host_memory_is_checked_before_the_first_step(monkeypatch: pytest.Monkey
         assert "in 0F0" not in result.error
 
 
-def test_what_offload_takes_is_said_before_the_first_step(
-    capfd: pytest.CaptureFixture[str],
+def test_what_offload_takes_is_said_and_made_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    flags = words(2, {}, "gis", pipeline_costs="estimate", pipeline_activation_offload="full")
-    train(2, flags)
+    """As costs with bytes say; before the second it is made to measure."""
+    watch(monkeypatch, tmp_path)
+    ours = {"pipeline_costs": "estimate", "pipeline_activation_offload": "full", "train_iters": 3}
+    train(2, words(2, {}, "gis", **ours))
+    for rank in steps(tmp_path):
+        first, second, third = (registered for *_, registered in rank)
+        assert 0 < first < second == third
+        assert not any(plain for _, plain, _ in rank)
     text = capfd.readouterr().out
     said = [
         text.index(words)

@@ -187,8 +187,9 @@ def test_what_ranks_wait_for_is_named(script: Script, where: str, waits: dict[in
     """While rank 1 hangs, by the watchdog; when it is killed, by the error."""
     with running_ranks(RANKS, Steps(1, where, stop), script) as running:
         for rank, kind in waits.items():
+            way = "to" if kind == "SEND_V" else "from"
             running.wait_until_it_says(
-                rank, f"pipeline rank {rank} waiting for {rank}{kind}0 with pipeline rank 1"
+                rank, f"pipeline rank {rank} waiting for {rank}{kind}0 {way} pipeline rank 1"
             )
         running.send_signal(1, signal.SIGKILL)
         results = running.wait()

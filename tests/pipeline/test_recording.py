@@ -18,12 +18,13 @@ from torch.futures import Future  # noqa: E402
 
 from megatron_ext.runtime import clocks  # noqa: E402
 from megatron_ext.runtime.bench import EmulatedStage, program_of  # noqa: E402
+from megatron_ext.runtime.channels import Channels  # noqa: E402
 from megatron_ext.runtime.clocks import Offset, clock_offsets  # noqa: E402
 from megatron_ext.runtime.emulated import DTYPE, SHAPE, EmulatedChunk  # noqa: E402
 from megatron_ext.runtime.executor import execute  # noqa: E402
 from megatron_ext.runtime.recorder import Recorder  # noqa: E402
 from megatron_ext.runtime.recording import HostClock, Recording  # noqa: E402
-from megatron_ext.runtime.transport import Boundary, Channels, Transport  # noqa: E402
+from megatron_ext.runtime.transport import Boundary, Transport  # noqa: E402
 from megatron_ext.runtime.weight_gradients import queue  # noqa: E402
 from megatron_ext.schedule.action import Action, Kind  # noqa: E402
 from megatron_ext.schedule.graph import channels  # noqa: E402

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from megatron_ext.runtime.channels import Channels
 from megatron_ext.runtime.collectives import Collectives
 from megatron_ext.runtime.executor import execute
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.runtime.transport import Boundary, Channels, Transport
+from megatron_ext.runtime.transport import Boundary, Transport
 from megatron_ext.runtime.vocabulary import VocabularyPasses
 from megatron_ext.runtime.vocabulary_shard import VocabularyShard
 from megatron_ext.runtime.weight_gradients import queue

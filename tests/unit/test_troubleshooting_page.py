@@ -18,7 +18,7 @@ MESSAGES = [
     for quoted in re.findall(r"`([^`]+)`", bold)
 ]
 # What stands for a value of the run, in the page.
-VALUE = re.compile(r"\b(?:[A-Z]|NAME|FILE|SETTING)\b|dp_reshardable|\.\.\.")
+VALUE = re.compile(r"\b(?:[A-Z]|NAME|FILE|HOST|SETTING)\b|dp_reshardable|\.\.\.")
 # Those of others: the package that has them, and the file in it.
 OTHERS = {
     "Global shape mismatch for loaded": (

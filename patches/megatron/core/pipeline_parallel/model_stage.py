@@ -55,11 +55,15 @@ class ModelStage:
         self._recorder = recorder
         self._has_loss = has_loss
         self._between: dict[int, tuple[Tensor | None, Tensor]] = {}  # input, output of F
+        self._has_begun = False  # its forward passes of this step
         self.losses: list[Any] = []
         self.tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
         call = self._call
+        # What is made of the weights once a step, as their FP8 copies, is made in its first forward
+        # pass: a file's schedule may begin with any microbatch.
+        is_first, self._has_begun = not self._has_begun, True
         output, tokens = schedules.forward_step(
             self._forward_step_func(microbatch),
             self._data_iterator,
@@ -71,7 +75,7 @@ class ModelStage:
             cp_group_size=call.context_parallel_size,
             collect_non_loss_data=call.collect_non_loss_data,
             is_first_microbatch=schedules.check_first_val_step(
-                call.first_val_step, call.forward_only, microbatch == 0
+                call.first_val_step, call.forward_only, is_first
             ),
             current_microbatch=microbatch,
             is_last_stage=self._has_loss,
@@ -100,11 +104,17 @@ class ModelStage:
             return schedules.backward_step(x, output, dy, self._config)
 
     def backward_weight(self, microbatch: int) -> None:
+        timers = self._config.timers
+        if timers is not None:  # as backward_step does
+            timers("backward-compute", log_level=2).start()
         queue.run(self._number, microbatch)
+        if timers is not None:
+            timers("backward-compute").stop()
 
     def forget(self) -> None:
         """What F has counted and kept of this step."""
         self._between.clear()
+        self._has_begun = False
         self.losses.clear()
         self.tokens.zero_()
 

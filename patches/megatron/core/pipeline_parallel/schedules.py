@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -44,18 +45,24 @@ from megatron_ext.patches.megatron.step_profile import Shape, StepProfile
 from megatron_ext.patches.megatron.step_trace import StepTrace
 from megatron_ext.patches.megatron.tied import copies_differ
 from megatron_ext.patches.megatron.vocabulary import part_of, tables
+from megatron_ext.patches.megatron.writers import current_iteration
 from megatron_ext.runtime.batched import BatchedTransport, PipelineGroup
+from megatron_ext.runtime.channels import Channels
 from megatron_ext.runtime.collectives import Collectives
 from megatron_ext.runtime.executor import Messages, execute
 from megatron_ext.runtime.host_memory import check_host_memory
+from megatron_ext.runtime.interruption import Interruption
+from megatron_ext.runtime.last_words import connect_last_words
+from megatron_ext.runtime.nccl import ctas_for
 from megatron_ext.runtime.offload import ActivationOffload
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.runtime.transport import Boundary, Channels, Transport
+from megatron_ext.runtime.transport import Boundary, Transport
 from megatron_ext.runtime.validation import ValidationMessages
 from megatron_ext.runtime.vocabulary import VocabularyPasses
 from megatron_ext.runtime.vocabulary_shard import VocabularyShard
 from megatron_ext.runtime.watchdog import Watchdog
 from megatron_ext.runtime.weight_gradients import queue
+from megatron_ext.runtime.whereabouts import whereabouts
 from megatron_ext.schedule.graph import channels
 from megatron_ext.schedule.head import Placed
 from megatron_ext.schedule.placement import Placement
@@ -156,6 +163,7 @@ class PipelineStep:
         self._offload: ActivationOffload | None = None
         self._validation: ValidationMessages | None = None
         self._has_reported = False
+        self._calls = 0
         self._trace = None
         if config.trace is not None:
             self._trace = StepTrace(
@@ -242,6 +250,8 @@ class PipelineStep:
         )
         placement = program.schedule.placement
         assert self._recorder is not None
+        self._calls += 1
+        self._recorder.begin(current_iteration() or self._calls)
         call = StepCall(
             forward_step_func,
             num_microbatches,
@@ -389,15 +399,16 @@ class PipelineStep:
         program = placed.program
         if self._connection is None:
             device = torch.device(torch.cuda.current_device())
+            ctas = ctas_for(program, pipeline, device)
             if self._p2p is P2P.BATCHED:
                 self._connection = PipelineGroup(pipeline, device)
             else:
-                self._connection = Channels(pipeline, channels(program.schedule), device)
+                self._connection = Channels(pipeline, channels(program.schedule), device, ctas)
             if self._vocabulary is not VocabularyParallel.NONE:
-                self._collectives = Collectives(pipeline, device)
+                self._collectives = Collectives(pipeline, device, ctas)
             if self._leaves is not Offload.NONE:
                 self._offload = ActivationOffload(pipeline.rank(), device)
-            self._recorder = Recorder(pipeline.rank())
+            self._recorder = Recorder(pipeline.rank(), whereabouts(pipeline))
             if self._config.post_validation:
                 placement = program.schedule.placement
                 messages = ValidationMessages(pipeline, placement, self._recorder)
@@ -406,6 +417,7 @@ class PipelineStep:
                 )
                 self._validation = messages
             Watchdog(self._recorder).start()
+            self._listen(self._recorder)
         if config.variable_seq_lengths:
             assert isinstance(self._connection, Channels)
             self._connection.connect_hosts()
@@ -414,9 +426,19 @@ class PipelineStep:
         if self._offload is not None and not forward_only:
             row = program.schedule.rows[pipeline.rank()]
             host_memory = check_host_memory(row, program.problem.costs)
+            self._offload.expect(row, program.problem.costs)
             if dist.get_rank() == 0:
                 print(f"megatron_ext: {host_memory}", flush=True)
         return placed
+
+    def _listen(self, recorder: Recorder) -> None:
+        """Hear of ranks that fail, from now on. Collective over the world."""
+        recorder.last_words = connect_last_words()
+        if recorder.last_words is not None:
+            assert self._connection is not None
+            connections = [c for c in (self._connection, self._collectives) if c is not None]
+            recorder.last_words.start(Interruption(recorder, connections))
+            weakref.finalize(self, recorder.last_words.stop)
 
     def _transport(self, program: Program, boundary: Boundary) -> Messages:
         """The messages of one step."""

@@ -84,7 +84,7 @@ class Rereadable:
         self._read = None
 
 
-_RandomStates = tuple[Any, Any, torch.Tensor, torch.Tensor, dict[str, Any]]
+_RandomStates = tuple[Any, Any, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
 
 def _random_states() -> _RandomStates:
@@ -94,8 +94,13 @@ def _random_states() -> _RandomStates:
         np.random.get_state(),
         torch.get_rng_state(),
         torch.cuda.get_rng_state(),
-        get_cuda_rng_tracker().get_states(),
+        {name: _value(state) for name, state in get_cuda_rng_tracker().get_states().items()},
     )
+
+
+def _value(state: torch.Tensor | torch.Generator) -> torch.Tensor:
+    """A tracked state's numbers. Transformer Engine's tracker has generators, which go on."""
+    return state.get_state() if isinstance(state, torch.Generator) else state
 
 
 def _restore(states: _RandomStates) -> None:
@@ -104,4 +109,11 @@ def _restore(states: _RandomStates) -> None:
     np.random.set_state(of_numpy)
     torch.set_rng_state(of_torch)
     torch.cuda.set_rng_state(of_device)
-    get_cuda_rng_tracker().set_states(of_megatron)
+    tracker = get_cuda_rng_tracker()
+    tracked = tracker.get_states()
+    for name, value in of_megatron.items():
+        if isinstance(tracked[name], torch.Generator):
+            tracked[name].set_state(value)  # the same generator: others may refer to it
+        else:
+            tracked[name] = value
+    tracker.set_states(tracked)

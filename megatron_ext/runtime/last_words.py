@@ -1,0 +1,110 @@
+"""What a rank that fails says to all others, by way of torch's store.
+
+On gloo whoever waits for it fails when its connections are cut. On NCCL a wait returns at once, and
+the others would go on until their devices wait for ever, and then until torch's timeout. Nor does
+gloo tell the ranks of other pipelines, which wait in a reduction.
+
+Each rank looks once a second, in a thread that does nothing else: a store that does not answer
+holds up neither the passes nor the watchdog.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+LOOK_SECONDS = 1.0
+LEAVE_SECONDS = 5.0  # that a failing rank waits for a store that does not answer
+
+
+class LastWords:
+    """Of the first rank to fail, for the ranks that have the same ``store`` and ``key``."""
+
+    def __init__(self, store: dist.Store, key: str) -> None:
+        self._store = store
+        self._key = key
+        self._hear: Callable[[str], None] | None = None
+        self._own: str | None = None
+        self._left_at: float | None = None
+        self._wake = threading.Event()
+        self._has_left = threading.Event()
+        self._is_stopped = False
+        self._thread: threading.Thread | None = None
+
+    def start(self, hear: Callable[[str], None]) -> None:
+        """Look from now on. ``hear`` is called with another's words, in a thread, and once."""
+        self._hear = hear
+        self._thread = threading.Thread(
+            target=self._run, name="megatron_ext last words", daemon=True
+        )
+        self._thread.start()
+        # A thread that is in torch when the interpreter goes would take the process down with it.
+        atexit.register(self.stop)
+
+    def leave(self, words: str) -> None:
+        """Tell the others, unless one of them was first. Returns soon, whatever the store does."""
+        self._own = words
+        self._wake.set()
+        self._has_left.wait(LEAVE_SECONDS)
+
+    def stop(self) -> None:
+        """Look no more. Where this process keeps the store it stays until others have looked."""
+        atexit.unregister(self.stop)
+        if self._left_at is not None and _keeps(self._store):
+            time.sleep(max(0.0, self._left_at + 2 * LOOK_SECONDS - time.monotonic()))
+        self._is_stopped = True
+        self._wake.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(LEAVE_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            words = self._listen()
+        except RuntimeError:
+            return  # the store has gone with its process, as at the end of a training
+        finally:
+            self._has_left.set()
+        if words is not None:
+            assert self._hear is not None
+            self._hear(words)
+
+    def _listen(self) -> str | None:
+        """Until another's words are there; None when it has to stop, or has left its own."""
+        while not self._is_stopped:
+            if self._own is not None:
+                self._store.compare_set(self._key, "", self._own)
+                self._left_at = time.monotonic()
+                return None
+            if self._store.check([self._key]):
+                return self._store.get(self._key).decode(errors="replace")
+            self._wake.wait(LOOK_SECONDS)
+        return None
+
+
+def connect_last_words() -> LastWords | None:
+    """Those of all ranks; None where torch has no store (MPI). Collective over the world.
+
+    Their key is new each time: a store may outlive the ranks, and has then the words of some that
+    have been started again since.
+    """
+    key = [f"megatron_ext/last_words/{uuid.uuid4().hex}"]
+    dist.broadcast_object_list(key)
+    store = dist.distributed_c10d._get_default_store()
+    if store is None:
+        return None
+    # Of our own: one thread's wait in a store keeps others out of it. (Older ones have no clones.)
+    return LastWords(store.clone() if hasattr(store, "clone") else store, key[0])
+
+
+def _keeps(store: dist.Store) -> bool:
+    """Whether ``store`` ends with this process."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return isinstance(store, dist.TCPStore) and dist.get_rank() == 0 and not has_agent

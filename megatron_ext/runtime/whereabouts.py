@@ -1,0 +1,59 @@
+"""Which process, on which host, a rank of a pipeline is: what every message about a rank ends with.
+
+With several ways of parallelism there are many of each pipeline rank, and a log has lines of all.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Process:
+    """A rank of the world. ``local_rank`` is None where the launcher does not tell."""
+
+    global_rank: int
+    host: str
+    local_rank: int | None
+
+    def __str__(self) -> str:
+        local = "" if self.local_rank is None else f", local rank {self.local_rank}"
+        return f"global rank {self.global_rank}{local} on {self.host}"
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """Of a rank and its pipeline. ``processes``: by pipeline rank; none where nobody has asked."""
+
+    rank: int
+    processes: tuple[Process, ...] = ()
+    iteration: int | None = None
+
+    def note(self, *peers: int) -> str:
+        """This rank, ``peers``, the iteration and the time, in brackets."""
+        facts = [
+            f"pipeline rank {rank} is {self.processes[rank]}"
+            for rank in dict.fromkeys((self.rank, *peers))
+            if self.processes
+        ]
+        if self.iteration is not None:
+            facts.append(f"iteration {self.iteration}")
+        facts.append(time.strftime("%Y-%m-%d %H:%M:%S"))
+        return f"[{'; '.join(facts)}]"
+
+
+def whereabouts(pipeline: dist.ProcessGroup) -> Whereabouts:
+    """Of this rank. Collective over ``pipeline``."""
+    processes = [_this_process()] * pipeline.size()
+    dist.all_gather_object(processes, _this_process(), group=pipeline)
+    return Whereabouts(pipeline.rank(), tuple(processes))
+
+
+def _this_process() -> Process:
+    local = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID"))
+    return Process(dist.get_rank(), socket.gethostname(), None if local is None else int(local))

@@ -1,0 +1,71 @@
+"""What a step that begins again puts back: random states."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("megatron.core", reason="needs megatron-core")
+
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
+
+from megatron_ext.patches import cpu
+from megatron_ext.patches.engine import apply
+from megatron_ext.patches.megatron.core.pipeline_parallel.speculative_step import (
+    _random_states,
+    _restore,
+)
+from tests.ranks import run_ranks, values
+
+NAME = "model-parallel-rng"
+
+
+def draw_from_states(tracker: CudaRNGStatesTracker) -> torch.Tensor:
+    """As Megatron's tracker is asked: a state is a tensor, exchanged after each draw."""
+    with tracker.fork(NAME):
+        return torch.rand(4)
+
+
+def draw_from_generators(tracker: CudaRNGStatesTracker) -> torch.Tensor:
+    """As with --te-rng-tracker: a state is a generator, which goes on by itself."""
+    return torch.rand(4, generator=tracker.states_[NAME])
+
+
+def tensor() -> torch.Tensor:
+    return torch.Generator().manual_seed(1).get_state()
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(1)
+
+
+@pytest.mark.parametrize(
+    ("made", "draw"), [(tensor, draw_from_states), (generator, draw_from_generators)]
+)
+def test_what_was_drawn_is_drawn_again(
+    made: Callable[[], object], draw: Callable[[CudaRNGStatesTracker], torch.Tensor]
+) -> None:
+    """With --te-rng-tracker what was kept were the generators themselves: a step that began again
+    had another dropout."""
+
+    def run(rank: int) -> None:
+        apply(cpu.patches())
+        tracker = get_cuda_rng_tracker()
+        tracker.states_ = {NAME: made()}
+
+        def draw_all() -> list[object]:
+            drawn = draw(tracker), torch.rand(4)
+            return [random.random(), np.random.rand(), *(t.tolist() for t in drawn)]
+
+        draw_all()
+        states = _random_states()
+        drawn = [draw_all(), draw_all()]
+        for _ in range(2):  # what is put back stays what it was
+            _restore(states)
+            assert [draw_all(), draw_all()] == drawn
+
+    values(run_ranks(1, run, connect=False))

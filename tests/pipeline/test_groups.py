@@ -1,0 +1,293 @@
+"""The process groups that we make: by whom, how many, under which names, with which settings."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch._C._distributed_c10d import FakeProcessGroup
+from torch.distributed import distributed_c10d
+
+from megatron_ext.runtime import groups as groups_module
+from megatron_ext.runtime.channels import Channels
+from megatron_ext.runtime.collectives import Collectives
+from megatron_ext.runtime.groups import make_groups
+from megatron_ext.runtime.nccl import communicator_options, ctas_for
+from megatron_ext.schedule.communicators import communicators
+from megatron_ext.schedule.graph import channels
+from megatron_ext.schedule.registry import choose
+from megatron_ext.schedule.schedule import Schedule, VocabularyParallel
+from tests.ranks import run_ranks, values
+from tests.unit.test_communicators import SPECS, program_of
+
+CPU = torch.device("cpu")
+needs_nccl = pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
+
+
+# --- in a large world of which there is one process: groups are made, but nothing moves
+
+
+@dataclasses.dataclass
+class Made:
+    """The members of the groups that a process has made, by the groups' names, and how often it has
+    called new_group."""
+
+    members: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    calls: int = 0
+
+    def counts(self) -> tuple[int, int]:
+        return self.calls, len(self.members)
+
+
+def noting(monkeypatch: pytest.MonkeyPatch) -> Made:
+    """What this process makes from now on."""
+    made = Made()
+    helper, new_group = distributed_c10d._new_process_group_helper, dist.new_group
+
+    def note_group(size: int, rank: int, ranks: list[int], *args: Any, **kwargs: Any) -> Any:
+        group, store = helper(size, rank, ranks, *args, **kwargs)
+        if isinstance(group, dist.ProcessGroup):
+            assert group.group_name not in made.members
+            made.members[group.group_name] = ranks
+        return group, store
+
+    def note_call(*args: Any, **kwargs: Any) -> Any:
+        made.calls += 1
+        return new_group(*args, **kwargs)
+
+    monkeypatch.setattr(distributed_c10d, "_new_process_group_helper", note_group)
+    monkeypatch.setattr(dist, "new_group", note_call)
+    return made
+
+
+def large_world(rank: int, ranks: int) -> None:
+    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=ranks)
+
+
+def pipeline_of(ranks: list[int]) -> dist.ProcessGroup:
+    group = dist.new_group(ranks, pg_options=FakeProcessGroup.Options())
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def test_a_rank_makes_no_group_that_it_is_no_member_of() -> None:
+    """At 1,024 ranks the 28 channels of zb-v were 3,584 calls of new_group on each rank, beside
+    the 5,713 for Megatron's own groups, of which it is a member of 18."""
+    ranks, size, mine = 1024, 8, 500
+
+    def run(_: int) -> dict[str, tuple[int, int]]:
+        large_world(mine, ranks)
+        counts = {}
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            made = noting(monkeypatch)
+            parallel_state.initialize_model_parallel(4, size, create_gloo_process_groups=False)
+            counts["Megatron's own"] = made.counts()
+        global_ranks = parallel_state.get_pipeline_model_parallel_group()
+        pipeline = pipeline_of(dist.get_process_group_ranks(global_ranks))
+        for spec, vocabulary in (("1f1b", "none"), ("zb-v", "none"), ("zb-v", "2")):
+            program = program_of(spec, size, vocabulary=VocabularyParallel(vocabulary))
+            with pytest.MonkeyPatch.context() as monkeypatch:
+                made = noting(monkeypatch)
+                Channels(pipeline, channels(program.schedule), CPU)
+                if vocabulary != "none":
+                    Collectives(pipeline, CPU)
+            assert all(mine in members for members in made.members.values())
+            assert len(made.members) == communicators(program)[pipeline.rank()].total
+            counts[f"{spec}, vocabulary {vocabulary}"] = made.counts()
+        return counts
+
+    (counts,) = values(run_ranks(1, run, connect=False))
+    calls, members = counts.pop("Megatron's own")
+    assert calls > 1000 and members > 10
+    assert counts == {
+        "1f1b, vocabulary none": (0, 4),
+        "zb-v, vocabulary none": (0, 8),
+        "zb-v, vocabulary 2": (0, 15),
+    }
+
+
+def test_no_two_channels_share_a_group() -> None:
+    """A message that nobody takes yet would delay those of another edge or kind: every schedule's
+    channels, on each rank of one to five, and what is sent on each goes to a group of its own."""
+
+    def run(_: int) -> None:
+        for ranks in range(1, 6):
+            for spec in SPECS:
+                ways = channels(Schedule(spec, choose(spec).place(ranks), ((),) * ranks))
+                for rank in range(ranks):
+                    check_channels_of(ways, rank, ranks)
+
+    def check_channels_of(ways: set[Any], rank: int, ranks: int) -> None:
+        large_world(rank, ranks)
+        pipeline = pipeline_of(list(range(ranks)))
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            made = noting(monkeypatch)
+            ends = Channels(pipeline, ways, CPU)
+        mine = {way for way in ways if rank in (way.sender, way.receiver)}
+        assert set(ends._groups) == mine
+        names = {way: group.group_name for way, group in ends._groups.items()}
+        assert len(set(names.values())) == len(mine) == len(made.members)
+        for way, name in names.items():
+            assert made.members[name] == [way.sender, way.receiver]
+        dist.destroy_process_group()
+
+    values(run_ranks(1, run, connect=False))
+
+
+# --- in a small one, over gloo
+
+
+def test_torchs_own_groups_keep_their_names() -> None:
+    """Ranks that are members of different numbers of groups hung in the next new_group, each at
+    another name, when torch was told that others need not call it."""
+
+    def run(rank: int) -> int:
+        made = make_groups(whole_world(), {"a": [0, 1], "b": [1, 2], "c": [2, 1]}, "gloo")
+        group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=60))
+        assert isinstance(group, dist.ProcessGroup)
+        dist.barrier(group)
+        return len(made)
+
+    assert values(run_ranks(3, run)) == [1, 3, 2]
+
+
+def whole_world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def test_a_group_is_made_anew() -> None:
+    """What one of the same members has left in the store would lead the next to closed sockets."""
+
+    def run(rank: int) -> None:
+        names = set()
+        for _ in range(3):
+            (group,) = make_groups(whole_world(), {"a": [1, 0]}, "gloo").values()
+            assert group.rank() == 1 - rank and dist.get_process_group_ranks(group) == [1, 0]
+            names.add(group.group_name)
+            number = torch.tensor([rank])
+            dist.all_reduce(number, group=group)
+            assert number.item() == 1
+            distributed_c10d._abort_process_group(group)
+        assert len(names) == 3
+
+    values(run_ranks(2, run))
+
+
+def test_in_a_world_that_is_bound_to_a_device(tmp_path: Path) -> None:
+    """torch splits new communicators off such a world's, which all of its ranks have to take part
+    in: those that are no members would be waited for."""
+
+    def run(rank: int) -> None:
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(str(tmp_path / "store"), 3),
+            rank=rank,
+            world_size=3,
+            device_id=torch.device("cpu:0"),
+        )
+        plugin = dist.Backend._plugins["GLOO"]
+        split_from = []
+
+        def create(options: Any, backend_options: Any) -> Any:
+            split_from.append(options.split_from)
+            return plugin.creator_fn(options, backend_options)
+
+        dist.Backend._plugins["GLOO"] = plugin._replace(creator_fn=create)
+        if rank < 2:  # rank 2 does nothing
+            (group,) = make_groups(whole_world(), {"a": [0, 1]}, "gloo").values()
+            number = torch.tensor([rank])
+            dist.all_reduce(number, group=group)
+            assert number.item() == 1
+            assert split_from == [None]
+            assert group.bound_device_id == torch.device("cpu:0")
+        assert whole_world().bound_device_id == torch.device("cpu:0")
+
+    values(run_ranks(3, run, connect=False))
+
+
+# --- the settings of NCCL's
+
+
+@needs_nccl
+def test_megatrons_settings_reach_our_communicators() -> None:
+    """--nccl-communicator-config-path and --high-priority-stream-groups were for Megatron's own
+    groups alone."""
+    said = {"max_ctas": 6, "min_ctas": 3, "cga_cluster_size": 2, "net_name": "IB"}
+    of_pipeline = parallel_state.get_nccl_options("pp", {"pp": {**said, **PRIORITY}})
+    options = communicator_options(of_pipeline, 4)
+    assert {name: getattr(options.config, name) for name in said} == said
+    assert options.is_high_priority_stream
+    assert options is not of_pipeline, "torch writes a group's name into its options"
+
+
+PRIORITY = {"is_high_priority_stream": True}
+
+
+@needs_nccl
+@pytest.mark.parametrize(
+    ("said", "ours", "expected"),
+    [({}, 4, 4), ({"max_ctas": 32}, 4, 32), ({"min_ctas": 8}, 4, 8), ({"min_ctas": 2}, 4, 4)],
+)
+def test_few_ctas_unless_the_user_says_other(
+    said: dict[str, int], ours: int, expected: int
+) -> None:
+    of_pipeline = parallel_state.get_nccl_options("pp", {"pp": said})
+    assert communicator_options(of_pipeline, ours).config.max_ctas == expected
+
+
+@needs_nccl
+def test_nccl_is_left_alone_where_nothing_is_said() -> None:
+    unset = dist.ProcessGroupNCCL.Options().config
+    for of_pipeline in (dist.ProcessGroupNCCL.Options(), object()):
+        options = communicator_options(of_pipeline, None)
+        for name in ("max_ctas", "min_ctas", "cga_cluster_size", "net_name"):
+            assert getattr(options.config, name) == getattr(unset, name)
+        assert not options.is_high_priority_stream
+
+
+@needs_nccl
+def test_each_group_has_options_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the world's backend for the device is NCCL, and only there."""
+    of_pipeline = dist.ProcessGroupNCCL.Options()
+    of_pipeline.config.min_ctas = 1
+    backend = SimpleNamespace(options=of_pipeline)
+    pipeline: Any = SimpleNamespace(_get_backend=lambda device: backend)
+    asked: list[Any] = []
+
+    def note(pipeline: Any, members: Any, backend: str, options: Any = None) -> dict[Any, Any]:
+        asked.append((backend, options))
+        return {}
+
+    monkeypatch.setattr(groups_module, "make_groups", note)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    for device in (torch.device("cuda", 0), CPU):
+        groups_module.make_device_groups(pipeline, {}, device, 4)
+    (nccl, options), gloo = asked
+    assert nccl == "nccl" and gloo == ("gloo", None)
+    first, second = options(), options()
+    assert first is not second
+    assert [made.config.max_ctas for made in (first, second)] == [4, 4]
+
+
+def test_both_ends_use_equally_many_ctas() -> None:
+    """NCCL spreads a message over them the same way at both ends, and a rank with few channels, or
+    on a larger device, would have thought of more."""
+    program = program_of("zb-v", 4)
+
+    def run(rank: int) -> int | None:
+        device = SimpleNamespace(multi_processor_count=[132, 132, 114, 132][rank])
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+            assert ctas_for(program, whole_world(), CPU) is None
+            return ctas_for(program, whole_world(), torch.device("cuda", 0))
+
+    assert values(run_ranks(4, run)) == [2] * 4  # 8 channels of 4 would be 32 of 114

@@ -1,0 +1,53 @@
+"""The thread that passes the verdict back, beside the one that runs the passes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch.distributed as dist
+
+from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.validation import ValidationMessages
+from megatron_ext.schedule.placement import line
+from tests.pipeline.stages import world
+from tests.ranks import run_ranks, values
+
+
+def test_to_look_for_the_verdict_costs_next_to_nothing() -> None:
+    """A look every millisecond went through torch and an Event's Python: the thread of the passes,
+    which launches kernels, had to give it the interpreter each time. Now a look reads a number, and
+    what is waited for in between is a lock, without the interpreter."""
+
+    def run(rank: int) -> None:
+        messages = ValidationMessages(world(), line(2), Recorder(rank))
+        messages.pass_on(messages.partial())
+        called: Counter[str] = Counter()
+        if rank == 0:
+
+            def note(frame: Any, event: str, function: Any) -> None:
+                if event.endswith("call") and threading.current_thread() is not main:
+                    called[frame.f_code.co_name if event == "call" else function.__name__] += 1
+
+            main = threading.current_thread()
+            threading.setprofile(note)
+            messages.expect()
+            threading.setprofile(None)
+            while called["acquire"] < 20:  # looks
+                time.sleep(0.001)
+            looks = Counter(called)
+            dist.barrier()
+            for name, calls in looks.items():
+                if calls > 5:  # and not once, as the thread began
+                    assert name in ("acquire", "isnan", "<lambda>")
+        else:
+            dist.barrier()
+        messages.verdict()
+
+    values(run_ranks(2, run, timeout=20))
