@@ -122,19 +122,21 @@ def _installed(adversary: _Adversary) -> Iterator[None]:
         (work,) = post(lambda moved: [receive(channels, channel, moved[0])], (tensor, Use.FILLED))
         return work
 
-    def adverse_broadcast(it: Collectives, kind: Kind, tensor: Tensor, root: int) -> Any:
-        use = Use.GIVEN if it.rank == root else Use.FILLED
-        (work,) = post(lambda moved: [broadcast(it, kind, moved[0], root)], (tensor, use))
+    def adverse_broadcast(collectives: Collectives, kind: Kind, tensor: Tensor, root: int) -> Any:
+        use = Use.GIVEN if collectives.rank == root else Use.FILLED
+        (work,) = post(lambda moved: [broadcast(collectives, kind, moved[0], root)], (tensor, use))
         return work
 
-    def adverse_sum(it: Collectives, kind: Kind, tensor: Tensor, root: int) -> Any:
-        use = Use.FILLED if it.rank == root else Use.SPOILT
-        (work,) = post(lambda moved: [total(it, kind, moved[0], root)], (tensor, use))
+    def adverse_sum(collectives: Collectives, kind: Kind, tensor: Tensor, root: int) -> Any:
+        use = Use.FILLED if collectives.rank == root else Use.SPOILT
+        (work,) = post(lambda moved: [total(collectives, kind, moved[0], root)], (tensor, use))
         return work
 
-    def adverse_gather(it: Collectives, kind: Kind, gathered: Tensor, tensor: Tensor) -> Any:
+    def adverse_gather(
+        collectives: Collectives, kind: Kind, gathered: Tensor, tensor: Tensor
+    ) -> Any:
         used = (gathered, Use.FILLED), (tensor, Use.GIVEN)
-        (work,) = post(lambda moved: [gather(it, kind, *moved)], *used)
+        (work,) = post(lambda moved: [gather(collectives, kind, *moved)], *used)
         return work
 
     def adverse_start(start: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
