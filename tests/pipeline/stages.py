@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -299,13 +300,15 @@ class CountingTransport:
 class InOrderGroup(PipelineGroup):
     """As strict as NCCL: one batch after the other, and one work for all of a batch."""
 
+    _start_at_once = PipelineGroup.start  # whatever stands in for that later
+
     def __init__(self, pipeline: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(pipeline, device)
         self._one_by_one = ThreadPoolExecutor(max_workers=1)
 
     def start(self, messages: Sequence[tuple[Channel, Tensor]]) -> list[Any]:
         def move() -> None:
-            for work in super(InOrderGroup, self).start(messages):
+            for work in self._start_at_once(messages):
                 work.wait()
 
         return [_Started(self._one_by_one.submit(move))]
@@ -315,8 +318,12 @@ class _Started:
     def __init__(self, future: Future[None]) -> None:
         self.future = future
 
-    def wait(self) -> None:
-        self.future.result()
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """As a work of torch's."""
+        try:
+            self.future.result(None if timeout is None else timeout.total_seconds())
+        except TimeoutError as error:
+            raise RuntimeError("the batch has not moved") from error
 
 
 @dataclass

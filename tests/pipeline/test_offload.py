@@ -30,6 +30,7 @@ from megatron_ext.schedule.memory import most_on_host  # noqa: E402
 from megatron_ext.schedule.registry import choose  # noqa: E402
 from megatron_ext.schedule.schedule import Offload  # noqa: E402
 from megatron_ext.schedule.verify import Program  # noqa: E402
+from tests.adversary import LateCopies  # noqa: E402
 from tests.pipeline.stages import (  # noqa: E402
     CPU,
     WIDTH,
@@ -108,35 +109,6 @@ def test_gradients_are_those_without(spec: str, ranks: int, way: Offload) -> Non
         return wanted
 
     assert sum(values(run_ranks(ranks, run))) > 0
-
-
-class LateCopies(DirectCopies):
-    """Copies that are made when they are waited for; in order, as late as can be."""
-
-    def __init__(self) -> None:
-        self.started: list[LateTransfer] = []
-
-    def start(self, action: Action, pieces: Sequence[Piece], after: Transfer | None) -> Transfer:
-        lane = RULES[action.kind].lane
-        before = [t for t in self.started if t.lane is lane][-1:]
-        before += [t for t in self.started if t is after]
-        transfer = LateTransfer(lane, pieces, before)
-        self.started.append(transfer)
-        return transfer
-
-
-class LateTransfer:
-    def __init__(self, lane: Lane, pieces: Sequence[Piece], before: list[LateTransfer]) -> None:
-        self.lane, self.pieces, self.before = lane, pieces, before
-
-    def wait(self) -> None:
-        for transfer in self.before:
-            transfer.wait()
-        for to, source in self.pieces:
-            to.copy_(source)
-        self.pieces, self.before = (), []
-
-    finish = wait
 
 
 @pytest.mark.parametrize("spec", ["1f1b", "gis", "zb-v", "zb-h1"])

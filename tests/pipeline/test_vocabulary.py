@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -71,7 +72,7 @@ def check_step(pipeline: VocabularyPipeline) -> None:
             got = pipeline.connections.whole(got, divides=False)
         errors[f"stage {number}"] = error_of(got, reference.stages[number])
     bound = ULPS_PER_STAGE * ULP[model.dtype] * placement.stages
-    assert max(errors.values()) <= bound, errors
+    assert all(error <= bound for error in errors.values()), errors  # and none is no number
 
 
 def train(
@@ -214,8 +215,16 @@ def test_what_is_held(name: str, how: VocabularyParallel) -> None:
         tables = 2 * pipeline.shard.rows * WIDTH * 2
         ours = {address for address, maker in live.maker_of.items() if maker is not None}
         kept = {each._cdata for each in storages(list(pipeline.ends.losses.values()))}
-        sizes = live.sizes()
-        assert sum(sizes[address] for address in (ours & sizes.keys()) - kept) == tables
+
+        def left_over() -> int:
+            sizes = live.sizes()
+            return sum(sizes[address] for address in (ours & sizes.keys()) - kept)
+
+        # On a busy machine gloo's thread may let go of the last collective after its wait.
+        end = time.monotonic() + 10.0
+        while left_over() != tables and time.monotonic() < end:
+            time.sleep(0.01)
+        assert left_over() == tables
 
     values(run_ranks(ranks, run))
 

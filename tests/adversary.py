@@ -1,0 +1,359 @@
+"""Two adversaries, which do on the CPU what a GPU may do and gloo never does.
+
+gloo is kind. It moves messages in threads of its own, so that one which cannot move yet holds up
+nobody but who waits for it; and between a message's start and its wait all is as if the message had
+moved already, or not yet. On a GPU what has been posted is a kernel that runs, any call of the host
+may stop behind it, and what is in a buffer before the wait is anybody's guess.
+
+`synchronising`: before each pass a rank waits until all that it has posted has ended, as behind a
+host call that waits for the device. Where something posted needs what the rank only does later, it
+fails, and says what it was. `one_queue` waits before each action: messages and copies, too, come
+one after the other.
+
+`late`: what comes is there when it is waited for and not before; what leaves must stay until then.
+Before its wait, a buffer that is being filled has no numbers in it. What is sent, or put into a
+sum, moves from a copy, at once: were it to move at its wait, sound programs would deadlock, for a
+wait stands where the rank already knows that the message was used. At the wait the tensor itself
+must be there and have the bytes it had. Copies to and from the host are made when they are waited
+for.
+
+Both stand between the runtime and what moves tensors: in this process, and in ranks forked from it
+meanwhile. Messages of post-validation go from host to host, which no device holds up: they are
+left alone. Of what Megatron starts beside the passes, its reductions of gradients and gathers of
+parameters, the first waits for all, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any, Protocol
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import _CoalescingManager
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron_ext.runtime import offload
+from megatron_ext.runtime.batched import PipelineGroup
+from megatron_ext.runtime.collectives import Collectives
+from megatron_ext.runtime.executor import _Execution
+from megatron_ext.runtime.host_copies import DirectCopies, HostCopies, Piece, Transfer
+from megatron_ext.runtime.transport import Channels
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.graph import Channel
+from megatron_ext.schedule.kinds import RULES, Lane
+from megatron_ext.schedule.schedule import is_compute
+from tests.pipeline.stages import InOrderGroup
+
+# Seconds after which what has been posted is taken not to end. A busy machine needs less, and it is
+# soon enough for a test that waits for it.
+SECONDS = 60.0
+
+POISON = 0xFF  # in every byte: not a number, or -1
+
+
+def synchronising(seconds: float = SECONDS) -> AbstractContextManager[None]:
+    """A rank fails at a pass before which something posted has not ended in ``seconds``."""
+    return _installed(Synchronising(seconds))
+
+
+def one_queue(seconds: float = SECONDS) -> AbstractContextManager[None]:
+    """The same at any action. (Messages that are to move in one batch cannot.)"""
+    return _installed(Synchronising(seconds, everywhere=True))
+
+
+def late() -> AbstractContextManager[None]:
+    """A rank fails at a wait for something whose tensor is not what it was."""
+    return _installed(Late())
+
+
+MODES: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "synchronising": synchronising,
+    "late": late,
+}
+
+
+class Use(enum.Enum):
+    """What a message, or a collective, does with a tensor."""
+
+    GIVEN = "it leaves"
+    SPOILT = "it leaves, and what is in it afterwards is of no use"
+    FILLED = "it is brought here"
+
+
+Start = Callable[[Sequence[Tensor]], Sequence[Any]]  # with these tensors; the works
+
+
+class _Adversary(Protocol):
+    def post(self, action: Action | None, start: Start, uses: Sequence[Use], *tensors: Tensor): ...
+
+    def before(self, action: Action) -> None: ...
+
+    def after_step(self) -> None: ...
+
+    def post_foreign(self, work: Any) -> Any: ...
+
+    def copies_on(self, device: torch.device) -> HostCopies: ...
+
+
+@contextlib.contextmanager
+def _installed(adversary: _Adversary) -> Iterator[None]:
+    """Let all that the runtime posts go through ``adversary``."""
+    send, receive = Channels.send, Channels.receive
+    broadcast, total, gather = Collectives.broadcast, Collectives.sum, Collectives.gather
+    perform, run, append = _Execution.perform, _Execution.run, _CoalescingManager.append
+    current: list[Action] = []  # what the executor is at
+
+    def post(start: Start, *used: tuple[Tensor, Use]) -> list[Any]:
+        action = current[-1] if current else None  # connections are tried before the first step
+        return adversary.post(action, start, [use for _, use in used], *(t for t, _ in used))
+
+    def adverse_send(channels: Channels, channel: Channel, tensor: Tensor) -> Any:
+        (work,) = post(lambda moved: [send(channels, channel, moved[0])], (tensor, Use.GIVEN))
+        return work
+
+    def adverse_receive(channels: Channels, channel: Channel, tensor: Tensor) -> Any:
+        (work,) = post(lambda moved: [receive(channels, channel, moved[0])], (tensor, Use.FILLED))
+        return work
+
+    def adverse_broadcast(collectives: Collectives, kind: Kind, tensor: Tensor, root: int) -> Any:
+        use = Use.GIVEN if collectives.rank == root else Use.FILLED
+        (work,) = post(lambda moved: [broadcast(collectives, kind, moved[0], root)], (tensor, use))
+        return work
+
+    def adverse_sum(collectives: Collectives, kind: Kind, tensor: Tensor, root: int) -> Any:
+        use = Use.FILLED if collectives.rank == root else Use.SPOILT
+        (work,) = post(lambda moved: [total(collectives, kind, moved[0], root)], (tensor, use))
+        return work
+
+    def adverse_gather(
+        collectives: Collectives, kind: Kind, gathered: Tensor, tensor: Tensor
+    ) -> Any:
+        used = (gathered, Use.FILLED), (tensor, Use.GIVEN)
+        (work,) = post(lambda moved: [gather(collectives, kind, *moved)], *used)
+        return work
+
+    def adverse_start(start: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
+        def started(
+            group: PipelineGroup, messages: Sequence[tuple[Channel, Tensor]]
+        ) -> Sequence[Any]:
+            channels = [channel for channel, _ in messages]
+            used = [
+                (tensor, Use.GIVEN if channel.sender == group.rank else Use.FILLED)
+                for channel, tensor in messages
+            ]
+            return post(lambda moved: start(group, list(zip(channels, moved, strict=True))), *used)
+
+        return started
+
+    def adverse_perform(execution: _Execution, action: Action) -> None:
+        adversary.before(action)
+        current.append(action)
+        try:
+            perform(execution, action)
+        finally:
+            current.pop()
+
+    def adverse_run(execution: _Execution) -> None:
+        run(execution)
+        adversary.after_step()
+
+    def adverse_append(manager: _CoalescingManager, work: Any = None) -> None:
+        append(manager, work and adversary.post_foreign(work))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Channels, "send", adverse_send)
+        patch.setattr(Channels, "receive", adverse_receive)
+        patch.setattr(Collectives, "broadcast", adverse_broadcast)
+        patch.setattr(Collectives, "sum", adverse_sum)
+        patch.setattr(Collectives, "gather", adverse_gather)
+        for group in (PipelineGroup, InOrderGroup):
+            patch.setattr(group, "start", adverse_start(group.start))
+        patch.setattr(_Execution, "perform", adverse_perform)
+        patch.setattr(_Execution, "run", adverse_run)
+        patch.setattr(_CoalescingManager, "append", adverse_append)
+        patch.setattr(offload, "copies_on", adversary.copies_on)
+        yield
+
+
+# --- synchronising
+
+
+class _Posted:
+    """A work that may be waited for twice, which gloo's may not."""
+
+    def __init__(self, name: str, work: Any) -> None:
+        self.name = name
+        self._work = work
+        self._has_ended = False
+
+    def wait(self, *timeout: timedelta) -> None:
+        if not self._has_ended:
+            self._work.wait(*timeout)
+            self._has_ended = True
+
+
+class Synchronising:
+    """Copies are direct: they have ended when they have been started."""
+
+    def __init__(self, seconds: float, everywhere: bool = False) -> None:
+        self._seconds = seconds
+        self._everywhere = everywhere
+        self._under_way: list[_Posted] = []
+
+    def post(
+        self, action: Action | None, start: Start, uses: Sequence[Use], *tensors: Tensor
+    ) -> list[_Posted]:
+        posted = [_Posted(str(action), work) for work in start(tensors)]
+        self._under_way += posted
+        return posted
+
+    def post_foreign(self, work: Any) -> _Posted:
+        self._under_way.append(_Posted("a collective of Megatron's", work))
+        return self._under_way[-1]
+
+    def before(self, action: Action) -> None:
+        if not (self._everywhere or is_compute(action)):
+            return
+        for posted in self._under_way:
+            began = time.monotonic()
+            try:
+                posted.wait(timedelta(seconds=self._seconds))
+            except RuntimeError as error:
+                if time.monotonic() - began < self._seconds:
+                    raise  # another rank has failed
+                raise AssertionError(
+                    f"{posted.name}, posted before {action}, has not ended in "
+                    f"{self._seconds:g} s: it needs what a rank does later, and a GPU that is "
+                    f"waited for here hangs"
+                ) from error
+        self._under_way.clear()
+
+    def after_step(self) -> None:
+        pass
+
+    def copies_on(self, device: torch.device) -> HostCopies:
+        return DirectCopies()
+
+
+# --- late
+
+
+class Late:
+    def __init__(self) -> None:
+        self._under_way: list[_LateWork] = []
+
+    def post(
+        self, action: Action | None, start: Start, uses: Sequence[Use], *tensors: Tensor
+    ) -> list[_LateWork]:
+        stand_ins = [_StandIn(tensor, use) for tensor, use in zip(tensors, uses, strict=True)]
+        works = start([stand_in.moves for stand_in in stand_ins])
+        shares = [stand_ins]
+        if len(works) > 1:  # a work for each
+            shares = [[stand_in] for stand_in in stand_ins]
+        posted = [_LateWork(action, *each) for each in zip(works, shares, strict=True)]
+        self._under_way += posted
+        return posted
+
+    def before(self, action: Action) -> None:
+        pass
+
+    def after_step(self) -> None:
+        forgotten = [str(work.action) for work in self._under_way if not work.was_waited_for]
+        self._under_way.clear()
+        assert not forgotten, f"nobody has waited for {', '.join(forgotten)}"
+
+    def post_foreign(self, work: Any) -> Any:
+        return work
+
+    def copies_on(self, device: torch.device) -> HostCopies:
+        return LateCopies()
+
+
+class _LateWork:
+    def __init__(self, action: Action | None, work: Any, stand_ins: Sequence[_StandIn]) -> None:
+        self.action = action
+        self.was_waited_for = False
+        self._work = work
+        self._stand_ins = stand_ins
+
+    def wait(self) -> None:
+        assert not self.was_waited_for, f"{self.action} has been waited for before"
+        self.was_waited_for = True
+        self._work.wait()
+        for stand_in in self._stand_ins:
+            stand_in.hand_over(self.action)
+        self._stand_ins = ()
+
+
+class _StandIn:
+    """What moves in place of a tensor, which it does not keep alive."""
+
+    def __init__(self, tensor: Tensor, use: Use) -> None:
+        assert tensor.is_contiguous()
+        self.moves = tensor.detach().clone()
+        self._use = use
+        own = _bytes(tensor)
+        if use is Use.FILLED:
+            own.fill_(POISON)
+        self._expected = own.clone()
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+        self._offset = own.storage_offset()
+
+    def hand_over(self, action: Action | None) -> None:
+        """As if it had moved just now: ``action`` has been waited for."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        size = self._expected.numel()
+        assert storage is not None and storage.nbytes() >= self._offset + size, (
+            f"the memory of {action} was given back before its wait"
+        )
+        own = torch.empty(0, dtype=torch.uint8).set_(storage, self._offset, (size,), (1,))
+        assert torch.equal(own, self._expected), (
+            f"the tensor of {action} was written to before its wait"
+        )
+        if self._use is Use.FILLED:
+            own.copy_(_bytes(self.moves))
+        elif self._use is Use.SPOILT:
+            own.fill_(POISON)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The same memory."""
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+class LateCopies(DirectCopies):
+    """Copies that are made when they are waited for; in order, as late as can be."""
+
+    def __init__(self) -> None:
+        self._last: dict[Lane, LateTransfer] = {}
+
+    def start(self, action: Action, pieces: Sequence[Piece], after: Transfer | None) -> Transfer:
+        lane = RULES[action.kind].lane
+        before = [transfer for transfer in (self._last.get(lane), after) if transfer is not None]
+        if lane is Lane.FROM_HOST:
+            for to, _ in pieces:
+                to.fill_(POISON)
+        transfer = self._last[lane] = LateTransfer(pieces, before)
+        return transfer
+
+
+class LateTransfer:
+    def __init__(self, pieces: Sequence[Piece], before: Sequence[Transfer]) -> None:
+        self._pieces, self._before = pieces, before
+
+    def wait(self) -> None:
+        pieces, before = self._pieces, self._before
+        self._pieces, self._before = (), ()
+        for transfer in before:
+            transfer.wait()
+        for to, source in pieces:
+            to.copy_(source)
+
+    finish = wait
