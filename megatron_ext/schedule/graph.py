@@ -266,6 +266,8 @@ def build_graph(
     # Plain tuples are as good a key, and sooner made than actions.
     number: dict[tuple[int, Kind, int], int] = {a: node for node, a in enumerate(actions)}
     before: list[list[int]] = [[] for _ in actions]
+    # Then whatever an action needs of its own rank has ended: it comes before it in the row.
+    in_row_order = device is Device.ONE_QUEUE
     issued_after: list[list[int]] = [[] for _ in actions]  # what held it up on its rank, if any
 
     start = 0
@@ -277,14 +279,14 @@ def build_graph(
             rule = RULES[action.kind]
             issued_after[node] = latest
             before[node] += latest
-            channel = _channel(action, placement)
+            channel = None if in_row_order else _channel(action, placement)
             if channel is not None:
                 before[node] += channel_end.get(channel, [])
                 channel_end[channel] = [node]
             if rule.holds_up and device is Device.WAITS_AT_PASSES:
                 before[node] += posted
                 posted.clear()
-            if rule.holds_up or device is Device.ONE_QUEUE:
+            if rule.holds_up or in_row_order:
                 latest = [node]
             else:
                 posted.append(node)
@@ -292,7 +294,7 @@ def build_graph(
 
     wanted = Needs(placement)
     for node, action in enumerate(actions):
-        for stage, kind in wanted[action.stage, action.kind]:
+        for stage, kind in () if in_row_order else wanted[action.stage, action.kind]:
             if (earlier := number.get((stage, kind, action.microbatch))) is not None:
                 before[node].append(earlier)
         rule = RULES[action.kind]

@@ -118,13 +118,7 @@ def prove(schedule: Schedule, problem: Problem) -> Program:
     if problem.post_validation and not problem.forward_only:
         _check_speculation(schedule)
     graph = build_graph(schedule, problem.p2p)
-    _check_acyclic(schedule, graph, "it would hang")
-    strictest = STRICTEST[problem.p2p]
-    _check_acyclic(
-        schedule,
-        build_graph(schedule, problem.p2p, strictest),
-        f"it would hang on a device where {strictest.value} can hold up what comes next",
-    )
+    _check_acyclic(schedule, problem.p2p, graph)
     _check_memory(schedule, problem)
     return Program(schedule, problem, graph, _SEAL)
 
@@ -134,11 +128,17 @@ def prove(schedule: Schedule, problem: Problem) -> Program:
 STRICTEST = {P2P.ASYNC: Device.ONE_QUEUE, P2P.BATCHED: Device.WAITS_AT_PASSES}
 
 
-def _check_acyclic(schedule: Schedule, graph: Graph, otherwise: str) -> None:
-    if len(graph.order) < len(graph.actions):
-        cycle = graph.cycle()
-        path = " waits for ".join(map(str, [*cycle, cycle[0]]))
-        _reject(schedule, f"{otherwise}: {path}", cycle)
+def _check_acyclic(schedule: Schedule, p2p: P2P, graph: Graph) -> None:
+    device = STRICTEST[p2p]
+    strictest = build_graph(schedule, p2p, device)
+    if len(strictest.order) == len(strictest.actions):
+        return  # and so has ``graph`` no cycle, whose paths are all there too
+    cycle, where = graph.cycle(), ""
+    if not cycle:
+        cycle = strictest.cycle()
+        where = f" on a device where {device.value} can hold up what comes next"
+    path = " waits for ".join(map(str, [*cycle, cycle[0]]))
+    _reject(schedule, f"it would hang{where}: {path}", cycle)
 
 
 def _reject(schedule: Schedule, why: str, actions: Sequence[Action] = ()) -> NoReturn:
