@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from megatron_ext.schedule.limit import MemoryLimit
-from megatron_ext.schedule.memory import in_bytes, leaving_room, peaks
+from megatron_ext.schedule.memory import bytes_for, in_bytes, leaving_room, peaks
 from megatron_ext.schedule.registry import Choice
 from megatron_ext.schedule.schedule import (
     Offload,
@@ -82,6 +82,7 @@ def _with_room_for_messages(
     """
     limit = problem.memory_limit
     assert limit is not None and limit.bytes is not None
+    bytes_for(limit, problem.costs)
     smaller = schedule
     for _ in range(_TRIES):
         over = max(peaks(smaller, in_bytes(problem.costs))) - limit.bytes
