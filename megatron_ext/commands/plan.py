@@ -145,7 +145,8 @@ def _print_plan(found: Plan) -> None:
     rows = [_plan_row(each, found) for each in best]
     if rows:
         kept = [key for key in rows[0] if any(row[key] is not None for row in rows)]
-        print_table([{key: row[key] for key in kept} for row in rows])
+        shown_rows = [{key: "" if row[key] is None else row[key] for key in kept} for row in rows]
+        print_table(shown_rows)
         typer.echo("* none other is both faster and smaller")
     shown = {each.schedule for each in best}
     _print_refusals(
