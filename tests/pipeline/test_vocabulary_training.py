@@ -152,7 +152,8 @@ def assert_close(runs: list[Run], reference: list[Run], precision: str = "fp32")
     """Losses of training and evaluation, and gradient norms.
 
     A loss is a sum over one sample after another, and its difference grows with the weights' from
-    one step to the next; four ulps were seen.
+    one step to the next; four ulps were seen. In bf16 so do the norms': 1.5 % after one step where
+    the CPU multiplies bf16 itself (AMX), a fifth of that where it does not.
     """
     share = 16 * ULP if precision == "fp32" else 2.0**-10
     ours = losses(runs)
@@ -160,8 +161,10 @@ def assert_close(runs: list[Run], reference: list[Run], precision: str = "fp32")
     ours = evaluations(runs)
     assert ours and ours == pytest.approx(evaluations(reference)[-len(ours) :], rel=share)
     norms = runs[0].norms
-    share = 16 * ULP if precision == "fp32" else 2.0**-8
-    assert norms[0] and norms == pytest.approx(reference[0].norms[-len(norms) :], rel=share)
+    stocks = reference[0].norms[-len(norms) :]
+    shares = [16 * ULP] * 2 if precision == "fp32" else [2.0**-8, 2.0**-5]  # first, and later
+    assert norms[0] and norms[0] == pytest.approx(stocks[0], rel=shares[0])
+    assert norms == pytest.approx(stocks, rel=shares[1])
 
 
 @pytest.mark.parametrize(("setting", "schedule", "variant"), CASES)
