@@ -102,7 +102,7 @@ REFUSALS = (
     Refusal(
         "overlap_p2p_comm_warmup_flush",
         bool,
-        "drop --overlap-p2p-communication-warmup-flush: receives are posted ahead anyway",
+        "drop --overlap-p2p-communication-warmup-flush: receives are posted in time anyway",
     ),
     _drop("mtp_num_layers"),
     Refusal("mtp_standalone", bool, "drop the standalone MTP stage from the layout"),

@@ -24,11 +24,13 @@ from megatron_ext.schedule.build import build_program
 from megatron_ext.schedule.certify import certify as certified
 from megatron_ext.schedule.costs import parse_costs
 from megatron_ext.schedule.draw import draw_steps
+from megatron_ext.schedule.graph import Device
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.overlap import what_overlapping_gains
 from megatron_ext.schedule.registry import choose, with_option
 from megatron_ext.schedule.report import report
 from megatron_ext.schedule.schedule import P2P, Offload, Problem, VocabularyParallel, to_csv
+from megatron_ext.schedule.simulate import simulate as simulate_program
 from megatron_ext.schedule.simulate import simulate_steps
 from megatron_ext.schedule.summary import program_of_1f1b
 from megatron_ext.schedule.timeline import Timeline
@@ -78,7 +80,11 @@ def simulate(
         ),
     ] = None,
 ) -> None:
-    """Predict how long a schedule takes and what it holds."""
+    """Predict how long a schedule takes and what it holds.
+
+    makespan_if_passes_wait is the makespan on a device that, at every pass, waits for all that was
+    posted before it.
+    """
     try:
         if csv is not None and vocab_parallel is not VocabularyParallel.NONE:
             raise ValueError(
@@ -104,6 +110,8 @@ def simulate(
             post_validation=post_validation,
         )
         program, result = report(choice, problem)
+        waiting = simulate_program(program, program.problem.costs, Device.WAITS_AT_PASSES)
+        result["makespan_if_passes_wait"] = waiting.makespan
         if certify:
             certificate = certified(program, seconds)
             result |= {

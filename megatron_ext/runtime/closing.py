@@ -46,6 +46,7 @@ def _wait() -> None:
 
 
 def _close(last_reference: list[dist.ProcessGroup]) -> None:
-    with contextlib.suppress(RuntimeError):  # the step's own error is the one to show
+    # The step's own error is the one to show; its main thread may be destroying groups meanwhile.
+    with contextlib.suppress(RuntimeError, ValueError, KeyError):
         dist.distributed_c10d._abort_process_group(last_reference[0])
     last_reference.clear()

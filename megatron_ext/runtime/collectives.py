@@ -1,7 +1,7 @@
 """What all ranks of a pipeline do together, over torch.distributed.
 
 Each kind has a process group of its own, made and used once in one global order before the first
-step, as channels have (`transport`). Collectives are started in passing and waited for by whoever
+step, as channels have (`channels`). Collectives are started in passing and waited for by whoever
 needs what they bring.
 """
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,7 +43,7 @@ def make_device_groups[Key](
     options = None
     if backend == NCCL:
 
-        def options() -> object:
+        def options() -> Any:
             return communicator_options(pipeline._get_backend(device).options, max_ctas)
 
     return make_groups(pipeline, members, backend, options)
@@ -52,7 +53,7 @@ def make_groups[Key](
     pipeline: dist.ProcessGroup,
     members: Mapping[Key, Sequence[int]],
     backend: str,
-    options: Callable[[], object] | None = None,
+    options: Callable[[], Any] | None = None,
 ) -> dict[Key, dist.ProcessGroup]:
     """A process group for each of ``members``, given as pipeline ranks; those of this rank.
 
@@ -73,6 +74,9 @@ def make_groups[Key](
         name = f"megatron_ext/{backend}/{key}/{'-'.join(map(str, ranks))}"
         # Where a group meets nothing must be left of one before. Its members have all made it
         # equally often; the count lives as long as what is left, in the store.
+        backend_options = None if options is None else options()
+        if backend_options is not None:
+            backend_options._timeout = timeout  # or torch warns of another
         number = store.add(f"{name}/made by {dist.get_rank()}", 1)
         with _not_split_off() as device:
             group, _ = distributed_c10d._new_process_group_helper(
@@ -82,7 +86,7 @@ def make_groups[Key](
                 backend,
                 store,
                 f"{name}/{number}",  # type: ignore[arg-type]
-                None if options is None else options(),  # by position: its name has changed
+                backend_options,  # by position: its name has changed
                 timeout=timeout,
                 device_id=device,
                 group_desc=f"megatron_ext {key}",

@@ -20,6 +20,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 LOOK_SECONDS = 1.0
+TRIES = 3  # after so many looks without an answer the store is taken to be gone
 LEAVE_SECONDS = 5.0  # that a failing rank waits for a store that does not answer
 
 
@@ -64,12 +65,14 @@ class LastWords:
             self._thread.join(LEAVE_SECONDS)
 
     def _run(self) -> None:
-        try:
-            words = self._listen()
-        except RuntimeError:
-            return  # the store has gone with its process, as at the end of a training
-        finally:
-            self._has_left.set()
+        words = None
+        for _ in range(TRIES):
+            try:
+                words = self._listen()
+                break
+            except RuntimeError:  # no answer; or gone with its process, as a training ends
+                self._wake.wait(LOOK_SECONDS)
+        self._has_left.set()
         if words is not None:
             assert self._hear is not None
             self._hear(words)

@@ -79,8 +79,9 @@ class Recorder:
         """Around a blocking wait for the message ``action``; see `Position`."""
         return _Stay(self, Position(self.rank, action, peer, direction, time.monotonic()))
 
-    def failed(self, error: BaseException, action: Action) -> None:
-        """The step ends by ``error``, in ``action``: note it, and tell the others."""
+    def failed(self, error: BaseException, action: Action | str) -> None:
+        """The step ends by ``error``, in ``action`` (or where it says): note it, and tell the
+        others."""
         self.has_failed = True
         where = f"pipeline rank {self.rank}, in {action} {self.whereabouts.note()}"
         error.add_note(f"megatron_ext: {where}")

@@ -36,7 +36,8 @@ def memory_curve(row: tuple[Action, ...], amount: Amount) -> list[float]:
 def held_during(row: tuple[Action, ...], amount: Amount) -> Iterator[float]:
     """The same for every action of ``row``: messages and copies from the host take memory too.
 
-    What has been received is part of what the pass that uses it holds.
+    What has been received is counted until the pass that uses it begins: what F keeps of it is part
+    of the activation, and a gradient goes as the pass makes the next one.
     """
     held = 0.0
     received: set[Action] = set()  # and not used

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_ext.schedule.build import build_program
-from megatron_ext.schedule.graph import Device
 from megatron_ext.schedule.memory import in_microbatches, peak_on_host, peaks
 from megatron_ext.schedule.registry import Choice
 from megatron_ext.schedule.schedule import Problem, bitwise_order
@@ -17,8 +16,7 @@ from megatron_ext.schedule.verify import Program
 
 def report(choice: Choice, problem: Problem) -> tuple[Program, dict[str, Any]]:
     """Build, prove and simulate ``choice``; times are in the unit of the costs. ``step`` is what a
-    step costs: the makespan, or where steps overlap about the span. ``makespan_if_passes_wait`` is
-    the makespan on a device that, at every pass, waits for all that was posted before it.
+    step costs: the makespan, or where steps overlap about the span.
 
     Raises:
         InvalidSchedule: it does not solve the problem, or not within its memory limit.
@@ -43,9 +41,6 @@ def report_of(choice: Choice, make: Callable[[], Program]) -> tuple[Program, dic
         "offload": problem.offload.value,
         "post_validation": problem.post_validation,
         "makespan": timeline.makespan,
-        "makespan_if_passes_wait": simulate(
-            program, problem.costs, Device.WAITS_AT_PASSES
-        ).makespan,
         "span": timeline.span,
         "step": step_seconds(program, problem.costs),
         "work": timeline.work,

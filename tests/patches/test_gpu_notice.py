@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_ext.patches.megatron.core.pipeline_parallel import gpu_notice, schedules
+from megatron_ext.schedule.schedule import P2P
 from tests.megatron_runs import model_flags, train
+from tests.unit.schedules import line_problem
 
 ROOT = Path(__file__).resolve().parents[2]
+PROBLEM = line_problem(2, 2)
 
 
 def test_it_is_for_gpus(capsys: pytest.CaptureFixture[str]) -> None:
-    gpu_notice.say_unverified(torch.device("cpu"))
+    gpu_notice.say_unverified(torch.device("cpu"), PROBLEM)
     assert capsys.readouterr().out == ""
-    gpu_notice.say_unverified(torch.device("cuda", 0))
-    says = "not yet verified on a GPU" in capsys.readouterr().out
-    assert says != gpu_notice.HAS_GPU_FIGURES
+    gpu_notice.say_unverified(torch.device("cuda", 0), PROBLEM)
+    line = capsys.readouterr().out
+    assert ("not yet verified on a GPU" in line) != gpu_notice.HAS_GPU_FIGURES
+    assert ("--pipeline-p2p batched" in line) != gpu_notice.HAS_GPU_FIGURES
+    batched = replace(PROBLEM, p2p=P2P.BATCHED)
+    gpu_notice.say_unverified(torch.device("cuda", 0), batched)
+    assert "batched" not in capsys.readouterr().out
 
 
 def test_it_goes_when_the_page_has_figures() -> None:
@@ -36,6 +44,8 @@ def test_it_goes_when_the_page_has_figures() -> None:
 def test_one_rank_says_it_once(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(schedules, "say_unverified", lambda device: print(f"noticed: {device}"))
+    monkeypatch.setattr(
+        schedules, "say_unverified", lambda device, problem: print(f"noticed: {device}")
+    )
     train(2, model_flags(pipeline_model_parallel_size=2, pipeline_schedule="zb-h1", train_iters=2))
     assert capfd.readouterr().out.count("noticed: cpu") == 1

@@ -6,11 +6,13 @@ They bring their own model, their own p2p_communicator and pg_collection, and a 
 from __future__ import annotations
 
 import contextlib
+import time
 import zlib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +30,7 @@ import megatron_ext
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
 from megatron_ext.patches.megatron.tied import tied_weights
+from megatron_ext.schedule.registry import choose
 from megatron_ext.schedule.trace import NAME, read_trace
 from tests.ranks import run_ranks, values
 
@@ -72,7 +75,10 @@ def forward_step(data: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor
 
 
 def step(
-    own_groups: bool, forward_only: bool = False, sequences_vary: bool = False
+    own_groups: bool,
+    forward_only: bool = False,
+    sequences_vary: bool = False,
+    microbatches: int = MICROBATCHES,
 ) -> tuple[list[Any], dict[str, torch.Tensor]]:
     """One step; losses and gradients of this rank."""
     torch.manual_seed(1)
@@ -81,7 +87,7 @@ def step(
     generator = torch.Generator().manual_seed(2)
     data = iter(
         torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=generator)
-        for _ in range(MICROBATCHES)
+        for _ in range(microbatches)
     )
     groups: dict[str, Any] = {}
     if own_groups:
@@ -93,7 +99,7 @@ def step(
         forward_step_func=forward_step,
         data_iterator=data,
         model=[model],
-        num_microbatches=MICROBATCHES,
+        num_microbatches=microbatches,
         seq_length=SEQUENCE,
         micro_batch_size=BATCH,
         forward_only=forward_only,
@@ -173,6 +179,7 @@ def test_varying_sequence_lengths_cannot_be_batched() -> None:
                 pytest.raises(ValueError, match="batched does not go with variable_seq_lengths"),
             ):
                 step(own_groups=False, sequences_vary=True)
+            dist.barrier()  # a rank that has ended would take others' connections down
             return "refused"
 
     assert values(run_ranks(RANKS, refused)) == ["refused"] * RANKS
@@ -219,6 +226,70 @@ def test_all_pipelines_take_the_costs_of_global_rank_0(size: int) -> None:
             return agreed.hop
 
     assert values(run_ranks(RANKS, told)) == [0.0] * RANKS
+
+
+def test_pipelines_that_nothing_ties_may_come_to_other_numbers_of_microbatches() -> None:
+    """verl divides by tokens. When programs were compared by all ranks each time, a pipeline with a
+    new number waited for one that had it already, without a word."""
+
+    def differing(rank: int) -> str:
+        with apply(cpu.patches()), contextlib.ExitStack() as stack:
+            parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+            model_parallel_cuda_manual_seed(0)
+            stack.enter_context(megatron_ext.install(schedule="1f1b"))
+            step(own_groups=False)
+            step(own_groups=False, microbatches=4 if rank in (1, 3) else MICROBATCHES)
+            return "done"
+
+    assert values(run_ranks(RANKS, differing, timeout=60)) == ["done"] * RANKS
+
+
+def test_another_program_is_found_in_a_later_step_too() -> None:
+    """And ends the ranks that do not see it: whoever is first in the store has nothing to compare
+    with."""
+
+    def differing(rank: int) -> None:
+        with apply(cpu.patches()), contextlib.ExitStack() as stack:
+            parallel_state.initialize_model_parallel(pipeline_model_parallel_size=RANKS)
+            model_parallel_cuda_manual_seed(0)
+            stack.enter_context(megatron_ext.install(schedule="1f1b"))
+            step(own_groups=False)
+            if rank == 2:
+                schedules.get_forward_backward_func()._programs._choice = choose("gpipe")
+            step(own_groups=False, microbatches=4)
+
+    results = run_ranks(RANKS, differing, timeout=60)
+    assert all(result.exit_code for result in results)
+    assert "built different programs from" in "".join(
+        result.error + result.stderr for result in results
+    )
+
+
+def test_an_error_beside_the_passes_ends_the_other_ranks() -> None:
+    """What Megatron does at a step's end, or host memory that cannot be had before it: only errors
+    in passes were told, and the others waited for ever where the caller of the rank went on."""
+
+    def failing(rank: int) -> None:
+        with apply(cpu.patches()), contextlib.ExitStack() as stack:
+            parallel_state.initialize_model_parallel(pipeline_model_parallel_size=RANKS)
+            model_parallel_cuda_manual_seed(0)
+            stack.enter_context(megatron_ext.install(schedule="1f1b"))
+            step(own_groups=False)
+            if rank == 1:
+                stack.enter_context(
+                    mock.patch.object(schedules.get_forward_backward_func(), "_transport", broken)
+                )
+                with pytest.raises(OSError, match="no memory"):
+                    step(own_groups=False)
+                time.sleep(600)
+            step(own_groups=False)
+
+    results = run_ranks(RANKS, failing, timeout=30)
+    assert [result.exit_code is None for result in results] == [False, True, False, False]
+
+
+def broken(*args: object) -> None:
+    raise OSError("no memory")
 
 
 # A V, by a layout given as a list.

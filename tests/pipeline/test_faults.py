@@ -190,15 +190,16 @@ def test_every_rank_of_a_batched_pipeline_ends_when_one_fails(
 @pytest.mark.parametrize("varies", [False, True])
 def test_sending_to_a_rank_that_has_failed(script: Script, varies: bool) -> None:
     """A rank was computing when its neighbour died; then the next send or receive fails when it is
-    started, not when it is waited for, and was reported as gloo's error alone."""
-    step = Step({"1F0": kill, "0F1": wait_until_told}, varies=varies)
+    started, not when it is waited for, and was reported as gloo's error alone. (1F0 comes after
+    1RECV_F1, where a shape that varies is waited for.)"""
+    step = Step({"1F0": kill, "0F2": wait_until_told}, varies=varies)
     with running_ranks(RANKS, step, script) as running:
         running.wait_until_it_says(0, HERE)
         running.wait_until_ended(1)
         running.send_signal(0, signal.SIGUSR1)
         results = running.wait()
     check_cut_off(0, results[0])
-    assert "waiting for 0SEND_F1 (to pipeline rank 1)" in results[0].stderr
+    assert "waiting for 0SEND_F2 (to pipeline rank 1)" in results[0].stderr
 
 
 # --- a rank hangs: the others are stuck until somebody ends them

@@ -35,7 +35,7 @@ from megatron_ext.schedule.timeline import Timeline
 # How many microbatches later backward passes run, and so how many more are held.
 INTERVALS = {VocabularyParallel.ONE: 2, VocabularyParallel.TWO: 1}
 
-# The stage whose rank sends a broadcast. The others post it ahead, as receives are.
+# The stage whose rank sends a broadcast. The others begin it ahead.
 _ROOTS = {Kind.BCAST_E: 0, Kind.BCAST_EW: 0, Kind.BCAST_S: -1, Kind.BCAST_SW: -1}
 
 _TICKS = 10**6  # of the longest pass

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import torch
 
+from megatron_ext.schedule.schedule import P2P, Problem
+
 # True once docs/measurements.md has figures under "On a GPU"; a test compares the two.
 HAS_GPU_FIGURES = False
 
-_NOTICE = (
-    "megatron_ext: not yet verified on a GPU: if step 1 does not end, write --pipeline-p2p batched "
-    "(without vocabulary parallelism or post-validation, which refuse it); docs/gpu-tests.md says "
-    "what to report, and where"
+_BATCHED = (
+    "write --pipeline-p2p batched (without vocabulary parallelism or post-validation, which refuse "
+    "it); "
 )
 
 
-def say_unverified(device: torch.device) -> None:
-    """One line for a run on a GPU, until there are figures."""
-    if device.type == "cuda" and not HAS_GPU_FIGURES:
-        print(_NOTICE, flush=True)
+def say_unverified(device: torch.device, problem: Problem) -> None:
+    """One line for a run of ``problem`` on a GPU, until there are figures."""
+    if device.type != "cuda" or HAS_GPU_FIGURES:
+        return
+    instead = "" if problem.p2p is P2P.BATCHED else _BATCHED
+    print(
+        f"megatron_ext: not yet verified on a GPU: if step 1 does not end, {instead}"
+        f"docs/gpu-tests.md says what to report, and where",
+        flush=True,
+    )

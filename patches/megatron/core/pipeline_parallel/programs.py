@@ -7,8 +7,9 @@ other.
 
 from __future__ import annotations
 
+import uuid
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ class Programs:
         self._config = config
         self._choice = config.choice()
         self._placed: dict[tuple[Shape, int, bool, bool], Placed] = {}
+        self._run = ""  # told apart from others that the same store has seen
+        self._measured = 0  # how often costs have changed
         self.costs: dict[Shape, Costs] = {}
 
     def agree_on_costs(
@@ -53,18 +56,18 @@ class Programs:
             return
         placement = self._choice.place(pipeline.size())
         sizes = gather(pipeline, [_size(chunk) for chunk in models])
-        agreed: list[Costs | ValueError | None] = [None]
+        agreed: list[Any] = ["", None]
         if dist.get_rank() == 0:
             per_stage = [
                 sizes[rank][placement.stages_of[rank].index(stage)]
                 for stage, rank in enumerate(placement.rank_of)
             ]
-            agreed = [self._costs(config, placement, per_stage, sequence, micro_batch)]
+            costs_or_error = self._costs(config, placement, per_stage, sequence, micro_batch)
+            agreed = [uuid.uuid4().hex, costs_or_error]
         dist.broadcast_object_list(agreed, src=0)
-        costs = agreed[0]
+        self._run, costs = agreed
         if isinstance(costs, ValueError):
             raise costs  # on all ranks, or the others would wait
-        assert costs is not None
         self.costs[shape] = costs
 
     def _costs(
@@ -105,7 +108,7 @@ class Programs:
         forward_only: bool,
         before: Placed | None = None,
     ) -> Placed:
-        """The program for such a step. Collective over the world.
+        """The program for such a step. The first one is collective over the world.
 
         ``before`` is one of other costs, whose order is kept where it is better.
 
@@ -131,11 +134,27 @@ class Programs:
         else:
             placed = place_again(self._choice, problem, before)
         refuse_order(config, placed.program.schedule)
-        world = dist.group.WORLD
-        assert world is not None
-        check_digests(self._choice.spec, gather(world, placed.program.digest))
+        self._compare(placed.program.digest, shape, microbatches, forward_only)
         self._placed[shape, microbatches, forward_only, config.variable_seq_lengths] = placed
         return placed
+
+    def _compare(self, digest: str, shape: Shape, microbatches: int, forward_only: bool) -> None:
+        """Raise RuntimeError if another rank has built another program for such a step.
+
+        All ranks are there for the first one. Later ones are told in torch's store: pipelines that
+        nothing ties together may come to other numbers of microbatches, and none waits for another
+        that will not come.
+        """
+        world, store = dist.group.WORLD, dist.distributed_c10d._get_default_store()
+        assert world is not None
+        if not self._placed or store is None:
+            check_digests(self._choice.spec, dict(enumerate(gather(world, digest))))
+            return
+        step = f"{shape}/{microbatches}/{forward_only}"
+        key = f"megatron_ext/programs/{self._run}/{self._measured}/{step}"
+        here = dist.get_rank()
+        rank, first = store.compare_set(key, "", f"{here} {digest}").decode().split()
+        check_digests(self._choice.spec, {int(rank): first, here: digest})
 
     def make_again(
         self,
@@ -150,16 +169,17 @@ class Programs:
         Its order is kept where that is better. Collective over the world; raises as `make`.
         """
         self.costs[shape] = costs
+        self._measured += 1
         for key in [key for key in self._placed if key[0] == shape]:
             del self._placed[key]
         microbatches = before.program.problem.microbatches
         return self.make(pipeline, config, shape, microbatches, False, before)
 
 
-def check_digests(schedule: str, digests: Sequence[str]) -> None:
+def check_digests(schedule: str, digests: Mapping[int, str]) -> None:
     """Raise RuntimeError unless all ``digests``, by global rank, are those of one program."""
     ranks: dict[str, list[int]] = defaultdict(list)
-    for rank, digest in enumerate(digests):
+    for rank, digest in sorted(digests.items()):
         ranks[digest].append(rank)
     if len(ranks) > 1:
         built = "; ".join(f"{digest[:12]} on {_listed(where)}" for digest, where in ranks.items())

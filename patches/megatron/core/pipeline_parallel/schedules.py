@@ -273,67 +273,68 @@ class PipelineStep:
             )
         }
 
-        if config.timers is not None:
-            config.timers("forward-backward", log_level=1).start(
-                barrier=config.barrier_with_L1_time
-            )
-        transport = self._transport(program, boundary)
-        trace = None if forward_only else self._trace
-        if trace is not None:
-            trace.begin(pipeline, self._recorder)
-        profile = None if forward_only else self._profile
-        full = Boundary(tuple(shapes[0]), config.pipeline_dtype)
-        if profile is not None:
-            profile.begin(pipeline, self._recorder, models, shape, placement.stages, full)
-        reports = self._config.report_split and not forward_only and not self._has_reported
-        queue.weights = set() if reports else None
-        splits = self._choice.splits_backward and not forward_only
-        at_once = frozenset[torch.Tensor]() if placed.head_waits else _head_weights(models)
-        vocabulary = None
-        if self._vocabulary is not VocabularyParallel.NONE:
-            assert self._collectives is not None
-            shard = _shard(models, pipeline, pg_collection.tp)
-            vocabulary = VocabularyPasses(
-                program,
-                ends_of(stages.values()),
-                shard,
-                self._collectives,
-                boundary,
-                (micro_batch_size, seq_length),
-                self._recorder,
-            )
-            at_once = frozenset()  # its gradient has a pass of its own
+        with self._heard_if_it_fails():
+            if config.timers is not None:
+                config.timers("forward-backward", log_level=1).start(
+                    barrier=config.barrier_with_L1_time
+                )
+            transport = self._transport(program, boundary)
+            trace = None if forward_only else self._trace
+            if trace is not None:
+                trace.begin(pipeline, self._recorder)
+            profile = None if forward_only else self._profile
+            full = Boundary(tuple(shapes[0]), config.pipeline_dtype)
+            if profile is not None:
+                profile.begin(pipeline, self._recorder, models, shape, placement.stages, full)
+            reports = self._config.report_split and not forward_only and not self._has_reported
+            queue.weights = set() if reports else None
+            splits = self._choice.splits_backward and not forward_only
+            at_once = frozenset[torch.Tensor]() if placed.head_waits else _head_weights(models)
+            vocabulary = None
+            if self._vocabulary is not VocabularyParallel.NONE:
+                assert self._collectives is not None
+                shard = _shard(models, pipeline, pg_collection.tp)
+                vocabulary = VocabularyPasses(
+                    program,
+                    ends_of(stages.values()),
+                    shard,
+                    self._collectives,
+                    boundary,
+                    (micro_batch_size, seq_length),
+                    self._recorder,
+                )
+                at_once = frozenset()  # its gradient has a pass of its own
+                if queue.weights is not None:
+                    queue.weights.add(shard.output)
+            offload = None
+            if self._offload is not None and not forward_only:
+                offload = self._offload.step(program.schedule.rows[pipeline.rank()])
+            with _no_grad_sync(config), _splitting(splits, at_once):
+                execute(program, stages, transport, self._recorder, vocabulary, offload, validation)
             if queue.weights is not None:
-                queue.weights.add(shard.output)
-        offload = None
-        if self._offload is not None and not forward_only:
-            offload = self._offload.step(program.schedule.rows[pipeline.rank()])
-        with _no_grad_sync(config), _splitting(splits, at_once):
-            execute(program, stages, transport, self._recorder, vocabulary, offload, validation)
-        if queue.weights is not None:
-            self._report_split(pipeline, models, queue.weights, at_once)
-        if config.finalize_model_grads_func is not None and not forward_only:
-            tokens = None
-            if config.calculate_per_token_loss:
-                counted = [stage.tokens for stage in stages.values()]
-                tokens = torch.stack(counted).sum(dtype=torch.int)
-                if validation is not None and post_validation.is_armed:
-                    scale = functools.partial(_scale_gradients, models, pg_collection)
-                    post_validation.scale_by_tokens(int(tokens), scale)
-                    tokens = None
-            config.finalize_model_grads_func(
-                models,
-                tokens,
-                pg_collection=pg_collection,
-                force_all_reduce=force_all_reduce,
-            )
-        if config.timers is not None:
-            config.timers("forward-backward").stop()
-        if trace is not None:
-            trace.end(pipeline, program)
-        if profile is not None:
-            self._measure(profile, pipeline, config, placed, shape, full)
-        self._recorder.recording = None
+                self._report_split(pipeline, models, queue.weights, at_once)
+            if config.finalize_model_grads_func is not None and not forward_only:
+                tokens = None
+                if config.calculate_per_token_loss:
+                    counted = [stage.tokens for stage in stages.values()]
+                    tokens = torch.stack(counted).sum(dtype=torch.int)
+                    if validation is not None and post_validation.is_armed:
+                        scale = functools.partial(_scale_gradients, models, pg_collection)
+                        post_validation.scale_by_tokens(int(tokens), scale)
+                        tokens = None
+                config.finalize_model_grads_func(
+                    models,
+                    tokens,
+                    pg_collection=pg_collection,
+                    force_all_reduce=force_all_reduce,
+                )
+            if config.timers is not None:
+                config.timers("forward-backward").stop()
+            if trace is not None:
+                trace.end(pipeline, program)
+            if profile is not None:
+                self._measure(profile, pipeline, config, placed, shape, full)
+            self._recorder.recording = None
         return [loss for stage in stages.values() for loss in stage.losses]
 
     def _report_split(
@@ -386,7 +387,7 @@ class PipelineStep:
         num_microbatches: int,
         forward_only: bool,
     ) -> Placed:
-        """The program for this step, the same on every rank of ``pipeline``; cached."""
+        """The program for this step, the same on every rank of the job; cached."""
         known = self._programs.known(config, shape, num_microbatches, forward_only)
         if known is not None:
             return known
@@ -396,12 +397,16 @@ class PipelineStep:
                 "model built or loaded without Megatron's own functions starts with a copy of its "
                 "own; copy model[0].shared_embedding_or_output_weight() to model[-1]'s on that rank"
             )
-        placed = self._programs.make(pipeline, config, shape, num_microbatches, forward_only)
+        try:
+            placed = self._programs.make(pipeline, config, shape, num_microbatches, forward_only)
+        except RuntimeError as error:  # that ranks differ: some may not see it
+            self._tell(error, "the making of a program")
+            raise
         program = placed.program
-        if self._connection is None and dist.get_rank() == 0:
-            say_unverified(torch.device(torch.cuda.current_device()))
         if self._connection is None:
             device = torch.device(torch.cuda.current_device())
+            if dist.get_rank() == 0:
+                say_unverified(device, program.problem)
             ctas = ctas_for(program, pipeline, device)
             if self._p2p is P2P.BATCHED:
                 self._connection = PipelineGroup(pipeline, device)
@@ -433,6 +438,25 @@ class PipelineStep:
             if dist.get_rank() == 0:
                 print(f"megatron_ext: {host_memory}", flush=True)
         return placed
+
+    @contextlib.contextmanager
+    def _heard_if_it_fails(self) -> Iterator[None]:
+        """Around a step: an error beside its passes ends the other ranks too. (One in a pass has
+        been told, by the executor.)"""
+        try:
+            yield
+        except BaseException as error:
+            self._tell(error, "a step, beside its passes")
+            raise
+
+    def _tell(self, error: BaseException, where: str) -> None:
+        """Tell the other ranks of ``error``, if they are connected and have not been told."""
+        if self._recorder is None or self._recorder.has_failed:
+            return
+        self._recorder.failed(error, where)
+        for connection in (self._connection, self._collectives):
+            if connection is not None:
+                connection.close()
 
     def _listen(self, recorder: Recorder) -> None:
         """Hear of ranks that fail, from now on. Collective over the world."""
