@@ -21,7 +21,7 @@ _LINE = (
     "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 "
     "--max-position-embeddings 1024 --micro-batch-size 1 --global-batch-size 8 --lr 1e-2 "
     "--train-iters 5 --mock-data --tokenizer-type NullTokenizer --vocab-size 8191 "
-    "--transformer-impl local --ckpt-format torch_dist"
+    "--eval-iters 0 --eval-interval 1000 --transformer-impl local --ckpt-format torch_dist"
 )
 _MODEL = "layers=16,hidden=2048,heads=16,sequence=2048,vocabulary=64000"
 _PRINTED = (
@@ -99,13 +99,13 @@ def _printed(words: str) -> str:
 def _data(words: str, left_out: Set[str]) -> str:
     """A line a key, and a line an element of a list of objects. Floats have nine digits."""
     said = run(words, with_stderr=False)
-    status = re.match(r"(?:exits with \d\n)?", said)[0]
+    *status, printed = re.split(r"(?<=^exits with \d)\n", said, maxsplit=1)
     data = json.loads(
-        said.removeprefix(status),
+        printed,
         parse_float=lambda text: float(f"{float(text):.9g}"),
         object_hook=lambda found: {k: "..." if k in left_out else v for k, v in found.items()},
     )
-    return status + "\n".join(_lines(data))
+    return "\n".join([*status, *_lines(data)])
 
 
 def _lines(data: Any) -> Iterator[str]:

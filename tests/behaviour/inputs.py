@@ -34,7 +34,7 @@ def run(command: str, *, with_stderr: bool = True) -> str:
         raise result.exception
     status = f"exits with {result.exit_code}\n" if result.exit_code else ""
     text = result.output if with_stderr or not result.stdout else result.stdout
-    return status + click.unstyle(text)
+    return status + click.unstyle(text).replace(str(Path.cwd()), "FOLDER")
 
 
 def own_families() -> dict[str, str]:
@@ -57,15 +57,16 @@ def write_inputs() -> None:
 
 
 def _write_trace(folder: Path) -> None:
-    """Two steps as a recorder gives them: passes alone, the second step's last one slow."""
-    made = program("zb-h1", line_problem(3, 4, 10, 12, 8, 1))
+    """Two steps as a recorder gives them: passes alone, the second step's last one slow. (At times
+    that floats hold exactly.)"""
+    made = program("zb-h1", line_problem(2, 3, 10, 12, 8, 1))
     simulated = simulate(made, made.problem.costs)
     passes = tuple(event for event in simulated.events if is_compute(event.action))
     last = passes[-1]
     slow = tuple(replace(e, end=e.end + 50.0) if e == last else e for e in passes)
     file = TraceFile(folder / NAME)
     for iteration, events in ((7, passes), (8, slow)):
-        step = replace(simulated, events=events).moved(1000.0 + 3 * iteration, 0.01)
+        step = replace(simulated, events=events).moved(1000.0 + iteration, 1 / 128)
         reductions = tuple(
             Reduction(rank, rank, row[-1].end, row[-1].end + 0.25, rank > 0)
             for rank, row in enumerate(step.compute)

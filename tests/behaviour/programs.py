@@ -77,14 +77,15 @@ def _simulated(words: str) -> str:
         "span": found["span"],
         "step": found["step"],
         "holds": found["peak_activation_microbatches"],
-        "on the host": found["host_microbatches"],
     }
+    if any(found["host_microbatches"]):
+        figures["on the host"] = found["host_microbatches"]
     order = "in" if found["bitwise_order"] else "not in"
     return ", ".join(
         [
             _described(Path("program.txt").read_text()),
             *(f"{name} {_written(figure)}" for name, figure in figures.items()),
-            f"{order} microbatch order",
+            f"{order} order",
         ]
     )
 

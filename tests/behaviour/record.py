@@ -19,7 +19,8 @@ Subject = Mapping[str, Callable[[], str]]
 Record = dict[str, str]
 
 _INDENT = "    "
-_LONGEST = 16_000  # characters of an entry that is kept whole
+_LONG = 5_000  # characters of an entry, beyond which its long lines are cut
+_WIDE = 100
 
 
 @contextlib.contextmanager
@@ -49,12 +50,14 @@ def digest(text: str) -> str:
 
 
 def _shortened(text: str) -> str:
-    """``text`` without blanks at line ends, and a long one's first line and digest."""
-    text = "\n".join(line.rstrip() for line in text.strip("\n").splitlines())
-    if len(text) <= _LONGEST:
-        return text
-    first, *_ = text.splitlines()
-    return f"{first[:90]}\n... {len(text)} characters, sha256 {digest(text)}"
+    """``text`` without blanks at line ends; of a long one's long lines the beginning and a digest,
+    so that a diff shows which have changed."""
+    lines = [line.rstrip() for line in text.splitlines()]
+    if len(text) > _LONG:
+        lines = [
+            line if len(line) <= _WIDE else f"{line[:60]} ... {digest(line)[:8]}" for line in lines
+        ]
+    return "\n".join(lines).strip("\n")
 
 
 def to_text(record: Record) -> str:

@@ -22,7 +22,7 @@ from megatron_ext.patches.refusals import (
 )
 from megatron_ext.schedule.registry import Choice, choose, entries
 from megatron_ext.schedule.schedule import Offload, Schedule, VocabularyParallel, from_csv
-from tests.behaviour.inputs import COSTS, HOST, run, write_inputs
+from tests.behaviour.inputs import HOST, run, write_inputs
 from tests.behaviour.record import Subject
 
 # By table, what asks for it.
@@ -32,8 +32,10 @@ _TABLES: dict[str, tuple[tuple[Refusal, ...], dict[str, Any]]] = {
     "OFFLOAD_REFUSALS": (OFFLOAD_REFUSALS, {"offload": Offload.FULL}),
     "POST_VALIDATION_REFUSALS": (POST_VALIDATION_REFUSALS, {"post_validation": True}),
 }
-_VALUES = (False, True, 0, 1, 2, "none", "full", "local", "transformer_engine", "torch_dist")
-_VALUES += ("adam", "sgd", "muon", "disabled")
+_VALUES: tuple[object, ...] = (
+    *(False, True, 0, 1, 2, "none", "full", "local", "transformer_engine", "torch_dist"),
+    *("adam", "sgd", "muon", "disabled"),
+)
 
 
 def refusals() -> Subject:
@@ -216,6 +218,8 @@ _SIMULATED = (
     "zb-v --pp 4 -m 8 --memory-limit 0.5",
     "v-auto --pp 4 -m 8 --memory-limit 0.25",
     "1f1b --pp 2 -m 2 --costs none.json",
+    "1f1b --pp 2 -m 2 --offload half",
+    "1f1b --pp 2 -m 2 --offload fit",
     "1f1b --pp 2 -m 2 --p2p slow",
 )
 _COSTS = (
@@ -262,8 +266,7 @@ _ENVIRONMENTS: tuple[dict[str, str], ...] = (
 def _of_settings() -> Subject:
     flags = [f"--pipeline-schedule zb-v {words}" for words in _beside(_FLAGS)]
     flags += [*_FLAGS, "--pipeline-schedule zb-h9", "--pipeline-schedule zb-h1:x=1"]
-    simulated = [f"1f1b --pp 4 -m 8 {COSTS} {words}" for words in _beside(_OPTIONS)]
-    simulated += [f"1f1b --pp 4 -m 8 {HOST} {words}" for words in _beside(_OPTIONS)]
+    simulated = [f"1f1b --pp 4 -m 8 {HOST} {words}" for words in _beside(_OPTIONS)]
     simulated += [*_SIMULATED, *(f"1f1b --pp 2 -m 2 --costs {text}" for text in _COSTS)]
     commands = [*(f"simulate {words}" for words in simulated), *_COMMANDS]
     return {
