@@ -45,6 +45,16 @@ _MORE = (
     f"zb-auto --pp 4 -m 8 {COSTS} --post-validation --memory-limit 5",
     f"zb-v --pp 4 -m 8 {HEAD} --vocab-parallel 1 --memory-limit 6",
     "1f1b --pp 4 -m 4 --costs f=5/5/5/8,i=6/6/6/9,w=4/4/4/6",
+    *(
+        f"{name} --pp 4 -m 10 --costs f=9/7/6/8,i=8/11/7/10,w=4/5/8/6,comm=2{limit}"
+        for name in ("zb-auto", "zb-1p", "zb-2p")
+        for limit in ("", " --memory-limit 5", " --post-validation")
+    ),
+    *(
+        f"{name} --pp 2 -m 6 --costs f=9/7/6/8,i=8/11/7/10,w=4/5/8/6,comm=2{limit}"
+        for name in ("v-auto", "gis", "interleaved-zb", "v-min")
+        for limit in ("", " --memory-limit 2.5")
+    ),
     "mine.csv --pp 2 -m 2",
     *(f"{name} --pp 4 -m 8 {COSTS}" for name in own_families()),
 )
