@@ -1,6 +1,6 @@
 """What offload leaves of a schedule's peak, by how slow copies are; and what it does to the time.
 
-    python scripts/sweep_offload.py [--plot docs/images/offload.svg]
+    python scripts/sweep_offload.py [--plot FILE]
 
 Simulated at p = 8, m = 32, F = I = W. k is what a microbatch's copies to the host and back take,
 as a share of its F and I (Wan et al. 2025, section 4.1).
@@ -24,6 +24,7 @@ from megatron_ext.schedule.memory import in_microbatches, peaks
 from megatron_ext.schedule.registry import choose
 from megatron_ext.schedule.schedule import Offload, Problem
 from megatron_ext.schedule.simulate import simulate
+from megatron_ext.schedule.svg import save
 
 RANKS, MICROBATCHES = 8, 32
 KS = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0)
@@ -97,10 +98,8 @@ def print_table(link: str, found: list[Row]) -> None:
 
 def draw(found: list[Row], path: Path) -> None:
     """Peaks over k, a panel for each sort of link."""
-    import matplotlib
     from matplotlib.figure import Figure
 
-    matplotlib.rcParams["svg.hashsalt"] = "megatron_ext"
     colours = dict(zip(SPECS, ("#000000", "#009E73", "#56B4E9", "#D55E00", "#CC79A7"), strict=True))
     styles = {"none": ":", "half": "--", "full": "-"}
     figure = Figure(figsize=(11, 4.5), layout="constrained")
@@ -114,6 +113,7 @@ def draw(found: list[Row], path: Path) -> None:
                     [row.peak for row in line],
                     style,
                     color=colours[spec],
+                    clip_on=False,
                     label=f"{spec}, {offload}" if axes is panels[0] else None,
                 )
         axes.set_title(link, fontsize=10)
@@ -122,7 +122,7 @@ def draw(found: list[Row], path: Path) -> None:
     panels[0].set_ylabel("peak microbatches of a rank")
     panels[0].set_ylim(0, None)
     figure.legend(loc="outside right center", frameon=False, fontsize=8)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    save(figure, path)
 
 
 if __name__ == "__main__":

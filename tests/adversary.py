@@ -41,10 +41,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_ext.runtime import offload
 from megatron_ext.runtime.batched import PipelineGroup
+from megatron_ext.runtime.channels import Channels
 from megatron_ext.runtime.collectives import Collectives
 from megatron_ext.runtime.executor import _Execution
 from megatron_ext.runtime.host_copies import DirectCopies, HostCopies, Piece, Transfer
-from megatron_ext.runtime.transport import Channels
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.graph import Channel
 from megatron_ext.schedule.kinds import RULES, Lane

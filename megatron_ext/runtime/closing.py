@@ -43,6 +43,7 @@ def _wait() -> None:
     end = time.monotonic() + CLOSING_SECONDS
     for thread in list(_threads):
         thread.join(max(0.0, end - time.monotonic()))
+    _threads[:] = [thread for thread in _threads if thread.is_alive()]
 
 
 def _close(last_reference: list[dist.ProcessGroup]) -> None:

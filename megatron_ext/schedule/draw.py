@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.choose import Candidate, Plan, Way
 from megatron_ext.schedule.kinds import RULES, Lane
 from megatron_ext.schedule.memory import in_microbatches, memory_curve
+from megatron_ext.schedule.svg import save
 from megatron_ext.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -46,7 +50,11 @@ PALER = 0.45
 assert COLOURS.keys() == {kind for kind, rule in RULES.items() if rule.lane is Lane.COMPUTE}
 BUBBLE = "#E8E8E8"
 
+WIDTH = 12  # of the timelines' figure, in inches
+LABEL = 7  # of a pass, in points
+
 Pair = tuple[float, float]
+Box = tuple[int, float, float]  # rank, from when and till when
 
 
 def draw(timelines: Sequence[Timeline], path: Path) -> None:
@@ -65,16 +73,19 @@ def draw_steps(runs: Sequence[Sequence[Timeline]], path: Path) -> None:
     the optimizer's steps and the waits for their verdicts are marked.
     """
     heights = [size for run in runs for size in (len(run[0].compute) * 0.38 + 0.3, 1.1)]
-    figure = _figure(path, width=12, height=sum(heights) + 1.1)
+    figure = _figure(path, width=WIDTH, height=sum(heights) + 1.1)
     axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    longest = max(_length(run) for run in runs)
+    readable = LABEL / (72 * WIDTH) * longest
     for index, run in enumerate(runs):
-        _draw_passes(axes[2 * index], run)
+        _draw_passes(axes[2 * index], run, readable)
         _draw_memory(axes[2 * index + 1], run)
+    axes[-1].set_xlim(0, longest)
     axes[-1].set_xlabel("time")
     events = [event for run in runs for timeline in run for event in timeline.events]
     used = {e.action.kind for e in events if e.end > e.start or e.action.kind in MARKS}
     figure.legend(handles=_legend(used), loc="outside lower center", ncols=5, frameon=False)
-    figure.savefig(path, dpi=150)
+    save(figure, path)
 
 
 def draw_plan(plan: Plan, path: Path) -> None:
@@ -89,15 +100,19 @@ def draw_plan(plan: Plan, path: Path) -> None:
     in_bytes = any(candidate.fullest is not None for candidate in plan.candidates)
     unit = 2**30 if in_bytes else 1
     shown = dict.fromkeys((*plan.best_of_each, *plan.front))
-    points = {one: (one.holds / unit, one.step) for one in shown}
+    points = {candidate: (candidate.holds / unit, candidate.step) for candidate in shown}
     for way in plan.ways:
-        label: str | None = _WAYS[way][1]  # of the legend
-        for candidate, point in points.items():
-            if candidate.way is not way:
-                continue
-            colour = "#D55E00" if candidate in plan.front else "#999999"
-            axes.plot(*point, _WAYS[way][0], color=colour, linestyle="none", label=label)
-            label = None
+        marker, label = _WAYS[way]
+        of_way = [candidate for candidate in points if candidate.way is way]
+        if not of_way:
+            continue
+        axes.scatter(
+            *np.transpose([points[candidate] for candidate in of_way]),
+            marker=marker,
+            label=label,
+            color=["#D55E00" if candidate in plan.front else "#999999" for candidate in of_way],
+            clip_on=False,
+        )
     for point, names in _labels(points).items():
         axes.annotate(names, point, xytext=(5, 4), textcoords="offset points", size=8)
     if len(plan.ways) > 1:
@@ -109,6 +124,7 @@ def draw_plan(plan: Plan, path: Path) -> None:
         where="post",
         color="#D55E00",
         linewidth=1,
+        clip_on=False,
     )
     axes.set_xlabel(
         "memory of the fullest rank, GiB" if in_bytes else "peak activation, microbatches of a rank"
@@ -116,7 +132,7 @@ def draw_plan(plan: Plan, path: Path) -> None:
     overlap = any(candidate.overlaps for candidate in plan.candidates)
     axes.set_ylabel("what a step costs" if overlap else "makespan of a step")
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
+    save(figure, path)
 
 
 # How a plan's points are drawn, and what the legend says.
@@ -163,14 +179,14 @@ def draw_bars(names: Sequence[str], ideal_and_measured: Sequence[Pair], path: Pa
     axes = figure.subplots()
     places = range(len(names))
     ideal, measured = zip(*ideal_and_measured, strict=True)
-    axes.barh(places, measured, color="#E69F00", label="measured")
-    axes.barh(places, ideal, color="#56B4E9", label="ideal")
+    axes.barh(places, measured, color="#E69F00", label="measured", clip_on=False)
+    axes.barh(places, ideal, color="#56B4E9", label="ideal", clip_on=False)
     axes.set_yticks(places, names)
     axes.invert_yaxis()
     axes.set_xlabel("seconds of a step")
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
-    figure.savefig(path, dpi=150)
+    save(figure, path)
 
 
 def _figure(path: Path, width: float, height: float) -> Figure:
@@ -185,54 +201,78 @@ def _figure(path: Path, width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _draw_passes(axes: Axes, run: Sequence[Timeline]) -> None:
+def _length(run: Sequence[Timeline]) -> float:
+    return max(row[-1].end for row in run[-1].compute if row) - run[0].start
+
+
+def _draw_passes(axes: Axes, run: Sequence[Timeline], readable: float) -> None:
+    """Passes as boxes, one shape a kind; ``readable``: what a digit in a box takes of the time."""
     schedule, first = run[0].schedule, run[0].start
     chunk = {s: c for stages in schedule.placement.stages_of for c, s in enumerate(stages)}
-    ends = [max(row[-1].end for row in timeline.compute if row) for timeline in run]
-    width = ends[-1] - first
-    for rank in range(len(schedule.rows)):
-        axes.barh(rank, width, left=0, height=0.86, color=BUBBLE, zorder=0)
+    digits = len(str(max(event.action.microbatch for event in run[0].events)))
+    boxes: dict[tuple[Kind, bool, bool], list[Box]] = defaultdict(list)
+    marks: dict[Kind, list[Pair]] = defaultdict(list)
     for number, timeline in enumerate(run):
         for event in timeline.events:
-            kind, seconds = event.action.kind, event.end - event.start
+            kind, start, end = event.action.kind, event.start - first, event.end - first
             if kind in MARKS:
-                place = event.end - first, event.rank - 0.43
-                axes.plot(*place, MARKS[kind][0], color="black", markersize=4, clip_on=False)
-            if kind not in COLOURS or not seconds:
+                marks[kind].append((end, event.rank - 0.43))
+            if kind not in COLOURS or start == end:
                 continue  # an edge without an inside
-            axes.barh(
-                event.rank,
-                seconds,
-                left=event.start - first,
-                height=0.86,
-                color=COLOURS[kind],
-                alpha=PALER if number % 2 else None,
-                edgecolor="white",
-                linewidth=0.6,
-                hatch="///" if chunk[event.action.stage] % 2 else None,
-            )
-            if seconds > width / 110:
+            in_later_chunk = bool(chunk[event.action.stage] % 2)
+            boxes[kind, bool(number % 2), in_later_chunk].append((event.rank, start, end))
+            if end - start >= digits * readable:
                 axes.text(
-                    event.start - first + seconds / 2,
+                    (start + end) / 2,
                     event.rank,
                     str(event.action.microbatch),
                     ha="center",
                     va="center",
-                    fontsize=7,
+                    fontsize=LABEL,
                 )
+    whole = [(rank, 0, _length(run)) for rank in range(len(schedule.rows))]
+    _add_boxes(axes, whole, facecolor=BUBBLE, edgecolor="none")
+    for (kind, in_later_step, in_later_chunk), places in boxes.items():
+        _add_boxes(
+            axes,
+            places,
+            facecolor=COLOURS[kind],
+            alpha=PALER if in_later_step else None,
+            edgecolor="white",
+            linewidth=0.6,
+            hatch="///" if in_later_chunk else None,
+        )
+    for kind, points in marks.items():
+        marker = MARKS[kind][0]
+        axes.plot(*np.transpose(points), marker, color="black", markersize=4, clip_on=False)
     axes.set_yticks(range(len(schedule.rows)), [f"rank {r}" for r in range(len(schedule.rows))])
-    axes.invert_yaxis()
-    axes.set_xlim(0, None)
+    axes.set_ylim(len(schedule.rows) - 0.5, -0.5)
+    axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     peak = max(max(memory_curve(row, in_microbatches(schedule))) for row in schedule.rows)
     figure = f"bubble {run[0].bubble_share_makespan:.1%} of the makespan"
     if len(run) > 1:
-        figure = f"{len(run)} steps, one every {(ends[-1] - ends[0]) / (len(run) - 1):.4g}"
+        apart = (_length(run) - _length(run[:1])) / (len(run) - 1)
+        figure = f"{len(run)} steps, one every {apart:.4g}"
         if any(event.action.kind is Kind.STEP for event in run[0].events):
             figure = f"post-validation, {figure}"
     axes.set_title(
         f"{schedule.name}: {figure}, peak {peak:g} microbatches", loc="left", fontsize=10
     )
+
+
+def _add_boxes(axes: Axes, boxes: Sequence[Box], **look: Any) -> None:
+    """``boxes`` as one shape."""
+    import matplotlib
+    from matplotlib import patches, path
+
+    corners = [
+        [(start, rank - 0.43), (end, rank - 0.43), (end, rank + 0.43), (start, rank + 0.43)]
+        for rank, start, end in boxes
+    ]
+    shape = path.Path.make_compound_path_from_polys(np.array(corners))
+    with matplotlib.rc_context({"hatch.linewidth": 0.5}):  # numbers stand on it
+        axes.add_patch(patches.PathPatch(shape, clip_on=False, **look))
 
 
 def _draw_memory(axes: Axes, run: Sequence[Timeline]) -> None:
@@ -249,6 +289,7 @@ def _draw_memory(axes: Axes, run: Sequence[Timeline]) -> None:
             where="post",
             linewidth=1,
             color=str(0.7 * rank / max(len(curves) - 1, 1)),
+            clip_on=False,
         )
     axes.set_ylabel("microbatches\nheld", fontsize=8)
     axes.set_ylim(0, None)

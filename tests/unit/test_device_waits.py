@@ -172,6 +172,7 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
 # Functions that make numbers of numbers, of texts and of settings, and of no tensor.
 NO_TENSORS = {
     ("patches/compatibility.py", "refuse_order"),
+    ("patches/megatron/core/pipeline_parallel/programs.py", "Programs._compare"),
     ("megatron_ext/runtime/host_copies.py", "pinned"),
     ("megatron_ext/runtime/host_memory.py", "_left_in"),
     ("megatron_ext/runtime/host_memory.py", "available_bytes"),

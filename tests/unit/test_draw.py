@@ -1,7 +1,6 @@
 """Pictures: every pass is on them, where and as long as it ran."""
 
 import sys
-import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -9,15 +8,16 @@ from typing import Any
 import pytest
 
 from megatron_ext.schedule.costs import uniform
-from megatron_ext.schedule.draw import BUBBLE, COLOURS, draw
+from megatron_ext.schedule.draw import BUBBLE, COLOURS, Box, draw
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.schedule import Problem
 from megatron_ext.schedule.simulate import simulate
 from megatron_ext.schedule.timeline import Event, Timeline
 from megatron_ext.schedule.verify import prove
 from tests.unit.schedules import F, line_problem, program, with_messages, written
+from tests.unit.svg import texts_of
 
-matplotlib = pytest.importorskip("matplotlib")
+pytest.importorskip("matplotlib")
 
 
 def timeline_of(name: str, p: int, m: int) -> Timeline:
@@ -52,14 +52,8 @@ def test_svg_of_two_timelines(tmp_path: Path) -> None:
     """A text per pass, among those of the axes and titles."""
     timelines = [timeline_of("1f1b", 3, 4), timeline_of("zb-h1", 3, 4)]
     path = tmp_path / "picture.svg"
-    with matplotlib.rc_context({"svg.fonttype": "none"}):
-        draw(timelines, path)
-    tree = ElementTree.parse(path)
-    texts = [
-        text
-        for element in tree.iter("{http://www.w3.org/2000/svg}text")
-        if (text := (element.text or "").strip())
-    ]
+    draw(timelines, path)
+    texts = texts_of(path.read_text())
     passes = [event for timeline in timelines for row in timeline.compute for event in row]
     assert len(passes) == 3 * 4 * (2 + 3)
     found, wanted = Counter(texts), Counter(str(event.action.microbatch) for event in passes)
@@ -88,32 +82,49 @@ def test_png_of_two_timelines(tmp_path: Path) -> None:
     assert width > height > 100
 
 
-def bars_of(axes: Any, timeline: Timeline) -> list[tuple[float, float, float, str]]:
-    """The rank, start, end and colour of the bars on ``axes``, the bubbles' aside."""
+def shapes_of(axes: Any, timeline: Timeline) -> list[tuple[Any, list[Box]]]:
+    """The shapes on ``axes``, one a kind, with their boxes; that of the bubbles aside."""
+    shapes = []
+    for shape in axes.patches:
+        boxes = []
+        for corners in shape.get_path().to_polygons(closed_only=False):
+            (left, low), (right, high) = corners.min(axis=0), corners.max(axis=0)
+            assert high - low == pytest.approx(0.86)
+            boxes.append((round((low + high) / 2), float(left), float(right)))
+        shapes.append((shape, boxes))
+    (bubbles, whole), *kinds = shapes
+    assert colour_of(bubbles) == BUBBLE
+    assert whole == [(rank, 0, timeline.makespan) for rank in range(len(timeline.compute))]
+    return kinds
+
+
+def colour_of(shape: Any) -> str:
     from matplotlib.colors import to_hex
 
-    bars = [
-        (bar.get_y() + bar.get_height() / 2, bar.get_x(), bar.get_width(), bar.get_facecolor())
-        for bar in axes.patches
-    ]
-    found = [(y, x, x + width, to_hex(colour).upper()) for y, x, width, colour in bars]
-    shades = [(rank, 0, timeline.makespan, BUBBLE) for rank in range(len(timeline.compute))]
-    assert [bar for bar in found if bar[3] == BUBBLE] == shades
-    return [bar for bar in found if bar[3] != BUBBLE]
+    return to_hex(shape.get_facecolor()).upper()
+
+
+def boxes_of(axes: Any, timeline: Timeline) -> list[tuple[int, float, float, str]]:
+    """The rank, start, end and colour of the boxes on ``axes``, by rank and time."""
+    return sorted(
+        (*box, colour_of(shape)) for shape, boxes in shapes_of(axes, timeline) for box in boxes
+    )
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
-def test_every_pass_has_its_bar(name: str, tmp_path: Path, figures: list[Any]) -> None:
+def test_every_pass_has_its_box(name: str, tmp_path: Path, figures: list[Any]) -> None:
     timeline = timeline_of(name, 3, 5)
     draw([timeline], tmp_path / "picture.png")
     (figure,) = figures
     passes, memory = figure.axes
     events = [event for row in timeline.compute for event in row]
     wanted = [(e.rank, e.start, e.end, COLOURS[e.action.kind].upper()) for e in events]
-    found = bars_of(passes, timeline)
-    assert [bar[3] for bar in found] == [bar[3] for bar in wanted]
-    for bar, event in zip(found, wanted, strict=True):
-        assert bar[:3] == pytest.approx(event[:3])
+    found = boxes_of(passes, timeline)
+    assert [box[3] for box in found] == [box[3] for box in wanted]
+    for box, event in zip(found, wanted, strict=True):
+        assert box[:3] == pytest.approx(event[:3])
+    kinds = {event.action.kind for event in events}
+    assert len(passes.patches) == len(kinds) + 1, "a shape a kind, and the bubbles'"
     assert [text.get_text() for text in passes.texts] == [str(e.action.microbatch) for e in events]
     for line, row in zip(memory.lines, timeline.compute, strict=True):
         assert max(line.get_ydata()) <= 3
@@ -128,27 +139,50 @@ def test_a_measured_timeline_begins_at_zero(tmp_path: Path, figures: list[Any]) 
     measured = Timeline(predicted.schedule, events)
     draw([predicted, measured], tmp_path / "picture.png")
     one, _, other, _ = figures[0].axes
-    for bar, same in zip(bars_of(one, predicted), bars_of(other, measured), strict=True):
-        assert bar[:3] == pytest.approx(same[:3])
+    for box, same in zip(boxes_of(one, predicted), boxes_of(other, measured), strict=True):
+        assert box[:3] == pytest.approx(same[:3])
 
 
 def test_later_chunks_are_hatched(tmp_path: Path, figures: list[Any]) -> None:
-    draw([two_chunks()], tmp_path / "picture.svg")
-    bars = [bar for bar in figures[0].axes[0].patches if bar.get_width() < 10]
-    assert [bool(bar.get_hatch()) for bar in bars] == [False, True, True, False] * 2
+    timeline = two_chunks()
+    draw([timeline], tmp_path / "picture.svg")
+    hatched = {
+        (rank, start): bool(shape.get_hatch())
+        for shape, boxes in shapes_of(figures[0].axes[0], timeline)
+        for rank, start, _ in boxes
+    }
+    assert [hatched[box] for box in sorted(hatched)] == [False, True, True, False] * 2
 
 
-def test_short_passes_go_without_a_number(tmp_path: Path, figures: list[Any]) -> None:
-    """Passes of which hundreds fill the picture would be covered by their own numbers."""
-    draw([timeline_of("gpipe", 2, 60)], tmp_path / "picture.png")
-    assert len(figures[0].axes[0].texts) == 2 * 60, "B has one, F has none"
+def test_passes_that_are_too_short_go_without_a_number(tmp_path: Path, figures: list[Any]) -> None:
+    """Passes of which hundreds fill the picture would be covered by their own numbers, and two
+    digits take more room than one."""
+    draw([timeline_of("gpipe", 2, 30)], tmp_path / "picture.png")
+    assert len(figures[0].axes[0].texts) == 2 * 30, "B has one, F has none"
+    draw([timeline_of("gpipe", 2, 80)], tmp_path / "picture.png")
+    assert not figures[1].axes[0].texts
+
+
+def test_numbers_stand_within_their_boxes(tmp_path: Path, figures: list[Any]) -> None:
+    timelines = [timeline_of("zb-h1", 2, m) for m in (3, 9, 18)]
+    draw(timelines, tmp_path / "picture.png")
+    for passes, timeline in zip(figures[0].axes[::2], timelines, strict=True):
+        assert passes.texts
+        boxes = [box for _, boxes in shapes_of(passes, timeline) for box in boxes]
+        for text in passes.texts:
+            time, rank = text.get_position()
+            (box,) = (box for box in boxes if box[0] == rank and box[1] < time < box[2])
+            left, right = (passes.transData.transform((x, rank))[0] for x in box[1:])
+            extent = text.get_window_extent()
+            assert left < extent.x0 and extent.x1 < right
 
 
 def test_an_evaluation_is_drawn(tmp_path: Path, figures: list[Any]) -> None:
     problem = line_problem(2, 3, forward_only=True)
-    draw([simulate(program("1f1b", problem), problem.costs)], tmp_path / "picture.png")
+    timeline = simulate(program("1f1b", problem), problem.costs)
+    draw([timeline], tmp_path / "picture.png")
     assert len(figures[0].axes[0].texts) == 6
-    assert len(bars_of(figures[0].axes[0], simulate(program("1f1b", problem), problem.costs))) == 6
+    assert len(boxes_of(figures[0].axes[0], timeline)) == 6
 
 
 @pytest.mark.parametrize("name", ["picture.pdf", "picture", "picture.SVG.txt", "png"])

@@ -7,6 +7,7 @@ only the proof can tell.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -15,11 +16,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from megatron_ext.schedule.action import parse
+from megatron_ext.schedule.action import Kind, parse
 from megatron_ext.schedule.build import build_program
 from megatron_ext.schedule.costs import parse_costs, uniform
 from megatron_ext.schedule.graph import Device, Graph, build_graph, partner_of
-from megatron_ext.schedule.kinds import RULES, Held, Lane
+from megatron_ext.schedule.kinds import HOST_LANES, RULES, Held, Lane
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.memory import held_during, in_bytes, peaks
 from megatron_ext.schedule.registry import choose, entries
@@ -251,6 +252,50 @@ def test_what_only_a_device_would_hang_at_is_refused(case: str) -> None:
     with pytest.raises(InvalidSchedule, match="hang on a device where everything can") as refusal:
         prove(spoilt, made.problem)
     assert action in str(refusal.value)
+
+
+@pytest.mark.parametrize("make", [ZB_V_DIVIDED, partial(family_program, "interleaved", 3, 6)])
+def test_a_wait_may_stand_anywhere_behind_what_it_waits_for(make: Callable[[], Program]) -> None:
+    """What is posted needs nothing later, so no wait for it can hang: waits have no case above."""
+    made = make()
+    rows = []
+    for row in made.schedule.rows:
+        waits = {a for a in row if RULES[a.kind].lane is Lane.WAIT}
+        after = {a._replace(kind=RULES[a.kind].needs[0].kinds[0]): a for a in waits}
+        rows.append([b for a in row if a not in waits for b in (a, after.get(a)) if b is not None])
+    assert prove(replace(made.schedule, rows=tuple(map(tuple, rows))), made.problem)
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+@pytest.mark.parametrize("vocabulary", [VocabularyParallel.ONE, VocabularyParallel.TWO])
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])
+def test_what_is_only_given_is_soon_waited_for(
+    name: str, vocabulary: VocabularyParallel, forward_only: bool
+) -> None:
+    """However many microbatches there are: a rank that waited at the step's end alone would keep
+    each tensor that it has given to a sum."""
+    made = family_program(name, 4, 32, vocabulary=vocabulary, forward_only=forward_only)
+    waits = {
+        kind: RULES[kind].needs[0].kinds[0] for kind in (Kind.WAIT_S, Kind.WAIT_SI, Kind.WAIT_E)
+    }
+    seen = set()
+    for row in made.schedule.rows:
+        given = Counter[Kind]()
+        for action in row:
+            given[action.kind] += 1
+            for wait, collective in waits.items():
+                if any(a.kind is wait for a in row):
+                    seen.add(wait)
+                    assert given[collective] - given[wait] <= 8, action
+    assert seen == {Kind.WAIT_E, Kind.WAIT_S if forward_only else Kind.WAIT_SI}
+
+
+def test_copies_do_not_stand_behind_waits_for_sends() -> None:
+    """They may start before; a copy that the rank's wait held up would come late."""
+    row = family_program("1f1b", 2, 6, offload=Offload.FULL).schedule.rows[0]
+    copies = [at for at, action in enumerate(row) if RULES[action.kind].lane in HOST_LANES]
+    assert copies
+    assert all(row[at - 1].kind not in (Kind.WAIT_F, Kind.WAIT_B) for at in copies)
 
 
 # ---- What messages hold

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.schedule.build import build_program
-from megatron_ext.schedule.choose import Plan, make_plan, peak
+from megatron_ext.schedule.choose import Plan, Way, make_plan, peak
 from megatron_ext.schedule.costs import Costs, VocabularyCosts, parse_costs, uniform
 from megatron_ext.schedule.draw import draw_plan
 from megatron_ext.schedule.kinds import Duty
@@ -21,6 +21,7 @@ from megatron_ext.schedule.schedule import Problem, VocabularyParallel
 from megatron_ext.schedule.simulate import simulate
 from megatron_ext.schedule.trace import write_trace
 from megatron_ext.schedule.vocabulary_plan import cases, redistribute, side_by_side
+from tests.unit.svg import texts_of
 
 
 @functools.cache
@@ -86,7 +87,20 @@ def test_each_way_for_a_head_is_what_simulate_finds() -> None:
 def test_the_picture_names_every_schedule(tmp_path: Path) -> None:
     found = plan()
     draw_plan(found, tmp_path / "plan.svg")
-    assert (tmp_path / "plan.svg").read_text().count("<!-- ") > len(found.reports)
+    texts = texts_of((tmp_path / "plan.svg").read_text())
+    assert {name for text in texts for name in text.split(", ")} >= {
+        row["schedule"] for row in found.reports
+    }
+
+
+def test_a_way_without_a_point_is_drawn(tmp_path: Path) -> None:
+    """Dividing the vocabulary made every schedule slower: the picture has no such point."""
+    naive = plan().candidates[0]
+    slower = {**naive.report, "step": 2 * naive.step}
+    found = Plan((naive, replace(naive, way=Way.TWO, report=slower)), {})
+    draw_plan(found, tmp_path / "plan.svg")
+    texts = texts_of((tmp_path / "plan.svg").read_text())
+    assert naive.schedule in texts and "vocabulary parallelism 2" not in texts
 
 
 def test_a_trace_has_every_pass_and_message(tmp_path: Path) -> None:

@@ -508,4 +508,5 @@ def test_each_step_has_its_shade(tmp_path: Path) -> None:
     for shown in (1, 2):
         draw_steps([steps[:shown]], tmp_path / f"{shown}.svg")
     one, two = ((tmp_path / f"{shown}.svg").read_text() for shown in (1, 2))
-    assert "opacity: 0.45" not in one and two.count("opacity: 0.45") >= 2 * 6 * 4
+    kinds_and_chunks = 3 * 2
+    assert " opacity: 0.45" not in one and two.count(" opacity: 0.45") == kinds_and_chunks

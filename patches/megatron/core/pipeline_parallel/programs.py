@@ -62,12 +62,15 @@ class Programs:
                 sizes[rank][placement.stages_of[rank].index(stage)]
                 for stage, rank in enumerate(placement.rank_of)
             ]
-            costs_or_error = self._costs(config, placement, per_stage, sequence, micro_batch)
-            agreed = [uuid.uuid4().hex, costs_or_error]
+            agreed[0] = uuid.uuid4().hex
+            try:
+                agreed[1] = self._costs(config, placement, per_stage, sequence, micro_batch)
+            except Exception as error:  # all ranks raise it, or the others would wait
+                agreed[1] = error
         dist.broadcast_object_list(agreed, src=0)
         self._run, costs = agreed
-        if isinstance(costs, ValueError):
-            raise costs  # on all ranks, or the others would wait
+        if isinstance(costs, Exception):
+            raise costs
         self.costs[shape] = costs
 
     def _costs(
@@ -77,14 +80,11 @@ class Programs:
         per_stage: list[tuple[int, int]],
         sequence: int,
         micro_batch: int,
-    ) -> Costs | ValueError:
-        """The costs of a microbatch, or why there are none. ``per_stage``: `_size` of each."""
+    ) -> Costs:
+        """The costs of a microbatch. ``per_stage``: `_size` of each. Raises ValueError."""
         if not self._config.estimates():
             assert self._config.costs is not None
-            try:
-                return parse_costs(self._config.costs, placement)
-            except ValueError as error:
-                return error
+            return parse_costs(self._config.costs, placement)
         return estimated_costs(
             config,
             layers=[layers for layers, _ in per_stage],

@@ -1,0 +1,193 @@
+"""Draw the pictures of the documentation: each schedule beneath 1F1B at costs that show its point,
+two steps that overlap beneath two that do not, all schedules by time and memory, and measurements.
+
+    python scripts/draw_images.py [NAME ...] [--into FOLDER]
+
+Draws all, or those that are named. Two runs write the same bytes, so that a picture changes when
+what it shows does. Nothing is measured: bars come from the table of docs/measurements.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from functools import partial
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from megatron_ext.cli import app
+from megatron_ext.schedule.draw import draw_bars
+from megatron_ext.schedule.estimate import GPU, ModelDimensions, estimate
+from megatron_ext.schedule.registry import choose
+from megatron_ext.schedule.report import report
+from megatron_ext.schedule.schedule import Problem, VocabularyParallel
+from megatron_ext.schedule.svg import save
+
+SCRIPTS = Path(__file__).resolve().parent
+DOCS = SCRIPTS.parent / "docs"
+
+EQUAL = "f=1,i=1,w=1"
+USUAL = "f=10,i=12,w=8,comm=1"
+HEAVY_HEAD = "f=10,i=12,w=8,comm=1,head=12/12/12,embedding=8/8"
+SLOW_MESSAGES = "f=10,i=12,w=8,comm=5"
+
+# Name: ranks, microbatches, costs and more. Few microbatches: a picture grows by every pass.
+FAMILIES: dict[str, tuple[int, int, str, tuple[str, ...]]] = {
+    "gpipe": (4, 8, USUAL, ()),
+    "2bp": (4, 8, USUAL, ()),
+    "zb-h1": (4, 8, USUAL, ()),
+    "zb-h2": (4, 8, EQUAL, ()),
+    "zb-auto": (4, 8, USUAL, ("--memory-limit", "6")),
+    "zb-1p": (4, 8, "f=10,i=12,w=8,comm=10", ()),
+    "zb-2p": (4, 8, USUAL, ()),
+    "interleaved": (4, 8, USUAL, ()),
+    "breadth-first": (4, 8, USUAL, ()),
+    "interleaved-zb": (4, 8, EQUAL, ()),
+    "gis": (4, 8, USUAL, ()),
+    "gis-h": (4, 8, USUAL, ()),
+    "zb-v": (4, 8, EQUAL, ()),
+    "v-half": (4, 8, EQUAL, ()),
+    "v-min": (4, 8, USUAL, ()),
+    "1f1b-v": (4, 8, USUAL, ()),
+    "dualpipe-v": (4, 8, EQUAL, ()),
+    "v-auto": (4, 8, USUAL, ("--memory-limit", "2")),
+    "hanayo": (4, 4, USUAL, ()),
+}
+
+
+def main(words: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    with tempfile.TemporaryDirectory() as folder:
+        own = Path(folder) / "my_schedule.py"
+        own.write_text(block("your-own-schedule.md", "```python\n", "```"))
+        drawn = pictures(own)
+        parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(drawn))
+        parser.add_argument("--into", type=Path, default=DOCS / "images", metavar="FOLDER")
+        arguments = parser.parse_args(words)
+        if unknown := set(arguments.names) - drawn.keys():
+            parser.error(f"no pictures: {', '.join(sorted(unknown))}; there are {', '.join(drawn)}")
+        for name in arguments.names or drawn:
+            path = arguments.into / f"{name}.svg"
+            print("drawing", path, flush=True)
+            drawn[name](path)
+
+
+def pictures(own: Path) -> dict[str, Callable[[Path], None]]:
+    """What draws each picture into a file; ``own`` is a schedule of the reader's own."""
+    commands = {}
+    for name, (ranks, microbatches, costs, more) in FAMILIES.items():
+        problem = ["--pp", str(ranks), "-m", str(microbatches), "--costs", costs, *more]
+        commands[name] = ["simulate", name, *problem]
+    line = ["--pp", "4", "-m", "8", "--costs"]
+    for variant in ("1", "2"):
+        heavy = ["--pp", "4", "-m", "6", "--costs", HEAVY_HEAD]
+        commands[f"vocabulary-{variant}"] = [
+            "simulate",
+            "1f1b",
+            *heavy,
+            "--vocab-parallel",
+            variant,
+        ]
+    two_steps = ["--post-validation", "--steps", "2"]
+    commands["post_validation"] = ["simulate", "zb-2p", *line, USUAL, *two_steps]
+    commands["eager-1f1b"] = ["simulate", str(own), *line, SLOW_MESSAGES]
+    commands["plan"] = ["plan", "--pp", "8", "-m", "32", "--costs", USUAL]
+    of_a_model = block("planning.md", "    megatron-ext ", "\n\n")
+    commands["planning"] = shlex.split(of_a_model.replace("\\\n", ""))
+    return {
+        **{name: partial(plot, command) for name, command in commands.items()},
+        "vocabulary-sizes": draw_vocabulary_sizes,
+        "offload": draw_offload,
+        "bench": draw_bench,
+    }
+
+
+def block(page: str, before: str, after: str) -> str:
+    """What stands on ``page`` between the first ``before`` and the next ``after``."""
+    return (DOCS / page).read_text().split(before)[1].split(after)[0]
+
+
+def plot(command: Sequence[str], path: Path) -> None:
+    """The picture that ``command`` of megatron-ext draws."""
+    with redirect_stdout(io.StringIO()):
+        app([*command, "--plot", str(path), "--json"], standalone_mode=False)
+
+
+def draw_offload(path: Path) -> None:
+    """What offload leaves of peaks, by how slow copies are."""
+    command = [sys.executable, str(SCRIPTS / "sweep_offload.py"), "--plot", str(path)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+def draw_bench(path: Path) -> None:
+    """Measured beside ideal seconds, as the table on emulated clocks has them."""
+    table = block("measurements.md", "## Executors on emulated clocks", "](images/bench.svg)")
+    rows = re.findall(r"^\| (\S+ \S+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) % ", table, re.MULTILINE)
+    names = [f"{name} ({share}%)" for name, _, _, share in rows]
+    draw_bars(names, [(float(ideal), float(measured)) for _, ideal, measured, _ in rows], path)
+
+
+def draw_vocabulary_sizes(path: Path) -> None:
+    """How busy the ranks are, by vocabulary: a GPT of 4 billion parameters as in Yeung et al. 2024,
+    section 6, estimated."""
+    sizes = [2**k * 1024 for k in (5, 6, 7, 8)]
+    line, v = (4,) * 8, (2,) * 16  # layers of each stage
+    lines: dict[str, tuple[str, tuple[int, ...], VocabularyParallel]] = {
+        "1f1b": ("1f1b", line, VocabularyParallel.NONE),
+        "1f1b, a layer less on the last stage": ("1f1b", (*line[:-1], 3), VocabularyParallel.NONE),
+        "1f1b, vocabulary 1": ("1f1b", line, VocabularyParallel.ONE),
+        "1f1b, vocabulary 2": ("1f1b", line, VocabularyParallel.TWO),
+        "zb-v": ("zb-v", v, VocabularyParallel.NONE),
+        "zb-v, vocabulary 2": ("zb-v", v, VocabularyParallel.TWO),
+    }
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    for name, (spec, layers, how) in lines.items():
+        busy = [100 * share_of_work(spec, layers, size, how) for size in sizes]
+        style = ":" if how is VocabularyParallel.NONE else "-"
+        colour = "#0072B2" if spec == "zb-v" else "#D55E00"
+        marker = "ov^sox"[list(lines).index(name)]
+        axes.plot(
+            sizes, busy, marker=marker, linestyle=style, color=colour, label=name, clip_on=False
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [f"{size // 1024}k" for size in sizes])
+    axes.set_ylim(0, 100)
+    axes.set_xlabel("vocabulary")
+    axes.set_ylabel("% of the step that ranks work")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right center", frameon=False)
+    save(figure, path)
+
+
+def share_of_work(
+    spec: str, layers: Sequence[int], vocabulary: int, how: VocabularyParallel
+) -> float:
+    """The share of a step of 128 microbatches in which a rank works, on average over 8 ranks."""
+    model = ModelDimensions(
+        layers=layers,
+        hidden=3072,
+        ffn_hidden=4 * 3072,
+        query_width=3072,
+        key_value_width=3072,
+        gated=False,
+        heads=24,
+        sequence=2048,
+        micro_batch=1,
+        vocabulary=vocabulary,
+    )
+    choice = choose(spec)
+    problem = Problem(choice.place(8), 128, estimate(model, GPU), vocabulary=how)
+    return 1 - float(report(choice, problem)[1]["bubble_share_makespan"])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,9 @@
+"""What is in an SVG."""
+
+import xml.etree.ElementTree as ElementTree
+
+
+def texts_of(svg: str) -> list[str]:
+    """The texts of ``svg``, in order."""
+    texts = ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
+    return [(text.text or "").strip() for text in texts]
