@@ -187,13 +187,14 @@ class _Step:
             if self.delays[action] > 0:
                 groups[event.rank, self.sender.get(action)].append(event)
         for (rank, sender), events in groups.items():
-            held_up = {event.action for event in events}
+            actions = [event.action for event in events]
+            held_up = set(actions)
 
             def at_once(action: Action, held_up: set[Action] = held_up) -> float:
                 return 0.0 if action in held_up else self.delays[action]
 
-            worst = max(held_up, key=self.delay)
-            total = _ms(sum(map(self.delay, held_up)))
+            worst = max(actions, key=self.delay)  # the first of equals, in every process
+            total = _ms(sum(map(self.delay, actions)))
             told = f"{total} in all, most before {worst}: {_ms(self.delays[worst])}"
             if sender is None:
                 text = f"rank {rank} did nothing between passes, waiting for no other: {told}"

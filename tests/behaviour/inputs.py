@@ -1,0 +1,75 @@
+"""What several subjects give to commands."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import click
+from typer.testing import CliRunner
+
+from megatron_ext.cli import app
+from megatron_ext.schedule.schedule import is_compute
+from megatron_ext.schedule.simulate import simulate
+from megatron_ext.schedule.timeline import Reduction, Timeline
+from megatron_ext.schedule.trace import NAME, TraceFile, beside
+from tests.unit.schedules import line_problem, program
+
+COSTS = "--costs f=10,i=12,w=8,comm=1"
+HEAD = f"{COSTS},head=10/12/8,embedding=1/2"
+HOST = f"{COSTS},d2h=14,h2d=14"
+
+_PAGE = Path(__file__).resolve().parents[2] / "docs" / "your-own-schedule.md"
+
+
+def run(command: str, *, with_stderr: bool = True) -> str:
+    """What ``megatron-ext`` prints, beneath its exit status where that is not 0.
+
+    ``with_stderr``: or else only where there is nothing on stdout (libraries warn there).
+    """
+    result = CliRunner().invoke(app, command.split())
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    status = f"exits with {result.exit_code}\n" if result.exit_code else ""
+    text = result.output if with_stderr or not result.stdout else result.stdout
+    return status + click.unstyle(text).replace(str(Path.cwd()), "FOLDER")
+
+
+def own_families() -> dict[str, str]:
+    """The Python files of docs/your-own-schedule.md, by name."""
+    blocks = re.findall(r"```python\n(.*?)```", _PAGE.read_text(), re.DOTALL)
+    return {block.splitlines()[0].removeprefix("# "): block for block in blocks}
+
+
+def write_inputs() -> None:
+    """Put what entries name into the working directory: costs with bytes, a table, families of a
+    user's, a folder with a trace, a script."""
+    costs = {"version": 1, "f": 10, "i": 12, "w": 8, "comm": 1, "origin": "measured: on a Monday"}
+    held = {"activation": 2**30, "weight inputs": 2**29, "logits": 2**28, "message": 2**24}
+    Path("bytes.json").write_text(json.dumps(costs | {"bytes": held, "head": [10, 12, 8]}))
+    Path("mine.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    for name, text in own_families().items():
+        Path(name).write_text(text)
+    Path("pretrain.py").write_text("from megatron.training import pretrain\n")
+    _write_trace(Path("traced"))
+
+
+def _write_trace(folder: Path) -> None:
+    """Two steps as a recorder gives them: passes alone, the second step's last one slow. (At times
+    that floats hold exactly.)"""
+    made = program("zb-h1", line_problem(2, 3, 10, 12, 8, 1))
+    simulated = simulate(made, made.problem.costs)
+    passes = tuple(event for event in simulated.events if is_compute(event.action))
+    last = passes[-1]
+    slow = tuple(replace(e, end=e.end + 50.0) if e == last else e for e in passes)
+    file = TraceFile(folder / NAME)
+    for iteration, events in ((7, passes), (8, slow)):
+        step = replace(simulated, events=events).moved(1000.0 + iteration, 1 / 128)
+        reductions = tuple(
+            Reduction(rank, rank, row[-1].end, row[-1].end + 0.25, rank > 0)
+            for rank, row in enumerate(step.compute)
+        )
+        measured = Timeline(step.schedule, step.events, reductions)
+        file.add(beside(iteration, measured, simulated, 2e-5))

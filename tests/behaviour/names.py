@@ -1,0 +1,75 @@
+"""The names that others use: of the package, and those that a family of a user's imports."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import re
+import types
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+import megatron_ext
+from megatron_ext.config import PipelineConfig, flag, variable
+from megatron_ext.patches.engine import Handle, PatchError
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.fill import Filled, fill_best, memory_of, time
+from megatron_ext.schedule.placement import Placement, line, loop, v, wave
+from megatron_ext.schedule.registry import family
+from megatron_ext.schedule.schedule import Problem, Schedule
+from tests.behaviour.inputs import own_families
+from tests.behaviour.record import Subject
+
+_OF_FAMILIES = (
+    *(Action, Kind, Costs, Filled, fill_best, memory_of, time),
+    *(Placement, line, loop, v, wave, family, Problem, Schedule),
+)
+
+
+def names() -> Subject:
+    return {
+        "megatron_ext": _of_package,
+        "settings": _settings,
+        "what docs/your-own-schedule.md imports": _imports,
+        **{
+            thing.__name__: partial(_described, thing)
+            for thing in (megatron_ext.install, Handle, PatchError, *_OF_FAMILIES)
+        },
+    }
+
+
+def _of_package() -> str:
+    return "\n".join(
+        name
+        for name, value in sorted(vars(megatron_ext).items())
+        if not (name.startswith("_") or isinstance(value, types.ModuleType))
+        and name not in ("annotations", "TYPE_CHECKING")
+    )
+
+
+def _settings() -> str:
+    return "\n".join(
+        f"{flag(setting.name)} {variable(setting.name)} {setting.default!r}"
+        for setting in fields(PipelineConfig)
+    )
+
+
+def _imports() -> str:
+    imports = re.findall(r"^from megatron_ext.*$", "".join(own_families().values()), re.MULTILINE)
+    return "\n".join(sorted(set(imports)))
+
+
+def _described(thing: Any) -> str:
+    """How it is called and, of a class, what it has."""
+    if isinstance(thing, type) and issubclass(thing, Exception):
+        return f"{thing.__name__}: {', '.join(base.__name__ for base in thing.__bases__)}"
+    lines = [f"{thing.__name__}{inspect.signature(thing)}"]
+    if isinstance(thing, type):
+        builtin = {name for base in (tuple, str) for name in dir(base)}
+        has = [f".{name}" for name in dir(thing) if name[0] != "_" and name not in builtin]
+        if issubclass(thing, enum.Enum):
+            has = [f".{name} = {member.value}" for name, member in thing.__members__.items()]
+        lines += has
+    return "\n".join(lines)

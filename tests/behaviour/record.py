@@ -1,0 +1,94 @@
+"""A record: what a subject's entries say, as text of which a diff tells what has changed."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.unit.short_search import shorten_search
+
+# By entry, what says it. It is called in a `workplace`.
+Subject = Mapping[str, Callable[[], str]]
+Record = dict[str, str]
+
+_INDENT = "    "
+_LONG = 5_000  # characters of an entry, beyond which its long lines are cut
+_WIDE = 100
+
+
+@contextlib.contextmanager
+def workplace() -> Iterator[None]:
+    """An empty working directory, terminals 100 columns wide, no cache of the user's, v-auto's
+    search made short: what is said here does not depend on the machine."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.chdir(folder),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("COLUMNS", "100")
+        patch.setenv("XDG_CACHE_HOME", str(Path(folder) / "cache"))
+        for name in [name for name in os.environ if name.startswith("MEGATRON_EXT_")]:
+            patch.delenv(name)
+        shorten_search(patch)
+        yield
+
+
+def taken(subject: Subject) -> Record:
+    """What the entries of ``subject`` say now."""
+    return {name: _shortened(say()) for name, say in subject.items()}
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _shortened(text: str) -> str:
+    """``text`` without blanks at line ends; of a long one's long lines the beginning and a digest,
+    so that a diff shows which have changed."""
+    lines = [line.rstrip() for line in text.splitlines()]
+    if len(text) > _LONG:
+        lines = [
+            line if len(line) <= _WIDE else f"{line[:60]} ... {digest(line)[:8]}" for line in lines
+        ]
+    return "\n".join(lines).strip("\n")
+
+
+def to_text(record: Record) -> str:
+    """The entries by name, each with its text indented beneath it."""
+    lines = []
+    for name, text in sorted(record.items()):
+        lines += [name, *(f"{_INDENT}{line}".rstrip() for line in text.splitlines())]
+    return "\n".join(lines) + "\n"
+
+
+def from_text(text: str) -> Record:
+    """The inverse of `to_text`."""
+    entries: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if line and not line.startswith(_INDENT):
+            entries[line] = lines = []
+        else:
+            lines.append(line.removeprefix(_INDENT))
+    return {name: "\n".join(lines) for name, lines in entries.items()}
+
+
+def differences(before: Record, now: Record) -> list[str]:
+    """What is no longer as it was, in words: one text for each entry."""
+    found = [f"{name}: is no longer there" for name in sorted(before.keys() - now.keys())]
+    found += [f"{name}: is new" for name in sorted(now.keys() - before.keys())]
+    for name in sorted(before.keys() & now.keys()):
+        if before[name] != now[name]:
+            changes = [
+                f"{'was' if line[0] == '-' else 'now'}: {line[2:]}"
+                for line in difflib.ndiff(before[name].splitlines(), now[name].splitlines())
+                if line[0] in "-+"
+            ]
+            found.append("\n".join([f"{name}: is not the same", *changes]))
+    return found

@@ -1,0 +1,337 @@
+"""What is refused, in the words that a user reads: by the tables, and by what reads settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import combinations
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_ext.config import PipelineConfig, from_argv, from_environment
+from megatron_ext.patches.compatibility import refuse, refuse_order
+from megatron_ext.patches.features import FEATURES
+from megatron_ext.patches.refusals import (
+    OFFLOAD_REFUSALS,
+    POST_VALIDATION_OPTIMIZER_REFUSALS,
+    POST_VALIDATION_REFUSALS,
+    REFUSALS,
+    VOCABULARY_REFUSALS,
+    Refusal,
+)
+from megatron_ext.schedule.registry import Choice, choose, entries
+from megatron_ext.schedule.schedule import Offload, Schedule, VocabularyParallel, from_csv
+from tests.behaviour.inputs import HOST, run, write_inputs
+from tests.behaviour.record import Subject
+
+# By table, what asks for it.
+_TABLES: dict[str, tuple[tuple[Refusal, ...], dict[str, Any]]] = {
+    "REFUSALS": (REFUSALS, {}),
+    "VOCABULARY_REFUSALS": (VOCABULARY_REFUSALS, {"vocabulary": VocabularyParallel.ONE}),
+    "OFFLOAD_REFUSALS": (OFFLOAD_REFUSALS, {"offload": Offload.FULL}),
+    "POST_VALIDATION_REFUSALS": (POST_VALIDATION_REFUSALS, {"post_validation": True}),
+}
+_VALUES: tuple[object, ...] = (
+    *(False, True, 0, 1, 2, "none", "full", "local", "transformer_engine", "torch_dist"),
+    *("adam", "sgd", "muon", "disabled"),
+)
+
+
+def refusals() -> Subject:
+    write_inputs()
+    return {**_of_tables(), **_of_features(), **_of_schedules(), **_of_settings(), **_of_files()}
+
+
+def _refusal(work: Callable[[], object]) -> str:
+    try:
+        work()
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+# ---- Megatron's settings beside ours
+
+
+def _of_tables() -> Subject:
+    rows = {
+        f"{table} {refusal.setting}": partial(_row, refusal, asked)
+        for table, (refusing, asked) in _TABLES.items()
+        for refusal in refusing
+    }
+    alone = ", ".join(refusal.setting for refusal in POST_VALIDATION_OPTIMIZER_REFUSALS)
+    return rows | {"POST_VALIDATION_OPTIMIZER_REFUSALS": lambda: alone}
+
+
+def _row(refusal: Refusal, asked: dict[str, Any]) -> str:
+    """Which values are refused, by which schedules, and the message of the first."""
+    values = [value for value in _VALUES if _is_refused(refusal, value)]
+    names = [name for name in entries() if refusal.by(choose(name))]
+    which = "whatever is true" if values == [value for value in _VALUES if value] else f"{values}"
+    whose = _of_all(names)
+    line_or_v = next(name for name in names if choose(name).example.name in ("line", "v"))
+    settings = {refusal.setting: values[0]}
+    return f"{which}, by {whose}\n{_refusal(partial(_refuse, line_or_v, settings, **asked))}"
+
+
+def _of_all(names: Sequence[str]) -> str:
+    return "all" if len(names) == len(entries()) else ", ".join(names) or "none"
+
+
+def _is_refused(refusal: Refusal, value: object) -> bool:
+    try:
+        return refusal.unsupported(value)
+    except TypeError:  # a word where a number is meant
+        return False
+
+
+def _refuse(name: str, settings: dict[str, Any], **asked: Any) -> None:
+    choice = choose(name)
+    refuse(_megatrons(choice, settings), choice, **asked)
+
+
+def _megatrons(choice: Choice, settings: dict[str, Any]) -> SimpleNamespace:
+    """Megatron's arguments on two ranks, as far as they are given."""
+    chunks = choice.place(2).chunks
+    sizes = {
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
+    }
+    return SimpleNamespace(**sizes | settings)
+
+
+def _of_features() -> Subject:
+    """By feature, which schedules want it, and with which settings. (`outputs` has its patches.)"""
+    return {f"feature {feature.name}": partial(_wanted, feature.is_wanted) for feature in FEATURES}
+
+
+def _wanted(is_wanted: Callable[[PipelineConfig], bool]) -> str:
+    asked: dict[str, dict[str, Any]] = {
+        "alone": {},
+        "profiled": {"costs": "profile"},
+        "vocabulary": {"vocab_parallel": "1"},
+        "offload": {"activation_offload": "full"},
+        "post-validation": {"post_validation": True},
+    }
+    lines = []
+    for about, settings in asked.items():
+        names = [n for n in entries() if is_wanted(PipelineConfig(schedule=n, **settings))]
+        lines.append(f"{about}: {_of_all(names)}")
+    return "\n".join(lines)
+
+
+def _of_schedules() -> Subject:
+    """What `refuse` says of placements and chunks, and `refuse_order` of orders."""
+    Path("uneven.csv").write_text("0F0,2F0,2B0,0B0\n1F0,1B0\n")
+    Path("turned.csv").write_text("1F0,1B0\n0F0,0B0\n")
+    cases: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+        "stages of ranks": ("uneven.csv", {}, {}),
+        "last stage": ("turned.csv", {}, {}),
+        "chunks": ("zb-v", {"virtual_pipeline_model_parallel_size": 3}, {}),
+        "chunks of a loop": ("interleaved", {"virtual_pipeline_model_parallel_size": 3}, {}),
+        "group": ("interleaved", {"microbatch_group_size_per_vp_stage": 4}, {}),
+        "vocabulary": ("interleaved", {}, {"vocabulary": VocabularyParallel.ONE}),
+        "barriers": (
+            "zb-h1",
+            {"timing_log_level": 1, "barrier_with_L1_time": True},
+            {"post_validation": True},
+        ),
+    }
+    orders = {
+        "first weight gradient": "0F0,0F1,0B1,0B0\n",
+        "order of recompute": "0F0,0F1,0I1,0I0,0W0,0W1\n",
+    }
+    return {
+        **{
+            f"refused: {n}": partial(_refusal, partial(_refuse, a, b, **c))
+            for n, (a, b, c) in cases.items()
+        },
+        **{
+            f"refused: {n}": partial(_refusal, partial(_refuse_order, from_csv(t, "mine.csv")))
+            for n, t in orders.items()
+        },
+    }
+
+
+def _refuse_order(schedule: Schedule) -> None:
+    settings = SimpleNamespace(
+        transformer_impl="transformer_engine",
+        gradient_accumulation_fusion="I" not in str(schedule.rows),
+        fp8="hybrid",
+        fp8_recipe="delayed",
+        recompute_granularity="full",
+    )
+    refuse_order(settings, schedule)
+
+
+# ---- Our settings: each, and each beside each other
+
+
+_FLAGS = (
+    "--pipeline-memory-limit 4",
+    "--pipeline-memory-limit much",
+    "--pipeline-costs f=1,i=1,w=1",
+    "--pipeline-costs profile",
+    "--pipeline-costs profile:",
+    "--pipeline-p2p batched",
+    "--pipeline-p2p fast",
+    "--pipeline-vocab-parallel 1",
+    "--pipeline-vocab-parallel 3",
+    "--pipeline-activation-offload full",
+    "--pipeline-activation-offload fit",
+    "--pipeline-activation-offload some",
+    "--pipeline-post-validation",
+    "--pipeline-trace folder",
+    "--pipeline-trace-iters 10:12",
+    "--pipeline-trace-iters 12:10",
+)
+_OPTIONS = (
+    "--p2p batched",
+    "--vocab-parallel 1",
+    "--offload half",
+    "--offload fit",
+    "--post-validation",
+    "--memory-limit 1",
+    "--memory-limit much",
+    "--certify --seconds 1",
+    "--csv mine.out",
+    "--plot x.pdf",
+)
+_SIMULATED = (
+    "zb-h9 --pp 2 -m 2",
+    "zb-h1:ahead=2 --pp 2 -m 2",
+    "interleaved:group=x --pp 2 -m 2",
+    "interleaved:vpp=0 --pp 2 -m 2",
+    "1f1b --pp 2 -m 2 --vpp 3",
+    "none.csv --pp 2 -m 2",
+    "none.py --pp 2 -m 2",
+    "my_schedule.py:ahead=x --pp 2 -m 2",
+    "mine.csv --pp 3 -m 2",
+    "mine.csv --pp 2 -m 3",
+    "1f1b --pp 0 -m 4",
+    "1f1b --pp 4 -m 0",
+    "1f1b --pp 4 -m 8 --memory-limit 3",
+    "1f1b --pp 4 -m 8 --memory-limit 1GiB",
+    "1f1b --pp 4 -m 8 --memory-limit 1GiB --costs bytes.json",
+    "zb-auto --pp 4 -m 8 --memory-limit 0.5",
+    "zb-v --pp 4 -m 8 --memory-limit 0.5",
+    "v-auto --pp 4 -m 8 --memory-limit 0.25",
+    "1f1b --pp 2 -m 2 --costs none.json",
+    "1f1b --pp 2 -m 2 --offload half",
+    "1f1b --pp 2 -m 2 --offload fit",
+    "1f1b --pp 2 -m 2 --p2p slow",
+)
+_COSTS = (
+    "f=1",
+    "f=1,i=1,w=1,x=1",
+    "f=1,f=1,i=1,w=1",
+    "f=a,i=1,w=1",
+    "f=-1,i=1,w=1",
+    "f=0,i=0,w=0",
+    "f=1/2/3,i=1,w=1",
+    "f=1,i=1,w=1,comm=1/2",
+    "f=1,i=1,w=1,head=1",
+    "f=1,i=1,w=1,embedding=1/2/3",
+    "f=1,i=1,w=1,h2d=1",
+    "f=1,i=1,w=1,d2h=1,link=0",
+    "f=1,i=1,w=1,d2h=1,duplex=2",
+)
+_COMMANDS = (
+    "simulate",
+    "simulate 1f1b",
+    "plan --pp 2 -m 2 --gpu H100",
+    "plan --pp 2 -m 2 --model layers=4",
+    "plan --pp 2 -m 2 --gpu H99 --model layers=4,hidden=8,heads=2,sequence=8,vocabulary=8",
+    "plan --pp 2 -m 2 --gpu H100 --model layers=4,hidden=8,heads=2,sequence=8,vocabulary=8,x=1",
+    "plan --pp 2 -m 4 --memory-limit 0.1",
+    "trace none",
+    "verify none.csv",
+    "bench --schedules zb-h9",
+    "bench --bad-every 2",
+    "doctor --pipeline-memory-limit 4",
+    "doctor -- nothing",
+    "nothing",
+)
+_ENVIRONMENTS: tuple[dict[str, str], ...] = (
+    {},
+    {"MEGATRON_EXT_SCHEDULE": "zb-h9"},
+    {"MEGATRON_EXT_SCHEDULE": "plan"},
+    {"MEGATRON_EXT_SCHEDULE": "zb-h1", "MEGATRON_EXT_NOTHING": "1"},
+    {"MEGATRON_EXT_SCHEDULE": "zb-h1", "MEGATRON_EXT_P2P": "fast"},
+    {"MEGATRON_EXT_SCHEDULE": "zb-h1", "MEGATRON_EXT_POST_VALIDATION": "yes"},
+)
+
+
+def _of_settings() -> Subject:
+    flags = [f"--pipeline-schedule zb-v {words}" for words in _beside(_FLAGS)]
+    flags += [*_FLAGS, "--pipeline-schedule zb-h9", "--pipeline-schedule zb-h1:x=1"]
+    simulated = [f"1f1b --pp 4 -m 8 {HOST} {words}" for words in _beside(_OPTIONS)]
+    simulated += [*_SIMULATED, *(f"1f1b --pp 2 -m 2 --costs {text}" for text in _COSTS)]
+    commands = [*(f"simulate {words}" for words in simulated), *_COMMANDS]
+    return {
+        **{words: partial(_refusal, partial(from_argv, words.split())) for words in flags},
+        **{words: partial(_complaint, words) for words in commands},
+        **{
+            f"environment {' '.join(f'{k}={v}' for k, v in given.items())}".rstrip(): partial(
+                _refusal, partial(from_environment, given)
+            )
+            for given in _ENVIRONMENTS
+        },
+    }
+
+
+def _beside(words: Sequence[str]) -> Iterator[str]:
+    yield from words
+    for one, other in combinations(words, 2):
+        if one.split()[0] != other.split()[0]:
+            yield f"{one} {other}"
+
+
+def _complaint(command: str) -> str:
+    said = run(command)
+    return said if said.startswith("exits") else "accepted"
+
+
+# ---- Files
+
+
+_TABLES_OF_A_USER = {
+    "no action": "0F0,0B0\n1F0,1Q0\n",
+    "empty line": "0F0,0B0\n\n1F0,1B0\n",
+    "missing stage": "0F0,0B0\n2F0,2B0\n",
+    "nothing": "",
+    "message": "0F0,0SEND_F0,0B0\n1F0,1B0\n",
+    "vocabulary": "0F0,0S0,0B0\n1F0,1B0\n",
+    "missing action": "0F0,0B0,0F1\n1F0,1B0,1F1,1B1\n",
+    "twice": "0F0,0B0,0B0\n1F0,1B0\n",
+    "two ranks": "0F0,0B0,0F1\n1F0,1B0,1F1,1B1,0B1\n",
+    "B and I": "0F0,0B0,0I0,0W0\n",
+    "order": "0B0,0F0\n1F0,1B0\n",
+    "cycle": "0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n",
+}
+_COSTS_OF_A_USER = {
+    "no JSON": "f=1",
+    "version": '{"version": 2, "f": 1, "i": 1, "w": 1}',
+    "missing": '{"version": 1, "f": 1}',
+    "unknown": '{"version": 1, "f": 1, "i": 1, "w": 1, "x": 1}',
+    "bytes": '{"version": 1, "f": 1, "i": 1, "w": 1, "bytes": {"activation": 1}}',
+    "length": '{"version": 1, "f": [1, 2, 3], "i": 1, "w": 1}',
+}
+
+
+def _of_files() -> Subject:
+    return {
+        **{f"table: {name}": partial(_table, text) for name, text in _TABLES_OF_A_USER.items()},
+        **{f"costs: {name}": partial(_costs, text) for name, text in _COSTS_OF_A_USER.items()},
+    }
+
+
+def _table(text: str) -> str:
+    Path("table.csv").write_text(text)
+    return run("verify table.csv")
+
+
+def _costs(text: str) -> str:
+    Path("table.json").write_text(text)
+    return run("simulate 1f1b --pp 2 -m 2 --costs table.json")
