@@ -108,6 +108,16 @@ def step(
     return losses, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@contextlib.contextmanager
+def installed(pipeline_size: int, **settings: Any) -> Iterator[None]:
+    """In pipelines of so many ranks, with a schedule of ours."""
+    with apply(cpu.patches()):
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=pipeline_size)
+        model_parallel_cuda_manual_seed(0)
+        with megatron_ext.install(**settings):
+            yield
+
+
 def process_groups() -> int:
     return len(dist.distributed_c10d._world.pg_map)
 
@@ -199,11 +209,8 @@ def test_a_rank_with_another_program_is_found_before_the_first_pass(
     different programs, each sound by itself, could wait for one another for ever."""
 
     def differing(rank: int) -> str:
-        with apply(cpu.patches()), contextlib.ExitStack() as stack:
-            parallel_state.initialize_model_parallel(pipeline_model_parallel_size=size)
-            model_parallel_cuda_manual_seed(0)
-            schedule = "gpipe" if rank in stale else "1f1b"
-            stack.enter_context(megatron_ext.install(schedule=schedule))
+        schedule = "gpipe" if rank in stale else "1f1b"
+        with installed(size, schedule=schedule):
             with pytest.raises(RuntimeError, match=f"built different programs .*{listed}"):
                 step(own_groups=False)
             return "found"
@@ -216,11 +223,8 @@ def test_all_pipelines_take_the_costs_of_global_rank_0(size: int) -> None:
     """A costs file may differ between nodes, and each pipeline once took its own first rank's."""
 
     def told(rank: int) -> float:
-        with apply(cpu.patches()), contextlib.ExitStack() as stack:
-            parallel_state.initialize_model_parallel(pipeline_model_parallel_size=size)
-            model_parallel_cuda_manual_seed(0)
-            costs = f"f={1 + rank},i=1,w={1 + rank},comm={rank}"
-            stack.enter_context(megatron_ext.install(schedule="zb-h1", costs=costs))
+        costs = f"f={1 + rank},i=1,w={1 + rank},comm={rank}"
+        with installed(size, schedule="zb-h1", costs=costs):
             step(own_groups=False)
             (agreed,) = schedules.get_forward_backward_func()._programs.costs.values()
             return agreed.hop
@@ -233,10 +237,7 @@ def test_pipelines_that_nothing_ties_may_come_to_other_numbers_of_microbatches()
     new number waited for one that had it already, without a word."""
 
     def differing(rank: int) -> str:
-        with apply(cpu.patches()), contextlib.ExitStack() as stack:
-            parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-            model_parallel_cuda_manual_seed(0)
-            stack.enter_context(megatron_ext.install(schedule="1f1b"))
+        with installed(2, schedule="1f1b"):
             step(own_groups=False)
             step(own_groups=False, microbatches=4 if rank in (1, 3) else MICROBATCHES)
             return "done"
@@ -249,10 +250,7 @@ def test_another_program_is_found_in_a_later_step_too() -> None:
     with."""
 
     def differing(rank: int) -> None:
-        with apply(cpu.patches()), contextlib.ExitStack() as stack:
-            parallel_state.initialize_model_parallel(pipeline_model_parallel_size=RANKS)
-            model_parallel_cuda_manual_seed(0)
-            stack.enter_context(megatron_ext.install(schedule="1f1b"))
+        with installed(RANKS, schedule="1f1b"):
             step(own_groups=False)
             if rank == 2:
                 schedules.get_forward_backward_func()._programs._choice = choose("gpipe")
@@ -270,16 +268,14 @@ def test_an_error_beside_the_passes_ends_the_other_ranks() -> None:
     in passes were told, and the others waited for ever where the caller of the rank went on."""
 
     def failing(rank: int) -> None:
-        with apply(cpu.patches()), contextlib.ExitStack() as stack:
-            parallel_state.initialize_model_parallel(pipeline_model_parallel_size=RANKS)
-            model_parallel_cuda_manual_seed(0)
-            stack.enter_context(megatron_ext.install(schedule="1f1b"))
+        with installed(RANKS, schedule="1f1b"):
             step(own_groups=False)
             if rank == 1:
-                stack.enter_context(
-                    mock.patch.object(schedules.get_forward_backward_func(), "_transport", broken)
-                )
-                with pytest.raises(OSError, match="no memory"):
+                run = schedules.get_forward_backward_func()
+                with (
+                    mock.patch.object(run, "_transport", broken),
+                    pytest.raises(OSError, match="no memory"),
+                ):
                     step(own_groups=False)
                 time.sleep(600)
             step(own_groups=False)
