@@ -58,8 +58,7 @@ def order_messages(schedule: Schedule, problem: Problem) -> Schedule:
 
 def _in_sequence(graph: Graph, costs: Costs) -> Iterator[_Key]:
     """A key for each node: the two ends of a message share theirs, and so do a collective's."""
-    longest = max(costs.of(action) for action in graph.actions if is_compute(action))
-    starts, ends = _times(graph, replace(costs, hop=max(costs.hop, longest * _LEAST_HOP)))
+    starts, ends = _times(graph, costs, _LEAST_HOP)
     made = _made(graph, ends)
     number = {action: node for node, action in enumerate(graph.actions)}
     place = {node: place for place, node in enumerate(graph.order)}
@@ -82,7 +81,7 @@ def _in_sequence(graph: Graph, costs: Costs) -> Iterator[_Key]:
 
 def _batched(graph: Graph, costs: Costs) -> Iterator[_Key]:
     """A key for each node, where messages share one communicator."""
-    _, ends = _times(graph, costs)
+    _, ends = _times(graph, costs, least_hop=0.0)
     made = _made(graph, ends)
     number = {action: node for node, action in enumerate(graph.actions)}
     by_name = {action: place for place, action in enumerate(sorted(graph.actions))}
@@ -92,9 +91,10 @@ def _batched(graph: Graph, costs: Costs) -> Iterator[_Key]:
         yield made[sender], _BATCHED_PLACE[lane], by_name[action]
 
 
-def _times(graph: Graph, costs: Costs) -> tuple[list[int], list[int]]:
-    """When each node starts and ends, in ticks."""
+def _times(graph: Graph, costs: Costs, least_hop: float) -> tuple[list[int], list[int]]:
+    """When each node starts and ends, in ticks. ``least_hop`` is a share of the longest pass."""
     longest = max(costs.of(action) for action in graph.actions if is_compute(action))
+    costs = replace(costs, hop=max(costs.hop, longest * least_hop))
     tick = longest / _TICKS or 1.0  # an evaluation's passes may cost nothing
     starts, ends = [0] * len(graph.actions), [0] * len(graph.actions)
     for node in graph.order:
