@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 
-from megatron_ext.patches.engine import ALLOW_UNKNOWN
-from megatron_ext.schedule.registry import Choice, choose
+from megatron_ext.schedule.build.registry import Choice, choose
 from megatron_ext.schedule.schedule import P2P, Offload, VocabularyParallel
 
 ESTIMATE = "estimate"
@@ -17,6 +16,9 @@ PROFILE = "profile"
 COSTS_FILE = "costs.json"  # what is written where no path is given, in the working directory
 
 _VARIABLES = "MEGATRON_EXT_"
+
+# Patch a Megatron whose sources the patches were not read against: no setting of a run.
+ALLOW_UNKNOWN = f"{_VARIABLES}ALLOW_UNKNOWN"
 
 
 def _setting(default: str | None, metavar: str, text: str) -> str | None:

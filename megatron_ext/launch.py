@@ -11,7 +11,7 @@ import os
 import re
 import runpy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from megatron_ext.config import PLAN, PipelineConfig, from_argv, settings_given
@@ -27,11 +27,17 @@ def is_launch(argv: Sequence[str]) -> bool:
     return bool(argv) and (argv[0] == "-m" or argv[0].endswith(".py"))
 
 
-def launch(argv: Sequence[str]) -> None:
+# From the words after the script, the settings and the world's size: flags to add, and why.
+ChoosePlan = Callable[[Sequence[str], PipelineConfig, int], tuple[tuple[str, ...], str]]
+
+
+def launch(argv: Sequence[str], choose: ChoosePlan) -> None:
     """Run the script or module that ``argv`` starts with, as ``__main__``, with its arguments.
 
     Patches are applied if one of our flags, or ``--help``, is among the arguments; with none,
     Megatron is left as it is. Without a GPU the CPU platform is put under it.
+
+    ``choose`` is asked where the schedule is ``plan``.
 
     Exits with status 2 and one line for a mistake in our flags, a patch that does not fit, or a
     missing script.
@@ -49,7 +55,7 @@ def launch(argv: Sequence[str]) -> None:
         if not _has_gpu():
             _use_cpu()
         if config.schedule == PLAN:
-            sys.argv += _planned(config)
+            sys.argv += _planned(config, choose)
             config = from_argv(sys.argv[1:])
         if settings_given(arguments) or {"-h", "--help"} & set(arguments):
             install(config)
@@ -63,17 +69,15 @@ def launch(argv: Sequence[str]) -> None:
         runpy.run_path(script, run_name="__main__")
 
 
-def _planned(config: PipelineConfig) -> tuple[str, ...]:
+def _planned(config: PipelineConfig, choose: ChoosePlan) -> tuple[str, ...]:
     """The flags, for the end of the command line, that name what is to be trained under."""
-    from megatron_ext.patches.megatron.launch_plan import choose_for
-
     is_first = os.environ.get("RANK", "0") == "0"
     if is_first:
         print("megatron_ext: plan compares schedules; with many ranks for minutes", flush=True)
-    chosen = choose_for(sys.argv[1:], config, int(os.environ.get("WORLD_SIZE", "1")))
+    flags, why = choose(sys.argv[1:], config, int(os.environ.get("WORLD_SIZE", "1")))
     if is_first:
-        print(f"megatron_ext: plan takes {' '.join(chosen.flags)}: {chosen.why}", flush=True)
-    return chosen.flags
+        print(f"megatron_ext: plan takes {' '.join(flags)}: {why}", flush=True)
+    return flags
 
 
 def slurm_ranks(env: Mapping[str, str]) -> dict[str, str]:

@@ -31,7 +31,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-ALLOW_UNKNOWN = "MEGATRON_EXT_ALLOW_UNKNOWN"
+from megatron_ext.config import ALLOW_UNKNOWN
 
 Alias = tuple[types.ModuleType, str]
 Signature = str | Iterable[str] | None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, PatchError
-from megatron_ext.schedule.registry import Choice
+from megatron_ext.schedule.build.registry import Choice
 from megatron_ext.schedule.schedule import Offload, VocabularyParallel
 
 
@@ -43,14 +43,6 @@ class Feature:
         return [patch for module in modules for patch in module.patches(config)]
 
 
-def splits(choice: Choice) -> bool:
-    return choice.splits_backward
-
-
-def moves_first_stage(choice: Choice) -> bool:
-    return choice.example.rank_of[0] != 0
-
-
 FEATURES = (
     Feature("flags", ("megatron.training.arguments",), None),
     Feature(
@@ -66,18 +58,20 @@ FEATURES = (
     Feature(
         "split backward of local linear layers",
         ("megatron.core.tensor_parallel.layers",),
-        splits,
+        lambda choice: choice.splits_backward,
     ),
     Feature(
         "split backward of Transformer Engine's linear layers",
         ("transformer_engine.pytorch.module._common",),
-        splits,
+        lambda choice: choice.splits_backward,
     ),
     Feature(
         "gradients that autograd does not bring",
         ("megatron.core.distributed.distributed_data_parallel",),
         lambda choice: True,
-        asked_for=lambda config: splits(config.choice()) or config.offload() is not Offload.NONE,
+        asked_for=lambda config: (
+            config.choice().splits_backward or config.offload() is not Offload.NONE
+        ),
     ),
     Feature(
         "virtual stages",
@@ -95,13 +89,13 @@ FEATURES = (
             "megatron.core.datasets.blended_megatron_dataset_builder",
             "megatron.core.models.common.language_module.language_module",
             "megatron.training.models.dist_utils",
-            "megatron.training.training",
+            "megatron.training.training.tied_models",
         ),
-        moves_first_stage,
+        lambda choice: choice.moves_first_stage,
     ),
     Feature(
         "measured costs",
-        ("megatron.training.training_end",),
+        ("megatron.training.training.training_end",),
         lambda choice: True,
         asked_for=lambda config: config.profile() is not None,
     ),
@@ -114,11 +108,11 @@ FEATURES = (
     Feature(
         "post-validation",
         (
-            "megatron.post_validation",
+            "megatron.core.optimizer.optimizer",
             "megatron.core.optimizer_param_scheduler",
             "megatron.training.utils.common_utils",
-            "megatron.training.training_log",
-            "megatron.training.saving",
+            "megatron.training.training.training_log",
+            "megatron.training.training.saving",
             "megatron.training.async_utils",
             "megatron.training.dist_signal_handler",
         ),

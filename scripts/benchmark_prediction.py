@@ -27,25 +27,25 @@ import torch.multiprocessing
 from rich.console import Console
 from rich.table import Table
 
-from megatron_ext.bench import before_everything_else
-from megatron_ext.runtime.bench import EmulatedStage
-from megatron_ext.runtime.channels import Channels
-from megatron_ext.runtime.emulated import DTYPE, SHAPE, EmulatedChunk
+from megatron_ext.bench.contestants import EmulatedStage
+from megatron_ext.bench.emulated import DTYPE, SHAPE, EmulatedChunk
+from megatron_ext.bench.runs import before_everything_else
 from megatron_ext.runtime.executor import execute
 from megatron_ext.runtime.held_bytes import SavedTensors
-from megatron_ext.runtime.measured_steps import KEPT, MeasuredSteps
-from megatron_ext.runtime.profile import STEPS, Profile
+from megatron_ext.runtime.measure.measured_steps import KEPT, MeasuredSteps
+from megatron_ext.runtime.measure.profile import STEPS, Profile
+from megatron_ext.runtime.messages.channels import Channels
+from megatron_ext.runtime.messages.transport import Boundary, Transport
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.recording import clock_of
-from megatron_ext.runtime.transport import Boundary, Transport
 from megatron_ext.runtime.weight_gradients import queue
+from megatron_ext.schedule.build.head import Placed, place_head
+from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs, parse_costs, uniform
-from megatron_ext.schedule.graph import channels
-from megatron_ext.schedule.head import Placed, place_head
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.prediction import Comparison
-from megatron_ext.schedule.registry import choose
+from megatron_ext.schedule.program.graph import channels
 from megatron_ext.schedule.schedule import Problem
+from megatron_ext.schedule.show.prediction import Comparison
 
 CPU = torch.device("cpu")
 SCHEDULES = "1f1b zb-h1 zb-auto interleaved-zb zb-v v-half"

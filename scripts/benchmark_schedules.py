@@ -26,13 +26,13 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs import uniform
-from megatron_ext.schedule.registry import choose, entries
+from megatron_ext.schedule.program.communication import communicate
+from megatron_ext.schedule.program.simulate import simulate
+from megatron_ext.schedule.program.verify import prove
+from megatron_ext.schedule.program.waits import await_sends
 from megatron_ext.schedule.schedule import Problem
-from megatron_ext.schedule.simulate import simulate
-from megatron_ext.schedule.transforms.communication import communicate
-from megatron_ext.schedule.transforms.waits import await_sends
-from megatron_ext.schedule.verify import prove
 
 COSTS = (10, 12, 8, 1)  # f, i, w, comm
 RANKS = (8, 16, 32, 64)

@@ -24,12 +24,12 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from megatron_ext.cli import app
-from megatron_ext.schedule.draw import draw_bars
-from megatron_ext.schedule.estimate import GPU, ModelDimensions, estimate
-from megatron_ext.schedule.registry import choose
-from megatron_ext.schedule.report import report
+from megatron_ext.schedule.build.registry import choose
+from megatron_ext.schedule.build.report import report
+from megatron_ext.schedule.model.estimate import GPU, ModelDimensions, estimate
 from megatron_ext.schedule.schedule import Problem, VocabularyParallel
-from megatron_ext.schedule.svg import save
+from megatron_ext.schedule.show.draw import draw_bars
+from megatron_ext.schedule.show.svg import save
 
 SCRIPTS = Path(__file__).resolve().parent
 DOCS = SCRIPTS.parent / "docs"

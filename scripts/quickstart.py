@@ -22,13 +22,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from megatron_ext.schedule.build import build_program
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import parse_costs
-from megatron_ext.schedule.draw import draw
-from megatron_ext.schedule.registry import choose
+from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.schedule import Problem
-from megatron_ext.schedule.simulate import simulate
-from megatron_ext.schedule.summary import stock_1f1b
+from megatron_ext.schedule.show.draw import draw
+from megatron_ext.schedule.show.summary import stock_1f1b
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RUNS = REPOSITORY / "runs" / "quickstart"

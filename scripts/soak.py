@@ -39,20 +39,20 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
-from megatron_ext.runtime.channels import Channels
-from megatron_ext.runtime.emulated import AutogradStage
+from megatron_ext.bench.emulated import AutogradStage
 from megatron_ext.runtime.executor import execute
+from megatron_ext.runtime.messages.channels import Channels
+from megatron_ext.runtime.messages.transport import Boundary, Transport
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.runtime.transport import Boundary, Transport
 from megatron_ext.runtime.weight_gradients import queue
-from megatron_ext.schedule.build import build_program
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs import uniform
-from megatron_ext.schedule.graph import Channel, channels
 from megatron_ext.schedule.kinds import RULES, Duty
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.registry import choose, entries
+from megatron_ext.schedule.program.graph import Channel, channels
+from megatron_ext.schedule.program.verify import InvalidSchedule, Program
 from megatron_ext.schedule.schedule import Problem
-from megatron_ext.schedule.verify import InvalidSchedule, Program
 
 WIDTH = 16
 SAMPLES = 3

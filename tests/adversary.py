@@ -39,15 +39,15 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _CoalescingManager
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_ext.runtime import offload
-from megatron_ext.runtime.batched import PipelineGroup
-from megatron_ext.runtime.channels import Channels
-from megatron_ext.runtime.collectives import Collectives
 from megatron_ext.runtime.executor import _Execution
-from megatron_ext.runtime.host_copies import DirectCopies, HostCopies, Piece, Transfer
+from megatron_ext.runtime.host import offload
+from megatron_ext.runtime.host.copies import DirectCopies, HostCopies, Piece, Transfer
+from megatron_ext.runtime.messages.batched import PipelineGroup
+from megatron_ext.runtime.messages.channels import Channels
+from megatron_ext.runtime.messages.collectives import Collectives
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.graph import Channel
 from megatron_ext.schedule.kinds import RULES, Lane
+from megatron_ext.schedule.program.graph import Channel
 from megatron_ext.schedule.schedule import is_compute
 from tests.pipeline.stages import InOrderGroup
 

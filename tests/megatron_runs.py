@@ -33,10 +33,10 @@ from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron_ext.config import PipelineConfig
-from megatron_ext.doctor import diagnose
+from megatron_ext.launch_check.doctor import diagnose
 from megatron_ext.patches import engine
 from megatron_ext.patches.features import FEATURES
-from megatron_ext.schedule.registry import entries
+from megatron_ext.schedule.build.registry import entries
 from tests.ranks import RankResult, agent_store, run_ranks, torchrun_environment, values
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "pretrain_gpt.py"
@@ -265,7 +265,7 @@ def _train_rank(
     from megatron.core.utils import get_model_config
     from megatron.training import training
 
-    from megatron_ext.launch import launch
+    from megatron_ext.__main__ import main
 
     if "--save" in flags:
         fork_checkpoint_manager()
@@ -306,16 +306,14 @@ def _train_rank(
         return redo(*args)
 
     if "--pipeline-post-validation" in flags:
-        speculation = importlib.import_module(
-            "megatron_ext.patches.megatron.core.optimizer.speculation"
-        )
+        speculation = importlib.import_module("megatron_ext.adapter.post_validation.optimizer")
         redo = speculation.SpeculativeOptimizer.redo
         speculation.SpeculativeOptimizer.redo = record_redo
     training.setup_model_and_optimizer = record_setup
     training.training_log = record_log
     training.evaluate = record_evaluate
     try:
-        launch([str(script), *flags])
+        main([str(script), *flags])
     except SystemExit as end:  # --exit-interval
         if end.code:
             raise

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron_ext.bench import (
+from megatron_ext.bench.runs import (
     DEFAULT_SCHEDULES,
     STEPS,
     STEPS_IN_A_ROW,

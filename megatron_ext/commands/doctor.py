@@ -33,7 +33,7 @@ def doctor(
 
 def _show_environment(words: Sequence[str], as_json: bool) -> None:
     from megatron_ext.config import from_argv
-    from megatron_ext.doctor import diagnose
+    from megatron_ext.launch_check.doctor import diagnose
 
     try:
         config: PipelineConfig = from_argv(words)
@@ -56,7 +56,7 @@ def _show_environment(words: Sequence[str], as_json: bool) -> None:
 def _check_launch_line(
     words: Sequence[str], world_size: int | None, gpu_memory: str | None, as_json: bool
 ) -> None:
-    from megatron_ext.launch_check import check_launch, read_launch
+    from megatron_ext.launch_check.check import check_launch, read_launch
     from megatron_ext.patches.engine import PatchError
 
     try:

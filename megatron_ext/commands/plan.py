@@ -14,18 +14,18 @@ from rich.progress import track
 
 from megatron_ext.commands.options import UNIT, Json, Limit, Microbatches, PostValidation, Ranks
 from megatron_ext.commands.output import fail, gib, print_table
-from megatron_ext.schedule.choose import Candidate, Plan, Way, make_plan
 from megatron_ext.schedule.costs import parse_costs
-from megatron_ext.schedule.draw import draw_plan
-from megatron_ext.schedule.estimate import GPU
-from megatron_ext.schedule.gpus import GPUS, USABLE, Gpu, parse_gpu
 from megatron_ext.schedule.limit import parse_limit
-from megatron_ext.schedule.model import parse_model
-from megatron_ext.schedule.model_memory import TrainingState
-from megatron_ext.schedule.model_plan import Training
-from megatron_ext.schedule.recommendation import recommendation, slower_by
+from megatron_ext.schedule.model.estimate import GPU
+from megatron_ext.schedule.model.gpus import GPUS, USABLE, Gpu, parse_gpu
+from megatron_ext.schedule.model.model import parse_model
+from megatron_ext.schedule.model.model_memory import TrainingState
+from megatron_ext.schedule.plan.choose import Candidate, Plan, Way, make_plan
+from megatron_ext.schedule.plan.model_plan import Training
+from megatron_ext.schedule.plan.recommendation import recommendation, slower_by
+from megatron_ext.schedule.plan.vocabulary_plan import cases, side_by_side
 from megatron_ext.schedule.schedule import Offload
-from megatron_ext.schedule.vocabulary_plan import cases, side_by_side
+from megatron_ext.schedule.show.draw import draw_plan
 
 
 def plan(

@@ -20,22 +20,22 @@ from megatron_ext.commands.options import (
     Schedule,
 )
 from megatron_ext.commands.output import fail, print_table
-from megatron_ext.schedule.build import build_program
-from megatron_ext.schedule.certify import certify as certified
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.overlap import what_overlapping_gains
+from megatron_ext.schedule.build.registry import choose, with_option
+from megatron_ext.schedule.build.report import report
 from megatron_ext.schedule.costs import parse_costs
-from megatron_ext.schedule.draw import draw_steps
-from megatron_ext.schedule.graph import Device
 from megatron_ext.schedule.limit import parse_limit
-from megatron_ext.schedule.overlap import what_overlapping_gains
-from megatron_ext.schedule.registry import choose, with_option
-from megatron_ext.schedule.report import report
+from megatron_ext.schedule.program.graph import Device
+from megatron_ext.schedule.program.simulate import simulate as simulate_program
+from megatron_ext.schedule.program.simulate import simulate_steps
+from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule import P2P, Offload, Problem, VocabularyParallel, to_csv
-from megatron_ext.schedule.simulate import simulate as simulate_program
-from megatron_ext.schedule.simulate import simulate_steps
-from megatron_ext.schedule.summary import program_of_1f1b
+from megatron_ext.schedule.search.certify import certify as certified
+from megatron_ext.schedule.show.draw import draw_steps
+from megatron_ext.schedule.show.summary import program_of_1f1b
+from megatron_ext.schedule.show.trace import write_trace
 from megatron_ext.schedule.timeline import Timeline
-from megatron_ext.schedule.trace import write_trace
-from megatron_ext.schedule.verify import Program
 
 
 def simulate(

@@ -10,8 +10,8 @@ import typer
 
 from megatron_ext.commands.options import Json
 from megatron_ext.commands.output import fail, print_table
-from megatron_ext.schedule.trace import read_trace
-from megatron_ext.schedule.trace_report import trace_report
+from megatron_ext.schedule.show.trace import read_trace
+from megatron_ext.schedule.show.trace_report import trace_report
 
 
 def trace(

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from megatron_ext.commands.output import fail
+from megatron_ext.schedule.build.registry import choose
+from megatron_ext.schedule.build.report import report
 from megatron_ext.schedule.costs import uniform
-from megatron_ext.schedule.registry import choose
-from megatron_ext.schedule.report import report
 from megatron_ext.schedule.schedule import Problem, from_csv
 
 

@@ -8,15 +8,15 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megatron_ext.runtime.offload import OffloadedStep
+from megatron_ext.runtime.host.offload import OffloadedStep
+from megatron_ext.runtime.messages.transport import PeerFailure
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.stage import Stage
-from megatron_ext.runtime.transport import PeerFailure
-from megatron_ext.runtime.vocabulary import VocabularyPasses
+from megatron_ext.runtime.vocabulary.passes import VocabularyPasses
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import GRADIENT_DUTIES, RULES
+from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule import is_compute
-from megatron_ext.schedule.verify import Program
 
 
 class Messages(Protocol):

@@ -13,8 +13,8 @@ import weakref
 from collections.abc import Sequence
 
 from megatron_ext.runtime import watchdog
+from megatron_ext.runtime.messages.transport import Closable
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.runtime.transport import Closable
 
 
 class Interruption:

@@ -11,10 +11,10 @@ import click
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
+from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.schedule import is_compute
-from megatron_ext.schedule.simulate import simulate
+from megatron_ext.schedule.show.trace import NAME, TraceFile, beside
 from megatron_ext.schedule.timeline import Reduction, Timeline
-from megatron_ext.schedule.trace import NAME, TraceFile, beside
 from tests.unit.schedules import line_problem, program
 
 COSTS = "--costs f=10,i=12,w=8,comm=1"

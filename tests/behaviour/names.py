@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import enum
 import inspect
-import re
 import types
 from dataclasses import fields
 from functools import partial
 from typing import Any
 
 import megatron_ext
+from megatron_ext import families
 from megatron_ext.config import PipelineConfig, flag, variable
 from megatron_ext.patches.engine import Handle, PatchError
 from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.build.registry import family
 from megatron_ext.schedule.costs import Costs
-from megatron_ext.schedule.fill import Filled, fill_best, memory_of, time
 from megatron_ext.schedule.placement import Placement, line, loop, v, wave
-from megatron_ext.schedule.registry import family
 from megatron_ext.schedule.schedule import Problem, Schedule
-from tests.behaviour.inputs import own_families
+from megatron_ext.schedule.search.fill import Filled, fill_best, memory_of, time
 from tests.behaviour.record import Subject
 
 _OF_FAMILIES = (
@@ -57,8 +56,7 @@ def _settings() -> str:
 
 
 def _imports() -> str:
-    imports = re.findall(r"^from megatron_ext.*$", "".join(own_families().values()), re.MULTILINE)
-    return "\n".join(sorted(set(imports)))
+    return "\n".join(f"from megatron_ext.families import {name}" for name in families.__all__)
 
 
 def _described(thing: Any) -> str:

@@ -9,10 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_ext.config import PipelineConfig, from_argv, from_environment
-from megatron_ext.patches.compatibility import refuse, refuse_order
-from megatron_ext.patches.features import FEATURES
-from megatron_ext.patches.refusals import (
+from megatron_ext.adapter.compatibility import refuse, refuse_order
+from megatron_ext.adapter.refusals import (
     OFFLOAD_REFUSALS,
     POST_VALIDATION_OPTIMIZER_REFUSALS,
     POST_VALIDATION_REFUSALS,
@@ -20,7 +18,9 @@ from megatron_ext.patches.refusals import (
     VOCABULARY_REFUSALS,
     Refusal,
 )
-from megatron_ext.schedule.registry import Choice, choose, entries
+from megatron_ext.config import PipelineConfig, from_argv, from_environment
+from megatron_ext.patches.features import FEATURES
+from megatron_ext.schedule.build.registry import Choice, choose, entries
 from megatron_ext.schedule.schedule import Offload, Schedule, VocabularyParallel, from_csv
 from tests.behaviour.inputs import HOST, run, write_inputs
 from tests.behaviour.record import Subject

@@ -17,21 +17,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ext.runtime.batched import BatchedTransport, PipelineGroup
-from megatron_ext.runtime.channels import Channels
 from megatron_ext.runtime.executor import Messages, execute
-from megatron_ext.runtime.offload import ActivationOffload
+from megatron_ext.runtime.host.offload import ActivationOffload
+from megatron_ext.runtime.messages.batched import BatchedTransport, PipelineGroup
+from megatron_ext.runtime.messages.channels import Channels
+from megatron_ext.runtime.messages.transport import Boundary, Transport
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.runtime.transport import Boundary, Transport
 from megatron_ext.schedule.action import Action
-from megatron_ext.schedule.build import build_program
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import uniform
-from megatron_ext.schedule.graph import Channel, channels
 from megatron_ext.schedule.kinds import Held
-from megatron_ext.schedule.memory import in_bytes, memory_curve
-from megatron_ext.schedule.registry import choose
+from megatron_ext.schedule.program.graph import Channel, channels
+from megatron_ext.schedule.program.memory import in_bytes, memory_curve
+from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule import P2P, Problem, is_compute
-from megatron_ext.schedule.verify import Program
 from tests.pipeline.stages import LinearStage, SplitLinear, world
 from tests.pipeline.storages import LiveStorages, messages_on_their_way
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_ext.runtime import snapshot as snapshot_module
-from megatron_ext.runtime.snapshot import CPU, Snapshot
+from megatron_ext.runtime.post_validation import snapshot as snapshot_module
+from megatron_ext.runtime.post_validation.snapshot import CPU, Snapshot
 
 NUMBERS = 2**24
 

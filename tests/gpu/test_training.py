@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.schedule.kinds import RULES, Duty
-from megatron_ext.schedule.trace import read_trace
+from megatron_ext.schedule.show.trace import read_trace
 from tests.gpu.runs import ITERATIONS, RANKS, losses, needs_two_gpus
 
 pytestmark = [pytest.mark.gpu, needs_two_gpus]

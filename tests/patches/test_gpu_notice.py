@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ext.patches.megatron.core.pipeline_parallel import gpu_notice, schedules
+from megatron_ext.adapter import gpu_notice, step
 from megatron_ext.schedule.schedule import P2P
 from tests.megatron_runs import model_flags, train
 from tests.unit.schedules import line_problem
@@ -44,8 +44,6 @@ def test_it_goes_when_the_page_has_figures() -> None:
 def test_one_rank_says_it_once(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(
-        schedules, "say_unverified", lambda device, problem: print(f"noticed: {device}")
-    )
+    monkeypatch.setattr(step, "say_unverified", lambda device, problem: print(f"noticed: {device}"))
     train(2, model_flags(pipeline_model_parallel_size=2, pipeline_schedule="zb-h1", train_iters=2))
     assert capfd.readouterr().out.count("noticed: cpu") == 1

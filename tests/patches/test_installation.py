@@ -18,13 +18,13 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.module import MegatronModule
 
 import megatron_ext
-from megatron_ext.config import PipelineConfig
-from megatron_ext.doctor import diagnose
-from megatron_ext.patches.compatibility import refuse, refuse_order
-from megatron_ext.patches.engine import ALLOW_UNKNOWN, PatchError
+from megatron_ext.adapter.compatibility import refuse, refuse_order
+from megatron_ext.adapter.refusals import REFUSALS
+from megatron_ext.config import ALLOW_UNKNOWN, PipelineConfig
+from megatron_ext.launch_check.doctor import diagnose
+from megatron_ext.patches.engine import PatchError
 from megatron_ext.patches.features import wanted_patches
-from megatron_ext.patches.refusals import REFUSALS
-from megatron_ext.schedule.registry import choose
+from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.schedule import from_csv
 
 TOGETHER: tuple[dict[str, Any], ...] = (

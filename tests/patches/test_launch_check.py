@@ -14,12 +14,12 @@ from megatron.training import global_vars
 from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 from typer.testing import CliRunner
 
+from megatron_ext.adapter.model_bytes import bytes_of_ranks
 from megatron_ext.cli import app
-from megatron_ext.findings import Verdict
-from megatron_ext.launch_check import Launch, Report, check_launch, read_launch
+from megatron_ext.launch_check import line as launch_line
+from megatron_ext.launch_check.check import Launch, Report, check_launch, read_launch
+from megatron_ext.launch_check.findings import Verdict
 from megatron_ext.patches.engine import applied
-from megatron_ext.patches.megatron import launch_line
-from megatron_ext.patches.megatron.model_bytes import bytes_of_ranks
 from megatron_ext.schedule.placement import line, v
 from megatron_ext.schedule.schedule import VocabularyParallel
 from tests.megatron_runs import SCRIPT, model_flags

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_ext.adapter.arguments import check
 from megatron_ext.config import from_argv, from_environment
 from megatron_ext.installation import install
-from megatron_ext.launch_check import Launch, check_launch
+from megatron_ext.launch_check import line as launch_line
+from megatron_ext.launch_check.check import Launch, check_launch
+from megatron_ext.launch_check.plan import Chosen, choose_for
 from megatron_ext.patches.engine import applied
-from megatron_ext.patches.megatron import launch_line
-from megatron_ext.patches.megatron.launch_plan import Chosen, choose_for
-from megatron_ext.patches.megatron.training.arguments import check
-from megatron_ext.schedule.registry import entries
-from megatron_ext.schedule.simulate import simulate
+from megatron_ext.schedule.build.registry import entries
+from megatron_ext.schedule.program.simulate import simulate
 from tests.megatron_runs import SCRIPT, model_flags
 from tests.unit.short_search import shorten_search
 

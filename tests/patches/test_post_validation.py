@@ -21,14 +21,14 @@ from megatron.training import async_utils, global_vars, training
 from megatron.training.checkpointing import save_checkpoint
 from megatron.training.dist_signal_handler import DistributedSignalHandler
 
+from megatron_ext.adapter.arguments import warn_of_settling
+from megatron_ext.adapter.post_validation import pending as module
+from megatron_ext.adapter.post_validation import settle_points
+from megatron_ext.adapter.post_validation.pending import Result, StepResult, post_validation
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import apply
 from megatron_ext.patches.features import FEATURES
-from megatron_ext.patches.megatron import post_validation as module
-from megatron_ext.patches.megatron import settle_points
-from megatron_ext.patches.megatron.post_validation import Result, StepResult, post_validation
-from megatron_ext.patches.megatron.training.arguments import warn_of_settling
-from megatron_ext.runtime.partial_state import PartialState
+from megatron_ext.runtime.post_validation.partial_state import PartialState
 
 QUIET = PartialState(squared_norm=0.25, found_inf=False)
 CLIPPED = PartialState(squared_norm=9.0, found_inf=False)
@@ -158,7 +158,7 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
     monkeypatch.setattr(module.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(module.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(
-        "megatron_ext.patches.megatron.training.training_log.microbatches_will_change",
+        "megatron_ext.patches.megatron.training.training.training_log.microbatches_will_change",
         lambda args: False,
     )
     made: list[Loop] = []

@@ -6,14 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_ext.schedule.registry import choose, entries
+from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.schedule import Offload
 from tests.documents import check_written, table
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
-from megatron_ext.patches.compatibility import refuse
-from megatron_ext.patches.refusals import (
+from megatron_ext.adapter.compatibility import refuse
+from megatron_ext.adapter.refusals import (
     OFFLOAD_REFUSALS,
     POST_VALIDATION_REFUSALS,
     REFUSALS,

@@ -11,7 +11,7 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 from megatron.core import num_microbatches_calculator as microbatches
 
-from megatron_ext.patches.megatron.settle_points import (
+from megatron_ext.adapter.post_validation.settle_points import (
     INTERVALS,
     is_settle_point,
     microbatches_will_change,
@@ -58,7 +58,7 @@ def test_single_iterations() -> None:
 
 def test_megatron_has_all_these_settings() -> None:
     """A name of another release would be a point that is never reached."""
-    from megatron_ext.patches.megatron import launch_line
+    from megatron_ext.launch_check import line as launch_line
 
     line = launch_line.parse(model_flags())
     assert set(vars(settings())) <= set(vars(line.args))

@@ -31,15 +31,15 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
-from megatron_ext.patches import cpu
-from megatron_ext.patches.engine import apply
-from megatron_ext.patches.megatron.core.optimizer.speculation import (
+from megatron_ext.adapter.post_validation.optimizer import (
     SpeculativeOptimizer,
-    optimizer_patches,
     why_not,
 )
-from megatron_ext.patches.refusals import POST_VALIDATION_OPTIMIZER_REFUSALS
-from megatron_ext.runtime.partial_state import PartialState
+from megatron_ext.adapter.refusals import POST_VALIDATION_OPTIMIZER_REFUSALS
+from megatron_ext.patches import cpu
+from megatron_ext.patches.engine import apply
+from megatron_ext.patches.megatron.core.optimizer.optimizer import optimizer_patches
+from megatron_ext.runtime.post_validation.partial_state import PartialState
 from tests.ranks import run_ranks, values
 
 importlib.import_module("megatron.training.initialize")  # each rank would, as the platform does
@@ -434,7 +434,7 @@ class Recorded:
 
 def patched(case: Case) -> None:
     recorded = Recorded()
-    with platform(case), apply(optimizer_patches(recorded)):
+    with platform(case), apply(optimizer_patches(recorded)):  # type: ignore[arg-type]
         training = Training(case)
         speculative = SpeculativeOptimizer(training.optimizer, [training.model])
         groups = training.model.bucket_groups

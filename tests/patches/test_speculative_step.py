@@ -13,12 +13,12 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
 
-from megatron_ext.patches import cpu
-from megatron_ext.patches.engine import apply
-from megatron_ext.patches.megatron.core.pipeline_parallel.speculative_step import (
+from megatron_ext.adapter.post_validation.step import (
     _random_states,
     _restore,
 )
+from megatron_ext.patches import cpu
+from megatron_ext.patches.engine import apply
 from tests.ranks import run_ranks, values
 
 NAME = "model-parallel-rng"

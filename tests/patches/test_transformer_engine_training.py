@@ -25,8 +25,8 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from megatron_ext.runtime import offload
-from megatron_ext.runtime.offload import OffloadedStep
+from megatron_ext.runtime.host import offload
+from megatron_ext.runtime.host.offload import OffloadedStep
 from tests.megatron_runs import Run, assert_same, losses, model_flags, train
 from tests.patches import transformer_engine_on_cpu as on_cpu
 from tests.ranks import HANGS, run_ranks, values

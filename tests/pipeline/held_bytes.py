@@ -24,19 +24,19 @@ import pytest
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules as stock
 
-from megatron_ext.patches.megatron.core.pipeline_parallel import schedules
-from megatron_ext.patches.megatron.core.pipeline_parallel.model_stage import ModelStage
-from megatron_ext.runtime import offload as offload_module
+from megatron_ext.adapter import step
+from megatron_ext.adapter.model_stage import ModelStage
 from megatron_ext.runtime.executor import Validation, _Execution
-from megatron_ext.runtime.offload import OffloadedStep
+from megatron_ext.runtime.host import offload as offload_module
+from megatron_ext.runtime.host.offload import OffloadedStep
+from megatron_ext.runtime.messages.transport import Transport
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.runtime.transport import Transport
-from megatron_ext.runtime.vocabulary import VocabularyPasses
+from megatron_ext.runtime.vocabulary.passes import VocabularyPasses
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import RULES, Duty
+from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule import is_compute
-from megatron_ext.schedule.verify import Program
 from tests.pipeline.storages import LiveStorages, addresses
 
 Microbatch = tuple[int, int]  # stage, microbatch
@@ -214,7 +214,7 @@ def measure_steps(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         measured = _MeasuredExecution(program, stages, transport, recorder, offload).run()
         (folder / str(transport.rank)).write_bytes(pickle.dumps(measured))
 
-    monkeypatch.setattr(schedules, "execute", execute)
+    monkeypatch.setattr(step, "execute", execute)
     monkeypatch.setattr(offload_module, "SMALL", 0)
 
 

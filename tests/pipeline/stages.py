@@ -13,21 +13,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ext.runtime.batched import BatchedTransport, PipelineGroup
-from megatron_ext.runtime.channels import Channels
 from megatron_ext.runtime.executor import Validation, execute
-from megatron_ext.runtime.host_copies import HostCopies
-from megatron_ext.runtime.offload import ActivationOffload
+from megatron_ext.runtime.host.copies import HostCopies
+from megatron_ext.runtime.host.offload import ActivationOffload
+from megatron_ext.runtime.messages.batched import BatchedTransport, PipelineGroup
+from megatron_ext.runtime.messages.channels import Channels
+from megatron_ext.runtime.messages.transport import Boundary, Transport
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.runtime.transport import Boundary, Transport
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.build import build_program
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.registry import Choice
 from megatron_ext.schedule.costs import uniform
-from megatron_ext.schedule.graph import Channel, channels
 from megatron_ext.schedule.kinds import RULES, Duty, Where
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.registry import Choice
+from megatron_ext.schedule.program.graph import Channel, channels
+from megatron_ext.schedule.program.speculation import settles_at
+from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule import (
     P2P,
     Offload,
@@ -37,8 +39,6 @@ from megatron_ext.schedule.schedule import (
     is_compute,
     to_csv,
 )
-from megatron_ext.schedule.speculation import settles_at
-from megatron_ext.schedule.verify import Program
 
 WIDTH = 4
 CPU = torch.device("cpu")

@@ -22,19 +22,19 @@ torch = pytest.importorskip("torch")
 
 from torch import Tensor  # noqa: E402
 
-from megatron_ext.runtime import offload  # noqa: E402
-from megatron_ext.runtime.collectives import Collectives, Exchange  # noqa: E402
+from megatron_ext.runtime.host import offload  # noqa: E402
+from megatron_ext.runtime.messages.collectives import Collectives, Exchange  # noqa: E402
+from megatron_ext.runtime.messages.transport import Transport  # noqa: E402
 from megatron_ext.runtime.recorder import Recorder  # noqa: E402
-from megatron_ext.runtime.transport import Transport  # noqa: E402
 from megatron_ext.schedule.action import Action, Kind, parse  # noqa: E402
-from megatron_ext.schedule.registry import choose, entries  # noqa: E402
+from megatron_ext.schedule.build.registry import choose, entries  # noqa: E402
+from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove  # noqa: E402
 from megatron_ext.schedule.schedule import (  # noqa: E402
     P2P,
     Offload,
     Schedule,
     VocabularyParallel,
 )
-from megatron_ext.schedule.verify import InvalidSchedule, Program, prove  # noqa: E402
 from tests.adversary import MODES, late, one_queue, synchronising  # noqa: E402
 from tests.pipeline.stages import Pipeline, program_for, world  # noqa: E402
 from tests.pipeline.test_executor import check_numbers  # noqa: E402

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_ext.runtime import offload
+from megatron_ext.runtime.host import offload
 from megatron_ext.schedule.schedule import P2P, Offload, VocabularyParallel
 from tests.adversary import MODES, Synchronising, synchronising
 from tests.megatron_runs import Run, losses, model_flags, train

@@ -29,11 +29,11 @@ from megatron.core.pipeline_parallel import schedules as stock_schedules
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 import megatron_ext
+from megatron_ext.adapter import programs
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
-from megatron_ext.patches.megatron.core.pipeline_parallel import programs
-from megatron_ext.schedule.head import Placed
-from megatron_ext.schedule.registry import choose
+from megatron_ext.schedule.build.head import Placed
+from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.schedule import Problem
 from tests.megatron_runs import (
     SCRIPT,
@@ -145,12 +145,12 @@ class Training:
         torch.compiler.set_stance("force_eager")
         os.environ |= torchrun_environment(rank, self.ranks, self.port)
         os.dup2(2, 1)  # where Megatron's loggers write
-        from megatron_ext.launch import launch
+        from megatron_ext.__main__ import main
 
         if "--save" in self.flags:
             fork_checkpoint_manager()
         self.fault.install(rank)
-        launch([str(SCRIPT), *self.flags])
+        main([str(SCRIPT), *self.flags])
 
 
 def end_of(script: Script, ranks: int, flags: Sequence[str], fault: Mishap) -> list[RankResult]:

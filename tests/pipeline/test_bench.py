@@ -10,8 +10,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from megatron_ext.bench.emulated_copies import EmulatedCopies
 from megatron_ext.cli import app
-from megatron_ext.runtime.emulated_copies import EmulatedCopies
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.costs import parse_costs
 from megatron_ext.schedule.placement import line

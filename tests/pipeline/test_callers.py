@@ -27,11 +27,11 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
 import megatron_ext
+from megatron_ext.adapter.tied import tied_weights
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
-from megatron_ext.patches.megatron.tied import tied_weights
-from megatron_ext.schedule.registry import choose
-from megatron_ext.schedule.trace import NAME, read_trace
+from megatron_ext.schedule.build.registry import choose
+from megatron_ext.schedule.show.trace import NAME, read_trace
 from tests.ranks import run_ranks, values
 
 RANKS = 4

@@ -18,7 +18,7 @@ from megatron_ext.runtime.position import Position
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.whereabouts import Process, Whereabouts
 from megatron_ext.schedule.action import parse
-from megatron_ext.schedule.registry import choose
+from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.schedule import is_compute
 from tests.pipeline.stages import Pipeline, alone, program_for, world
 from tests.pipeline.test_faults import HERE, say, stay

@@ -16,7 +16,7 @@ import pytest
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from megatron_ext.launch import launch
+from megatron_ext.__main__ import main
 from tests.ranks import ROOT, agent_store, run_ranks, torchrun_environment, values
 
 EXAMPLES = ROOT / "examples"
@@ -80,7 +80,7 @@ def run(source: str, **env: str) -> list[str]:
 
         GPTModel.__init__ = build_and_draw
         with contextlib.redirect_stdout(io.StringIO()) as printed:
-            launch([str(script)])
+            main([str(script)])
         return printed.getvalue()
 
     with tempfile.TemporaryDirectory() as folder, agent_store() as port:

@@ -20,19 +20,19 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from megatron_ext.runtime.batched import BatchedTransport, PipelineGroup  # noqa: E402
-from megatron_ext.runtime.channels import Channels  # noqa: E402
+from megatron_ext.runtime.messages.batched import BatchedTransport, PipelineGroup  # noqa: E402
+from megatron_ext.runtime.messages.channels import Channels  # noqa: E402
+from megatron_ext.runtime.messages.transport import Boundary, PeerFailure, Transport  # noqa: E402
 from megatron_ext.runtime.recorder import Recorder  # noqa: E402
-from megatron_ext.runtime.transport import Boundary, PeerFailure, Transport  # noqa: E402
 from megatron_ext.runtime.weight_gradients import queue  # noqa: E402
-from megatron_ext.schedule import verify  # noqa: E402
 from megatron_ext.schedule.action import Action, Kind  # noqa: E402
-from megatron_ext.schedule.graph import Channel, batches_of, build_graph  # noqa: E402
+from megatron_ext.schedule.build.registry import choose  # noqa: E402
 from megatron_ext.schedule.kinds import RULES, Lane  # noqa: E402
 from megatron_ext.schedule.placement import Placement, line  # noqa: E402
-from megatron_ext.schedule.registry import choose  # noqa: E402
+from megatron_ext.schedule.program import verify  # noqa: E402
+from megatron_ext.schedule.program.graph import Channel, batches_of, build_graph  # noqa: E402
+from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove  # noqa: E402
 from megatron_ext.schedule.schedule import P2P, Schedule  # noqa: E402
-from megatron_ext.schedule.verify import InvalidSchedule, Program, prove  # noqa: E402
 from tests.pipeline.stages import (  # noqa: E402
     CountingTransport,
     InOrderGroup,

@@ -24,11 +24,11 @@ import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from megatron_ext.runtime import watchdog  # noqa: E402
-from megatron_ext.runtime.batched import PipelineGroup  # noqa: E402
+from megatron_ext.runtime.messages.batched import PipelineGroup  # noqa: E402
 from megatron_ext.runtime.recorder import Recorder  # noqa: E402
 from megatron_ext.runtime.weight_gradients import queue  # noqa: E402
 from megatron_ext.schedule.action import parse  # noqa: E402
-from megatron_ext.schedule.registry import choose  # noqa: E402
+from megatron_ext.schedule.build.registry import choose  # noqa: E402
 from megatron_ext.schedule.schedule import P2P  # noqa: E402
 from tests.pipeline.stages import Pipeline, alone, program_for, world  # noqa: E402
 from tests.ranks import RankResult, Script, running_ranks, values  # noqa: E402

@@ -23,7 +23,7 @@ from torch import Tensor  # noqa: E402
 from megatron_ext.runtime import last_words, watchdog  # noqa: E402
 from megatron_ext.runtime.interruption import Interruption  # noqa: E402
 from megatron_ext.runtime.last_words import connect_last_words  # noqa: E402
-from megatron_ext.runtime.transport import (  # noqa: E402
+from megatron_ext.runtime.messages.transport import (  # noqa: E402
     Boundary,
     Channels,
     PeerFailure,
@@ -31,8 +31,8 @@ from megatron_ext.runtime.transport import (  # noqa: E402
 )
 from megatron_ext.runtime.whereabouts import whereabouts  # noqa: E402
 from megatron_ext.schedule.action import Action, parse  # noqa: E402
-from megatron_ext.schedule.registry import choose  # noqa: E402
-from megatron_ext.schedule.verify import Program  # noqa: E402
+from megatron_ext.schedule.build.registry import choose  # noqa: E402
+from megatron_ext.schedule.program.verify import Program  # noqa: E402
 from tests.pipeline.stages import WIDTH, Pipeline, program_for, world  # noqa: E402
 from tests.pipeline.test_faults import HERE, say, throw, wait_until_told  # noqa: E402
 from tests.ranks import RankResult, Script, running_ranks, values  # noqa: E402

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_ext.patches.megatron.core.pipeline_parallel.model_stage import ModelStage
+from megatron_ext.adapter.model_stage import ModelStage
 from scripts.pretrain_gpt import model_provider
 from tests.documents import check_written, table
 from tests.megatron_runs import Run, assert_same, losses, model_flags, train

@@ -20,14 +20,14 @@ from torch import Tensor
 
 from megatron_ext.runtime.weight_gradients import WeightGradients
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.build import build_program
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs import load_costs
 from megatron_ext.schedule.kinds import RULES, Duty, Held
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
-from megatron_ext.schedule.memory import in_bytes, peaks
-from megatron_ext.schedule.registry import choose, entries
+from megatron_ext.schedule.program.memory import in_bytes, peaks
+from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule import Offload, Problem
-from megatron_ext.schedule.verify import Program
 from tests.megatron_runs import model_flags, train
 from tests.pipeline.held_bytes import (
     Measured,

@@ -20,16 +20,18 @@ torch = pytest.importorskip("torch")
 
 from torch import Tensor  # noqa: E402
 
-from megatron_ext.runtime import host_buffers, host_copies, offload  # noqa: E402
-from megatron_ext.runtime.host_copies import DirectCopies, Piece, Transfer  # noqa: E402
-from megatron_ext.runtime.offload import ActivationOffload, OffloadedStep  # noqa: E402
+from megatron_ext.runtime.host import buffers as host_buffers  # noqa: E402
+from megatron_ext.runtime.host import copies as host_copies  # noqa: E402
+from megatron_ext.runtime.host import offload  # noqa: E402
+from megatron_ext.runtime.host.copies import DirectCopies, Piece, Transfer  # noqa: E402
+from megatron_ext.runtime.host.offload import ActivationOffload, OffloadedStep  # noqa: E402
 from megatron_ext.runtime.weight_gradients import queue  # noqa: E402
 from megatron_ext.schedule.action import Action, Kind, parse  # noqa: E402
+from megatron_ext.schedule.build.registry import choose  # noqa: E402
 from megatron_ext.schedule.kinds import RULES, Held, Lane  # noqa: E402
-from megatron_ext.schedule.memory import most_on_host  # noqa: E402
-from megatron_ext.schedule.registry import choose  # noqa: E402
+from megatron_ext.schedule.program.memory import most_on_host  # noqa: E402
+from megatron_ext.schedule.program.verify import Program  # noqa: E402
 from megatron_ext.schedule.schedule import Offload  # noqa: E402
-from megatron_ext.schedule.verify import Program  # noqa: E402
 from tests.adversary import LateCopies  # noqa: E402
 from tests.pipeline.stages import (  # noqa: E402
     CPU,

@@ -14,13 +14,14 @@ import pytest
 
 pytest.importorskip("torch")
 
-from megatron_ext.runtime import validation, watchdog
-from megatron_ext.runtime.partial_state import PartialState
+from megatron_ext.runtime import watchdog
+from megatron_ext.runtime.post_validation import messages as validation
+from megatron_ext.runtime.post_validation.messages import ValidationMessages
+from megatron_ext.runtime.post_validation.partial_state import PartialState
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.runtime.validation import ValidationMessages
 from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.placement import line
-from megatron_ext.schedule.registry import choose
 from tests.pipeline.stages import Pipeline, program_for, world
 from tests.pipeline.test_faults import (
     HERE,

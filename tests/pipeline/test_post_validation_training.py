@@ -146,7 +146,7 @@ class Failure:
     is_killed: bool
 
     def install(self, rank: int) -> None:
-        from megatron_ext.patches.megatron.post_validation import PostValidation
+        from megatron_ext.adapter.post_validation.pending import PostValidation
 
         take_step = PostValidation.optimizer_step
 

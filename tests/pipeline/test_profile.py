@@ -19,18 +19,18 @@ from megatron_ext.cli import app
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
 from megatron_ext.runtime.held_bytes import Allocated, SavedTensors
-from megatron_ext.runtime.message_time import message_seconds
-from megatron_ext.runtime.profile import STEPS
+from megatron_ext.runtime.measure.message_time import message_seconds
+from megatron_ext.runtime.measure.profile import STEPS
 from megatron_ext.runtime.recording import HostClock
 from megatron_ext.schedule.action import parse
+from megatron_ext.schedule.build.head import place_head
+from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs, load_costs, parse_costs
-from megatron_ext.schedule.graph import channels
-from megatron_ext.schedule.head import place_head
 from megatron_ext.schedule.kinds import Duty, Held
-from megatron_ext.schedule.registry import choose
+from megatron_ext.schedule.program.graph import channels
+from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.schedule import P2P, Problem
-from megatron_ext.schedule.simulate import simulate
-from megatron_ext.schedule.trace import read_trace
+from megatron_ext.schedule.show.trace import read_trace
 from scripts import benchmark_prediction
 from tests.megatron_runs import SCRIPT, Run, assert_same, losses, model_flags, train
 from tests.pipeline import test_callers as callers

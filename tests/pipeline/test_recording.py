@@ -16,24 +16,24 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 from torch.futures import Future  # noqa: E402
 
-from megatron_ext.runtime import clocks  # noqa: E402
-from megatron_ext.runtime.bench import EmulatedStage, program_of  # noqa: E402
-from megatron_ext.runtime.channels import Channels  # noqa: E402
-from megatron_ext.runtime.clocks import Offset, clock_offsets  # noqa: E402
-from megatron_ext.runtime.emulated import DTYPE, SHAPE, EmulatedChunk  # noqa: E402
+from megatron_ext.bench.contestants import EmulatedStage, program_of  # noqa: E402
+from megatron_ext.bench.emulated import DTYPE, SHAPE, EmulatedChunk  # noqa: E402
 from megatron_ext.runtime.executor import execute  # noqa: E402
+from megatron_ext.runtime.measure import clocks  # noqa: E402
+from megatron_ext.runtime.measure.clocks import Offset, clock_offsets  # noqa: E402
+from megatron_ext.runtime.messages.channels import Channels  # noqa: E402
+from megatron_ext.runtime.messages.transport import Boundary, Transport  # noqa: E402
 from megatron_ext.runtime.recorder import Recorder  # noqa: E402
 from megatron_ext.runtime.recording import HostClock, Recording  # noqa: E402
-from megatron_ext.runtime.transport import Boundary, Transport  # noqa: E402
 from megatron_ext.runtime.weight_gradients import queue  # noqa: E402
 from megatron_ext.schedule.action import Action, Kind  # noqa: E402
-from megatron_ext.schedule.graph import channels  # noqa: E402
-from megatron_ext.schedule.registry import choose  # noqa: E402
+from megatron_ext.schedule.build.registry import choose  # noqa: E402
+from megatron_ext.schedule.program.graph import channels  # noqa: E402
+from megatron_ext.schedule.program.simulate import simulate  # noqa: E402
+from megatron_ext.schedule.program.verify import Program  # noqa: E402
 from megatron_ext.schedule.schedule import P2P  # noqa: E402
-from megatron_ext.schedule.simulate import simulate  # noqa: E402
+from megatron_ext.schedule.show.trace import beside  # noqa: E402
 from megatron_ext.schedule.timeline import Event, Reduction, Timeline  # noqa: E402
-from megatron_ext.schedule.trace import beside  # noqa: E402
-from megatron_ext.schedule.verify import Program  # noqa: E402
 from tests.pipeline.stages import CPU, Pipeline, program_for, world  # noqa: E402
 from tests.ranks import run_ranks, values  # noqa: E402
 

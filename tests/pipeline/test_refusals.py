@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.launch import launch
+from megatron_ext.__main__ import main
 from tests.megatron_runs import SCRIPT, model_flags
 from tests.ranks import run_ranks
 
@@ -170,7 +170,7 @@ def first_rank(flags: list[str]) -> None:
         "MASTER_PORT": "1",
     }
     with pytest.raises(SystemExit) as end:
-        launch([str(SCRIPT), *flags])
+        main([str(SCRIPT), *flags])
     assert end.value.code == 2
 
 
@@ -224,7 +224,7 @@ def test_help_shows_our_flags_in_their_own_group() -> None:
     def show_help(rank: int) -> str:
         text = io.StringIO()
         with contextlib.redirect_stdout(text), pytest.raises(SystemExit):
-            launch([str(SCRIPT), "--help"])
+            main([str(SCRIPT), "--help"])
         return text.getvalue()
 
     (result,) = run_ranks(1, show_help, connect=False)

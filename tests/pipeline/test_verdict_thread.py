@@ -13,8 +13,8 @@ pytest.importorskip("torch")
 
 import torch.distributed as dist
 
+from megatron_ext.runtime.post_validation.messages import ValidationMessages
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.runtime.validation import ValidationMessages
 from megatron_ext.schedule.placement import line
 from tests.pipeline.stages import world
 from tests.ranks import run_ranks, values

@@ -14,13 +14,13 @@ torch = pytest.importorskip("torch")
 
 from torch import Tensor  # noqa: E402
 
-from megatron_ext.runtime.collectives import Collectives, Exchange  # noqa: E402
+from megatron_ext.runtime.messages.collectives import Collectives, Exchange  # noqa: E402
+from megatron_ext.runtime.messages.transport import PeerFailure  # noqa: E402
 from megatron_ext.runtime.recorder import Recorder  # noqa: E402
-from megatron_ext.runtime.transport import PeerFailure  # noqa: E402
 from megatron_ext.schedule.action import Action, Kind, parse  # noqa: E402
 from megatron_ext.schedule.kinds import GRADIENT_DUTIES, RULES  # noqa: E402
+from megatron_ext.schedule.program.verify import Program  # noqa: E402
 from megatron_ext.schedule.schedule import VocabularyParallel  # noqa: E402
-from megatron_ext.schedule.verify import Program  # noqa: E402
 from tests.pipeline.stages import WIDTH, world  # noqa: E402
 from tests.pipeline.storages import LiveStorages, storages  # noqa: E402
 from tests.pipeline.test_faults import HERE, hang, kill, throw, wait_until_told  # noqa: E402

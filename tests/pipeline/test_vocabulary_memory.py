@@ -18,8 +18,8 @@ import torch.distributed as dist
 from megatron.training import training
 from torch import Tensor
 
-from megatron_ext.schedule.model import Model
-from megatron_ext.schedule.model_memory import TrainingState, bytes_of_ranks
+from megatron_ext.schedule.model.model import Model
+from megatron_ext.schedule.model.model_memory import TrainingState, bytes_of_ranks
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.schedule import VocabularyParallel
 from tests.megatron_runs import model_flags, train

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron_ext.runtime.partial_state import PartialState
-from megatron_ext.runtime.validation import ValidationMessages
+from megatron_ext.runtime.post_validation.messages import ValidationMessages
+from megatron_ext.runtime.post_validation.partial_state import PartialState
 from megatron_ext.schedule.placement import Placement
 from tests.pipeline.stages import LinearStage, Pipeline, add_gradients, stages_alone
 

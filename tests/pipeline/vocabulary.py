@@ -11,20 +11,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_ext.runtime.channels import Channels
-from megatron_ext.runtime.collectives import Collectives
 from megatron_ext.runtime.executor import execute
+from megatron_ext.runtime.messages.channels import Channels
+from megatron_ext.runtime.messages.collectives import Collectives
+from megatron_ext.runtime.messages.transport import Boundary, Transport
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.runtime.transport import Boundary, Transport
-from megatron_ext.runtime.vocabulary import VocabularyPasses
-from megatron_ext.runtime.vocabulary_shard import VocabularyShard
+from megatron_ext.runtime.vocabulary.passes import VocabularyPasses
+from megatron_ext.runtime.vocabulary.shard import VocabularyShard
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.build import build_program
-from megatron_ext.schedule.graph import channels
-from megatron_ext.schedule.registry import choose
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.registry import choose
+from megatron_ext.schedule.program.graph import channels
+from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule import VocabularyParallel
-from megatron_ext.schedule.verify import Program
 from tests.pipeline.stages import CPU, WIDTH, LinearStage, SplitLinear, problem_for
 
 VOCABULARY = 48  # rows of the padded tables

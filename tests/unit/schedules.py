@@ -17,18 +17,18 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from megatron_ext.schedule.action import Action, Kind, parse
-from megatron_ext.schedule.build import build_program
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs, uniform
 from megatron_ext.schedule.kinds import Duty, Held
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import Placement, line
-from megatron_ext.schedule.registry import choose
+from megatron_ext.schedule.program.communication import communicate
+from megatron_ext.schedule.program.message_order import order_messages
+from megatron_ext.schedule.program.verify import Program
+from megatron_ext.schedule.program.waits import await_sends
 from megatron_ext.schedule.schedule import P2P, Offload, Problem, Schedule, VocabularyParallel
 from megatron_ext.schedule.timeline import Timeline
-from megatron_ext.schedule.transforms.communication import communicate
-from megatron_ext.schedule.transforms.message_order import order_messages
-from megatron_ext.schedule.transforms.waits import await_sends
-from megatron_ext.schedule.verify import Program
 
 # A loaded machine must not fail a property.
 PROPERTY = settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])

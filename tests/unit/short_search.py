@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext.schedule import v_search
+from megatron_ext.schedule.search import v_search
 
 _SHORT = {
     "_LEAST_PASSES": 20_000,

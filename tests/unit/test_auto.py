@@ -8,8 +8,15 @@ from dataclasses import fields
 
 import pytest
 
-from megatron_ext.config import PipelineConfig, flag, from_argv, from_environment, variable
-from megatron_ext.patches.engine import ALLOW_UNKNOWN, applied
+from megatron_ext.config import (
+    ALLOW_UNKNOWN,
+    PipelineConfig,
+    flag,
+    from_argv,
+    from_environment,
+    variable,
+)
+from megatron_ext.patches.engine import applied
 
 VALUES = {
     "schedule": "zb-h1",

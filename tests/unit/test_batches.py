@@ -8,15 +8,15 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 
+from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs import Costs, uniform
-from megatron_ext.schedule.graph import batches_of
 from megatron_ext.schedule.kinds import Duty
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.registry import choose, entries
+from megatron_ext.schedule.program.graph import batches_of
+from megatron_ext.schedule.program.simulate import simulate
+from megatron_ext.schedule.program.verify import InvalidSchedule, prove
 from megatron_ext.schedule.schedule import P2P, Problem
-from megatron_ext.schedule.simulate import simulate
 from megatron_ext.schedule.transforms.forward_only import keep_forward
-from megatron_ext.schedule.verify import InvalidSchedule, prove
 from tests.unit.schedules import (
     PROPERTY,
     drawn,

@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_ext.schedule.bounds import lower_bound
-from megatron_ext.schedule.build import build_program
-from megatron_ext.schedule.certify import certify
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.limit import MemoryLimit
-from megatron_ext.schedule.memory import in_microbatches, peaks
 from megatron_ext.schedule.placement import v
-from megatron_ext.schedule.registry import choose
+from megatron_ext.schedule.program.memory import in_microbatches, peaks
+from megatron_ext.schedule.program.simulate import simulate
+from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule import Problem, Schedule, from_csv
-from megatron_ext.schedule.simulate import simulate
-from megatron_ext.schedule.verify import Program
+from megatron_ext.schedule.search.bounds import lower_bound
+from megatron_ext.schedule.search.certify import certify
 from tests.unit.schedules import random_case
 
 Figures = tuple[float, float, float, float]

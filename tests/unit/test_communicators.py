@@ -8,8 +8,12 @@ from itertools import pairwise
 import pytest
 
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.build import build_program
-from megatron_ext.schedule.communicators import (
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.registry import choose, entries
+from megatron_ext.schedule.costs import parse_costs
+from megatron_ext.schedule.kinds import RULES, Lane, Where
+from megatron_ext.schedule.placement import Placement, line, loop, v, wave
+from megatron_ext.schedule.program.communicators import (
     COLLECTIVES,
     Communicators,
     communicators,
@@ -19,13 +23,9 @@ from megatron_ext.schedule.communicators import (
     is_within_share,
     waves,
 )
-from megatron_ext.schedule.costs import parse_costs
-from megatron_ext.schedule.graph import Channel, channel_of, channels, partner_of
-from megatron_ext.schedule.kinds import RULES, Lane, Where
-from megatron_ext.schedule.placement import Placement, line, loop, v, wave
-from megatron_ext.schedule.registry import choose, entries
+from megatron_ext.schedule.program.graph import Channel, channel_of, channels, partner_of
+from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule import P2P, Problem, Schedule, VocabularyParallel
-from megatron_ext.schedule.verify import Program
 from tests.unit.schedules import random_placement
 
 H100 = 132  # multiprocessors

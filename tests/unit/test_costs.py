@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from megatron_ext.schedule import registry
 from megatron_ext.schedule.action import parse
-from megatron_ext.schedule.build import build_program
+from megatron_ext.schedule.build import registry
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.registry import FamilyEntry, choose, entries
 from megatron_ext.schedule.costs import (
     Costs,
     VocabularyCosts,
@@ -19,14 +20,13 @@ from megatron_ext.schedule.costs import (
     parse_costs,
     uniform,
 )
-from megatron_ext.schedule.estimate import CPU, GPU, ModelDimensions, estimate
 from megatron_ext.schedule.kinds import Duty, Held
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
-from megatron_ext.schedule.memory import in_bytes, in_microbatches, memory_curve, peaks
+from megatron_ext.schedule.model.estimate import CPU, GPU, ModelDimensions, estimate
 from megatron_ext.schedule.placement import Placement, line
-from megatron_ext.schedule.registry import FamilyEntry, choose, entries
+from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, memory_curve, peaks
 from megatron_ext.schedule.schedule import Problem, Schedule, VocabularyParallel
-from megatron_ext.schedule.vocabulary_costs import share_vocabulary
+from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
 from tests.unit.schedules import PROPERTY, line_problem, random_costs, rows_of, seeds, written
 
 F, I, W = Duty.FORWARD, Duty.INPUT_GRADIENT, Duty.WEIGHT_GRADIENT  # noqa: E741

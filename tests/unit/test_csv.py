@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from megatron_ext.schedule.build import build_program
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.flip import opens_on_first_rank
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.registry import choose, entries
+from megatron_ext.schedule.program.verify import InvalidSchedule
 from megatron_ext.schedule.schedule import Problem, bitwise_order, from_csv, to_csv
-from megatron_ext.schedule.verify import InvalidSchedule
 from tests.unit.schedules import (
     PROPERTY,
     Case,

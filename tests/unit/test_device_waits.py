@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
     },
     "before the first step, or the first with so many microbatches": {
         (
-            "megatron_ext/runtime/host_memory.py",
+            "megatron_ext/runtime/host/memory.py",
             "check_host_memory",
             "dist.all_gather_object(told, (socket.gethostname(), planned, available_bytes()))",
         ),
@@ -48,7 +48,7 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
             "dist.broadcast_object_list(key)",
         ),
         (
-            "megatron_ext/runtime/nccl.py",
+            "megatron_ext/runtime/messages/nccl.py",
             "ctas_for",
             "dist.all_gather_object(multiprocessors, here, group=pipeline)",
         ),
@@ -58,42 +58,42 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
             "dist.all_gather_object(processes, _this_process(), group=pipeline)",
         ),
         (
-            "patches/megatron/core/pipeline_parallel/programs.py",
+            "adapter/programs.py",
             "Programs.agree_on_costs",
             "dist.broadcast_object_list(agreed, src=0)",
         ),
         (
-            "patches/megatron/core/pipeline_parallel/programs.py",
+            "adapter/programs.py",
             "gather",
             "dist.all_gather_object(values, value, group=group)",
         ),
-        ("patches/megatron/tied.py", "copies_differ", "torch.equal(*tied)"),
+        ("megatron_ext/adapter/tied.py", "copies_differ", "torch.equal(*tied)"),
     },
     "between steps, or after a row's last action": {
-        ("megatron_ext/runtime/host_copies.py", "_Event.finish", "self.event.synchronize()"),
+        ("megatron_ext/runtime/host/copies.py", "_Event.finish", "self.event.synchronize()"),
         (
-            "megatron_ext/runtime/host_copies.py",
+            "megatron_ext/runtime/host/copies.py",
             "CudaCopies.release",
             "torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())",
         ),
         (
-            "megatron_ext/runtime/host_copies.py",
+            "megatron_ext/runtime/host/copies.py",
             "pinned",
             "runtime.cudaHostRegister(buffer.data_ptr(), size, 0)",
         ),
         (
-            "megatron_ext/runtime/clocks.py",
+            "megatron_ext/runtime/measure/clocks.py",
             "clock_offsets",
             "dist.all_gather_object(rounds, (entered, left), group=group)",
         ),
-        ("megatron_ext/runtime/clocks.py", "clock_offsets", "token.item()"),
+        ("megatron_ext/runtime/measure/clocks.py", "clock_offsets", "token.item()"),
         (
-            "megatron_ext/runtime/measured_steps.py",
+            "megatron_ext/runtime/measure/measured_steps.py",
             "MeasuredSteps.compare",
             "dist.all_gather_object(ranks, steps, group=pipeline)",
         ),
         (
-            "megatron_ext/runtime/profile.py",
+            "megatron_ext/runtime/measure/profile.py",
             "Profile.costs",
             "dist.all_gather_object(ranks, figures)",
         ),
@@ -105,12 +105,12 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
             "mark.elapsed_time(reference)",
         ),
         (
-            "megatron_ext/runtime/snapshot.py",
+            "megatron_ext/runtime/post_validation/snapshot.py",
             "_Copies.release",
             "torch.cuda.synchronize(self._device)",
         ),
         (
-            "megatron_ext/runtime/snapshot.py",
+            "megatron_ext/runtime/post_validation/snapshot.py",
             "choose_place",
             "torch.cuda.mem_get_info(device)",
         ),
@@ -125,29 +125,29 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
             "torch.tensor(tokens, dtype=torch.int, device=torch.cuda.current_device())",
         ),
         (
-            "patches/megatron/step_trace.py",
+            "adapter/observers/trace.py",
             "StepTrace.end",
             "dist.all_gather_object(gathered, mine, group=pipeline)",
         ),
         (
-            "patches/megatron/training/training_log.py",
+            "patches/megatron/training/training/training_log.py",
             "PutOffLog.__call__",
             "self._optimizer.get_loss_scale().item()",
         ),
     },
     "in the optimizer: between steps, or at SETTLE, an action like others to the proof": {
         (
-            "patches/megatron/core/optimizer/speculation.py",
+            "adapter/post_validation/optimizer.py",
             "SpeculativeOptimizer.prepare",
             "float(part.get_grad_norm())",
         ),
         (
-            "patches/megatron/core/optimizer/speculation.py",
+            "adapter/post_validation/optimizer.py",
             "_found_anywhere",
             "bool(part.found_inf.item() > 0)",
         ),
         (
-            "patches/megatron/core/optimizer/speculation.py",
+            "adapter/post_validation/optimizer.py",
             "_found_anywhere",
             "part.found_inf.item()",
         ),
@@ -158,9 +158,13 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
             "PipelineStep.__call__",
             "bool(force_all_reduce)",
         ),
-        ("megatron_ext/runtime/transport.py", "Transport.receive", "header.tolist()"),
-        ("megatron_ext/runtime/validation.py", "ValidationMessages.look", "numbers.numpy()"),
-        ("megatron_ext/runtime/validation.py", "_state", "numbers.tolist()"),
+        ("megatron_ext/runtime/messages/transport.py", "Transport.receive", "header.tolist()"),
+        (
+            "megatron_ext/runtime/post_validation/messages.py",
+            "ValidationMessages.look",
+            "numbers.numpy()",
+        ),
+        ("megatron_ext/runtime/post_validation/messages.py", "_state", "numbers.tolist()"),
         ("patches/cpu.py", "_on_host", "tensor.numpy()"),
         (
             "patches/megatron/training/utils/common_utils.py",
@@ -171,21 +175,17 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
 }
 # Functions that make numbers of numbers, of texts and of settings, and of no tensor.
 NO_TENSORS = {
-    ("patches/compatibility.py", "refuse_order"),
-    ("patches/megatron/core/pipeline_parallel/programs.py", "Programs._compare"),
-    ("megatron_ext/runtime/host_copies.py", "pinned"),
-    ("megatron_ext/runtime/host_memory.py", "_left_in"),
-    ("megatron_ext/runtime/host_memory.py", "available_bytes"),
-    ("megatron_ext/runtime/validation.py", "_state"),
+    ("megatron_ext/adapter/compatibility.py", "refuse_order"),
+    ("megatron_ext/adapter/programs.py", "Programs._compare"),
+    ("megatron_ext/runtime/host/copies.py", "pinned"),
+    ("megatron_ext/runtime/host/memory.py", "_left_in"),
+    ("megatron_ext/runtime/host/memory.py", "available_bytes"),
+    ("megatron_ext/runtime/post_validation/messages.py", "_state"),
     ("megatron_ext/runtime/whereabouts.py", "_this_process"),
-    ("patches/megatron/launch_line.py", "count_microbatches"),
-    ("patches/megatron/launch_line.py", "count_tokens"),
-    ("patches/megatron/launch_line.py", "least_world_size"),
-    ("patches/megatron/launch_line.py", "load_tokenizer"),
-    ("patches/megatron/layers.py", "layers_of_stages"),
-    ("patches/megatron/model_bytes.py", "_is_moe"),
-    ("patches/megatron/model_bytes.py", "bytes_of_ranks"),
-    ("patches/megatron/settle_points.py", "microbatches_will_change"),
+    ("megatron_ext/adapter/layers.py", "layers_of_stages"),
+    ("megatron_ext/adapter/model_bytes.py", "_is_moe"),
+    ("megatron_ext/adapter/model_bytes.py", "bytes_of_ranks"),
+    ("megatron_ext/adapter/post_validation/settle_points.py", "microbatches_will_change"),
     ("patches/megatron/training/checkpointing.py", "_compare"),
     ("patches/megatron/training/utils/common_utils.py", "in_single_precision"),
 }
@@ -225,7 +225,7 @@ def found() -> set[tuple[str, str, str]]:
     """In all of our code that runs while Megatron trains."""
     files = [
         path
-        for folder in ("megatron_ext/runtime", "patches")
+        for folder in ("megatron_ext/runtime", "megatron_ext/adapter", "patches")
         for path in sorted((ROOT / folder).rglob("*.py"))
     ]
     return {
@@ -254,10 +254,14 @@ def test_no_function_without_tensors_is_listed_in_vain() -> None:
 
 def test_the_passes_and_messages_wait_for_nothing() -> None:
     """What runs at every action."""
-    files = {f"megatron_ext/runtime/{name}.py" for name in ("executor", "recorder", "batched")}
-    files |= {"megatron_ext/runtime/collectives.py", "megatron_ext/runtime/vocabulary.py"}
-    files |= {"megatron_ext/runtime/vocabulary_shard.py"}
-    files |= {"patches/megatron/core/pipeline_parallel/model_stage.py"}
+    files = {f"megatron_ext/runtime/{name}.py" for name in ("executor", "recorder")}
+    files |= {
+        "megatron_ext/runtime/messages/batched.py",
+        "megatron_ext/runtime/messages/collectives.py",
+        "megatron_ext/runtime/vocabulary/passes.py",
+    }
+    files |= {"megatron_ext/runtime/vocabulary/shard.py"}
+    files |= {"megatron_ext/adapter/model_stage.py"}
     assert all((ROOT / file).exists() for file in files)
     assert not {entry for entry in found() if entry[0] in files}
 

@@ -11,7 +11,7 @@ import typer
 
 from megatron_ext.cli import app
 from megatron_ext.config import PLAN, PipelineConfig, flag
-from megatron_ext.schedule.registry import choose, entries
+from megatron_ext.schedule.build.registry import choose, entries
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]

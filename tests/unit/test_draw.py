@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from megatron_ext.schedule.costs import uniform
-from megatron_ext.schedule.draw import BUBBLE, COLOURS, Box, draw
 from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.program.simulate import simulate
+from megatron_ext.schedule.program.verify import prove
 from megatron_ext.schedule.schedule import Problem
-from megatron_ext.schedule.simulate import simulate
+from megatron_ext.schedule.show.draw import BUBBLE, COLOURS, Box, draw
 from megatron_ext.schedule.timeline import Event, Timeline
-from megatron_ext.schedule.verify import prove
 from tests.unit.schedules import F, line_problem, program, with_messages, written
 from tests.unit.svg import texts_of
 

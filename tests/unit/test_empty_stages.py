@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_ext.schedule.build import build_program
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import parse_costs
 from megatron_ext.schedule.kinds import Duty
-from megatron_ext.schedule.registry import choose
 from megatron_ext.schedule.schedule import Problem, VocabularyParallel
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.config import ALLOW_UNKNOWN
 from megatron_ext.patches.engine import (
-    ALLOW_UNKNOWN,
     Patch,
     PatchError,
     apply,

@@ -13,17 +13,17 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs import uniform
-from megatron_ext.schedule.fill import makespan
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
-from megatron_ext.schedule.memory import in_bytes, in_microbatches, peaks
 from megatron_ext.schedule.placement import line
-from megatron_ext.schedule.registry import choose, entries
+from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, peaks
+from megatron_ext.schedule.program.simulate import simulate
+from megatron_ext.schedule.program.verify import InvalidSchedule
+from megatron_ext.schedule.program.waits import SENDS_BEHIND
 from megatron_ext.schedule.schedule import Problem, Schedule, bitwise_order
-from megatron_ext.schedule.simulate import simulate
-from megatron_ext.schedule.transforms.waits import SENDS_BEHIND
-from megatron_ext.schedule.verify import InvalidSchedule
+from megatron_ext.schedule.search.fill import makespan
 from tests.unit.schedules import (
     PROPERTY,
     F,

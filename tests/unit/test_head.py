@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_ext.schedule.build.head import place_head
+from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs, uniform
-from megatron_ext.schedule.estimate import GPU, ModelDimensions, estimate
-from megatron_ext.schedule.head import place_head
 from megatron_ext.schedule.kinds import Duty, Held
 from megatron_ext.schedule.limit import MemoryLimit
-from megatron_ext.schedule.memory import in_bytes, peaks
-from megatron_ext.schedule.registry import choose
+from megatron_ext.schedule.model.estimate import GPU, ModelDimensions, estimate
+from megatron_ext.schedule.program.memory import in_bytes, peaks
+from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.schedule import Problem
-from megatron_ext.schedule.simulate import simulate
 
 MODEL = ModelDimensions(
     layers=(4, 4, 4, 4),

@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 
-from megatron_ext.runtime import host_memory  # noqa: E402
-from megatron_ext.runtime.host_memory import (  # noqa: E402
+from megatron_ext.runtime.host import memory as host_memory  # noqa: E402
+from megatron_ext.runtime.host.memory import (  # noqa: E402
     available_bytes,
     check_host_memory,
     planned_bytes,

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.__main__ import main
 from megatron_ext.config import PipelineConfig, add_flags, flag
 from megatron_ext.launch import first_host, is_launch, slurm_ranks
-from megatron_ext.launch import launch as run_launch
 
 SRUN = {
     "SLURM_PROCID": "5",
@@ -110,7 +110,7 @@ def test_patches_come_before_the_script_and_only_with_a_flag_of_ours(
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("RANK", "0")  # so that nothing is taken from a srun around the tests
-    run_launch([str(script), *flags])
+    main([str(script), *flags])
     assert capsys.readouterr().out.split() == ["patches"] * installed + ["script"]
 
 

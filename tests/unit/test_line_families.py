@@ -8,15 +8,15 @@ from random import Random
 
 import pytest
 
+from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs import uniform
-from megatron_ext.schedule.fill import makespan
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit
-from megatron_ext.schedule.memory import in_bytes, in_microbatches, peaks
 from megatron_ext.schedule.placement import line
-from megatron_ext.schedule.registry import choose, entries
+from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, peaks
+from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.schedule import Problem, bitwise_order
-from megatron_ext.schedule.simulate import simulate
+from megatron_ext.schedule.search.fill import makespan
 from megatron_ext.schedule.timeline import Timeline
 from tests.unit.schedules import drawn, line_problem, program, random_costs, table
 

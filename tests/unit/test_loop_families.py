@@ -6,12 +6,12 @@ cost 1, B 2.
 
 import pytest
 
-from megatron_ext.schedule.build import build_program
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import uniform
-from megatron_ext.schedule.memory import in_microbatches, peaks
-from megatron_ext.schedule.registry import choose
+from megatron_ext.schedule.program.memory import in_microbatches, peaks
+from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.schedule import Problem, bitwise_order
-from megatron_ext.schedule.simulate import simulate
 from megatron_ext.schedule.timeline import Timeline
 from tests.unit.schedules import F, drawn, table
 

@@ -11,19 +11,19 @@ from typer.testing import CliRunner
 
 from megatron_ext.cli import app
 from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.build.head import Placed, costs_in, place_again, place_head
+from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs, VocabularyCosts, load_costs, save_costs
-from megatron_ext.schedule.estimate import CPU, ModelDimensions, estimate
-from megatron_ext.schedule.head import Placed, costs_in, place_again, place_head
 from megatron_ext.schedule.kinds import RULES, Duty, Held
 from megatron_ext.schedule.limit import MemoryLimit
-from megatron_ext.schedule.measured_costs import RankFigures, measured_costs, medians
-from megatron_ext.schedule.memory import in_microbatches, peaks
+from megatron_ext.schedule.model.estimate import CPU, ModelDimensions, estimate
+from megatron_ext.schedule.model.measured_costs import RankFigures, measured_costs, medians
 from megatron_ext.schedule.placement import Placement, line
-from megatron_ext.schedule.prediction import RankStep, compare
-from megatron_ext.schedule.registry import choose
+from megatron_ext.schedule.program.memory import in_microbatches, peaks
+from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.schedule import Problem, VocabularyParallel
-from megatron_ext.schedule.simulate import simulate
-from megatron_ext.schedule.summary import stock_1f1b, summary_of_change
+from megatron_ext.schedule.show.prediction import RankStep, compare
+from megatron_ext.schedule.show.summary import stock_1f1b, summary_of_change
 
 F, I, W = Duty.FORWARD, Duty.INPUT_GRADIENT, Duty.WEIGHT_GRADIENT  # noqa: E741
 NONE, ONE, TWO = VocabularyParallel

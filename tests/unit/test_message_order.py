@@ -17,13 +17,15 @@ import pytest
 from hypothesis import given, settings
 
 from megatron_ext.schedule.action import Kind, parse
-from megatron_ext.schedule.build import build_program
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs import parse_costs, uniform
-from megatron_ext.schedule.graph import Device, Graph, build_graph, partner_of
 from megatron_ext.schedule.kinds import HOST_LANES, RULES, Held, Lane
 from megatron_ext.schedule.limit import MemoryLimit
-from megatron_ext.schedule.memory import held_during, in_bytes, peaks
-from megatron_ext.schedule.registry import choose, entries
+from megatron_ext.schedule.program.graph import Device, Graph, build_graph, partner_of
+from megatron_ext.schedule.program.memory import held_during, in_bytes, peaks
+from megatron_ext.schedule.program.simulate import simulate, simulate_unproved
+from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove
 from megatron_ext.schedule.schedule import (
     Offload,
     Problem,
@@ -31,8 +33,6 @@ from megatron_ext.schedule.schedule import (
     VocabularyParallel,
     is_compute,
 )
-from megatron_ext.schedule.simulate import simulate, simulate_unproved
-from megatron_ext.schedule.verify import InvalidSchedule, Program, prove
 from tests.unit.schedules import (
     PROPERTY,
     line_problem,

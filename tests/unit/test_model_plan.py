@@ -12,20 +12,20 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
-from megatron_ext.schedule.build import build_program
-from megatron_ext.schedule.choose import Candidate, Plan, Way, consider, make_plan
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs import Costs, parse_costs
-from megatron_ext.schedule.gpus import GPUS, USABLE, parse_gpu
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
-from megatron_ext.schedule.model import Model, parse_model
-from megatron_ext.schedule.model_memory import TrainingState, bytes_of_ranks
-from megatron_ext.schedule.model_plan import Training
+from megatron_ext.schedule.model.gpus import GPUS, USABLE, parse_gpu
+from megatron_ext.schedule.model.model import Model, parse_model
+from megatron_ext.schedule.model.model_memory import TrainingState, bytes_of_ranks
 from megatron_ext.schedule.placement import Placement, line, v
-from megatron_ext.schedule.recommendation import recommendation
-from megatron_ext.schedule.registry import choose, entries
+from megatron_ext.schedule.plan.choose import Candidate, Plan, Way, consider, make_plan
+from megatron_ext.schedule.plan.model_plan import Training
+from megatron_ext.schedule.plan.recommendation import recommendation
+from megatron_ext.schedule.plan.vocabulary_plan import cases, side_by_side
+from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.schedule import Offload, Problem, VocabularyParallel
-from megatron_ext.schedule.simulate import simulate
-from megatron_ext.schedule.vocabulary_plan import cases, side_by_side
 from tests.unit.short_search import shorten_search
 
 

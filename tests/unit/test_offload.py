@@ -14,15 +14,17 @@ from typer.testing import CliRunner
 
 from megatron_ext.cli import app
 from megatron_ext.schedule.action import Kind, parse
-from megatron_ext.schedule.build import build_program
-from megatron_ext.schedule.certify import certify
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.head import Placed, costs_in
+from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs, HostCosts, VocabularyCosts, parse_costs
-from megatron_ext.schedule.head import Placed, costs_in
 from megatron_ext.schedule.kinds import HOST_LANES, RULES, Duty, Held, Lane
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
-from megatron_ext.schedule.memory import in_bytes, in_microbatches, most_on_host, peaks
 from megatron_ext.schedule.placement import line, v
-from megatron_ext.schedule.registry import choose
+from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, most_on_host, peaks
+from megatron_ext.schedule.program.simulate import simulate
+from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove
+from megatron_ext.schedule.program.waits import await_sends
 from megatron_ext.schedule.schedule import (
     P2P,
     Offload,
@@ -30,12 +32,10 @@ from megatron_ext.schedule.schedule import (
     Schedule,
     VocabularyParallel,
 )
-from megatron_ext.schedule.simulate import simulate
+from megatron_ext.schedule.search.certify import certify
 from megatron_ext.schedule.timeline import Event
 from megatron_ext.schedule.transforms.offload import offload
-from megatron_ext.schedule.transforms.waits import await_sends
-from megatron_ext.schedule.verify import InvalidSchedule, Program, prove
-from megatron_ext.schedule.vocabulary_costs import share_vocabulary
+from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
 from tests.unit.schedules import (
     PROPERTY,
     mutate,

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from megatron_ext.cli import app
 from megatron_ext.config import from_argv
-from megatron_ext.schedule.build import build_program
-from megatron_ext.schedule.registry import choose, entries
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.schedule import bitwise_order
 from tests.unit.schedules import line_problem, program, runs_to_end
 
@@ -135,7 +135,7 @@ def test_a_file_may_use_a_dataclass_and_families_of_ours(tmp_path: Path) -> None
         "from dataclasses import dataclass\n"
         "from megatron_ext.schedule.families.line import one_forward_one_backward\n"
         "from megatron_ext.schedule.placement import line\n"
-        "from megatron_ext.schedule.registry import family\n"
+        "from megatron_ext.schedule.build.registry import family\n"
         "@dataclass\n"
         "class Settings:\n"
         "    ahead: int = 1\n"
@@ -148,7 +148,7 @@ def test_a_file_may_use_a_dataclass_and_families_of_ours(tmp_path: Path) -> None
 
 IMPORTS = (
     "from megatron_ext.schedule.placement import line\n"
-    "from megatron_ext.schedule.registry import family\n"
+    "from megatron_ext.schedule.build.registry import family\n"
 )
 EAGER = EXAMPLES["my_schedule.py"]
 

@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.schedule.build import build_program
-from megatron_ext.schedule.choose import Plan, Way, make_plan, peak
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs import Costs, VocabularyCosts, parse_costs, uniform
-from megatron_ext.schedule.draw import draw_plan
 from megatron_ext.schedule.kinds import Duty
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement, line
-from megatron_ext.schedule.registry import choose, entries
+from megatron_ext.schedule.plan.choose import Plan, Way, make_plan, peak
+from megatron_ext.schedule.plan.vocabulary_plan import cases, redistribute, side_by_side
+from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.schedule import Problem, VocabularyParallel
-from megatron_ext.schedule.simulate import simulate
-from megatron_ext.schedule.trace import write_trace
-from megatron_ext.schedule.vocabulary_plan import cases, redistribute, side_by_side
+from megatron_ext.schedule.show.draw import draw_plan
+from megatron_ext.schedule.show.trace import write_trace
 from tests.unit.svg import texts_of
 
 

@@ -16,27 +16,27 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
-from megatron_ext.schedule import v_search
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.bounds import lower_bound
-from megatron_ext.schedule.build import build_program
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.overlap import check_overlaps, what_overlapping_gains
+from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs import parse_costs, uniform
-from megatron_ext.schedule.draw import draw_steps
-from megatron_ext.schedule.graph import channels
-from megatron_ext.schedule.justify import mirror, pack
 from megatron_ext.schedule.kinds import Held
-from megatron_ext.schedule.memory import in_microbatches, memory_curve, peaks
-from megatron_ext.schedule.overlap import check_overlaps, what_overlapping_gains
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.registry import choose, entries
+from megatron_ext.schedule.program.graph import channels
+from megatron_ext.schedule.program.memory import in_microbatches, memory_curve, peaks
+from megatron_ext.schedule.program.simulate import simulate, simulate_steps, step_seconds
+from megatron_ext.schedule.program.speculation import settles_at
+from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove
 from megatron_ext.schedule.schedule import P2P, Offload, Problem, VocabularyParallel, is_compute
-from megatron_ext.schedule.simulate import simulate, simulate_steps, step_seconds
-from megatron_ext.schedule.speculation import settles_at
-from megatron_ext.schedule.summary import summary
-from megatron_ext.schedule.trace import TraceFile, beside_all, read_trace
+from megatron_ext.schedule.search import v_search
+from megatron_ext.schedule.search.bounds import lower_bound
+from megatron_ext.schedule.search.justify import mirror, pack
+from megatron_ext.schedule.search.v_search import plan_of, shop_of
+from megatron_ext.schedule.show.draw import draw_steps
+from megatron_ext.schedule.show.summary import summary
+from megatron_ext.schedule.show.trace import TraceFile, beside_all, read_trace
 from megatron_ext.schedule.transforms.post_validation import validate_afterwards
-from megatron_ext.schedule.v_search import plan_of, shop_of
-from megatron_ext.schedule.verify import InvalidSchedule, Program, prove
 from tests.unit.schedules import PROPERTY, F, random_case, rows_of, seeds, with_messages, written
 from tests.unit.short_search import shorten_search
 

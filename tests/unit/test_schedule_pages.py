@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.schedule.choose import Way, consider
+from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs import Costs, parse_costs, uniform
-from megatron_ext.schedule.memory import in_microbatches, peaks
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.registry import choose, entries
+from megatron_ext.schedule.plan.choose import Way, consider
+from megatron_ext.schedule.plan.vocabulary_plan import cases
+from megatron_ext.schedule.program.memory import in_microbatches, peaks
+from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.schedule import Problem
-from megatron_ext.schedule.simulate import simulate
-from megatron_ext.schedule.vocabulary_plan import cases
 from tests.unit.schedules import drawn, program, table
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

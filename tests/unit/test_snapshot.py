@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.runtime import snapshot as snapshot_module
-from megatron_ext.runtime.partial_state import PartialState
-from megatron_ext.runtime.snapshot import CPU, Snapshot, choose_place
+from megatron_ext.runtime.post_validation import snapshot as snapshot_module
+from megatron_ext.runtime.post_validation.partial_state import PartialState
+from megatron_ext.runtime.post_validation.snapshot import CPU, Snapshot, choose_place
 
 GIB = 2**30
 

@@ -13,12 +13,19 @@ from typer.testing import CliRunner
 
 from megatron_ext.cli import app
 from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import uniform
-from megatron_ext.schedule.registry import choose
+from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.schedule import Problem, is_compute
-from megatron_ext.schedule.simulate import simulate
+from megatron_ext.schedule.show.trace import (
+    NAME,
+    TracedStep,
+    TraceFile,
+    beside,
+    read_trace,
+    write_trace,
+)
 from megatron_ext.schedule.timeline import Reduction, Timeline
-from megatron_ext.schedule.trace import NAME, TracedStep, TraceFile, beside, read_trace, write_trace
 from tests.unit.schedules import line_problem, program
 
 PROGRAM = program("zb-h1", line_problem(3, 4, 10, 12, 8, 1))

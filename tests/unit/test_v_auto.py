@@ -12,20 +12,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.schedule import disk_cache, v_search
-from megatron_ext.schedule.build import build_program
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.families import v_auto
-from megatron_ext.schedule.justify import Shop, justify, rows_of
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
-from megatron_ext.schedule.memory import in_bytes, in_microbatches, peaks
 from megatron_ext.schedule.placement import v
-from megatron_ext.schedule.registry import choose, entries
+from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, peaks
+from megatron_ext.schedule.program.simulate import simulate
+from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule import Problem, Schedule, bitwise_order
-from megatron_ext.schedule.simulate import simulate
-from megatron_ext.schedule.v_search import plan_of, search, shop_of
-from megatron_ext.schedule.verify import Program
+from megatron_ext.schedule.search import disk_cache, v_search
+from megatron_ext.schedule.search.justify import Shop, justify, rows_of
+from megatron_ext.schedule.search.v_search import plan_of, search, shop_of
 from tests.unit.schedules import PROPERTY, random_costs, runs_to_end, seeds
 
 FourCosts = tuple[float, float, float, float]  # f, i, w, comm

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.schedule.building_block import BuildingBlock, squeeze
+from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import uniform
-from megatron_ext.schedule.memory import in_microbatches, peaks
 from megatron_ext.schedule.placement import v
-from megatron_ext.schedule.registry import choose
+from megatron_ext.schedule.program.memory import in_microbatches, peaks
+from megatron_ext.schedule.program.simulate import simulate
+from megatron_ext.schedule.program.verify import Program, prove
 from megatron_ext.schedule.schedule import Problem, Schedule, bitwise_order
-from megatron_ext.schedule.simulate import simulate
+from megatron_ext.schedule.search.building_block import BuildingBlock, squeeze
 from megatron_ext.schedule.timeline import Timeline
-from megatron_ext.schedule.verify import Program, prove
 from tests.unit.schedules import (
     PROPERTY,
     B,

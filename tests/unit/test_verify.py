@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 
 from megatron_ext.schedule.action import parse
-from megatron_ext.schedule.build import build_program
-from megatron_ext.schedule.graph import Device, build_graph
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.registry import choose
+from megatron_ext.schedule.program.graph import Device, build_graph
+from megatron_ext.schedule.program.verify import InvalidSchedule, Program, check_compute, prove
 from megatron_ext.schedule.schedule import P2P, Problem, Schedule
 from megatron_ext.schedule.transforms.forward_only import keep_forward
-from megatron_ext.schedule.verify import InvalidSchedule, Program, check_compute, prove
 from tests.unit.schedules import (
     PROPERTY,
     Case,

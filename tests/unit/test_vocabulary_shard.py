@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_ext.runtime.vocabulary_shard import (
+from megatron_ext.runtime.vocabulary.shard import (
     VocabularyShard,
     add_embedding_gradient,
     add_output_gradient,

@@ -1,14 +1,16 @@
 """The walls of the architecture, held on the syntax trees, so that no import runs the wrong way.
 
-    patches -> runtime -> schedule
+    commands, bench, launch_check -> launch -> patches -> adapter -> runtime -> schedule
 
 Schedules are pure data that any machine can make and prove without torch; the runtime executes
-them without Megatron; whatever touches other people's code is in patches/ and nowhere else. An
-import of the wrong kind breaks nothing on the day it is written, which is why a test looks for it.
+them without Megatron; the adapter speaks Megatron's words; whatever touches other people's code is
+in patches/ and nowhere else. An import of the wrong kind breaks nothing on the day it is written,
+which is why a test looks for it.
 """
 
 import ast
 import functools
+import graphlib
 import importlib.util
 import re
 import sys
@@ -101,36 +103,88 @@ def in_package(module: str) -> bool:
     return within(module, "megatron_ext")
 
 
+# Imports run one way, from each of these to those after it. What a line names together may import
+# one another; a name that ends in a dot is the files of that room itself, without its rooms.
+ROOMS = (
+    ("megatron_ext.__main__",),
+    ("megatron_ext.cli",),
+    ("megatron_ext.commands",),
+    ("megatron_ext.bench", "megatron_ext.launch_check"),
+    ("megatron_ext.launch", "megatron_ext.auto"),
+    ("megatron_ext",),  # `install`
+    ("megatron_ext.installation",),
+    ("megatron_ext.patches",),
+    ("megatron_ext.adapter",),
+    ("megatron_ext.runtime",),
+    ("megatron_ext.config", "megatron_ext.errors", "megatron_ext.families"),
+    ("megatron_ext.schedule.show",),
+    ("megatron_ext.schedule.plan",),
+    ("megatron_ext.schedule.model",),
+    ("megatron_ext.schedule.families",),
+    ("megatron_ext.schedule.search",),
+    ("megatron_ext.schedule.build",),
+    ("megatron_ext.schedule.transforms",),
+    ("megatron_ext.schedule.program",),
+    ("megatron_ext.schedule",),
+)
+# By name, at run time, which is how a family is found and a command line asks for a plan.
+LAZY = {("megatron_ext.schedule.build.registry", "megatron_ext.schedule.families")}
+
+
+def room_of(name: str) -> int:
+    """The place in `ROOMS` of the module or the name in one, by the longest that fits."""
+    fitting = [
+        (len(top), place) for place, room in enumerate(ROOMS) for top in room if within(name, top)
+    ]
+    return max(fitting)[1]
+
+
+def runs_one_way(module: str, use: Use) -> bool:
+    if use.how == "string" or not within(use.name, "megatron_ext"):
+        return True
+    if use.lazy and any(module == user and within(use.name, used) for user, used in LAZY):
+        return True
+    return room_of(use.name) >= room_of(module)
+
+
 def in_base(module: str) -> bool:
-    inner = ("megatron_ext.schedule", "megatron_ext.runtime", "megatron_ext.patches")
-    return in_package(module) and not within(module, *inner)
+    inner = ("schedule", "runtime", "patches", "adapter", "bench", "launch_check")
+    return in_package(module) and not within(module, *(f"megatron_ext.{name}" for name in inner))
 
 
 def loads_without_torch(module: str, use: Use) -> bool:
     if use.lazy or use.how == "string":
         return True
     allowed = imports_only("numpy", "typer", "rich", "megatron_ext")(module, use)
-    return allowed and not within(use.name, "megatron_ext.runtime")
+    return allowed and not within(use.name, "megatron_ext.runtime", "megatron_ext.adapter")
 
 
+PROGRAM = "megatron_ext.schedule.program"
 FAMILIES = "megatron_ext.schedule.families"
 TRANSFORMS = "megatron_ext.schedule.transforms"
 
 
 def no_sibling(module: str, use: Use) -> bool:
-    # The package itself may gather its modules; that is how they are registered.
+    # The package itself may gather its modules; that is how they are registered. The costs of a
+    # divided vocabulary are no transform.
     gathers = module in (FAMILIES, TRANSFORMS) and within(use.name, module)
-    return use.how == "string" or gathers or not within(use.name, FAMILIES, TRANSFORMS)
+    shared = within(use.name, f"{TRANSFORMS}.vocabulary_costs")
+    return use.how == "string" or gathers or shared or not within(use.name, FAMILIES, TRANSFORMS)
 
 
 STRINGS = (
     "megatron_ext.patches.features",
     "megatron_ext.patches.engine",
     "megatron_ext.installation",
-    "megatron_ext.doctor",
 )
 
 WALLS = {
+    "one way": Wall(
+        "imports run one way, in the order of `ROOMS`: what a room needs of one above it is given "
+        "to it, or belongs below",
+        in_package,
+        runs_one_way,
+    ),
     "schedule": Wall(
         "schedule/ imports the standard library, numpy and schedule/ only; matplotlib and ortools "
         "(extras) inside the functions that need them",
@@ -143,37 +197,48 @@ WALLS = {
         imports_only("torch", "numpy", "megatron_ext.schedule", "megatron_ext.runtime"),
     ),
     "base": Wall(
-        "the files of megatron_ext/ itself import nothing that the base package does not depend "
-        "on (numpy, typer and its rich), except inside a function: torch may be missing",
+        "the files of megatron_ext/ itself and its commands import nothing that the base package "
+        "does not depend on (numpy, typer and its rich), except inside a function: torch may be "
+        "missing",
         in_base,
         loads_without_torch,
     ),
     "siblings": Wall(
         "families and transforms don't import each other: one reaches another through the "
-        "registry, and what they share belongs in schedule/ itself",
+        "registry, and what they share belongs below them",
         under(FAMILIES, TRANSFORMS),
         no_sibling,
     ),
     "megatron": Wall(
-        "only patches/megatron, patches/cpu.py, scripts/ and examples/ name Megatron's modules; "
-        "features.py, engine.py, installation.py and doctor.py may in strings",
+        "only adapter/, patches/, launch_check/ and bench/ name Megatron's modules, and scripts/ "
+        "and examples/; features.py, engine.py and installation.py in strings only",
         in_package,
         only_in(
+            "megatron_ext.adapter",
             "megatron_ext.patches.megatron",
             "megatron_ext.patches.cpu",
+            "megatron_ext.launch_check",
+            "megatron_ext.bench",
             names="megatron",
             strings_in=STRINGS,
         ),
     ),
     "transformer_engine": Wall(
-        "only patches/transformer_engine names Transformer Engine's modules; features.py, "
-        "engine.py, installation.py and doctor.py may in strings",
+        "only patches/transformer_engine names Transformer Engine's modules; the adapter asks in "
+        "one file whether it is there, features.py, engine.py, installation.py and launch_check/ "
+        "may in strings",
         in_package,
         only_in(
             "megatron_ext.patches.transformer_engine",
+            "megatron_ext.adapter.transformer_engine",
             names="transformer_engine",
-            strings_in=STRINGS,
+            strings_in=(*STRINGS, "megatron_ext.launch_check"),
         ),
+    ),
+    "targets": Wall(
+        "adapter/ touches nothing of others: it imports no patch, and no engine",
+        under("megatron_ext.adapter"),
+        lambda module, use: not within(use.name, "megatron_ext.patches"),
     ),
     "cpu": Wall(
         "no import statement names patches/cpu.py: it can be deleted, and on a GPU none of it "
@@ -234,14 +299,29 @@ def test_wall_holds(name: str) -> None:
     assert not found, f"the rule: {wall.rule}\n  " + "\n  ".join(found)
 
 
+def test_no_circle() -> None:
+    """Of modules that import one another as they are loaded, in a room or across rooms."""
+    texts = {module: path for path, module in files() if in_package(module)}
+    imports = {
+        module: {
+            max((m for m in texts if within(use.name, m)), key=len)
+            for use in uses(path.read_text(), module, is_package=path.name == "__init__.py")
+            if use.how == "import" and not use.lazy and within(use.name, "megatron_ext")
+        }
+        - {module}
+        for module, path in texts.items()
+    }
+    tuple(graphlib.TopologicalSorter(imports).static_order())  # CycleError names the circle
+
+
 @pytest.mark.parametrize(
     ("name", "module", "source"),
     [
-        ("schedule", "megatron_ext.schedule.draw", "import matplotlib"),
-        ("schedule", "megatron_ext.schedule.simulate", "def f():\n    import torch"),
-        ("schedule", "megatron_ext.schedule.verify", "from megatron_ext.runtime import executor"),
-        ("schedule", "megatron_ext.schedule.verify", "from ..runtime.executor import execute"),
-        ("schedule", "megatron_ext.schedule.verify", "from .. import __version__"),
+        ("schedule", "megatron_ext.schedule.show.draw", "import matplotlib"),
+        ("schedule", f"{PROGRAM}.simulate", "def f():\n    import torch"),
+        ("schedule", f"{PROGRAM}.verify", "from megatron_ext.runtime import executor"),
+        ("schedule", f"{PROGRAM}.verify", "from ...runtime.executor import execute"),
+        ("schedule", f"{PROGRAM}.verify", "from ... import __version__"),
         ("schedule", "megatron_ext.schedule.costs", "importlib.import_module('torch')"),
         ("runtime", "megatron_ext.runtime.executor", "import megatron.core"),
         ("runtime", "megatron_ext.runtime.executor", "from megatron_ext.patches import engine"),
@@ -263,6 +343,12 @@ def test_wall_holds(name: str) -> None:
             "megatron_ext.patches.cpu",
             "TARGET = 'transformer_engine.pytorch:Linear.forward'",
         ),
+        ("one way", "megatron_ext.schedule.action", "from .program import graph"),
+        ("one way", f"{PROGRAM}.verify", "def f():\n    from ..build import head"),
+        ("one way", "megatron_ext.config", "from megatron_ext.patches.engine import Patch"),
+        ("one way", "megatron_ext.launch", "import megatron_ext.launch_check.plan"),
+        ("targets", "megatron_ext.adapter.step", "from megatron_ext.patches.engine import wrap"),
+        ("targets", "megatron_ext.adapter.step", "X = 'megatron_ext.patches.megatron.core'"),
         ("cpu", "megatron_ext.patches.features", "from megatron_ext.patches import cpu"),
         ("cpu", "megatron_ext.patches.features", "def f():\n    from . import cpu"),
         ("cpu", "scripts.quickstart", "import megatron_ext.patches.cpu"),
@@ -278,16 +364,18 @@ def test_breach_is_seen(name: str, module: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("megatron_ext.schedule.draw", "def draw():\n    import matplotlib.pyplot as plt"),
+        ("megatron_ext.schedule.show.draw", "def draw():\n    import matplotlib.pyplot as plt"),
         (
-            "megatron_ext.schedule.draw",
+            "megatron_ext.schedule.show.draw",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import matplotlib",
         ),
-        ("megatron_ext.schedule.verify", "import numpy as np\nfrom .action import Action"),
-        (f"{FAMILIES}.v_auto", "from megatron_ext.schedule.simulate import simulate"),
+        (f"{PROGRAM}.verify", "import numpy as np\nfrom .action import Action"),
+        (f"{FAMILIES}.v_auto", "from megatron_ext.schedule.program.simulate import simulate"),
         ("megatron_ext.runtime.executor", "import torch\nfrom ..schedule import verify"),
         ("megatron_ext.cli", "import typer\ndef bench():\n    from .runtime import bench"),
-        ("megatron_ext.doctor", "NAMES = ('megatron.training', 'transformer_engine.pytorch')"),
+        ("megatron_ext.launch_check.doctor", "NAMES = ('megatron.training', 'torch.nn')"),
+        ("megatron_ext.schedule.build.registry", "def f():\n    from ..families import line"),
+        ("megatron_ext.adapter.step", "from megatron.core import parallel_state"),
         ("megatron_ext.config", "IMPLEMENTATION = 'transformer_engine'"),
         ("megatron_ext.patches.features", "import_module('megatron_ext.patches.cpu')"),
         ("megatron_ext.patches.features", "TARGET = 'megatron.training.training:train_step'"),

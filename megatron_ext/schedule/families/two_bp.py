@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.build.registry import entries, family
 from megatron_ext.schedule.placement import line
-from megatron_ext.schedule.registry import entries, family
 from megatron_ext.schedule.schedule import Problem, Schedule
 
 

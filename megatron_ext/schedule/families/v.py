@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.building_block import BuildingBlock, squeeze
+from megatron_ext.schedule.build.registry import family
 from megatron_ext.schedule.kinds import RULES, Duty
 from megatron_ext.schedule.placement import v
-from megatron_ext.schedule.registry import family
 from megatron_ext.schedule.schedule import Problem, Schedule
+from megatron_ext.schedule.search.building_block import BuildingBlock, squeeze
 
 _F, _I, _W, _B = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.FULL_BACKWARD
 _CONTROLLABLE_MEMORY = "Qi et al. 2024, arXiv:2405.15362"

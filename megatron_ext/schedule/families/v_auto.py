@@ -11,20 +11,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron_ext.schedule import disk_cache
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.bounds import lower_bound
-from megatron_ext.schedule.build import build_program
-from megatron_ext.schedule.justify import rows_of
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.registry import Choice, entries, family
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit
-from megatron_ext.schedule.memory import bytes_for
 from megatron_ext.schedule.placement import v
-from megatron_ext.schedule.registry import Choice, entries, family
+from megatron_ext.schedule.program.memory import bytes_for
+from megatron_ext.schedule.program.simulate import simulate, step_seconds
+from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule import Problem, Schedule, bitwise_order, from_csv, to_csv
-from megatron_ext.schedule.simulate import simulate, step_seconds
-from megatron_ext.schedule.v_search import plan_of, search, shop_of
-from megatron_ext.schedule.verify import Program
+from megatron_ext.schedule.search import disk_cache
+from megatron_ext.schedule.search.bounds import lower_bound
+from megatron_ext.schedule.search.justify import rows_of
+from megatron_ext.schedule.search.v_search import plan_of, search, shop_of
 
 NAME = "v-auto"
 

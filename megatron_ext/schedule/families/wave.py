@@ -5,8 +5,8 @@ from __future__ import annotations
 import heapq
 
 from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.build.registry import family
 from megatron_ext.schedule.placement import wave
-from megatron_ext.schedule.registry import family
 from megatron_ext.schedule.schedule import Problem, Schedule
 
 _SLOTS = {Kind.FORWARD: 1, Kind.FULL_BACKWARD: 2}

@@ -12,15 +12,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.build import build_program
-from megatron_ext.schedule.fill import Filled, Memory, fill_best, makespan, memory_of
-from megatron_ext.schedule.fill import time as time_rows
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.registry import Choice, entries, family
 from megatron_ext.schedule.kinds import Duty, Held
-from megatron_ext.schedule.memory import peaks
 from megatron_ext.schedule.placement import line
-from megatron_ext.schedule.registry import Choice, entries, family
+from megatron_ext.schedule.program.memory import peaks
+from megatron_ext.schedule.program.simulate import step_seconds
 from megatron_ext.schedule.schedule import Problem, Schedule
-from megatron_ext.schedule.simulate import step_seconds
+from megatron_ext.schedule.search.fill import Filled, Memory, fill_best, makespan, memory_of
+from megatron_ext.schedule.search.fill import time as time_rows
 
 _SOURCE = "Qi et al. 2024, arXiv:2401.10241, section 3"
 _LEADS = (1, 2, 1.75, 1.5, 2.25, 1.25)  # microbatches a rank is further ahead than the next

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.build.registry import family
 from megatron_ext.schedule.placement import line
-from megatron_ext.schedule.registry import family
 from megatron_ext.schedule.schedule import Problem, Schedule
 
 

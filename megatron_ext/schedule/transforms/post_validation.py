@@ -16,10 +16,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.graph import has_place, partner_of
 from megatron_ext.schedule.kinds import RULES, Lane
+from megatron_ext.schedule.program.graph import has_place, partner_of
+from megatron_ext.schedule.program.speculation import latest_settling
 from megatron_ext.schedule.schedule import Problem, Schedule
-from megatron_ext.schedule.speculation import latest_settling
 
 
 def validate_afterwards(schedule: Schedule, problem: Problem) -> Schedule:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from megatron_ext.adapter.post_validation.pending import post_validation
+from megatron_ext.adapter.post_validation.scheduled_step import ScheduledStep
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, wrap
-from megatron_ext.patches.megatron.post_validation import post_validation
-from megatron_ext.patches.megatron.scheduled_step import ScheduledStep
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:

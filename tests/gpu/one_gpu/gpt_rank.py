@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import sys
 
-from megatron_ext.launch import launch
-from megatron_ext.patches.megatron.core.pipeline_parallel import schedules
+from megatron_ext.__main__ import main
+from megatron_ext.adapter import step
 from tests.gpu.small_stages import HostChannels, HostGroup
 
-schedules.Channels = HostChannels  # type: ignore[misc]
-schedules.PipelineGroup = HostGroup  # type: ignore[misc]
-launch(sys.argv[1:])
+step.Channels = HostChannels  # type: ignore[misc]
+step.PipelineGroup = HostGroup  # type: ignore[misc]
+main(sys.argv[1:])

@@ -9,8 +9,8 @@ import sys
 
 import torch
 
+from megatron_ext.adapter.transformer_engine import can_split
 from megatron_ext.patches.engine import apply
-from megatron_ext.patches.transformer_engine import can_split
 from tests.gpu.one_gpu.rows import CannotRun, run_case, tell
 
 FP8_SINCE = (8, 9)  # compute capability

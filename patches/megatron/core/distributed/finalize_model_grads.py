@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from megatron_ext.adapter.tied import tied_weights
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, expect, wrap
-from megatron_ext.patches.megatron.tied import tied_weights
 
 _MODULE = "megatron.core.distributed.finalize_model_grads"
 

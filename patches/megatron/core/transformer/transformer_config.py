@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_ext.config import PipelineConfig
-from megatron_ext.patches.engine import Patch, wrap
-from megatron_ext.patches.megatron.layers import (
+from megatron_ext.adapter.layers import (
     is_megatrons_own,
     layers_of_stages,
     layout_of,
 )
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:

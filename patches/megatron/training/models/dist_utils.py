@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from megatron_ext.adapter.tied import tied_weights
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, wrap
-from megatron_ext.patches.megatron.tied import tied_weights
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:

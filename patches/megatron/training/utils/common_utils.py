@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from megatron_ext.adapter.post_validation.pending import post_validation
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, wrap
-from megatron_ext.patches.megatron.post_validation import post_validation
 
 _UTILS = "megatron.training.utils.common_utils"
 

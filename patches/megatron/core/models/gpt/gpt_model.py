@@ -18,15 +18,15 @@ from typing import Any
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import MegatronModule
 
-from megatron_ext.config import PipelineConfig
-from megatron_ext.patches.compatibility import refuse
-from megatron_ext.patches.engine import Patch, expect, wrap
-from megatron_ext.patches.megatron.vocabulary import (
+from megatron_ext.adapter.compatibility import refuse
+from megatron_ext.adapter.vocabulary_rows import (
     EmbeddingPart,
     OutputPart,
     check_divisible,
     part_of,
 )
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches.engine import Patch, expect, wrap
 
 _MODEL = "megatron.core.models.gpt.gpt_model:GPTModel"
 

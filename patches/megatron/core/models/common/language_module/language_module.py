@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from megatron_ext.adapter.tied import check_embedding_group
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, wrap
-from megatron_ext.patches.megatron.tied import check_embedding_group
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:

@@ -1,0 +1,238 @@
+"""What our settings demand of Megatron's parsed arguments, and the programs that they ask for."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
+
+from megatron_ext.adapter.compatibility import refuse, refuse_order
+from megatron_ext.adapter.dimensions import dimensions_of, rates
+from megatron_ext.adapter.layers import layers_of_stages
+from megatron_ext.adapter.vocabulary_rows import check_divisible
+from megatron_ext.config import COSTS_FILE, PipelineConfig
+from megatron_ext.runtime.measure import profile
+from megatron_ext.schedule.build.head import Placed, place_head
+from megatron_ext.schedule.build.overlap import check_overlaps
+from megatron_ext.schedule.costs import parse_costs
+from megatron_ext.schedule.limit import parse_limit
+from megatron_ext.schedule.model.estimate import ModelDimensions, estimate
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.schedule import Problem
+
+_VIRTUAL_STAGES = (
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "pipeline_model_parallel_layout",
+)
+
+
+def add_virtual_stages(args: Any, config: PipelineConfig) -> None:
+    """Give ``args``, not validated yet, the schedule's virtual stages where they say nothing."""
+    ranks = args.pipeline_model_parallel_size
+    if ranks > 1 and all(getattr(args, name) is None for name in _VIRTUAL_STAGES):
+        chunks = config.choice().place(ranks).chunks
+        if chunks > 1:
+            args.num_virtual_stages_per_pipeline_rank = chunks
+
+
+def check(args: Any, config: PipelineConfig) -> list[Placed]:
+    """Refuse, with Megatron's parsed ``args``, what ``config`` cannot honour.
+
+    Returns:
+        As `programs`.
+
+    Raises:
+        ValueError: a setting that does not go with the schedule, or a schedule that cannot be made
+            for these sizes and limits, with any number of microbatches that a step will have.
+    """
+    check_settings(args, config)
+    made = programs(args, config)
+    for placed in made:
+        refuse_order(args, placed.program.schedule)
+        if config.post_validation:
+            check_overlaps(placed.program)
+    return made
+
+
+def check_settings(args: Any, config: PipelineConfig) -> None:
+    """Refuse what no program needs to be made for.
+
+    Raises:
+        ValueError: a setting that does not go with the schedule.
+    """
+    choice = config.choice()
+    ranks = args.pipeline_model_parallel_size
+    if ranks < 2:
+        raise ValueError(
+            f"--pipeline-schedule {config.schedule} needs a pipeline, but "
+            f"--pipeline-model-parallel-size is {ranks}: set it to 2 or more, or drop the flag"
+        )
+    refuse(args, choice, config.vocabulary(), config.offload(), config.post_validation)
+    _check_trace(args, config)
+    _check_profile(args, config)
+    _refuse_checkpoints_of_one_placement(args, choice.place(ranks))
+
+
+def programs(args: Any, config: PipelineConfig) -> list[Placed]:
+    """The programs of ``config``'s schedule, one for each number of microbatches of a step.
+
+    Raises:
+        ValueError: the schedule cannot be made for these sizes and limits.
+    """
+    choice = config.choice()
+    return [place_head(choice, problem) for problem in problems(args, config)]
+
+
+def problems(args: Any, config: PipelineConfig) -> list[Problem]:
+    """What the programs solve, the fewest microbatches first.
+
+    Raises:
+        ValueError: as `programs`, as far as it can be told without one.
+    """
+    ranks = args.pipeline_model_parallel_size
+    placement = config.choice().place(ranks)
+    if config.estimates():
+        costs = estimate(model_of(args, placement), rates())
+    else:
+        assert config.costs is not None
+        costs = parse_costs(config.costs, placement)
+    found = []
+    for microbatches in _microbatches_of_steps(args):
+        text = config.memory_limit
+        limit = None if text is None else parse_limit(text, ranks, microbatches)
+        found.append(
+            Problem(
+                placement,
+                microbatches,
+                costs,
+                limit,
+                p2p=config.messages(),
+                vocabulary=config.vocabulary(),
+                offload=config.offload(),
+                post_validation=config.post_validation,
+            )
+        )
+    return found
+
+
+def model_of(args: Any, placement: Placement) -> ModelDimensions:
+    """The model's dimensions, with the layers of each stage; no vocabulary if it is not known."""
+    return dimensions_of(
+        args,
+        layers_of_stages(args, placement),
+        args.seq_length // args.context_parallel_size,
+        args.micro_batch_size,
+        getattr(args, "padded_vocab_size", None) or 0,
+    )
+
+
+def _check_trace(args: Any, config: PipelineConfig) -> None:
+    traced = config.traced_iterations()
+    if config.trace is None:
+        return
+    if args.train_iters is not None and traced[-1] > args.train_iters:
+        raise ValueError(
+            f"--pipeline-trace-iters {config.trace_iters}: iteration {traced[-1]} will not come, "
+            f"--train-iters is {args.train_iters}"
+        )
+    try:
+        Path(config.trace).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"--pipeline-trace {config.trace}: no trace can be written there: {error}"
+        ) from None
+
+
+def _check_profile(args: Any, config: PipelineConfig) -> None:
+    path = config.profile()
+    if path is None:
+        return
+    if args.train_iters is not None and args.train_iters < profile.STEPS:
+        raise ValueError(
+            f"--pipeline-costs {config.costs} measures the first {profile.STEPS} training "
+            f"iterations, and --train-iters is {args.train_iters}: train longer, or give a costs "
+            f"file or 'estimate'"
+        )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"--pipeline-costs {config.costs}: no file can be written there: {error}"
+        ) from None
+    if path.is_dir():
+        raise ValueError(
+            f"--pipeline-costs {config.costs}: {path} is a folder; name a file in it, as "
+            f"profile:{path / COSTS_FILE}"
+        )
+
+
+def pad_vocabulary(args: Any) -> None:
+    """Have the vocabulary padded so that it divides over all ranks, twice (Yeung et al. 2024).
+
+    Raises:
+        ValueError: it cannot be divided.
+    """
+    ranks = args.pipeline_model_parallel_size
+    tensor_parallel = args.tensor_model_parallel_size
+    shards = ranks * tensor_parallel
+    given = args.padded_vocab_size
+    if given is not None:  # by the user, or by a checkpoint whose arguments are used
+        check_divisible(given, shards)
+        return
+    if args.vocab_size is not None and args.vocab_size < shards:
+        raise ValueError(
+            f"--vocab-size {args.vocab_size} cannot be divided over {shards} ranks (pipeline x "
+            f"tensor parallel): drop --pipeline-vocab-parallel"
+        )
+    before = args.make_vocab_size_divisible_by
+    args.make_vocab_size_divisible_by = math.lcm(before, 2 * ranks)
+    sizes = [before * tensor_parallel, args.make_vocab_size_divisible_by * tensor_parallel]
+    words = "a multiple of "
+    if args.vocab_size is not None:
+        sizes = [math.ceil(args.vocab_size / size) * size for size in sizes]
+        words = ""
+    if sizes[0] != sizes[1] and args.rank == 0:
+        print(
+            f"megatron_ext: the vocabulary is padded to {words}{sizes[1]}, not {sizes[0]}, so that "
+            f"it divides over {ranks} pipeline x {tensor_parallel} tensor parallel ranks",
+            flush=True,
+        )
+
+
+def warn_of_settling(args: Any) -> None:
+    """Tell when no two steps will overlap, since each is validated before it is logged."""
+    if args.log_interval == 1 and args.rank == 0:
+        print(
+            "megatron_ext: with --log-interval 1 every step is validated before the next one "
+            "begins, and none overlap: write --log-interval 10, or more",
+            flush=True,
+        )
+
+
+def _refuse_checkpoints_of_one_placement(args: Any, placement: Placement) -> None:
+    """Where Megatron without us would take optimizer states for those of other stages.
+
+    With the first stage on another rank the sizes differ, and Megatron says so.
+    """
+    if placement.in_turn or placement.rank_of[0] != 0:
+        return
+    saves = args.use_distributed_optimizer and args.save and not args.no_save_optim
+    if saves and not args.dist_ckpt_optim_fully_reshardable:
+        raise ValueError(
+            f"the stages are on ranks {list(placement.rank_of)}, and under another schedule the "
+            f"optimizer states of a checkpoint would go to the wrong stages: add "
+            f"--dist-ckpt-optim-fully-reshardable"
+        )
+
+
+def _microbatches_of_steps(args: Any) -> list[int]:
+    """The numbers of microbatches that training steps will have."""
+    sizes = [args.global_batch_size]
+    if args.step_batch_size_schedule is not None:
+        parse = StepBatchsizeNumMicroBatchesCalculator._parse_schedule
+        sizes = [size for _, size in parse(args.step_batch_size_schedule, None)]
+    at_once = args.micro_batch_size * args.data_parallel_size
+    return sorted({size // at_once for size in sizes})

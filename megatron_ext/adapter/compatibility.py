@@ -1,0 +1,157 @@
+"""Whether Megatron's settings go with a schedule and what is asked of it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from megatron_ext.adapter.refusals import (
+    OFFLOAD_REFUSALS,
+    POST_VALIDATION_REFUSALS,
+    REFUSALS,
+    VOCABULARY_REFUSALS,
+    Refusal,
+)
+from megatron_ext.schedule.action import Action
+from megatron_ext.schedule.build.registry import Choice, with_option
+from megatron_ext.schedule.kinds import RULES, Duty
+from megatron_ext.schedule.placement import Placement, is_line_or_v
+from megatron_ext.schedule.schedule import Offload, Schedule, VocabularyParallel
+
+
+def refuse(
+    settings: Any,
+    choice: Choice,
+    vocabulary: VocabularyParallel = VocabularyParallel.NONE,
+    offload: Offload = Offload.NONE,
+    post_validation: bool = False,
+) -> None:
+    """Raise ValueError for the first of ``settings`` that ``choice`` cannot honour.
+
+    ``settings`` are Megatron's parsed arguments or a TransformerConfig.
+    """
+    placement = choice.place(settings.pipeline_model_parallel_size)
+    _refuse_placement(choice, placement)
+    chunks = settings.virtual_pipeline_model_parallel_size or 1
+    if chunks != placement.chunks:
+        raise ValueError(
+            f"--pipeline-schedule {choice.spec} has {placement.chunks} stages a rank, but the "
+            f"virtual-stage flags or the layout say {chunks}: drop them"
+            + (f", or write {_with_chunks(choice, chunks)}" if placement.name == "loop" else "")
+        )
+    group = getattr(settings, "microbatch_group_size_per_vp_stage", None)
+    if group not in (None, placement.ranks):
+        raise ValueError(
+            f"--pipeline-schedule {choice.spec} does not go with "
+            f"microbatch_group_size_per_vp_stage={group}: the group is an option of the schedules "
+            f"that have one; write {with_option(choice.spec, 'group', group)} in its place"
+        )
+    _refuse_settings(settings, choice, REFUSALS, f"--pipeline-schedule {choice.spec}")
+    if vocabulary is not VocabularyParallel.NONE:
+        ours = f"--pipeline-vocab-parallel {vocabulary}"
+        if not is_line_or_v(placement):
+            raise ValueError(
+                f"{ours} does not go with --pipeline-schedule {choice.spec}, whose stages are on "
+                f"ranks {list(placement.rank_of)}: choose a schedule with one stage a rank, in "
+                f"order, or a V such as zb-v, v-half or v-auto"
+            )
+        _refuse_settings(settings, choice, VOCABULARY_REFUSALS, ours)
+    if offload is not Offload.NONE:
+        ours = f"--pipeline-activation-offload {offload}"
+        _refuse_settings(settings, choice, OFFLOAD_REFUSALS, ours)
+    if post_validation:
+        ours = "--pipeline-post-validation"
+        _refuse_settings(settings, choice, POST_VALIDATION_REFUSALS, ours)
+        _refuse_barriers(settings, ours)
+
+
+def _refuse_barriers(settings: Any, ours: str) -> None:
+    level = getattr(settings, "timing_log_level", 0)
+    if level >= 1 and settings.barrier_with_L1_time:
+        raise ValueError(
+            f"{ours} does not go with timing_log_level={level}: its timers have all ranks wait for "
+            f"one another; write --no-barrier-with-level-1-timing"
+        )
+
+
+def _refuse_settings(
+    settings: Any, choice: Choice, refusals: tuple[Refusal, ...], ours: str
+) -> None:
+    for refusal in refusals:
+        if not refusal.by(choice):
+            continue
+        value = getattr(settings, refusal.setting, None)
+        if value is not None and refusal.unsupported(value):
+            raise ValueError(
+                f"{ours} does not go with {refusal.setting}={value}: {refusal.instead}"
+            )
+
+
+def refuse_order(settings: Any, schedule: Schedule) -> None:
+    """Raise ValueError where Transformer Engine keeps what a forward pass leaves in an order that
+    the other passes of ``schedule`` have not. (Of a file: our families have one order for all.)"""
+    if settings.transformer_impl != "transformer_engine":
+        return
+    if settings.gradient_accumulation_fusion:
+        _refuse_first_weight_gradient(schedule)
+    scales_lag = bool(getattr(settings, "fp8", None)) and settings.fp8_recipe == "delayed"
+    if scales_lag and settings.recompute_granularity is not None:
+        _refuse_recompute_order(schedule)
+
+
+def _refuse_first_weight_gradient(schedule: Schedule) -> None:
+    """The weight gradient of a stage's first forward pass is written over ``main_grad``, and the
+    others are added to it."""
+    forwards = _in_order(schedule, Duty.FORWARD)
+    for stage, (first, *_) in _in_order(schedule, Duty.WEIGHT_GRADIENT).items():
+        begun = forwards[stage][0].microbatch
+        if first.microbatch != begun:
+            raise ValueError(
+                f"{schedule.name} begins stage {stage}'s weight gradients with {first}, and "
+                f"Transformer Engine writes those of its first forward pass, of microbatch "
+                f"{begun}, over the sum so far: put them first, or add "
+                f"--no-gradient-accumulation-fusion"
+            )
+
+
+def _refuse_recompute_order(schedule: Schedule) -> None:
+    """The scales of forward passes wait in a queue for their recompute."""
+    forwards = _in_order(schedule, Duty.FORWARD)
+    for stage, backwards in _in_order(schedule, Duty.INPUT_GRADIENT).items():
+        for forward, backward in zip(forwards[stage], backwards, strict=True):
+            if forward.microbatch != backward.microbatch:
+                raise ValueError(
+                    f"{schedule.name} has {backward} where {forward}'s backward pass would be in "
+                    f"the order of stage {stage}'s forward passes, and with --fp8-recipe delayed "
+                    f"Transformer Engine recomputes passes with the scales of that order: keep it, "
+                    f"write another recipe, or recompute nothing"
+                )
+
+
+def _in_order(schedule: Schedule, duty: Duty) -> dict[int, list[Action]]:
+    """The passes of each stage that have ``duty``."""
+    passes = defaultdict(list)
+    for action in (action for row in schedule.compute_rows for action in row):
+        if duty in RULES[action.kind].covers:
+            passes[action.stage].append(action)
+    return passes
+
+
+def _with_chunks(choice: Choice, chunks: int) -> str:
+    return with_option(choice.spec.split(":")[0], "vpp", chunks)
+
+
+def _refuse_placement(choice: Choice, placement: Placement) -> None:
+    """For a file, whose stages can be anywhere."""
+    counts = [len(stages) for stages in placement.stages_of]
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"--pipeline-schedule {choice.spec} puts {counts} stages on its ranks: Megatron's "
+            f"ranks all have the same number of stages; give each as many"
+        )
+    if placement.rank_of[-1] != placement.ranks - 1:
+        raise ValueError(
+            f"--pipeline-schedule {choice.spec} puts the last stage on pipeline rank "
+            f"{placement.rank_of[-1]}: Megatron looks for the loss on the last one, "
+            f"{placement.ranks - 1}; renumber the ranks"
+        )

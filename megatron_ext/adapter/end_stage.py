@@ -1,0 +1,188 @@
+"""The first and the last stage of a model whose vocabulary is divided over all ranks.
+
+The tokens are wanted before the first stage's forward pass, the labels and the loss function after
+the last one's, and all three are in the caller's forward_step_func. So this is called with a
+stand-in for the model, which notes what the model would be called with. The stage's forward pass
+is that call; the loss function waits until the ranks have made the losses.
+
+Megatron's own functions take a loss and its gradient, as they do on a last stage of stock's: loss
+masks, counts of tokens, scaling and logging are theirs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+
+from megatron_ext.adapter.model_stage import ModelStage
+
+_FORWARD = inspect.signature(GPTModel.forward)
+_UNTRIED = ("decoder_input", "inference_context", "inference_params", "packed_seq_params")
+
+
+@dataclass(frozen=True)
+class ModelCall:
+    """What a forward_step_func has called the model with, and the loss function it returned."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss_func: Callable[..., Any]
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """The arguments by their names in GPTModel.forward."""
+        return _FORWARD.bind(None, *self.args, **self.kwargs).arguments
+
+
+class StandIn:
+    """A model that notes its call. All else of it is the model's, however deeply wrapped."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self.output = torch.empty(0)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.calls.append((args, kwargs))
+        return self.output
+
+    def __getattr__(self, name: str) -> Any:
+        model: Any = self._model
+        while not hasattr(model, name) and hasattr(model, "module"):
+            model = model.module
+        return getattr(model, name)
+
+
+class EndStage(ModelStage):
+    """The first or the last stage, without embedding, output layer and loss."""
+
+    def __init__(self, *args: Any, is_last: bool) -> None:
+        super().__init__(*args, has_loss=False)
+        self.is_last = is_last
+        self._begun: dict[int, ModelCall] = {}  # before F
+        self._awaiting_loss: dict[int, ModelCall] = {}  # after the last stage's F
+        keeps_precision = any(isinstance(module, Float16Module) for module in self._model.modules())
+        self._more = {"fp32_output": False} if keeps_precision else {}
+
+    def tokens_of(self, microbatch: int) -> Tensor:
+        """The tokens, int64 [b, s], of a microbatch whose forward step begins now."""
+        self._begun[microbatch] = call = self._begin()
+        return _given("input_ids", call)
+
+    def labels_of(self, microbatch: int) -> Tensor:
+        """The labels, int64 [b, s], of a microbatch whose forward pass was the last stage's."""
+        return _given("labels", self._awaiting_loss[microbatch])
+
+    def gradient_of_losses(self, microbatch: int, losses: Tensor) -> Tensor | None:
+        """The gradient of the scaled loss by each of ``losses``, fp32 [b, s].
+
+        Returns:
+            None in an evaluation.
+        """
+        call, config = self._call, self._config
+        loss_func = self._awaiting_loss.pop(microbatch).loss_func
+        if config.timers is not None:  # forward_step_calc_loss stops it
+            config.timers("forward-compute", log_level=2).start()
+        leaf = losses.detach().requires_grad_(not call.forward_only)
+        loss, tokens = schedules.forward_step_calc_loss(
+            self._model,
+            leaf.clone(),  # loss functions may write to what they are given
+            loss_func,
+            config,
+            None,
+            call.collect_non_loss_data,
+            call.num_microbatches,
+            self.losses,
+            call.context_parallel_size,
+            True,
+        )
+        self.tokens += tokens
+        if call.forward_only:
+            return None
+        self._free(loss)
+        gradient = schedules.backward_step(leaf, loss, None, config)
+        return torch.zeros_like(leaf) if gradient is None else gradient
+
+    def _forward_step_func(self, microbatch: int) -> Callable[..., Any]:
+        call = self._begun.pop(microbatch, None) or self._begin()
+        if self.is_last:
+            self._awaiting_loss[microbatch] = call
+
+        def run(data_iterator: Any, model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+            return model(*call.args, **call.kwargs, **self._more), call.loss_func
+
+        return run
+
+    def _begin(self) -> ModelCall:
+        """Call the caller's forward_step_func for the next microbatch.
+
+        Raises:
+            ValueError: it does not call the model once and return what comes of it, or it uses the
+                model in a way that is not known to work.
+        """
+        stand_in = StandIn(self._model)
+        output, loss_func = self._call.forward_step_func(self._data_iterator, stand_in)
+        if len(stand_in.calls) != 1 or output is not stand_in.output:
+            raise ValueError(
+                f"--pipeline-vocab-parallel needs a forward_step_func that calls the model once "
+                f"and returns its output as it is; this one has called it {len(stand_in.calls)} "
+                f"times and returned {type(output).__name__}: work on the output in the loss "
+                f"function"
+            )
+        ((args, kwargs),) = stand_in.calls
+        call = ModelCall(args, kwargs, loss_func)
+        given = call.named
+        if given.get("output_processor") is not None:
+            raise ValueError(
+                "--pipeline-vocab-parallel does not go with a custom output head "
+                "(output_processor): the logits are made by passes of the schedule"
+            )
+        for name in _UNTRIED:
+            if given.get(name) is not None:
+                raise ValueError(f"--pipeline-vocab-parallel does not go with {name}: untried")
+        return call
+
+
+def _given(name: str, call: ModelCall) -> Tensor:
+    tensor = call.named.get(name)
+    if tensor is None:
+        raise ValueError(
+            f"--pipeline-vocab-parallel needs the model to be called with {name} on the stage that "
+            f"has {'the embedding' if name == 'input_ids' else 'the loss'}"
+        )
+    assert isinstance(tensor, Tensor)
+    return tensor
+
+
+@dataclass(frozen=True)
+class ModelEnds:
+    """The ends of the model on this rank, as the vocabulary passes ask for them."""
+
+    first: EndStage | None
+    last: EndStage | None
+
+    def tokens(self, microbatch: int) -> Tensor:
+        assert self.first is not None
+        return self.first.tokens_of(microbatch)
+
+    def labels(self, microbatch: int) -> Tensor:
+        assert self.last is not None
+        return self.last.labels_of(microbatch)
+
+    def loss(self, microbatch: int, losses: Tensor) -> Tensor | None:
+        assert self.last is not None
+        return self.last.gradient_of_losses(microbatch, losses)
+
+
+def ends_of(stages: Iterable[ModelStage]) -> ModelEnds | None:
+    """The ends among the stages of a rank; None where there are none."""
+    ends = {stage.is_last: stage for stage in stages if isinstance(stage, EndStage)}
+    return ModelEnds(ends.get(False), ends.get(True)) if ends else None

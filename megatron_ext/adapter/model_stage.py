@@ -1,0 +1,141 @@
+"""A Megatron model chunk as a `Stage`: Megatron's own forward_step and backward_step inside.
+
+They keep Megatron's loss scaling, token counts, timers, autocast and auxiliary losses, so that what
+a stage computes is stock's to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.utils import get_attr_wrapped_model
+from torch import Tensor
+
+from megatron_ext.adapter.observers.reductions import watch
+from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.weight_gradients import queue
+
+
+@dataclass(frozen=True)
+class StepCall:
+    """What Megatron's caller gave for this step, as far as stages need it."""
+
+    forward_step_func: Callable[..., Any]
+    num_microbatches: int
+    forward_only: bool
+    collect_non_loss_data: bool
+    first_val_step: bool | None
+    force_all_reduce: bool
+    context_parallel_size: int
+
+
+class ModelStage:
+    """One model chunk during one step."""
+
+    def __init__(
+        self,
+        number: int,
+        model: torch.nn.Module,
+        config: Any,
+        data_iterator: Any,
+        call: StepCall,
+        recorder: Recorder,
+        *,
+        has_loss: bool,
+    ) -> None:
+        self._number = number
+        self._model = model
+        self._config = config
+        self._data_iterator = data_iterator
+        self._call = call
+        self._recorder = recorder
+        self._has_loss = has_loss
+        self._between: dict[int, tuple[Tensor | None, Tensor]] = {}  # input, output of F
+        self._has_begun = False  # its forward passes of this step
+        self.losses: list[Any] = []
+        self.tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
+
+    def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
+        call = self._call
+        # What is made of the weights once a step, as their FP8 copies, is made in its first forward
+        # pass: a file's schedule may begin with any microbatch.
+        is_first, self._has_begun = not self._has_begun, True
+        output, tokens = schedules.forward_step(
+            self._forward_step_func(microbatch),
+            self._data_iterator,
+            self._model,
+            call.num_microbatches,
+            x,
+            self.losses,
+            self._config,
+            cp_group_size=call.context_parallel_size,
+            collect_non_loss_data=call.collect_non_loss_data,
+            is_first_microbatch=schedules.check_first_val_step(
+                call.first_val_step, call.forward_only, is_first
+            ),
+            current_microbatch=microbatch,
+            is_last_stage=self._has_loss,
+        )
+        # Megatron's model would keep its input, and through it the gradient, until the next F.
+        get_attr_wrapped_model(self._model, "set_input_tensor")([None])
+        self.tokens += tokens
+        if not call.forward_only:
+            self._between[microbatch] = (x, output)
+        return output
+
+    def output_sent(self, microbatch: int) -> None:
+        if not self._call.forward_only:
+            self._free(self._between[microbatch][1])
+
+    def backward(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
+        dx = self.backward_input(microbatch, dy)
+        self.backward_weight(microbatch)
+        return dx
+
+    def backward_input(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
+        x, output = self._between.pop(microbatch)
+        if self._has_loss:
+            self._free(output)
+        with queue.collecting(self._number, microbatch):
+            return schedules.backward_step(x, output, dy, self._config)
+
+    def backward_weight(self, microbatch: int) -> None:
+        timers = self._config.timers
+        if timers is not None:  # as backward_step does
+            timers("backward-compute", log_level=2).start()
+        queue.run(self._number, microbatch)
+        if timers is not None:
+            timers("backward-compute").stop()
+
+    def forget(self) -> None:
+        """What F has counted and kept of this step."""
+        self._between.clear()
+        self._has_begun = False
+        self.losses.clear()
+        self.tokens.zero_()
+
+    def gradients_complete(self) -> None:
+        """Start the chunk's data-parallel reduction, if Megatron is to overlap it.
+
+        With ``force_all_reduce`` it is left to finalize_model_grads, which knows of it.
+        """
+        overlaps = getattr(getattr(self._model, "ddp_config", None), "overlap_grad_reduce", False)
+        if not overlaps or self._call.force_all_reduce:
+            return
+        recording = self._recorder.recording
+        reduction = None
+        if recording is not None and recording.with_reductions:
+            reduction = recording.begin_reduction(self._number)
+        self._model.start_grad_sync()  # type: ignore[operator]  # DistributedDataParallel's
+        if reduction is not None:
+            watch(self._model, reduction)
+
+    def _forward_step_func(self, microbatch: int) -> Callable[..., Any]:
+        return self._call.forward_step_func
+
+    def _free(self, output: Tensor) -> None:
+        schedules.deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)

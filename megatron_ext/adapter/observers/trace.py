@@ -1,0 +1,120 @@
+"""Steps of a training, measured and written as a trace (``--pipeline-trace``).
+
+One pipeline is traced, the one that global rank world_size - 1 belongs to: there Megatron keeps its
+TensorBoard and W&B writers, which get the bubble and the prediction.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext.adapter.observers.writers import current_iteration, log, log_interval
+from megatron_ext.runtime.measure.clocks import clock_offsets
+from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.recording import Recording, clock_of
+from megatron_ext.schedule.program.simulate import simulate_steps
+from megatron_ext.schedule.program.verify import Program
+from megatron_ext.schedule.show.trace import NAME, TracedStep, TraceFile, beside_all
+from megatron_ext.schedule.timeline import Event, Reduction, Timeline
+
+_Recorded = tuple[list[Event], list[Reduction]]
+
+
+class StepTrace:
+    """Records the training steps of ``iterations`` and writes them to ``folder``.
+
+    ``overlap``: steps overlap, so ranks must not meet between them: all are written after the last.
+    """
+
+    def __init__(self, folder: Path, iterations: range, *, overlap: bool) -> None:
+        self._path = folder / NAME
+        self._iterations = iterations
+        self._overlap = overlap
+        self._calls = 0
+        self._iteration = 0
+        self._latest = 0  # iteration that was recorded: Megatron can run one a second time
+        self._file: TraceFile | None = None
+        self._recording: Recording | None = None  # of the step that runs, if it is traced
+        self._recorded: dict[int, Recording] = {}  # by iteration, of steps that are to be written
+
+    def begin(self, pipeline: dist.ProcessGroup, recorder: Recorder) -> None:
+        """Before the passes of a training step: record them, if they are to be."""
+        self._calls += 1
+        self._iteration = current_iteration() or self._calls
+        is_wanted = self._iteration in self._iterations and self._iteration > self._latest
+        if is_wanted and dist.get_world_size() - 1 in dist.get_process_group_ranks(pipeline):
+            device = torch.device(torch.cuda.current_device())
+            recorder.recording = self._recording = Recording(recorder.rank, clock_of(device))
+
+    def end(self, pipeline: dist.ProcessGroup, program: Program) -> None:
+        """After a training step, with its reductions: write it, if it was recorded.
+
+        Collective over ``pipeline`` then.
+        """
+        recording, self._recording = self._recording, None
+        if recording is None:
+            return
+        self._latest = self._iteration
+        self._recorded[self._iteration] = recording
+        if self._overlap and self._iteration < self._iterations[-1]:
+            return
+        recorded, self._recorded = self._recorded, {}
+        mine = [recording.read() for recording in recorded.values()]
+        gathered: list[list[_Recorded]] = [[]] * pipeline.size()
+        dist.all_gather_object(gathered, mine, group=pipeline)
+        offsets = clock_offsets(pipeline, torch.device(torch.cuda.current_device()))
+        if dist.get_rank() != dist.get_world_size() - 1:
+            return
+        seconds = [offset.seconds for offset in offsets]
+        steps = beside_all(
+            list(recorded),
+            [_on_one_clock(program, ranks, seconds) for ranks in zip(*gathered, strict=True)],
+            simulate_steps(program, program.problem.costs, len(recorded)),
+            max(offset.error for offset in offsets),
+        )
+        for step in steps:
+            self._write(step)
+            _log(step)
+
+    def _write(self, step: TracedStep) -> None:
+        try:
+            if self._file is None:
+                self._file = TraceFile(self._path)
+            self._file.add(step)
+        except OSError as error:  # a full disk is no reason to end a training
+            print(
+                f"megatron_ext: iteration {step.iteration} is missing in the trace: {error}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _on_one_clock(
+    program: Program, recorded: Sequence[_Recorded], offsets: list[float]
+) -> Timeline:
+    """What all ranks recorded, as rank 0's clock would have shown it."""
+    events, reductions = [], []
+    for (passes, mine), ahead in zip(recorded, offsets, strict=True):
+        events += [Event(e.rank, e.action, e.start - ahead, e.end - ahead) for e in passes]
+        reductions += [
+            Reduction(r.rank, r.stage, r.start - ahead, r.end - ahead, r.is_exact) for r in mine
+        ]
+    return Timeline(program.schedule, tuple(events), tuple(reductions))
+
+
+def _log(step: TracedStep) -> None:
+    """What Megatron's own writers are told, as often as it tells them."""
+    if step.iteration % log_interval():
+        return
+    figures = {
+        "pipeline/bubble share": step.measured.bubble_share_makespan,
+        "pipeline/bubble share, predicted": step.predicted.bubble_share_makespan,
+        "pipeline/step seconds": step.measured.makespan,
+        "pipeline/step seconds, predicted": step.predicted.makespan,
+    }
+    log(figures, step.iteration)

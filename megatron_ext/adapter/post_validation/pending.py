@@ -1,0 +1,290 @@
+"""Steps of the optimizer that are taken before they are validated, from the step to the verdict.
+
+While it is *armed*, the optimizer steps on the state of the ranks before it in the chain, and the
+training loop goes on as after success. The next step of the schedule brings the whole state; the
+verdict on it keeps the step or has it taken back and done as stock does it. Whatever the loop wants
+to do in between that a verdict can change (zeroing of gradients, the log) is put off until then.
+
+There is one `post_validation` in a process, as there is one training loop. The wrappers of what the
+loop calls ask it.
+
+The patches that ask it stand where Megatron has what they patch: core/optimizer/optimizer,
+core/optimizer_param_scheduler, and the loop in training.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from megatron_ext.adapter.observers.writers import current_iteration
+from megatron_ext.adapter.post_validation.scheduled_step import ScheduledStep
+from megatron_ext.runtime.post_validation.arming import History
+from megatron_ext.runtime.post_validation.partial_state import PartialState
+
+StepResult = tuple[bool, float | None, int | None]  # as Megatron's optimizers return it
+
+
+class Messages(Protocol):
+    """What the ranks of a pipeline tell one another of a step."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first of the chain."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank is the last of the chain, which knows the whole state first."""
+
+    def partial(self) -> PartialState:
+        """Wait for the state of the ranks before this one; of none on the first."""
+
+    def pass_on(self, state: PartialState) -> None:
+        """Tell the next rank the state up to this one."""
+
+    def verdict(self) -> PartialState:
+        """Wait for the state of all ranks, and tell the rank before this one."""
+
+
+class Optimizer(Protocol):
+    """An optimizer whose step can be taken back."""
+
+    @property
+    def snapshot(self) -> object:
+        """What `step` keeps; its text says where, and what that takes."""
+
+    def prepare(self) -> PartialState:
+        """Prepare this rank's gradients; its part of the state."""
+
+    def is_quiet(self, state: PartialState) -> bool:
+        """Whether a step under ``state`` is neither clipped nor skipped, beyond doubt."""
+
+    def step(self, keep: bool) -> None:
+        """Step on prepared gradients, unclipped; with ``keep`` it can be taken back."""
+
+    def redo(self, found_inf: bool) -> StepResult:
+        """Take the step back, if there was one, and have stock step on the prepared gradients."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a step has come to. ``grad_norm`` is None where it was skipped for an inf.
+
+    ``is_redone``: the speculative step was taken back, and with it loss scale and learning rate.
+    """
+
+    success: bool
+    grad_norm: float | None
+    num_zeros: int | None = None
+    is_redone: bool = False
+
+    def is_quiet(self, clip_grad: float) -> bool:
+        """Whether it was neither clipped nor skipped."""
+        return (
+            self.success
+            and self.grad_norm is not None
+            and math.isfinite(self.grad_norm)
+            and not 0 < clip_grad < self.grad_norm
+        )
+
+
+@dataclass
+class _Pending:
+    """A step that no verdict has been passed on."""
+
+    iteration: int
+    optimizer: Any  # Megatron's
+    scheduled: ScheduledStep | None = None
+    put_off: list[Callable[[Result], None]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Connection:
+    messages: Messages
+    speculate: Callable[[Any], Optimizer]
+
+
+class PostValidation:
+    """The one step that may be pending, and what depends on it. Lives as long as the training."""
+
+    def __init__(self) -> None:
+        self._connection: _Connection | None = None
+        self._start()
+
+    def _start(self) -> None:
+        self._optimizer: Optimizer | None = None
+        self._history = History()
+        self._latest_norm: float | None = None  # of validated steps
+        self._pending: _Pending | None = None
+        self._is_delivering = False
+        self._has_told = False
+        self._tokens = 0
+        self._scale: Callable[[int], None] | None = None
+        self._half_done: int | None = None  # iteration whose step is being taken or taken back
+
+    def connect(self, messages: Messages, speculate: Callable[[Any], Optimizer]) -> None:
+        """Speculate from now on, when it is worth it; before, every step is stock's.
+
+        ``speculate`` makes an `Optimizer` of Megatron's.
+        """
+        self._connection = _Connection(messages, speculate)
+        self._start()
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a step has been taken and not been settled."""
+        return self._pending is not None
+
+    @property
+    def pending_optimizer(self) -> Any:
+        """Megatron's optimizer whose step is pending, or None."""
+        return None if self._pending is None else self._pending.optimizer
+
+    @property
+    def answers_at_once(self) -> bool:
+        """Whether the loop's reductions answer with what this rank has, without communication."""
+        return self.is_pending or self._is_delivering
+
+    @property
+    def is_armed(self) -> bool:
+        """Whether the next step is taken before it is validated."""
+        return self._history.is_armed
+
+    def scale_by_tokens(self, tokens: int, scale: Callable[[int], None]) -> None:
+        """Have the gradients of the next step scaled, before they are prepared, by the tokens that
+        the ranks up to this one have counted: ``tokens`` here. (The first of the chain has all.)"""
+        self._tokens, self._scale = tokens, scale
+
+    def optimizer_step(self, stock: Callable[[Any], StepResult], optimizer: Any) -> StepResult:
+        """What stands in place of ``stock(optimizer)``, Megatron's top-level step.
+
+        Where it is pending afterwards, the result is that of success, with the latest norm known.
+        """
+        iteration = current_iteration()
+        if self._connection is None or iteration is None:  # only Megatron's own loop settles
+            return stock(optimizer)
+        if not self.is_armed:
+            result = Result(*stock(optimizer))
+            self._remember(result, iteration, optimizer)
+            return result.success, result.grad_norm, result.num_zeros
+        assert self._pending is None, f"the step of {self._pending} was not settled"
+        messages = self._connection.messages
+        if self._optimizer is None:
+            self._optimizer = self._connection.speculate(optimizer)
+        self._half_done = iteration
+        if self._scale is None:  # while the state of the ranks before may be on its way
+            own = self._optimizer.prepare()
+            before = messages.partial()
+        else:
+            before = messages.partial()
+            self._scale(before.tokens + self._tokens)
+            own = replace(self._optimizer.prepare(), tokens=self._tokens)
+        state = before.plus(own)
+        messages.pass_on(state)
+        if self._optimizer.is_quiet(state):
+            self._optimizer.step(keep=not messages.is_last)
+            self._tell_what_is_kept(messages)
+        self._pending = _Pending(iteration, optimizer)
+        self._half_done = None
+        self._tokens, self._scale = 0, None
+        return True, self._latest_norm, None
+
+    def _tell_what_is_kept(self, messages: Messages) -> None:
+        """Once, on one rank that keeps something: on a line the first of all, on a V the last."""
+        ends = (0, dist.get_world_size() - 1)
+        if not self._has_told and messages.is_first and dist.get_rank() in ends:
+            assert self._optimizer is not None
+            print(
+                f"megatron_ext: before a step this rank keeps {self._optimizer.snapshot}, so that "
+                f"the step can be taken back",
+                flush=True,
+            )
+            self._has_told = True
+
+    def schedule_step(self, step: ScheduledStep) -> None:
+        """Take a step of the learning-rate scheduler, as after success."""
+        assert self._pending is not None
+        self._pending.scheduled = step
+        step.take()
+
+    def put_off(self, action: Callable[[], None]) -> None:
+        """Run ``action`` after the verdict, in the order of these calls and those of `log`."""
+        self.log(lambda result: action())
+
+    def log(self, deliver: Callable[[Result], None]) -> None:
+        """Run ``deliver`` after the verdict, with what the step has come to."""
+        assert self._pending is not None
+        self._pending.put_off.append(deliver)
+
+    def settle(self) -> None:
+        """Wait for the verdict, where one is pending. Collective over the pipelines then.
+
+        Raises:
+            RuntimeError: a step has failed halfway, and nothing that is here is to be saved.
+        """
+        if self._half_done is not None:
+            raise RuntimeError(
+                f"the optimizer's step of iteration {self._half_done} has failed halfway: this "
+                f"rank's parameters are of no step, and are not to be saved"
+            )
+        if self._pending is not None:
+            assert self._connection is not None
+            self.verdict(self._connection.messages.verdict())
+
+    def verdict(self, whole: PartialState) -> bool:
+        """Keep the pending step, or have it taken back and redone; then do what was put off.
+
+        Returns:
+            Whether it was kept. If not, what has been computed since is of no use.
+        """
+        pending = self._pending
+        assert pending is not None and self._optimizer is not None
+        is_kept = self._optimizer.is_quiet(whole)
+        if is_kept:
+            result = Result(True, math.sqrt(whole.squared_norm))
+        else:
+            self._half_done = pending.iteration
+            result = self._redo(self._optimizer, pending, whole)
+            self._half_done = None
+        self._pending = None
+        self._remember(result, pending.iteration, pending.optimizer)
+        self._is_delivering = True
+        try:
+            for action in pending.put_off:
+                action(result)
+        finally:
+            self._is_delivering = False
+        return is_kept
+
+    def _redo(self, optimizer: Optimizer, pending: _Pending, whole: PartialState) -> Result:
+        if pending.scheduled is not None:
+            pending.scheduled.take_back()  # the step is redone under its own learning rate
+        result = Result(*optimizer.redo(whole.found_inf))
+        if result.success and pending.scheduled is not None:
+            pending.scheduled.take()
+        return replace(result, is_redone=True)
+
+    def _remember(self, result: Result, iteration: int, optimizer: Any) -> None:
+        """A validated step: it may arm or disarm."""
+        was_armed = self._history.is_armed
+        self._latest_norm = result.grad_norm
+        self._history = self._history.then(result.is_quiet(optimizer.config.clip_grad))
+        if self._history.is_armed != was_armed and dist.get_rank() == 0:
+            print(f"megatron_ext: {_change(self._history, iteration)}", flush=True)
+
+
+def _change(history: History, iteration: int) -> str:
+    bad = f"{history.bad} of the last {len(history.quiet)} steps were clipped or skipped"
+    if history.is_armed:
+        return (
+            f"steps are post-validated from iteration {iteration + 1} on: {bad}; what they come to "
+            f"is logged one step late"
+        )
+    return f"steps are validated as Megatron does it from iteration {iteration + 1} on: {bad}"
+
+
+post_validation = PostValidation()

@@ -1,0 +1,211 @@
+"""The programs that a run's steps follow, and their costs: the same on every rank of the job.
+
+All pipelines run one program. What other groups do inside passes (experts' all-to-all, parameter
+gathers) ties pipelines to one another, and two that run in different orders could each wait for the
+other.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.utils import get_attr_wrapped_model
+
+from megatron_ext.adapter.compatibility import refuse_order
+from megatron_ext.adapter.dimensions import estimated_costs
+from megatron_ext.adapter.observers.profile import Shape
+from megatron_ext.adapter.vocabulary_rows import embedding_part
+from megatron_ext.config import PipelineConfig
+from megatron_ext.schedule.build.head import Placed, place_again, place_head
+from megatron_ext.schedule.costs import Costs, parse_costs
+from megatron_ext.schedule.limit import parse_limit
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.schedule import Problem
+
+_SHOWN = 8  # ranks that an error lists
+
+
+class Programs:
+    """By a step's shape and number of microbatches, made when they are first asked for."""
+
+    def __init__(self, config: PipelineConfig) -> None:
+        self._config = config
+        self._choice = config.choice()
+        self._placed: dict[tuple[Shape, int, bool, bool], Placed] = {}
+        self._run = ""  # told apart from others that the same store has seen
+        self._measured = 0  # how often costs have changed
+        self.costs: dict[Shape, Costs] = {}
+
+    def agree_on_costs(
+        self,
+        pipeline: dist.ProcessGroup,
+        config: Any,
+        models: list[torch.nn.Module],
+        shape: Shape,
+        sequence: int,
+        micro_batch: int,
+    ) -> None:
+        """Have costs for ``shape``, as global rank 0 reads or estimates them from what the ranks of
+        its pipeline tell. Collective over the world the first time."""
+        if shape in self.costs:
+            return
+        placement = self._choice.place(pipeline.size())
+        sizes = gather(pipeline, [_size(chunk) for chunk in models])
+        agreed: list[Any] = ["", None]
+        if dist.get_rank() == 0:
+            per_stage = [
+                sizes[rank][placement.stages_of[rank].index(stage)]
+                for stage, rank in enumerate(placement.rank_of)
+            ]
+            agreed[0] = uuid.uuid4().hex
+            try:
+                agreed[1] = self._costs(config, placement, per_stage, sequence, micro_batch)
+            except Exception as error:  # all ranks raise it, or the others would wait
+                agreed[1] = error
+        dist.broadcast_object_list(agreed, src=0)
+        self._run, costs = agreed
+        if isinstance(costs, Exception):
+            raise costs
+        self.costs[shape] = costs
+
+    def _costs(
+        self,
+        config: Any,
+        placement: Placement,
+        per_stage: list[tuple[int, int]],
+        sequence: int,
+        micro_batch: int,
+    ) -> Costs:
+        """The costs of a microbatch. ``per_stage``: `_size` of each. Raises ValueError."""
+        if not self._config.estimates():
+            assert self._config.costs is not None
+            return parse_costs(self._config.costs, placement)
+        return estimated_costs(
+            config,
+            layers=[layers for layers, _ in per_stage],
+            sequence=sequence // config.context_parallel_size,
+            micro_batch=micro_batch,
+            vocabulary=sum(rows for _, rows in per_stage) * config.tensor_model_parallel_size,
+        )
+
+    def known(
+        self, config: Any, shape: Shape, microbatches: int, forward_only: bool
+    ) -> Placed | None:
+        """The program for such a step, if there has been one."""
+        return self._placed.get((shape, microbatches, forward_only, config.variable_seq_lengths))
+
+    def make(
+        self,
+        pipeline: dist.ProcessGroup,
+        config: Any,
+        shape: Shape,
+        microbatches: int,
+        forward_only: bool,
+        before: Placed | None = None,
+    ) -> Placed:
+        """The program for such a step. The first one is collective over the world.
+
+        ``before`` is one of other costs, whose order is kept where it is better.
+
+        Raises:
+            InvalidSchedule: there is none within the memory limit.
+            RuntimeError: the ranks have built different ones.
+        """
+        ranks = pipeline.size()
+        limit = self._config.memory_limit
+        problem = Problem(
+            self._choice.place(ranks),
+            microbatches,
+            self.costs[shape],
+            parse_limit(limit, ranks, microbatches) if limit else None,
+            forward_only,
+            p2p=self._config.messages(),
+            vocabulary=self._config.vocabulary(),
+            offload=self._config.offload(),
+            post_validation=self._config.post_validation,
+        )
+        if before is None:
+            placed = place_head(self._choice, problem)
+        else:
+            placed = place_again(self._choice, problem, before)
+        refuse_order(config, placed.program.schedule)
+        self._compare(placed.program.digest, shape, microbatches, forward_only)
+        self._placed[shape, microbatches, forward_only, config.variable_seq_lengths] = placed
+        return placed
+
+    def _compare(self, digest: str, shape: Shape, microbatches: int, forward_only: bool) -> None:
+        """Raise RuntimeError if another rank has built another program for such a step.
+
+        All ranks are there for the first one. Later ones are told in torch's store: pipelines that
+        nothing ties together may come to other numbers of microbatches, and none waits for another
+        that will not come.
+        """
+        world, store = dist.group.WORLD, dist.distributed_c10d._get_default_store()
+        assert world is not None
+        if not self._placed or store is None:
+            check_digests(self._choice.spec, dict(enumerate(gather(world, digest))))
+            return
+        step = f"{shape}/{microbatches}/{forward_only}"
+        key = f"megatron_ext/programs/{self._run}/{self._measured}/{step}"
+        here = dist.get_rank()
+        rank, first = store.compare_set(key, "", f"{here} {digest}").decode().split()
+        check_digests(self._choice.spec, {int(rank): first, here: digest})
+
+    def make_again(
+        self,
+        pipeline: dist.ProcessGroup,
+        config: Any,
+        shape: Shape,
+        costs: Costs,
+        before: Placed,
+    ) -> Placed:
+        """The program for ``before``'s training steps now that ``costs`` are those of ``shape``.
+
+        Its order is kept where that is better. Collective over the world; raises as `make`.
+        """
+        self.costs[shape] = costs
+        self._measured += 1
+        for key in [key for key in self._placed if key[0] == shape]:
+            del self._placed[key]
+        microbatches = before.program.problem.microbatches
+        return self.make(pipeline, config, shape, microbatches, False, before)
+
+
+def check_digests(schedule: str, digests: Mapping[int, str]) -> None:
+    """Raise RuntimeError unless all ``digests``, by global rank, are those of one program."""
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for rank, digest in sorted(digests.items()):
+        ranks[digest].append(rank)
+    if len(ranks) > 1:
+        built = "; ".join(f"{digest[:12]} on {_listed(where)}" for digest, where in ranks.items())
+        raise RuntimeError(
+            f"ranks built different programs from {schedule}: {built}; do all of them run one "
+            f"version of megatron_ext and numpy, and read one file?"
+        )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_SHOWN]))
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    return f"global rank{'s' * (len(ranks) > 1)} {shown}{more}"
+
+
+def gather(group: dist.ProcessGroup, value: Any) -> list[Any]:
+    """``value`` of every rank of ``group``. Collective over it."""
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _size(chunk: torch.nn.Module) -> tuple[int, int]:
+    """Transformer layers of a model chunk, and rows of its output layer (0 without one)."""
+    model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
+    rows = getattr(getattr(model, "output_layer", None), "output_size_per_partition", 0)
+    if rows == 0 and (part := embedding_part(chunk)) is not None:  # which is the output layer's too
+        rows = part.num_embeddings_per_partition
+    return len(model.decoder.layers), rows

@@ -1,0 +1,270 @@
+"""What is refused beside our schedules and settings, a line each: what clashes, and what to write
+instead.
+
+Refused is the default for whatever nobody has made work together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+from megatron_ext.adapter import transformer_engine
+from megatron_ext.schedule.build.registry import Choice
+
+
+def _every_schedule(choice: Choice) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A setting that does not go with our schedules.
+
+    ``setting`` is its name in Megatron's arguments and configs, ``unsupported`` tells of a value
+    whether it is refused (it is not called where the setting does not exist), ``instead`` what to
+    write. ``by``: which schedules refuse it.
+    """
+
+    setting: str
+    unsupported: Callable[[Any], bool]
+    instead: str
+    by: Callable[[Choice], bool] = _every_schedule
+
+
+def _drop(setting: str, why: str = "", by: Callable[[Choice], bool] = _every_schedule) -> Refusal:
+    """For a switch whose flag is its setting's name."""
+    flag = f"--{setting.replace('_', '-')}"
+    return Refusal(setting, bool, f"drop {flag}: {why}" if why else f"drop {flag}", by)
+
+
+_splits: Callable[[Choice], bool] = attrgetter("splits_backward")
+_moves_first_stage: Callable[[Choice], bool] = attrgetter("moves_first_stage")
+
+
+def _moves_stages(choice: Choice) -> bool:
+    return not choice.example.in_turn
+
+
+def _parts_the_ends(choice: Choice) -> bool:
+    return choice.example.rank_of[0] != choice.example.rank_of[-1]
+
+
+REFUSALS = (
+    Refusal(
+        "transformer_impl",
+        lambda value: (
+            value != "local"
+            and not (value == "transformer_engine" and transformer_engine.can_split())
+        ),
+        "its backward is not split: write --transformer-impl local, use 1f1b or gpipe, or install "
+        "Transformer Engine 2.8 or later",
+        by=_splits,
+    ),
+    _drop(
+        "tp_comm_overlap",
+        "Transformer Engine cannot put off a weight gradient whose GEMM overlaps communication",
+        by=_splits,
+    ),
+    _drop(
+        "use_transformer_engine_op_fuser",
+        "its operations have no weight gradient of their own to put off",
+        by=_splits,
+    ),
+    Refusal(
+        "gtp_weight_remat_size",
+        lambda value: value > 1,
+        "drop --tensor-parallel-num-weight-shards",
+        by=_splits,
+    ),
+    *(
+        _drop(name, "the experts' weight gradients are put off weight by weight", by=_splits)
+        for name in ("moe_single_grouped_weight", "moe_single_grouped_bias")
+    ),
+    _drop(
+        "use_grouped_gemm_for_shared_expert",
+        "its operations are Transformer Engine's fused ones, whose weight gradients cannot be put "
+        "off",
+        by=_splits,
+    ),
+    _drop("defer_embedding_wgrad_compute"),
+    _drop("delay_wgrad_compute", "the schedule places W"),
+    _drop("overlap_dispatch_backward_with_experts_wgrad", "the schedule places W"),
+    _drop("overlap_moe_expert_parallel_comm"),
+    _drop("hybrid_context_parallel"),
+    _drop("fine_grained_activation_offloading"),
+    _drop("moe_paged_stash"),
+    Refusal(
+        "cuda_graph_impl",
+        lambda value: value not in (None, "none"),
+        "write --cuda-graph-impl none: Megatron captures its own pipeline order",
+    ),
+    _drop("num_microbatches_with_partial_activation_checkpoints"),
+    _drop("overlap_param_gather_with_optimizer_step"),
+    Refusal(
+        "overlap_p2p_comm_warmup_flush",
+        bool,
+        "drop --overlap-p2p-communication-warmup-flush: receives are posted in time anyway",
+    ),
+    _drop("mtp_num_layers"),
+    Refusal("mtp_standalone", bool, "drop the standalone MTP stage from the layout"),
+    _drop("use_ring_exchange_p2p"),
+    _drop("use_megatron_fsdp"),
+    _drop("use_torch_fsdp2"),
+    Refusal(
+        "ckpt_format",
+        lambda value: value != "torch_dist",
+        "a rank's stages are others than stock's, and only --ckpt-format torch_dist can be loaded "
+        "wherever stages are",
+        by=_moves_stages,
+    ),
+    _drop(
+        "dataloader_save",
+        "Megatron would save the state of a loader on the first pipeline rank, which reads no "
+        "data here",
+        by=_moves_first_stage,
+    ),
+    _drop("init_model_with_meta_device", by=_moves_first_stage),
+    Refusal("yaml_cfg", bool, "give Megatron's settings as flags, not by --yaml-cfg"),
+)
+
+_MADE_BY_PASSES = "the loss is made by passes of the schedule"
+
+VOCABULARY_REFUSALS = (
+    _drop("cross_entropy_loss_fusion", _MADE_BY_PASSES),
+    _drop("fp16_lm_cross_entropy", f"{_MADE_BY_PASSES}, in fp32"),
+    _drop("use_mup", "the logits are not scaled"),
+    _drop("fp8_output_proj", "the logits are not made in fp8"),
+    Refusal("context_parallel_size", lambda value: value > 1, "context parallelism is untried"),
+    _drop("sft", "packed sequences are untried"),
+    _drop("logits_load_dir", f"{_MADE_BY_PASSES}, from labels"),
+    Refusal("modelopt_enabled", bool, "models of ModelOpt are untried"),
+    _drop("init_model_with_meta_device"),
+    Refusal(
+        "ckpt_format",
+        lambda value: value != "torch_dist",
+        "a rank's rows are others than stock's, and only --ckpt-format torch_dist can be loaded "
+        "wherever rows are",
+    ),
+    Refusal(
+        "variable_seq_lengths",
+        bool,
+        "collectives need one shape: give all microbatches one sequence length",
+    ),
+    Refusal(
+        "gtp_weight_remat_size", lambda value: value > 1, "drop --tensor-parallel-num-weight-shards"
+    ),
+)
+
+OFFLOAD_REFUSALS = (
+    Refusal("cpu_offloading", bool, "drop --cpu-offloading-num-layers: the schedule places copies"),
+    *(
+        Refusal(name, bool, f"drop --{name}-format: quantised activations are untried")
+        for name in ("fp8", "fp4")
+    ),
+    Refusal("context_parallel_size", lambda value: value > 1, "context parallelism is untried"),
+    _drop("tp_comm_overlap", "activations in its communication buffers are untried"),
+)
+
+_TAKEN_BACK = "a step must be one that can be taken back"
+
+POST_VALIDATION_OPTIMIZER_REFUSALS = (
+    Refusal(
+        "optimizer",
+        lambda value: value not in ("adam", "sgd"),
+        f"write --optimizer adam or sgd: {_TAKEN_BACK}",
+    ),
+    _drop("use_layer_wise_distributed_optimizer", _TAKEN_BACK),
+    _drop("optimizer_cpu_offload", "its step writes to copies of its own"),
+    _drop("use_precision_aware_optimizer", "the main parameters are inside the optimizer"),
+    _drop("optimizer_cuda_graph", "a step is not one call"),
+    *(
+        _drop(name, "quantised parameters are untried")
+        for name in ("fp8_param_gather", "fp4_param_gather")
+    ),
+    _drop("reuse_grad_buf_for_mxfp8_param_ag", "gradients must stay until their step is settled"),
+    _drop("use_megatron_fsdp", "its parameters are kept elsewhere"),
+    Refusal(
+        "num_distributed_optimizer_instances",
+        lambda value: value > 1,
+        "drop --num-distributed-optimizer-instances: several instances are untried",
+    ),
+    Refusal(
+        "gtp_weight_remat_size", lambda value: value > 1, "drop --tensor-parallel-num-weight-shards"
+    ),
+    _drop("log_num_zeros_in_grad", "zeros are counted over the whole pipeline in every step"),
+    _drop("qk_clip", "it changes parameters after the step, which is not undone"),
+)
+
+_WAITS_EACH_STEP = "all ranks would wait for one another in every step"
+_MEETS_FORWARDS_TWICE = "a step that is taken back runs some forward passes twice"
+
+POST_VALIDATION_REFUSALS = (
+    *POST_VALIDATION_OPTIMIZER_REFUSALS,
+    Refusal(
+        "rerun_mode",
+        lambda value: value != "disabled",
+        f"{_WAITS_EACH_STEP} to compare results: write --rerun-mode disabled",
+    ),
+    Refusal(
+        "exit_duration_in_mins",
+        bool,
+        f"{_WAITS_EACH_STEP} to compare clocks: write --exit-interval or --exit-signal-handler",
+    ),
+    Refusal("log_params_norm", bool, f"{_WAITS_EACH_STEP}: drop --log-params-norm"),
+    *(
+        Refusal(name, bool, f"{_WAITS_EACH_STEP} to count packed tokens: drop {flag}")
+        for name, flag in (
+            ("sft", "--sft"),
+            ("dataloader_inter_document_masking", "--dataloader-inter-document-masking"),
+        )
+    ),
+    Refusal("dsa_indexer_loss_coeff", bool, f"{_WAITS_EACH_STEP}: drop --dsa-indexer-loss-coeff"),
+    *(
+        _drop(name, "it changes or reads weights after a step that may be taken back")
+        for name in ("log_max_attention_logit", "save_params_interval")
+    ),
+    *(
+        _drop(name, _MEETS_FORWARDS_TWICE)
+        for name in ("save_activations_interval", "save_dgrads_interval")
+    ),
+    Refusal(
+        "num_experts",
+        bool,
+        f"{_MEETS_FORWARDS_TWICE}, and routers keep state of theirs: models with experts are "
+        f"untried",
+    ),
+    *(
+        Refusal(
+            name,
+            bool,
+            f"drop --{name}-format: {_MEETS_FORWARDS_TWICE}, and scaling factors keep state of "
+            f"theirs",
+        )
+        for name in ("fp8", "fp4")
+    ),
+    _drop("perform_rl_step", "its loop reads weights each step"),
+    Refusal("vision_pretraining", bool, "its own updates of a step cannot be taken back"),
+    _drop("freeze_all_layers", "there is no step to validate"),
+    Refusal(
+        "variable_seq_lengths",
+        bool,
+        "messages that are dropped need a known shape: give all microbatches one sequence length",
+    ),
+    Refusal(
+        "calculate_per_token_loss",
+        bool,
+        "tokens are counted on the last stage, and a step's validation begins at the first: choose "
+        "a V such as zb-v, which has both on one rank, or drop --calculate-per-token-loss",
+        by=_parts_the_ends,
+    ),
+    Refusal(
+        "untie_embeddings_and_output_weights",
+        lambda value: not value,
+        "the first and the last rank would wait for one another's gradients of tied weights: write "
+        "--untie-embeddings-and-output-weights, or choose a V such as zb-v",
+        by=_parts_the_ends,
+    ),
+)

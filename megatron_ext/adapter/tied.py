@@ -1,0 +1,56 @@
+"""The two copies of a tied embedding where one rank holds both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core.utils import get_attr_wrapped_model
+
+from megatron_ext.schedule.build.registry import Choice
+
+
+def tied_weights(
+    model: Sequence[torch.nn.Module],
+) -> tuple[torch.nn.Parameter, torch.nn.Parameter] | None:
+    """The embedding's and the output layer's copy among the chunks of this rank.
+
+    None where they are not tied, or not both here.
+    """
+    if len(model) < 2:
+        return None
+    first = get_attr_wrapped_model(model[0], "pre_process", return_model_obj=True)
+    last = get_attr_wrapped_model(model[-1], "pre_process", return_model_obj=True)
+    if not (first.pre_process and last.post_process):
+        return None
+    if not last.share_embeddings_and_output_weights:
+        return None
+    return first.shared_embedding_or_output_weight(), last.shared_embedding_or_output_weight()
+
+
+def copies_differ(model: Sequence[torch.nn.Module]) -> bool:
+    """Whether this rank holds both copies, and they are not equal."""
+    tied = tied_weights(model)
+    return tied is not None and not torch.equal(*tied)
+
+
+def check_embedding_group(
+    group: dist.ProcessGroup | None, pipeline: dist.ProcessGroup, choice: Choice
+) -> None:
+    """Raise ValueError if ``group`` has ranks that hold no copy of a tied embedding."""
+    if group is None or pipeline.size() == 1:
+        return
+    ranks = dist.get_process_group_ranks(group)
+    if dist.get_rank() not in ranks:
+        return
+    rank_of = choice.place(pipeline.size()).rank_of
+    pipeline_ranks = dist.get_process_group_ranks(pipeline)
+    holders = {pipeline_ranks[rank_of[0]], pipeline_ranks[rank_of[-1]]}
+    if not set(ranks) <= holders:
+        raise ValueError(
+            f"the embedding group has ranks {ranks}, but under schedule {choice.spec} the tied "
+            f"embedding lies on {sorted(holders)}: install the schedule before "
+            f"initialize_model_parallel makes the group, or give pg_collection.embd that one rank "
+            f"(and None on the others)"
+        )

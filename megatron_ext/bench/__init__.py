@@ -1,0 +1,1 @@
+"""``megatron-ext bench``: executors on emulated clocks, ours, torch's and Megatron's."""

@@ -1,0 +1,251 @@
+"""Who takes part in the benchmark on emulated clocks: our executor, and torch's schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import pipelining
+
+from megatron_ext.bench.emulated import (
+    DTYPE,
+    SHAPE,
+    AutogradStage,
+    Contender,
+    EmulatedChunk,
+    data,
+)
+from megatron_ext.bench.emulated_copies import EmulatedCopies
+from megatron_ext.bench.emulated_validation import EmulatedValidation
+from megatron_ext.bench.emulated_vocabulary import EmulatedVocabulary
+from megatron_ext.runtime.executor import execute
+from megatron_ext.runtime.host.offload import ActivationOffload
+from megatron_ext.runtime.messages.channels import Channels
+from megatron_ext.runtime.messages.transport import Boundary, Transport
+from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.weight_gradients import queue
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.registry import Choice, choose
+from megatron_ext.schedule.costs import Costs, VocabularyCosts, parse_costs
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.program.graph import channels
+from megatron_ext.schedule.program.simulate import simulate, simulate_steps, step_seconds
+from megatron_ext.schedule.program.verify import Program
+from megatron_ext.schedule.schedule import Offload, Problem, VocabularyParallel, from_csv
+
+TORCH = {
+    "1F1B": pipelining.Schedule1F1B,
+    "Interleaved1F1B": pipelining.ScheduleInterleaved1F1B,
+    "InterleavedZeroBubble": pipelining.ScheduleInterleavedZeroBubble,
+    "ZBVZeroBubble": pipelining.ScheduleZBVZeroBubble,
+    "DualPipeV": pipelining.ScheduleDualPipeV,
+}
+
+
+def program_of(
+    choice: Choice,
+    ranks: int,
+    microbatches: int,
+    costs: str,
+    vocabulary: VocabularyParallel = VocabularyParallel.NONE,
+    offload: Offload = Offload.NONE,
+    post_validation: bool = False,
+) -> Program:
+    """The program of ``choice`` for emulated ``costs`` in milliseconds, with free messages."""
+    placement = choice.place(ranks)
+    seconds = _seconds(costs, placement)
+    problem = Problem(
+        placement,
+        microbatches,
+        seconds,
+        vocabulary=vocabulary,
+        offload=offload,
+        post_validation=post_validation,
+    )
+    return build_program(choice, problem)
+
+
+def ideal_of(program: Program) -> float:
+    """Seconds of a step: of its makespan, or where steps overlap about of its span."""
+    return step_seconds(program, program.problem.costs)
+
+
+def ideal_after_bad(program: Program) -> float:
+    """Seconds of a step that follows a bad verdict, with post-validation.
+
+    All ranks run on to SETTLE, take the last step back and do it again together. Then the next one
+    begins on all of them.
+    """
+    costs = program.problem.costs
+    *_, last, this = simulate_steps(program, costs, 8)
+    settled = max(event.end for event in this.events if event.action.kind is Kind.SETTLE)
+    ended = max(row[-1].end for row in last.compute)
+    return settled - ended + simulate(program, costs).makespan
+
+
+def _seconds(costs: str, placement: Placement) -> Costs:
+    """``costs`` in milliseconds as seconds; messages are real here, so that theirs are free."""
+    given = parse_costs(costs, placement)
+    seconds = {duty: tuple(each / 1000 for each in row) for duty, row in given.seconds.items()}
+    host = given.host
+    if host is not None:
+        copies = {duty: tuple(each / 1000 for each in row) for duty, row in host.seconds.items()}
+        host = replace(host, seconds=copies)
+    whole = given.vocabulary
+    if whole is None:
+        return Costs(seconds, host=host)
+    forward, input_gradient, weight_gradient = (each / 1000 for each in whole.head)
+    lookup, table_gradient = (each / 1000 for each in whole.embedding)
+    head, embedding = (forward, input_gradient, weight_gradient), (lookup, table_gradient)
+    return Costs(seconds, vocabulary=VocabularyCosts(head, embedding), host=host)
+
+
+def _passes(program: Program) -> int:
+    """Of a rank; all have as many."""
+    return len(program.schedule.compute_rows[0])
+
+
+class EmulatedStage(AutogradStage):
+    """`Stage` around an `EmulatedChunk`, which may have the loss."""
+
+    def __init__(self, number: int, chunk: EmulatedChunk, has_loss: bool) -> None:
+        super().__init__(number)
+        self._chunk = chunk
+        self._has_loss = has_loss
+
+    def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
+        y: Tensor = self._chunk(data() if x is None else x)
+        if self._has_loss:
+            y = y.mean()
+        self.between[microbatch] = x, y
+        return y
+
+
+def ours(
+    spec: str,
+    ranks: int,
+    microbatches: int,
+    costs: str,
+    vocabulary: VocabularyParallel,
+    offload: Offload,
+    post_validation: bool,
+    bad_every: int,
+    folder: Path,
+) -> Contender:
+    """Our executor and transport under ``spec``. ``folder`` is the launch's own.
+
+    With ``post_validation`` every ``bad_every``-th verdict is bad, or none if that is 0.
+    """
+    choice = choose(spec)
+    divides = vocabulary is not VocabularyParallel.NONE
+    program = program_of(choice, ranks, microbatches, costs, vocabulary, offload, post_validation)
+    placement = program.schedule.placement
+    world = dist.group.WORLD
+    assert world is not None
+    rank = world.rank()
+    ways = Channels(world, channels(program.schedule), torch.device("cpu"))
+    recorder = Recorder(rank)
+    stages = {
+        number: EmulatedStage(
+            number,
+            EmulatedChunk(number, program.problem.costs),
+            has_loss=number == placement.stages - 1 and not divides,
+        )
+        for number in placement.stages_of[rank]
+    }
+    offloads = None
+    if offload is not Offload.NONE:
+        copies = EmulatedCopies(program.problem.costs, rank, folder)
+        offloads = ActivationOffload(rank, torch.device("cpu"), copies)
+    shard = EmulatedVocabulary(program, world, recorder) if divides else None
+    validation = None
+    if post_validation:
+        validation = EmulatedValidation(world, placement, recorder, bad_every)
+
+    def step() -> None:
+        queue.splitting = choice.splits_backward
+        transport = Transport(ways, Boundary(SHAPE, DTYPE), placement, recorder)
+        passes = None if shard is None else shard.step()
+        copying = None if offloads is None else offloads.step(program.schedule.rows[rank])
+        execute(program, stages, transport, recorder, passes, copying, validation)
+        queue.splitting = False
+        if validation is not None:
+            validation.optimizer_step()
+
+    def settle() -> None:
+        assert validation is not None
+        validation.settle()
+
+    name = f"megatron-ext {spec}" + f", vocabulary {vocabulary}" * divides
+    name += f", offload {offload}" * (offload is not Offload.NONE)
+    name += ", post-validation" * post_validation
+    if not post_validation:
+        return Contender(name, ideal_of(program), _passes(program), step)
+    after_bad = ideal_after_bad(program)
+    return Contender(name, ideal_of(program), _passes(program), step, settle, after_bad)
+
+
+def torchs(ranks: int, microbatches: int, costs: str) -> Iterator[Contender]:
+    """torch.distributed.pipelining's schedules, as far as they take these sizes."""
+    for name, schedule_class in TORCH.items():
+        try:
+            yield _torchs(name, schedule_class, ranks, microbatches, costs)
+        except ValueError:
+            continue  # interleaving wants m to be a multiple of p, V's at least 2p
+
+
+def _torchs(
+    name: str, schedule_class: type, ranks: int, microbatches: int, costs: str
+) -> Contender:
+    rank = dist.get_rank()
+    one_stage = name == "1F1B"
+    goes_back = name in ("ZBVZeroBubble", "DualPipeV")  # a V that opens on rank 0
+    mine: Sequence[int] = [rank] if one_stage else [rank, rank + ranks]
+    if goes_back:
+        mine = [rank, 2 * ranks - 1 - rank]
+    total = ranks if one_stage else 2 * ranks
+    per_chunk = _seconds(costs, choose("1f1b" if one_stage else "interleaved").place(ranks))
+    stages = []
+    for number in mine:
+        stages.append(
+            pipelining.PipelineStage(
+                EmulatedChunk(number, per_chunk),
+                number,
+                total,
+                torch.device("cpu"),
+                input_args=data(),
+                output_args=data(),
+            )
+        )
+    schedule = schedule_class(
+        stages[0] if one_stage else stages,
+        microbatches,
+        loss_fn=lambda output, target: output.mean(),
+        scale_grads=False,
+    )
+    if one_stage:
+        program = program_of(choose("1f1b"), ranks, microbatches, costs)
+    else:
+        text = "\n".join(
+            ",".join("" if action is None else str(action) for action in schedule.pipeline_order[r])
+            for r in range(ranks)
+        )
+        table = from_csv(text, name)
+        choice = Choice(name, lambda _: table.placement, lambda _: table, True)
+        program = build_program(
+            choice, Problem(table.placement, microbatches, _seconds(costs, table.placement))
+        )
+    batch = torch.ones(microbatches, *SHAPE[1:], dtype=DTYPE, requires_grad=True)
+    is_first, is_last = 0 in mine, total - 1 in mine
+
+    def step() -> None:
+        arguments = (batch,) if is_first else ()
+        target = {"target": batch, "losses": []} if is_last else {}
+        schedule.step(*arguments, **target)
+
+    return Contender(f"torch {name}", ideal_of(program), _passes(program), step)

@@ -1,0 +1,358 @@
+"""``megatron-ext bench``: real executors on ranks whose passes sleep as long as they cost.
+
+One launch forks the ranks and times every contender in turn, so that what disturbs one disturbs
+all; the median over launches is reported. Ranks run before everything else (SCHED_RR) where the
+system lets them, without the garbage collector.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import itertools
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.launch import CPU_PLATFORM
+from megatron_ext.schedule.schedule import Offload, VocabularyParallel
+
+if TYPE_CHECKING:
+    from megatron_ext.bench.emulated import Contender
+
+STEPS = 3  # timed, after one that is not
+STEPS_IN_A_ROW = 10  # the same, where steps may overlap
+SLEEPS = 25  # of 20 ms, to see how late this machine wakes a rank, and how cold
+NOISY = 0.03  # a spread, or a lateness of passes, from which figures are not to be believed
+
+# Milliseconds: passes of no length, for what is beside them.
+_FREE = "f=1e-6,i=1e-6,w=1e-6,d2h=1e-6"
+
+DEFAULT_SCHEDULES = "1f1b zb-h1 zb-auto interleaved gis zb-v v-half v-min v-auto dualpipe-v"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is measured.
+
+    Attributes:
+        costs: milliseconds per microbatch of a full rank, as text (`parse_costs`).
+        specs: our schedules.
+        launches: how often the ranks are started afresh.
+        vocabulary: ours are measured without vocabulary parallelism, and with this too.
+        offload: ours are measured without offload, and with this too.
+        steps: timed in a launch, after one that is not.
+        post_validation: steps follow one another, each ends with an all-reduce as an optimizer's
+            does, and ours are measured with post-validation too; torch's are left out.
+        bad_every: every so many-th verdict of post-validation is bad; 0: none.
+    """
+
+    ranks: int
+    microbatches: int
+    costs: str
+    specs: tuple[str, ...]
+    launches: int
+    vocabulary: VocabularyParallel = VocabularyParallel.NONE
+    offload: Offload = Offload.NONE
+    steps: int = STEPS
+    post_validation: bool = False
+    bad_every: int = 0
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"steps is {self.steps}; at least one has to be timed")
+        if self.bad_every and not 1 < self.bad_every <= self.steps:
+            raise ValueError(
+                f"a bad verdict every {self.bad_every} of {self.steps} steps: there must be steps "
+                f"that follow one and steps that do not; write a number from 2 to {self.steps}"
+            )
+        if self.bad_every and not self.post_validation:
+            raise ValueError("bad verdicts without post-validation: add --post-validation")
+
+    @property
+    def ours(self) -> list[tuple[str, VocabularyParallel, Offload, bool]]:
+        """What of ours is measured. Post-validation goes with none of the others."""
+        ways = dict.fromkeys([VocabularyParallel.NONE, self.vocabulary])
+        copies = dict.fromkeys([Offload.NONE, self.offload])
+        combined = [(way, copy, False) for way, copy in itertools.product(ways, copies)]
+        if self.post_validation:
+            combined.append((VocabularyParallel.NONE, Offload.NONE, True))
+        return [(spec, *each) for spec in self.specs for each in combined]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One contender over all launches.
+
+    Attributes:
+        ideal: seconds its schedule takes with free messages and no overhead: its makespan, with
+            post-validation about its span.
+        measured: median seconds of a step, first start to last end over all ranks; of steps in a
+            row, the mean between their last ends.
+        efficiency: ideal / measured.
+        speedup: over Megatron's 1F1B in the same launches.
+        spread: (slowest - fastest launch) / median.
+        host_microseconds: what a pass costs beside the pass: a step of free passes, per pass.
+        ideal_after_bad: with post-validation, as ``ideal``, of a step that follows a bad verdict.
+        after_bad: as ``measured``, of those steps, if there are any.
+    """
+
+    name: str
+    ideal: float
+    measured: float
+    efficiency: float
+    speedup: float
+    spread: float
+    host_microseconds: float
+    ideal_after_bad: float | None = None
+    after_bad: float | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """All contenders, and whether to believe them.
+
+    Attributes:
+        late: how much longer than asked a pass lasted, at the worst, as a share of it.
+        autograd_microseconds: what autograd alone takes for a pass, after a sleep of 20 ms, and
+            after none. Every executor has this beside its passes, and the caches of a rank that has
+            slept are cold.
+    """
+
+    rows: list[Measured]
+    real_time: bool
+    late: float
+    autograd_microseconds: tuple[float, float]
+
+    @property
+    def doubts(self) -> list[str]:
+        """Why these figures are not to be believed; empty if they are."""
+        wide = max((row.spread for row in self.rows), default=0.0)
+        found = []
+        if not self.real_time:
+            found.append("ranks may not run before everything else here (SCHED_RR needs root)")
+        if self.late > NOISY:
+            found.append(f"passes lasted up to {self.late:.1%} longer than asked")
+        if wide > NOISY:
+            found.append(f"launches differ by up to {wide:.1%}")
+        return found
+
+
+def measure(setting: Setting, progress: Callable[[str], None]) -> Report:
+    """Measure ``setting``; ``progress`` is told what runs.
+
+    Raises:
+        ValueError: a schedule that these sizes do not allow.
+    """
+    from megatron_ext.bench.contestants import program_of
+    from megatron_ext.schedule.build.registry import choose
+
+    sizes = setting.ranks, setting.microbatches, setting.costs
+    for spec, vocabulary, offload, validates in setting.ours:  # said here, not by a rank
+        program_of(choose(spec), *sizes, vocabulary, offload, validates)
+    importlib.import_module("megatron_ext.bench.stock")  # once, before forking
+    launches: list[dict[str, Any]] = []
+    for number in range(setting.launches):
+        progress(f"launch {number + 1} of {setting.launches}")
+        launches.append(_launch(setting))
+    rows = []
+    for name, first in launches[0]["steps"].items():
+        times = [launch["steps"][name]["seconds"] for launch in launches]
+        after_bad = [launch["steps"][name]["after_bad"] for launch in launches]
+        hosts = [launch["steps"][name]["host"] for launch in launches]
+        stock = [launch["steps"]["megatron 1f1b"]["seconds"] for launch in launches]
+        measured = statistics.median(times)
+        rows.append(
+            Measured(
+                name,
+                first["ideal"],
+                measured,
+                first["ideal"] / measured,
+                statistics.median(stock) / measured,
+                (max(times) - min(times)) / measured,
+                1e6 * statistics.median(hosts) / first["passes"],
+                first["ideal_after_bad"],
+                None if first["after_bad"] is None else statistics.median(after_bad),
+            )
+        )
+    return Report(
+        rows,
+        all(launch["real_time"] for launch in launches),
+        max(launch["late"] for launch in launches),
+        (
+            1e6 * statistics.median(launch["autograd"][0] for launch in launches),
+            1e6 * statistics.median(launch["autograd"][1] for launch in launches),
+        ),
+    )
+
+
+def draw_report(report: Report, path: Path) -> None:
+    """Bars of measured seconds with the ideal in each, as .svg or .png."""
+    from megatron_ext.schedule.show.draw import draw_bars
+
+    names = [f"{row.name} ({row.efficiency:.1%})" for row in report.rows]
+    draw_bars(names, [(row.ideal, row.measured) for row in report.rows], path)
+
+
+def _launch(setting: Setting) -> dict[str, Any]:
+    """Fork the ranks, let them run every contender, and return what rank 0 gathered."""
+    import torch.multiprocessing
+
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.start_processes(
+            _rank, (setting, folder), nprocs=setting.ranks, start_method="fork"
+        )
+        result: dict[str, Any] = torch.load(f"{folder}/result", weights_only=True)
+        return result
+
+
+def _rank(rank: int, setting: Setting, folder: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from megatron_ext.patches.engine import apply
+
+    cpu = importlib.import_module(CPU_PLATFORM)
+    os.environ |= cpu.environment({})
+    torch.set_num_threads(1)
+    apply(cpu.patches())
+    real_time = before_everything_else()  # before gloo starts its threads, which inherit it
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=setting.ranks)
+    result: dict[str, Any] = {"steps": {}, "real_time": real_time}
+    gc.collect()
+    gc.disable()
+    dist.barrier()
+    result["late"] = _largest(_lateness())
+    result["autograd"] = [_largest(_autograd(sleep)) for sleep in (0.02, 0.0)]
+    for costs, figure in ((setting.costs, "seconds"), (_FREE, "host")):
+        for contender in _contenders(setting, costs, Path(folder)):
+            row = result["steps"].setdefault(contender.name, {"after_bad": None})
+            if figure == "host" or not setting.post_validation:
+                contender.step()
+                seconds = [_timed(contender.step) for _ in range(setting.steps)]
+                row[figure] = statistics.median(seconds)
+            else:
+                row[figure], row["after_bad"] = _in_a_row(contender, setting)
+            if contender.settle is not None:
+                contender.settle()
+            if figure == "seconds":
+                row |= {"ideal": contender.ideal, "passes": contender.passes}
+                row["ideal_after_bad"] = contender.ideal_after_bad
+    if rank == 0:
+        torch.save(result, f"{folder}/result")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _contenders(setting: Setting, costs: str, folder: Path) -> Iterator[Contender]:
+    from megatron_ext.bench import contestants as runtime
+    from megatron_ext.bench import stock as megatron
+
+    yield from megatron.contenders(setting.ranks, setting.microbatches, costs)
+    if not setting.post_validation:
+        yield from runtime.torchs(setting.ranks, setting.microbatches, costs)
+    for spec, vocabulary, offload, validates in setting.ours:
+        yield runtime.ours(
+            spec,
+            setting.ranks,
+            setting.microbatches,
+            costs,
+            vocabulary,
+            offload,
+            validates,
+            setting.bad_every,
+            folder,
+        )
+
+
+def _timed(step: Callable[[], None]) -> float:
+    """Seconds from the first rank's start to the last rank's end."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    start = time.monotonic()  # one clock for all processes of a machine
+    step()
+    end = time.monotonic()
+    return _largest(end) + _largest(-start)
+
+
+def _in_a_row(contender: Contender, setting: Setting) -> tuple[float, float | None]:
+    """Mean seconds of steps that follow one another, from the last rank's end to that of the next:
+    of those that follow no bad verdict, and of those that do, if it knows any."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_ext.bench.emulated_validation import is_bad_step, synchronise
+
+    dist.barrier()
+    ends = []
+    for _ in range(1 + setting.steps):
+        contender.step()
+        if contender.settle is None:
+            synchronise()
+        ends.append(time.monotonic())
+    last_ends = torch.tensor(ends, dtype=torch.float64)
+    dist.all_reduce(last_ends, dist.ReduceOp.MAX)
+    seconds = last_ends.diff().tolist()  # of steps 1, 2, ...
+    if contender.settle is None or not setting.bad_every:
+        return statistics.mean(seconds), None
+    after_bad = [s for step, s in enumerate(seconds) if is_bad_step(step, setting.bad_every)]
+    others = [s for step, s in enumerate(seconds) if not is_bad_step(step, setting.bad_every)]
+    return statistics.mean(others), statistics.mean(after_bad)
+
+
+def _lateness() -> float:
+    """How much longer than asked an emulated pass lasts on this rank, nearly at the worst."""
+    from megatron_ext.bench.emulated import take
+
+    asked = 0.02
+    lasted = []
+    for _ in range(SLEEPS):
+        start = time.monotonic()
+        take(asked)
+        lasted.append(time.monotonic() - start)
+    return sorted(lasted)[-2] / asked - 1
+
+
+def _autograd(sleep: float) -> float:
+    """Seconds that a forward or backward pass of no length takes on this rank, after ``sleep``."""
+    from megatron_ext.bench.emulated import EmulatedChunk, data
+    from megatron_ext.schedule.costs import uniform
+    from megatron_ext.schedule.placement import line
+
+    chunk = EmulatedChunk(0, uniform(line(1), 1e-9, 1e-9, 1e-9))
+    lasted = []
+    for _ in range(SLEEPS):
+        time.sleep(sleep)
+        start = time.monotonic()
+        chunk(data()).sum().backward()
+        lasted.append((time.monotonic() - start) / 2)
+    return statistics.median(lasted)
+
+
+def _largest(value: float) -> float:
+    import torch
+    import torch.distributed as dist
+
+    tensor = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return float(tensor)
+
+
+def before_everything_else() -> bool:
+    """Whether this rank now runs before all that is not a rank.
+
+    With others in turns: under SCHED_FIFO, where a thread runs until it waits, four ranks on two
+    cores have been seen to keep one another from going on.
+    """
+    with contextlib.suppress(PermissionError, AttributeError):
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(5))
+        return True
+    return False

@@ -1,0 +1,27 @@
+"""What a schedule family of your own imports (docs/your-own-schedule.md): one place that stays,
+however the files behind it move."""
+
+from __future__ import annotations
+
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.build.registry import family
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.placement import Placement, line, loop, v, wave
+from megatron_ext.schedule.schedule import Problem, Schedule
+from megatron_ext.schedule.search.fill import fill_best, memory_of
+
+__all__ = [
+    "Action",
+    "Costs",
+    "Kind",
+    "Placement",
+    "Problem",
+    "Schedule",
+    "family",
+    "fill_best",
+    "line",
+    "loop",
+    "memory_of",
+    "v",
+    "wave",
+]

@@ -1,0 +1,1 @@
+"""A launch line checked without a GPU, and what is installed here."""

@@ -1,0 +1,438 @@
+"""Check a launch line on a login node: one process, no GPU, and the script is not run."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.config import PLAN, PROFILE, PipelineConfig, flag, from_argv
+from megatron_ext.launch_check.communicators import check_communicators
+from megatron_ext.launch_check.doctor import diagnose
+from megatron_ext.launch_check.findings import Finding, Verdict
+from megatron_ext.launch_check.paths import check_checkpoints, check_data, check_tokenizer_files
+from megatron_ext.patches.engine import PatchError
+from megatron_ext.patches.features import FEATURES
+from megatron_ext.schedule.limit import parse_limit
+from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, peaks
+from megatron_ext.schedule.program.simulate import simulate
+from megatron_ext.schedule.program.verify import Program
+from megatron_ext.schedule.schedule import Offload
+from megatron_ext.schedule.show.summary import stock_1f1b
+
+SURELY_MEANT = 0.9  # difflib's likeness from which an unknown flag is a known one misspelt
+PERHAPS_MEANT = 0.8
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The words of a launch line: the script or module, what it is given, and on how many ranks."""
+
+    script: str
+    is_module: bool
+    arguments: tuple[str, ...]
+    world_size: int | None = None
+
+
+@dataclass
+class Report:
+    """What is found, and what is predicted as far as the line is right."""
+
+    findings: list[Finding] = field(default_factory=list)
+    prediction: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, verdict: Verdict, subject: str, text: str, fix: str = "") -> None:
+        if not any(finding.text == text for finding in self.findings):
+            self.findings.append(Finding(verdict, subject, text, fix))
+
+    def attempt[T](self, subject: str, work: Callable[[], T], fix: str = "") -> T | None:
+        """What ``work`` returns, or None and a finding of what it refuses."""
+        try:
+            return work()
+        except (ValueError, PatchError) as error:
+            self.add(Verdict.WRONG, subject, str(error), fix)
+            return None
+
+    @property
+    def is_right(self) -> bool:
+        return all(finding.verdict is not Verdict.WRONG for finding in self.findings)
+
+    def as_data(self) -> dict[str, Any]:
+        findings = [asdict(finding) for finding in self.findings]
+        return {"right": self.is_right, "findings": findings, "prediction": self.prediction}
+
+
+def read_launch(words: Sequence[str]) -> Launch:
+    """``words`` as a launch line: SCRIPT.py ARGS, -m MODULE ARGS, or either behind torchrun.
+
+    ``-m megatron_ext`` before the script may be there or not.
+
+    Raises:
+        ValueError: they are none of these.
+    """
+    match words:
+        case [first, *rest] if Path(first).name == "torchrun":
+            return _read_torchrun(rest)
+        case ["-m", "megatron_ext", *rest]:
+            return read_launch(rest)
+        case ["-m", module, *rest]:
+            return Launch(module, True, tuple(rest))
+        case [script, *rest] if script.endswith(".py"):
+            return Launch(script, False, tuple(rest))
+    raise ValueError(
+        f"{' '.join(words[:3])!r} begins no launch line: give it from SCRIPT.py, -m MODULE or "
+        f"torchrun on"
+    )
+
+
+def _read_torchrun(words: Sequence[str]) -> Launch:
+    from torch.distributed.run import get_args_parser, parse_min_max_nnodes
+
+    told = get_args_parser().parse_args(words)
+    rest = [told.training_script, *told.training_script_args]
+    launch = read_launch(["-m", *rest] if told.module else rest)
+    if not told.nproc_per_node.isdecimal():  # gpu, auto: as many as that node has
+        return launch
+    _, nodes = parse_min_max_nnodes(told.nnodes)
+    return replace(launch, world_size=nodes * int(told.nproc_per_node))
+
+
+def check_launch(launch: Launch, world_size: int | None, gpu_memory: str | None) -> Report:
+    """Check everything about ``launch`` that can be told here.
+
+    Args:
+        world_size: its ranks; None takes torchrun's, or the least there can be, and says so.
+        gpu_memory: a GPU's, as 80GiB; None judges no prediction of memory.
+
+    Raises:
+        ValueError: ``gpu_memory`` is not understood.
+        PatchError: there is no Megatron to ask.
+    """
+    room = None if gpu_memory is None else parse_limit(gpu_memory, 1, 1).bytes
+    if gpu_memory is not None and room is None:
+        raise ValueError(f"--gpu-memory {gpu_memory}: write bytes, as 80GiB")
+    report = Report()
+    text = _check_script(report, launch)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a check fetches nothing
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _check(report, launch, text, world_size, room)
+    finally:
+        logging.disable(disabled)
+    return report
+
+
+def _check_script(report: Report, launch: Launch) -> str:
+    """The script's text, empty if it cannot be read."""
+    if launch.is_module:
+        report.add(Verdict.REMARK, "script", f"module {launch.script} is not looked for")
+        return ""
+    try:
+        text = Path(launch.script).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        report.add(Verdict.WRONG, "script", str(error), "correct the path of the script")
+        return ""
+    report.add(Verdict.RIGHT, "script", f"{launch.script} is there; it is not run")
+    return text
+
+
+def _check(
+    report: Report, launch: Launch, script: str, world_size: int | None, room: int | None
+) -> None:
+    try:
+        from megatron_ext.launch_check import line as launch_line
+    except ImportError as error:
+        raise PatchError(f"no Megatron is here to check with: {error}") from error
+
+    config = report.attempt("flags", lambda: from_argv(launch.arguments)) or PipelineConfig()
+    if config.schedule != PLAN:  # which patches it wants is seen below
+        _check_patches(report, config)
+    line = report.attempt("flags", lambda: launch_line.parse(launch.arguments))
+    if line is None:
+        return
+    report.findings += unknown_words(launch.arguments, line.unknown, line.flags, script)
+    args = line.args
+    if args.yaml_cfg is not None or args.use_checkpoint_args:
+        report.add(
+            Verdict.REMARK,
+            "arguments",
+            "they come from --yaml-cfg or --use-checkpoint-args too, and are not checked",
+        )
+        return
+    ranks = _check_world_size(report, args, world_size or launch.world_size, launch_line)
+    _say_what_is_assumed(report, args, launch_line)
+    if config.schedule == PLAN:
+        with launch_line.on_gpus(args):
+            chosen = report.attempt("plan", lambda: _chosen(launch.arguments, config, ranks))
+        if chosen is None:
+            return
+        text = f"takes {' '.join(chosen.flags)}: {chosen.why}"
+        report.add(Verdict.RIGHT, "plan", text)
+        config = from_argv((*launch.arguments, *chosen.flags))
+        _check_patches(report, config)
+    needed = None
+    with launch_line.on_gpus(args):
+        stops = "Megatron stops here: mend it and check again, what comes after is not checked"
+        valid = report.attempt(
+            "arguments", lambda: launch_line.validate(args, config, ranks), stops
+        )
+        report.findings += check_tokenizer_files(args)
+        if valid is not None:
+            report.add(
+                Verdict.RIGHT,
+                "arguments",
+                f"Megatron takes them: data-parallel size {args.data_parallel_size}",
+            )
+            _check_tokenizer(report, args, launch_line)
+            needed = _check_training(report, args, config, room, launch_line)
+    prefixes = report.attempt("datasets", lambda: launch_line.data_prefixes(args))
+    if prefixes is not None:
+        report.findings += check_data(args, prefixes)
+    report.findings += check_checkpoints(args, needed)
+
+
+def _chosen(argv: Sequence[str], config: PipelineConfig, world_size: int) -> Any:
+    from megatron_ext.launch_check.plan import choose_for
+
+    return choose_for(argv, config, world_size)
+
+
+def _check_patches(report: Report, config: PipelineConfig) -> None:
+    if config.schedule is None:
+        text = f"without {flag('schedule')} nothing is patched: this is Megatron's own pipeline"
+        report.add(Verdict.RIGHT, "patches", text)
+        return
+    wanted = {feature.name for feature in FEATURES if feature.is_wanted(config)}
+    patches = [patch for patch in diagnose(config)["patches"] if patch["feature"] in wanted]
+    misfits = [patch for patch in patches if patch["state"].startswith("does not fit")]
+    for patch in misfits:
+        text = f"{patch['target'] or patch['feature']} {patch['state']}"
+        fix = "docs/compatibility.md names the versions that fit"
+        report.add(Verdict.WRONG, "patches", text, fix)
+    if not misfits:
+        report.add(Verdict.RIGHT, "patches", f"{len(patches)} would be applied, and fit")
+
+
+def unknown_words(
+    argv: Sequence[str], unknown: Sequence[str], flags: Sequence[str], script: str
+) -> list[Finding]:
+    """What to say of each of the ``unknown`` words of ``argv``, given the ``flags`` there are.
+
+    A word that is very like a flag is that flag misspelt; another may be the script's own.
+    """
+    findings = []
+    for word in unknown:
+        name = word.split("=")[0]
+        if not name.startswith("--"):
+            before = [argv[i - 1] for i in range(1, len(argv)) if argv[i] == word]
+            if not any(other in unknown for other in before):
+                text = f"{word!r} belongs to no flag"
+                fix = "drop it: the flag before it takes no value, or fewer"
+                findings.append(Finding(Verdict.WRONG, "flags", text, fix))
+            continue
+        if name in script:
+            text = f"{name} is the script's own"
+            findings.append(Finding(Verdict.RIGHT, "flags", text))
+            continue
+        like = name.replace("_", "-")
+        closest = difflib.get_close_matches(like, flags, n=1, cutoff=PERHAPS_MEANT)
+        asked = f"did you mean {closest[0]}?" if closest else ""
+        if closest and difflib.SequenceMatcher(None, like, closest[0]).ratio() >= SURELY_MEANT:
+            text = f"there is no flag {name}"
+            findings.append(Finding(Verdict.WRONG, "flags", text, asked))
+        else:
+            text = f"{name} is neither Megatron's nor ours: the script's own, perhaps"
+            fix = asked or "drop it if the script does not add it: Megatron would refuse it"
+            findings.append(Finding(Verdict.REMARK, "flags", text, fix))
+    if not any(finding.verdict is Verdict.WRONG for finding in findings):
+        text = "all others are Megatron's or ours" if findings else "all are Megatron's or ours"
+        findings.append(Finding(Verdict.RIGHT, "flags", text))
+    return findings
+
+
+def _check_world_size(report: Report, args: Any, told: int | None, launch_line: Any) -> int:
+    if told is not None:
+        report.add(Verdict.RIGHT, "world size", f"{told} ranks")
+        return told
+    assumed: int = launch_line.least_world_size(args)
+    report.add(
+        Verdict.REMARK,
+        "world size",
+        f"{assumed} ranks assumed: the parallel sizes, and one copy of the model",
+        "say --world-size N before --, or give the line from torchrun on",
+    )
+    return assumed
+
+
+def _say_what_is_assumed(report: Report, args: Any, launch_line: Any) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    major, minor = launch_line.CAPABILITY
+    text = f"there is none here: one of compute capability {major}.{minor} is assumed"
+    if args.transformer_impl == "transformer_engine" and not launch_line.has_transformer_engine():
+        text += ", with the newest Transformer Engine, which is not here either"
+    report.add(Verdict.REMARK, "GPU", text, "megatron-ext doctor tells it on the GPU's node")
+    name = launch_line.CONNECTIONS
+    if launch_line.wants_one_connection(args) and name not in os.environ:
+        text = f"{name} is not set here: tensor and context parallel want 1 before Blackwell"
+        report.add(Verdict.REMARK, "environment", text, f"export {name}=1 in the batch script")
+
+
+def _check_tokenizer(report: Report, args: Any, launch_line: Any) -> None:
+    """Load it where that needs no other's code and no network: the vocabulary counts in memory."""
+    files = [path for path in (args.tokenizer_model, args.vocab_file, args.merge_file) if path]
+    is_null = args.tokenizer_type in ("NullTokenizer", "NullMultimodalTokenizer")
+    is_here = bool(files) and all(Path(path).exists() for path in files)
+    if args.tokenizer_type is not None and (is_null or (is_here and not args.trust_remote_code)):
+        size = report.attempt("tokenizer", lambda: launch_line.load_tokenizer(args))
+        if size:
+            report.add(
+                Verdict.RIGHT, "tokenizer", f"{args.tokenizer_type} loads, {size} tokens padded"
+            )
+    if not args.padded_vocab_size:
+        report.add(
+            Verdict.REMARK,
+            "tokenizer",
+            "its vocabulary is not known here: memory is predicted without it",
+            "add --padded-vocab-size N to the line that is checked",
+        )
+
+
+def _check_training(
+    report: Report, args: Any, config: PipelineConfig, room: int | None, launch_line: Any
+) -> float | None:
+    """Batches, model, schedule and memory; returns the bytes of a checkpoint if they are known."""
+    from megatron_ext.adapter import arguments
+
+    microbatches = report.attempt("batch size", lambda: launch_line.count_microbatches(args))
+    if microbatches is not None:
+        report.add(Verdict.RIGHT, "batch size", f"{microbatches} microbatches in the first step")
+        samples = report.attempt("training", lambda: launch_line.check_course(args))
+        if samples is not None:
+            text = "{} samples to train on, {} to validate on, {} to test on".format(*samples)
+            report.add(Verdict.RIGHT, "training", text)
+    if report.attempt("model", lambda: launch_line.check_model(args, config)) is not None:
+        report.add(Verdict.RIGHT, "model", f"{args.num_layers} layers divide over the ranks")
+    if microbatches is None:
+        return None
+    if config.schedule is None:
+        spec = PipelineConfig(schedule=_megatrons_own(args))
+        programs = report.attempt("schedule", lambda: arguments.programs(args, spec))
+    else:
+        spec = config
+        programs = report.attempt("schedule", lambda: arguments.check(args, spec))
+    if not programs:
+        return None
+    program = programs[0].program
+    needed = _predict(report, args, spec, program, room)
+    if config.schedule is not None:
+        _check_communicators(report, args, config, program, room, launch_line)
+    return needed
+
+
+def _check_communicators(
+    report: Report,
+    args: Any,
+    config: PipelineConfig,
+    program: Program,
+    room: int | None,
+    launch_line: Any,
+) -> None:
+    fix = "correct the path, or what is in the file"
+    said = report.attempt("communicators", lambda: launch_line.pipeline_communicator(args), fix)
+    if said is None:
+        return
+    left = None
+    if room is not None and "ranks" in report.prediction:
+        rows = report.prediction["ranks"]
+        left = room - max(row["model_bytes"] + (row["activation_bytes"] or 0) for row in rows)
+    report.findings.append(
+        check_communicators(
+            config, program, launch_line.multiprocessors(), said, left, args.variable_seq_lengths
+        )
+    )
+
+
+def _megatrons_own(args: Any) -> str:
+    chunks = args.virtual_pipeline_model_parallel_size
+    return "1f1b" if chunks is None else f"interleaved:vpp={chunks}"
+
+
+def _predict(
+    report: Report, args: Any, spec: PipelineConfig, program: Program, room: int | None
+) -> float | None:
+    from megatron_ext.adapter import model_bytes
+    from megatron_ext.adapter.layers import layers_of_stages
+    from megatron_ext.runtime.host.memory import planned_bytes
+
+    problem = program.problem
+    placement, costs = problem.placement, problem.costs
+    layers = layers_of_stages(args, placement)
+    bubble = simulate(program, costs).bubble_share_makespan
+    report.prediction |= {
+        "schedule": program.schedule.name,
+        "microbatches": problem.microbatches,
+        "costs": costs.origin,
+        "bubble": bubble,
+        "bubble_1f1b": stock_1f1b(problem).bubble_share_makespan,
+    }
+    report.add(
+        Verdict.RIGHT,
+        "schedule",
+        f"{program.schedule.name}, {problem.microbatches} microbatches: predicted bubble "
+        f"{bubble:.1%} (1f1b {report.prediction['bubble_1f1b']:.1%}), costs {costs.origin}",
+    )
+    if args.num_experts is not None and spec.estimates():
+        text = "the estimate takes experts for one dense layer: its times and activations are off"
+        fix = "" if spec.profile() else f"have them measured: {flag('costs')} {PROFILE}"
+        report.add(Verdict.REMARK, "schedule", text, fix)
+    if getattr(args, "hybrid_layer_pattern", None) is not None:
+        report.add(Verdict.REMARK, "memory", "Megatron cannot estimate that of hybrid models")
+        return None
+    model = model_bytes.bytes_of_ranks(args, placement, layers, problem.vocabulary)
+    held: list[float | None] = [None] * placement.ranks
+    if costs.held_bytes is not None:
+        held = [*peaks(program.schedule, in_bytes(costs))]
+    microbatches = peaks(program.schedule, in_microbatches(program.schedule))
+    report.prediction["ranks"] = [
+        {
+            "rank": rank,
+            "layers": sum(layers[stage] for stage in placement.stages_of[rank]),
+            "model_bytes": model[rank],
+            "activation_microbatches": microbatches[rank],
+            "activation_bytes": held[rank],
+        }
+        for rank in range(placement.ranks)
+    ]
+    _judge_memory(report, [m + (a or 0.0) for m, a in zip(model, held, strict=True)], room)
+    if problem.offload is not Offload.NONE and costs.held_bytes is not None:
+        planned = [planned_bytes(row, costs) or 0.0 for row in program.schedule.rows]
+        text = f"offload takes up to {max(planned) / 2**30:.3g} GiB a rank"
+        report.add(Verdict.RIGHT, "host memory", text, "the ranks of a node add up")
+    return model_bytes.checkpoint_bytes(args, placement, layers)
+
+
+def _judge_memory(report: Report, totals: Sequence[float], room: int | None) -> None:
+    largest = max(totals)
+    text = (
+        f"pipeline rank {totals.index(largest)} takes the most, about {largest / 2**30:.3g} GiB, "
+        f"beside what CUDA, NCCL and temporaries take"
+    )
+    if room is None:
+        report.add(Verdict.RIGHT, "memory", text, "--gpu-memory 80GiB judges it")
+    elif largest > room:
+        text += f"; a GPU has {room / 2**30:.3g} GiB"
+        fix = f"{flag('memory-limit')}, recompute, or more tensor or pipeline ranks"
+        report.add(Verdict.WRONG, "memory", text, fix)
+    else:
+        report.add(Verdict.RIGHT, "memory", f"{text}; a GPU has {room / 2**30:.3g} GiB")

@@ -1,0 +1,327 @@
+"""A launch line, parsed and validated as Megatron does it, in one process and without a GPU.
+
+What Megatron asks of the GPU has the answers of `on_gpus` where there is none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import io
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import yaml
+from megatron.core import num_microbatches_calculator
+from megatron.core.datasets.utils import get_blend_from_list
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.training import arguments, global_vars, training
+from packaging.version import Version
+
+from megatron_ext.adapter import transformer_engine
+from megatron_ext.adapter.arguments import add_virtual_stages, pad_vocabulary
+from megatron_ext.config import PipelineConfig, add_flags
+from megatron_ext.patches.engine import Patch, apply, replace
+from megatron_ext.patches.megatron.core.transformer import transformer_config
+from megatron_ext.schedule.model.estimate import GPU
+from megatron_ext.schedule.schedule import VocabularyParallel
+
+# Fusions for whose kernels Megatron looks where Transformer Engine should be.
+_LOOKED_FOR = ("apply_rope_fusion", "moe_permute_fusion")
+
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+CAPABILITY = (9, 0)  # of the GPU that is assumed: Hopper, for which the most is demanded
+MULTIPROCESSORS = 132  # of an H100
+
+
+@dataclass(frozen=True)
+class Line:
+    """A parsed launch line.
+
+    Attributes:
+        args: Megatron's arguments, not validated.
+        unknown: the words that are neither Megatron's nor ours, in order.
+        flags: all flags that Megatron and we know.
+    """
+
+    args: Any
+    unknown: tuple[str, ...]
+    flags: tuple[str, ...]
+
+
+@contextlib.contextmanager
+def on_gpus(args: Any) -> Iterator[None]:
+    """Without a GPU, answer as a GPU of `CAPABILITY` with the newest Transformer Engine would.
+
+    `CONNECTIONS` is 1 meanwhile if it is not set and ``args`` want it.
+    """
+    if torch.cuda.is_available():
+        yield
+        return
+    is_ours = wants_one_connection(args) and CONNECTIONS not in os.environ
+    if is_ours:
+        os.environ[CONNECTIONS] = "1"
+    try:
+        with apply(_answers()):
+            yield
+    finally:
+        if is_ours:
+            del os.environ[CONNECTIONS]
+
+
+def wants_one_connection(args: Any) -> bool:
+    """Whether Megatron demands that `CONNECTIONS` is 1 on GPUs before Blackwell."""
+    overlaps = max(args.tensor_model_parallel_size, args.context_parallel_size) > 1
+    return overlaps and not (args.use_megatron_fsdp or args.use_torch_fsdp2)
+
+
+def _answers() -> list[Patch]:
+    reason = "there is no GPU here to ask"
+    answers = [
+        replace(
+            "megatron.training.utils.common_utils:get_device_arch_version",
+            lambda: CAPABILITY[0],
+            reason=reason,
+        ),
+        replace("torch.cuda:get_device_capability", lambda device=None: CAPABILITY, reason=reason),
+        replace("megatron_ext.adapter.dimensions:rates", lambda: GPU, reason=reason),
+    ]
+    if not transformer_engine.can_split():
+        answers += [
+            replace(target, answer, reason="there is no Transformer Engine here to ask")
+            for target, answer in (
+                ("megatron_ext.adapter.transformer_engine:can_split", lambda: True),
+                ("megatron.core.utils:get_te_version", lambda: Version("999")),
+            )
+        ]
+    return answers
+
+
+def has_transformer_engine() -> bool:
+    """Whether what Transformer Engine allows can be told here."""
+    return transformer_engine.can_split()
+
+
+def parse(argv: Sequence[str]) -> Line:
+    """Parse the words after the script with Megatron's own parser and our flags.
+
+    Raises:
+        ValueError: what argparse says of a value it does not take.
+    """
+    known: list[argparse.ArgumentParser] = []
+
+    def ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        def refuse(message: str) -> None:
+            raise ValueError(message)
+
+        parser.error = refuse  # type: ignore[assignment, method-assign]
+        if "--pipeline-schedule" not in parser._option_string_actions:  # as under `install`
+            add_flags(parser)
+        known.append(parser)
+        return parser
+
+    told, sys.argv = sys.argv, [sys.argv[0], *argv]
+    try:
+        args = arguments.parse_args(ours, ignore_unknown_args=True)
+        _, unknown = known[0].parse_known_args(argv)
+    finally:
+        sys.argv = told
+    return Line(args, tuple(unknown), tuple(known[0]._option_string_actions))
+
+
+def least_world_size(args: Any) -> int:
+    """The ranks of one copy of the model: data-parallel size 1."""
+    dense = (
+        args.tensor_model_parallel_size
+        * args.pipeline_model_parallel_size
+        * args.context_parallel_size
+    )
+    if args.num_experts is None:
+        return int(dense)
+    tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    experts = tensor * args.expert_model_parallel_size * args.pipeline_model_parallel_size
+    return int(-(-experts // dense) * dense)
+
+
+def validate(args: Any, config: PipelineConfig, world_size: int) -> Any:
+    """Megatron's validation of ``args``, which it completes and returns.
+
+    Raises:
+        ValueError: Megatron's own text, or the line that it asserts where it says nothing.
+    """
+    args.rank, args.world_size = 0, world_size
+    with _as_value_error():
+        if config.schedule is not None:
+            add_virtual_stages(args, config)
+        return arguments.validate_args(args, {})
+
+
+def count_microbatches(args: Any) -> int:
+    """The microbatches of the first step.
+
+    Raises:
+        ValueError: as `validate`, when batches do not divide.
+    """
+    with _as_value_error(), _counting_microbatches(args):
+        return int(num_microbatches_calculator.get_num_microbatches())
+
+
+def check_course(args: Any) -> tuple[int, int, int]:
+    """The samples to train on, to validate on and to test on, and that learning rates can be made.
+
+    A rank does this after the model is built, and what Megatron's validation has let pass ends it.
+
+    Raises:
+        ValueError: as `validate`.
+    """
+    args = copy.copy(args)
+    before = global_vars._GLOBAL_ARGS
+    global_vars.set_args(args)
+    try:
+        with _as_value_error(), _counting_microbatches(args):
+            training.get_optimizer_param_scheduler(SimpleNamespace(param_groups=[]))
+            train, validation, test = training.get_train_valid_test_num_samples()
+            return train, validation or 0, test
+    finally:
+        global_vars.set_args(before)
+
+
+@contextlib.contextmanager
+def _counting_microbatches(args: Any) -> Iterator[None]:
+    num_microbatches_calculator.init_num_microbatches_calculator(
+        rank=1,  # rank 0 would log
+        global_batch_size=args.global_batch_size,
+        micro_batch_size=args.micro_batch_size,
+        data_parallel_size=args.data_parallel_size,
+        decrease_batch_size_if_needed=args.decrease_batch_size_if_needed,
+        step_batch_size_schedule=args.step_batch_size_schedule,
+        seq_length=args.seq_length,
+    )
+    try:
+        yield
+    finally:
+        num_microbatches_calculator.unset_num_microbatches_calculator()
+
+
+def check_model(args: Any, config: PipelineConfig) -> Any:
+    """The model's config of validated ``args``, made as a rank would, with the schedule's stages.
+
+    Raises:
+        ValueError: as `validate`; PatchError where a patch does not fit.
+    """
+    model = copy.copy(args)
+    if not torch.cuda.is_available():
+        for fusion in _LOOKED_FOR:
+            setattr(model, fusion, False)
+    brings_stages = config.schedule is not None and config.choice().example.chunks > 1
+    with apply(transformer_config.patches(config) if brings_stages else ()), _as_value_error():
+        return arguments.core_transformer_config_from_args(model)
+
+
+def multiprocessors() -> int:
+    """Of the GPU here, or of the one that is assumed."""
+    if not torch.cuda.is_available():
+        return MULTIPROCESSORS
+    return torch.cuda.get_device_properties(0).multi_processor_count
+
+
+def pipeline_communicator(args: Any) -> dict[str, int]:
+    """What the file of --nccl-communicator-config-path says of the pipeline's communicators, which
+    Megatron calls ``pp``.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    path = args.nccl_communicator_config_path
+    if path is None:
+        return {}
+    try:
+        with open(path) as file:
+            settings = yaml.safe_load(file)
+        return dict(settings.get("pp", {}))
+    except (OSError, yaml.YAMLError, AttributeError, TypeError) as error:
+        raise ValueError(f"--nccl-communicator-config-path {path}: {error}") from None
+
+
+def load_tokenizer(args: Any) -> int:
+    """Build the tokenizer, which gives ``args`` their padded vocabulary; returns its size.
+
+    Raises:
+        ValueError: it cannot be built.
+    """
+    with _as_value_error():
+        build_tokenizer(args)
+    return int(args.padded_vocab_size or 0)
+
+
+def count_tokens(args: Any) -> int | None:
+    """The tokenizer's vocabulary, not padded; None if no tokenizer can be built."""
+    args = copy.copy(args)
+    args.rank = 0
+    try:
+        with _as_value_error():
+            return int(build_tokenizer(args).vocab_size)
+    except ValueError:
+        return None
+
+
+def settle_vocabulary(args: Any, config: PipelineConfig, tokens: int | None) -> None:
+    """Give validated ``args`` the padded vocabulary that they will have in a run with so many
+    ``tokens``; None leaves it unknown.
+
+    Raises:
+        ValueError: it cannot be divided as ``config`` wants.
+    """
+    with _as_value_error():
+        if config.vocabulary() is not VocabularyParallel.NONE:
+            pad_vocabulary(args)
+    if args.padded_vocab_size is None and tokens is not None:
+        multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+        args.padded_vocab_size = -(-tokens // multiple) * multiple
+
+
+def data_prefixes(args: Any) -> list[str]:
+    """The datasets that ``args`` name, each the path of a .bin and an .idx without its ending.
+
+    Raises:
+        ValueError: a file of --data-args-path cannot be read.
+    """
+    lists = [args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path]
+    try:
+        if args.data_args_path is not None:
+            with open(args.data_args_path) as file:
+                lists.append(file.read().split())
+        if args.per_split_data_args_path is not None:
+            with open(args.per_split_data_args_path) as file:
+                lists += json.load(file).values()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the list of datasets cannot be read: {error}") from None
+    blends = [get_blend_from_list(words) for words in lists if words]
+    return list(dict.fromkeys(prefix for prefixes, _ in blends for prefix in prefixes))
+
+
+@contextlib.contextmanager
+def _as_value_error() -> Iterator[None]:
+    """Whatever ends Megatron, as a ValueError with the reason; what it prints is kept back."""
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            yield
+    except SystemExit:
+        raise ValueError(printed.getvalue().strip().splitlines()[-1]) from None
+    except Exception as error:
+        line = traceback.extract_tb(error.__traceback__)[-1].line
+        text = str(error).strip()
+        if not text:
+            text = f"Megatron asserts: {line}"
+        elif not isinstance(error, AssertionError | ValueError | RuntimeError):
+            text = f"{text}, in: {line}"  # not meant for users, so it names no setting
+        raise ValueError(text) from error

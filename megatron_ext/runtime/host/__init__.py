@@ -1,0 +1,1 @@
+"""Activations that leave for the host's memory and come back."""

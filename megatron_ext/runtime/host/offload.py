@@ -1,0 +1,249 @@
+"""What a pass leaves for a later one is copied to the host and back, and its memory given back.
+
+What F saves for its backward pass is learnt from autograd, whose hooks here only look; what I
+leaves for W is what waits in the queue of weight gradients. Storages leave, not tensors: however
+often one is saved, it travels once, and while it is away it is empty. So its memory is free whoever
+refers to it, and what refers to it stays what it is.
+
+A storage leaves only if nobody refers to it but those who saved it, and the stage, which keeps its
+input. Parameters stay thereby, caches that microbatches share, outputs on their way, and whatever a
+layer keeps for itself; small ones stay because a copy has a price of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from megatron_ext.runtime.host.buffers import HostBuffers, Slot
+from megatron_ext.runtime.host.copies import HostCopies, Piece, Transfer, copies_on
+from megatron_ext.runtime.host.memory import buffer_sizes
+from megatron_ext.runtime.weight_gradients import queue
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.kinds import RULES, Held, Lane
+from megatron_ext.schedule.program.memory import most_on_host
+
+SMALL = 2**17  # bytes; to start a copy takes as long as to copy about so many
+
+_ALIGNMENT = 256  # of each storage in its slot
+
+_Key = tuple[int, int, Held]  # stage, microbatch, what it holds
+
+
+class ActivationOffload:
+    """A rank's host buffers and copies. Lives as long as the training does.
+
+    Attributes:
+        bytes_left: of the step that began last, the bytes that have left, by stage and kind.
+    """
+
+    def __init__(self, rank: int, device: torch.device, copies: HostCopies | None = None) -> None:
+        self.rank = rank
+        self.device = device
+        self.copies = copies or copies_on(device)
+        self.buffers = HostBuffers(self.copies, rank)
+        self.bytes_left: Counter[tuple[int, Held]] = Counter()
+
+    def expect(self, row: tuple[Action, ...], costs: Costs) -> None:
+        """Steps of ``row`` will come; ``costs`` may tell what leaves in them."""
+        self.buffers.expected = buffer_sizes(row, costs)
+
+    def step(self, row: tuple[Action, ...]) -> OffloadedStep:
+        """Begin a step of which this rank does ``row``, before it has posted anything."""
+        self.buffers.reserve(most_on_host(row))
+        self.bytes_left.clear()
+        return OffloadedStep(self, row)
+
+
+@dataclass
+class _Away:
+    """What has left by ``copy``: storages with their bytes, and their place on the host. (No slot,
+    if none have.)"""
+
+    copy: Action
+    storages: list[tuple[torch.UntypedStorage, int]]
+    slot: Slot | None
+    transfer: Transfer
+
+
+class OffloadedStep:
+    """The copies of one step."""
+
+    def __init__(self, offload: ActivationOffload, row: tuple[Action, ...]) -> None:
+        self._offload = offload
+        self._leaves = {(a.stage, a.microbatch) for a in row if a.kind is Kind.OFFLOAD_F}
+        self._saved: dict[tuple[int, int], _Storages] = {}
+        self._away: dict[_Key, _Away] = {}
+        self._coming: dict[_Key, tuple[Action, Transfer]] = {}
+
+    @contextlib.contextmanager
+    def saving(self, stage: int, microbatch: int, x: Tensor | None) -> Iterator[None]:
+        """Around F: note what it saves, if that is going to leave. ``x``: the stage's input."""
+        if (stage, microbatch) not in self._leaves:
+            yield
+            return
+        saved = _Storages(self._offload.device)
+        if x is not None:
+            saved.note(x)
+
+        def pack(tensor: Tensor) -> Tensor:
+            # Never the tensor itself: one that an operation has made would keep that operation,
+            # which keeps what it has saved. (And autograd would return another object anyhow, also
+            # for a parameter: what a layer writes on that object does not reach the parameter.)
+            alias = tensor.detach()
+            saved.note(alias)
+            return alias
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda alias: alias):
+            yield
+        self._saved[stage, microbatch] = saved
+
+    def perform(self, action: Action) -> None:
+        """Start a copy, or give back the memory of what has been copied."""
+        _MOVES[RULES[action.kind].lane](self, action)
+
+    def await_reload(self, action: Action) -> None:
+        """Before the pass ``action``: what it uses is back."""
+        for held in RULES[action.kind].releases:
+            coming = self._coming.pop((action.stage, action.microbatch, held), None)
+            if coming is not None:
+                _wait(*coming)
+
+    def finish(self) -> None:
+        """After the last action."""
+        assert not self._saved and not self._away and not self._coming
+
+    def abandon(self) -> None:
+        """After an error: leave no copy under way into memory that others may get, and no buffer
+        taken."""
+        transfers = [transfer for _, transfer in self._coming.values()]
+        for (stage, _, held), away in self._away.items():
+            transfers.append(away.transfer)
+            if away.slot is not None:
+                away.slot.last = away.transfer
+                self._offload.buffers.give_back((stage, held), away.slot)
+        for transfer in transfers:
+            with contextlib.suppress(Exception):  # the step's own error is the one to tell
+                transfer.wait()
+        self._saved.clear()
+        self._away.clear()
+        self._coming.clear()
+
+    def _copy_out(self, action: Action) -> None:
+        stage, kind, microbatch = action
+        (held,) = RULES[kind].moves
+        if held is Held.ACTIVATION:
+            saved = self._saved.pop((stage, microbatch))
+        else:
+            saved = _Storages(self._offload.device)
+            for tensor in queue.tensors(stage, microbatch):
+                saved.note(tensor)
+        storages = [(storage, storage.nbytes()) for storage in saved.take_exclusive()]
+        size = sum(_aligned(size) for _, size in storages)
+        slot = self._offload.buffers.take((stage, held), size) if storages else None
+        pieces = [(host, own) for own, host in _pieces(storages, slot)]
+        try:
+            transfer = self._offload.copies.start(action, pieces, slot.last if slot else None)
+        except BaseException:
+            if slot is not None:
+                self._offload.buffers.give_back((stage, held), slot)
+            raise
+        self._away[stage, microbatch, held] = _Away(action, storages, slot, transfer)
+        self._offload.bytes_left[stage, held] += sum(size for _, size in storages)
+
+    def _free(self, action: Action) -> None:
+        stage, kind, microbatch = action
+        (held,) = RULES[kind].releases
+        away = self._away[stage, microbatch, held]
+        _wait(away.copy, away.transfer)
+        for storage, _ in away.storages:
+            storage.resize_(0)
+
+    def _copy_back(self, action: Action) -> None:
+        stage, kind, microbatch = action
+        (held,) = RULES[kind].moves
+        away = self._away[stage, microbatch, held]
+        for storage, size in away.storages:
+            storage.resize_(size)
+        pieces = _pieces(away.storages, away.slot)
+        transfer = self._offload.copies.start(action, pieces, None)
+        del self._away[stage, microbatch, held]
+        self._coming[stage, microbatch, held] = action, transfer
+        if away.slot is not None:
+            away.slot.last = transfer
+            self._offload.buffers.give_back((stage, held), away.slot)
+
+
+_MOVES = MappingProxyType(
+    {
+        Lane.TO_HOST: OffloadedStep._copy_out,
+        Lane.WAIT: OffloadedStep._free,
+        Lane.FROM_HOST: OffloadedStep._copy_back,
+    }
+)
+
+
+class _Storages:
+    """Storages, and the tensors here that refer to them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._noted: dict[int, tuple[torch.UntypedStorage, list[weakref.ref[Tensor]]]] = {}
+
+    def note(self, tensor: Tensor) -> None:
+        # Of other classes (quantised tensors) the storage is not all there is; they stay.
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        if storage.device == self._device:
+            _, references = self._noted.setdefault(storage._cdata, (storage, []))
+            references.append(weakref.ref(tensor))
+
+    def take_exclusive(self) -> list[torch.UntypedStorage]:
+        """Those of some size that no tensor refers to but the noted ones that still live.
+
+        All are forgotten: autograd may know its hooks, and through them this object, longer.
+        """
+        noted, self._noted = self._noted, {}
+        taken = []
+        for storage, references in noted.values():
+            alive = {id(tensor) for reference in references if (tensor := reference()) is not None}
+            here = len(alive) + 1  # and ``storage`` itself
+            if (
+                storage.nbytes() >= max(SMALL, 1)
+                and storage.resizable()
+                and torch._C._storage_Use_Count(storage._cdata) == here
+            ):
+                taken.append(storage)
+        return taken
+
+
+def _pieces(storages: Iterable[tuple[torch.UntypedStorage, int]], slot: Slot | None) -> list[Piece]:
+    """Each storage, as bytes, and its place on the host."""
+    pieces, offset = [], 0
+    for storage, size in storages:
+        assert slot is not None
+        own = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        pieces.append((own, slot.buffer[offset : offset + size]))
+        offset += _aligned(size)
+    return pieces
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _wait(copy: Action, transfer: Transfer) -> None:
+    try:
+        transfer.wait()
+    except Exception as error:
+        error.add_note(f"megatron_ext: the copy {copy} has failed")
+        raise

@@ -1,0 +1,1 @@
+"""What passes, messages and memory take, as they ran."""

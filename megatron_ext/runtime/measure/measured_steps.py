@@ -1,0 +1,58 @@
+"""The latest steps as they ran, to be compared with what was predicted."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext.runtime.measure.clocks import clock_offsets
+from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.recording import Recording, clock_of
+from megatron_ext.schedule.program.simulate import simulate
+from megatron_ext.schedule.program.verify import Program
+from megatron_ext.schedule.show.prediction import Comparison, RankStep, compare
+
+KEPT = 5
+
+
+class MeasuredSteps:
+    """Records every step, and keeps the latest `KEPT` of one program."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._clock = clock_of(device)
+        self._program: Program | None = None
+        self._recordings: deque[Recording] = deque(maxlen=KEPT)
+
+    def begin(self, recorder: Recorder) -> None:
+        """Before a step."""
+        if recorder.recording is None:
+            recorder.recording = Recording(recorder.rank, self._clock, with_reductions=False)
+
+    def end(self, recorder: Recorder, program: Program) -> None:
+        """After a step of ``program``. Nothing is read yet, so that nobody waits for a device."""
+        if program is not self._program:
+            self._program = program
+            self._recordings.clear()
+        assert recorder.recording is not None
+        self._recordings.append(recorder.recording)
+
+    def compare(self, pipeline: dist.ProcessGroup) -> Comparison | None:
+        """The steps beside the prediction; None if there was none. Collective over ``pipeline``."""
+        if self._program is None:
+            return None
+        steps = []
+        for recording in self._recordings:
+            events, _ = recording.read()
+            busy = sum(event.end - event.start for event in events)
+            steps.append(RankStep(events[0].start, events[-1].end, busy))
+        ranks: list[list[RankStep]] = [steps] * pipeline.size()
+        dist.all_gather_object(ranks, steps, group=pipeline)
+        offsets = clock_offsets(pipeline, self._device)
+        on_one_clock = [
+            [RankStep(s.start - ahead.seconds, s.end - ahead.seconds, s.busy) for s in rank]
+            for rank, ahead in zip(ranks, offsets, strict=True)
+        ]
+        return compare(simulate(self._program, self._program.problem.costs), on_one_clock)

@@ -1,0 +1,65 @@
+"""How long a message takes between neighbours: sent to and fro, on the connections there are."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from megatron_ext.runtime.messages.batched import PipelineGroup
+from megatron_ext.runtime.messages.channels import Channels
+from megatron_ext.runtime.recording import Clock
+from megatron_ext.schedule.program.graph import Channel
+
+ROUNDS = 10  # timed, after one that is not: in it a rank may wait for one that still computes
+
+
+def message_seconds(
+    connection: Channels | PipelineGroup,
+    channels: Iterable[Channel],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    clock: Clock,
+) -> list[float]:
+    """Seconds of one message of ``shape`` to each neighbour of a higher rank, between steps.
+
+    Collective over the pipeline: every rank calls it with the same ``channels``. Pairs go one after
+    the other as far as they share a rank. It is half of the median round.
+    """
+    way = {(channel.sender, channel.receiver): channel for channel in sorted(channels)}
+    data = torch.zeros(shape, dtype=dtype, device=connection.device)
+    mine = [pair for pair in sorted(way) if pair[0] < pair[1] and connection.rank in pair]
+    seconds = {pair: _of_pair(connection, way, pair, data, clock) for pair in mine}
+    return [figure for (lower, _), figure in seconds.items() if lower == connection.rank]
+
+
+def _of_pair(
+    connection: Channels | PipelineGroup,
+    way: Mapping[tuple[int, int], Channel],
+    pair: tuple[int, int],
+    data: Tensor,
+    clock: Clock,
+) -> float:
+    there, back = way[pair], way[pair[1], pair[0]]
+    marks = [clock.mark()]
+    for _ in range(1 + ROUNDS):
+        _move(connection, there, data)
+        _move(connection, back, data)
+        marks.append(clock.mark())
+    times = clock.read(marks)[1:]
+    rounds = [end - begin for begin, end in pairwise(times)]
+    return statistics.median(rounds) / 2
+
+
+def _move(connection: Channels | PipelineGroup, channel: Channel, data: Tensor) -> None:
+    if isinstance(connection, PipelineGroup):
+        works = connection.start([(channel, data)])
+    elif channel.sender == connection.rank:
+        works = [connection.send(channel, data)]
+    else:
+        works = [connection.receive(channel, data)]
+    for work in works:
+        work.wait()

@@ -1,0 +1,86 @@
+"""Measure what passes, messages and memory cost, in the first steps of a training.
+
+The steps are real ones, and nothing is synchronised in them: passes are recorded as for a trace
+(`recording`), and all is read after the last. In the first step caches fill and kernels load: what
+it takes does not count, so there is time in it to count bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from megatron_ext.runtime.held_bytes import HeldBytes
+from megatron_ext.runtime.measure.message_time import message_seconds
+from megatron_ext.runtime.messages.batched import PipelineGroup
+from megatron_ext.runtime.messages.channels import Channels
+from megatron_ext.runtime.messages.transport import Boundary
+from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.recording import Clock, Recording
+from megatron_ext.schedule.build.head import Placed
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.model.measured_costs import RankFigures, measured_costs, medians
+from megatron_ext.schedule.program.graph import channels
+
+WARM_UP = 1  # steps that are not timed
+MEASURED = 3  # and that are
+STEPS = WARM_UP + MEASURED
+
+
+class Profile:
+    """Measures the first `STEPS` steps on this rank."""
+
+    def __init__(self, clock: Clock, counting: HeldBytes) -> None:
+        self.steps = 0  # that have ended
+        self._clock = clock
+        self._counting = counting
+        self._placed: Placed | None = None
+        self._recordings: list[Recording] = []
+
+    def begin(self, recorder: Recorder) -> None:
+        """Before a step."""
+        if self.steps < WARM_UP:
+            recorder.counting = self._counting
+        elif recorder.recording is None:
+            recorder.recording = Recording(recorder.rank, self._clock, with_reductions=False)
+
+    def end(self, recorder: Recorder, placed: Placed) -> bool:
+        """After a step of ``placed``; whether it was the last.
+
+        Steps of another program than the last one's do not count. (A number of microbatches that
+        grows.)
+        """
+        recorder.counting = None
+        if placed is not self._placed:
+            self._placed = placed
+            self._recordings.clear()
+        if self.steps >= WARM_UP:  # a step before may be recorded for others, on some ranks
+            assert recorder.recording is not None
+            self._recordings.append(recorder.recording)
+        self.steps += 1
+        return len(self._recordings) >= MEASURED
+
+    def costs(
+        self, connection: Channels | PipelineGroup, boundary: Boundary, estimate: Costs, what: str
+    ) -> Costs:
+        """The costs, the same on every rank. Collective over the world, after the last step.
+
+        Args:
+            boundary: what passes between stages, with its shape.
+            estimate: the costs that the steps were made with.
+            what: was measured, for people to read.
+        """
+        assert self._placed is not None and boundary.shape is not None
+        ways = channels(self._placed.program.schedule)
+        figures = RankFigures(
+            medians(event for each in self._recordings for event in each.read()[0]),
+            self._counting.per_microbatch(),
+            message_seconds(connection, ways, boundary.shape, boundary.dtype, self._clock),
+        )
+        ranks: list[RankFigures] = [figures] * dist.get_world_size()
+        dist.all_gather_object(ranks, figures)
+        costs = measured_costs(self._placed, estimate, ranks, f"{what}, {MEASURED} iterations")
+        message_bytes = math.prod(boundary.shape) * boundary.dtype.itemsize
+        return replace(costs, message_bytes=message_bytes)

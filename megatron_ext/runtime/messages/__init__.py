@@ -1,0 +1,1 @@
+"""Tensors between ranks: channels, batches, collectives, and the groups below them."""

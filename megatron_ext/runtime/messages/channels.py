@@ -1,0 +1,87 @@
+"""A pipeline's channels over torch.distributed.
+
+Each channel has a process group of its own: on one NCCL communicator two directions, or activations
+and gradients of one direction, would wait for each other. All channels are made and used once in
+one global order before the first step, since NCCL connects on first use and would otherwise
+deadlock. In that order pairs of ranks that have none in common connect at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_ext.runtime.messages.closing import close_groups
+from megatron_ext.runtime.messages.groups import make_device_groups, make_groups
+from megatron_ext.schedule.program.communicators import in_waves
+from megatron_ext.schedule.program.graph import Channel
+
+
+class Channels:
+    """The process groups of a pipeline's channels that this rank is an end of."""
+
+    def __init__(
+        self,
+        pipeline: dist.ProcessGroup,
+        channels: Iterable[Channel],
+        device: torch.device,
+        max_ctas: int | None = None,
+    ) -> None:
+        """Collective over the pipeline: its ranks call it with the same ``channels``.
+
+        ``max_ctas``: of each channel on NCCL, where the user has not said it.
+        """
+        self.rank = pipeline.rank()
+        self.device = device
+        self._pipeline = pipeline
+        self._ends = {channel: (channel.sender, channel.receiver) for channel in in_waves(channels)}
+        self._groups = make_device_groups(pipeline, self._ends, device, max_ctas)
+        self._shapes: dict[Channel, dist.ProcessGroup] = {}
+        for channel in self._groups:
+            self._use_once(channel)
+        self.are_closed = False
+
+    def connect_hosts(self) -> None:
+        """Connect the hosts at the two ends of each channel, for shapes that vary.
+
+        Collective over the pipeline, as `__init__`; once is enough.
+        """
+        if not self._shapes:
+            self._shapes = make_groups(self._pipeline, self._ends, "gloo")
+
+    def close(self) -> None:
+        """Cut the connections: whoever waits at their other ends fails now, and not only at torch's
+        timeout. They cannot be used again, with messages of a broken step in them."""
+        if self._groups:
+            self.are_closed = True
+        close_groups(self._groups)
+        close_groups(self._shapes)
+
+    def _use_once(self, channel: Channel) -> None:
+        token = torch.zeros(1, device=self.device)
+        move = self.send if self.rank == channel.sender else self.receive
+        move(channel, token).wait()
+
+    # The groups themselves are asked, not dist.isend and irecv: they look up for every message
+    # which rank of a group of two is the other.
+
+    def send(self, channel: Channel, tensor: Tensor) -> dist.Work:
+        group = self._groups[channel]
+        return group.send([tensor], 1 - group.rank(), 0)
+
+    def receive(self, channel: Channel, tensor: Tensor) -> dist.Work:
+        group = self._groups[channel]
+        return group.recv([tensor], 1 - group.rank(), 0)
+
+    def send_shape(self, channel: Channel, header: Tensor) -> dist.Work:
+        """From host to host, ``header`` on the CPU, after `connect_hosts`."""
+        group = self._shapes[channel]
+        return group.send([header], 1 - group.rank(), 0)
+
+    def receive_shape(self, channel: Channel, header: Tensor) -> None:
+        """Return when the other end's host has sent ``header``."""
+        group = self._shapes[channel]
+        group.recv([header], 1 - group.rank(), 0).wait()

@@ -1,0 +1,123 @@
+"""What all ranks of a pipeline do together, over torch.distributed.
+
+Each kind has a process group of its own, made and used once in one global order before the first
+step, as channels have (`channels`). Collectives are started in passing and waited for by whoever
+needs what they bring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_ext.runtime.messages.closing import close_groups
+from megatron_ext.runtime.messages.groups import make_device_groups
+from megatron_ext.runtime.messages.transport import Dealing, check_open
+from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.program.communicators import COLLECTIVES
+
+
+class Collectives:
+    """The process groups of a pipeline's collectives, over all steps."""
+
+    def __init__(
+        self, pipeline: dist.ProcessGroup, device: torch.device, max_ctas: int | None = None
+    ) -> None:
+        """Collective over the pipeline. ``max_ctas`` as for `Channels`."""
+        self.rank = pipeline.rank()
+        self.device = device
+        self.are_closed = False
+        self._global_ranks = dist.get_process_group_ranks(pipeline)
+        self.ranks = pipeline.size()
+        members = dict.fromkeys(COLLECTIVES, range(self.ranks))
+        self._groups = make_device_groups(pipeline, members, device, max_ctas)
+        for group in self._groups.values():
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+    def close(self) -> None:
+        """Cut the connections, as `Channels.close` does."""
+        if self._groups:
+            self.are_closed = True
+        close_groups(self._groups)
+
+    def broadcast(self, kind: Kind, tensor: Tensor, root: int) -> dist.Work:
+        work = dist.broadcast(
+            tensor, self._global_ranks[root], group=self._groups[kind], async_op=True
+        )
+        assert work is not None
+        return work
+
+    def sum(self, kind: Kind, tensor: Tensor, root: int) -> dist.Work:
+        """In place on ``root``; elsewhere ``tensor`` is spoilt."""
+        work = dist.reduce(
+            tensor, self._global_ranks[root], group=self._groups[kind], async_op=True
+        )
+        assert work is not None
+        return work
+
+    def gather(self, kind: Kind, gathered: Tensor, tensor: Tensor) -> dist.Work:
+        """``tensor`` of every rank into ``gathered``, in rank order."""
+        work = dist.all_gather_into_tensor(
+            gathered, tensor, group=self._groups[kind], async_op=True
+        )
+        assert work is not None
+        return work
+
+
+class Exchange:
+    """The collectives of one step, by their actions."""
+
+    def __init__(self, collectives: Collectives, recorder: Recorder) -> None:
+        check_open(collectives)
+        self.rank = collectives.rank
+        self.device = collectives.device
+        self._collectives = collectives
+        self._recorder = recorder
+        # Works of an action, the tensors that must stay until these have ended, and the root.
+        self._under_way: dict[Action, tuple[list[dist.Work], list[Tensor], int]] = {}
+
+    def broadcast(self, action: Action, tensors: Sequence[Tensor], root: int) -> None:
+        """Start to bring all ranks the ``tensors`` of ``root``; those of others are filled."""
+        tensors = list(tensors)
+        with self._dealing_with_all(action, root):
+            works = [self._collectives.broadcast(action.kind, t, root) for t in tensors]
+        self._under_way[action] = works, tensors, root
+
+    def sum(self, action: Action, tensor: Tensor, root: int) -> None:
+        """Start to sum ``tensor`` over all ranks for ``root``; elsewhere it is only given."""
+        with self._dealing_with_all(action, root):
+            works = [self._collectives.sum(action.kind, tensor, root)]
+        self._under_way[action] = works, [tensor], root
+
+    def gather(self, action: Action, tensor: Tensor) -> None:
+        """Start to bring every rank ``tensor`` of all, stacked in rank order."""
+        size = self._collectives.ranks
+        gathered = tensor.new_empty(size * tensor.shape[0], *tensor.shape[1:])
+        with self._dealing_with_all(action, 0):
+            works = [self._collectives.gather(action.kind, gathered, tensor)]
+        self._under_way[action] = works, [gathered.view(size, *tensor.shape), tensor], 0
+
+    def result(self, action: Action) -> list[Tensor]:
+        """What ``action`` has brought this rank, once it is there and what the rank has given has
+        gone. Nothing of it is kept."""
+        works, tensors, root = self._under_way.pop(action)
+        with self._dealing_with_all(action, root):
+            for work in works:
+                work.wait()
+        return tensors
+
+    def finish(self) -> None:
+        """After the last action."""
+        assert not self._under_way
+
+    def abandon(self) -> None:
+        """Give the step up; see `Transport.abandon`."""
+        self._under_way.clear()
+        self._collectives.close()
+
+    def _dealing_with_all(self, action: Action, root: int) -> Dealing:
+        return Dealing(self._recorder, action, root, "with")

@@ -1,0 +1,235 @@
+"""The messages of a step, by their actions, on the channels that their ranks have."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_ext.runtime.messages.channels import Channels
+from megatron_ext.runtime.position import whom
+from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.program.graph import Channel, channel_of
+
+MAX_DIMENSIONS = 7
+
+
+class PeerFailure(RuntimeError):
+    """A message did not come or go because the rank at its other end has failed."""
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The tensor that passes between stages. ``shape`` is None where it varies by microbatch."""
+
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype
+
+
+class Closable(Protocol):
+    """What can be cut, by any thread."""
+
+    def close(self) -> None: ...
+
+
+class Connection(Closable, Protocol):
+    """What messages travel on, over all steps. ``are_closed``: after a failure on this rank."""
+
+    rank: int
+    device: torch.device
+    are_closed: bool
+
+
+def check_open(connection: Connection) -> None:
+    """Raise RuntimeError after a failure on this rank."""
+    if connection.are_closed:
+        raise closed(connection.rank)
+
+
+def closed(rank: int) -> RuntimeError:
+    """What ``rank`` tells whoever goes on after its failure."""
+    return RuntimeError(
+        f"pipeline rank {rank} has failed in an earlier step, and its channels are closed: end "
+        f"this process, and start all ranks again"
+    )
+
+
+class TransportBase:
+    """What the messages of a step need, whatever they travel on."""
+
+    def __init__(
+        self, connection: Connection, boundary: Boundary, placement: Placement, recorder: Recorder
+    ) -> None:
+        check_open(connection)
+        self.rank = connection.rank
+        self._device = connection.device
+        self._boundary = boundary
+        self._placement = placement
+        self._recorder = recorder
+        self._ways: dict[tuple[int, Kind], Channel] = {}
+
+    def _data(self, action: Action, tensor: Tensor) -> Tensor:
+        """What ``action`` sends.
+
+        The other rank receives what the boundary says: gloo would abort it on another size, and
+        take another type's bytes for its own.
+        """
+        shape, dtype = self._boundary.shape, self._boundary.dtype
+        if tensor.dtype != dtype or (shape is not None and tensor.shape != shape):
+            expected = f"{dtype}" if shape is None else f"{dtype} of shape {shape}"
+            raise ValueError(
+                f"{action} has a tensor of {tensor.dtype} of shape {tuple(tensor.shape)}, but the "
+                f"stages of this pipeline pass on {expected}"
+            )
+        return tensor.detach().contiguous()
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def _channel_of(self, action: Action) -> Channel:
+        key = action.stage, action.kind
+        if key not in self._ways:
+            self._ways[key] = channel_of(action, self._placement)
+        return self._ways[key]
+
+    def _dealing_with_peer(self, action: Action) -> AbstractContextManager[None]:
+        """Around each call that the rank at the other end of ``action`` can make fail or wait."""
+        channel = self._channel_of(action)
+        if channel.sender == self.rank:
+            return Dealing(self._recorder, action, channel.receiver, "to")
+        return Dealing(self._recorder, action, channel.sender, "from")
+
+
+class Transport(TransportBase):
+    """The messages of one step, by their actions, each on its channel."""
+
+    def __init__(
+        self, channels: Channels, boundary: Boundary, placement: Placement, recorder: Recorder
+    ) -> None:
+        super().__init__(channels, boundary, placement, recorder)
+        self._channels = channels
+        self._sending: dict[Action, list[tuple[dist.Work, Tensor]]] = {}
+        self._receiving: dict[Action, tuple[dist.Work, Tensor]] = {}
+
+    def abandon(self) -> None:
+        """Give the step up. A rank whose caller goes on after its error would leave the others
+        waiting."""
+        self._sending.clear()  # what is on its way keeps gloo's connections open
+        self._receiving.clear()
+        self._channels.close()
+
+    def send(self, action: Action, tensor: Tensor) -> None:
+        """Start sending ``tensor``; it must not change or be freed before `wait_sent`."""
+        channel = self._channel_of(action)
+        data = self._data(action, tensor)
+        parts = []
+        with self._dealing_with_peer(action):
+            if self._boundary.shape is None:
+                header = _shape_header(data)
+                parts.append((self._channels.send_shape(channel, header), header))
+            parts.append((self._channels.send(channel, data), data))
+        self._sending[action] = parts
+
+    def wait_sent(self, send: Action) -> None:
+        """Return when the tensor of ``send`` has left."""
+        with self._dealing_with_peer(send):
+            for work, _ in self._sending.pop(send):
+                work.wait()
+
+    def receive(self, action: Action) -> None:
+        """Post the receive of ``action``.
+
+        Where shapes vary, the shape comes first, from the other end's host: this one waits for it,
+        and for no device. (It comes when the send is posted, whose place in the pipeline's sequence
+        is this receive's.)
+        """
+        channel = self._channel_of(action)
+        with self._dealing_with_peer(action):
+            shape = self._boundary.shape
+            if shape is None:
+                header = torch.empty(MAX_DIMENSIONS + 1, dtype=torch.int64)
+                self._channels.receive_shape(channel, header)
+                dimensions, *sizes = header.tolist()
+                shape = tuple(sizes[:dimensions])
+            tensor = self._empty(shape, self._boundary.dtype)
+            self._receiving[action] = self._channels.receive(channel, tensor), tensor
+
+    def received(self, action: Action) -> Tensor:
+        """The tensor of the posted receive ``action``, when it has come."""
+        work, tensor = self._receiving.pop(action)
+        with self._dealing_with_peer(action):
+            work.wait()
+        return tensor
+
+    def drop(self) -> None:
+        """Return when all that is under way has gone or come; nobody reads it any more."""
+        for send in list(self._sending):
+            self.wait_sent(send)
+        for receive in list(self._receiving):
+            self.received(receive)
+
+    def is_empty(self) -> bool:
+        """Whether no message is under way, and none has come that nobody has read."""
+        return not self._sending and not self._receiving
+
+
+class Dealing:
+    """A call that a peer can make fail or wait. (A class costs less than a generator.)
+
+    ``direction``: whether a message goes ``to`` the peer or comes ``from`` it, or what it and all
+    other ranks do ``with`` one another.
+    """
+
+    __slots__ = ("_action", "_direction", "_peer", "_recorder", "_waiting")
+
+    def __init__(self, recorder: Recorder, action: Action, peer: int, direction: str) -> None:
+        self._recorder = recorder
+        self._action = action
+        self._peer = peer
+        self._direction = direction
+        self._waiting = recorder.waiting(action, peer, direction)
+
+    def __enter__(self) -> None:
+        self._waiting.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._waiting.__exit__(kind, error, trace)
+        recorder = self._recorder
+        if recorder.interruption is not None and (error is None or isinstance(error, Exception)):
+            raise PeerFailure(
+                f"pipeline rank {recorder.rank} was waiting for {self._action} "
+                f"({whom(self._peer, self._direction)}) when another rank had failed: "
+                f"{recorder.interruption}"
+            ) from error
+        if not isinstance(error, RuntimeError):
+            return
+        if isinstance(error, torch.OutOfMemoryError) or str(error).startswith("CUDA error"):
+            return  # this rank's own
+        which, peers = "which has failed or hangs", [self._peer]
+        if self._direction == "with":
+            which, peers = "one of which has failed or hangs", []
+        raise PeerFailure(
+            f"pipeline rank {recorder.rank} was waiting for {self._action} "
+            f"({whom(self._peer, self._direction)}), {which}: look for the first error of that "
+            f"rank {recorder.whereabouts.note(*peers)}. torch says: {error}"
+        ) from error
+
+
+def _shape_header(tensor: Tensor) -> Tensor:
+    """On the host: the number of dimensions, the sizes, and zeros: one length for every shape."""
+    assert tensor.dim() <= MAX_DIMENSIONS
+    sizes = [tensor.dim(), *tensor.shape]
+    sizes += [0] * (MAX_DIMENSIONS + 1 - len(sizes))
+    return torch.tensor(sizes, dtype=torch.int64)

@@ -1,0 +1,234 @@
+"""The messages of post-validation between the ranks of a pipeline.
+
+They are a few numbers that the host decides by, so they go over gloo from host to host, each way in
+a group of its own. Whoever passes something on does not wait until it is taken, which may be passes
+later. Nor must passing the verdict back wait until a rank is between two passes: a thread does it.
+
+That thread never waits inside gloo, where nothing but the message or the peer's end could call it
+back: not a failure on this rank, which has to cut its connections, nor the end of the process. It
+looks at the memory that gloo writes to, and waits in between for a lock: both cost the passes' own
+thread, which needs the interpreter too, a microsecond a look.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import math
+import threading
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_ext.runtime.messages.groups import make_groups
+from megatron_ext.runtime.messages.transport import Dealing, closed
+from megatron_ext.runtime.post_validation.partial_state import PartialState
+from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.placement import Placement
+
+# Between looks for the verdict. It comes through all ranks, and each adds half of this on average.
+LOOK_SECONDS = 0.001
+
+_Message = tuple[dist.Work, Tensor]  # on its way
+
+
+class ValidationMessages:
+    """Of one rank, over all steps. The ranks are a chain, in the order of their first stages."""
+
+    def __init__(
+        self, pipeline: dist.ProcessGroup, placement: Placement, recorder: Recorder
+    ) -> None:
+        """Collective over the pipeline."""
+        ranks = range(placement.ranks)
+        ways = {Kind.SEND_P: ranks, Kind.SEND_V: ranks}
+        groups = make_groups(pipeline, ways, backend="gloo")
+        self._up: dist.ProcessGroup | None = groups[Kind.SEND_P]
+        self._down: dist.ProcessGroup | None = groups[Kind.SEND_V]
+        self._recorder = recorder
+        self._stage = placement.stages_of[pipeline.rank()][0]
+        self._before = placement.rank_of[self._stage - 1] if self._stage else None
+        is_last = self._stage == placement.ranks - 1
+        self._after = None if is_last else placement.rank_of[self._stage + 1]
+        self._steps = 0  # that were passed on; both ends of a message must speak of the same
+        self._passed_on: _Message | None = None
+        self._coming: _Message | None = None  # the verdict
+        self._come: Tensor | None = None
+        self._passed_back: _Message | None = None
+        self._relay: _Relay | None = None
+        self.is_pending = False  # a state was passed on, and its verdict has not been asked for
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank begins the chain."""
+        return self._before is None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank ends the chain: what it knows is all there is to know."""
+        return self._after is None
+
+    def partial(self) -> PartialState:
+        """RECV_P: the state of the ranks before this one, when it has come."""
+        group = self._open(self._up)
+        if self._before is None:
+            return PartialState()
+        with self._dealing(Kind.RECV_P, self._before, "from"):
+            numbers = _nothing()
+            group.recv([numbers], self._before, 0).wait()
+        return _state(numbers, self._steps)
+
+    def pass_on(self, state: PartialState) -> None:
+        """SEND_P: ``state`` is that of all ranks up to this one. A verdict will come."""
+        assert not self.is_pending, "the verdict on the last step has not been asked for"
+        group = self._open(self._up)
+        numbers = _numbers(self._steps, state)
+        if self._after is None:
+            self._come = numbers
+        else:
+            with self._dealing(Kind.SEND_P, self._after, "to"):
+                self._passed_on = group.send([numbers], self._after, 0), numbers
+        self._steps += 1
+        self.is_pending = True
+
+    def expect(self) -> None:
+        """RECV_V and SEND_V: a pending verdict is received and passed back as it comes from now
+        on."""
+        if not self.is_pending or self._relay is not None:
+            return
+        group = self._open(self._down)
+        if self._after is not None:
+            numbers = _nothing()
+            with self._dealing(Kind.RECV_V, self._after, "from"):
+                self._coming = group.recv([numbers], self._after, 0), numbers
+        self._relay = _Relay(self)
+
+    def verdict(self) -> PartialState:
+        """SETTLE: the state of all ranks on the pending step, when it has come."""
+        assert self.is_pending, "no step is pending"
+        self.expect()
+        self._stop_relay()
+        if self._after is not None:
+            with self._dealing(Kind.SETTLE, self._after, "from"):
+                self.take()
+        if self._before is not None:
+            with self._dealing(Kind.SEND_V, self._before, "to"):
+                self.pass_back()
+        # Both ranks are there by now, or nothing would come of going on: this one's next forward
+        # pass needs the rank before it in this step.
+        for kind, peer, message in (
+            (Kind.SEND_P, self._after, self._passed_on),
+            (Kind.SEND_V, self._before, self._passed_back),
+        ):
+            if message is not None:
+                assert peer is not None
+                work, _ = message
+                with self._dealing(kind, peer, "to"):
+                    work.wait()
+        assert self._come is not None
+        state = _state(self._come, self._steps - 1)
+        self._passed_on = self._passed_back = self._come = None
+        self.is_pending = False
+        return state
+
+    def look(self) -> Callable[[], bool]:
+        """Whether the verdict is here, or about to be: to take it is a matter of moments.
+
+        Asks torch for nothing, when it is called.
+        """
+        if self._coming is None:
+            return lambda: True
+        _, numbers = self._coming
+        memory = memoryview(numbers.numpy())
+        return lambda: not math.isnan(memory[0])
+
+    def take(self) -> None:
+        """Return when the verdict has come."""
+        if self._coming is not None:
+            work, numbers = self._coming
+            work.wait()
+            self._coming, self._come = None, numbers
+
+    def pass_back(self) -> None:
+        """Send the verdict to the rank before this one, unless that is done."""
+        if self._before is not None and self._passed_back is None:
+            assert self._come is not None
+            group = self._open(self._down)
+            self._passed_back = group.send([self._come], self._before, 0), self._come
+
+    def abandon(self) -> None:
+        """Cut the connections, so that whoever waits at their other ends fails now."""
+        self._stop_relay()
+        # What is on its way keeps gloo's connections open.
+        self._passed_on = self._passed_back = self._coming = None
+        for group in (self._up, self._down):
+            if group is not None:
+                with contextlib.suppress(RuntimeError):  # the first error is the one to show
+                    dist.distributed_c10d._abort_process_group(group)
+        self._up = self._down = None
+
+    def _stop_relay(self) -> None:
+        if self._relay is not None:
+            self._relay.stop()
+            self._relay = None
+
+    def _open(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+        if group is None:
+            raise closed(self._recorder.rank)
+        return group
+
+    def _dealing(self, kind: Kind, peer: int, direction: str) -> Dealing:
+        return Dealing(self._recorder, self._action(kind), peer, direction)
+
+    def _action(self, kind: Kind) -> Action:
+        return Action(self._stage, kind, 0)
+
+
+class _Relay:
+    """Passes the verdict back as soon as it has come, in a thread."""
+
+    def __init__(self, messages: ValidationMessages) -> None:
+        self._messages = messages
+        self._has_come = messages.look()
+        self._runs = threading.Lock()  # and no Event, whose `wait` is Python
+        self._runs.acquire()
+        self._thread = threading.Thread(target=self._run, name="megatron_ext verdict", daemon=True)
+        self._thread.start()
+        # A thread that is in torch when the interpreter goes would take the process down with it.
+        atexit.register(self.stop)
+
+    def stop(self) -> None:
+        """What it has not done is left to the caller."""
+        atexit.unregister(self.stop)
+        if self._runs.locked():  # nobody has stopped it before
+            self._runs.release()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._has_come():
+            if self._runs.acquire(timeout=LOOK_SECONDS):
+                return
+        with contextlib.suppress(RuntimeError):  # who asks for the verdict comes to the same
+            self._messages.take()
+            self._messages.pass_back()
+
+
+# As float64: exact for any count of tokens or steps that a training can have.
+
+
+def _numbers(step: int, state: PartialState) -> Tensor:
+    numbers = [step, state.squared_norm, state.found_inf, state.tokens]
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+def _nothing() -> Tensor:
+    """What `_numbers` will be received in. No step is NaN."""
+    return torch.full((4,), math.nan, dtype=torch.float64)
+
+
+def _state(numbers: Tensor, step: int) -> PartialState:
+    sent, squared_norm, found_inf, tokens = numbers.tolist()
+    assert sent == step, f"a validation message of step {sent:g} has come in step {step}"
+    return PartialState(squared_norm, bool(found_inf), int(tokens))

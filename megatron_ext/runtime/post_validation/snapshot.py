@@ -1,0 +1,150 @@
+"""What something is about to overwrite, kept beside it, so that it can be had back bit for bit.
+
+Computing a state back (an optimizer's step by its inverse) is not exact; a copy is. Copies are
+made into buffers that are allocated once: on the device itself where it has room, else in pinned
+memory of the host.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ext.runtime.host.copies import copies_on
+from megatron_ext.runtime.host.memory import available_bytes
+
+_GIB = 2**30
+_ALIGNMENT = 512  # bytes, as torch's own allocator aligns tensors
+_MARGIN = 0.05  # of a device's memory: fragments, and what a later step may need more
+
+CPU = torch.device("cpu")
+
+
+def choose_place(size: int, device: torch.device) -> torch.device:
+    """Where ``size`` bytes of copies of what ``device`` holds are cheapest to keep.
+
+    That is the device itself, unless its memory may not be enough: what is free of it, and what
+    torch has reserved beyond the most that was in use at once so far. Else it is the host. (In use
+    is more than handed out: what its owner has dropped while another stream may still read it.)
+    """
+    if device.type != "cuda":
+        return device
+    free, total = torch.cuda.mem_get_info(device)
+    most = torch.cuda.memory_stats(device)["active_bytes.all.peak"]
+    unused = torch.cuda.memory_reserved(device) - most
+    return device if size <= free + unused - _MARGIN * total else CPU
+
+
+class Snapshot:
+    """Keeps tensors' contents and mappings' entries, and puts them back. One at a time.
+
+    Of a mapping its keys come back, the objects they had, and the contents of those that are
+    tensors; a value of another kind must be one that is exchanged, not changed.
+
+    Copies to and from the host are ordered by the stream that is current, and nothing waits for
+    them: `keep` and `restore` on the stream that writes the tensors.
+    """
+
+    def __init__(self) -> None:
+        self._mappings: list[tuple[MutableMapping[Any, Any], dict[Any, Any]]] = []
+        self._originals: dict[torch.device, list[Tensor]] = {}
+        self._copies: dict[torch.device, _Copies] = {}
+
+    def keep(
+        self, tensors: Iterable[Tensor], mappings: Iterable[MutableMapping[Any, Any]] = ()
+    ) -> None:
+        """Remember ``tensors`` and ``mappings`` as they are now, in place of what was kept before.
+
+        Raises:
+            ValueError: neither the device nor the host has memory for it.
+        """
+        self._mappings = [(mapping, dict(mapping)) for mapping in mappings]
+        values = (value for _, entries in self._mappings for value in entries.values())
+        held = [value for value in values if isinstance(value, Tensor)]
+        originals: dict[torch.device, list[Tensor]] = defaultdict(list)
+        for tensor in {id(tensor): tensor for tensor in [*tensors, *held]}.values():
+            originals[tensor.device].append(tensor.detach())
+        self._originals = originals
+        for device, of_device in originals.items():
+            copies = self._copies.get(device)
+            if copies is None or not copies.fit(of_device):
+                if copies is not None:
+                    self._copies.pop(device).release()
+                copies = self._copies[device] = _Copies(of_device, device)
+            torch._foreach_copy_(copies.tensors, of_device, non_blocking=True)
+
+    def restore(self) -> None:
+        """Put back what was kept last, as often as one likes."""
+        for mapping, entries in self._mappings:
+            mapping.clear()
+            mapping.update(entries)
+        for device, of_device in self._originals.items():
+            torch._foreach_copy_(of_device, self._copies[device].tensors, non_blocking=True)
+
+    @property
+    def size(self) -> int:
+        """The buffers' bytes; 0 before the first `keep`."""
+        return sum(copies.size for copies in self._copies.values())
+
+    def __str__(self) -> str:
+        """Where the copies are and what they take."""
+        places = [
+            f"{copies.size / _GIB:.3g} GiB of {copies.place_name}"
+            for copies in self._copies.values()
+        ]
+        return " and ".join(places) or "nothing"
+
+
+class _Copies:
+    """Tensors like those of one device, cut from one buffer."""
+
+    def __init__(self, originals: list[Tensor], device: torch.device) -> None:
+        sizes = [_aligned(tensor.nbytes) for tensor in originals]
+        self.size = sum(sizes)
+        self._device = device
+        self._place = choose_place(self.size, device)
+        self._buffer = self._allocate()
+        self.tensors = [
+            piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for piece, tensor in zip(self._buffer.split(sizes), originals, strict=True)
+        ]
+
+    @property
+    def place_name(self) -> str:
+        if self._place.type != "cpu":
+            return "the device's memory"
+        return "host memory" if self._device.type == "cpu" else "pinned host memory"
+
+    def fit(self, originals: list[Tensor]) -> bool:
+        """Whether they are like the tensors these were made for."""
+        return [(t.shape, t.dtype) for t in originals] == [(t.shape, t.dtype) for t in self.tensors]
+
+    def release(self) -> None:
+        if self._place != self._device:
+            torch.cuda.synchronize(self._device)  # of copies under way
+            copies_on(self._device).release(self._buffer)
+
+    def _allocate(self) -> Tensor:
+        if self._place.type != "cpu":
+            return torch.empty(self.size, dtype=torch.uint8, device=self._place)
+        if self.size > (available := available_bytes()):
+            raise ValueError(self._short_of_memory(f"only {available / _GIB:.3g} are available"))
+        try:
+            return copies_on(self._device).host_buffer(self.size)
+        except ValueError as error:
+            raise ValueError(self._short_of_memory("it cannot be pinned")) from error
+
+    def _short_of_memory(self, fact: str) -> str:
+        return (
+            f"the state that a step overwrites takes {self.size / _GIB:.3g} GiB of host memory, as "
+            f"{self._device} has no room for it, but {fact}: drop --pipeline-post-validation, or "
+            f"write --use-distributed-optimizer, which divides it"
+        )
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,1 @@
+"""Embedding and output layer divided over all ranks."""

@@ -1,0 +1,306 @@
+"""Vocabulary parallelism in a step: its passes and collectives, by their actions.
+
+With it the first stage of the model has an input, the sum of the shards' embeddings, and gives its
+gradient; the last stage gives hidden states and takes their gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_ext.runtime.messages.collectives import Collectives, Exchange
+from megatron_ext.runtime.messages.transport import Boundary
+from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.vocabulary.shard import (
+    Logits,
+    VocabularyShard,
+    add_embedding_gradient,
+    add_output_gradient,
+    combine,
+    hidden_states_gradient,
+    look_up,
+    losses_of,
+    make_logits,
+    scaled,
+)
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.kinds import RULES
+from megatron_ext.schedule.program.verify import Program
+from megatron_ext.schedule.schedule import VocabularyParallel
+
+
+class VocabularyEnds(Protocol):
+    """What the first and the last stage of the model tell, each on its rank."""
+
+    def tokens(self, microbatch: int) -> Tensor:
+        """Begin the forward step: int64 [b, s]. On the first stage's rank, before its F."""
+        ...
+
+    def labels(self, microbatch: int) -> Tensor:
+        """int64 [b, s]. On the last stage's rank, after its F."""
+        ...
+
+    def loss(self, microbatch: int, losses: Tensor) -> Tensor | None:
+        """End the forward step. On the last stage's rank.
+
+        Args:
+            losses: fp32 [b, s], of each token.
+
+        Returns:
+            The gradient of the scaled loss by each of ``losses``, fp32 [b, s]; None in an
+            evaluation.
+        """
+        ...
+
+
+class VocabularyPasses:
+    """The vocabulary of one step on this rank. It keeps what is needed between the passes.
+
+    The stages at the model's ends take from here what others take from messages.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        ends: VocabularyEnds | None,
+        shard: VocabularyShard,
+        collectives: Collectives,
+        boundary: Boundary,
+        tokens_shape: tuple[int, int],
+        recorder: Recorder,
+    ) -> None:
+        """
+        Args:
+            program: with vocabulary parallelism.
+            ends: None on a rank that has neither the first nor the last stage.
+            shard: of this rank.
+            collectives: of the pipeline.
+            boundary: the hidden states that the last stage gives: [s, b, h], or with sequence
+                parallelism a tensor-parallel rank's part of it.
+            tokens_shape: b, s.
+            recorder: told what runs.
+        """
+        placement = program.schedule.placement
+        self._first_rank, self._last_rank = placement.rank_of[0], placement.rank_of[-1]
+        self._stage = placement.stages_of[collectives.rank][0]
+        self._is_early = program.problem.vocabulary is VocabularyParallel.TWO
+        self._trains = not program.problem.forward_only
+        self._vocabulary = shard.rows * placement.ranks * shard.tensor_parallel_size
+        self._ends = ends
+        self._shard = shard
+        self._boundary = boundary
+        self._tokens_shape = tokens_shape
+        self._recorder = recorder
+        self._exchange = Exchange(collectives, recorder)
+        # All by microbatch. What a collective is to take:
+        self._looked_up: dict[int, Tensor] = {}
+        self._hidden_states: dict[int, Tensor] = {}
+        self._own_statistics: dict[int, Tensor] = {}
+        self._own_gradients: dict[int, Tensor] = {}
+        self._loss_gradients: dict[int, Tensor] = {}
+        self._embedding_gradients: dict[int, Tensor] = {}
+        # What a pass is to take:
+        self._tokens: dict[int, Tensor] = {}  # E to EW
+        self._logits: dict[int, Logits] = {}  # S to SW
+        self._labels: dict[int, Tensor] = {}  # to L
+        self._statistics: dict[int, Tensor] = {}  # combined, for L, SI and SW
+        self._scales: dict[int, Tensor] = {}  # L to the last stage's I or B
+
+    def perform(self, action: Action) -> None:
+        """Run an action of the vocabulary."""
+        _HANDLERS[action.kind](self, action)
+
+    # --- what the executor asks for and hands over
+
+    def embeddings(self, microbatch: int) -> Tensor:
+        """The first stage's input, [b, s, h]: a tensor-parallel rank's part of the sum."""
+        return self._brought(Kind.REDUCE_E, microbatch)
+
+    def take_hidden_states(self, microbatch: int, hidden_states: Tensor) -> None:
+        """The last stage's output."""
+        self._hidden_states[microbatch] = hidden_states.detach()
+
+    def hidden_states_gradient(self, microbatch: int) -> Tensor:
+        """The gradient of the last stage's output."""
+        gradient = self._brought(Kind.REDUCE_SI, microbatch)
+        by_loss = self._scales.pop(microbatch)
+        return scaled(self._shard, gradient, by_loss, self._boundary.dtype)
+
+    def take_embedding_gradient(self, microbatch: int, gradient: Tensor) -> None:
+        """The gradient of the first stage's input."""
+        self._embedding_gradients[microbatch] = gradient
+
+    def finish(self) -> None:
+        """After the last action: nothing is kept."""
+        self._exchange.finish()
+        kept = [value for value in vars(self).values() if isinstance(value, dict)]
+        assert not any(kept)
+
+    def abandon(self) -> None:
+        """Give the step up, so that all ranks fail."""
+        self._exchange.abandon()
+
+    # --- the embedding
+
+    def _share_tokens(self, action: Action) -> None:
+        tokens = None
+        if self._is_on(self._first_rank):
+            assert self._ends is not None
+            tokens = self._ends.tokens(action.microbatch)
+        self._share(action, [(tokens, self._tokens_shape, torch.int64)], self._first_rank)
+
+    def _look_up(self, action: Action) -> None:
+        tokens = self._brought(Kind.BCAST_E, action.microbatch)
+        with self._recorder.computing(action), torch.no_grad():
+            self._looked_up[action.microbatch] = look_up(self._shard, tokens)
+        if self._trains:
+            self._tokens[action.microbatch] = tokens
+
+    def _sum_embeddings(self, action: Action) -> None:
+        part = self._looked_up.pop(action.microbatch)
+        self._exchange.sum(action, part, self._first_rank)
+
+    def _share_embedding_gradient(self, action: Action) -> None:
+        gradient = self._embedding_gradients.pop(action.microbatch, None)
+        table = self._shard.embedding
+        shape = (*self._tokens_shape, table.shape[1])
+        self._share(action, [(gradient, shape, table.dtype)], self._first_rank)
+
+    def _add_embedding_gradient(self, action: Action) -> None:
+        gradient = self._brought(Kind.BCAST_EW, action.microbatch)
+        tokens = self._tokens.pop(action.microbatch)
+        with self._recorder.computing(action), torch.no_grad():
+            add_embedding_gradient(self._shard, tokens, gradient)
+
+    # --- the output layer
+
+    def _share_hidden_states(self, action: Action) -> None:
+        labels = None
+        if self._is_on(self._last_rank):
+            assert self._ends is not None
+            labels = self._labels[action.microbatch] = self._ends.labels(action.microbatch)
+        hidden_states = self._hidden_states.pop(action.microbatch, None)
+        assert self._boundary.shape is not None
+        self._share(
+            action,
+            [
+                (hidden_states, self._boundary.shape, self._boundary.dtype),
+                (labels, self._tokens_shape, torch.int64),
+            ],
+            self._last_rank,
+        )
+
+    def _make_logits(self, action: Action) -> None:
+        microbatch = action.microbatch
+        hidden_states, labels = self._exchange.result(action._replace(kind=Kind.BCAST_S))
+        early = self._is_early and self._trains
+        with self._recorder.computing(action), torch.no_grad():
+            logits = make_logits(self._shard, hidden_states, labels, early)
+        self._own_statistics[microbatch] = logits.statistics
+        if self._trains:
+            self._logits[microbatch] = logits
+
+    def _share_statistics(self, action: Action) -> None:
+        self._exchange.gather(action, self._own_statistics.pop(action.microbatch))
+
+    def _make_loss(self, action: Action) -> None:
+        microbatch = action.microbatch
+        assert self._ends is not None
+        statistics = self._combined(microbatch)
+        labels = self._labels.pop(microbatch)
+        with self._recorder.computing(action):
+            with torch.no_grad():
+                losses = losses_of(statistics, labels, self._vocabulary)
+            gradient = self._ends.loss(microbatch, losses)
+        if self._trains:
+            assert gradient is not None, f"{action} gave no gradient of the losses"
+            self._scales[microbatch] = self._loss_gradients[microbatch] = gradient.detach()
+        else:
+            del self._statistics[microbatch]
+
+    def _share_loss_gradient(self, action: Action) -> None:
+        gradient = self._loss_gradients.pop(action.microbatch, None)
+        self._share(action, [(gradient, self._tokens_shape, torch.float32)], self._last_rank)
+
+    def _make_gradient(self, action: Action) -> None:
+        microbatch = action.microbatch
+        statistics = self._combined(microbatch)
+        with self._recorder.computing(action), torch.no_grad():
+            logits = self._logits[microbatch]
+            gradient = hidden_states_gradient(self._shard, logits, statistics)
+            self._own_gradients[microbatch] = gradient
+            self._logits[microbatch] = logits.without_early()
+
+    def _sum_gradients(self, action: Action) -> None:
+        part = self._own_gradients.pop(action.microbatch)
+        self._exchange.sum(action, part, self._last_rank)
+
+    def _add_output_gradient(self, action: Action) -> None:
+        microbatch = action.microbatch
+        by_loss = self._brought(Kind.BCAST_SW, microbatch)
+        statistics = self._statistics.pop(microbatch)
+        with self._recorder.computing(action), torch.no_grad():
+            add_output_gradient(self._shard, self._logits.pop(microbatch), statistics, by_loss)
+
+    # --- collectives
+
+    def _wait_given(self, action: Action) -> None:
+        (need,) = RULES[action.kind].needs
+        self._exchange.result(action._replace(kind=need.kinds[0]))
+
+    def _combined(self, microbatch: int) -> Tensor:
+        """The statistics of the whole vocabulary."""
+        if microbatch not in self._statistics:
+            self._statistics[microbatch] = combine(self._brought(Kind.GATHER_S, microbatch))
+        return self._statistics[microbatch]
+
+    def _brought(self, kind: Kind, microbatch: int) -> Tensor:
+        return self._exchange.result(Action(self._stage, kind, microbatch))[0]
+
+    def _is_on(self, rank: int) -> bool:
+        return self._exchange.rank == rank
+
+    def _share(
+        self,
+        action: Action,
+        tensors: list[tuple[Tensor | None, tuple[int, ...], torch.dtype]],
+        root: int,
+    ) -> None:
+        """Start a broadcast of what ``root`` has, each of a shape and type that all expect."""
+        shared = []
+        for tensor, shape, dtype in tensors:
+            assert (tensor is not None) == self._is_on(root)
+            if tensor is None:
+                tensor = torch.empty(shape, dtype=dtype, device=self._exchange.device)
+            if tensor.shape != shape or tensor.dtype != dtype:
+                raise ValueError(
+                    f"{action} has a tensor of {tensor.dtype} of shape {tuple(tensor.shape)}, but "
+                    f"the ranks of this pipeline expect {dtype} of shape {shape}"
+                )
+            shared.append(tensor.detach().contiguous())
+        self._exchange.broadcast(action, shared, root)
+
+
+# Of the class, for the reason that the executor's has.
+_HANDLERS: Mapping[Kind, Callable[[VocabularyPasses, Action], None]] = {
+    Kind.BCAST_E: VocabularyPasses._share_tokens,
+    Kind.EMBEDDING: VocabularyPasses._look_up,
+    Kind.REDUCE_E: VocabularyPasses._sum_embeddings,
+    Kind.BCAST_S: VocabularyPasses._share_hidden_states,
+    Kind.LOGITS: VocabularyPasses._make_logits,
+    Kind.GATHER_S: VocabularyPasses._share_statistics,
+    Kind.LOSS: VocabularyPasses._make_loss,
+    Kind.BCAST_SW: VocabularyPasses._share_loss_gradient,
+    Kind.LOGITS_INPUT: VocabularyPasses._make_gradient,
+    Kind.REDUCE_SI: VocabularyPasses._sum_gradients,
+    Kind.LOGITS_WEIGHT: VocabularyPasses._add_output_gradient,
+    Kind.BCAST_EW: VocabularyPasses._share_embedding_gradient,
+    Kind.EMBEDDING_WEIGHT: VocabularyPasses._add_embedding_gradient,
+    Kind.WAIT_S: VocabularyPasses._wait_given,
+    Kind.WAIT_SI: VocabularyPasses._wait_given,
+    Kind.WAIT_E: VocabularyPasses._wait_given,
+}

@@ -1,0 +1,110 @@
+"""From a choice to a program: family, transforms, proof."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from megatron_ext.schedule.build.registry import Choice
+from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.program.communication import communicate
+from megatron_ext.schedule.program.memory import bytes_for, in_bytes, leaving_room, peaks
+from megatron_ext.schedule.program.message_order import order_messages
+from megatron_ext.schedule.program.verify import Program, check_compute, prove
+from megatron_ext.schedule.program.waits import await_sends
+from megatron_ext.schedule.schedule import (
+    Offload,
+    Problem,
+    Schedule,
+    Transform,
+    VocabularyParallel,
+)
+from megatron_ext.schedule.transforms.forward_only import keep_forward
+from megatron_ext.schedule.transforms.offload import offload
+from megatron_ext.schedule.transforms.post_validation import validate_afterwards
+from megatron_ext.schedule.transforms.vocabulary import INTERVALS, divide_vocabulary
+from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
+
+_TRIES = 4  # how often what messages hold is taken off what passes may
+
+
+def build_program(choice: Choice, problem: Problem) -> Program:
+    """The proved program of ``choice`` for ``problem``.
+
+    With vocabulary parallelism the program's own problem has costs whose vocabulary is shared.
+
+    Raises:
+        InvalidSchedule: the schedule does not solve the problem, or not within its memory limit.
+    """
+    shares = problem.vocabulary is not VocabularyParallel.NONE
+    if shares:
+        costs = share_vocabulary(problem.costs, problem.placement, problem.vocabulary)
+        problem = replace(problem, costs=costs)
+    limit = _limit_of_passes(problem)
+    schedule = _transformed(_compute(choice, problem, limit), problem)
+    if limit is not None and limit.bytes is not None:
+        schedule = _with_room_for_messages(choice, problem, limit.bytes, schedule)
+    return prove(schedule, problem)
+
+
+def _transformed(schedule: Schedule, problem: Problem) -> Schedule:
+    """``schedule``, which has compute actions only, with all that is inserted."""
+    transforms: list[Transform] = [communicate, order_messages, await_sends]
+    if problem.vocabulary is not VocabularyParallel.NONE:
+        transforms.insert(0, divide_vocabulary)
+    if problem.forward_only:
+        transforms.insert(transforms.index(communicate), keep_forward)
+    elif problem.offload is not Offload.NONE:
+        transforms.append(offload)
+    elif problem.post_validation:
+        transforms.append(validate_afterwards)
+    for transform in transforms:
+        schedule = transform(schedule, problem)
+    return schedule
+
+
+def _limit_of_passes(problem: Problem) -> MemoryLimit | None:
+    """What the family may use, with room left for the microbatches that are held longer. What
+    leaves for the host is not known yet: with offload there is no limit."""
+    limit = problem.memory_limit if problem.offload is Offload.NONE else None
+    if limit is not None and problem.vocabulary is not VocabularyParallel.NONE:
+        limit = leaving_room(limit, INTERVALS[problem.vocabulary], problem)
+    return limit
+
+
+def _with_room_for_messages(
+    choice: Choice, problem: Problem, allowed: int, schedule: Schedule
+) -> Schedule:
+    """``schedule``, or where messages bring it over the memory limit, one whose passes hold as much
+    less as they do. ``allowed`` are the bytes that its passes may hold.
+
+    Without any it is ``schedule``, for `prove` to say how much it needs.
+    """
+    limit = problem.memory_limit
+    assert limit is not None and limit.bytes is not None
+    bytes_for(limit, problem.costs)
+    smaller = schedule
+    for _ in range(_TRIES):
+        over = max(peaks(smaller, in_bytes(problem.costs))) - limit.bytes
+        if over <= 0:
+            return smaller
+        allowed -= math.ceil(over)
+        try:
+            passes = _compute(choice, problem, MemoryLimit(bytes=allowed))
+        except ValueError:
+            break
+        smaller = _transformed(passes, problem)
+    return schedule
+
+
+def _compute(choice: Choice, problem: Problem, limit: MemoryLimit | None) -> Schedule:
+    """What the family makes within ``limit``."""
+    problem = replace(
+        problem,
+        memory_limit=limit,
+        vocabulary=VocabularyParallel.NONE,
+        offload=Offload.NONE,
+    )
+    schedule = choice.build(problem)
+    check_compute(schedule, replace(problem, forward_only=False))
+    return schedule

@@ -1,0 +1,47 @@
+"""What post-validation gains: the steps of some schedules overlap, those of others cannot."""
+
+from __future__ import annotations
+
+from megatron_ext.schedule.program.simulate import simulate, step_seconds
+from megatron_ext.schedule.program.verify import Program
+
+_THAT_CAN = "zb-2p, zb-auto, zb-v and v-auto"
+_LEAST = 1e-3  # of the makespan, below which there is no point in it
+
+
+def is_gain(makespan: float, step: float) -> bool:
+    """Whether a step of ``step`` seconds is worth overlapping steps for, where one alone takes
+    ``makespan``."""
+    return step < makespan * (1 - _LEAST)
+
+
+def what_overlapping_gains(program: Program) -> str:
+    """What post-validation, which ``program`` has, makes of its makespan, in words."""
+    makespan, step = _figures(program)
+    if not is_gain(makespan, step):
+        name = program.schedule.name
+        return (
+            f"post-validation: {name}'s steps cannot overlap, its span is its makespan of "
+            f"{makespan:.4g}; those of {_THAT_CAN} can, on more than one rank"
+        )
+    return (
+        f"post-validation: in the long run a step costs {step:.4g}, {1 - step / makespan:.1%} less "
+        f"than its makespan of {makespan:.4g}, which it costs without"
+    )
+
+
+def check_overlaps(program: Program) -> None:
+    """Raise ValueError if post-validation, which ``program`` has, makes its steps no shorter."""
+    makespan, step = _figures(program)
+    if not is_gain(makespan, step):
+        raise ValueError(
+            f"post-validation gains nothing with {program.schedule.name} on "
+            f"{program.problem.ranks} ranks and {program.problem.microbatches} microbatches: a "
+            f"step costs {step:.4g} with it and {makespan:.4g} without, as its steps cannot "
+            f"overlap; use a schedule whose steps can ({_THAT_CAN}), or drop it"
+        )
+
+
+def _figures(program: Program) -> tuple[float, float]:
+    costs = program.problem.costs
+    return simulate(program, costs).makespan, step_seconds(program, costs)

@@ -1,0 +1,283 @@
+"""The families by name, and how a user's ``NAME[:key=value,...]`` becomes a schedule."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import pkgutil
+import re
+import sys
+import traceback
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.schedule import Family, Problem, Schedule, from_csv
+
+
+@dataclass(frozen=True)
+class FamilyEntry:
+    """A registered family. ``build`` takes the problem, ``place`` the number of ranks, and each
+    those options of the family that it names as keyword-only parameters."""
+
+    name: str
+    build: Callable[..., Schedule]
+    place: Callable[..., Placement]
+    source: str
+    splits_backward: bool
+    uses_costs: bool
+    aliases: tuple[str, ...]
+
+
+# Where `family` puts what it registers: ours, and above that the families of a user's file while
+# it is being imported, so that those never join ours.
+_REGISTERED: list[list[FamilyEntry]] = [[]]
+
+
+def family(
+    name: str,
+    place: Callable[..., Placement],
+    *,
+    source: str,
+    splits_backward: bool = False,
+    uses_costs: bool = False,
+    aliases: tuple[str, ...] = (),
+) -> Callable[[Callable[..., Schedule]], Callable[..., Schedule]]:
+    """Register the decorated function as the family ``name``.
+
+    Args:
+        place: the placement for so many ranks.
+        source: the paper, and where in it.
+        splits_backward: whether there are I and W, and not B alone.
+        uses_costs: whether another cost gives another schedule.
+        aliases: other names, torch.distributed.pipelining's among them.
+    """
+
+    def register(build: Callable[..., Schedule]) -> Callable[..., Schedule]:
+        _REGISTERED[-1].append(
+            FamilyEntry(name, build, place, source, splits_backward, uses_costs, aliases)
+        )
+        return build
+
+    return register
+
+
+@functools.cache
+def entries() -> dict[str, FamilyEntry]:
+    """All families of ours by name, in the order of their files."""
+    from megatron_ext.schedule import families
+
+    for module in pkgutil.iter_modules(families.__path__):
+        importlib.import_module(f"{families.__name__}.{module.name}")
+    ours = {entry.name: entry for entry in _REGISTERED[0]}
+    assert len(ours) == len(_REGISTERED[0]), "a family is registered twice"
+    return ours
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A chosen schedule before its problem is known: a family with options, or a table."""
+
+    spec: str
+    place: Callable[[int], Placement]
+    build: Family
+    splits_backward: bool
+    ranks: int | None = None  # that a file is for; None: any number
+
+    @property
+    def example(self) -> Placement:
+        """The placement on some number of ranks: its shape."""
+        return self.place(self.ranks or 2)
+
+    @property
+    def moves_first_stage(self) -> bool:
+        """Whether the model's first stage is on another rank than the first."""
+        return self.example.rank_of[0] != 0
+
+
+def choose(spec: str) -> Choice:
+    """What ``spec`` names: ``zb-h1``, ``name:key=value,...``, the path of a CSV file, or that of a
+    Python file that registers a family, ``mine.py:key=value,...``.
+
+    A Python file is imported once in a process, however often it is chosen.
+
+    Raises:
+        ValueError: no such family, option or file, or a file that is no schedule.
+    """
+    if spec.endswith(".csv"):
+        return _from_csv_file(Path(spec))
+    if python := _PYTHON_FILE.fullmatch(spec):
+        entry = _from_python_file(Path(python[1]))
+        options_text = python[2] or ""
+    else:
+        name, _, options_text = spec.partition(":")
+        entry = _find(name)
+    options = _parse_options(entry, options_text)
+    # Megatron asks where the first stage is several times a microbatch.
+    place = functools.cache(functools.partial(entry.place, **_accepted(entry.place, options)))
+    build = functools.partial(entry.build, **_accepted(entry.build, options))
+    return Choice(spec, place, build, entry.splits_backward)
+
+
+def with_option(spec: str, key: str, value: object) -> str:
+    """``spec`` with one more option."""
+    return f"{spec}{',' if ':' in spec else ':'}{key}={value}"
+
+
+def _find(name: str) -> FamilyEntry:
+    for entry in entries().values():
+        if name == entry.name or name in entry.aliases:
+            return entry
+    names = ", ".join(entries())
+    raise ValueError(f"there is no schedule {name!r}; known are {names}, or a .csv or .py file")
+
+
+def _options_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def _accepted(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Those of ``options`` that ``function`` takes."""
+    return {key: value for key, value in options.items() if key in _options_of(function)}
+
+
+_BOOLEANS = {"true": True, "false": False}  # bool("false") is True
+
+
+def _parse_options(entry: FamilyEntry, text: str) -> dict[str, Any]:
+    """A family's options are the keyword-only parameters of its function and of its placement's,
+    converted to their default's type."""
+    parameters = _options_of(entry.place) | _options_of(entry.build)
+    options: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        key, _, value = part.partition("=")
+        if key not in parameters:
+            known = ", ".join(parameters) or "none"
+            raise ValueError(f"schedule {entry.name} has no option {key!r}; it has: {known}")
+        if key in options:
+            raise ValueError(f"schedule {entry.name}: {key} is given twice in {text!r}; keep one")
+        kind = type(parameters[key].default)
+        try:
+            options[key] = _BOOLEANS[value] if kind is bool else kind(value)
+        except (KeyError, ValueError):
+            wanted = " or ".join(_BOOLEANS) if kind is bool else kind.__name__
+            raise ValueError(
+                f"schedule {entry.name}: {key} must be {wanted}, not {value!r}"
+            ) from None
+    return options
+
+
+def _from_csv_file(path: Path) -> Choice:
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ValueError(f"schedule file {path} cannot be read: {error}") from None
+    schedule = from_csv(text, path.name)
+
+    def place(ranks: int) -> Placement:
+        if ranks != len(schedule.rows):
+            raise ValueError(
+                f"schedule file {path} has {len(schedule.rows)} rows, the pipeline has {ranks} "
+                f"ranks: one row per rank is needed"
+            )
+        return schedule.placement
+
+    def build(problem: Problem) -> Schedule:
+        return schedule
+
+    splits = any(a.kind is Kind.BACKWARD_WEIGHT for row in schedule.rows for a in row)
+    return Choice(str(path), place, build, splits, len(schedule.rows))
+
+
+_PYTHON_FILE = re.compile(r"(.+\.py)(?::(.*))?")  # a path may hold a colon of its own
+
+
+def _from_python_file(path: Path) -> FamilyEntry:
+    resolved = path.resolve()
+    if not resolved.is_file():
+        raise ValueError(
+            f"there is no schedule file {path}; a relative path starts from the working directory, "
+            f"which is {Path.cwd()}"
+        )
+    return _import_family(resolved)
+
+
+@functools.cache  # which keeps no failures: a file that has been put right is read again
+def _import_family(path: Path) -> FamilyEntry:
+    """The one family that the file at ``path`` registers."""
+    found = _families_in(path)
+    if len(found) != 1:
+        names = ", ".join(entry.name for entry in found) or "none"
+        raise ValueError(
+            f"schedule file {path} registers {len(found)} families ({names}), and a file is one "
+            f"schedule: decorate exactly one function with @family(name, placement, source=...) "
+            f"of {__name__}"
+        )
+    entry = found[0]
+    for ours in entries().values():
+        if entry.name == ours.name or entry.name in ours.aliases:
+            raise ValueError(
+                f"schedule file {path} registers {entry.name!r}, which is a schedule of ours; "
+                f"give it another name"
+            )
+    for key, option in (_options_of(entry.place) | _options_of(entry.build)).items():
+        if not isinstance(option.default, (bool, int, float, str)):
+            raise ValueError(
+                f"schedule file {path}: option {key} has no default that is a bool, an int, a "
+                f"float or a str, from which its type is read; write {key}: int = 0 or the like"
+            )
+    return replace(entry, build=_checked(entry, path))
+
+
+def _families_in(path: Path) -> list[FamilyEntry]:
+    entries()  # or ours would register among the file's, if it is the first to import them
+    # As a module, or dataclasses and pickle would not find where the file's classes are.
+    module = types.ModuleType(str(path))
+    module.__file__ = str(path)
+    found: list[FamilyEntry] = []
+    _REGISTERED.append(found)
+    sys.modules[module.__name__] = module
+    try:
+        exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
+    except Exception as error:
+        del sys.modules[module.__name__]
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+        where = f", line {lines[-1]}" if lines else ""
+        raise ValueError(
+            f"schedule file {path}{where} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        _REGISTERED.pop()
+    return found
+
+
+def _checked(entry: FamilyEntry, path: Path) -> Callable[..., Schedule]:
+    """``entry.build``, which has to return what the file says of it."""
+
+    @functools.wraps(entry.build)  # its options are read off the signature
+    def build(problem: Problem, **options: Any) -> Schedule:
+        schedule = entry.build(problem, **options)
+        if not isinstance(schedule, Schedule):
+            raise ValueError(
+                f"schedule file {path}: {entry.name} returned {type(schedule).__name__}; return "
+                f"a Schedule(name, problem.placement, rows)"
+            )
+        late = next((a for row in schedule.rows for a in row if a.kind in _SPLIT), None)
+        if late is not None and not entry.splits_backward:
+            raise ValueError(
+                f"schedule file {path}: {entry.name} makes {late}, a part of a split backward "
+                f"pass; write @family(..., splits_backward=True), or the layers are not split"
+            )
+        return schedule
+
+    return build
+
+
+_SPLIT = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)

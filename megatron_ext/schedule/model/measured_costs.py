@@ -1,0 +1,183 @@
+"""Costs from what the ranks of a training have measured under some schedule.
+
+Passes show what they take as the schedule runs them: an output layer's weight gradient may be in I
+(`head`), I and W in one pass B, a vocabulary divided. Here they are taken apart again, by what is
+estimated of the parts where the passes themselves do not tell.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.build.head import Placed, costs_in
+from megatron_ext.schedule.costs import Costs, VocabularyCosts
+from megatron_ext.schedule.kinds import RULES, Duty, Held
+from megatron_ext.schedule.schedule import VocabularyParallel
+from megatron_ext.schedule.timeline import Event
+
+_Passes = Mapping[tuple[int, Kind], float]  # seconds by stage and kind
+
+_OF_STAGES = (Duty.FORWARD, Duty.INPUT_GRADIENT, Duty.WEIGHT_GRADIENT)
+
+
+@dataclass(frozen=True)
+class RankFigures:
+    """What one rank has measured.
+
+    Attributes:
+        seconds: of its passes, by stage and kind.
+        held: bytes that a microbatch holds, by stage and kind of memory, as far as known.
+        hops: seconds of a message, to each neighbour that this rank has exchanged some with.
+    """
+
+    seconds: _Passes
+    held: Mapping[tuple[int, Held], float]
+    hops: Sequence[float]
+
+
+def medians(events: Iterable[Event]) -> dict[tuple[int, Kind], float]:
+    """The median seconds of the passes ``events``, by stage and kind."""
+    groups = defaultdict(list)
+    for event in events:
+        groups[event.action.stage, event.action.kind].append(event.end - event.start)
+    return {key: statistics.median(group) for key, group in groups.items()}
+
+
+def measured_costs(
+    placed: Placed, estimate: Costs, ranks: Sequence[RankFigures], measured: str
+) -> Costs:
+    """The costs that ``ranks``, all those of a training, have measured running ``placed``.
+
+    Several ranks have a stage where there is tensor or data parallelism. Of their seconds the
+    median counts, of their bytes the most. A hop is the mean over all neighbours, since a
+    microbatch passes them all.
+
+    Args:
+        estimate: what tells parts that are in one pass apart; ``placed`` was made with it.
+        measured: when and on what, for people to read.
+    """
+    passes = _over_ranks([rank.seconds for rank in ranks], statistics.median)
+    held = _over_ranks([rank.held for rank in ranks], max)
+    hops = [hop for rank in ranks for hop in rank.hops]
+    in_passes = costs_in(placed, estimate)
+    seconds = {
+        duty: tuple(_of_duty(duty, stage, passes, in_passes) for stage in range(estimate.stages))
+        for duty in in_passes.seconds
+    }
+    costs = Costs(
+        {duty: seconds[duty] for duty in _OF_STAGES},
+        statistics.mean(hops) if hops else 0.0,
+        _held_bytes(held, in_passes),
+        f"measured: {measured}",
+    )
+    costs = costs.with_copies_of(estimate)
+    if estimate.vocabulary is None:
+        return costs
+    if placed.program.problem.vocabulary is not VocabularyParallel.NONE:
+        return costs.with_vocabulary(_of_shards(seconds, placed, estimate.vocabulary))
+    costs = replace(costs, vocabulary=_scaled(in_passes, costs))
+    costs = _with_weight_gradient_apart(costs, in_passes, estimate)
+    return replace(costs, origin=f"{costs.origin}; head and embedding in estimated proportions")
+
+
+def _over_ranks[Key](
+    figures: Iterable[Mapping[Key, float]], pick: Callable[[list[float]], float]
+) -> dict[Key, float]:
+    groups: dict[Key, list[float]] = defaultdict(list)
+    for rank in figures:
+        for key, figure in rank.items():
+            groups[key].append(figure)
+    return {key: pick(group) for key, group in groups.items()}
+
+
+def _of_duty(duty: Duty, stage: int, passes: _Passes, in_passes: Costs) -> float:
+    """Seconds of ``duty``: the pass that has it and the least beside it, in the estimated parts."""
+    kinds = [kind for at, kind in passes if at == stage and duty in RULES[kind].covers]
+    if not kinds:
+        return 0.0
+    kind = min(kinds, key=lambda each: len(RULES[each].covers))
+    parts = {each: in_passes.seconds[each][stage] for each in RULES[kind].covers}
+    whole = sum(parts.values())
+    share = parts[duty] / whole if whole else 1 / len(parts)
+    return passes[stage, kind] * share
+
+
+def _held_bytes(
+    held: Mapping[tuple[int, Held], float], in_passes: Costs
+) -> dict[Held, tuple[float, ...]] | None:
+    """Per kind of memory and stage; what W needs is in proportion where there was no W."""
+    stages = range(in_passes.stages)
+    if any((stage, Held.ACTIVATION) not in held for stage in stages):
+        return None
+    activation = tuple(held[stage, Held.ACTIVATION] for stage in stages)
+    estimated = in_passes.held_bytes
+    ratio = [0.0] * len(stages)
+    if estimated is not None:
+        pairs = zip(estimated[Held.WEIGHT_INPUTS], estimated[Held.ACTIVATION], strict=True)
+        ratio = [inputs / all_of_it if all_of_it else 0.0 for inputs, all_of_it in pairs]
+    inputs = tuple(
+        held.get((stage, Held.WEIGHT_INPUTS), activation[stage] * ratio[stage]) for stage in stages
+    )
+    return {Held.ACTIVATION: activation, Held.WEIGHT_INPUTS: inputs}
+
+
+def _scaled(in_passes: Costs, costs: Costs) -> VocabularyCosts:
+    """The vocabulary's part of the passes ``costs``, in the proportions of ``in_passes``."""
+    assert in_passes.vocabulary is not None
+    ends = in_passes.vocabulary.of_ends
+
+    def part(duty: Duty, end: int) -> float:  # end: 0 or -1
+        whole = in_passes.seconds[duty][end]
+        share = ends[duty][end] / whole if whole else 0.0
+        return share * costs.seconds[duty][end]
+
+    forward, input_gradient, weight_gradient = _OF_STAGES
+    return VocabularyCosts(
+        (part(forward, -1), part(input_gradient, -1), part(weight_gradient, -1)),
+        (part(forward, 0), part(weight_gradient, 0)),
+        in_passes.vocabulary.logits_bytes,
+    )
+
+
+def _with_weight_gradient_apart(costs: Costs, in_passes: Costs, estimate: Costs) -> Costs:
+    """``costs`` with the output layer's weight gradient in W, which may have been in I."""
+    assert costs.vocabulary and in_passes.vocabulary and estimate.vocabulary
+    _, _, weight_gradient = estimate.vocabulary.head
+    _, in_input_gradient, in_weight_gradient = in_passes.vocabulary.head
+    if in_weight_gradient or not weight_gradient:
+        return costs
+    forward, input_gradient, _ = costs.vocabulary.head
+    moved = input_gradient * weight_gradient / in_input_gradient
+    seconds = dict(costs.seconds)
+    for duty, more in ((Duty.INPUT_GRADIENT, -moved), (Duty.WEIGHT_GRADIENT, moved)):
+        seconds[duty] = (*seconds[duty][:-1], seconds[duty][-1] + more)
+    held = costs.held_bytes
+    if held is not None:  # between I and W there would have been the gradient of the logits
+        *others, last = held[Held.WEIGHT_INPUTS]
+        logits = costs.vocabulary.logits_bytes
+        held = {**held, Held.WEIGHT_INPUTS: (*others, last + logits)}
+    head = (forward, input_gradient - moved, moved)
+    return replace(
+        costs, seconds=seconds, held_bytes=held, vocabulary=replace(costs.vocabulary, head=head)
+    )
+
+
+def _of_shards(
+    seconds: Mapping[Duty, Sequence[float]], placed: Placed, estimate: VocabularyCosts
+) -> VocabularyCosts:
+    """What all shards of the vocabulary take together."""
+    whole = {duty: sum(figures) for duty, figures in seconds.items()}
+    forward, input_gradient = whole[Duty.LOGITS], whole[Duty.LOGITS_INPUT_GRADIENT]
+    if placed.program.problem.vocabulary is VocabularyParallel.TWO:  # both are in one pass
+        both = forward + input_gradient
+        forward = both * estimate.head[0] / (sum(estimate.head[:2]) or 1.0)
+        input_gradient = both - forward
+    return VocabularyCosts(
+        (forward, input_gradient, whole[Duty.LOGITS_WEIGHT_GRADIENT]),
+        (whole[Duty.EMBEDDING], whole[Duty.EMBEDDING_WEIGHT_GRADIENT]),
+        estimate.logits_bytes,
+    )

@@ -1,0 +1,1 @@
+"""Schedules side by side for one model, and which to take."""

@@ -1,0 +1,338 @@
+"""All families side by side on one model, and which to take."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_ext.schedule.build.head import place_head
+from megatron_ext.schedule.build.overlap import is_gain
+from megatron_ext.schedule.build.registry import Choice, entries
+from megatron_ext.schedule.build.report import report, report_of
+from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.model.model_memory import ModelBytes
+from megatron_ext.schedule.placement import is_line_or_v
+from megatron_ext.schedule.program.memory import in_bytes, peaks
+from megatron_ext.schedule.schedule import Offload, Problem, VocabularyParallel
+from megatron_ext.schedule.search.bounds import lower_bound
+from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
+
+
+class Way(enum.StrEnum):
+    """What is done about embedding and output layer."""
+
+    NAIVE = "naive"  # nothing: they are on the first and the last stage
+    REDISTRIBUTED = "redistributed"  # the stages with them have fewer layers
+    ONE = VocabularyParallel.ONE.value  # both are divided over all ranks
+    TWO = VocabularyParallel.TWO.value
+
+    @property
+    def vocabulary(self) -> VocabularyParallel:
+        is_divided = self in (Way.ONE, Way.TWO)
+        return VocabularyParallel(self.value) if is_divided else VocabularyParallel.NONE
+
+
+@dataclass(frozen=True)
+class Case:
+    """A schedule's problem.
+
+    Attributes:
+        model: what parameters, gradients and optimizer states take on each rank; None if not known.
+    """
+
+    choice: Choice
+    problem: Problem
+    model: Sequence[ModelBytes] | None = None
+
+    @property
+    def can_be_launched(self) -> bool:
+        is_divided = self.problem.vocabulary is not VocabularyParallel.NONE
+        return not is_divided or is_line_or_v(self.problem.placement)
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes that a rank holds: of the model, and of activations at their peak."""
+
+    model: ModelBytes
+    activations: float
+
+    @property
+    def total(self) -> float:
+        return self.model.total + self.activations
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A schedule that can run.
+
+    Attributes:
+        report: what `report` says of it.
+        limit: the memory limit that it was made for.
+        memory: of each rank; None if not known.
+    """
+
+    way: Way
+    report: dict[str, Any]
+    limit: MemoryLimit | None = None
+    memory: tuple[RankMemory, ...] | None = None
+
+    @property
+    def schedule(self) -> str:
+        name: str = self.report["schedule"]
+        return name
+
+    @property
+    def offload(self) -> Offload:
+        return Offload(self.report["offload"])
+
+    @property
+    def step(self) -> float:
+        """What a step costs: the makespan, or where steps overlap about the span."""
+        step: float = self.report["step"]
+        return step
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether it takes post-validation, and gains by it."""
+        return self.report["post_validation"] and is_gain(self.report["makespan"], self.step)
+
+    @property
+    def peak(self) -> float:
+        """The largest of a rank, in microbatches."""
+        return peak(self.report)
+
+    @property
+    def fullest(self) -> float | None:
+        """Bytes of the rank that holds most."""
+        return None if self.memory is None else max(rank.total for rank in self.memory)
+
+    @property
+    def holds(self) -> float:
+        """`fullest` if it is known, else `peak`."""
+        return self.peak if self.fullest is None else self.fullest
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What can be taken, and what cannot.
+
+    Attributes:
+        candidates: shortest step first.
+        refusals: why others are not among them.
+        simulated: those of the others of which there is a prediction: no launch can run them yet.
+    """
+
+    candidates: tuple[Candidate, ...]
+    refusals: Mapping[tuple[str, Way], str]
+    simulated: tuple[Candidate, ...] = ()
+
+    @property
+    def best(self) -> Candidate | None:
+        """The shortest step within the limit; of equals, the one that holds least."""
+        return self.candidates[0] if self.candidates else None
+
+    @property
+    def best_of_each(self) -> tuple[Candidate, ...]:
+        """Each schedule with what is best done about the vocabulary, shortest first."""
+        best: dict[str, Candidate] = {}
+        for candidate in self.candidates:
+            best.setdefault(candidate.schedule, candidate)
+        return tuple(best.values())
+
+    @property
+    def front(self) -> tuple[Candidate, ...]:
+        """Those that no other beats in both time and memory, shortest first."""
+        return _front(self.candidates, lambda each: each.holds)
+
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        """What there is to do about the vocabulary."""
+        found = {candidate.way for candidate in self.candidates} | {w for _, w in self.refusals}
+        return tuple(way for way in Way if way in found)
+
+    @property
+    def reports(self) -> tuple[dict[str, Any], ...]:
+        """Of the schedules as they are, nothing done about the vocabulary."""
+        return tuple(each.report for each in self.candidates if each.way is Way.NAIVE)
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """Why schedules are not among ``reports``."""
+        return {name: why for (name, way), why in self.refusals.items() if way is Way.NAIVE}
+
+    @property
+    def choice(self) -> str | None:
+        """The first of ``reports``."""
+        return self.reports[0]["schedule"] if self.reports else None
+
+    @property
+    def pareto(self) -> tuple[str, ...]:
+        """Those of ``reports`` that no other beats in both time and memory, shortest first."""
+        naive = (each for each in self.candidates if each.way is Way.NAIVE)
+        return tuple(each.schedule for each in _front(naive, lambda each: each.peak))
+
+
+def _front(
+    shortest_first: Iterable[Candidate], memory: Callable[[Candidate], float]
+) -> tuple[Candidate, ...]:
+    front: list[Candidate] = []
+    for candidate in shortest_first:
+        if not front or memory(candidate) < memory(front[-1]):
+            front.append(candidate)
+    return tuple(front)
+
+
+def peak(row: Mapping[str, Any]) -> float:
+    """The largest peak of a report, in microbatches of a full rank."""
+    return max(row["peak_activation_microbatches"])
+
+
+# A family's problem in one way, None if there is no such way; raises ValueError if it has none.
+CaseOf = Callable[[str, Way], Case | None]
+
+
+def make_plan(
+    case_of: CaseOf,
+    room: float | None = None,
+    only_promising: bool = False,
+    may_offload: bool = False,
+    progress: Callable[[Sequence[str]], Iterable[str]] = lambda names: names,
+) -> Plan:
+    """Build and simulate every family in every way.
+
+    Args:
+        room: bytes that a rank has for everything; None: as much as it takes.
+        only_promising: leave out, with its reason, what is proved to take longer than another,
+            and search in one way only, that of the best before.
+        may_offload: let activations of a schedule leave for the host where it does not fit without.
+        progress: wraps the names, to show which is being made.
+    """
+    candidates: list[Candidate] = []
+    simulated: list[Candidate] = []
+    refusals: dict[tuple[str, Way], str] = {}
+    names = list(entries())
+    if only_promising:
+        names.sort(key=_DEAREST.__eq__)  # last, when there is most to compare it with
+    for name in progress(names):
+        for way in Way:
+            try:
+                case = case_of(name, way)
+                if case is None:
+                    continue
+                if only_promising and candidates:
+                    _check_promising(case, way, room, min(candidates, key=_by_time))
+                candidate = consider(case, way, room, may_offload)
+                if case.can_be_launched:
+                    candidates.append(candidate)
+                else:
+                    simulated.append(candidate)
+                    refusals[name, way] = "simulated only: lines and V's can be trained so"
+            except ValueError as error:
+                refusals[name, way] = str(error)
+    return Plan(tuple(sorted(candidates, key=_by_time)), refusals, tuple(simulated))
+
+
+def consider(
+    case: Case, way: Way, room: float | None = None, may_offload: bool = False
+) -> Candidate:
+    """Build and simulate ``case``, within its memory limit and ``room`` bytes: if it may and must,
+    with offload.
+
+    Where there is no limit, the schedule is made for what the model leaves of ``room``: a family
+    may make use of it.
+
+    Raises:
+        ValueError: the schedule cannot be made so.
+    """
+    try:
+        return _without_offload(case, way, room)
+    except ValueError:
+        problem = case.problem
+        limit = problem.memory_limit or _left(case, room)
+        if not may_offload or limit is None or problem.costs.host is None:
+            raise
+        with contextlib.suppress(ValueError):
+            leaving = replace(problem, memory_limit=limit, offload=Offload.FIT)
+            return _made(replace(case, problem=leaving), way)
+        raise
+
+
+def _left(case: Case, room: float | None) -> MemoryLimit | None:
+    """What the model leaves of ``room`` on the rank where it takes most; None: not known, or
+    nothing."""
+    if room is None or case.model is None:
+        return None
+    left = room - max(rank.total for rank in case.model)
+    return MemoryLimit(bytes=int(left)).as_written() if left > 0 else None
+
+
+def _without_offload(case: Case, way: Way, room: float | None) -> Candidate:
+    left = _left(case, room)
+    if left is not None and case.problem.memory_limit is None:
+        # One limit is for all ranks, and the fullest may be one that holds little.
+        with contextlib.suppress(ValueError):
+            return _made(replace(case, problem=replace(case.problem, memory_limit=left)), way)
+    made = _made(case, way)
+    if room is not None and made.memory is not None:
+        totals = [rank.total for rank in made.memory]
+        fullest = max(totals)
+        if fullest > room:
+            raise ValueError(
+                f"rank {totals.index(fullest)} would hold {fullest / 2**30:.3g} GiB, "
+                f"{(fullest - room) / 2**30:.3g} GiB more than there are"
+            )
+    return made
+
+
+_DEAREST = "v-auto"  # to make: a search of seconds to minutes
+
+
+def _by_time(candidate: Candidate) -> tuple[float, float]:
+    return candidate.step, candidate.peak
+
+
+def _check_promising(case: Case, way: Way, room: float | None, best: Candidate) -> None:
+    """Raise ValueError if no schedule of this kind takes less time than ``best``, or for a search
+    that would have to be made in every way."""
+    problem = case.problem
+    if case.choice.spec == _DEAREST and way is not best.way:
+        raise ValueError(f"searched only with the vocabulary as {best.schedule} has it best")
+    if room is not None and case.model is not None and problem.memory_limit is None:
+        left = max(room - min(rank.total for rank in case.model), 0.0)
+        problem = replace(problem, memory_limit=MemoryLimit(bytes=int(left)))
+    bound = _least_time(problem, case.choice.splits_backward)
+    if bound > best.step:
+        raise ValueError(
+            f"takes at least {bound / best.step - 1:.1%} more time than {best.schedule}, "
+            f"whatever its order"
+        )
+
+
+def _least_time(problem: Problem, splits_backward: bool) -> float:
+    costs = problem.costs
+    if problem.vocabulary is VocabularyParallel.NONE:
+        return lower_bound(problem, splits_backward)
+    shared = share_vocabulary(costs, problem.placement, problem.vocabulary)
+    work = [
+        problem.microbatches * sum(figures[s] for figures in shared.seconds.values() for s in row)
+        for row in problem.placement.stages_of
+    ]
+    layers = replace(problem, costs=costs.without_vocabulary(), vocabulary=VocabularyParallel.NONE)
+    return max(lower_bound(layers, splits_backward), *work)
+
+
+def _made(case: Case, way: Way) -> Candidate:
+    problem = case.problem
+    if problem.costs.held_bytes is None:
+        program, found = report(case.choice, problem)
+        return Candidate(way, found, problem.memory_limit)
+    program, found = report_of(case.choice, lambda: place_head(case.choice, problem).program)
+    memory = None
+    if case.model is not None:
+        held = peaks(program.schedule, in_bytes(program.problem.costs))
+        memory = tuple(map(RankMemory, case.model, held))
+    return Candidate(way, found, problem.memory_limit, memory)

@@ -1,0 +1,92 @@
+"""The problems of all families for a model that is described by its dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from megatron_ext.schedule.build.registry import choose
+from megatron_ext.schedule.costs import Costs, VocabularyCosts
+from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.model.estimate import Rates, estimate
+from megatron_ext.schedule.model.model import Model
+from megatron_ext.schedule.model.model_memory import TrainingState, bytes_of_ranks
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.plan.choose import Case, Way
+from megatron_ext.schedule.plan.vocabulary_plan import (
+    redistribute,
+    redistributed_layers,
+    tells_vocabulary,
+)
+from megatron_ext.schedule.schedule import Problem
+
+
+@dataclass(frozen=True)
+class Training:
+    """A model and how it is trained.
+
+    Attributes:
+        ranks: pipeline ranks.
+        limit: of activations; None: none.
+        measured: costs that are known better than `estimate` knows them.
+        post_validation: whether steps overlap, where they can.
+    """
+
+    model: Model
+    state: TrainingState
+    tensor_parallel: int
+    ranks: int
+    microbatches: int
+    rates: Rates
+    limit: MemoryLimit | None = None
+    measured: Callable[[Placement], Costs] | None = None
+    post_validation: bool = False
+
+    def case(self, name: str, way: Way) -> Case | None:
+        """The problem of the family ``name``, for `make_plan`; None if the measured costs do not
+        tell what ``way`` would change.
+
+        Raises:
+            ValueError: the layers do not divide over its stages.
+        """
+        choice = choose(name)
+        placement = choice.place(self.ranks)
+        even = self.model.evenly if way is not Way.REDISTRIBUTED else self._redistributed
+        dimensions = self.model.on_stages(even(placement.stages), self.tensor_parallel)
+        costs = estimate(dimensions, self.rates)
+        if self.measured is not None:
+            measured = self.measured(placement)
+            if way is not Way.NAIVE and not tells_vocabulary(measured):
+                return None
+            if way is Way.REDISTRIBUTED:
+                measured = redistribute(measured, self.model.layers)
+            costs = _with_bytes(measured, costs)
+        problem = Problem(
+            placement,
+            self.microbatches,
+            costs,
+            self.limit,
+            vocabulary=way.vocabulary,
+            post_validation=self.post_validation,
+        )
+        model = bytes_of_ranks(dimensions, placement, way.vocabulary, self.state)
+        return Case(choice, problem, model)
+
+    def _redistributed(self, stages: int) -> list[int]:
+        return redistributed_layers(self.model.layers, stages)
+
+
+def _with_bytes(costs: Costs, estimated: Costs) -> Costs:
+    """``costs``, with the bytes of ``estimated`` where they have none."""
+    if costs.held_bytes is not None:
+        return costs
+    assert estimated.vocabulary is not None
+    vocabulary = replace(
+        costs.vocabulary or VocabularyCosts(), logits_bytes=estimated.vocabulary.logits_bytes
+    )
+    layers = replace(
+        costs.without_vocabulary(),
+        held_bytes=estimated.without_vocabulary().held_bytes,
+        message_bytes=estimated.message_bytes,
+    )
+    return layers.with_vocabulary(vocabulary)

@@ -1,0 +1,134 @@
+"""What can be done about embedding and output layer, side by side for each schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from megatron_ext.schedule.build.registry import choose
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.plan.choose import Case, CaseOf, Plan, Way
+from megatron_ext.schedule.schedule import Problem
+
+
+def tells_vocabulary(costs: Costs) -> bool:
+    """Whether ``costs`` tell embedding and output layer apart from the layers beside them."""
+    vocabulary = costs.vocabulary
+    return vocabulary is not None and any((*vocabulary.head, *vocabulary.embedding))
+
+
+def cases(
+    ranks: int,
+    microbatches: int,
+    costs: Callable[[Placement], Costs],
+    limit: MemoryLimit | None,
+    layers: int | None = None,
+    post_validation: bool = False,
+) -> CaseOf:
+    """The problem of each family in each way that can be told from ``costs``, for `make_plan`.
+
+    Args:
+        costs: the costs on a placement, so that each has its own number of stages.
+        layers: of the model, for the layers to be redistributed.
+    """
+
+    def case(name: str, way: Way) -> Case | None:
+        choice = choose(name)
+        placement = choice.place(ranks)
+        found = costs(placement)
+        if way is not Way.NAIVE and not tells_vocabulary(found):
+            return None
+        if way is Way.REDISTRIBUTED:
+            if layers is None:
+                return None
+            found = redistribute(found, layers)
+        problem = Problem(
+            placement,
+            microbatches,
+            found,
+            limit,
+            vocabulary=way.vocabulary,
+            post_validation=post_validation,
+        )
+        return Case(choice, problem)
+
+    return case
+
+
+def side_by_side(plan: Plan) -> list[dict[str, Any]]:
+    """For each schedule of ``plan`` that can run as it is what a step of all ways costs, None where
+    there is none; ``refused`` says why. Nothing if there is one way only."""
+    ways = plan.ways
+    if len(ways) == 1:
+        return []
+    found = (*plan.candidates, *plan.simulated)
+    steps = {(one.schedule, one.way): one.step for one in found}
+    return [
+        {
+            "schedule": name,
+            **{way.value: steps.get((name, way)) for way in ways},
+            "refused": {
+                way.value: plan.refusals[name, way]
+                for way in ways
+                if (name, way) in plan.refusals and (name, way) not in steps
+            },
+        }
+        for row in plan.reports
+        for name in [row["schedule"]]
+    ]
+
+
+def redistributed_layers(layers: int, stages: int) -> list[int]:
+    """``layers`` on each stage, as Megatron spreads them when the output layer counts as one
+    (``--account-for-loss-in-pipeline-split``), and the embedding too if only then they divide
+    (``--account-for-embedding-in-pipeline-split``).
+
+    Raises:
+        ValueError: they do not divide.
+    """
+    for embeddings in (0, 1):
+        each, left = divmod(layers + 1 + embeddings, stages)
+        if not left:
+            break
+    else:
+        raise ValueError(
+            f"{layers} layers and the output layer do not divide over {stages} stages, nor with "
+            f"the embedding: Megatron redistributes {_near(layers, stages)} layers"
+        )
+    counts = [each] * stages
+    counts[0] -= embeddings
+    counts[-1] -= 1
+    return counts
+
+
+def redistribute(costs: Costs, layers: int) -> Costs:
+    """``costs`` of ``layers`` equal layers with as many on each stage as Megatron puts there
+    (`redistributed_layers`).
+
+    Raises:
+        ValueError: they do not divide.
+    """
+    counts = redistributed_layers(layers, costs.stages)
+    alone = costs.without_vocabulary()
+
+    def spread(figures: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(sum(figures) / layers * count for count in counts)
+
+    held = alone.held_bytes
+    if held is not None:
+        held = {kind: spread(figures) for kind, figures in held.items()}
+    seconds = {duty: spread(figures) for duty, figures in alone.seconds.items()}
+    moved = replace(alone, seconds=seconds, held_bytes=held)
+    return moved if costs.vocabulary is None else moved.with_vocabulary(costs.vocabulary)
+
+
+def _near(layers: int, stages: int) -> str:
+    """Numbers of layers that can be redistributed, below and above ``layers``."""
+    fit = [
+        n for n in range(1, layers + stages + 1) if (n + 1) % stages == 0 or (n + 2) % stages == 0
+    ]
+    below, above = [n for n in fit if n < layers], [n for n in fit if n > layers]
+    return " or ".join(map(str, [*below[-1:], above[0]]))

@@ -1,0 +1,1 @@
+"""A schedule becomes a proved program, and is timed: messages, waits, memory, proof, simulation."""

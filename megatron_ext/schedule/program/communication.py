@@ -1,0 +1,43 @@
+"""Insert the messages between ranks.
+
+A send follows the pass that made its tensor at once. Receives stand at the start of their rank's
+row, in the order in which the other rank sends: nothing waits for one to be posted, and
+`transforms.message_order` puts each where it belongs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from megatron_ext.schedule.action import Action
+from megatron_ext.schedule.kinds import RULES, Kind, Lane
+from megatron_ext.schedule.program.graph import channel_of, partner_of
+from megatron_ext.schedule.schedule import Problem, Schedule
+
+_SENDS_AFTER: dict[Kind, list[Kind]] = {
+    kind: [
+        send
+        for send, rule in RULES.items()
+        if rule.lane is Lane.SEND and any(kind in need.kinds for need in rule.needs)
+    ]
+    for kind in RULES
+}
+
+
+def communicate(schedule: Schedule, problem: Problem) -> Schedule:
+    """``schedule``, which has no messages, with its sends and receives."""
+    placement = schedule.placement
+    with_sends: list[list[Action]] = []
+    receives: dict[int, list[Action]] = defaultdict(list)  # by rank
+    for row in schedule.rows:
+        rank_actions: list[Action] = []
+        for action in row:
+            rank_actions.append(action)
+            for kind in _SENDS_AFTER[action.kind]:
+                if placement.is_remote(action.stage, RULES[kind].neighbour):
+                    send = Action(action.stage, kind, action.microbatch)
+                    rank_actions.append(send)
+                    receives[channel_of(send, placement).receiver].append(partner_of(send))
+        with_sends.append(rank_actions)
+    rows = tuple((*receives[rank], *actions) for rank, actions in enumerate(with_sends))
+    return Schedule(schedule.name, placement, rows)

@@ -1,0 +1,117 @@
+"""Put the actions of all ranks in one sequence, of which each rank's row is its part.
+
+A device may stop its host, and all its streams, behind anything that has been posted: a receive
+whose message is not made yet, a collective that another rank has not reached. So all that a rank
+has posted must be able to end without anything it does later. It is, if there is one order of all
+passes and messages in which each needs only what comes before it, and every rank keeps to that.
+
+The order is that of time, in a simulation in which a receive is never waited for to be posted:
+
+- a pass comes when it ends;
+- a message, at both its ends, when the pass directly before its send ends;
+- a collective, on all ranks, when all could begin it.
+
+Times are whole ticks, and no pass takes none: they rise along every dependency, and what ends
+together does so exactly. What comes at one time is in one order everywhere: passes, then messages
+by their sends, then collectives. A receive is posted no later than its message is made, so nothing
+is lost by it.
+
+Batched, messages share one communicator, and two neighbours that send to each other at one time
+must swap in one batch: a rank receives what is made at a time after its own passes that end by
+then, right before it sends what it has made at that time itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.kinds import RULES, Lane
+from megatron_ext.schedule.program.graph import Graph, build_graph, partner_of
+from megatron_ext.schedule.schedule import P2P, Problem, Schedule, is_compute
+
+_TICKS = 10**6  # of the longest pass
+
+# Of the longest pass, what a hop takes at the least: messages that cost nothing in the plan take
+# some time in truth, and a pass that depends on one should not come before others for nothing.
+_LEAST_HOP = 1 / 32
+
+_BATCHED_PLACE = {Lane.COMPUTE: 0, Lane.RECEIVE: 1, Lane.SEND: 2}
+
+_Key = tuple[int, int, int]  # a time, what comes first at that time, and a place among those
+
+
+def order_messages(schedule: Schedule, problem: Problem) -> Schedule:
+    """``schedule``, which has its messages, in one sequence.
+
+    One whose passes wait for one another is left as it is, for `prove` to show how.
+    """
+    graph = build_graph(schedule)
+    if len(graph.order) < len(graph.actions):
+        return schedule
+    keys = _batched if problem.p2p is P2P.BATCHED else _in_sequence
+    key_of = dict(zip(graph.actions, keys(graph, problem.costs), strict=True))
+    rows = tuple(tuple(sorted(row, key=key_of.__getitem__)) for row in schedule.rows)
+    return replace(schedule, rows=rows)
+
+
+def _in_sequence(graph: Graph, costs: Costs) -> Iterator[_Key]:
+    """A key for each node: the two ends of a message share theirs, and so do a collective's."""
+    starts, ends = _times(graph, costs, _LEAST_HOP)
+    made = _made(graph, ends)
+    number = {action: node for node, action in enumerate(graph.actions)}
+    place = {node: place for place, node in enumerate(graph.order)}
+    leaders = {
+        (action.kind, action.microbatch): node
+        for node, action in enumerate(graph.actions)
+        if RULES[action.kind].lane is Lane.COLLECTIVE and node not in graph.followers
+    }
+    for node, action in enumerate(graph.actions):
+        lane = RULES[action.kind].lane
+        if lane is Lane.COLLECTIVE:
+            leader = leaders[action.kind, action.microbatch]
+            yield starts[leader], 2, place[leader]
+        elif RULES[action.kind].is_message:
+            send = number[partner_of(action)] if lane is Lane.RECEIVE else node
+            yield made[send], 1, send
+        else:
+            yield ends[node], 0, node
+
+
+def _batched(graph: Graph, costs: Costs) -> Iterator[_Key]:
+    """A key for each node, where messages share one communicator."""
+    _, ends = _times(graph, costs, least_hop=0.0)
+    made = _made(graph, ends)
+    number = {action: node for node, action in enumerate(graph.actions)}
+    by_name = {action: place for place, action in enumerate(sorted(graph.actions))}
+    for node, action in enumerate(graph.actions):
+        lane = RULES[action.kind].lane
+        sender = number[partner_of(action)] if lane is Lane.RECEIVE else node
+        yield made[sender], _BATCHED_PLACE[lane], by_name[action]
+
+
+def _times(graph: Graph, costs: Costs, least_hop: float) -> tuple[list[int], list[int]]:
+    """When each node starts and ends, in ticks. ``least_hop`` is a share of the longest pass."""
+    longest = max(costs.of(action) for action in graph.actions if is_compute(action))
+    costs = replace(costs, hop=max(costs.hop, longest * least_hop))
+    tick = longest / _TICKS or 1.0  # an evaluation's passes may cost nothing
+    starts, ends = [0] * len(graph.actions), [0] * len(graph.actions)
+    for node in graph.order:
+        action = graph.actions[node]
+        ticks = 0 if node in graph.followers else round(costs.of(action) / tick)
+        starts[node] = max((ends[earlier] for earlier in graph.before[node]), default=0)
+        ends[node] = starts[node] + (max(ticks, 1) if is_compute(action) else ticks)
+    return starts, ends
+
+
+def _made(graph: Graph, ends: list[int]) -> list[int]:
+    """For each node, when the last pass of its rank up to it ends."""
+    made, now, rank = [], 0, 0
+    for node, action in enumerate(graph.actions):
+        if graph.ranks[node] != rank:
+            now, rank = 0, graph.ranks[node]
+        if is_compute(action):
+            now = ends[node]
+        made.append(now)
+    return made

@@ -1,0 +1,169 @@
+"""Predict when each action of a program runs."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.kinds import HOST_LANES, RULES, Lane
+from megatron_ext.schedule.program.communication import communicate
+from megatron_ext.schedule.program.graph import Device, Graph, build_graph
+from megatron_ext.schedule.program.verify import Program
+from megatron_ext.schedule.schedule import Problem, Schedule
+from megatron_ext.schedule.timeline import Event, Timeline
+
+_STEPS = 16  # consecutive ones, after the first half of which a step takes what it always will
+_SAME = 1e-9  # of a time, which rounding may add
+
+
+def simulate(program: Program, costs: Costs, device: Device = Device.PARALLEL) -> Timeline:
+    """Start every action as soon as all it waits for on ``device`` has ended (`graph`).
+
+    A message takes ``costs.hop`` from when both ends are ready, a collective from when all ranks
+    are; messages of one channel follow one another. One pass over the actions.
+    """
+    graph = program.graph
+    if device is not Device.PARALLEL:
+        graph = build_graph(program.schedule, program.problem.p2p, device)
+    return _run(graph, program.schedule, costs)
+
+
+def simulate_steps(program: Program, costs: Costs, steps: int) -> tuple[Timeline, ...]:
+    """``steps`` steps, one after the other on one clock.
+
+    With post-validation a rank begins a step when it has ended its own part of the last one;
+    without, all ranks wait for the last of them, as they do around a synchronous optimizer.
+    """
+    return tuple(timeline for timeline, _ in islice(_one_after_the_other(program, costs), steps))
+
+
+def step_seconds(program: Program, costs: Costs) -> float:
+    """What a step costs in the long run: its makespan, and with post-validation its span, about.
+
+    (A rank that idles in the middle of its span may have less to wait for when it begins later.)
+    """
+    if not program.problem.post_validation or program.problem.forward_only:
+        return simulate(program, costs).makespan
+    before = [0.0] * program.problem.ranks
+    ends = []
+    for timeline, free in islice(_one_after_the_other(program, costs), _STEPS):
+        later = [now - then for now, then in zip(free, before, strict=True)]
+        if max(later) - min(later) <= _SAME * max(later):
+            return max(later)  # of each step from now on: all depends on when ranks are free
+        before = free
+        ends.append(max(row[-1].end for row in timeline.compute))
+    half = _STEPS // 2
+    return (ends[-1] - ends[-1 - half]) / half
+
+
+def _one_after_the_other(program: Program, costs: Costs) -> Iterator[tuple[Timeline, list[float]]]:
+    """Steps without end, and when each rank is free for the next."""
+    free = [0.0] * program.problem.ranks
+    while True:
+        timeline = _run(program.graph, program.schedule, costs, free)
+        free = list(free)
+        for event in timeline.events:
+            if RULES[event.action.kind].holds_up:
+                free[event.rank] = max(free[event.rank], event.end)
+        if not program.problem.post_validation:
+            free = [max(free)] * len(free)
+        yield timeline, free
+
+
+def simulate_unproved(schedule: Schedule, problem: Problem) -> Timeline:
+    """The same for a schedule that is still being made, without its messages as it is.
+
+    What waits in a circle starts at 0 and takes no time.
+    """
+    schedule = communicate(schedule, problem)
+    return _run(build_graph(schedule), schedule, problem.costs)
+
+
+def simulate_messages(schedule: Schedule, problem: Problem) -> Timeline:
+    """The same for one that has its messages."""
+    return _run(build_graph(schedule, problem.p2p), schedule, problem.costs)
+
+
+def _run(
+    graph: Graph, schedule: Schedule, costs: Costs, free: Sequence[float] | None = None
+) -> Timeline:
+    """``free``: when each rank begins, if not at 0."""
+    seconds: dict[tuple[int, Kind], float] = {}  # the same for every microbatch
+    lasts = [0.0] * len(graph.actions)
+    for node, action in enumerate(graph.actions):
+        key = action.stage, action.kind
+        if key not in seconds:
+            seconds[key] = costs.of(action)
+        if node not in graph.followers:
+            lasts[node] = seconds[key]
+    links = _links(graph, costs)
+    earliest = [0.0] * len(lasts) if free is None else _earliest(graph, schedule, free)
+    start, end = (
+        _take_turns(graph, lasts, links, earliest) if links else _follow(graph, lasts, earliest)
+    )
+    events = tuple(map(Event, graph.ranks, graph.actions, start, end))
+    return Timeline(schedule, events)
+
+
+def _earliest(graph: Graph, schedule: Schedule, free: Sequence[float]) -> list[float]:
+    """By node, when its rank is ``free``; of a message, when both its ranks are."""
+    times = [free[rank] for rank in graph.ranks]
+    for node, action in enumerate(graph.actions):
+        rule = RULES[action.kind]
+        if rule.is_message:
+            other = schedule.placement.rank_of[action.stage + rule.neighbour]
+            times[node] = max(times[node], free[other])
+        elif rule.lane is Lane.COLLECTIVE:
+            times[node] = max(free)
+    return times
+
+
+def _follow(
+    graph: Graph, lasts: list[float], earliest: list[float]
+) -> tuple[list[float], list[float]]:
+    """Starts and ends of nodes of which none waits but for those before it."""
+    start, end = list(earliest), [0.0] * len(lasts)
+    for node in graph.order:
+        start[node] = max([start[node], *(end[earlier] for earlier in graph.before[node])])
+        end[node] = start[node] + lasts[node]
+    return start, end
+
+
+def _links(graph: Graph, costs: Costs) -> dict[int, object]:
+    """By node of a copy, the link to the host that others use too. Empty if none is shared."""
+    host = costs.host
+    if host is None or not host.is_shared:
+        return {}
+    lanes = ((node, RULES[action.kind].lane) for node, action in enumerate(graph.actions))
+    return {n: host.link(graph.ranks[n], lane) for n, lane in lanes if lane in HOST_LANES}
+
+
+def _take_turns(
+    graph: Graph, lasts: list[float], links: Mapping[int, object], earliest: list[float]
+) -> tuple[list[float], list[float]]:
+    """The same where a copy waits until its link is free: whose turn came first goes first."""
+    start, end = list(earliest), [0.0] * len(lasts)
+    after: list[list[int]] = [[] for _ in lasts]
+    for node, nodes in enumerate(graph.before):
+        for earlier in nodes:
+            after[earlier].append(node)
+    waiting = [len(nodes) for nodes in graph.before]
+    free: dict[object, float] = {}
+    ready = [(start[node], node) for node, count in enumerate(waiting) if not count]
+    heapq.heapify(ready)
+    while ready:
+        _, node = heapq.heappop(ready)
+        link = links.get(node)
+        if link is not None:
+            start[node] = max(start[node], free.get(link, 0.0))
+            free[link] = start[node] + lasts[node]
+        end[node] = start[node] + lasts[node]
+        for later in after[node]:
+            waiting[later] -= 1
+            start[later] = max(start[later], end[node])
+            if not waiting[later]:
+                heapq.heappush(ready, (start[later], later))
+    return start, end

@@ -1,0 +1,365 @@
+"""The proof without which nothing runs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import InitVar, dataclass
+from functools import cached_property
+from typing import NoReturn
+
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.kinds import (
+    FORWARD_ONLY_DUTIES,
+    OPTIONAL_DUTIES,
+    RULES,
+    Duty,
+    Lane,
+    Where,
+)
+from megatron_ext.schedule.program.graph import (
+    Device,
+    Graph,
+    Needs,
+    build_graph,
+    channel_of,
+    has_place,
+    partner_of,
+)
+from megatron_ext.schedule.program.memory import Amount, amount_of, held_during, peaks
+from megatron_ext.schedule.program.speculation import can_be_undone, first_crossing, settles_at
+from megatron_ext.schedule.schedule import (
+    P2P,
+    Offload,
+    Problem,
+    Schedule,
+    VocabularyParallel,
+    is_compute,
+)
+
+_SEAL = object()
+
+_GROUP_OF = {duty: group for group in OPTIONAL_DUTIES for duty in group}
+
+
+class InvalidSchedule(ValueError):
+    """A schedule that must not run. ``actions`` are the first offenders."""
+
+    def __init__(self, message: str, actions: Sequence[Action] = ()) -> None:
+        super().__init__(message)
+        self.actions = tuple(actions)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A proved schedule: what `execute` and `simulate` accept. Only `prove` makes one."""
+
+    schedule: Schedule
+    problem: Problem
+    graph: Graph
+    seal: InitVar[object]  # not kept, or `dataclasses.replace` would take it along
+
+    def __post_init__(self, seal: object) -> None:
+        if seal is not _SEAL:
+            raise TypeError("a Program is made by prove(schedule, problem) and by nothing else")
+
+    @property
+    def text(self) -> str:
+        """All that each rank does, in order, a line a rank: ``0F0,0SEND_F0,0RECV_B0``."""
+        return "".join(f"{','.join(map(str, row))}\n" for row in self.schedule.rows)
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal on two ranks exactly when they hold the same program."""
+        text = f"{self.problem.p2p}\n{self.schedule.placement.rank_of}\n{self.text}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def check_compute(schedule: Schedule, problem: Problem) -> None:
+    """The part of the proof that a schedule without messages can be put to.
+
+    Transforms rely on it: what they are given is complete and in its place.
+
+    Raises:
+        InvalidSchedule: as `prove`.
+    """
+    if schedule.placement.rank_of != problem.placement.rank_of:
+        _reject(
+            schedule,
+            f"it puts stages on ranks {schedule.placement.rank_of}, "
+            f"the problem on {problem.placement.rank_of}",
+        )
+    _check_places(schedule, problem)
+    _check_duties(schedule, problem, {Lane.COMPUTE})
+    _check_needs(schedule)
+
+
+def prove(schedule: Schedule, problem: Problem) -> Program:
+    """Check everything that could go wrong at run time, once, before anything runs.
+
+    Every duty exactly once and on its rank; what an action needs before it; sends and receives
+    matched pairwise in the order of their channel (batched: of their two ranks), collectives in one
+    order on all ranks; no cyclic wait (`graph`), also where everything that a rank has posted holds
+    it up; with post-validation, nothing before the verdict that could not be undone
+    (`speculation`); memory within the limit.
+
+    Args:
+        schedule: with its messages (`transforms.communication`).
+        problem: what it should solve.
+
+    Raises:
+        InvalidSchedule: naming the first offending actions, with the cycle if there is one.
+    """
+    check_compute(schedule, problem)
+    _check_duties(schedule, problem, set(Lane))
+    _check_channels(schedule, problem.p2p)
+    _check_collectives(schedule)
+    if problem.post_validation and not problem.forward_only:
+        _check_speculation(schedule)
+    graph = build_graph(schedule, problem.p2p)
+    _check_acyclic(schedule, problem.p2p, graph)
+    _check_memory(schedule, problem)
+    return Program(schedule, problem, graph, _SEAL)
+
+
+def _check_acyclic(schedule: Schedule, p2p: P2P, graph: Graph) -> None:
+    cycle, where = graph.cycle(), ""
+    # Batched there is nothing more to check: what needs something later of this rank needs a
+    # message of it, and that waits for all batches before it anyway.
+    if not cycle and p2p is P2P.ASYNC:
+        cycle = build_graph(schedule, p2p, Device.ONE_QUEUE).cycle()
+        where = f" on a device where {Device.ONE_QUEUE.value} can hold up what comes next"
+    if not cycle:
+        return
+    path = " waits for ".join(map(str, [*cycle, cycle[0]]))
+    _reject(schedule, f"it would hang{where}: {path}", cycle)
+
+
+def _reject(schedule: Schedule, why: str, actions: Sequence[Action] = ()) -> NoReturn:
+    raise InvalidSchedule(f"schedule {schedule.name} is invalid: {why}", actions)
+
+
+def _check_places(schedule: Schedule, problem: Problem) -> None:
+    placement = schedule.placement
+    if len(schedule.rows) != placement.ranks:
+        _reject(schedule, f"it has {len(schedule.rows)} rows for {placement.ranks} ranks")
+    for rank, row in enumerate(schedule.rows):
+        for action in row:
+            if not 0 <= action.stage < placement.stages:
+                _reject(schedule, f"{action}: stages are 0 to {placement.stages - 1}", [action])
+            if not 0 <= action.microbatch < problem.microbatches:
+                _reject_microbatch(schedule, problem, action, row)
+            home = placement.rank_of[action.stage]
+            if home != rank:
+                _reject(
+                    schedule,
+                    f"{action} is on rank {rank}; stage {action.stage} is on rank {home}",
+                    [action],
+                )
+
+
+def _reject_microbatch(
+    schedule: Schedule, problem: Problem, action: Action, row: Sequence[Action]
+) -> NoReturn:
+    """Name the microbatch that ``action`` seems to stand for, too, if one is missing."""
+    own = [action._replace(microbatch=k) for k in range(problem.microbatches)]
+    missing = [other for other in own if other not in row][:1]
+    but = f", and {missing[0]} is missing" if missing else ""
+    last = problem.microbatches - 1
+    _reject(schedule, f"{action}: microbatches are 0 to {last}{but}", [action, *missing])
+
+
+def _duties(schedule: Schedule, problem: Problem, lanes: set[Lane]) -> dict[int, dict[Duty, Kind]]:
+    """What each stage has to do per microbatch, and by which kind (one in use, if there is one).
+
+    Optional duties are among it.
+    """
+    used = {action.kind for row in schedule.rows for action in row}
+    duties: dict[int, dict[Duty, Kind]] = defaultdict(dict)
+    for stage in range(schedule.placement.stages):
+        for kind in sorted(RULES, key=lambda kind: kind not in used):
+            rule = RULES[kind]
+            if rule.lane not in lanes:
+                continue
+            if not _belongs(kind, stage, problem):
+                continue
+            for duty in rule.covers:
+                duties[stage].setdefault(duty, kind)
+    return duties
+
+
+def _belongs(kind: Kind, stage: int, problem: Problem) -> bool:
+    """Whether ``kind`` is found on ``stage`` in a schedule for ``problem``."""
+    where = RULES[kind].where
+    if where is Where.RANK:
+        if not problem.post_validation or problem.forward_only:
+            return False
+    elif where is not Where.STAGE and problem.vocabulary is VocabularyParallel.NONE:
+        return False
+    if _is_optional(kind) and problem.offload is Offload.NONE:
+        return False
+    return has_place(kind, stage, problem.placement, problem.forward_only)
+
+
+def _is_optional(kind: Kind) -> bool:
+    return not _GROUP_OF.keys().isdisjoint(RULES[kind].covers)
+
+
+def _why_not(kind: Kind, problem: Problem) -> str:
+    rule = RULES[kind]
+    if _is_optional(kind):
+        return "offloads, and the problem does not"
+    if rule.where is Where.RANK and not problem.post_validation:
+        return "validates afterwards, and the problem does not"
+    if problem.forward_only and not FORWARD_ONLY_DUTIES.issuperset(rule.covers):
+        return "has no place in an evaluation"
+    if rule.neighbour:
+        return "has no other rank to talk to"
+    if problem.vocabulary is VocabularyParallel.NONE:
+        return "is vocabulary parallel, and the problem is not"
+    return f"is on a stage that is not {rule.where.value}"
+
+
+def _check_duties(schedule: Schedule, problem: Problem, lanes: set[Lane]) -> None:
+    # Per stage and duty, a flag for each microbatch; and those that a kind sets on a stage.
+    done: dict[tuple[int, Duty], bytearray] = defaultdict(lambda: bytearray(problem.microbatches))
+    sets: dict[tuple[int, Kind], list[tuple[Duty, bytearray]]] = {}
+    for row in schedule.rows:
+        for action in row:
+            stage, kind, microbatch = action
+            if (stage, kind) not in sets:
+                rule = RULES[kind]
+                if not _belongs(kind, stage, problem):
+                    _reject(schedule, f"{action} {_why_not(kind, problem)}", [action])
+                sets[stage, kind] = [(duty, done[stage, duty]) for duty in rule.covers]
+            for duty, flags in sets[stage, kind]:
+                if flags[microbatch]:
+                    _reject(schedule, f"{action} does the {duty.value} a second time", [action])
+                flags[microbatch] = 1
+    for stage, duties in _duties(schedule, problem, lanes).items():
+        if all(all(done[stage, duty]) for duty in duties):
+            continue
+        for microbatch in range(problem.microbatches):
+            for duty, kind in duties.items():
+                if done[stage, duty][microbatch]:
+                    continue
+                if microbatch > 0 and RULES[kind].where is Where.RANK:
+                    continue  # once a step
+                group = _GROUP_OF.get(duty)
+                if group is not None and not any(done[stage, d][microbatch] for d in group):
+                    continue
+                action = Action(stage, kind, microbatch)
+                rank = schedule.placement.rank_of[stage]
+                _reject(
+                    schedule,
+                    f"{action} is missing on rank {rank}: nothing does the {duty.value}",
+                    [action],
+                )
+
+
+def _check_needs(schedule: Schedule) -> None:
+    for row in schedule.rows:
+        position: dict[tuple[int, Kind, int], int] = {a: index for index, a in enumerate(row)}
+        wanted = Needs(schedule.placement)
+        for index, action in enumerate(row):
+            for stage, kind in wanted[action.stage, action.kind]:
+                if position.get((stage, kind, action.microbatch), -1) > index:
+                    late = Action(stage, kind, action.microbatch)
+                    _reject(
+                        schedule, f"{action} comes before {late}, which it needs", [action, late]
+                    )
+
+
+def _check_channels(schedule: Schedule, p2p: P2P) -> None:
+    # On one communicator activations and gradients from one rank to another go one way.
+    ends = 2 if p2p is P2P.BATCHED else 3
+    sent: dict[tuple[object, ...], list[Action]] = defaultdict(list)
+    received: dict[tuple[object, ...], list[Action]] = defaultdict(list)
+    for row in schedule.rows:
+        for action in row:
+            rule = RULES[action.kind]
+            if rule.is_message:
+                lane = sent if rule.lane is Lane.SEND else received
+                lane[channel_of(action, schedule.placement)[:ends]].append(action)
+    for way, sends in sent.items():
+        for send, receive in zip(sends, received[way], strict=True):
+            if partner_of(send) != receive:
+                _reject(
+                    schedule,
+                    f"messages cross from rank {way[0]} to rank {way[1]}: "
+                    f"{send} would meet {receive}, not {partner_of(send)}",
+                    [send, receive],
+                )
+
+
+def _check_collectives(schedule: Schedule) -> None:
+    """Each kind has a communicator of its own, on which every rank must call in one order."""
+    called: list[dict[Kind, list[Action]]] = [defaultdict(list) for _ in schedule.rows]
+    for row, calls in zip(schedule.rows, called, strict=True):
+        for action in row:
+            if RULES[action.kind].lane is Lane.COLLECTIVE:
+                calls[action.kind].append(action)
+    for rank, calls in enumerate(called):
+        for kind, actions in calls.items():
+            for first, other in zip(called[0][kind], actions, strict=True):
+                if first.microbatch != other.microbatch:
+                    _reject(
+                        schedule,
+                        f"collectives cross: {first} of rank 0 would meet {other} of rank {rank}",
+                        [first, other],
+                    )
+
+
+def _check_speculation(schedule: Schedule) -> None:
+    """What comes before a rank's verdict can be undone, on all ranks together; what its optimizer
+    steps on is complete."""
+    placement = schedule.placement
+    for row in schedule.rows:
+        settles = settles_at(row)
+        lasting = [a for a in row[:settles] if not can_be_undone(a, placement)]
+        if lasting:
+            _reject(
+                schedule,
+                f"{lasting[0]} cannot be undone, and comes before the verdict on the last step",
+                lasting[:1],
+            )
+        steps = next(at for at, action in enumerate(row) if action.kind is Kind.STEP)
+        late = [action for action in row[steps:] if is_compute(action)]
+        if late:
+            _reject(schedule, f"{row[steps]} comes before {late[0]}", [row[steps], late[0]])
+    crossing = first_crossing(schedule.rows)
+    if crossing is not None:
+        _reject(
+            schedule,
+            f"{crossing[0]} comes before the verdict on the last step, and {crossing[1]} after it",
+            crossing,
+        )
+
+
+def _check_memory(schedule: Schedule, problem: Problem) -> None:
+    limit = problem.memory_limit
+    if limit is None or problem.forward_only:
+        return
+    amount, allowed = amount_of(limit, schedule, problem.costs)
+    unit = "bytes" if limit.microbatches is None else "microbatches"
+    held = peaks(schedule, amount)
+    for rank, peak in enumerate(held):
+        if peak > allowed * (1 + 1e-9):
+            row = schedule.rows[rank]
+            held_by = zip(row, held_during(row, amount), strict=True)
+            over = [action for action, now in held_by if now > allowed * (1 + 1e-9)]
+            first = next((action for action in over if _takes(action, amount)), over[0])
+            _reject(
+                schedule,
+                f"{first} brings rank {rank} over the memory limit of {limit}: the schedule's "
+                f"peak there is {peak:.6g} {unit}; the least feasible limit for it is "
+                f"{limit.at_least(max(held))}",
+                [first],
+            )
+
+
+def _takes(action: Action, amount: Amount) -> bool:
+    return is_compute(action) or any(
+        amount(held, action.stage) for held in RULES[action.kind].acquires
+    )

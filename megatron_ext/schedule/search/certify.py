@@ -1,0 +1,166 @@
+"""How far a schedule is from the best there can be: analytic bounds, then CP-SAT.
+
+The model is the simulator's, without the order of messages on a channel (which can only make the
+bound lower): passes of a rank do not overlap, what a pass needs has ended a hop earlier, a rank
+holds no more than the limit between F and W. Microbatch order costs nothing (`bounds`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from megatron_ext.schedule.action import Action
+from megatron_ext.schedule.kinds import RULES, Duty
+from megatron_ext.schedule.program.graph import needed, partner_of
+from megatron_ext.schedule.program.simulate import simulate
+from megatron_ext.schedule.program.verify import Program
+from megatron_ext.schedule.schedule import Offload, VocabularyParallel
+from megatron_ext.schedule.search.bounds import lower_bound
+
+TICKS = 100_000  # of the makespan, in which CP-SAT counts where costs have no common unit
+_TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """``lower_bound`` holds for every schedule of the placement within the memory limit (whose
+    backward is whole, if the schedule's is)."""
+
+    makespan: float
+    lower_bound: float
+
+    @property
+    def gap(self) -> float:
+        """What the bound leaves open, as a share of the makespan."""
+        return max(0.0, 1 - self.lower_bound / self.makespan)
+
+    @property
+    def optimal(self) -> bool:
+        """Proved: no schedule of this placement within the limit is shorter."""
+        return self.lower_bound >= self.makespan * (1 - _TOLERANCE)
+
+
+def certify(program: Program, seconds: float) -> Certificate:
+    """Bound the makespan from below; search for at most ``seconds`` if analysis leaves a gap.
+
+    Raises:
+        ValueError: the program is vocabulary parallel or offloads, or OR-tools is needed and not
+            installed.
+    """
+    problem = program.problem
+    if problem.vocabulary is not VocabularyParallel.NONE:
+        raise ValueError(
+            f"--certify knows no bound with vocabulary parallelism {problem.vocabulary}: leave one "
+            f"of them out"
+        )
+    if problem.offload is not Offload.NONE:
+        raise ValueError(
+            f"--certify knows no bound with offload {problem.offload}: leave one of them out"
+        )
+    splits = any(
+        RULES[a.kind].covers == (Duty.WEIGHT_GRADIENT,)
+        for row in program.schedule.rows
+        for a in row
+    )
+    makespan = simulate(program, problem.costs).makespan
+    certificate = Certificate(makespan, lower_bound(problem, splits))
+    if certificate.optimal:
+        return certificate
+    return Certificate(makespan, max(certificate.lower_bound, _search(program, makespan, seconds)))
+
+
+def _search(program: Program, makespan: float, seconds: float) -> float:
+    """CP-SAT's bound, in the unit of the costs. No duration is rounded up, so it holds."""
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError:
+        raise ValueError(
+            "--certify needs OR-tools here: pip install 'megatron_ext[certify]'"
+        ) from None
+    costs = program.problem.costs
+    tick = _tick([costs.hop, *(costs.of(a) for a in program.graph.actions)], makespan)
+    horizon = round(makespan / tick)
+    model: Any = cp_model.CpModel()
+    starts: dict[Action, Any] = {}
+    ends: dict[Action, Any] = {}
+    timeline = simulate(program, costs)
+    for rank, row in enumerate(program.schedule.compute_rows):
+        intervals = []
+        for action, event in zip(row, timeline.compute[rank], strict=True):
+            ticks = _ticks(costs.of(action), tick)
+            starts[action] = model.new_int_var(0, horizon, "")
+            ends[action] = starts[action] + ticks
+            intervals.append(model.new_fixed_size_interval_var(starts[action], ticks, ""))
+            model.add_hint(starts[action], _ticks(event.start, tick))
+        model.add_no_overlap(intervals)
+    for action in starts:
+        for needed_action, is_remote in _producers(action, program, starts):
+            hop = _ticks(costs.hop, tick) if is_remote else 0
+            model.add(starts[action] >= ends[needed_action] + hop)
+        following = action._replace(microbatch=action.microbatch + 1)
+        if following in starts:
+            model.add(starts[following] >= ends[action])
+    _add_memory_limit(model, program, starts, ends, horizon)
+    end = model.new_int_var(0, horizon, "makespan")
+    for action in ends:
+        model.add(ends[action] <= end)
+    model.minimize(end)
+    solver: Any = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = seconds
+    solver.solve(model)
+    return float(solver.best_objective_bound) * tick
+
+
+def _producers(
+    action: Action, program: Program, passes: Container[Action]
+) -> Iterator[tuple[Action, bool]]:
+    """The passes whose results ``action`` uses, and whether they come from another rank."""
+    placement = program.schedule.placement
+    for _, choices in needed(action, placement):
+        for choice in choices:
+            if choice in passes:
+                yield choice, False
+            elif RULES[choice.kind].is_message:
+                for _, senders in needed(partner_of(choice), placement):
+                    yield from ((sender, True) for sender in senders if sender in passes)
+
+
+def _tick(figures: list[float], makespan: float) -> float:
+    """The largest unit that all ``figures`` are multiples of; a small one if that is too fine."""
+    fractions = [Fraction(figure).limit_denominator(1000) for figure in set(figures) if figure]
+    whole = math.lcm(*(fraction.denominator for fraction in fractions))
+    unit = math.gcd(*(int(fraction * whole) for fraction in fractions)) / whole
+    exact = all(abs(figure - round(figure / unit) * unit) <= 1e-9 * unit for figure in figures)
+    return unit if exact and makespan / unit <= 10 * TICKS else makespan / TICKS
+
+
+def _ticks(figure: float, tick: float) -> int:
+    """``figure`` in ticks, rounded down; what is a multiple but for rounding stays one."""
+    return int(figure / tick + 1e-6)
+
+
+def _add_memory_limit(model: Any, program: Program, starts: Any, ends: Any, horizon: int) -> None:
+    """A chunk counts 1/v of a microbatch from the start of its F to the end of its W or B."""
+    limit = program.problem.memory_limit
+    if limit is None or limit.microbatches is None:
+        return
+    placement = program.schedule.placement
+    for row in program.schedule.compute_rows:
+        first = [a for a in row if Duty.FORWARD in RULES[a.kind].covers]
+        last = {
+            (a.stage, a.microbatch): a for a in row if Duty.WEIGHT_GRADIENT in RULES[a.kind].covers
+        }
+        held = [
+            model.new_interval_var(
+                starts[f],
+                model.new_int_var(0, horizon, ""),
+                ends[last[f.stage, f.microbatch]],
+                "",
+            )
+            for f in first
+        ]
+        model.add_cumulative(held, [1] * len(held), int(limit.microbatches * placement.chunks))

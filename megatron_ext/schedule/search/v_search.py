@@ -1,0 +1,230 @@
+"""Search for the V schedule of least makespan, or where steps overlap of least span: many plans,
+the best of them improved.
+
+A plan (`justify`) that repeats one microbatch's way down and up the V at a fixed period becomes a
+good schedule once it is packed from both sides: warm-up, steady state, cool-down and the places of
+W need no rules of their own. Which period, and how much a backward pass counts against a forward
+pass in the plan's order, depends on costs and memory, so a grid of both is tried. The best is then
+improved step by step: shift some passes in its own start times at random, pack again, keep what is
+not worse (late acceptance, Burke and Bykov 2017: not worse than twenty steps ago will do, which
+leads out of plateaus).
+
+The effort is counted in passes packed, never in seconds, and the dice have a fixed seed: every rank
+and every run finds the same schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from random import Random
+
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.kinds import Duty, Held
+from megatron_ext.schedule.schedule import Problem
+from megatron_ext.schedule.search.justify import (
+    F_INNER,
+    F_OUTER,
+    I_INNER,
+    I_OUTER,
+    LANES,
+    W_INNER,
+    W_OUTER,
+    Shop,
+    Starts,
+    justify,
+    lane_of,
+)
+from megatron_ext.schedule.timeline import Timeline
+
+PASSES = 33_000  # packed in improving the best, about, times the square of the ranks
+_LEAST_PASSES, _MOST_PASSES = 1_500_000, 10_000_000
+_PERIODS = (0.35, 0.42, 0.5, 0.57, 0.65, 0.73, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0)
+_WEIGHTS = (1.0, 0.55, 0.75, 1.35, 1.8)
+_PROMISING = 8  # plans that are packed more than once
+_ROUNDS = 5
+_STEPS = 100  # at least
+_MEMORY = 20  # steps
+_RESULTS = 4
+
+
+def shop_of(
+    problem: Problem, amounts: dict[Held, tuple[float, ...]], limit: float
+) -> tuple[Shop, float]:
+    """``problem`` in units of a rank's work for one microbatch, and that work in seconds."""
+    seconds, ranks = problem.costs.seconds, problem.ranks
+    stages = 2 * ranks
+    work = sum(sum(seconds[duty]) for duty in _DUTIES.values()) / ranks
+    durations = [0.0] * (LANES * ranks)
+    gain = [0.0] * (LANES * ranks)
+    nexts: list[list[tuple[int, float]]] = [[] for _ in durations]
+    waits_for = [1] * len(durations)
+    waits_for[lane_of(0, Kind.FORWARD, ranks)] = 0
+
+    def hop(stage: int, other: int) -> float:
+        here, there = problem.placement.rank_of[stage], problem.placement.rank_of[other]
+        return problem.costs.hop / work if here != there else 0.0
+
+    for stage in range(stages):
+        forward, backward, weight = (lane_of(stage, kind, ranks) for kind in _DUTIES)
+        for kind, duty in _DUTIES.items():
+            # A pass that costs nothing still has its place in the order.
+            durations[lane_of(stage, kind, ranks)] = max(seconds[duty][stage] / work, 1e-6)
+        activation, rest = amounts[Held.ACTIVATION][stage], amounts[Held.WEIGHT_INPUTS][stage]
+        gain[forward], gain[backward], gain[weight] = activation, rest - activation, -rest
+        nexts[backward].append((weight, 0.0))
+        if stage + 1 < stages:
+            after = lane_of(stage + 1, Kind.FORWARD, ranks)
+            nexts[forward].append((after, hop(stage, stage + 1)))
+            before = lane_of(stage + 1, Kind.BACKWARD_INPUT, ranks)
+            nexts[before].append((backward, hop(stage + 1, stage)))
+        else:
+            nexts[forward].append((backward, 0.0))
+    most = list(map(max, amounts[Held.ACTIVATION], amounts[Held.WEIGHT_INPUTS]))
+    shop = Shop(
+        problem.microbatches,
+        tuple(durations),
+        tuple(map(tuple, nexts)),
+        tuple(waits_for),
+        tuple(gain),
+        limit,
+        F_OUTER,
+        F_INNER,
+        tuple((most[ranks - 1 - rank], most[ranks + rank]) for rank in range(ranks)),
+        heads=(0.0,) * ranks,
+        tails=_tails(problem, work) if problem.post_validation else (0.0,) * ranks,
+    )
+    return shop, work
+
+
+def _tails(problem: Problem, work: float) -> tuple[float, ...]:
+    """How much sooner than the last each rank can begin, and so has to end, for steps to overlap.
+
+    The largest end with its tail is then the largest own time, but for a constant.
+    """
+    before = [0.0]  # each rank's first F, in the order of the stages
+    for forward in problem.costs.seconds[Duty.FORWARD][: problem.ranks - 1]:
+        before.append(before[-1] + (forward + problem.costs.hop) / work)
+    return tuple(before[-1] - start for start in reversed(before))
+
+
+_DUTIES = {
+    Kind.FORWARD: Duty.FORWARD,
+    Kind.BACKWARD_INPUT: Duty.INPUT_GRADIENT,
+    Kind.BACKWARD_WEIGHT: Duty.WEIGHT_GRADIENT,
+}
+
+
+def plan_of(timeline: Timeline, work: float) -> Starts:
+    """The plan that a schedule amounts to; a whole backward is I, then W."""
+    placement, starts = timeline.schedule.placement, {}
+    for row in timeline.compute:
+        for event in row:
+            stage, kind, k = event.action
+            if kind is Kind.FULL_BACKWARD:
+                starts[stage, Kind.BACKWARD_INPUT, k] = event.start
+                starts[stage, Kind.BACKWARD_WEIGHT, k] = (event.start + event.end) / 2
+            else:
+                starts[stage, kind, k] = event.start
+    m = max(k for _, _, k in starts) + 1
+    plan = [[0.0] * m for _ in range(LANES * placement.ranks)]
+    for (stage, kind, k), start in starts.items():
+        plan[lane_of(stage, kind, placement.ranks)][k] = start / work
+    return plan
+
+
+def _periodic_plans(shop: Shop) -> Iterator[Starts]:
+    """One microbatch's way through the V, repeated."""
+    for weight in _WEIGHTS:
+        offset, time = [0.0] * len(shop.seconds), 0.0
+        lane: int | None = shop.waits_for.index(0)
+        while lane is not None:
+            backward = lane % LANES in (I_INNER, I_OUTER)
+            offset[lane] = time
+            chain = None
+            time += shop.seconds[lane] * (weight if backward else 1)
+            for follower, after in shop.nexts[lane]:
+                if follower % LANES in (W_INNER, W_OUTER):
+                    offset[follower] = time
+                else:
+                    chain = follower
+                    time += after * (weight if backward else 1)
+            lane = chain
+        for period in _PERIODS:
+            yield [[start + k * period for k in range(shop.microbatches)] for start in offset]
+
+
+def search(
+    shop: Shop, known: Sequence[Starts], least: float = 0.0, passes: int | None = None
+) -> list[Starts]:
+    """The starts of the best schedules found, best first; none if memory got stuck in all of them.
+
+    Several, because messages may cost one of them more than another, which is not looked at here.
+
+    Args:
+        known: plans of schedules that are known to be good.
+        least: a makespan that none can be below; who has found it need not go on.
+        passes: how many to pack in improving the best, about; by default so many that sixteen
+            ranks and 64 microbatches take less than a minute.
+    """
+    mirrored = shop.mirrored()
+    plans = (*known, *_periodic_plans(shop))
+    packed = [justify(shop, mirrored, plan, rounds=1) for plan in plans]
+    promising = sorted((one for one in packed if one is not None), key=_makespan)[:_PROMISING]
+    again = [justify(shop, mirrored, one[1], _ROUNDS) or one for one in promising]
+    found = sorted(again, key=_makespan)[:_RESULTS]
+    if not found:
+        return []
+    if passes is None:
+        passes = PASSES * len(shop.room) ** 2
+        passes = min(max(passes, _LEAST_PASSES), _MOST_PASSES)
+    random = Random(0)
+    current, recent = found[0], [found[0][0]] * _MEMORY
+    steps = max(passes // (2 * len(shop.seconds) * shop.microbatches), _STEPS)
+    for step in range(steps):
+        if found[0][0] <= least:
+            break
+        new = justify(shop, mirrored, _shifted(current, random), rounds=1)
+        slot = step % _MEMORY
+        if new is not None and new[0] <= max(current[0], recent[slot]):
+            current = new
+        recent[slot] = current[0]
+        if current[0] < found[0][0]:
+            found = [current, *found[: _RESULTS - 1]]
+    return [starts for _, starts in found]
+
+
+def _makespan(found: tuple[float, Starts]) -> float:
+    return found[0]
+
+
+def _shifted(found: tuple[float, Starts], random: Random) -> Starts:
+    """Start times with some of them moved: all passes of a time or of a microbatch, or a run of
+    microbatches on one lane or on one lane of every rank."""
+    makespan, starts = found
+    plan = [list(row) for row in starts]
+    m, lanes = len(plan[0]), len(plan)
+    far = random.choice((0.1, 0.2, 0.4, 0.8))
+    what = random.random()
+    if what < 0.35:
+        opens = random.uniform(-0.1, 1) * makespan
+        closes = opens + random.choice((0.1, 0.2, 0.4)) * makespan
+        for row in plan:
+            for k, start in enumerate(row):
+                if opens < start < closes:
+                    row[k] += random.uniform(-far, far)
+    elif what < 0.8:
+        some = (
+            [random.randrange(lanes) for _ in range(random.choice((1, 2, 4)))]
+            if what < 0.6
+            else range(random.randrange(LANES), lanes, LANES)
+        )
+        first, length = random.randrange(m), random.choice((1, 2, 4, 8, m))
+        shift = random.uniform(-2 * far, 2 * far)
+        for lane in some:
+            for k in range(first, min(first + length, m)):
+                plan[lane][k] += shift
+    else:
+        k, shift = random.randrange(m), random.uniform(-2 * far, 2 * far)
+        for row in plan:
+            row[k] += shift
+    return plan

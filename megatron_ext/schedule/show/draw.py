@@ -1,0 +1,309 @@
+"""Pictures: timelines (ranks as rows, kinds by colour, bubbles shaded, memory), plans, bars."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.kinds import RULES, Lane
+from megatron_ext.schedule.plan.choose import Candidate, Plan, Way
+from megatron_ext.schedule.program.memory import in_microbatches, memory_curve
+from megatron_ext.schedule.show.svg import save
+from megatron_ext.schedule.timeline import Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's palette (2008): told apart with any colour vision.
+COLOURS = {
+    Kind.FORWARD: "#56B4E9",
+    Kind.BACKWARD_INPUT: "#E69F00",
+    Kind.BACKWARD_WEIGHT: "#009E73",
+    Kind.FULL_BACKWARD: "#F0A860",
+    Kind.LOGITS: "#CC79A7",
+    Kind.LOGITS_INPUT: "#D55E00",
+    Kind.LOGITS_WEIGHT: "#0072B2",
+    Kind.LOSS: "#000000",
+    Kind.EMBEDDING: "#F0E442",
+    Kind.EMBEDDING_WEIGHT: "#A6A044",
+}
+NAMES = {
+    Kind.FORWARD: "F  forward",
+    Kind.BACKWARD_INPUT: "I  input gradient",
+    Kind.BACKWARD_WEIGHT: "W  weight gradient",
+    Kind.FULL_BACKWARD: "B  backward (I and W)",
+    Kind.LOGITS: "S  logits of a shard",
+    Kind.LOGITS_INPUT: "SI  their input gradient",
+    Kind.LOGITS_WEIGHT: "SW  their weight gradient",
+    Kind.LOSS: "L  loss",
+    Kind.EMBEDDING: "E  embedding shard",
+    Kind.EMBEDDING_WEIGHT: "EW  its gradient",
+}
+MARKS = {Kind.STEP: ("v", "optimizer step"), Kind.SETTLE: ("o", "verdict on the last step")}
+PALER = 0.45
+assert COLOURS.keys() == {kind for kind, rule in RULES.items() if rule.lane is Lane.COMPUTE}
+BUBBLE = "#E8E8E8"
+
+WIDTH = 12  # of the timelines' figure, in inches
+LABEL = 7  # of a pass, in points
+
+Pair = tuple[float, float]
+Box = tuple[int, float, float]  # rank, from when and till when
+
+
+def draw(timelines: Sequence[Timeline], path: Path) -> None:
+    """Write ``timelines`` one above the other, on one time axis, as SVG or PNG by ``path``'s name.
+
+    Later chunks of a rank are drawn hatched. Beneath each, the microbatches a rank holds.
+
+    Raises:
+        ValueError: another file type, or matplotlib is not installed.
+    """
+    draw_steps([[timeline] for timeline in timelines], path)
+
+
+def draw_steps(runs: Sequence[Sequence[Timeline]], path: Path) -> None:
+    """`draw` of ``runs``, each of one or more consecutive steps: every second step is paler, and
+    the optimizer's steps and the waits for their verdicts are marked.
+    """
+    heights = [size for run in runs for size in (len(run[0].compute) * 0.38 + 0.3, 1.1)]
+    figure = _figure(path, width=WIDTH, height=sum(heights) + 1.1)
+    axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    longest = max(_length(run) for run in runs)
+    readable = LABEL / (72 * WIDTH) * longest
+    for index, run in enumerate(runs):
+        _draw_passes(axes[2 * index], run, readable)
+        _draw_memory(axes[2 * index + 1], run)
+    axes[-1].set_xlim(0, longest)
+    axes[-1].set_xlabel("time")
+    events = [event for run in runs for timeline in run for event in timeline.events]
+    used = {e.action.kind for e in events if e.end > e.start or e.action.kind in MARKS}
+    figure.legend(handles=_legend(used), loc="outside lower center", ncols=5, frameon=False)
+    save(figure, path)
+
+
+def draw_plan(plan: Plan, path: Path) -> None:
+    """Write step time against memory of the schedules of ``plan``, each with what is best done
+    about the vocabulary, and the Pareto front of all.
+
+    Raises:
+        ValueError: as `draw`.
+    """
+    figure = _figure(path, width=8, height=5)
+    axes = figure.subplots()
+    in_bytes = any(candidate.fullest is not None for candidate in plan.candidates)
+    unit = 2**30 if in_bytes else 1
+    shown = dict.fromkeys((*plan.best_of_each, *plan.front))
+    points = {candidate: (candidate.holds / unit, candidate.step) for candidate in shown}
+    for way in plan.ways:
+        marker, label = _WAYS[way]
+        of_way = [candidate for candidate in points if candidate.way is way]
+        if not of_way:
+            continue
+        axes.scatter(
+            *np.transpose([points[candidate] for candidate in of_way]),
+            marker=marker,
+            label=label,
+            color=["#D55E00" if candidate in plan.front else "#999999" for candidate in of_way],
+            clip_on=False,
+        )
+    for point, names in _labels(points).items():
+        axes.annotate(names, point, xytext=(5, 4), textcoords="offset points", size=8)
+    if len(plan.ways) > 1:
+        axes.legend(frameon=False)
+    front = plan.front[::-1]
+    axes.step(
+        [candidate.holds / unit for candidate in front],
+        [candidate.step for candidate in front],
+        where="post",
+        color="#D55E00",
+        linewidth=1,
+        clip_on=False,
+    )
+    axes.set_xlabel(
+        "memory of the fullest rank, GiB" if in_bytes else "peak activation, microbatches of a rank"
+    )
+    overlap = any(candidate.overlaps for candidate in plan.candidates)
+    axes.set_ylabel("what a step costs" if overlap else "makespan of a step")
+    axes.spines[["top", "right"]].set_visible(False)
+    save(figure, path)
+
+
+# How a plan's points are drawn, and what the legend says.
+_WAYS = {
+    Way.NAIVE: ("o", "output layer on its stage"),
+    Way.REDISTRIBUTED: ("s", "layers moved away from it"),
+    Way.ONE: ("^", "vocabulary parallelism 1"),
+    Way.TWO: ("v", "vocabulary parallelism 2"),
+}
+
+
+def _labels(points: dict[Candidate, Pair]) -> dict[Pair, str]:
+    """What to write at the last of the points that are too close for a label each."""
+    if not points:
+        return {}
+    memory, steps = zip(*points.values(), strict=True)
+    width = 0.06 * (max(memory) - min(memory))
+    height = 0.03 * (max(steps) - min(steps))
+
+    def close(one: Candidate, other: Candidate) -> bool:
+        (x, y), (others_x, others_y) = points[one], points[other]
+        return abs(x - others_x) <= width and abs(y - others_y) <= height
+
+    groups: list[list[Candidate]] = []
+    for candidate in sorted(points, key=points.__getitem__):
+        group = next((group for group in groups if any(close(candidate, c) for c in group)), None)
+        if group is None:
+            groups.append([candidate])
+        else:
+            group.append(candidate)
+    return {
+        points[group[-1]]: ", ".join(dict.fromkeys(each.schedule for each in group))
+        for group in groups
+    }
+
+
+def draw_bars(names: Sequence[str], ideal_and_measured: Sequence[Pair], path: Path) -> None:
+    """Write a bar of measured seconds for each of ``names``, and how long the ideal step is.
+
+    Raises:
+        ValueError: as `draw`.
+    """
+    figure = _figure(path, width=8, height=0.3 * len(names) + 1)
+    axes = figure.subplots()
+    places = range(len(names))
+    ideal, measured = zip(*ideal_and_measured, strict=True)
+    axes.barh(places, measured, color="#E69F00", label="measured", clip_on=False)
+    axes.barh(places, ideal, color="#56B4E9", label="ideal", clip_on=False)
+    axes.set_yticks(places, names)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds of a step")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    save(figure, path)
+
+
+def _figure(path: Path, width: float, height: float) -> Figure:
+    if path.suffix not in (".svg", ".png"):
+        raise ValueError(f"{path}: pictures are written as .svg or .png")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError(
+            "pictures need matplotlib: pip install 'megatron_ext[plot]', or leave --plot out"
+        ) from None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _length(run: Sequence[Timeline]) -> float:
+    return max(row[-1].end for row in run[-1].compute if row) - run[0].start
+
+
+def _draw_passes(axes: Axes, run: Sequence[Timeline], readable: float) -> None:
+    """Passes as boxes, one shape a kind; ``readable``: what a digit in a box takes of the time."""
+    schedule, first = run[0].schedule, run[0].start
+    chunk = {s: c for stages in schedule.placement.stages_of for c, s in enumerate(stages)}
+    digits = len(str(max(event.action.microbatch for event in run[0].events)))
+    boxes: dict[tuple[Kind, bool, bool], list[Box]] = defaultdict(list)
+    marks: dict[Kind, list[Pair]] = defaultdict(list)
+    for number, timeline in enumerate(run):
+        for event in timeline.events:
+            kind, start, end = event.action.kind, event.start - first, event.end - first
+            if kind in MARKS:
+                marks[kind].append((end, event.rank - 0.43))
+            if kind not in COLOURS or start == end:
+                continue  # an edge without an inside
+            in_later_chunk = bool(chunk[event.action.stage] % 2)
+            boxes[kind, bool(number % 2), in_later_chunk].append((event.rank, start, end))
+            if end - start >= digits * readable:
+                axes.text(
+                    (start + end) / 2,
+                    event.rank,
+                    str(event.action.microbatch),
+                    ha="center",
+                    va="center",
+                    fontsize=LABEL,
+                )
+    whole = [(rank, 0, _length(run)) for rank in range(len(schedule.rows))]
+    _add_boxes(axes, whole, facecolor=BUBBLE, edgecolor="none")
+    for (kind, in_later_step, in_later_chunk), places in boxes.items():
+        _add_boxes(
+            axes,
+            places,
+            facecolor=COLOURS[kind],
+            alpha=PALER if in_later_step else None,
+            edgecolor="white",
+            linewidth=0.6,
+            hatch="///" if in_later_chunk else None,
+        )
+    for kind, points in marks.items():
+        marker = MARKS[kind][0]
+        axes.plot(*np.transpose(points), marker, color="black", markersize=4, clip_on=False)
+    axes.set_yticks(range(len(schedule.rows)), [f"rank {r}" for r in range(len(schedule.rows))])
+    axes.set_ylim(len(schedule.rows) - 0.5, -0.5)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    peak = max(max(memory_curve(row, in_microbatches(schedule))) for row in schedule.rows)
+    figure = f"bubble {run[0].bubble_share_makespan:.1%} of the makespan"
+    if len(run) > 1:
+        apart = (_length(run) - _length(run[:1])) / (len(run) - 1)
+        figure = f"{len(run)} steps, one every {apart:.4g}"
+        if any(event.action.kind is Kind.STEP for event in run[0].events):
+            figure = f"post-validation, {figure}"
+    axes.set_title(
+        f"{schedule.name}: {figure}, peak {peak:g} microbatches", loc="left", fontsize=10
+    )
+
+
+def _add_boxes(axes: Axes, boxes: Sequence[Box], **look: Any) -> None:
+    """``boxes`` as one shape."""
+    import matplotlib
+    from matplotlib import patches, path
+
+    corners = [
+        [(start, rank - 0.43), (end, rank - 0.43), (end, rank + 0.43), (start, rank + 0.43)]
+        for rank, start, end in boxes
+    ]
+    shape = path.Path.make_compound_path_from_polys(np.array(corners))
+    with matplotlib.rc_context({"hatch.linewidth": 0.5}):  # numbers stand on it
+        axes.add_patch(patches.PathPatch(shape, clip_on=False, **look))
+
+
+def _draw_memory(axes: Axes, run: Sequence[Timeline]) -> None:
+    schedule, first = run[0].schedule, run[0].start
+    curves = [memory_curve(row, in_microbatches(schedule)) for row in schedule.rows]
+    for rank, curve in enumerate(curves):
+        times, held = [], []
+        for row in (timeline.compute[rank] for timeline in run):
+            times += [event.start - first for event in row] + [row[-1].end - first]
+            held += [*curve, 0]
+        axes.step(
+            times,
+            held,
+            where="post",
+            linewidth=1,
+            color=str(0.7 * rank / max(len(curves) - 1, 1)),
+            clip_on=False,
+        )
+    axes.set_ylabel("microbatches\nheld", fontsize=8)
+    axes.set_ylim(0, None)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _legend(used: set[Kind]) -> list[Any]:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    kinds = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in COLOURS if kind in used]
+    marks = [
+        Line2D([], [], marker=marker, label=label, color="black", linestyle="none", markersize=4)
+        for kind, (marker, label) in MARKS.items()
+        if kind in used
+    ]
+    return [*kinds, Patch(color=BUBBLE, label="bubble"), *marks]

@@ -1,0 +1,95 @@
+"""Run the passes of a schedule again with other durations: what a step would have taken, if."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_ext.schedule.action import Action
+from megatron_ext.schedule.kinds import RULES, Lane
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.program.graph import needed, partner_of
+from megatron_ext.schedule.schedule import Schedule, is_compute
+from megatron_ext.schedule.timeline import Event, Timeline
+
+Seconds = Callable[[Action], float]
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The passes of ``schedule`` and what each waits for. Messages are no actions here: they take
+    no time, or what is given as a pass's delay."""
+
+    schedule: Schedule
+
+    @cached_property
+    def inputs(self) -> dict[Action, tuple[Action, ...]]:
+        """By pass, the passes that make what it needs."""
+        rows = self.schedule.compute_rows
+        passes = {action for row in rows for action in row}
+        placement = self.schedule.placement
+        return {a: tuple(m for m in _makers(a, placement) if m in passes) for a in passes}
+
+    @cached_property
+    def order(self) -> tuple[tuple[int, Action], ...]:
+        """The passes with their ranks, each after all it waits for."""
+        rows = [deque(row) for row in self.schedule.compute_rows]
+        waiters: dict[Action, list[int]] = {}  # ranks that are stuck for want of a pass
+        done: set[Action] = set()
+        order = []
+        ready = deque(range(len(rows)))
+        while ready:
+            rank = ready.popleft()
+            while rows[rank]:
+                action = rows[rank][0]
+                missing = next((each for each in self.inputs[action] if each not in done), None)
+                if missing is not None:
+                    waiters.setdefault(missing, []).append(rank)
+                    break
+                rows[rank].popleft()
+                done.add(action)
+                order.append((rank, action))
+                ready += waiters.pop(action, [])
+        assert not any(rows), "passes wait for one another"
+        return tuple(order)
+
+    def ready(self, measured: dict[Action, Event]) -> dict[Action, tuple[float, float]]:
+        """When each pass could have started in a measured step: its rank was free, and what it
+        needs was made. (The start of the step for what waits for nothing.)"""
+        start = min(event.start for event in measured.values())
+        free = [start] * len(self.schedule.rows)
+        found = {}
+        for rank, action in self.order:
+            made = max((measured[each].end for each in self.inputs[action]), default=start)
+            found[action] = free[rank], made
+            free[rank] = measured[action].end
+        return found
+
+    def run(self, seconds: Seconds, delay: Seconds = lambda action: 0.0) -> Timeline:
+        """Start each pass ``delay`` after its rank is free and all it needs is made."""
+        free = [0.0] * len(self.schedule.rows)
+        end: dict[Action, float] = {}
+        rows: list[list[Event]] = [[] for _ in free]
+        for rank, action in self.order:
+            start = max([free[rank], *(end[each] for each in self.inputs[action])])
+            start += delay(action)
+            end[action] = free[rank] = start + seconds(action)
+            rows[rank].append(Event(rank, action, start, end[action]))
+        return Timeline(self.schedule, tuple(event for row in rows for event in row))
+
+
+def _makers(action: Action, placement: Placement) -> Iterator[Action]:
+    """The passes that may make what ``action`` needs, through whatever messages and collectives."""
+    lane = RULES[action.kind].lane
+    ends = [action]
+    if lane is Lane.RECEIVE:
+        ends.append(partner_of(action))
+    elif lane is Lane.COLLECTIVE:
+        ends = [action._replace(stage=stages[0]) for stages in placement.stages_of]
+    for each in (each for end in ends for _, some in needed(end, placement) for each in some):
+        if is_compute(each):
+            yield each
+        else:
+            yield from _makers(each, placement)

@@ -1,0 +1,98 @@
+"""A program's promise in one line."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.head import Placed, costs_in
+from megatron_ext.schedule.build.overlap import what_overlapping_gains
+from megatron_ext.schedule.build.registry import choose
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.kinds import RULES, Held, Lane
+from megatron_ext.schedule.placement import line
+from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, peak_on_host, peaks
+from megatron_ext.schedule.program.simulate import simulate, step_seconds
+from megatron_ext.schedule.program.verify import Program
+from megatron_ext.schedule.schedule import Offload, Problem
+from megatron_ext.schedule.timeline import Timeline
+
+
+def program_of_1f1b(problem: Problem) -> Program:
+    """Plain 1F1B on the same ranks, microbatches and whole costs."""
+    costs = (problem.costs.whole or problem.costs).per_rank(problem.placement)
+    on_line = Problem(line(problem.ranks), problem.microbatches, costs)
+    return build_program(choose("1f1b"), on_line)
+
+
+def stock_1f1b(problem: Problem) -> Timeline:
+    """Its timeline."""
+    program = program_of_1f1b(problem)
+    return simulate(program, program.problem.costs)
+
+
+def summary_of_change(before: Placed, now: Placed, costs: Costs) -> str:
+    """What ``now``, made with the measured ``costs``, is beside ``before``, made with estimates.
+
+    Both are judged by ``costs``.
+    """
+    stock = stock_1f1b(replace(now.program.problem, costs=costs)).makespan
+
+    def promise(placed: Placed) -> str:
+        gain = stock / step_seconds(placed.program, costs_in(placed, costs)) - 1
+        schedule = placed.program.schedule
+        return f"{gain:.1%} over 1F1B, peak {max(peaks(schedule, in_microbatches(schedule))):g}"
+
+    was = f"was {promise(before)} with estimated costs"
+    passes = [(placed.program.schedule.compute_rows, placed.head_waits) for placed in (before, now)]
+    if passes[0] == passes[1]:
+        was = "as with estimated costs"
+    name = now.program.schedule.name
+    return f"{name}, measured costs: predicted {promise(now)} microbatches ({was})"
+
+
+def summary(program: Program) -> str:
+    """Bubble and peak of ``program`` beside 1F1B's, and where the costs come from."""
+    problem = program.problem
+    costs = problem.costs
+    bubble = simulate(program, costs).bubble_share_makespan
+    stock = stock_1f1b(problem).bubble_share_makespan
+    peak = max(peaks(program.schedule, in_microbatches(program.schedule)))
+    held = ""
+    if costs.held_bytes is not None:
+        held = f" ({max(peaks(program.schedule, in_bytes(costs))) / 2**30:.3g} GiB)"
+    return (
+        f"{program.schedule.name} on {problem.ranks} ranks, {problem.microbatches} microbatches: "
+        f"predicted bubble {bubble:.1%} of the makespan (1f1b {stock:.1%}), "
+        f"peak {peak:g} microbatches{held}{_what_leaves(program)}{_what_overlaps(program)}; "
+        f"costs {costs.origin}: {costs}"
+    )
+
+
+def _what_overlaps(program: Program) -> str:
+    return f"; {what_overlapping_gains(program)}" if program.problem.post_validation else ""
+
+
+def _what_leaves(program: Program) -> str:
+    """How much of what passes leave goes to the host, with offload."""
+    if program.problem.offload is Offload.NONE:
+        return ""
+    made, left = Counter[Held](), Counter[Held]()
+    for action in (action for row in program.schedule.rows for action in row):
+        rule = RULES[action.kind]
+        if rule.lane is Lane.TO_HOST:
+            left.update(rule.moves)
+        elif rule.lane is Lane.COMPUTE:
+            made.update(rule.acquires)
+    shares = [
+        f"{left[held] / made[held]:.0%} of the {name}"
+        for held, name in ((Held.ACTIVATION, "activations"), (Held.WEIGHT_INPUTS, "inputs of W"))
+        if made[held]
+    ]
+    placement = program.schedule.placement
+    on_host = max(peak_on_host(row, placement) for row in program.schedule.rows)
+    return (
+        f"; offload {program.problem.offload}: {' and '.join(shares)} leave, the rest stays "
+        f"(at most {on_host:g} microbatches of a rank on the host)"
+    )

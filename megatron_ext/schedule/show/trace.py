@@ -1,0 +1,287 @@
+"""Timelines as a trace file that Perfetto (ui.perfetto.dev) and chrome://tracing open, and back.
+
+A process is a pipeline rank. Its tracks: the passes as measured (or as simulated, where nothing is
+measured), the reductions of its chunks, the passes and messages as predicted. What may overlap has
+tracks of its own, since a track shows slices one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.schedule.action import Kind, parse
+from megatron_ext.schedule.kinds import HOST_LANES, RULES, Lane, Where
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.program.graph import channel_of
+from megatron_ext.schedule.program.memory import in_microbatches, memory_curve
+from megatron_ext.schedule.schedule import Schedule
+from megatron_ext.schedule.timeline import Event, Reduction, Timeline
+
+NAME = "trace.json"  # in the folder that a training run is given
+_END = "\n]}\n"
+
+
+_PASS, _PREDICTED_PASS, _REDUCTION = "compute", "predicted compute", "reduction"  # categories
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """A measured step beside its prediction.
+
+    Attributes:
+        iteration: as Megatron's log counts.
+        predicted: simulated, with costs ``cost_factor`` times those of the program: so that its
+            passes take as long as the measured ones, all together. It starts with ``measured``.
+        clock_error: seconds by which a rank's clock may be off rank 0's, at most.
+    """
+
+    iteration: int
+    measured: Timeline
+    predicted: Timeline
+    cost_factor: float
+    clock_error: float
+
+
+def beside(
+    iteration: int, measured: Timeline, simulated: Timeline, clock_error: float
+) -> TracedStep:
+    """``measured`` with its prediction, scaled to the same work and moved to the same start."""
+    (step,) = beside_all([iteration], [measured], [simulated], clock_error)
+    return step
+
+
+def beside_all(
+    iterations: Sequence[int],
+    measured: Sequence[Timeline],
+    simulated: Sequence[Timeline],
+    clock_error: float,
+) -> list[TracedStep]:
+    """`beside` of consecutive steps, each of them on one clock: the predicted ones overlap as they
+    were simulated (`simulate_steps`), and begin with the first that was measured.
+    """
+    factor = sum(step.work for step in measured) / sum(step.work for step in simulated)
+    start, first = measured[0].start, simulated[0].start
+    return [
+        TracedStep(
+            iteration,
+            found,
+            step.moved(start + (step.start - first) * factor, factor),
+            factor,
+            clock_error,
+        )
+        for iteration, found, step in zip(iterations, measured, simulated, strict=True)
+    ]
+
+
+class TraceFile:
+    """A trace file being written: whole, and good JSON, after each step."""
+
+    def __init__(self, path: Path) -> None:
+        """Start ``path`` afresh; its folder is made if there is none."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('{"displayTimeUnit": "ms", "traceEvents": [' + _END)
+        self._path = path
+        self._is_empty = True
+        self._origin: float | None = None  # what time 0 of the trace is
+        self._tracks: dict[tuple[int, str], int] = {}  # their numbers, by rank and title
+
+    def add(self, step: TracedStep) -> None:
+        """Write ``step``: its passes and reductions, and what was predicted beside them."""
+        if self._origin is None:
+            self._origin = step.measured.start
+        about = {
+            "iteration": step.iteration,
+            "schedule": step.measured.schedule.name,
+            "cost_factor": step.cost_factor,
+            "clock_error_us": step.clock_error * 1e6,
+        }
+        events = [
+            *_slices(step.measured, "", about),
+            *_reductions(step.measured, about),
+            *_slices(step.predicted, "predicted ", about),
+            *_held(step.measured),
+        ]
+        self._write(events, self._origin, 1.0)
+
+    def add_simulated(self, steps: Sequence[Timeline], seconds_per_unit: float) -> None:
+        """Write consecutive ``steps`` alone."""
+        for number, timeline in enumerate(steps):
+            events = [*_slices(timeline, "", {"step": number}), *_held(timeline)]
+            self._write(events, 0.0, seconds_per_unit)
+
+    def _write(self, events: Sequence[dict[str, Any]], origin: float, scale: float) -> None:
+        lines: list[str] = []
+        for event in events:
+            placed = {"ts": (event["ts"] - origin) * scale * 1e6}
+            if "dur" in event:
+                placed["dur"] = event["dur"] * scale * 1e6
+            if "track" in event:
+                rank, title = event["pid"], event.pop("track")
+                if (rank, title) not in self._tracks:
+                    self._tracks[rank, title] = len(self._tracks)
+                    lines += map(json.dumps, _names(rank, title, self._tracks[rank, title]))
+                placed["tid"] = self._tracks[rank, title]
+            lines.append(json.dumps(event | placed))
+        text = ("\n" if self._is_empty else ",\n") + ",\n".join(lines) + _END
+        with self._path.open("r+b") as file:
+            file.seek(-len(_END), os.SEEK_END)
+            file.write(text.encode())
+        self._is_empty = False
+
+
+def write_trace(steps: Sequence[Timeline], path: Path, seconds_per_unit: float = 1e-3) -> None:
+    """Write simulated ``steps``, one after the other on one clock: a process per rank with its
+    passes, its messages and what it holds.
+
+    Args:
+        seconds_per_unit: what one unit of the costs is in the trace; the default shows costs in
+            milliseconds.
+    """
+    TraceFile(path).add_simulated(steps, seconds_per_unit)
+
+
+def read_trace(path: Path) -> list[TracedStep]:
+    """The steps that a training run has written to ``path``, or to `NAME` in that folder.
+
+    Raises:
+        ValueError: there is no such file, it is not JSON, or it has no measured step.
+    """
+    file = path / NAME if path.is_dir() else path
+    try:
+        events = json.loads(file.read_text())["traceEvents"]
+    except OSError as error:
+        raise ValueError(
+            f"{file} cannot be read: {error}; --pipeline-trace DIR --pipeline-trace-iters A:B "
+            f"writes a trace there while it trains"
+        ) from None
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is no trace: {error!r}") from None
+    iterations: dict[int, list[dict[str, Any]]] = {}
+    for event in events:
+        if event["ph"] == "X" and "iteration" in event["args"]:
+            iterations.setdefault(event["args"]["iteration"], []).append(event)
+    if not iterations:
+        raise ValueError(f"{file} has no measured step: it is not of a training run")
+    return [_step(iteration, mine) for iteration, mine in iterations.items()]
+
+
+def _step(iteration: int, events: Sequence[dict[str, Any]]) -> TracedStep:
+    about = events[0]["args"]
+    return TracedStep(
+        iteration,
+        _timeline(events, _PASS),
+        _timeline(events, _PREDICTED_PASS),
+        about["cost_factor"],
+        about["clock_error_us"] / 1e6,
+    )
+
+
+def _timeline(events: Sequence[dict[str, Any]], category: str) -> Timeline:
+    """The passes of ``category``, and with them the reductions of a measured step."""
+    found: list[list[Event]] = [[] for _ in range(1 + max(event["pid"] for event in events))]
+    reductions = []
+    for event in events:
+        rank, start, end = event["pid"], event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+        if event["cat"] == category:
+            found[rank].append(Event(rank, parse(event["name"]), start, end))
+        elif event["cat"] == _REDUCTION and category == _PASS:
+            args = event["args"]
+            reductions.append(Reduction(rank, args["stage"], start, end, args["is_exact"]))
+    rows = tuple(tuple(event.action for event in row) for row in found)
+    rank_of = {action.stage: rank for rank, row in enumerate(rows) for action in row}
+    placement = Placement("trace", tuple(rank_of[stage] for stage in range(len(rank_of))))
+    schedule = Schedule(events[0]["args"]["schedule"], placement, rows)
+    return Timeline(schedule, tuple(event for row in found for event in row), tuple(reductions))
+
+
+def _slices(timeline: Timeline, prefix: str, about: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Passes and messages, and when the optimizer stepped and when the verdict on the last step
+    was there; ``prefix`` goes before the names of their tracks and categories."""
+    placement = timeline.schedule.placement
+    for event in timeline.events:
+        action = event.action
+        lane = RULES[action.kind].lane
+        if lane is Lane.COMPUTE:
+            title = "passes"
+        elif RULES[action.kind].where is Where.RANK and RULES[action.kind].is_message:
+            continue  # of a few bytes
+        elif lane is Lane.SEND:
+            title = f"{action.kind} to rank {channel_of(action, placement).receiver}"
+        elif lane is Lane.COLLECTIVE:
+            title = action.kind.value
+        elif lane in HOST_LANES:
+            title = lane.value
+        elif action.kind in (Kind.SETTLE, Kind.STEP):
+            yield _mark(event, str(action), prefix + "passes", prefix + lane.value, about)
+            continue
+        else:
+            continue  # takes no time there
+        args = {"stage": action.stage, "microbatch": action.microbatch} | about
+        yield _slice(event, str(action), prefix + title, prefix + lane.value, args)
+
+
+def _reductions(timeline: Timeline, about: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for each in timeline.reductions:
+        name = f"reduction of stage {each.stage}"
+        args = {"stage": each.stage, "is_exact": each.is_exact} | about
+        known = "" if each.is_exact else " (at the latest)"
+        yield _slice(each, name + known, name, _REDUCTION, args)
+
+
+def _held(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    for rank, row in enumerate(timeline.compute):
+        curve = memory_curve(timeline.schedule.rows[rank], in_microbatches(timeline.schedule))
+        for event, held in zip(row, curve, strict=True):
+            yield _counter(rank, event.start, held)
+        if row:
+            yield _counter(rank, row[-1].end, 0.0)
+
+
+def _slice(
+    what: Event | Reduction, name: str, track: str, category: str, args: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "pid": what.rank,
+        "track": track,
+        "name": name,
+        "cat": category,
+        "ts": what.start,
+        "dur": what.end - what.start,
+        "args": args,
+    }
+
+
+def _mark(
+    event: Event, name: str, track: str, category: str, args: dict[str, Any]
+) -> dict[str, Any]:
+    """The end of ``event``, as an instant on its rank's track."""
+    return {
+        "ph": "i",
+        "s": "t",
+        "pid": event.rank,
+        "track": track,
+        "name": name,
+        "cat": category,
+        "ts": event.end,
+        "args": args,
+    }
+
+
+def _counter(rank: int, ts: float, held: float) -> dict[str, Any]:
+    return {"ph": "C", "pid": rank, "name": "held", "ts": ts, "args": {"microbatches": held}}
+
+
+def _names(rank: int, title: str, number: int) -> Iterator[dict[str, Any]]:
+    """What has to be said of a track before its first slice."""
+    for what, args in (
+        ("process_name", {"name": f"rank {rank}"}),
+        ("thread_name", {"name": title}),
+        ("thread_sort_index", {"sort_index": number}),
+    ):
+        yield {"ph": "M", "pid": rank, "tid": number, "name": what, "args": args}

@@ -1,0 +1,161 @@
+"""Who decides how an optimizer steps: `step` goes to the process's `PostValidation`.
+
+The zeroing of gradients waits for it too, because a step can be done again only on the gradients
+it was done on.
+
+Not patched: prepare_grads, step_with_ready_grads and clipping (called as they are; groups and
+answers are given to one optimizer for one call), the optimizers of torch, Apex and Transformer
+Engine (their tensors are copied, not computed back).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron_ext.adapter.post_validation.optimizer import (
+    Result,
+    Step,
+    nesting,
+    zero_within_a_step,
+)
+from megatron_ext.adapter.post_validation.pending import PostValidation, post_validation
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches.engine import Patch, expect, wrap
+
+_OPTIMIZER = "megatron.core.optimizer.optimizer"
+_DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+_DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel"
+_BUCKETS = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
+
+
+def patches(config: PipelineConfig) -> tuple[Patch, ...]:
+    """The patches by which steps are taken before they are validated."""
+    return optimizer_patches(post_validation)
+
+
+def optimizer_patches(post_validation: PostValidation) -> tuple[Patch, ...]:
+    """The patches by which ``post_validation`` takes steps, and puts off what they would lose."""
+
+    def step(stock: Step, optimizer: Any) -> Result:
+        if nesting.is_inside:
+            return stock(optimizer)
+        return post_validation.optimizer_step(functools.partial(nesting.call, stock), optimizer)
+
+    def zero_grad(stock: Callable[..., None], optimizer: Any, *args: Any, **named: Any) -> None:
+        if post_validation.is_pending and not nesting.is_inside:
+            post_validation.put_off(
+                functools.partial(nesting.call, stock, optimizer, *args, **named)
+            )
+        else:
+            stock(optimizer, *args, **named)
+
+    def zero_grad_buffer(stock: Callable[..., None], model: Any) -> None:
+        if post_validation.is_pending:
+            post_validation.put_off(functools.partial(zero_within_a_step, stock, model))
+        else:
+            stock(model)
+
+    return (
+        *(
+            wrap(
+                f"{_OPTIMIZER}:{name}.step",
+                step,
+                reason="a step may be taken before all norms are known",
+                signature="(self)",
+                digests=digests,  # 0.18, 0.19
+            )
+            for name, digests in (
+                ("ChainedOptimizer", ("67229e7b6cbb", "eb0d30ee5d35")),
+                ("FP32Optimizer", ("ac8606a67a03", "85a264f883ac")),
+                ("MixedPrecisionOptimizer", ("1bec0cdb3129", "23504ee37ee7")),
+            )
+        ),
+        *(
+            wrap(
+                f"{name}.zero_grad",
+                zero_grad,
+                reason="a step that may be done again needs its gradients",
+                signature="(self, set_to_none=True)",
+            )
+            for name in (
+                f"{_OPTIMIZER}:ChainedOptimizer",
+                f"{_OPTIMIZER}:FP32Optimizer",
+                f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params",
+                _DISTRIBUTED,
+            )
+        ),
+        wrap(
+            f"{_DDP}.zero_grad_buffer",
+            zero_grad_buffer,
+            reason="a step that may be done again needs its gradients",
+            signature="(self)",
+            digests=("ca0a5853280c",),
+        ),
+        *_relied_on(),
+    )
+
+
+def _relied_on() -> tuple[Patch, ...]:
+    """What `SpeculativeOptimizer` calls, or does in its place. Two digests: of 0.18 and 0.19."""
+    prepares = "prepares gradients: copies, unscales, looks for infinities"
+    steps = "writes parameters, states and settings of groups, and nothing else"
+    copies = "makes the model's parameters from those that are kept"
+    gathers = "tells what has been gathered"
+    group = "is the group of a rank's stages"
+    expected = (
+        (f"{_OPTIMIZER}:MixedPrecisionOptimizer.prepare_grads", prepares, "7bd63f7a2ad6"),
+        (
+            f"{_OPTIMIZER}:MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan",
+            prepares,
+            "2e328d8e8a6a",
+        ),
+        (f"{_OPTIMIZER}:FP32Optimizer.prepare_grads", prepares, "980b8d383be6"),
+        (f"{_OPTIMIZER}:ChainedOptimizer.prepare_grads", prepares, "4bd13147ea55"),
+        (
+            f"{_OPTIMIZER}:MixedPrecisionOptimizer.step_with_ready_grads",
+            steps,
+            "bba465d63ebf 83012fed48dc",
+        ),
+        (f"{_OPTIMIZER}:FP32Optimizer.step_with_ready_grads", steps, "dcd11a303244"),
+        (f"{_OPTIMIZER}:ChainedOptimizer.step_with_ready_grads", steps, "74dbef5ba96c"),
+        (f"{_OPTIMIZER}:ChainedOptimizer._step", steps, "754298bf751a"),
+        (f"{_DISTRIBUTED}.step_with_ready_grads", steps, "3537a2f5f636"),
+        (
+            f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params._copy_main_params_to_model_params",
+            copies,
+            "335f6ac11041",
+        ),
+        (f"{_DISTRIBUTED}._copy_main_params_to_model_params", copies, "dc51cb3517f1"),
+        (
+            f"{_OPTIMIZER}:MegatronOptimizer.get_grad_norm",
+            "measures the gradients in the group it is told",
+            "30f3c8448d35 c448545bd1d2",
+        ),
+        (
+            "megatron.core.optimizer.clip_grads:clip_grad_by_total_norm_fp32",
+            "clips what is within 1e-6 of the threshold",
+            "8d1ed73c5d52",
+        ),
+        ("megatron.core.optimizer.grad_scaler:DynamicGradScaler.update", steps, "0dedf54d95d9"),
+        (f"{_DDP}.start_param_sync", gathers, "d357bd5ec646"),
+        (f"{_BUCKETS}.start_param_sync", gathers, "d472fa07b310 3cca35d3fd56"),
+        (f"{_BUCKETS}.finish_param_sync", gathers, "3a4189006f87"),
+        (f"{_BUCKETS}.reset", "resets what a step has noted of gradients", "cf34e3cf8efe"),
+        (
+            "megatron.core.parallel_state:get_tensor_and_data_parallel_group",
+            group,
+            "344172041cfc f4089c362dad",
+        ),
+        (
+            "megatron.core.parallel_state:get_expert_tensor_and_model_parallel_group",
+            group,
+            "1b83f50928df",
+        ),
+        ("megatron.core.parallel_state:get_tensor_model_parallel_group", group, "33cffde6bdcd"),
+    )
+    return tuple(
+        expect(target, reason=reason, digests=digests.split())
+        for target, reason, digests in expected
+    )

@@ -1,0 +1,43 @@
+"""The end of a training, when measured steps are compared with the prediction.
+
+Megatron's loop asks after each iteration, in megatron/training/training.py, whether to go on; it
+also ends where its iterations do. Its writers are still open then.
+
+Not patched: train, which ends in one of several ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core import pipeline_parallel
+from megatron.training.global_vars import get_args
+
+from megatron_ext.adapter.step import PipelineStep
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches.engine import Patch, wrap
+
+
+def patches(config: PipelineConfig) -> tuple[Patch, ...]:
+    """The patch that tells a step of the training's end."""
+    return (
+        wrap(
+            "megatron.training.training:checkpoint_and_decide_exit",
+            tell_of_the_end,
+            reason="predicted and measured steps are compared when a training ends",
+            signature="(model, optimizer, opt_param_scheduler, iteration, "
+            "num_floating_point_operations_so_far, checkpointing_context, train_data_iterator)",
+        ),
+    )
+
+
+def tell_of_the_end(original: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
+    """``original``, which tells whether the training ends now."""
+    ends = original(*args, **kwargs)
+    iteration = kwargs["iteration"] if "iteration" in kwargs else args[3]
+    if ends or iteration >= get_args().train_iters:
+        step = pipeline_parallel.get_forward_backward_func()
+        if isinstance(step, PipelineStep):
+            step.finish(iteration)
+    return ends

@@ -1,0 +1,105 @@
+"""The log of an iteration is delivered when its step is validated.
+
+`training_log`, in megatron/training/training.py, counts skipped iterations and sums losses, and at
+intervals prints. It comes first after a step, so this is also where the iterations settle that
+evaluate, save or exit afterwards.
+
+Put off until within the next step, it finds the samples consumed, the batch size and the losses of
+its own iteration: train changes them after that step, and an iteration settles before the number of
+microbatches changes. Only memory statistics (``log_memory_to_tensorboard``) are those of the next
+step's beginning.
+
+Not patched: what is logged, and train.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
+from megatron.training.global_vars import get_args
+
+from megatron_ext.adapter.post_validation.pending import Result, post_validation
+from megatron_ext.adapter.post_validation.settle_points import (
+    is_settle_point,
+    microbatches_will_change,
+)
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches.engine import Patch, expect, wrap
+from megatron_ext.patches.megatron.training.utils.common_utils import in_single_precision
+
+_TRAINING = "megatron.training.training"
+
+
+def patches(config: PipelineConfig) -> tuple[Patch, ...]:
+    """The patch that logs after the verdict."""
+    return (
+        wrap(
+            f"{_TRAINING}:training_log",
+            log_after_the_verdict,
+            reason="whether a step was skipped, and its norm, are known with its verdict",
+            digests=("5cc636c49dc2", "3f173e2edc82"),  # 0.18, 0.19
+        ),
+        *(
+            expect(f"{_TRAINING}:{name}", reason=reason, digests=digests)
+            for name, reason, digests in (  # 0.18, 0.19
+                (
+                    "train",
+                    "waits for other ranks, and reads what a step has changed, where it is known",
+                    ("6d91c0e7e80e", "9e43582d2bcc"),
+                ),
+                (
+                    "train_step",
+                    "waits for other ranks, and reads what a step has changed, where it is known",
+                    ("15e1f43d7aa9", "74b4850ce71a"),
+                ),
+                (
+                    "post_training_step_callbacks",
+                    "acts at known intervals",
+                    ("017fda51c14c", "ac14b53d7374"),
+                ),
+                ("checkpoint_and_decide_exit", "acts at known intervals", ("7509d573b15b",)),
+            )
+        ),
+    )
+
+
+class PutOffLog:
+    """A call of ``original``, training_log, that waits for what its step has come to.
+
+    ``report_memory_flag``: what it returned, or before that what it was given.
+    """
+
+    def __init__(self, original: Callable[..., bool], optimizer: Any, *args: Any, **kwargs: Any):
+        self._original = original
+        self._optimizer = optimizer
+        self._call = inspect.signature(original).bind(*args, **kwargs)
+        self.iteration: int = self._call.arguments["iteration"]
+        self.report_memory_flag: bool = self._call.arguments["report_memory_flag"]
+
+    def __call__(self, result: Result) -> None:
+        """Log, as if ``result`` had been known at once."""
+        arguments = self._call.arguments
+        arguments["skipped_iter"] = 0 if result.success else 1
+        arguments["grad_norm"] = in_single_precision(result.grad_norm)
+        arguments["num_zeros_in_grad"] = result.num_zeros
+        if result.is_redone:
+            groups = self._optimizer.param_groups
+            arguments["learning_rate"] = get_canonical_lr_for_logging(groups)
+            arguments["loss_scale"] = self._optimizer.get_loss_scale().item()
+        self.report_memory_flag = self._original(*self._call.args, **self._call.kwargs)
+
+
+def log_after_the_verdict(original: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
+    """``original`` now, after the verdict on an iteration that settles, or put off until it."""
+    optimizer = post_validation.pending_optimizer
+    if optimizer is None:
+        return original(*args, **kwargs)
+    log = PutOffLog(original, optimizer, *args, **kwargs)
+    post_validation.log(log)
+    megatron = get_args()
+    if is_settle_point(log.iteration, megatron) or microbatches_will_change(megatron):
+        post_validation.settle()
+    return log.report_memory_flag
