@@ -6,7 +6,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_ext.patches.megatron import launch_line
 from megatron_ext.patches.megatron.dimensions import dimensions_of
-from tests.megatron_runs import model_flags
+from tests.helpers.megatron_runs import model_flags
 
 GROUPED = {"group_query_attention": True, "num_query_groups": 2}
 

@@ -22,7 +22,7 @@ from megatron_ext.patches.megatron import launch_line
 from megatron_ext.patches.megatron.model_bytes import bytes_of_ranks
 from megatron_ext.schedule.placement import line, v
 from megatron_ext.schedule.schedule import VocabularyParallel
-from tests.megatron_runs import SCRIPT, model_flags
+from tests.helpers.megatron_runs import SCRIPT, model_flags
 
 FLAGS = {
     "pipeline_model_parallel_size": 4,

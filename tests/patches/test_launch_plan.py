@@ -17,8 +17,8 @@ from megatron_ext.patches.megatron.launch_plan import Chosen, choose_for
 from megatron_ext.patches.megatron.training.arguments import check
 from megatron_ext.schedule.registry import entries
 from megatron_ext.schedule.simulate import simulate
-from tests.megatron_runs import SCRIPT, model_flags
-from tests.unit.short_search import shorten_search
+from tests.helpers.megatron_runs import SCRIPT, model_flags
+from tests.helpers.short_search import shorten_search
 
 FLAGS: dict[str, Any] = {
     "pipeline_model_parallel_size": 2,

@@ -40,7 +40,7 @@ from megatron_ext.patches.megatron.core.optimizer.speculation import (
 )
 from megatron_ext.patches.refusals import POST_VALIDATION_OPTIMIZER_REFUSALS
 from megatron_ext.runtime.partial_state import PartialState
-from tests.ranks import run_ranks, values
+from tests.helpers.ranks import run_ranks, values
 
 importlib.import_module("megatron.training.initialize")  # each rank would, as the platform does
 

@@ -19,7 +19,7 @@ from megatron_ext.patches.megatron.core.pipeline_parallel.speculative_step impor
     _random_states,
     _restore,
 )
-from tests.ranks import run_ranks, values
+from tests.helpers.ranks import run_ranks, values
 
 NAME = "model-parallel-rng"
 

@@ -32,7 +32,7 @@ from megatron_ext.patches.engine import apply
 from megatron_ext.patches.megatron.tied import tied_weights
 from megatron_ext.schedule.registry import choose
 from megatron_ext.schedule.trace import NAME, read_trace
-from tests.ranks import run_ranks, values
+from tests.helpers.ranks import run_ranks, values
 
 RANKS = 4
 SEQUENCE, BATCH, VOCABULARY, MICROBATCHES = 8, 2, 32, 6

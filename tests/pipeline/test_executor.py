@@ -33,7 +33,9 @@ from megatron_ext.schedule.placement import Placement, line  # noqa: E402
 from megatron_ext.schedule.registry import choose  # noqa: E402
 from megatron_ext.schedule.schedule import P2P, Schedule  # noqa: E402
 from megatron_ext.schedule.verify import InvalidSchedule, Program, prove  # noqa: E402
-from tests.pipeline.stages import (  # noqa: E402
+from tests.helpers.ranks import run_ranks, values  # noqa: E402
+from tests.helpers.schedules import mutate, random_case, written  # noqa: E402
+from tests.helpers.stages import (  # noqa: E402
     CountingTransport,
     InOrderGroup,
     Pipeline,
@@ -47,8 +49,6 @@ from tests.pipeline.stages import (  # noqa: E402
     v_placement,
     world,
 )
-from tests.ranks import run_ranks, values  # noqa: E402
-from tests.unit.schedules import mutate, random_case, written  # noqa: E402
 
 Place = Callable[[int], Placement]
 

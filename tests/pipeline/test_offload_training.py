@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_ext.runtime import host_memory, offload
 from megatron_ext.runtime.offload import OffloadedStep
 from megatron_ext.schedule.kinds import Held
-from tests.megatron_runs import (
+from tests.helpers.megatron_runs import (
     Run,
     evaluations,
     losses,

@@ -21,7 +21,9 @@ from megatron_ext.runtime.validation import ValidationMessages
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.registry import choose
-from tests.pipeline.stages import Pipeline, program_for, world
+from tests.helpers.ranks import RankResult, Script, running_ranks, values
+from tests.helpers.stages import Pipeline, program_for, world
+from tests.helpers.validation import Course, StepAtOnce
 from tests.pipeline.test_faults import (
     HERE,
     be_soon_stuck,
@@ -31,8 +33,6 @@ from tests.pipeline.test_faults import (
     throw,
     wait_until_told,
 )
-from tests.pipeline.validation import Course, StepAtOnce
-from tests.ranks import RankResult, Script, running_ranks, values
 
 RANKS = 3
 

@@ -17,7 +17,7 @@ from megatron_ext.schedule.registry import choose
 from megatron_ext.schedule.schedule import Problem, Schedule, from_csv
 from megatron_ext.schedule.simulate import simulate
 from megatron_ext.schedule.verify import Program
-from tests.unit.schedules import random_case
+from tests.helpers.schedules import random_case
 
 Figures = tuple[float, float, float, float]
 

@@ -26,7 +26,7 @@ from megatron_ext.schedule.placement import Placement, line, loop, v, wave
 from megatron_ext.schedule.registry import choose, entries
 from megatron_ext.schedule.schedule import P2P, Problem, Schedule, VocabularyParallel
 from megatron_ext.schedule.verify import Program
-from tests.unit.schedules import random_placement
+from tests.helpers.schedules import random_placement
 
 H100 = 132  # multiprocessors
 SPECS = [*entries(), "interleaved:vpp=3", "gis:vpp=4", "hanayo:waves=2", "hanayo:waves=3"]

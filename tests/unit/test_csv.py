@@ -15,7 +15,7 @@ from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.registry import choose, entries
 from megatron_ext.schedule.schedule import Problem, bitwise_order, from_csv, to_csv
 from megatron_ext.schedule.verify import InvalidSchedule
-from tests.unit.schedules import (
+from tests.helpers.schedules import (
     PROPERTY,
     Case,
     cases,

@@ -24,7 +24,7 @@ from megatron_ext.schedule.schedule import Problem, Schedule, bitwise_order
 from megatron_ext.schedule.simulate import simulate
 from megatron_ext.schedule.transforms.waits import SENDS_BEHIND
 from megatron_ext.schedule.verify import InvalidSchedule
-from tests.unit.schedules import (
+from tests.helpers.schedules import (
     PROPERTY,
     F,
     W,

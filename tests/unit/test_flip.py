@@ -13,7 +13,7 @@ from megatron_ext.schedule.placement import line, loop, v, wave
 from megatron_ext.schedule.registry import choose
 from megatron_ext.schedule.schedule import Problem, Schedule, from_csv, to_csv
 from megatron_ext.schedule.verify import InvalidSchedule
-from tests.unit.schedules import line_problem, names_of_stages, rows_of
+from tests.helpers.schedules import line_problem, names_of_stages, rows_of
 
 
 def proved(schedule: Schedule, m: int, path: Path) -> Schedule:

@@ -33,7 +33,7 @@ from megatron_ext.schedule.schedule import (
 )
 from megatron_ext.schedule.simulate import simulate, simulate_unproved
 from megatron_ext.schedule.verify import InvalidSchedule, Program, prove
-from tests.unit.schedules import (
+from tests.helpers.schedules import (
     PROPERTY,
     line_problem,
     program,

@@ -26,7 +26,7 @@ from megatron_ext.schedule.registry import choose, entries
 from megatron_ext.schedule.schedule import Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.simulate import simulate
 from megatron_ext.schedule.vocabulary_plan import cases, side_by_side
-from tests.unit.short_search import shorten_search
+from tests.helpers.short_search import shorten_search
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -36,7 +36,7 @@ from megatron_ext.schedule.transforms.offload import offload
 from megatron_ext.schedule.transforms.waits import await_sends
 from megatron_ext.schedule.verify import InvalidSchedule, Program, prove
 from megatron_ext.schedule.vocabulary_costs import share_vocabulary
-from tests.unit.schedules import (
+from tests.helpers.schedules import (
     PROPERTY,
     mutate,
     random_case,

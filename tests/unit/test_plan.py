@@ -21,7 +21,7 @@ from megatron_ext.schedule.schedule import Problem, VocabularyParallel
 from megatron_ext.schedule.simulate import simulate
 from megatron_ext.schedule.trace import write_trace
 from megatron_ext.schedule.vocabulary_plan import cases, redistribute, side_by_side
-from tests.unit.svg import texts_of
+from tests.helpers.svg import texts_of
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from megatron_ext.schedule.registry import choose, entries
 from megatron_ext.schedule.schedule import Problem
 from megatron_ext.schedule.simulate import simulate
 from megatron_ext.schedule.vocabulary_plan import cases
-from tests.unit.schedules import drawn, program, table
+from tests.helpers.schedules import drawn, program, table
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

@@ -20,7 +20,7 @@ from megatron_ext.schedule.simulate import simulate
 from megatron_ext.schedule.summary import stock_1f1b, summary
 from megatron_ext.schedule.timeline import Timeline
 from megatron_ext.schedule.verify import prove
-from tests.unit.schedules import (
+from tests.helpers.schedules import (
     PROPERTY,
     B,
     Case,

@@ -19,7 +19,7 @@ from megatron_ext.schedule.schedule import Problem, is_compute
 from megatron_ext.schedule.simulate import simulate
 from megatron_ext.schedule.timeline import Reduction, Timeline
 from megatron_ext.schedule.trace import NAME, TracedStep, TraceFile, beside, read_trace, write_trace
-from tests.unit.schedules import line_problem, program
+from tests.helpers.schedules import line_problem, program
 
 PROGRAM = program("zb-h1", line_problem(3, 4, 10, 12, 8, 1))
 SIMULATED = simulate(PROGRAM, PROGRAM.problem.costs)

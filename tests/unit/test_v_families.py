@@ -19,7 +19,7 @@ from megatron_ext.schedule.schedule import Problem, Schedule, bitwise_order
 from megatron_ext.schedule.simulate import simulate
 from megatron_ext.schedule.timeline import Timeline
 from megatron_ext.schedule.verify import Program, prove
-from tests.unit.schedules import (
+from tests.helpers.schedules import (
     PROPERTY,
     B,
     F,

@@ -19,7 +19,7 @@ from megatron_ext.schedule.registry import choose
 from megatron_ext.schedule.schedule import P2P, Problem, Schedule
 from megatron_ext.schedule.transforms.forward_only import keep_forward
 from megatron_ext.schedule.verify import InvalidSchedule, Program, check_compute, prove
-from tests.unit.schedules import (
+from tests.helpers.schedules import (
     PROPERTY,
     Case,
     cases,
