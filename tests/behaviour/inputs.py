@@ -15,7 +15,7 @@ from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.schedule import is_compute
 from megatron_ext.schedule.show.trace import NAME, TraceFile, beside
 from megatron_ext.schedule.timeline import Reduction, Timeline
-from tests.unit.schedules import line_problem, program
+from tests.helpers.schedules import line_problem, program
 
 COSTS = "--costs f=10,i=12,w=8,comm=1"
 HEAD = f"{COSTS},head=10/12/8,embedding=1/2"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.short_search import shorten_search
+from tests.helpers.short_search import shorten_search
 
 # By entry, what says it. It is called in a `workplace`.
 Subject = Mapping[str, Callable[[], str]]

@@ -26,7 +26,7 @@ from tests.gpu.small_stages import (
     expected_peaks,
     on_rank,
 )
-from tests.ranks import run_ranks, values
+from tests.helpers.ranks import run_ranks, values
 
 OUT, BACK = parse("0OFFLOAD_F0"), parse("0RELOAD_F0")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.megatron_runs import SCRIPT, model_flags
+from tests.helpers.megatron_runs import SCRIPT, model_flags
 
 GPUS = torch.cuda.device_count()
 RANKS = 4 if GPUS >= 4 else 2

@@ -32,8 +32,8 @@ from megatron_ext.schedule.program.graph import Channel, channels
 from megatron_ext.schedule.program.memory import in_bytes, memory_curve
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule import P2P, Problem, is_compute
-from tests.pipeline.stages import LinearStage, SplitLinear, world
-from tests.pipeline.storages import LiveStorages, messages_on_their_way
+from tests.helpers.stages import LinearStage, SplitLinear, world
+from tests.helpers.storages import LiveStorages, messages_on_their_way
 
 LAYERS = 24  # of a stage, so that what one layer needs for a moment counts little
 # Shapes between stages: on a GPU large enough that the allocator's rounding does not count.

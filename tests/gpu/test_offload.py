@@ -17,7 +17,7 @@ from megatron_ext.schedule.schedule import Offload
 from tests.gpu.offloading import Copies, measure_copies, step
 from tests.gpu.small_stages import TOLERANCE
 from tests.gpu.test_one_gpu import ON_GPU
-from tests.ranks import run_ranks, values
+from tests.helpers.ranks import run_ranks, values
 
 CASES = [
     *(("cpu", spec, ranks) for spec, ranks in (("gis", 2), ("zb-v", 3))),

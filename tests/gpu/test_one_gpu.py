@@ -16,7 +16,7 @@ import torch
 
 from megatron_ext.schedule.schedule import P2P
 from tests.gpu.small_stages import SHAPES, Seen, check, device_of, on_rank, program_of
-from tests.ranks import run_ranks, values
+from tests.helpers.ranks import run_ranks, values
 
 ON_GPU = [
     pytest.mark.gpu,

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.patches import cpu, engine
-from tests.ranks import HANGS, run_ranks, values
+from tests.helpers.ranks import HANGS, run_ranks, values
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.training", reason="needs megatron-core[training]")

@@ -6,7 +6,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_ext.adapter.dimensions import dimensions_of
 from megatron_ext.launch_check import line as launch_line
-from tests.megatron_runs import model_flags
+from tests.helpers.megatron_runs import model_flags
 
 GROUPED = {"group_query_attention": True, "num_query_groups": 2}
 

@@ -11,8 +11,8 @@ import torch
 
 from megatron_ext.adapter import gpu_notice, step
 from megatron_ext.schedule.schedule import P2P
-from tests.megatron_runs import model_flags, train
-from tests.unit.schedules import line_problem
+from tests.helpers.megatron_runs import model_flags, train
+from tests.helpers.schedules import line_problem
 
 ROOT = Path(__file__).resolve().parents[2]
 PROBLEM = line_problem(2, 2)

@@ -22,7 +22,7 @@ from megatron_ext.launch_check.findings import Verdict
 from megatron_ext.patches.engine import applied
 from megatron_ext.schedule.placement import line, v
 from megatron_ext.schedule.schedule import VocabularyParallel
-from tests.megatron_runs import SCRIPT, model_flags
+from tests.helpers.megatron_runs import SCRIPT, model_flags
 
 FLAGS = {
     "pipeline_model_parallel_size": 4,

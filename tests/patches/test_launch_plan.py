@@ -17,8 +17,8 @@ from megatron_ext.launch_check.plan import Chosen, choose_for
 from megatron_ext.patches.engine import applied
 from megatron_ext.schedule.build.registry import entries
 from megatron_ext.schedule.program.simulate import simulate
-from tests.megatron_runs import SCRIPT, model_flags
-from tests.unit.short_search import shorten_search
+from tests.helpers.megatron_runs import SCRIPT, model_flags
+from tests.helpers.short_search import shorten_search
 
 FLAGS: dict[str, Any] = {
     "pipeline_model_parallel_size": 2,

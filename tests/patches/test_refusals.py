@@ -8,7 +8,7 @@ import pytest
 
 from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.schedule import Offload
-from tests.documents import check_written, table
+from tests.helpers.documents import check_written, table
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 

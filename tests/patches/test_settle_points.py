@@ -16,7 +16,7 @@ from megatron_ext.adapter.post_validation.settle_points import (
     is_settle_point,
     microbatches_will_change,
 )
-from tests.megatron_runs import model_flags
+from tests.helpers.megatron_runs import model_flags
 
 
 def settings(**some: Any) -> SimpleNamespace:

@@ -40,7 +40,7 @@ from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
 from megatron_ext.patches.megatron.core.optimizer.optimizer import optimizer_patches
 from megatron_ext.runtime.post_validation.partial_state import PartialState
-from tests.ranks import run_ranks, values
+from tests.helpers.ranks import run_ranks, values
 
 importlib.import_module("megatron.training.initialize")  # each rank would, as the platform does
 

@@ -19,7 +19,7 @@ from megatron_ext.adapter.post_validation.step import (
 )
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
-from tests.ranks import run_ranks, values
+from tests.helpers.ranks import run_ranks, values
 
 NAME = "model-parallel-rng"
 

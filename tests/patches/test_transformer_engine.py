@@ -26,9 +26,9 @@ from megatron_ext.patches.engine import apply
 from megatron_ext.patches.megatron.core.distributed import distributed_data_parallel
 from megatron_ext.patches.transformer_engine.pytorch.module import _common
 from megatron_ext.runtime.weight_gradients import queue
-from tests.patches import transformer_engine_on_cpu as on_cpu
-from tests.pipeline.held_bytes import LiveStorages
-from tests.ranks import run_ranks, values
+from tests.helpers import transformer_engine_on_cpu as on_cpu
+from tests.helpers.held_bytes import LiveStorages
+from tests.helpers.ranks import run_ranks, values
 
 ROWS, WIDTH, WIDER = 6, 8, 12
 MICROBATCHES = 3

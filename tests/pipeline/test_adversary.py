@@ -1,4 +1,5 @@
-"""Programs of every family on ranks whose device stands still, or is late (`tests.adversary`).
+"""Programs of every family on ranks whose device stands still, or is late
+(`tests.helpers.adversary`).
 
 Each case compares with the same stages in one process, to the last bit. At the end, what each
 adversary is there to find.
@@ -35,8 +36,8 @@ from megatron_ext.schedule.schedule import (  # noqa: E402
     Schedule,
     VocabularyParallel,
 )
-from tests.adversary import MODES, late, one_queue, synchronising  # noqa: E402
-from tests.pipeline.stages import Pipeline, program_for, world  # noqa: E402
+from tests.helpers.adversary import MODES, late, one_queue, synchronising  # noqa: E402
+from tests.helpers.stages import Pipeline, program_for, world  # noqa: E402
 from tests.pipeline.test_executor import check_numbers  # noqa: E402
 from tests.pipeline.test_post_validation import bad_days, run_courses  # noqa: E402
 from tests.pipeline.test_vocabulary import (  # noqa: E402
@@ -45,15 +46,6 @@ from tests.pipeline.test_vocabulary import (  # noqa: E402
     check_losses,
     check_step,
 )
-from tests.pipeline.vocabulary import (  # noqa: E402
-    Model,
-    VocabularyPipeline,
-    alone,
-    connect,
-)
-from tests.pipeline.vocabulary import program_for as with_vocabulary  # noqa: E402
-from tests.ranks import RankResult, run_ranks, values  # noqa: E402
-from tests.unit.schedules import mutate  # noqa: E402
 
 
 @pytest.fixture(params=MODES)

@@ -1,5 +1,5 @@
-"""Real trainings on ranks whose device stands still, or is late (`tests.adversary`), against the
-same without: the same numbers, to the last bit.
+"""Real trainings on ranks whose device stands still, or is late (`tests.helpers.adversary`),
+against the same without: the same numbers, to the last bit.
 
 Schedules, ways of messages, divided vocabularies and offload meet pair by pair, as far as they go
 together; post-validation meets all schedules it gains something with. There the gradients of some
@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from megatron_ext.runtime.host import offload
 from megatron_ext.schedule.schedule import P2P, Offload, VocabularyParallel
-from tests.adversary import MODES, Synchronising, synchronising
-from tests.megatron_runs import Run, losses, model_flags, train
+from tests.helpers.adversary import MODES, Synchronising, synchronising
+from tests.helpers.megatron_runs import Run, losses, model_flags, train
 
 SCRIPT = Path(__file__).parent / "pretrain_gpt_with_bad_gradients.py"
 RANKS = 3  # so that one is in the middle

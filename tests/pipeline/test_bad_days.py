@@ -35,7 +35,7 @@ from megatron_ext.patches.engine import apply
 from megatron_ext.schedule.build.head import Placed
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.schedule import Problem
-from tests.megatron_runs import (
+from tests.helpers.megatron_runs import (
     SCRIPT,
     Run,
     assert_same,
@@ -46,6 +46,15 @@ from tests.megatron_runs import (
     train,
     whole_state,
 )
+from tests.helpers.ranks import (
+    RankResult,
+    Script,
+    agent_store,
+    run_ranks,
+    running_ranks,
+    torchrun_environment,
+    values,
+)
 from tests.pipeline.test_callers import (
     BATCH,
     SEQUENCE,
@@ -55,15 +64,6 @@ from tests.pipeline.test_callers import (
     build_chunks,
     build_model,
     loss_function,
-)
-from tests.ranks import (
-    RankResult,
-    Script,
-    agent_store,
-    run_ranks,
-    running_ranks,
-    torchrun_environment,
-    values,
 )
 
 SCHEDULES = ("zb-h1", "zb-v", "interleaved")

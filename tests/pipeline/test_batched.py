@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron_runs import Run, assert_same, evaluations, losses, model_flags, train
-from tests.ranks import lasting_folder
+from tests.helpers.megatron_runs import Run, assert_same, evaluations, losses, model_flags, train
+from tests.helpers.ranks import lasting_folder
 
 SAVED_AT = 2
 

@@ -32,7 +32,7 @@ from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.show.trace import NAME, read_trace
-from tests.ranks import run_ranks, values
+from tests.helpers.ranks import run_ranks, values
 
 RANKS = 4
 SEQUENCE, BATCH, VOCABULARY, MICROBATCHES = 8, 2, 32, 6

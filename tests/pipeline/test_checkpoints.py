@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron_runs import Run, assert_same, losses, model_flags, train_or_fail
+from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train_or_fail
+from tests.helpers.ranks import RankResult
 from tests.pipeline.test_placements import SAVED_AT, SETTINGS, resume, saved, stock
-from tests.ranks import RankResult
 
 STOCK = None  # no flag of ours
 

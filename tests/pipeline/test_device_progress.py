@@ -20,9 +20,9 @@ from megatron_ext.runtime.whereabouts import Process, Whereabouts
 from megatron_ext.schedule.action import parse
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.schedule import is_compute
-from tests.pipeline.stages import Pipeline, alone, program_for, world
+from tests.helpers.ranks import Script, run_ranks, running_ranks, values
+from tests.helpers.stages import Pipeline, alone, program_for, world
 from tests.pipeline.test_faults import HERE, say, stay
-from tests.ranks import Script, run_ranks, running_ranks, values
 
 
 @dataclass

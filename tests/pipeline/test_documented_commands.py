@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
-from tests.megatron_runs import SCRIPT, model_flags
-from tests.ranks import HANGS
+from tests.helpers.megatron_runs import SCRIPT, model_flags
+from tests.helpers.ranks import HANGS
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = "scripts/quickstart.sh --pipeline-trace runs/traces --pipeline-trace-iters 3:5"

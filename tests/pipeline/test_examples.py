@@ -17,7 +17,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from megatron_ext.__main__ import main
-from tests.ranks import ROOT, agent_store, run_ranks, torchrun_environment, values
+from tests.helpers.ranks import ROOT, agent_store, run_ranks, torchrun_environment, values
 
 EXAMPLES = ROOT / "examples"
 RANKS = 2

@@ -33,7 +33,7 @@ from megatron_ext.schedule.program import verify  # noqa: E402
 from megatron_ext.schedule.program.graph import Channel, batches_of, build_graph  # noqa: E402
 from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove  # noqa: E402
 from megatron_ext.schedule.schedule import P2P, Schedule  # noqa: E402
-from tests.pipeline.stages import (  # noqa: E402
+from tests.helpers.stages import (  # noqa: E402
     CountingTransport,
     InOrderGroup,
     Pipeline,
@@ -47,8 +47,6 @@ from tests.pipeline.stages import (  # noqa: E402
     v_placement,
     world,
 )
-from tests.ranks import run_ranks, values  # noqa: E402
-from tests.unit.schedules import mutate, random_case, written  # noqa: E402
 
 Place = Callable[[int], Placement]
 

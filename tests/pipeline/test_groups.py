@@ -24,7 +24,7 @@ from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.program.communicators import communicators
 from megatron_ext.schedule.program.graph import channels
 from megatron_ext.schedule.schedule import Schedule, VocabularyParallel
-from tests.ranks import run_ranks, values
+from tests.helpers.ranks import run_ranks, values
 from tests.unit.test_communicators import SPECS, program_of
 
 CPU = torch.device("cpu")

@@ -21,9 +21,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_ext.adapter.model_stage import ModelStage
 from scripts.pretrain_gpt import model_provider
-from tests.documents import check_written, table
-from tests.megatron_runs import Run, assert_same, losses, model_flags, train
-from tests.ranks import lasting_folder
+from tests.helpers.documents import check_written, table
+from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train
+from tests.helpers.ranks import lasting_folder
 
 SAVED_AT = 1
 RANKS = 4

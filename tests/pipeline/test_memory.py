@@ -28,16 +28,16 @@ from megatron_ext.schedule.limit import MemoryLimit, parse_limit
 from megatron_ext.schedule.program.memory import in_bytes, peaks
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule import Offload, Problem
-from tests.megatron_runs import model_flags, train
-from tests.pipeline.held_bytes import (
+from tests.helpers.held_bytes import (
     Measured,
     computing,
     measure_steps,
     measure_stock_steps,
     read_steps,
 )
-from tests.pipeline.storages import LiveStorages, messages_on_their_way
-from tests.ranks import lasting_folder
+from tests.helpers.megatron_runs import model_flags, train
+from tests.helpers.ranks import lasting_folder
+from tests.helpers.storages import LiveStorages, messages_on_their_way
 
 RANKS = 4
 MICROBATCHES = 8

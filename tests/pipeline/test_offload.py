@@ -32,8 +32,8 @@ from megatron_ext.schedule.kinds import RULES, Held, Lane  # noqa: E402
 from megatron_ext.schedule.program.memory import most_on_host  # noqa: E402
 from megatron_ext.schedule.program.verify import Program  # noqa: E402
 from megatron_ext.schedule.schedule import Offload  # noqa: E402
-from tests.adversary import LateCopies  # noqa: E402
-from tests.pipeline.stages import (  # noqa: E402
+from tests.helpers.adversary import LateCopies  # noqa: E402
+from tests.helpers.stages import (  # noqa: E402
     CPU,
     WIDTH,
     LinearStage,
@@ -42,7 +42,6 @@ from tests.pipeline.stages import (  # noqa: E402
     program_for,
     world,
 )
-from tests.ranks import run_ranks, values  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

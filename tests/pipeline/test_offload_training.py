@@ -24,7 +24,7 @@ from megatron_ext.runtime.host import memory as host_memory
 from megatron_ext.runtime.host import offload
 from megatron_ext.runtime.host.offload import OffloadedStep
 from megatron_ext.schedule.kinds import Held
-from tests.megatron_runs import (
+from tests.helpers.megatron_runs import (
     Run,
     evaluations,
     losses,

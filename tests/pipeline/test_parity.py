@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron_runs import Run, assert_same, losses, model_flags, train
-from tests.ranks import lasting_folder
+from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train
+from tests.helpers.ranks import lasting_folder
 
 FAMILIES = ("gpipe", "1f1b", "zb-h1")
 SAVED_AT = 2

@@ -19,7 +19,7 @@ import pytest
 
 from scripts.prepare_text import write
 from scripts.pretrain_gpt import model_provider
-from tests.megatron_runs import (
+from tests.helpers.megatron_runs import (
     Run,
     assert_same,
     evaluations,
@@ -28,7 +28,7 @@ from tests.megatron_runs import (
     train,
     whole_state,
 )
-from tests.ranks import lasting_folder
+from tests.helpers.ranks import lasting_folder
 
 SCHEDULES = (
     *("zb-v", "v-half", "v-min", "v-auto", "1f1b-v", "dualpipe-v", "hanayo"),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron_runs import Run, assert_same, losses, model_flags, train
+from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train
 
 SAVED_AT = 2
 ULP = 2.0**-23  # of fp32

@@ -22,21 +22,20 @@ from megatron_ext.runtime.weight_gradients import queue  # noqa: E402
 from megatron_ext.schedule.build.registry import choose  # noqa: E402
 from megatron_ext.schedule.placement import Placement, line  # noqa: E402
 from megatron_ext.schedule.program.verify import Program  # noqa: E402
-from tests.pipeline.stages import (  # noqa: E402
+from tests.helpers.stages import (  # noqa: E402
     Pipeline,
     expected_events,
     program_for,
     v_placement,
     world,
 )
-from tests.pipeline.validation import (  # noqa: E402
+from tests.helpers.validation import (  # noqa: E402
     Course,
     StepAtOnce,
     parameters,
     read_data_of,
     synchronously,
 )
-from tests.ranks import run_ranks, values  # noqa: E402
 
 
 def check_course(pipeline: Pipeline, course: Course) -> None:

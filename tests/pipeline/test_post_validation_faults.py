@@ -22,7 +22,7 @@ from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.placement import line
-from tests.pipeline.stages import Pipeline, program_for, world
+from tests.helpers.stages import Pipeline, program_for, world
 from tests.pipeline.test_faults import (
     HERE,
     be_soon_stuck,
@@ -32,8 +32,6 @@ from tests.pipeline.test_faults import (
     throw,
     wait_until_told,
 )
-from tests.pipeline.validation import Course, StepAtOnce
-from tests.ranks import RankResult, Script, running_ranks, values
 
 RANKS = 3
 

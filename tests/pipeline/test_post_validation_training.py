@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 from megatron.training.global_vars import get_args
 
-from tests.megatron_runs import Run, assert_same, evaluations, losses, model_flags, train
+from tests.helpers.megatron_runs import Run, assert_same, evaluations, losses, model_flags, train
+from tests.helpers.ranks import Script
 from tests.pipeline.test_bad_days import end_of, pipeline_flags
-from tests.ranks import Script
 
 SCRIPT = Path(__file__).parent / "pretrain_gpt_with_bad_gradients.py"
 CLIP = 10.0  # above any norm of these small models but those that are scaled up

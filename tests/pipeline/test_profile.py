@@ -32,13 +32,13 @@ from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.schedule import P2P, Problem
 from megatron_ext.schedule.show.trace import read_trace
 from scripts import benchmark_prediction
-from tests.megatron_runs import SCRIPT, Run, assert_same, losses, model_flags, train
+from tests.helpers.held_bytes import measure_steps, read_steps
+from tests.helpers.megatron_runs import SCRIPT, Run, assert_same, losses, model_flags, train
+from tests.helpers.ranks import run_ranks, values
+from tests.helpers.stages import WIDTH, Pipeline, program_for, world
+from tests.helpers.storages import LiveStorages
 from tests.pipeline import test_callers as callers
-from tests.pipeline.held_bytes import measure_steps, read_steps
-from tests.pipeline.stages import WIDTH, Pipeline, program_for, world
-from tests.pipeline.storages import LiveStorages
 from tests.pipeline.test_trace import WRITERS
-from tests.ranks import run_ranks, values
 
 Flags = dict[str, object]
 

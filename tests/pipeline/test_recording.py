@@ -34,8 +34,8 @@ from megatron_ext.schedule.program.verify import Program  # noqa: E402
 from megatron_ext.schedule.schedule import P2P  # noqa: E402
 from megatron_ext.schedule.show.trace import beside  # noqa: E402
 from megatron_ext.schedule.timeline import Event, Reduction, Timeline  # noqa: E402
-from tests.pipeline.stages import CPU, Pipeline, program_for, world  # noqa: E402
-from tests.ranks import run_ranks, values  # noqa: E402
+from tests.helpers.ranks import run_ranks, values  # noqa: E402
+from tests.helpers.stages import CPU, Pipeline, program_for, world  # noqa: E402
 
 SLEEP = 0.2
 SLOW = Action(0, Kind.FORWARD, 0)

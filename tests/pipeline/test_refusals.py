@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.__main__ import main
-from tests.megatron_runs import SCRIPT, model_flags
-from tests.ranks import run_ranks
+from tests.helpers.megatron_runs import SCRIPT, model_flags
+from tests.helpers.ranks import run_ranks
 
 CASES: dict[str, tuple[dict[str, object], str]] = {
     "memory limit": (

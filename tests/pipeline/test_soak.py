@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch")
 
 from scripts import soak
-from tests.ranks import HANGS
+from tests.helpers.ranks import HANGS
 
 
 def test_soak(capsys: pytest.CaptureFixture[str]) -> None:

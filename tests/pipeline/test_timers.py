@@ -6,7 +6,7 @@ import pytest
 from megatron.training.global_vars import get_timers
 
 from megatron_ext.runtime.weight_gradients import WeightGradients
-from tests.megatron_runs import losses, model_flags, train
+from tests.helpers.megatron_runs import losses, model_flags, train
 from tests.pipeline.test_post_validation_training import SETTINGS, times_redone
 
 CASES: dict[str, tuple[str, dict[str, object]]] = {

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from megatron_ext.cli import app
 from megatron_ext.schedule.kinds import RULES, Duty
 from megatron_ext.schedule.show.trace import NAME, TracedStep, read_trace
-from tests.megatron_runs import SCRIPT, Run, assert_same, model_flags, train
+from tests.helpers.megatron_runs import SCRIPT, Run, assert_same, model_flags, train
 
 Flags = dict[str, object]
 

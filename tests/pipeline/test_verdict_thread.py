@@ -16,8 +16,8 @@ import torch.distributed as dist
 from megatron_ext.runtime.post_validation.messages import ValidationMessages
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.schedule.placement import line
-from tests.pipeline.stages import world
-from tests.ranks import run_ranks, values
+from tests.helpers.ranks import run_ranks, values
+from tests.helpers.stages import world
 
 
 def test_to_look_for_the_verdict_costs_next_to_nothing() -> None:

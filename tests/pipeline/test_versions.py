@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.fetched import fetched
-from tests.ranks import ROOT
+from tests.helpers.fetched import fetched
+from tests.helpers.ranks import ROOT
 
 VERSION = "0.18.2"
 

@@ -21,10 +21,9 @@ from megatron_ext.schedule.action import Action, Kind, parse  # noqa: E402
 from megatron_ext.schedule.kinds import GRADIENT_DUTIES, RULES  # noqa: E402
 from megatron_ext.schedule.program.verify import Program  # noqa: E402
 from megatron_ext.schedule.schedule import VocabularyParallel  # noqa: E402
-from tests.pipeline.stages import WIDTH, world  # noqa: E402
-from tests.pipeline.storages import LiveStorages, storages  # noqa: E402
-from tests.pipeline.test_faults import HERE, hang, kill, throw, wait_until_told  # noqa: E402
-from tests.pipeline.vocabulary import (  # noqa: E402
+from tests.helpers.stages import WIDTH, world  # noqa: E402
+from tests.helpers.storages import LiveStorages, storages  # noqa: E402
+from tests.helpers.vocabulary import (  # noqa: E402
     SHAPE,
     VOCABULARY,
     Model,
@@ -34,7 +33,7 @@ from tests.pipeline.vocabulary import (  # noqa: E402
     connect,
     program_for,
 )
-from tests.ranks import RankResult, Script, run_ranks, running_ranks, values  # noqa: E402
+from tests.pipeline.test_faults import HERE, hang, kill, throw, wait_until_told  # noqa: E402
 
 # Of the difference from float64, relative, in the norm of a tensor: so many units in the last place
 # for each stage between the embedding and the loss, for each of these rounds some four times.

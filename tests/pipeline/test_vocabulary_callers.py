@@ -25,7 +25,7 @@ from torch import Tensor
 import megatron_ext
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
-from tests.ranks import run_ranks, values
+from tests.helpers.ranks import run_ranks, values
 
 RANKS = 2
 SEQUENCE, BATCH, VOCABULARY, MICROBATCHES, HIDDEN = 8, 2, 32, 6, 16

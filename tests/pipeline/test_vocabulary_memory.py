@@ -22,8 +22,8 @@ from megatron_ext.schedule.model.model import Model
 from megatron_ext.schedule.model.model_memory import TrainingState, bytes_of_ranks
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.schedule import VocabularyParallel
-from tests.megatron_runs import model_flags, train
-from tests.pipeline.storages import LiveStorages, storages
+from tests.helpers.megatron_runs import model_flags, train
+from tests.helpers.storages import LiveStorages, storages
 
 RANKS, HIDDEN, SEQUENCE = 4, 16, 16
 FLAGS: dict[str, object] = {

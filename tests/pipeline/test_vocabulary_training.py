@@ -27,8 +27,8 @@ from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from scripts.pretrain_gpt import model_provider
-from tests.megatron_runs import Run, evaluations, losses, model_flags, train, train_or_fail
-from tests.ranks import lasting_folder
+from tests.helpers.megatron_runs import Run, evaluations, losses, model_flags, train, train_or_fail
+from tests.helpers.ranks import lasting_folder
 
 SAVED_AT = 2
 ULP = 2.0**-23  # of fp32, as a share of the number

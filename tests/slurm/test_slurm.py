@@ -21,8 +21,8 @@ pytest.importorskip("torch")
 pytest.importorskip("megatron.training")
 
 from scripts import quickstart
-from tests.megatron_runs import losses, train
-from tests.ranks import HANGS
+from tests.helpers.megatron_runs import losses, train
+from tests.helpers.ranks import HANGS
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "tests" / "slurm" / "cluster.sh"

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.schedule.action import Action, Kind, parse
 from megatron_ext.schedule.kinds import RULES, Duty, Lane
-from tests.unit.schedules import PROPERTY
+from tests.helpers.schedules import PROPERTY
 
 TEXTS = {
     Kind.FORWARD: "3F7",

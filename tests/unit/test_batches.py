@@ -17,7 +17,7 @@ from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import InvalidSchedule, prove
 from megatron_ext.schedule.schedule import P2P, Problem
 from megatron_ext.schedule.transforms.forward_only import keep_forward
-from tests.unit.schedules import (
+from tests.helpers.schedules import (
     PROPERTY,
     drawn,
     line_problem,

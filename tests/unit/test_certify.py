@@ -17,7 +17,7 @@ from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule import Problem, Schedule, from_csv
 from megatron_ext.schedule.search.bounds import lower_bound
 from megatron_ext.schedule.search.certify import certify
-from tests.unit.schedules import random_case
+from tests.helpers.schedules import random_case
 
 Figures = tuple[float, float, float, float]
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from megatron_ext.cli import app
 from megatron_ext.schedule.action import parse
 from megatron_ext.schedule.schedule import from_csv
-from tests.unit.schedules import line_problem, program
+from tests.helpers.schedules import line_problem, program
 
 runner = CliRunner()
 

@@ -27,7 +27,7 @@ from megatron_ext.schedule.placement import Placement, line
 from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, memory_curve, peaks
 from megatron_ext.schedule.schedule import Problem, Schedule, VocabularyParallel
 from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
-from tests.unit.schedules import PROPERTY, line_problem, random_costs, rows_of, seeds, written
+from tests.helpers.schedules import PROPERTY, line_problem, random_costs, rows_of, seeds, written
 
 F, I, W = Duty.FORWARD, Duty.INPUT_GRADIENT, Duty.WEIGHT_GRADIENT  # noqa: E741
 LINE = line(2)

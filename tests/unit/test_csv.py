@@ -15,7 +15,7 @@ from megatron_ext.schedule.flip import opens_on_first_rank
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.program.verify import InvalidSchedule
 from megatron_ext.schedule.schedule import Problem, bitwise_order, from_csv, to_csv
-from tests.unit.schedules import (
+from tests.helpers.schedules import (
     PROPERTY,
     Case,
     cases,

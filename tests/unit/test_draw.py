@@ -14,8 +14,8 @@ from megatron_ext.schedule.program.verify import prove
 from megatron_ext.schedule.schedule import Problem
 from megatron_ext.schedule.show.draw import BUBBLE, COLOURS, Box, draw
 from megatron_ext.schedule.timeline import Event, Timeline
-from tests.unit.schedules import F, line_problem, program, with_messages, written
-from tests.unit.svg import texts_of
+from tests.helpers.schedules import F, line_problem, program, with_messages, written
+from tests.helpers.svg import texts_of
 
 pytest.importorskip("matplotlib")
 

@@ -18,7 +18,7 @@ from megatron_ext.schedule.schedule import Problem, Schedule, VocabularyParallel
 from megatron_ext.schedule.show.explain import TOP, Explanation, Part, explain
 from megatron_ext.schedule.show.replay import Replay
 from megatron_ext.schedule.timeline import Event, Timeline
-from tests.unit.schedules import PROPERTY, drawn, line_problem, program, random_case, table
+from tests.helpers.schedules import PROPERTY, drawn, line_problem, program, random_case, table
 
 
 def step(drawing: str) -> Timeline:

@@ -24,7 +24,7 @@ from megatron_ext.schedule.program.verify import InvalidSchedule
 from megatron_ext.schedule.program.waits import SENDS_BEHIND
 from megatron_ext.schedule.schedule import Problem, Schedule, bitwise_order
 from megatron_ext.schedule.search.fill import makespan
-from tests.unit.schedules import (
+from tests.helpers.schedules import (
     PROPERTY,
     F,
     W,

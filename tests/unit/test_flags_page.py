@@ -6,7 +6,7 @@ from dataclasses import Field, fields
 from typing import Any
 
 from megatron_ext.config import PipelineConfig, flag, variable
-from tests.documents import check_written
+from tests.helpers.documents import check_written
 
 
 def section(setting: Field[Any]) -> str:

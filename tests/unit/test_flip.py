@@ -13,7 +13,7 @@ from megatron_ext.schedule.flip import opens_on_first_rank
 from megatron_ext.schedule.placement import line, loop, v, wave
 from megatron_ext.schedule.program.verify import InvalidSchedule
 from megatron_ext.schedule.schedule import Problem, Schedule, from_csv, to_csv
-from tests.unit.schedules import line_problem, names_of_stages, rows_of
+from tests.helpers.schedules import line_problem, names_of_stages, rows_of
 
 
 def proved(schedule: Schedule, m: int, path: Path) -> Schedule:

@@ -21,7 +21,7 @@ from megatron_ext.schedule.action import parse  # noqa: E402
 from megatron_ext.schedule.costs import uniform  # noqa: E402
 from megatron_ext.schedule.kinds import Held  # noqa: E402
 from megatron_ext.schedule.placement import line  # noqa: E402
-from tests.ranks import run_ranks, values  # noqa: E402
+from tests.helpers.ranks import run_ranks, values  # noqa: E402
 
 COSTS = replace(
     uniform(line(2), 1, 1, 1),

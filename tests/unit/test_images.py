@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from scripts import draw_images
-from tests.unit.svg import texts_of
+from tests.helpers.svg import texts_of
 
 pytest.importorskip("matplotlib")
 

@@ -18,7 +18,7 @@ from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.schedule import Problem, bitwise_order
 from megatron_ext.schedule.search.fill import makespan
 from megatron_ext.schedule.timeline import Timeline
-from tests.unit.schedules import drawn, line_problem, program, random_costs, table
+from tests.helpers.schedules import drawn, line_problem, program, random_costs, table
 
 TABLES = {
     ("zb-h2", 3, 6): """

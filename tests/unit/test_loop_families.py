@@ -13,7 +13,7 @@ from megatron_ext.schedule.program.memory import in_microbatches, peaks
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.schedule import Problem, bitwise_order
 from megatron_ext.schedule.timeline import Timeline
-from tests.unit.schedules import F, drawn, table
+from tests.helpers.schedules import F, drawn, table
 
 TABLES = {
     ("interleaved", 2, 4): """

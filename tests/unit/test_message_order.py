@@ -33,7 +33,7 @@ from megatron_ext.schedule.schedule import (
     VocabularyParallel,
     is_compute,
 )
-from tests.unit.schedules import (
+from tests.helpers.schedules import (
     PROPERTY,
     line_problem,
     program,

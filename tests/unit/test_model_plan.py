@@ -26,7 +26,7 @@ from megatron_ext.schedule.plan.recommendation import recommendation
 from megatron_ext.schedule.plan.vocabulary_plan import cases, side_by_side
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.schedule import Offload, Problem, VocabularyParallel
-from tests.unit.short_search import shorten_search
+from tests.helpers.short_search import shorten_search
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -36,7 +36,7 @@ from megatron_ext.schedule.search.certify import certify
 from megatron_ext.schedule.timeline import Event
 from megatron_ext.schedule.transforms.offload import offload
 from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
-from tests.unit.schedules import (
+from tests.helpers.schedules import (
     PROPERTY,
     mutate,
     random_case,

@@ -14,7 +14,7 @@ from megatron_ext.config import from_argv
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.schedule import bitwise_order
-from tests.unit.schedules import line_problem, program, runs_to_end
+from tests.helpers.schedules import line_problem, program, runs_to_end
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "your-own-schedule.md"
 EXAMPLES = {

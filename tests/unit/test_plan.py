@@ -21,7 +21,7 @@ from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.schedule import Problem, VocabularyParallel
 from megatron_ext.schedule.show.draw import draw_plan
 from megatron_ext.schedule.show.trace import write_trace
-from tests.unit.svg import texts_of
+from tests.helpers.svg import texts_of
 
 
 @functools.cache

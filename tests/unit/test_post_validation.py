@@ -37,8 +37,8 @@ from megatron_ext.schedule.show.draw import draw_steps
 from megatron_ext.schedule.show.summary import summary
 from megatron_ext.schedule.show.trace import TraceFile, beside_all, read_trace
 from megatron_ext.schedule.transforms.post_validation import validate_afterwards
-from tests.unit.schedules import PROPERTY, F, random_case, rows_of, seeds, with_messages, written
-from tests.unit.short_search import shorten_search
+from tests.helpers.schedules import PROPERTY, F, random_case, rows_of, seeds, with_messages, written
+from tests.helpers.short_search import shorten_search
 
 EQUAL, USUAL = "f=1,i=1,w=1", "f=10,i=12,w=8,comm=1"
 ADDED = {Kind.RECV_P, Kind.STEP, Kind.SEND_P, Kind.RECV_V, Kind.SETTLE, Kind.SEND_V}

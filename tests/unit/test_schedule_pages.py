@@ -16,7 +16,7 @@ from megatron_ext.schedule.plan.vocabulary_plan import cases
 from megatron_ext.schedule.program.memory import in_microbatches, peaks
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.schedule import Problem
-from tests.unit.schedules import drawn, program, table
+from tests.helpers.schedules import drawn, program, table
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

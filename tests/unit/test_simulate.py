@@ -20,7 +20,7 @@ from megatron_ext.schedule.program.verify import prove
 from megatron_ext.schedule.schedule import Offload, Problem, Schedule, is_compute
 from megatron_ext.schedule.show.summary import stock_1f1b, summary
 from megatron_ext.schedule.timeline import Timeline
-from tests.unit.schedules import (
+from tests.helpers.schedules import (
     PROPERTY,
     B,
     Case,

@@ -26,7 +26,7 @@ from megatron_ext.schedule.show.trace import (
     write_trace,
 )
 from megatron_ext.schedule.timeline import Reduction, Timeline
-from tests.unit.schedules import line_problem, program
+from tests.helpers.schedules import line_problem, program
 
 PROGRAM = program("zb-h1", line_problem(3, 4, 10, 12, 8, 1))
 SIMULATED = simulate(PROGRAM, PROGRAM.problem.costs)

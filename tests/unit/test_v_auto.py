@@ -26,7 +26,7 @@ from megatron_ext.schedule.schedule import Problem, Schedule, bitwise_order
 from megatron_ext.schedule.search import disk_cache, v_search
 from megatron_ext.schedule.search.justify import Shop, justify, rows_of
 from megatron_ext.schedule.search.v_search import plan_of, search, shop_of
-from tests.unit.schedules import PROPERTY, random_costs, runs_to_end, seeds
+from tests.helpers.schedules import PROPERTY, random_costs, runs_to_end, seeds
 
 FourCosts = tuple[float, float, float, float]  # f, i, w, comm
 FEW = 20_000  # passes packed: the machinery, not its last percent

@@ -19,7 +19,7 @@ from megatron_ext.schedule.program.verify import Program, prove
 from megatron_ext.schedule.schedule import Problem, Schedule, bitwise_order
 from megatron_ext.schedule.search.building_block import BuildingBlock, squeeze
 from megatron_ext.schedule.timeline import Timeline
-from tests.unit.schedules import (
+from tests.helpers.schedules import (
     PROPERTY,
     B,
     F,

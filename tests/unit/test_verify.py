@@ -19,7 +19,7 @@ from megatron_ext.schedule.program.graph import Device, build_graph
 from megatron_ext.schedule.program.verify import InvalidSchedule, Program, check_compute, prove
 from megatron_ext.schedule.schedule import P2P, Problem, Schedule
 from megatron_ext.schedule.transforms.forward_only import keep_forward
-from tests.unit.schedules import (
+from tests.helpers.schedules import (
     PROPERTY,
     Case,
     cases,

@@ -24,7 +24,7 @@ from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove
 from megatron_ext.schedule.schedule import P2P, Problem, Schedule, VocabularyParallel
 from megatron_ext.schedule.transforms.vocabulary import divide_vocabulary
 from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
-from tests.unit.schedules import (
+from tests.helpers.schedules import (
     PROPERTY,
     mutate,
     random_case,

@@ -27,7 +27,7 @@ from tests.gpu.small_stages import (
     program_of,
     relative_errors,
 )
-from tests.ranks import run_ranks, values
+from tests.helpers.ranks import run_ranks, values
 
 
 def step(kind: str, spec: str, ranks: str, p2p: str) -> None:

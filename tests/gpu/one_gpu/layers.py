@@ -36,8 +36,8 @@ def layers(kind: str, precision: str) -> None:
 def _stand_in(precision: str) -> None:
     """Transformer Engine's Python classes over torch's, where tests have fetched them."""
     from megatron_ext.patches import cpu
-    from tests.fetched import FETCHED
-    from tests.patches.transformer_engine_on_cpu import VERSIONS, load
+    from tests.helpers.fetched import FETCHED
+    from tests.helpers.transformer_engine_on_cpu import VERSIONS, load
 
     folder = FETCHED / "transformer_engine" / VERSIONS[-1]
     if precision != "bf16":

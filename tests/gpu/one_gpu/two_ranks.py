@@ -28,7 +28,7 @@ from tests.gpu.one_gpu.executor import tell_step
 from tests.gpu.one_gpu.rows import CannotRun, run_case, tell
 from tests.gpu.one_gpu.runner import MISSING, last_words
 from tests.gpu.small_stages import program_of
-from tests.ranks import torchrun_environment
+from tests.helpers.ranks import torchrun_environment
 
 ROOT = Path(__file__).resolve().parents[3]
 RANKS = 2

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-FETCHED = Path(__file__).parents[1] / "build"
+FETCHED = Path(__file__).parents[2] / "build"
 
 
 def fetched(package: str, version: str) -> Path:

@@ -29,7 +29,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 # Seconds after which a rank is taken to hang. Far more than any needs on a busy machine, and less
 # than the ten minutes or more after which torch gives up waiting and ends it.
@@ -124,7 +124,10 @@ class Script:
         self._connection, theirs = multiprocessing.Pipe()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-X", "faulthandler", "-m", "tests.ranks", str(theirs.fileno())],
+                [
+                    *(sys.executable, "-X", "faulthandler"),
+                    *("-m", "tests.helpers.ranks", str(theirs.fileno())),
+                ],
                 cwd=ROOT,
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -49,7 +49,7 @@ from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import RULES, Lane
 from megatron_ext.schedule.program.graph import Channel
 from megatron_ext.schedule.schedule import is_compute
-from tests.pipeline.stages import InOrderGroup
+from tests.helpers.stages import InOrderGroup
 
 # Seconds after which what has been posted is taken not to end. A busy machine needs less, and it is
 # soon enough for a test that waits for it.

@@ -1,7 +1,4 @@
-"""Random schedules, small damage to them, drawings of them, and a second opinion on them.
-
-Imported as ``tests.unit.schedules``, from tests/pipeline too.
-"""
+"""Random schedules, small damage to them, drawings of them, and a second opinion on them."""
 
 from __future__ import annotations
 

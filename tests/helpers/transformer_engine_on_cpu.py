@@ -23,7 +23,7 @@ from unittest.mock import MagicMock
 import torch
 from torch import Tensor
 
-from tests.fetched import fetched
+from tests.helpers.fetched import fetched
 
 # The nightly workflow adds what has come out since.
 VERSIONS = tuple(

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_ext.runtime.post_validation.messages import ValidationMessages
 from megatron_ext.runtime.post_validation.partial_state import PartialState
 from megatron_ext.schedule.placement import Placement
-from tests.pipeline.stages import LinearStage, Pipeline, add_gradients, stages_alone
+from tests.helpers.stages import LinearStage, Pipeline, add_gradients, stages_alone
 
 RATE = 0.1
 

@@ -37,7 +37,7 @@ from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import RULES, Duty
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule import is_compute
-from tests.pipeline.storages import LiveStorages, addresses
+from tests.helpers.storages import LiveStorages, addresses
 
 Microbatch = tuple[int, int]  # stage, microbatch
 

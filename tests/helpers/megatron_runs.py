@@ -37,9 +37,9 @@ from megatron_ext.launch_check.doctor import diagnose
 from megatron_ext.patches import engine
 from megatron_ext.patches.features import FEATURES
 from megatron_ext.schedule.build.registry import entries
-from tests.ranks import RankResult, agent_store, run_ranks, torchrun_environment, values
+from tests.helpers.ranks import RankResult, agent_store, run_ranks, torchrun_environment, values
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "pretrain_gpt.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "pretrain_gpt.py"
 
 # What ranks would otherwise each import for themselves. What is imported is then kept out of the
 # garbage collector's sight: else every rank would copy its pages.

@@ -25,7 +25,7 @@ from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.program.graph import channels
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule import VocabularyParallel
-from tests.pipeline.stages import CPU, WIDTH, LinearStage, SplitLinear, problem_for
+from tests.helpers.stages import CPU, WIDTH, LinearStage, SplitLinear, problem_for
 
 VOCABULARY = 48  # rows of the padded tables
 SHAPE = (2, 6)  # b, s
