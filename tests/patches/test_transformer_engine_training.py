@@ -27,9 +27,9 @@ from torch import Tensor
 
 from megatron_ext.runtime.host import offload
 from megatron_ext.runtime.host.offload import OffloadedStep
+from tests.helpers import transformer_engine_on_cpu as on_cpu
 from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train
 from tests.helpers.ranks import HANGS, run_ranks, values
-from tests.patches import transformer_engine_on_cpu as on_cpu
 
 OLDEST, *_, NEWEST = on_cpu.VERSIONS
 

@@ -37,7 +37,16 @@ from megatron_ext.schedule.schedule import (  # noqa: E402
     VocabularyParallel,
 )
 from tests.helpers.adversary import MODES, late, one_queue, synchronising  # noqa: E402
+from tests.helpers.ranks import RankResult, run_ranks, values  # noqa: E402
+from tests.helpers.schedules import mutate  # noqa: E402
 from tests.helpers.stages import Pipeline, program_for, world  # noqa: E402
+from tests.helpers.vocabulary import (  # noqa: E402
+    Model,
+    VocabularyPipeline,
+    alone,
+    connect,
+)
+from tests.helpers.vocabulary import program_for as with_vocabulary  # noqa: E402
 from tests.pipeline.test_executor import check_numbers  # noqa: E402
 from tests.pipeline.test_post_validation import bad_days, run_courses  # noqa: E402
 from tests.pipeline.test_vocabulary import (  # noqa: E402

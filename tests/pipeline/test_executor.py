@@ -33,6 +33,8 @@ from megatron_ext.schedule.program import verify  # noqa: E402
 from megatron_ext.schedule.program.graph import Channel, batches_of, build_graph  # noqa: E402
 from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove  # noqa: E402
 from megatron_ext.schedule.schedule import P2P, Schedule  # noqa: E402
+from tests.helpers.ranks import run_ranks, values  # noqa: E402
+from tests.helpers.schedules import mutate, random_case, written  # noqa: E402
 from tests.helpers.stages import (  # noqa: E402
     CountingTransport,
     InOrderGroup,

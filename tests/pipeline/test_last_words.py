@@ -33,6 +33,7 @@ from megatron_ext.runtime.whereabouts import whereabouts  # noqa: E402
 from megatron_ext.schedule.action import Action, parse  # noqa: E402
 from megatron_ext.schedule.build.registry import choose  # noqa: E402
 from megatron_ext.schedule.program.verify import Program  # noqa: E402
+from tests.helpers.ranks import RankResult, Script, running_ranks, values  # noqa: E402
 from tests.helpers.stages import WIDTH, Pipeline, program_for, world  # noqa: E402
 from tests.pipeline.test_faults import HERE, say, throw, wait_until_told  # noqa: E402
 

@@ -33,6 +33,7 @@ from megatron_ext.schedule.program.memory import most_on_host  # noqa: E402
 from megatron_ext.schedule.program.verify import Program  # noqa: E402
 from megatron_ext.schedule.schedule import Offload  # noqa: E402
 from tests.helpers.adversary import LateCopies  # noqa: E402
+from tests.helpers.ranks import run_ranks, values  # noqa: E402
 from tests.helpers.stages import (  # noqa: E402
     CPU,
     WIDTH,

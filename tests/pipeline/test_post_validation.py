@@ -22,6 +22,7 @@ from megatron_ext.runtime.weight_gradients import queue  # noqa: E402
 from megatron_ext.schedule.build.registry import choose  # noqa: E402
 from megatron_ext.schedule.placement import Placement, line  # noqa: E402
 from megatron_ext.schedule.program.verify import Program  # noqa: E402
+from tests.helpers.ranks import run_ranks, values  # noqa: E402
 from tests.helpers.stages import (  # noqa: E402
     Pipeline,
     expected_events,

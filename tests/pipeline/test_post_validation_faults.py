@@ -22,7 +22,9 @@ from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.placement import line
+from tests.helpers.ranks import RankResult, Script, running_ranks, values
 from tests.helpers.stages import Pipeline, program_for, world
+from tests.helpers.validation import Course, StepAtOnce
 from tests.pipeline.test_faults import (
     HERE,
     be_soon_stuck,

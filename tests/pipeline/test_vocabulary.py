@@ -21,6 +21,7 @@ from megatron_ext.schedule.action import Action, Kind, parse  # noqa: E402
 from megatron_ext.schedule.kinds import GRADIENT_DUTIES, RULES  # noqa: E402
 from megatron_ext.schedule.program.verify import Program  # noqa: E402
 from megatron_ext.schedule.schedule import VocabularyParallel  # noqa: E402
+from tests.helpers.ranks import RankResult, Script, run_ranks, running_ranks, values  # noqa: E402
 from tests.helpers.stages import WIDTH, world  # noqa: E402
 from tests.helpers.storages import LiveStorages, storages  # noqa: E402
 from tests.helpers.vocabulary import (  # noqa: E402

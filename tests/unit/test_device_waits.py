@@ -58,12 +58,12 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
             "dist.all_gather_object(processes, _this_process(), group=pipeline)",
         ),
         (
-            "adapter/programs.py",
+            "megatron_ext/adapter/programs.py",
             "Programs.agree_on_costs",
             "dist.broadcast_object_list(agreed, src=0)",
         ),
         (
-            "adapter/programs.py",
+            "megatron_ext/adapter/programs.py",
             "gather",
             "dist.all_gather_object(values, value, group=group)",
         ),
@@ -115,17 +115,17 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
             "torch.cuda.mem_get_info(device)",
         ),
         (
-            "patches/megatron/core/pipeline_parallel/schedules.py",
+            "megatron_ext/adapter/step.py",
             "PipelineStep.__call__",
             "int(tokens)",
         ),
         (
-            "patches/megatron/core/pipeline_parallel/schedules.py",
+            "megatron_ext/adapter/step.py",
             "_scale_gradients",
             "torch.tensor(tokens, dtype=torch.int, device=torch.cuda.current_device())",
         ),
         (
-            "adapter/observers/trace.py",
+            "megatron_ext/adapter/observers/trace.py",
             "StepTrace.end",
             "dist.all_gather_object(gathered, mine, group=pipeline)",
         ),
@@ -137,24 +137,24 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
     },
     "in the optimizer: between steps, or at SETTLE, an action like others to the proof": {
         (
-            "adapter/post_validation/optimizer.py",
+            "megatron_ext/adapter/post_validation/optimizer.py",
             "SpeculativeOptimizer.prepare",
             "float(part.get_grad_norm())",
         ),
         (
-            "adapter/post_validation/optimizer.py",
+            "megatron_ext/adapter/post_validation/optimizer.py",
             "_found_anywhere",
             "bool(part.found_inf.item() > 0)",
         ),
         (
-            "adapter/post_validation/optimizer.py",
+            "megatron_ext/adapter/post_validation/optimizer.py",
             "_found_anywhere",
             "part.found_inf.item()",
         ),
     },
     "a tensor of the host's, or none": {
         (
-            "patches/megatron/core/pipeline_parallel/schedules.py",
+            "megatron_ext/adapter/step.py",
             "PipelineStep.__call__",
             "bool(force_all_reduce)",
         ),
