@@ -27,7 +27,7 @@ from megatron_ext.cli import app
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.build.report import report
 from megatron_ext.schedule.model.estimate import GPU, ModelDimensions, estimate
-from megatron_ext.schedule.schedule import Problem, VocabularyParallel
+from megatron_ext.schedule.problem import Problem, VocabularyParallel
 from megatron_ext.schedule.show.draw import draw_bars
 from megatron_ext.schedule.show.svg import save
 

@@ -20,7 +20,7 @@ from megatron_ext.schedule.costs import parse_costs
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.model.estimate import ModelDimensions, estimate
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.schedule import Problem
+from megatron_ext.schedule.problem import Problem
 
 _VIRTUAL_STAGES = (
     "num_layers_per_virtual_pipeline_stage",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_ext.schedule.schedule import P2P, Problem
+from megatron_ext.schedule.problem import P2P, Problem
 
 # True once docs/measurements.md has figures under "On a GPU"; a test compares the two.
 HAS_GPU_FIGURES = False

@@ -25,7 +25,7 @@ from megatron_ext.schedule.build.head import Placed, place_again, place_head
 from megatron_ext.schedule.costs import Costs, parse_costs
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.schedule import Problem
+from megatron_ext.schedule.problem import Problem
 
 _SHOWN = 8  # ranks that an error lists
 

@@ -26,11 +26,12 @@ from megatron_ext.schedule.build.registry import choose, with_option
 from megatron_ext.schedule.build.report import report
 from megatron_ext.schedule.costs import parse_costs
 from megatron_ext.schedule.limit import parse_limit
+from megatron_ext.schedule.problem import P2P, Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.program.graph import Device
 from megatron_ext.schedule.program.simulate import simulate as simulate_program
 from megatron_ext.schedule.program.simulate import simulate_steps
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import P2P, Offload, Problem, VocabularyParallel, to_csv
+from megatron_ext.schedule.schedule_csv import to_csv
 from megatron_ext.schedule.search.certify import certify as certified
 from megatron_ext.schedule.show.draw import draw_steps
 from megatron_ext.schedule.show.summary import program_of_1f1b

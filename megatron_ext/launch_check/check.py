@@ -19,10 +19,10 @@ from megatron_ext.launch_check.paths import check_checkpoints, check_data, check
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.patches.features import FEATURES
 from megatron_ext.schedule.limit import parse_limit
+from megatron_ext.schedule.problem import Offload
 from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, peaks
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import Offload
 from megatron_ext.schedule.show.summary import stock_1f1b
 
 SURELY_MEANT = 0.9  # difflib's likeness from which an unknown flag is a known one misspelt

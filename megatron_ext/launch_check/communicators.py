@@ -8,6 +8,7 @@ from dataclasses import replace
 from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.launch_check.findings import Finding, Verdict
 from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.problem import P2P
 from megatron_ext.schedule.program.communicators import (
     communicators,
     ctas_of_each,
@@ -16,7 +17,6 @@ from megatron_ext.schedule.program.communicators import (
 )
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import P2P
 
 SETTINGS = "--nccl-communicator-config-path"
 NEGLIGIBLE = 0.0005  # of a step: it is printed as 0.0 %

@@ -16,8 +16,8 @@ from megatron_ext.schedule.action import parse
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.problem import Offload, Problem
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import Offload, Problem
 from tests.gpu.small_stages import (
     SHAPES,
     Seen,

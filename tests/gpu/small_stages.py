@@ -28,10 +28,11 @@ from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.kinds import Held
+from megatron_ext.schedule.problem import P2P, Problem
 from megatron_ext.schedule.program.graph import Channel, channels
 from megatron_ext.schedule.program.memory import in_bytes, memory_curve
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import P2P, Problem, is_compute
+from megatron_ext.schedule.schedule import is_compute
 from tests.helpers.stages import LinearStage, SplitLinear, world
 from tests.helpers.storages import LiveStorages, messages_on_their_way
 

@@ -20,11 +20,12 @@ from megatron_ext.schedule.costs import Costs, uniform
 from megatron_ext.schedule.kinds import Duty, Held
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import Placement, line
+from megatron_ext.schedule.problem import P2P, Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.program.communication import communicate
 from megatron_ext.schedule.program.message_order import order_messages
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.program.waits import await_sends
-from megatron_ext.schedule.schedule import P2P, Offload, Problem, Schedule, VocabularyParallel
+from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.timeline import Timeline
 
 # A loaded machine must not fail a property.

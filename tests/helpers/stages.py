@@ -27,18 +27,12 @@ from megatron_ext.schedule.build.registry import Choice
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.kinds import RULES, Duty, Where
 from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import P2P, Offload, Problem
 from megatron_ext.schedule.program.graph import Channel, channels
 from megatron_ext.schedule.program.speculation import settles_at
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import (
-    P2P,
-    Offload,
-    Problem,
-    Schedule,
-    from_csv,
-    is_compute,
-    to_csv,
-)
+from megatron_ext.schedule.schedule import Schedule, is_compute
+from megatron_ext.schedule.schedule_csv import from_csv, to_csv
 
 WIDTH = 4
 CPU = torch.device("cpu")

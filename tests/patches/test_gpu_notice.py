@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_ext.adapter import gpu_notice, step
-from megatron_ext.schedule.schedule import P2P
+from megatron_ext.schedule.problem import P2P
 from tests.helpers.megatron_runs import model_flags, train
 from tests.helpers.schedules import line_problem
 

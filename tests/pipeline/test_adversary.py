@@ -29,13 +29,9 @@ from megatron_ext.runtime.messages.transport import Transport  # noqa: E402
 from megatron_ext.runtime.recorder import Recorder  # noqa: E402
 from megatron_ext.schedule.action import Action, Kind, parse  # noqa: E402
 from megatron_ext.schedule.build.registry import choose, entries  # noqa: E402
+from megatron_ext.schedule.problem import P2P, Offload, VocabularyParallel  # noqa: E402
 from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove  # noqa: E402
-from megatron_ext.schedule.schedule import (  # noqa: E402
-    P2P,
-    Offload,
-    Schedule,
-    VocabularyParallel,
-)
+from megatron_ext.schedule.schedule import Schedule  # noqa: E402
 from tests.helpers.adversary import MODES, late, one_queue, synchronising  # noqa: E402
 from tests.helpers.ranks import RankResult, run_ranks, values  # noqa: E402
 from tests.helpers.schedules import mutate  # noqa: E402

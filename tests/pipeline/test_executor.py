@@ -29,10 +29,11 @@ from megatron_ext.schedule.action import Action, Kind  # noqa: E402
 from megatron_ext.schedule.build.registry import choose  # noqa: E402
 from megatron_ext.schedule.kinds import RULES, Lane  # noqa: E402
 from megatron_ext.schedule.placement import Placement, line  # noqa: E402
+from megatron_ext.schedule.problem import P2P  # noqa: E402
 from megatron_ext.schedule.program import verify  # noqa: E402
 from megatron_ext.schedule.program.graph import Channel, batches_of, build_graph  # noqa: E402
 from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove  # noqa: E402
-from megatron_ext.schedule.schedule import P2P, Schedule  # noqa: E402
+from megatron_ext.schedule.schedule import Schedule  # noqa: E402
 from tests.helpers.ranks import run_ranks, values  # noqa: E402
 from tests.helpers.schedules import mutate, random_case, written  # noqa: E402
 from tests.helpers.stages import (  # noqa: E402

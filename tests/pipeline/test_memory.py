@@ -25,9 +25,9 @@ from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs import load_costs
 from megatron_ext.schedule.kinds import RULES, Duty, Held
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
+from megatron_ext.schedule.problem import Offload, Problem
 from megatron_ext.schedule.program.memory import in_bytes, peaks
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import Offload, Problem
 from tests.helpers.held_bytes import (
     Measured,
     computing,

@@ -27,9 +27,9 @@ from megatron_ext.schedule.build.head import place_head
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs, load_costs, parse_costs
 from megatron_ext.schedule.kinds import Duty, Held
+from megatron_ext.schedule.problem import P2P, Problem
 from megatron_ext.schedule.program.graph import channels
 from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.schedule import P2P, Problem
 from megatron_ext.schedule.show.trace import read_trace
 from scripts import benchmark_prediction
 from tests.helpers.held_bytes import measure_steps, read_steps

@@ -12,10 +12,10 @@ from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs import Costs, uniform
 from megatron_ext.schedule.kinds import Duty
 from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import P2P, Problem
 from megatron_ext.schedule.program.graph import batches_of
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import InvalidSchedule, prove
-from megatron_ext.schedule.schedule import P2P, Problem
 from megatron_ext.schedule.transforms.forward_only import keep_forward
 from tests.helpers.schedules import (
     PROPERTY,

@@ -10,7 +10,7 @@ from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import parse_costs
 from megatron_ext.schedule.kinds import Duty
-from megatron_ext.schedule.schedule import Problem, VocabularyParallel
+from megatron_ext.schedule.problem import Problem, VocabularyParallel
 
 
 @pytest.mark.parametrize("hop", [0.0, 0.1])

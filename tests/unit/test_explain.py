@@ -13,8 +13,9 @@ from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import VocabularyCosts, uniform
 from megatron_ext.schedule.placement import line
+from megatron_ext.schedule.problem import Problem, VocabularyParallel
 from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.schedule import Problem, Schedule, VocabularyParallel
+from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.show.explain import TOP, Explanation, Part, explain
 from megatron_ext.schedule.show.replay import Replay
 from megatron_ext.schedule.timeline import Event, Timeline

@@ -22,17 +22,12 @@ from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs import parse_costs, uniform
 from megatron_ext.schedule.kinds import HOST_LANES, RULES, Held, Lane
 from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.problem import Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.program.graph import Device, Graph, build_graph, partner_of
 from megatron_ext.schedule.program.memory import held_during, in_bytes, peaks
 from megatron_ext.schedule.program.simulate import simulate, simulate_unproved
 from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove
-from megatron_ext.schedule.schedule import (
-    Offload,
-    Problem,
-    Schedule,
-    VocabularyParallel,
-    is_compute,
-)
+from megatron_ext.schedule.schedule import Schedule, is_compute
 from tests.helpers.schedules import (
     PROPERTY,
     line_problem,

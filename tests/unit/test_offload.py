@@ -21,17 +21,12 @@ from megatron_ext.schedule.costs import Costs, HostCosts, VocabularyCosts, parse
 from megatron_ext.schedule.kinds import HOST_LANES, RULES, Duty, Held, Lane
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
 from megatron_ext.schedule.placement import line, v
+from megatron_ext.schedule.problem import P2P, Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, most_on_host, peaks
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove
 from megatron_ext.schedule.program.waits import await_sends
-from megatron_ext.schedule.schedule import (
-    P2P,
-    Offload,
-    Problem,
-    Schedule,
-    VocabularyParallel,
-)
+from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.search.certify import certify
 from megatron_ext.schedule.timeline import Event
 from megatron_ext.schedule.transforms.offload import offload

@@ -17,8 +17,8 @@ from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement, line
 from megatron_ext.schedule.plan.choose import Plan, Way, make_plan, peak
 from megatron_ext.schedule.plan.vocabulary_plan import cases, redistribute, side_by_side
+from megatron_ext.schedule.problem import Problem, VocabularyParallel
 from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.schedule import Problem, VocabularyParallel
 from megatron_ext.schedule.show.draw import draw_plan
 from megatron_ext.schedule.show.trace import write_trace
 from tests.helpers.svg import texts_of

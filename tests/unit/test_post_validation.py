@@ -23,12 +23,13 @@ from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs import parse_costs, uniform
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import P2P, Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.program.graph import channels
 from megatron_ext.schedule.program.memory import in_microbatches, memory_curve, peaks
 from megatron_ext.schedule.program.simulate import simulate, simulate_steps, step_seconds
 from megatron_ext.schedule.program.speculation import settles_at
 from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove
-from megatron_ext.schedule.schedule import P2P, Offload, Problem, VocabularyParallel, is_compute
+from megatron_ext.schedule.schedule import is_compute
 from megatron_ext.schedule.search import v_search
 from megatron_ext.schedule.search.bounds import lower_bound
 from megatron_ext.schedule.search.justify import mirror, pack

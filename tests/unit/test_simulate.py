@@ -15,9 +15,10 @@ from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.costs import Costs, uniform
 from megatron_ext.schedule.kinds import Duty
 from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import Offload, Problem
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import prove
-from megatron_ext.schedule.schedule import Offload, Problem, Schedule, is_compute
+from megatron_ext.schedule.schedule import Schedule, is_compute
 from megatron_ext.schedule.show.summary import stock_1f1b, summary
 from megatron_ext.schedule.timeline import Timeline
 from tests.helpers.schedules import (

@@ -15,9 +15,10 @@ from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import P2P, Problem
 from megatron_ext.schedule.program.graph import Device, build_graph
 from megatron_ext.schedule.program.verify import InvalidSchedule, Program, check_compute, prove
-from megatron_ext.schedule.schedule import P2P, Problem, Schedule
+from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.transforms.forward_only import keep_forward
 from tests.helpers.schedules import (
     PROPERTY,

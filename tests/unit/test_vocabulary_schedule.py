@@ -18,10 +18,11 @@ from megatron_ext.schedule.costs import Costs, VocabularyCosts, uniform
 from megatron_ext.schedule.kinds import RULES, Duty, Held, Lane, Where
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import P2P, Problem, VocabularyParallel
 from megatron_ext.schedule.program.memory import Amount, in_bytes, in_microbatches, peaks
 from megatron_ext.schedule.program.simulate import simulate, simulate_unproved
 from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove
-from megatron_ext.schedule.schedule import P2P, Problem, Schedule, VocabularyParallel
+from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.transforms.vocabulary import divide_vocabulary
 from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
 from tests.helpers.schedules import (

@@ -29,8 +29,8 @@ from megatron_ext.runtime.vocabulary.shard import (
 )
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import RULES
+from megatron_ext.schedule.problem import VocabularyParallel
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import VocabularyParallel
 
 
 class VocabularyEnds(Protocol):

@@ -7,18 +7,13 @@ from dataclasses import replace
 
 from megatron_ext.schedule.build.registry import Choice
 from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.problem import Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.program.communication import communicate
 from megatron_ext.schedule.program.memory import bytes_for, in_bytes, leaving_room, peaks
 from megatron_ext.schedule.program.message_order import order_messages
 from megatron_ext.schedule.program.verify import Program, check_compute, prove
 from megatron_ext.schedule.program.waits import await_sends
-from megatron_ext.schedule.schedule import (
-    Offload,
-    Problem,
-    Schedule,
-    Transform,
-    VocabularyParallel,
-)
+from megatron_ext.schedule.schedule import Schedule, Transform
 from megatron_ext.schedule.transforms.forward_only import keep_forward
 from megatron_ext.schedule.transforms.offload import offload
 from megatron_ext.schedule.transforms.post_validation import validate_afterwards

@@ -12,10 +12,10 @@ from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import Choice
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import Duty, Held
+from megatron_ext.schedule.problem import Problem, VocabularyParallel
 from megatron_ext.schedule.program.memory import in_bytes, peaks
 from megatron_ext.schedule.program.simulate import step_seconds
 from megatron_ext.schedule.program.verify import InvalidSchedule, Program
-from megatron_ext.schedule.schedule import Problem, VocabularyParallel
 from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import Choice
+from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.memory import in_microbatches, peak_on_host, peaks
 from megatron_ext.schedule.program.simulate import simulate, step_seconds
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import Problem, bitwise_order
+from megatron_ext.schedule.schedule import bitwise_order
 
 
 def report(choice: Choice, problem: Problem) -> tuple[Program, dict[str, Any]]:

@@ -16,9 +16,10 @@ from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import Choice, entries, family
 from megatron_ext.schedule.kinds import Duty, Held
 from megatron_ext.schedule.placement import line
+from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.memory import peaks
 from megatron_ext.schedule.program.simulate import step_seconds
-from megatron_ext.schedule.schedule import Problem, Schedule
+from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.search.fill import Filled, Memory, fill_best, makespan, memory_of
 from megatron_ext.schedule.search.fill import time as time_rows
 

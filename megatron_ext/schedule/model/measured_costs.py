@@ -16,7 +16,7 @@ from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.build.head import Placed, costs_in
 from megatron_ext.schedule.costs import Costs, VocabularyCosts
 from megatron_ext.schedule.kinds import RULES, Duty, Held
-from megatron_ext.schedule.schedule import VocabularyParallel
+from megatron_ext.schedule.problem import VocabularyParallel
 from megatron_ext.schedule.timeline import Event
 
 _Passes = Mapping[tuple[int, Kind], float]  # seconds by stage and kind

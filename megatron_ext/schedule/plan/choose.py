@@ -15,8 +15,8 @@ from megatron_ext.schedule.build.report import report, report_of
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.model.model_memory import ModelBytes
 from megatron_ext.schedule.placement import is_line_or_v
+from megatron_ext.schedule.problem import Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.program.memory import in_bytes, peaks
-from megatron_ext.schedule.schedule import Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.search.bounds import lower_bound
 from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
 

@@ -18,7 +18,7 @@ from megatron_ext.schedule.plan.vocabulary_plan import (
     redistributed_layers,
     tells_vocabulary,
 )
-from megatron_ext.schedule.schedule import Problem
+from megatron_ext.schedule.problem import Problem
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.kinds import RULES, Lane
+from megatron_ext.schedule.problem import P2P, VocabularyParallel
 from megatron_ext.schedule.program.graph import Channel, channels
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import P2P, VocabularyParallel
 
 COLLECTIVES: tuple[Kind, ...] = tuple(
     sorted(kind for kind, rule in RULES.items() if rule.lane is Lane.COLLECTIVE)

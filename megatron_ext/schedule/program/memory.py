@@ -10,7 +10,8 @@ from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import RULES, Held, Lane, Source
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.schedule import Problem, Schedule, is_compute
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.schedule import Schedule, is_compute
 
 Amount = Callable[[Held, int], float]  # of what, on which stage -> how much
 

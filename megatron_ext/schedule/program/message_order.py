@@ -28,8 +28,9 @@ from dataclasses import replace
 
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import RULES, Lane
+from megatron_ext.schedule.problem import P2P, Problem
 from megatron_ext.schedule.program.graph import Graph, build_graph, partner_of
-from megatron_ext.schedule.schedule import P2P, Problem, Schedule, is_compute
+from megatron_ext.schedule.schedule import Schedule, is_compute
 
 _TICKS = 10**6  # of the longest pass
 

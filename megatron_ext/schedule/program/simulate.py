@@ -9,10 +9,11 @@ from itertools import islice
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import HOST_LANES, RULES, Lane
+from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.communication import communicate
 from megatron_ext.schedule.program.graph import Device, Graph, build_graph
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import Problem, Schedule
+from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.timeline import Event, Timeline
 
 _STEPS = 16  # consecutive ones, after the first half of which a step takes what it always will

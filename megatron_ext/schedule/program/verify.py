@@ -18,6 +18,7 @@ from megatron_ext.schedule.kinds import (
     Lane,
     Where,
 )
+from megatron_ext.schedule.problem import P2P, Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.program.graph import (
     Device,
     Graph,
@@ -29,14 +30,7 @@ from megatron_ext.schedule.program.graph import (
 )
 from megatron_ext.schedule.program.memory import Amount, amount_of, held_during, peaks
 from megatron_ext.schedule.program.speculation import can_be_undone, first_crossing, settles_at
-from megatron_ext.schedule.schedule import (
-    P2P,
-    Offload,
-    Problem,
-    Schedule,
-    VocabularyParallel,
-    is_compute,
-)
+from megatron_ext.schedule.schedule import Schedule, is_compute
 
 _SEAL = object()
 

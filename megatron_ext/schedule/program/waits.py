@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import RULES, Lane
+from megatron_ext.schedule.problem import P2P, Problem
 from megatron_ext.schedule.program.graph import (
     Channel,
     Graph,
@@ -35,7 +36,7 @@ from megatron_ext.schedule.program.graph import (
     has_place,
     partner_of,
 )
-from megatron_ext.schedule.schedule import P2P, Problem, Schedule, is_compute
+from megatron_ext.schedule.schedule import Schedule, is_compute
 
 SENDS_BEHIND = 4
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from megatron_ext.schedule.kinds import Duty, Held
-from megatron_ext.schedule.schedule import Problem
+from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.search.fill import Memory, memory_of
 
 

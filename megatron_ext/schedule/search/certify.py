@@ -15,10 +15,10 @@ from typing import Any
 
 from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.kinds import RULES, Duty
+from megatron_ext.schedule.problem import Offload, VocabularyParallel
 from megatron_ext.schedule.program.graph import needed, partner_of
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import Offload, VocabularyParallel
 from megatron_ext.schedule.search.bounds import lower_bound
 
 TICKS = 100_000  # of the makespan, in which CP-SAT counts where costs have no common unit

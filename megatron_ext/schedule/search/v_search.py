@@ -20,7 +20,7 @@ from random import Random
 
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.kinds import Duty, Held
-from megatron_ext.schedule.schedule import Problem
+from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.search.justify import (
     F_INNER,
     F_OUTER,

@@ -12,10 +12,10 @@ from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import RULES, Held, Lane
 from megatron_ext.schedule.placement import line
+from megatron_ext.schedule.problem import Offload, Problem
 from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, peak_on_host, peaks
 from megatron_ext.schedule.program.simulate import simulate, step_seconds
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import Offload, Problem
 from megatron_ext.schedule.timeline import Timeline
 
 

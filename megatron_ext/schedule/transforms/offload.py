@@ -26,9 +26,10 @@ from dataclasses import dataclass, replace
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.costs import HostCosts
 from megatron_ext.schedule.kinds import RULES, Lane
+from megatron_ext.schedule.problem import Offload, Problem
 from megatron_ext.schedule.program.memory import amount_of, peak
 from megatron_ext.schedule.program.simulate import simulate_messages
-from megatron_ext.schedule.schedule import Offload, Problem, Schedule, is_compute
+from megatron_ext.schedule.schedule import Schedule, is_compute
 from megatron_ext.schedule.timeline import Event
 
 NEARLY_NOTHING = 1.01  # times the makespan without offload
