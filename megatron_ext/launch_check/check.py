@@ -399,7 +399,7 @@ def _predict(
     if getattr(args, "hybrid_layer_pattern", None) is not None:
         report.add(Verdict.REMARK, "memory", "Megatron cannot estimate that of hybrid models")
         return None
-    model = model_bytes.bytes_of_ranks(args, placement, layers, problem.vocabulary)
+    model = model_bytes.bytes_of_ranks(args, placement, layers, problem.extras.vocabulary)
     held: list[float | None] = [None] * placement.ranks
     if costs.held_bytes is not None:
         held = [*peaks(program.schedule, in_bytes(costs))]
@@ -415,7 +415,7 @@ def _predict(
         for rank in range(placement.ranks)
     ]
     _judge_memory(report, [m + (a or 0.0) for m, a in zip(model, held, strict=True)], room)
-    if problem.offload is not Offload.NONE and costs.held_bytes is not None:
+    if problem.extras.offload is not Offload.NONE and costs.held_bytes is not None:
         planned = [planned_bytes(row, costs) or 0.0 for row in program.schedule.rows]
         text = f"offload takes up to {max(planned) / 2**30:.3g} GiB a rank"
         report.add(Verdict.RIGHT, "host memory", text, "the ranks of a node add up")

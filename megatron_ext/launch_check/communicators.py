@@ -40,7 +40,7 @@ def check_communicators(
         shapes_vary: those of the tensors that pass between stages.
     """
     subject = "communicators"
-    if program.problem.p2p is P2P.BATCHED:
+    if program.problem.extras.p2p is P2P.BATCHED:
         text = "none beside Megatron's own: all messages go over the pipeline's"
         return Finding(Verdict.RIGHT, subject, text)
     of_ranks = communicators(program)
@@ -74,7 +74,7 @@ def _batched(config: PipelineConfig, program: Program, shapes_vary: bool) -> str
         return ""
     try:
         config = replace(config, p2p=P2P.BATCHED)
-        problem = replace(program.problem, p2p=P2P.BATCHED)
+        problem = program.problem.with_extras(p2p=P2P.BATCHED)
         batched = build_program(config.choice(), problem)
     except ValueError:
         return ""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.limit import MemoryLimit
@@ -35,15 +36,10 @@ class Offload(enum.StrEnum):
 
 
 @dataclass(frozen=True)
-class Problem:
-    """What a family has to solve.
+class Extras:
+    """What is asked of a schedule beside the order of its passes.
 
     Attributes:
-        placement: which rank holds which stage.
-        microbatches: m >= 1 of one training step.
-        costs: seconds per stage and duty, and per hop.
-        memory_limit: what no rank may exceed; None is no limit.
-        forward_only: evaluation, where nothing is differentiated and nothing is held.
         p2p: how messages share communicators.
         vocabulary: how embedding and output layer are divided over the ranks. (Families are asked
             without: `transforms.vocabulary` adds the passes.)
@@ -52,42 +48,23 @@ class Problem:
         post_validation: the optimizer steps before all ranks are done, and is taken back where that
             was wrong: steps overlap, and cost about their span. (Families see it, as another
             schedule may then be the best; `transforms.post_validation` adds the messages.)
+
+    Raises ValueError for two that do not go together.
     """
 
-    placement: Placement
-    microbatches: int
-    costs: Costs
-    memory_limit: MemoryLimit | None = None
-    forward_only: bool = False
     p2p: P2P = P2P.ASYNC
     vocabulary: VocabularyParallel = VocabularyParallel.NONE
     offload: Offload = Offload.NONE
     post_validation: bool = False
 
     def __post_init__(self) -> None:
-        if self.microbatches < 1:
-            raise ValueError(f"microbatches is {self.microbatches}; at least one is needed")
         if self.p2p is P2P.BATCHED and self.vocabulary is not VocabularyParallel.NONE:
             raise ValueError(
                 f"vocabulary parallelism {self.vocabulary} with messages {self.p2p}: its "
                 f"collectives need communicators of their own; write messages {P2P.ASYNC}"
             )
-        if self.offload is not Offload.NONE and self.costs.host is None:
-            raise ValueError(
-                f"offload {self.offload}: the costs ({self.costs.origin}) do not say how long "
-                f"copies to the host and back take: add d2h= and h2d=, seconds per microbatch of a "
-                f"full rank"
-            )
-        if self.offload is Offload.FIT and self.memory_limit is None:
-            raise ValueError(
-                f"offload {self.offload} has no memory limit to fit into: give one, or write "
-                f"{Offload.FULL} or {Offload.HALF}"
-            )
-        if self.post_validation:
-            self._check_post_validation()
-        assert self.costs.stages == self.placement.stages
-
-    def _check_post_validation(self) -> None:
+        if not self.post_validation:
+            return
         beside = ""
         if self.vocabulary is not VocabularyParallel.NONE:
             beside = f"vocabulary parallelism {self.vocabulary}: its collectives hold all ranks up"
@@ -97,6 +74,47 @@ class Problem:
             beside = f"messages {self.p2p}: a batch could be under way at the verdict"
         if beside:
             raise ValueError(f"post-validation does not go with {beside}; drop one")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a family has to solve.
+
+    Attributes:
+        placement: which rank holds which stage.
+        microbatches: m >= 1 of one training step.
+        costs: seconds per stage and duty, and per hop.
+        memory_limit: what no rank may exceed; None is no limit.
+        forward_only: evaluation, where nothing is differentiated and nothing is held.
+        extras: what is asked beside the order of passes.
+    """
+
+    placement: Placement
+    microbatches: int
+    costs: Costs
+    memory_limit: MemoryLimit | None = None
+    forward_only: bool = False
+    extras: Extras = Extras()
+
+    def __post_init__(self) -> None:
+        if self.microbatches < 1:
+            raise ValueError(f"microbatches is {self.microbatches}; at least one is needed")
+        offload = self.extras.offload
+        if offload is not Offload.NONE and self.costs.host is None:
+            raise ValueError(
+                f"offload {offload}: the costs ({self.costs.origin}) do not say how long copies to "
+                f"the host and back take: add d2h= and h2d=, seconds per microbatch of a full rank"
+            )
+        if offload is Offload.FIT and self.memory_limit is None:
+            raise ValueError(
+                f"offload {offload} has no memory limit to fit into: give one, or write "
+                f"{Offload.FULL} or {Offload.HALF}"
+            )
+        if self.extras.post_validation:
+            self._check_chain()
+        assert self.costs.stages == self.placement.stages
+
+    def _check_chain(self) -> None:
         firsts = sorted(stages[0] for stages in self.placement.stages_of)
         if firsts != list(range(self.ranks)):
             raise ValueError(
@@ -109,3 +127,7 @@ class Problem:
     @property
     def ranks(self) -> int:
         return self.placement.ranks
+
+    def with_extras(self, **changes: Any) -> Problem:
+        """The same with other `extras`, by their names."""
+        return replace(self, extras=replace(self.extras, **changes))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -75,7 +75,7 @@ def program_for(
 ) -> Program:
     choice = choose(name)
     problem = problem_for(choice.place(ranks), microbatches, forward_only)
-    return build_program(choice, replace(problem, vocabulary=vocabulary))
+    return build_program(choice, problem.with_extras(vocabulary=vocabulary))
 
 
 class JoinShards(torch.autograd.Function):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ def test_it_is_for_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     line = capsys.readouterr().out
     assert ("not yet verified on a GPU" in line) != gpu_notice.HAS_GPU_FIGURES
     assert ("--pipeline-p2p batched" in line) != gpu_notice.HAS_GPU_FIGURES
-    batched = replace(PROBLEM, p2p=P2P.BATCHED)
+    batched = PROBLEM.with_extras(p2p=P2P.BATCHED)
     gpu_notice.say_unverified(torch.device("cuda", 0), batched)
     assert "batched" not in capsys.readouterr().out
 

@@ -109,7 +109,7 @@ def run_all(programs: dict[str, list[Program]], rank: int) -> None:
     for way, of_one_way in programs.items():
         for program in of_one_way:
             varies = way == "varying shapes"
-            use = program.problem.p2p, varies
+            use = program.problem.extras.p2p, varies
             pipeline = Pipeline(program, world(), varies=varies, connect=connections.get(use))
             connections[use] = partial(connected, pipeline.connection)
             assert pipeline.step().is_empty()

@@ -31,9 +31,9 @@ def build_program(choice: Choice, problem: Problem) -> Program:
     Raises:
         InvalidSchedule: the schedule does not solve the problem, or not within its memory limit.
     """
-    shares = problem.vocabulary is not VocabularyParallel.NONE
+    shares = problem.extras.vocabulary is not VocabularyParallel.NONE
     if shares:
-        costs = share_vocabulary(problem.costs, problem.placement, problem.vocabulary)
+        costs = share_vocabulary(problem.costs, problem.placement, problem.extras.vocabulary)
         problem = replace(problem, costs=costs)
     limit = _limit_of_passes(problem)
     schedule = _transformed(_compute(choice, problem, limit), problem)
@@ -45,13 +45,13 @@ def build_program(choice: Choice, problem: Problem) -> Program:
 def _transformed(schedule: Schedule, problem: Problem) -> Schedule:
     """``schedule``, which has compute actions only, with all that is inserted."""
     transforms: list[Transform] = [communicate, order_messages, await_sends]
-    if problem.vocabulary is not VocabularyParallel.NONE:
+    if problem.extras.vocabulary is not VocabularyParallel.NONE:
         transforms.insert(0, divide_vocabulary)
     if problem.forward_only:
         transforms.insert(transforms.index(communicate), keep_forward)
-    elif problem.offload is not Offload.NONE:
+    elif problem.extras.offload is not Offload.NONE:
         transforms.append(offload)
-    elif problem.post_validation:
+    elif problem.extras.post_validation:
         transforms.append(validate_afterwards)
     for transform in transforms:
         schedule = transform(schedule, problem)
@@ -61,9 +61,9 @@ def _transformed(schedule: Schedule, problem: Problem) -> Schedule:
 def _limit_of_passes(problem: Problem) -> MemoryLimit | None:
     """What the family may use, with room left for the microbatches that are held longer. What
     leaves for the host is not known yet: with offload there is no limit."""
-    limit = problem.memory_limit if problem.offload is Offload.NONE else None
-    if limit is not None and problem.vocabulary is not VocabularyParallel.NONE:
-        limit = leaving_room(limit, INTERVALS[problem.vocabulary], problem)
+    limit = problem.memory_limit if problem.extras.offload is Offload.NONE else None
+    if limit is not None and problem.extras.vocabulary is not VocabularyParallel.NONE:
+        limit = leaving_room(limit, INTERVALS[problem.extras.vocabulary], problem)
     return limit
 
 
@@ -94,12 +94,8 @@ def _with_room_for_messages(
 
 def _compute(choice: Choice, problem: Problem, limit: MemoryLimit | None) -> Schedule:
     """What the family makes within ``limit``."""
-    problem = replace(
-        problem,
-        memory_limit=limit,
-        vocabulary=VocabularyParallel.NONE,
-        offload=Offload.NONE,
-    )
+    extras = replace(problem.extras, vocabulary=VocabularyParallel.NONE, offload=Offload.NONE)
+    problem = replace(problem, memory_limit=limit, extras=extras)
     schedule = choice.build(problem)
     check_compute(schedule, replace(problem, forward_only=False))
     return schedule

@@ -208,5 +208,5 @@ def _filled(name: str, problem: Problem, order: Rows) -> Schedule:
                 )
     # In bytes, the chunks that it holds most of may be larger than the others.
     memory = replace(memory, allowed=tuple(map(max, memory.allowed, least)))
-    filled = fill_best(order, problem, memory, by_span=problem.post_validation)
+    filled = fill_best(order, problem, memory, by_span=problem.extras.post_validation)
     return Schedule(name, problem.placement, filled.rows)

@@ -46,7 +46,7 @@ def zb_auto(problem: Problem) -> Schedule:
     memory = memory_of(problem, math.inf if problem.memory_limit else 2 * problem.ranks)
     others = [name for name in _on_a_line() if name != "zb-auto"]
     least_makespan = _best("zb-auto", problem, memory, others, by_span=False)
-    if not problem.post_validation:
+    if not problem.extras.post_validation:
         return least_makespan
     least_span = _best("zb-auto", problem, memory, others, by_span=True)
     return min(least_span, least_makespan, key=lambda schedule: _step(schedule, problem))

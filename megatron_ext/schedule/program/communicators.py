@@ -60,8 +60,8 @@ def communicators(program: Program) -> list[Communicators]:
     Groups whose messages are the host's are not among them: they take nothing of a device.
     """
     problem = program.problem
-    ways = channels(program.schedule) if problem.p2p is P2P.ASYNC else set[Channel]()
-    shares = problem.vocabulary is not VocabularyParallel.NONE
+    ways = channels(program.schedule) if problem.extras.p2p is P2P.ASYNC else set[Channel]()
+    shares = problem.extras.vocabulary is not VocabularyParallel.NONE
     ends = Counter(rank for way in ways for rank in (way.sender, way.receiver))
     incoming = Counter(way.receiver for way in ways)
     return [

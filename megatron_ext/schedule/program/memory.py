@@ -109,9 +109,9 @@ def leaving_room(limit: MemoryLimit, microbatches: int, problem: Problem) -> Mem
     left = allowed - more
     if left < one:
         raise ValueError(
-            f"the memory limit is {limit}, and vocabulary parallelism {problem.vocabulary} holds "
-            f"{microbatches} microbatch{'es' * (microbatches > 1)} more than a schedule alone, "
-            f"which holds at least one; give at least {limit.at_least(one + more)}"
+            f"the memory limit is {limit}, and vocabulary parallelism {problem.extras.vocabulary} "
+            f"holds {microbatches} microbatch{'es' * (microbatches > 1)} more than a schedule "
+            f"alone, which holds at least one; give at least {limit.at_least(one + more)}"
         )
     if limit.microbatches is not None:
         return MemoryLimit(microbatches=left)

@@ -51,7 +51,7 @@ def order_messages(schedule: Schedule, problem: Problem) -> Schedule:
     graph = build_graph(schedule)
     if len(graph.order) < len(graph.actions):
         return schedule
-    keys = _batched if problem.p2p is P2P.BATCHED else _in_sequence
+    keys = _batched if problem.extras.p2p is P2P.BATCHED else _in_sequence
     key_of = dict(zip(graph.actions, keys(graph, problem.costs), strict=True))
     rows = tuple(tuple(sorted(row, key=key_of.__getitem__)) for row in schedule.rows)
     return replace(schedule, rows=rows)

@@ -84,7 +84,7 @@ def offload(schedule: Schedule, problem: Problem) -> Schedule:
     To fit into a memory limit for which the link is too slow, copies are booked as if passes took
     longer. They will then: passes wait for copies.
     """
-    if problem.offload is not Offload.FIT:
+    if problem.extras.offload is not Offload.FIT:
         return _most_that_cost_nothing(schedule, problem)
     for slower in _SLOWER:
         leaving = _Leaving(schedule, problem, slower)
@@ -139,7 +139,7 @@ class _Leaving:
         each = []
         for rank in ranks:
             found = _longest_lived_first(_absences(rank, self.passes[rank], self.problem))
-            halves = self.problem.offload is Offload.HALF
+            halves = self.problem.extras.offload is Offload.HALF
             each.append(_half(found, self.problem) if halves else found)
         turns = itertools.chain.from_iterable(itertools.zip_longest(*each))
         return [absence for absence in turns if absence is not None]

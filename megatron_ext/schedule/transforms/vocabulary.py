@@ -97,7 +97,7 @@ def _later(base: Timeline, problem: Problem, interval: float) -> _Times:
                 starts[stage, duty, microbatch] = event.start + after
     stages = range(problem.placement.stages)
     order = sorted(range(problem.microbatches), key=lambda k: starts[stages[-1], Duty.FORWARD, k])
-    count = INTERVALS[problem.vocabulary]
+    count = INTERVALS[problem.extras.vocabulary]
     left = order[-count:]
     backward = list(itertools.product(stages, (Duty.INPUT_GRADIENT, Duty.WEIGHT_GRADIENT)))
     room = (starts[*which, left[-1]] - starts[*which, left[0]] + 1 for which in backward)
