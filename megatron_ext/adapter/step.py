@@ -10,7 +10,6 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -71,10 +70,10 @@ class PipelineStep:
 
     def __init__(self, config: PipelineConfig) -> None:
         self._config = config
-        self._choice = config.choice()
-        self._p2p = config.messages()
-        self._vocabulary = config.vocabulary()
-        self._leaves = config.offload()
+        self._choice = config.choice
+        self._p2p = config.p2p
+        self._vocabulary = config.vocab_parallel
+        self._leaves = config.activation_offload
         self._programs = Programs(config)
         self._connection: Channels | PipelineGroup | None = None
         self._collectives: Collectives | None = None
@@ -84,11 +83,11 @@ class PipelineStep:
         self._has_reported = False
         self._calls = 0
         self._trace = None
-        if config.trace is not None:
+        if config.trace is not None and config.trace_iters is not None:
             self._trace = StepTrace(
-                Path(config.trace), config.traced_iterations(), overlap=config.post_validation
+                config.trace, config.trace_iters, overlap=config.post_validation
             )
-        path = config.profile()
+        path = config.costs.profile
         self._profile = None if path is None else StepProfile(path)
 
     def __call__(
@@ -114,7 +113,7 @@ class PipelineStep:
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         config = get_model_config(models[0])
         validates = self._config.post_validation
-        refuse(config, self._choice, self._vocabulary, self._leaves, validates)
+        refuse(config, self._choice, self._config.extras)
         if config.variable_seq_lengths and self._p2p is P2P.BATCHED:
             raise ValueError(
                 "--pipeline-p2p batched does not go with variable_seq_lengths: a tensor can be "
