@@ -22,9 +22,23 @@ PROFILE = "profile"
 COSTS_FILE = "costs.json"  # what is written where no path is given, in the working directory
 
 _VARIABLES = "MEGATRON_EXT_"
+_PREFIX = "pipeline_"  # of our settings among Megatron's arguments
 
 # Patch a Megatron whose sources the patches were not read against: no setting of a run.
 ALLOW_UNKNOWN = f"{_VARIABLES}ALLOW_UNKNOWN"
+
+
+def flag(name: str) -> str:
+    """The flag of the setting ``name``."""
+    return f"--pipeline-{name.replace('_', '-')}"
+
+
+def variable(name: str) -> str:
+    """The environment variable of the setting ``name``."""
+    return _VARIABLES + name.upper()
+
+
+_TRACED = f"write {flag('trace')} DIR {flag('trace_iters')} 10:12 to trace 10 and 11"
 
 
 @dataclass(frozen=True)
@@ -48,27 +62,27 @@ class CostsSource:
         return self.text == ESTIMATE or self.profile is not None
 
 
-# From the name of a setting's flag, for errors, and its text.
-Parse = Callable[[str, str], Any]
+# A setting from its name, for errors, and what was given for it.
+Parse = Callable[[str, Any], Any]
 
 
-def _text(flag: str, text: str) -> str:
-    return text
+def _as_given(name: str, value: Any) -> Any:
+    return value
 
 
-def _folder(flag: str, text: str) -> Path:
+def _folder(name: str, text: str) -> Path:
     return Path(text)
 
 
-def _source(flag: str, text: str) -> CostsSource:
+def _source(name: str, text: str) -> CostsSource:
     way, _, path = text.partition(":")
     return CostsSource(text, Path(path or COSTS_FILE) if way == PROFILE else None)
 
 
-def _iterations(flag: str, text: str) -> range:
+def _iterations(name: str, text: str) -> range:
     first, _, end = text.partition(":")
     if not (first.isdecimal() and end.isdecimal()):
-        raise ValueError(f"{flag} {text} is no A:B with 1 <= A < B; {_example_of_traces()}")
+        raise ValueError(f"{flag(name)} {text} is no A:B with 1 <= A < B; {_TRACED}")
     return range(int(first), int(end))
 
 
@@ -77,17 +91,17 @@ def _setting(parse: Parse, metavar: str, text: str) -> dict[str, Any]:
 
 
 def _one_of(ways: type[enum.StrEnum], text: str) -> dict[str, Any]:
-    def parse(flag: str, text: str) -> enum.StrEnum:
+    def parse(name: str, text: str) -> enum.StrEnum:
         if text not in list(ways):
             *others, last = ways
-            raise ValueError(f"{flag} {text}: write {', '.join(others)} or {last}")
+            raise ValueError(f"{flag(name)} {text}: write {', '.join(others)} or {last}")
         return ways(text)
 
     return _setting(parse, f"{{{','.join(ways)}}}", text)
 
 
 def _switch(text: str) -> dict[str, Any]:
-    return {"help": text}
+    return {"parse": _as_given, "help": text}
 
 
 @dataclass(frozen=True)
@@ -103,7 +117,7 @@ class PipelineConfig:
     schedule: str | None = field(
         default=None,
         metadata=_setting(
-            _text,
+            _as_given,
             "SPEC",
             "Pipeline schedule: NAME[:key=value,...] (see 'megatron-ext schedules'), a CSV file "
             "of compute actions, a row per rank, a Python file with a family, or 'plan', which "
@@ -113,7 +127,7 @@ class PipelineConfig:
     memory_limit: str | None = field(
         default=None,
         metadata=_setting(
-            _text,
+            _as_given,
             "LIMIT",
             "What a rank's activations may take: 5 (microbatches of a rank), 0.5x (of 1F1B's "
             "peak) or 60GiB. Default: no limit.",
@@ -204,17 +218,18 @@ class PipelineConfig:
         for name in settings.keys() - declared.keys():
             raise TypeError(f"there is no setting {name!r}: write one of {', '.join(declared)}")
         given = {
-            name: setting
+            name: settings[name]
             for name, setting in declared.items()
             if settings.get(name) not in (None, _as_text(setting))
         }
         if "schedule" not in given:
-            for name in given:
+            for name, value in given.items():
                 raise ValueError(
-                    f"{_words(name, settings[name])} is given without {flag('schedule')}: it acts "
+                    f"{_words(name, value)} is given without {flag('schedule')}: it acts "
                     f"on a schedule of ours only; add one or drop it"
                 )
-        return cls(**{name: _parsed(setting, settings[name]) for name, setting in given.items()})
+        parsed = {n: declared[n].metadata["parse"](n, value) for n, value in given.items()}
+        return cls(**parsed)
 
     def __post_init__(self) -> None:
         if self.schedule is None:
@@ -245,17 +260,13 @@ class PipelineConfig:
     def _check_traces(self) -> None:
         iterations = self.trace_iters
         if self.trace is None and iterations is not None:
-            raise ValueError(
-                f"{flag('trace_iters')} has no folder to write to; {_example_of_traces()}"
-            )
+            raise ValueError(f"{flag('trace_iters')} has no folder to write to; {_TRACED}")
         if self.trace is not None and iterations is None:
-            raise ValueError(
-                f"{flag('trace')} does not say which iterations; {_example_of_traces()}"
-            )
+            raise ValueError(f"{flag('trace')} does not say which iterations; {_TRACED}")
         if iterations is not None and not 1 <= iterations.start < iterations.stop:
             raise ValueError(
                 f"{flag('trace_iters')} {iterations.start}:{iterations.stop} is no A:B with "
-                f"1 <= A < B; {_example_of_traces()}"
+                f"1 <= A < B; {_TRACED}"
             )
 
     def _check_profile(self) -> None:
@@ -321,57 +332,30 @@ def _as_text(setting: Field[Any]) -> str | bool | None:
     return default if default is None or default is False else str(default)
 
 
-def _parsed(setting: Field[Any], value: str | bool | None) -> Any:
-    is_switch = setting.default is False
-    return value if is_switch else setting.metadata["parse"](flag(setting.name), value)
-
-
 def _words(name: str, value: object) -> str:
     return flag(name) + ("" if value is True else f" {value}")
-
-
-def _example_of_traces() -> str:
-    return f"write {flag('trace')} DIR {flag('trace_iters')} 10:12 to trace 10 and 11"
-
-
-def flag(name: str) -> str:
-    """The flag of the setting ``name``."""
-    return f"--pipeline-{name.replace('_', '-')}"
-
-
-def variable(name: str) -> str:
-    """The environment variable of the setting ``name``."""
-    return _VARIABLES + name.upper()
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Declare our flags, in their own group, on ``parser``."""
     group = parser.add_argument_group("megatron_ext", "pipeline schedules of megatron_ext")
     for setting in fields(PipelineConfig):
-        named: dict[str, Any] = {
-            "dest": f"pipeline_{setting.name}",
-            "help": setting.metadata["help"],
-        }
-        if setting.default is False:
-            group.add_argument(flag(setting.name), action="store_true", **named)
-        else:
+        takes: dict[str, Any] = {"action": "store_true"}
+        if setting.default is not False:
             # Text, also as a default: a checkpoint keeps the arguments, and stock can read it.
-            named |= {"default": _as_text(setting), "metavar": setting.metadata["metavar"]}
-            group.add_argument(flag(setting.name), **named)
+            takes = {"default": _as_text(setting), "metavar": setting.metadata["metavar"]}
+        named = {"dest": _PREFIX + setting.name, "help": setting.metadata["help"]}
+        group.add_argument(flag(setting.name), **named, **takes)
     return parser
-
-
-def from_arguments(arguments: argparse.Namespace) -> PipelineConfig:
-    """The settings in a parsed command line."""
-    return PipelineConfig.parse(
-        **{f.name: getattr(arguments, f"pipeline_{f.name}") for f in fields(PipelineConfig)}
-    )
 
 
 def from_argv(argv: Sequence[str]) -> PipelineConfig:
     """The settings in a script's command line, whatever else is in it."""
     parser = add_flags(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
-    return from_arguments(parser.parse_known_args(argv)[0])
+    arguments = vars(parser.parse_known_args(argv)[0])
+    return PipelineConfig.parse(
+        **{name.removeprefix(_PREFIX): value for name, value in arguments.items()}
+    )
 
 
 def settings_given(argv: Sequence[str]) -> bool:
