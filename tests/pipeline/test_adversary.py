@@ -37,6 +37,7 @@ from megatron_ext.schedule.schedule import (  # noqa: E402
     VocabularyParallel,
 )
 from tests.helpers.adversary import MODES, late, one_queue, synchronising  # noqa: E402
+from tests.helpers.combinations import each_once, in_pairs  # noqa: E402
 from tests.helpers.ranks import RankResult, run_ranks, values  # noqa: E402
 from tests.helpers.schedules import mutate  # noqa: E402
 from tests.helpers.stages import Pipeline, program_for, world  # noqa: E402
@@ -57,9 +58,9 @@ from tests.pipeline.test_vocabulary import (  # noqa: E402
 )
 
 
-@pytest.fixture(params=MODES)
+@pytest.fixture
 def adverse(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Each adversary in turn, on the ranks of a test."""
+    """The adversary by this name, on the ranks of a test."""
     with MODES[request.param]():
         yield
 
@@ -84,8 +85,9 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.usefixtures("adverse", "everything_is_large")
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name", entries())
+@pytest.mark.parametrize(
+    ("adverse", "name", "ranks"), in_pairs(MODES, entries(), [2, 4]), indirect=["adverse"]
+)
 def test_every_family(name: str, ranks: int) -> None:
     """With fewer microbatches than ranks, and with a number that is not a multiple of them."""
     programs = {
@@ -126,7 +128,11 @@ def connected(connection: Any, *unused: object) -> Any:
 
 
 @pytest.mark.usefixtures("adverse")
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "v-half"])
+@pytest.mark.parametrize(
+    ("adverse", "name"),
+    each_once(MODES, ["1f1b", "zb-h1", "zb-v", "v-half"]),
+    indirect=["adverse"],
+)
 def test_divided_vocabulary(name: str) -> None:
     """And an evaluation in between."""
     ranks = 3
@@ -152,7 +158,11 @@ def test_divided_vocabulary(name: str) -> None:
 
 
 @pytest.mark.usefixtures("adverse")
-@pytest.mark.parametrize("name", ["zb-2p", "zb-v", "zb-h2", "v-auto"])
+@pytest.mark.parametrize(
+    ("adverse", "name"),
+    each_once(MODES, ["zb-2p", "zb-h2", "zb-v", "v-auto"]),
+    indirect=["adverse"],
+)
 def test_post_validation_of_bad_steps(name: str) -> None:
     ranks = 3
     programs = [program_for(choose(name), ranks, m, post_validation=True) for m in (2, 7)]
