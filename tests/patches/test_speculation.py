@@ -330,19 +330,23 @@ def whole(case: Case, partial: PartialState) -> PartialState:
     return functools.reduce(PartialState.plus, states)
 
 
+def events_of(case: Case) -> tuple[Event, ...]:
+    events = EVENTS[case.dtype]
+    if case.chained:
+        events = (*events[:-1], Event(skip=1e-4), events[-1])
+    if case.dtype != "fp16":
+        return (*events, Event(spoilt_by=math.inf), Event(spoilt_by=math.nan))
+    if case.ranks == "expert":  # they have a loss scaler of their own
+        return (*events, *[Event(spoils_experts=True)] * 3, QUIET)
+    return events
+
+
 def beside_a_twin(case: Case) -> None:
     with platform(case):
         stock, ours = Training(case), Training(case)
         speculative = SpeculativeOptimizer(ours.optimizer, [ours.model])
-        events = EVENTS[case.dtype]
-        if case.chained:
-            events = (*events[:-1], Event(skip=1e-4), events[-1])
-        if case.dtype != "fp16":
-            events = (*events, Event(spoilt_by=math.inf), Event(spoilt_by=math.nan))
-        elif case.ranks == "expert":  # they have a loss scaler of their own
-            events = (*events, *[Event(spoils_experts=True)] * 3, QUIET)
         scales: list[float] = []
-        for seed, event in enumerate(events):
+        for seed, event in enumerate(events_of(case)):
             for training in (stock, ours):
                 training.config.clip_grad = event.clip
                 training.config.grad_norm_skip_threshold = event.skip
