@@ -20,11 +20,12 @@ from megatron_ext.schedule.costs import Costs, uniform
 from megatron_ext.schedule.kinds import Duty, Held
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import Placement, line
+from megatron_ext.schedule.problem import P2P, Extras, Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.program.communication import communicate
 from megatron_ext.schedule.program.message_order import order_messages
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.program.waits import await_sends
-from megatron_ext.schedule.schedule import P2P, Offload, Problem, Schedule, VocabularyParallel
+from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.timeline import Timeline
 
 # A loaded machine must not fail a property.
@@ -135,7 +136,9 @@ def random_problem(random: Random) -> Problem:
     """A random placement with random costs, and up to five microbatches; messages of both sorts."""
     placement = random_placement(random)
     p2p = random.choice(list(P2P))
-    return Problem(placement, random.randint(1, 5), random_costs(random, placement), p2p=p2p)
+    return Problem(
+        placement, random.randint(1, 5), random_costs(random, placement), extras=Extras(p2p=p2p)
+    )
 
 
 def random_schedule(random: Random, problem: Problem) -> Schedule:
@@ -314,7 +317,7 @@ def run(schedule: Schedule, problem: Problem, held_up: bool = False) -> Run:
     ``held_up``: what a rank has started must end before it does anything else; batched, before it
     does anything but start messages.
     """
-    ranks = _BatchedRanks if problem.p2p is P2P.BATCHED else _Ranks
+    ranks = _BatchedRanks if problem.extras.p2p is P2P.BATCHED else _Ranks
     return ranks(schedule, problem, held_up).run()
 
 
@@ -417,7 +420,7 @@ class _Ranks:
     def do_pass_at_an_end(self, rank: int, action: Action) -> bool:
         """F of the first stage, I or B of the last."""
         _, kind, microbatch = action
-        if self.problem.vocabulary is VocabularyParallel.NONE:
+        if self.problem.extras.vocabulary is VocabularyParallel.NONE:
             return self.finish(rank, action, None)
         brought = Kind.REDUCE_E if kind is F else Kind.REDUCE_SI
         if kind is not F and Action(self.first[rank], Kind.LOSS, microbatch) not in self.times:
@@ -443,7 +446,7 @@ class _Ranks:
         stage, kind, microbatch = action
         maker, before, after = COPIES[kind]
         what = Action(stage, maker, microbatch)
-        if self.problem.offload is Offload.NONE or what not in self.times:
+        if self.problem.extras.offload is Offload.NONE or what not in self.times:
             raise _Fault(f"{action}: there is nothing to copy")
         if any(Action(stage, user, microbatch) in self.times for user in USERS[maker]):
             raise _Fault(f"{action}: it has been used up")
@@ -485,7 +488,7 @@ class _Ranks:
         return given
 
     def check_vocabulary(self, rank: int, action: Action) -> None:
-        if self.problem.vocabulary is VocabularyParallel.NONE:
+        if self.problem.extras.vocabulary is VocabularyParallel.NONE:
             raise _Fault(f"{action}: there are no shards")
         if action.stage != self.first[rank]:
             raise _Fault(f"{action}: the shard is beside stage {self.first[rank]}")
@@ -587,7 +590,7 @@ class _Ranks:
                 passes = {kind for kind in (F, I, W, B) if Action(stage, kind, k) in self.times}
                 if passes not in wanted:
                     raise _Fault(f"microbatch {k} on stage {stage} has had {passes}")
-        if self.problem.vocabulary is not VocabularyParallel.NONE:
+        if self.problem.extras.vocabulary is not VocabularyParallel.NONE:
             self.check_vocabulary_done()
         away = [what for what, where in self.where.items() if where != "here"]
         if away:

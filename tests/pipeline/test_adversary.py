@@ -29,13 +29,9 @@ from megatron_ext.runtime.messages.transport import Transport  # noqa: E402
 from megatron_ext.runtime.recorder import Recorder  # noqa: E402
 from megatron_ext.schedule.action import Action, Kind, parse  # noqa: E402
 from megatron_ext.schedule.build.registry import choose, entries  # noqa: E402
+from megatron_ext.schedule.problem import P2P, Offload, VocabularyParallel  # noqa: E402
 from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove  # noqa: E402
-from megatron_ext.schedule.schedule import (  # noqa: E402
-    P2P,
-    Offload,
-    Schedule,
-    VocabularyParallel,
-)
+from megatron_ext.schedule.schedule import Schedule  # noqa: E402
 from tests.helpers.adversary import MODES, late, one_queue, synchronising  # noqa: E402
 from tests.helpers.combinations import each_once, in_pairs  # noqa: E402
 from tests.helpers.ranks import RankResult, run_ranks, values  # noqa: E402
@@ -115,7 +111,7 @@ def run_all(programs: dict[str, list[Program]], rank: int) -> None:
     for way, of_one_way in programs.items():
         for program in of_one_way:
             varies = way == "varying shapes"
-            use = program.problem.p2p, varies
+            use = program.problem.extras.p2p, varies
             pipeline = Pipeline(program, world(), varies=varies, connect=connections.get(use))
             connections[use] = partial(connected, pipeline.connection)
             assert pipeline.step().is_empty()

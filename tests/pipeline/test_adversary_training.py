@@ -19,7 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_ext.runtime.host import offload
-from megatron_ext.schedule.schedule import P2P, Offload, VocabularyParallel
+from megatron_ext.schedule.problem import P2P, Offload, VocabularyParallel
 from tests.helpers.adversary import MODES, Synchronising, synchronising
 from tests.helpers.combinations import IS_NIGHT
 from tests.helpers.megatron_runs import Run, losses, model_flags, train

@@ -25,9 +25,9 @@ from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs import load_costs
 from megatron_ext.schedule.kinds import RULES, Duty, Held
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
+from megatron_ext.schedule.problem import Extras, Offload, Problem
 from megatron_ext.schedule.program.memory import in_bytes, peaks
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import Offload, Problem
 from tests.helpers.held_bytes import (
     Measured,
     computing,
@@ -126,7 +126,7 @@ def predicted(
     choice = choose(spec)
     placement = choice.place(RANKS)
     known = load_costs(costs, placement)
-    problem = Problem(placement, microbatches, known, limit, offload=way)
+    problem = Problem(placement, microbatches, known, limit, extras=Extras(offload=way))
     program = build_program(choice, problem)
     return program, [round(peak) for peak in peaks(program.schedule, in_bytes(problem.costs))]
 

@@ -19,8 +19,8 @@ from megatron_ext.runtime.messages.transport import PeerFailure  # noqa: E402
 from megatron_ext.runtime.recorder import Recorder  # noqa: E402
 from megatron_ext.schedule.action import Action, Kind, parse  # noqa: E402
 from megatron_ext.schedule.kinds import GRADIENT_DUTIES, RULES  # noqa: E402
+from megatron_ext.schedule.problem import VocabularyParallel  # noqa: E402
 from megatron_ext.schedule.program.verify import Program  # noqa: E402
-from megatron_ext.schedule.schedule import VocabularyParallel  # noqa: E402
 from tests.helpers.ranks import RankResult, Script, run_ranks, running_ranks, values  # noqa: E402
 from tests.helpers.stages import WIDTH, world  # noqa: E402
 from tests.helpers.storages import LiveStorages, storages  # noqa: E402

@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_ext.schedule.model.model import Model
 from megatron_ext.schedule.model.model_memory import TrainingState, bytes_of_ranks
 from megatron_ext.schedule.placement import line
-from megatron_ext.schedule.schedule import VocabularyParallel
+from megatron_ext.schedule.problem import VocabularyParallel
 from tests.helpers.megatron_runs import model_flags, train
 from tests.helpers.storages import LiveStorages, storages
 

@@ -13,9 +13,10 @@ from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import line
+from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, peaks
 from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.schedule import Problem, bitwise_order
+from megatron_ext.schedule.schedule import bitwise_order
 from megatron_ext.schedule.search.fill import makespan
 from megatron_ext.schedule.timeline import Timeline
 from tests.helpers.schedules import drawn, line_problem, program, random_costs, table

@@ -24,8 +24,8 @@ from megatron_ext.schedule.plan.choose import Candidate, Plan, Way, consider, ma
 from megatron_ext.schedule.plan.model_plan import Training
 from megatron_ext.schedule.plan.recommendation import recommendation
 from megatron_ext.schedule.plan.vocabulary_plan import cases, side_by_side
+from megatron_ext.schedule.problem import Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.schedule import Offload, Problem, VocabularyParallel
 from tests.helpers.short_search import shorten_search
 
 

@@ -13,9 +13,9 @@ from megatron_ext.schedule.costs import Costs, parse_costs, uniform
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.plan.choose import Way, consider
 from megatron_ext.schedule.plan.vocabulary_plan import cases
+from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.memory import in_microbatches, peaks
 from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.schedule import Problem
 from tests.helpers.schedules import drawn, program, table
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

@@ -15,9 +15,10 @@ from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.costs import Costs, uniform
 from megatron_ext.schedule.kinds import Duty
 from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import Offload, Problem
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import prove
-from megatron_ext.schedule.schedule import Offload, Problem, Schedule, is_compute
+from megatron_ext.schedule.schedule import Schedule, is_compute
 from megatron_ext.schedule.show.summary import stock_1f1b, summary
 from megatron_ext.schedule.timeline import Timeline
 from tests.helpers.schedules import (
@@ -307,7 +308,9 @@ def test_summary() -> None:
 def test_summary_tells_what_leaves_for_the_host() -> None:
     problem = line_problem(4, 8, 1, 1, 1)
     costs = problem.costs.with_host([0.5] * 4, [0.5] * 4)
-    text = summary(program("zb-h1", replace(problem, costs=costs, offload=Offload.HALF)))
+    text = summary(
+        program("zb-h1", replace(problem, costs=costs).with_extras(offload=Offload.HALF))
+    )
     assert (
         "peak 4 microbatches; offload half: 31% of the activations and 31% of the inputs of W "
         "leave, the rest stays (at most 2 microbatches of a rank on the host); costs"

@@ -19,10 +19,11 @@ from megatron_ext.schedule.families import v_auto
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
 from megatron_ext.schedule.placement import v
+from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, peaks
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import Problem, Schedule, bitwise_order
+from megatron_ext.schedule.schedule import Schedule, bitwise_order
 from megatron_ext.schedule.search import disk_cache, v_search
 from megatron_ext.schedule.search.justify import Shop, justify, rows_of
 from megatron_ext.schedule.search.v_search import plan_of, search, shop_of
