@@ -20,6 +20,7 @@ from megatron_ext.schedule.simulate import simulate
 from megatron_ext.schedule.summary import stock_1f1b, summary
 from megatron_ext.schedule.timeline import Timeline
 from megatron_ext.schedule.verify import prove
+from tests.helpers.combinations import at_night
 from tests.helpers.schedules import (
     PROPERTY,
     B,
@@ -62,7 +63,7 @@ def simulated_rows(text: str, problem: Problem) -> Timeline:
         (8, 24, 18.522, 18.086, 9.337, 0.601, 0.2431, 0.1585),
         (8, 64, 18.546, 18.097, 9.321, 0.762, 0.1240, 0.0674),
         (16, 48, 11.347, 11.248, 8.132, 0.377, 0.2552, 0.1397),
-        (32, 96, 10.419, 10.207, 7.715, 0.408, 0.2646, 0.1421),
+        *at_night((32, 96, 10.419, 10.207, 7.715, 0.408, 0.2646, 0.1421)),
     ],
 )
 def test_bubbles_of_the_zero_bubble_paper(
