@@ -99,7 +99,7 @@ SETTINGS = {
 PARITY = [
     *each_once(["pp2 untied", "pp4"], [schedule for schedule in SCHEDULES if schedule != "hanayo"]),
     ("pp2 untied", "hanayo"),
-    *(("pp2", schedule) for schedule in ("zb-v", "hanayo", "gis")),
+    *(("pp2", schedule) for schedule in ("zb-h1", "gis", "zb-v", "hanayo")),
     *(("pp3", schedule) for schedule in ("v-half", "hanayo")),
     ("loss per token", "zb-v"),
     ("sequence lengths vary", "zb-v"),

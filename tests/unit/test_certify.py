@@ -19,6 +19,8 @@ from megatron_ext.schedule.simulate import simulate
 from megatron_ext.schedule.verify import Program
 from tests.helpers.schedules import random_case
 
+pytestmark = pytest.mark.search
+
 Figures = tuple[float, float, float, float]
 
 

@@ -23,6 +23,8 @@ from megatron_ext.schedule.trace import write_trace
 from megatron_ext.schedule.vocabulary_plan import cases, redistribute, side_by_side
 from tests.helpers.svg import texts_of
 
+pytestmark = pytest.mark.search
+
 
 @functools.cache
 def plan(limit: float | None = None) -> Plan:

@@ -29,6 +29,8 @@ from megatron_ext.schedule.verify import Program
 from tests.helpers.combinations import at_night
 from tests.helpers.schedules import PROPERTY, random_costs, runs_to_end, seeds
 
+pytestmark = pytest.mark.search
+
 FourCosts = tuple[float, float, float, float]  # f, i, w, comm
 FEW = 20_000  # passes packed: the machinery, not its last percent
 
