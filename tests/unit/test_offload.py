@@ -31,6 +31,7 @@ from megatron_ext.schedule.search.certify import certify
 from megatron_ext.schedule.timeline import Event
 from megatron_ext.schedule.transforms.offload import offload
 from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
+from tests.helpers.combinations import at_night, in_pairs
 from tests.helpers.schedules import (
     PROPERTY,
     mutate,
@@ -194,10 +195,13 @@ def test_copies_drawn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "chunks", "k"),
-    [(p, v, 0.8) for p in (4, 5, 8) for v in (2, 4)] + [(16, 2, 0.8), (5, 2, 1.0), (8, 4, 1.0)],
+    ("name", "ranks", "chunks", "k"),
+    [
+        *in_pairs(["gis", "gis-h"], [4, 5, 8, *at_night(16)], [2, 4], [0.8]),
+        ("gis", 5, 2, 1.0),
+        ("gis-h", 8, 4, 1.0),
+    ],
 )
-@pytest.mark.parametrize("name", ["gis", "gis-h"])
 def test_three_chunks_are_enough(name: str, ranks: int, chunks: int, k: float) -> None:
     """However many ranks and chunks there are: one that a pass works on, one that leaves or comes,
     one whose W is near."""

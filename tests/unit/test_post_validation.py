@@ -38,6 +38,7 @@ from megatron_ext.schedule.show.draw import draw_steps
 from megatron_ext.schedule.show.summary import summary
 from megatron_ext.schedule.show.trace import TraceFile, beside_all, read_trace
 from megatron_ext.schedule.transforms.post_validation import validate_afterwards
+from tests.helpers.combinations import in_pairs
 from tests.helpers.schedules import PROPERTY, F, random_case, rows_of, seeds, with_messages, written
 from tests.helpers.short_search import shorten_search
 
@@ -271,10 +272,9 @@ def test_any_order_of_passes(seed: int) -> None:
 
 HEADLINE = [
     (name, p, k * p, costs)
-    for name in ("zb-2p", "zb-v", "zb-auto", "zb-h2")
-    for p in (4, 8)
-    for k in (2, 4)
-    for costs in (EQUAL, USUAL)
+    for name, p, k, costs in in_pairs(
+        ["zb-2p", "zb-v", "zb-auto", "zb-h2"], [4, 8], [2, 4], [EQUAL, USUAL]
+    )
 ]
 
 

@@ -21,6 +21,7 @@ from megatron_ext.schedule.program.verify import prove
 from megatron_ext.schedule.schedule import Schedule, is_compute
 from megatron_ext.schedule.show.summary import stock_1f1b, summary
 from megatron_ext.schedule.timeline import Timeline
+from tests.helpers.combinations import at_night
 from tests.helpers.schedules import (
     PROPERTY,
     B,
@@ -63,7 +64,7 @@ def simulated_rows(text: str, problem: Problem) -> Timeline:
         (8, 24, 18.522, 18.086, 9.337, 0.601, 0.2431, 0.1585),
         (8, 64, 18.546, 18.097, 9.321, 0.762, 0.1240, 0.0674),
         (16, 48, 11.347, 11.248, 8.132, 0.377, 0.2552, 0.1397),
-        (32, 96, 10.419, 10.207, 7.715, 0.408, 0.2646, 0.1421),
+        *at_night((32, 96, 10.419, 10.207, 7.715, 0.408, 0.2646, 0.1421)),
     ],
 )
 def test_bubbles_of_the_zero_bubble_paper(
