@@ -231,11 +231,11 @@ FAULTS = (
         ("tests/pipeline/test_callers.py::test_gradients_and_losses_are_stocks",),
     ),
     Fault(
-        "no-w-where-the-input-has-no-gradient",
-        f"{MEGATRON}/core/tensor_parallel/layers.py",
-        "queue.splits(weight) and weight.requires_grad and x.requires_grad",
-        "queue.splits(weight) and weight.requires_grad",
-        ("tests/pipeline/test_matrix.py::test_frozen_weights",),
+        "half-of-a-weight-that-is-used-twice",
+        f"{RUNTIME}/weight_gradients.py",
+        "return gradient + contribution",
+        "return gradient",
+        ("tests/patches/test_transformer_engine.py",),
     ),
     Fault(
         "tied-gradients-overwritten",
