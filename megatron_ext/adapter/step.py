@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from megatron.core.process_groups_config import (
     MultiModuleProcessGroupCollection,
     ProcessGroupCollection,
 )
-from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from megatron.core.utils import get_attr_wrapped_model, get_model_config, log_single_rank
 
 from megatron_ext.adapter.compatibility import refuse
 from megatron_ext.adapter.end_stage import EndStage, ends_of
@@ -41,6 +42,7 @@ from megatron_ext.adapter.programs import Programs, gather
 from megatron_ext.adapter.tied import copies_differ
 from megatron_ext.adapter.vocabulary_rows import part_of, tables
 from megatron_ext.config import PipelineConfig
+from megatron_ext.logger import logger
 from megatron_ext.runtime.executor import Messages, execute
 from megatron_ext.runtime.host.memory import check_host_memory
 from megatron_ext.runtime.host.offload import ActivationOffload
@@ -263,9 +265,8 @@ class PipelineStep:
         at_once: frozenset[torch.Tensor],
     ) -> None:
         lines = gather(pipeline, split_report(models, put_off, at_once))
-        if dist.get_rank() == 0:
-            for rank, line in enumerate(lines):
-                print(f"megatron_ext: pipeline rank {rank}: {line}", flush=True)
+        for rank, line in enumerate(lines):
+            log_single_rank(logger, logging.INFO, f"pipeline rank {rank}: {line}")
         self._has_reported = True
 
     def finish(self, iteration: int) -> None:
@@ -293,8 +294,7 @@ class PipelineStep:
         except ValueError as error:
             error.add_note(profile.note())
             raise
-        if dist.get_rank() == 0:
-            print(f"megatron_ext: {profile.change(placed, now, costs)}", flush=True)
+        log_single_rank(logger, logging.INFO, profile.change(placed, now, costs))
 
     def _program(
         self,
@@ -347,14 +347,13 @@ class PipelineStep:
         if config.variable_seq_lengths:
             assert isinstance(self._connection, Channels)
             self._connection.connect_hosts()
-        if not forward_only and dist.get_rank() == 0:
-            print(f"megatron_ext: {summary(program)}", flush=True)
+        if not forward_only:
+            log_single_rank(logger, logging.INFO, summary(program))
         if self._offload is not None and not forward_only:
             row = program.schedule.rows[pipeline.rank()]
             host_memory = check_host_memory(row, program.problem.costs)
             self._offload.expect(row, program.problem.costs)
-            if dist.get_rank() == 0:
-                print(f"megatron_ext: {host_memory}", flush=True)
+            log_single_rank(logger, logging.INFO, host_memory)
         return placed
 
     @contextlib.contextmanager

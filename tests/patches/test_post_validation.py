@@ -155,6 +155,7 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
         setattr(args, name, None)
     args.adlr_autoresume = args.phase_transition_iterations = args.iterations_to_skip = None
     monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", args)
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(module.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(module.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(

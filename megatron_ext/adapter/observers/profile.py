@@ -7,7 +7,6 @@ Not patched: anything. Whoever runs the steps asks.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.adapter.observers.writers import log
+from megatron_ext.logger import logger
 from megatron_ext.runtime.held_bytes import Allocated, HeldBytes, SavedTensors
 from megatron_ext.runtime.measure.measured_steps import MeasuredSteps
 from megatron_ext.runtime.measure.profile import STEPS, Profile
@@ -116,10 +116,10 @@ class StepProfile:
                 if self._measured
                 else f"costs are not measured, the training has had {steps} of {STEPS} iterations"
             )
-            print(f"megatron_ext: nothing to compare with the prediction: {why}", flush=True)
+            logger.info(f"nothing to compare with the prediction: {why}")
             return
         for line in comparison.lines():
-            print(f"megatron_ext: {line}", flush=True)
+            logger.info(line)
         predicted, measured = comparison.bubble_shares
         figures = {
             "pipeline/bubble share": measured,
@@ -134,7 +134,7 @@ class StepProfile:
             save_costs(costs, self._path)
         except OSError as error:  # a full disk is no reason to end a training
             self._is_written = False
-            print(f"megatron_ext: costs are not written: {error}", file=sys.stderr, flush=True)
+            logger.error(f"costs are not written: {error}")
         else:
             self._is_written = True
 

@@ -6,7 +6,6 @@ TensorBoard and W&B writers, which get the bubble and the prediction.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.adapter.observers.writers import current_iteration, log, log_interval
+from megatron_ext.logger import logger
 from megatron_ext.runtime.measure.clocks import clock_offsets
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.recording import Recording, clock_of
@@ -87,11 +87,7 @@ class StepTrace:
                 self._file = TraceFile(self._path)
             self._file.add(step)
         except OSError as error:  # a full disk is no reason to end a training
-            print(
-                f"megatron_ext: iteration {step.iteration} is missing in the trace: {error}",
-                file=sys.stderr,
-                flush=True,
-            )
+            logger.error(f"iteration {step.iteration} is missing in the trace: {error}")
 
 
 def _on_one_clock(

@@ -14,15 +14,18 @@ core/optimizer_param_scheduler, and the loop in training.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch.distributed as dist
+from megatron.core.utils import log_single_rank
 
 from megatron_ext.adapter.observers.writers import current_iteration
 from megatron_ext.adapter.post_validation.scheduled_step import ScheduledStep
+from megatron_ext.logger import logger
 from megatron_ext.runtime.post_validation.arming import History
 from megatron_ext.runtime.post_validation.partial_state import PartialState
 
@@ -198,10 +201,9 @@ class PostValidation:
         ends = (0, dist.get_world_size() - 1)
         if not self._has_told and messages.is_first and dist.get_rank() in ends:
             assert self._optimizer is not None
-            print(
-                f"megatron_ext: before a step this rank keeps {self._optimizer.snapshot}, so that "
-                f"the step can be taken back",
-                flush=True,
+            logger.info(
+                f"before a step this rank keeps {self._optimizer.snapshot}, so that the step can "
+                f"be taken back"
             )
             self._has_told = True
 
@@ -273,8 +275,8 @@ class PostValidation:
         was_armed = self._history.is_armed
         self._latest_norm = result.grad_norm
         self._history = self._history.then(result.is_quiet(optimizer.config.clip_grad))
-        if self._history.is_armed != was_armed and dist.get_rank() == 0:
-            print(f"megatron_ext: {_change(self._history, iteration)}", flush=True)
+        if self._history.is_armed != was_armed:
+            log_single_rank(logger, logging.INFO, _change(self._history, iteration))
 
 
 def _change(history: History, iteration: int) -> str:
