@@ -43,7 +43,8 @@ from megatron_ext.adapter.tied import copies_differ
 from megatron_ext.adapter.vocabulary_rows import part_of, tables
 from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger
-from megatron_ext.runtime.executor import Messages, execute
+from megatron_ext.runtime.executor import execute
+from megatron_ext.runtime.handover import Messages
 from megatron_ext.runtime.host.memory import check_host_memory
 from megatron_ext.runtime.host.offload import ActivationOffload
 from megatron_ext.runtime.interruption import Interruption
@@ -230,7 +231,8 @@ class PipelineStep:
             if self._offload is not None and not forward_only:
                 offload = self._offload.step(program.schedule.rows[pipeline.rank()])
             with _no_grad_sync(config), _splitting(splits, at_once):
-                execute(program, stages, transport, self._recorder, vocabulary, offload, validation)
+                others = [] if validation is None else [validation]
+                execute(program, stages, transport, self._recorder, vocabulary, offload, others)
             if queue.weights is not None:
                 self._report_split(pipeline, models, queue.weights, at_once)
             if config.finalize_model_grads_func is not None and not forward_only:

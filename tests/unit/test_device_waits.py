@@ -254,7 +254,10 @@ def test_no_function_without_tensors_is_listed_in_vain() -> None:
 
 def test_the_passes_and_messages_wait_for_nothing() -> None:
     """What runs at every action."""
-    files = {f"megatron_ext/runtime/{name}.py" for name in ("executor", "recorder")}
+    files = {
+        f"megatron_ext/runtime/{name}.py"
+        for name in ("executor", "handover", "stage_passes", "recorder")
+    }
     files |= {
         "megatron_ext/runtime/messages/batched.py",
         "megatron_ext/runtime/messages/collectives.py",

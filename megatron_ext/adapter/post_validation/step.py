@@ -17,11 +17,12 @@ import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megatron_ext.adapter.post_validation.pending import PostValidation
+from megatron_ext.runtime.post_validation.actions import Validation
 from megatron_ext.runtime.post_validation.messages import ValidationMessages
 
 
-class SpeculativeStep:
-    """One training step, as the executor asks about it (`executor.Validation`).
+class SpeculativeStep(Validation):
+    """One training step.
 
     ``iterators`` are those of the rank's chunks; the step reads from `iterators`.
     """
