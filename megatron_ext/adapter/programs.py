@@ -25,7 +25,7 @@ from megatron_ext.schedule.build.head import Placed, place_again, place_head
 from megatron_ext.schedule.costs import Costs, parse_costs
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.schedule import Problem
+from megatron_ext.schedule.problem import Extras, Problem
 
 _SHOWN = 8  # ranks that an error lists
 
@@ -124,10 +124,12 @@ class Programs:
             self.costs[shape],
             parse_limit(limit, ranks, microbatches) if limit else None,
             forward_only,
-            p2p=self._config.messages(),
-            vocabulary=self._config.vocabulary(),
-            offload=self._config.offload(),
-            post_validation=self._config.post_validation,
+            extras=Extras(
+                p2p=self._config.messages(),
+                vocabulary=self._config.vocabulary(),
+                offload=self._config.offload(),
+                post_validation=self._config.post_validation,
+            ),
         )
         if before is None:
             placed = place_head(self._choice, problem)

@@ -34,7 +34,7 @@ from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
 from megatron_ext.schedule.build.head import Placed
 from megatron_ext.schedule.build.registry import choose
-from megatron_ext.schedule.schedule import Problem
+from megatron_ext.schedule.problem import Problem
 from tests.helpers.megatron_runs import (
     SCRIPT,
     Run,

@@ -123,6 +123,10 @@ class OffloadedStep(Owner):
             if coming is not None:
                 _wait(*coming)
 
+    def forget(self) -> None:
+        """Of a step of which nothing leaves; no other begins again."""
+        self.finish()
+
     def finish(self) -> None:
         assert not self._saved and not self._away and not self._coming
 
