@@ -24,8 +24,8 @@ import pytest
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules as stock
 
-from megatron_ext.adapter import step
-from megatron_ext.adapter.model_stage import ModelStage
+from megatron_ext.adapter.step import pipeline_step as step
+from megatron_ext.adapter.step.model_stage import ModelStage
 from megatron_ext.runtime.executor import _Execution
 from megatron_ext.runtime.handover import Handover
 from megatron_ext.runtime.host import offload as offload_module

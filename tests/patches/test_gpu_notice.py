@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ext.adapter import gpu_notice, step
+from megatron_ext.adapter import gpu_notice
+from megatron_ext.adapter.step import pipeline_step as step
 from megatron_ext.schedule.problem import P2P
 from tests.helpers.megatron_runs import model_flags, train
 from tests.helpers.schedules import line_problem

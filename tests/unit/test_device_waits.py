@@ -115,12 +115,12 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
             "torch.cuda.mem_get_info(device)",
         ),
         (
-            "megatron_ext/adapter/step.py",
+            "megatron_ext/adapter/step/pipeline_step.py",
             "PipelineStep.__call__",
             "int(tokens)",
         ),
         (
-            "megatron_ext/adapter/step.py",
+            "megatron_ext/adapter/step/pipeline_step.py",
             "_scale_gradients",
             "torch.tensor(tokens, dtype=torch.int, device=torch.cuda.current_device())",
         ),
@@ -154,7 +154,7 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
     },
     "a tensor of the host's, or none": {
         (
-            "megatron_ext/adapter/step.py",
+            "megatron_ext/adapter/step/pipeline_step.py",
             "PipelineStep.__call__",
             "bool(force_all_reduce)",
         ),
@@ -264,7 +264,7 @@ def test_the_passes_and_messages_wait_for_nothing() -> None:
         "megatron_ext/runtime/vocabulary/passes.py",
     }
     files |= {"megatron_ext/runtime/vocabulary/shard.py"}
-    files |= {"megatron_ext/adapter/model_stage.py"}
+    files |= {"megatron_ext/adapter/step/model_stage.py"}
     assert all((ROOT / file).exists() for file in files)
     assert not {entry for entry in found() if entry[0] in files}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from megatron_ext.__main__ import main
-from megatron_ext.adapter import step
+from megatron_ext.adapter.step import pipeline_step as step
 from tests.gpu.small_stages import HostChannels, HostGroup
 
 step.Channels = HostChannels  # type: ignore[misc]

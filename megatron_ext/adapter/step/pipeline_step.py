@@ -26,9 +26,7 @@ from megatron.core.process_groups_config import (
 from megatron.core.utils import get_attr_wrapped_model, get_model_config, log_single_rank
 
 from megatron_ext.adapter.compatibility import refuse
-from megatron_ext.adapter.end_stage import EndStage, ends_of
 from megatron_ext.adapter.gpu_notice import say_unverified
-from megatron_ext.adapter.model_stage import ModelStage, StepCall
 from megatron_ext.adapter.observers.profile import Shape, StepProfile
 from megatron_ext.adapter.observers.split_report import split_report
 from megatron_ext.adapter.observers.trace import StepTrace
@@ -39,6 +37,8 @@ from megatron_ext.adapter.post_validation.step import (
     SpeculativeStep,
 )
 from megatron_ext.adapter.programs import Programs, gather
+from megatron_ext.adapter.step.end_stage import EndStage, ends_of
+from megatron_ext.adapter.step.model_stage import ModelStage, StepCall
 from megatron_ext.adapter.tied import copies_differ
 from megatron_ext.adapter.vocabulary_rows import part_of, tables
 from megatron_ext.config import PipelineConfig
