@@ -24,7 +24,7 @@ import pytest
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules as stock
 
-from megatron_ext.adapter.step import pipeline_step as step
+from megatron_ext.adapter.step import passes
 from megatron_ext.adapter.step.model_stage import ModelStage
 from megatron_ext.runtime.executor import _Execution
 from megatron_ext.runtime.handover import Handover
@@ -221,7 +221,7 @@ def measure_steps(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         measured = _MeasuredExecution(program, stages, transport, recorder, offload).run()
         (folder / str(transport.rank)).write_bytes(pickle.dumps(measured))
 
-    monkeypatch.setattr(step, "execute", execute)
+    monkeypatch.setattr(passes, "execute", execute)
     monkeypatch.setattr(offload_module, "SMALL", 0)
 
 

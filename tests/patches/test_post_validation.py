@@ -115,7 +115,7 @@ class Loop:
         self.scheduler = OptimizerParamScheduler(
             self.optimizer, 0.0, 1.0, 0.0, 0, 100, "cosine", 0.1, 0.2, 100, "linear"
         )
-        post_validation.connect(self.messages, lambda optimizer: self.speculative)
+        post_validation.connect(self.messages, lambda optimizer: self.speculative)  # type: ignore[arg-type, return-value]
 
     def step(self) -> tuple[bool, float | None]:
         """An iteration; what the loop takes the step for."""

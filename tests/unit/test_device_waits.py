@@ -115,12 +115,12 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
             "torch.cuda.mem_get_info(device)",
         ),
         (
-            "megatron_ext/adapter/step/pipeline_step.py",
-            "PipelineStep.__call__",
+            "megatron_ext/adapter/post_validation/step.py",
+            "SpeculativeStep.put_off_scaling",
             "int(tokens)",
         ),
         (
-            "megatron_ext/adapter/step/pipeline_step.py",
+            "megatron_ext/adapter/post_validation/step.py",
             "_scale_gradients",
             "torch.tensor(tokens, dtype=torch.int, device=torch.cuda.current_device())",
         ),
@@ -153,11 +153,6 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
         ),
     },
     "a tensor of the host's, or none": {
-        (
-            "megatron_ext/adapter/step/pipeline_step.py",
-            "PipelineStep.__call__",
-            "bool(force_all_reduce)",
-        ),
         ("megatron_ext/runtime/messages/transport.py", "Transport.receive", "header.tolist()"),
         (
             "megatron_ext/runtime/post_validation/messages.py",

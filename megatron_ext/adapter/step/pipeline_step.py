@@ -9,62 +9,37 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.process_groups_config import (
-    MultiModuleProcessGroupCollection,
-    ProcessGroupCollection,
-)
-from megatron.core.utils import get_attr_wrapped_model, get_model_config, log_single_rank
+from megatron.core.utils import get_model_config, log_single_rank
+from torch import Tensor
 
-from megatron_ext.adapter.compatibility import refuse
-from megatron_ext.adapter.gpu_notice import say_unverified
-from megatron_ext.adapter.observers.profile import Shape, StepProfile
-from megatron_ext.adapter.observers.split_report import split_report
+from megatron_ext.adapter.observers.observer import Step, StepObserver
+from megatron_ext.adapter.observers.profile import StepProfile
+from megatron_ext.adapter.observers.split_report import SplitReport
 from megatron_ext.adapter.observers.trace import StepTrace
 from megatron_ext.adapter.observers.writers import current_iteration
 from megatron_ext.adapter.post_validation.optimizer import SpeculativeOptimizer
 from megatron_ext.adapter.post_validation.pending import post_validation
-from megatron_ext.adapter.post_validation.step import (
-    SpeculativeStep,
-)
-from megatron_ext.adapter.programs import Programs, gather
-from megatron_ext.adapter.step.end_stage import EndStage, ends_of
-from megatron_ext.adapter.step.model_stage import ModelStage, StepCall
-from megatron_ext.adapter.tied import copies_differ
-from megatron_ext.adapter.vocabulary_rows import part_of, tables
+from megatron_ext.adapter.post_validation.step import SpeculativeStep
+from megatron_ext.adapter.programs import Programs, Shape
+from megatron_ext.adapter.splitting import Split, head_weights
+from megatron_ext.adapter.step.call import Call, groups_of, refuse_call
+from megatron_ext.adapter.step.connections import Connections, connect
+from megatron_ext.adapter.step.gradients import finalize_gradients
+from megatron_ext.adapter.step.model_stage import ModelStage
+from megatron_ext.adapter.step.passes import run_passes
+from megatron_ext.adapter.tied import refuse_different_copies
+from megatron_ext.adapter.vocabulary_rows import shard_of
 from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger
-from megatron_ext.runtime.executor import execute
-from megatron_ext.runtime.handover import Messages
-from megatron_ext.runtime.host.memory import check_host_memory
-from megatron_ext.runtime.host.offload import ActivationOffload
-from megatron_ext.runtime.interruption import Interruption
-from megatron_ext.runtime.last_words import connect_last_words
-from megatron_ext.runtime.messages.batched import BatchedTransport, PipelineGroup
-from megatron_ext.runtime.messages.channels import Channels
-from megatron_ext.runtime.messages.collectives import Collectives
-from megatron_ext.runtime.messages.nccl import ctas_for
-from megatron_ext.runtime.messages.transport import Boundary, Transport
 from megatron_ext.runtime.post_validation.messages import ValidationMessages
-from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.runtime.vocabulary.passes import VocabularyPasses
-from megatron_ext.runtime.vocabulary.shard import VocabularyShard
 from megatron_ext.runtime.watchdog import Watchdog
-from megatron_ext.runtime.weight_gradients import queue
-from megatron_ext.runtime.whereabouts import whereabouts
 from megatron_ext.schedule.build.head import Placed
-from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.problem import P2P, Offload, VocabularyParallel
-from megatron_ext.schedule.program.graph import channels
+from megatron_ext.schedule.problem import VocabularyParallel
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.show.summary import summary
 
@@ -74,25 +49,11 @@ class PipelineStep:
 
     def __init__(self, config: PipelineConfig) -> None:
         self._config = config
-        self._choice = config.choice()
-        self._p2p = config.messages()
-        self._vocabulary = config.vocabulary()
-        self._leaves = config.offload()
+        self._divides = config.vocabulary() is not VocabularyParallel.NONE
         self._programs = Programs(config)
-        self._connection: Channels | PipelineGroup | None = None
-        self._collectives: Collectives | None = None
-        self._recorder: Recorder | None = None
-        self._offload: ActivationOffload | None = None
-        self._validation: ValidationMessages | None = None
-        self._has_reported = False
+        self._observers = _observers(config, self._programs)
+        self._connections: Connections | None = None
         self._calls = 0
-        self._trace = None
-        if config.trace is not None:
-            self._trace = StepTrace(
-                Path(config.trace), config.traced_iterations(), overlap=config.post_validation
-            )
-        path = config.profile()
-        self._profile = None if path is None else StepProfile(path)
 
     def __call__(
         self,
@@ -114,362 +75,142 @@ class PipelineStep:
     ) -> list[Any]:
         """One step, with the arguments and the result of Megatron's schedule functions."""
         models = model if isinstance(model, list) else [model]
-        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         config = get_model_config(models[0])
-        validates = self._config.post_validation
-        refuse(config, self._choice, self._vocabulary, self._leaves, validates)
-        if config.variable_seq_lengths and self._p2p is P2P.BATCHED:
-            raise ValueError(
-                "--pipeline-p2p batched does not go with variable_seq_lengths: a tensor can be "
-                "received only when its shape has come, after its batch; drop the flag"
-            )
-        if adjust_tensor_shapes_fn is not None:
-            raise ValueError(
-                f"adjust_tensor_shapes_fn is not supported by --pipeline-schedule "
-                f"{self._config.schedule}: it sends one tensor between stages; drop the flag"
-            )
-        if self._vocabulary is not VocabularyParallel.NONE and collect_non_loss_data:
-            raise ValueError(
-                f"collect_non_loss_data does not go with --pipeline-vocab-parallel "
-                f"{self._vocabulary}: no rank has whole logits; drop the flag"
-            )
-        if isinstance(pg_collection, MultiModuleProcessGroupCollection):
-            raise ValueError(
-                f"--pipeline-schedule {self._config.schedule} runs one model, and this "
-                f"pg_collection holds several ({type(pg_collection).__name__}); drop the flag"
-            )
-        if (p2p_communicator is None) != (pg_collection is None):
-            raise ValueError("Provide both p2p_communicator and pg_collection, or neither")
-        if p2p_communicator is None:
-            pg_collection = _default_groups()
-            pipeline = parallel_state.get_pipeline_model_parallel_group()
-        else:
-            pipeline = p2p_communicator.pp_group
-            if validates:
-                raise ValueError(
-                    "--pipeline-post-validation is for Megatron's own training loop, and this "
-                    "caller has a p2p_communicator of its own; drop the flag"
-                )
-        if validates and forward_only:
+        refuse_call(
+            self._config,
+            config,
+            adjust_tensor_shapes_fn,
+            collect_non_loss_data,
+            p2p_communicator,
+            pg_collection,
+        )
+        if forward_only:
             post_validation.settle()
-
-        shape = None
-        if self._profile is not None and not config.variable_seq_lengths:
-            shape = micro_batch_size, seq_length
-        self._programs.agree_on_costs(pipeline, config, models, shape, seq_length, micro_batch_size)
-        placed = self._program(pipeline, config, models, shape, num_microbatches, forward_only)
-        program = placed.program
-        shapes = schedules.get_tensor_shapes(
-            seq_length=seq_length,
-            micro_batch_size=micro_batch_size,
-            decoder_seq_length=decoder_seq_length,
-            config=config,
-            tp_group=pg_collection.tp,
-            cp_group=pg_collection.cp,
-        )
-        boundary = Boundary(
-            None if config.variable_seq_lengths else tuple(shapes[0]), config.pipeline_dtype
-        )
-        placement = program.schedule.placement
-        assert self._recorder is not None
-        self._calls += 1
-        self._recorder.begin(current_iteration() or self._calls)
-        call = StepCall(
+        pipeline, groups = groups_of(p2p_communicator, pg_collection)
+        call = Call(
             forward_step_func,
             num_microbatches,
             forward_only,
             collect_non_loss_data,
             first_val_step,
-            bool(force_all_reduce),
-            pg_collection.cp.size(),
+            force_all_reduce,
+            groups.cp.size(),
+            config,
+            models,
+            data_iterator if isinstance(data_iterator, list) else [data_iterator],
+            seq_length,
+            micro_batch_size,
+            decoder_seq_length,
+            pipeline,
+            groups,
         )
-        validation = None
-        if self._validation is not None and not forward_only:
-            validation = SpeculativeStep(post_validation, self._validation, iterators)
-            iterators = validation.iterators
-        stages = {
-            number: self._stage(number, chunk, config, iterator, call, placement)
-            for number, chunk, iterator in zip(
-                placement.stages_of[pipeline.rank()], models, iterators, strict=True
-            )
-        }
-
-        with self._heard_if_it_fails():
-            if config.timers is not None:
-                config.timers("forward-backward", log_level=1).start(
-                    barrier=config.barrier_with_L1_time
-                )
-            transport = self._transport(program, boundary)
-            trace = None if forward_only else self._trace
-            if trace is not None:
-                trace.begin(pipeline, self._recorder)
-            profile = None if forward_only else self._profile
-            full = Boundary(tuple(shapes[0]), config.pipeline_dtype)
-            if profile is not None:
-                profile.begin(pipeline, self._recorder, models, shape, placement.stages, full)
-            reports = self._config.report_split and not forward_only and not self._has_reported
-            queue.weights = set() if reports else None
-            splits = self._choice.splits_backward and not forward_only
-            at_once = frozenset[torch.Tensor]() if placed.head_waits else _head_weights(models)
-            vocabulary = None
-            if self._vocabulary is not VocabularyParallel.NONE:
-                assert self._collectives is not None
-                shard = _shard(models, pipeline, pg_collection.tp)
-                vocabulary = VocabularyPasses(
-                    program,
-                    ends_of(stages.values()),
-                    shard,
-                    self._collectives,
-                    boundary,
-                    (micro_batch_size, seq_length),
-                    self._recorder,
-                )
-                at_once = frozenset()  # its gradient has a pass of its own
-                if queue.weights is not None:
-                    queue.weights.add(shard.output)
-            offload = None
-            if self._offload is not None and not forward_only:
-                offload = self._offload.step(program.schedule.rows[pipeline.rank()])
-            with _no_grad_sync(config), _splitting(splits, at_once):
-                others = [] if validation is None else [validation]
-                execute(program, stages, transport, self._recorder, vocabulary, offload, others)
-            if queue.weights is not None:
-                self._report_split(pipeline, models, queue.weights, at_once)
-            if config.finalize_model_grads_func is not None and not forward_only:
-                tokens = None
-                if config.calculate_per_token_loss:
-                    counted = [stage.tokens for stage in stages.values()]
-                    tokens = torch.stack(counted).sum(dtype=torch.int)
-                    if validation is not None and post_validation.is_armed:
-                        scale = functools.partial(_scale_gradients, models, pg_collection)
-                        post_validation.scale_by_tokens(int(tokens), scale)
-                        tokens = None
-                config.finalize_model_grads_func(
-                    models,
-                    tokens,
-                    pg_collection=pg_collection,
-                    force_all_reduce=force_all_reduce,
-                )
-            if config.timers is not None:
-                config.timers("forward-backward").stop()
-            if trace is not None:
-                trace.end(pipeline, program)
-            if profile is not None:
-                self._measure(profile, pipeline, config, placed, shape, full)
-            self._recorder.recording = None
-        return [loss for stage in stages.values() for loss in stage.losses]
-
-    def _report_split(
-        self,
-        pipeline: dist.ProcessGroup,
-        models: list[torch.nn.Module],
-        put_off: set[torch.Tensor],
-        at_once: frozenset[torch.Tensor],
-    ) -> None:
-        lines = gather(pipeline, split_report(models, put_off, at_once))
-        for rank, line in enumerate(lines):
-            log_single_rank(logger, logging.INFO, f"pipeline rank {rank}: {line}")
-        self._has_reported = True
+        return self._run(call)
 
     def finish(self, iteration: int) -> None:
         """The training has ended with ``iteration``."""
-        if self._profile is not None:
-            self._profile.finish(iteration)
+        for observer in self._observers:
+            observer.finish(iteration)
 
-    def _measure(
-        self,
-        profile: StepProfile,
-        pipeline: dist.ProcessGroup,
-        config: Any,
-        placed: Placed,
-        shape: Shape,
-        boundary: Boundary,
-    ) -> None:
-        """After a training step of ``placed``: if costs are measured now, use them from now on."""
-        assert self._recorder is not None and self._connection is not None
-        estimate = self._programs.costs[shape]
-        costs = profile.end(self._recorder, placed, self._connection, shape, boundary, estimate)
-        if costs is None:
-            return
-        try:
-            now = self._programs.make_again(pipeline, config, shape, costs, placed)
-        except ValueError as error:
-            error.add_note(profile.note())
-            raise
-        log_single_rank(logger, logging.INFO, profile.change(placed, now, costs))
+    def _run(self, call: Call) -> list[Any]:
+        shape = None
+        if self._config.profile() is not None and not call.config.variable_seq_lengths:
+            shape = call.micro_batch_size, call.seq_length
+        self._programs.agree_on_costs(
+            call.pipeline, call.config, call.models, shape, call.seq_length, call.micro_batch_size
+        )
+        placed = self._program(call, shape)
+        connections = self._connections
+        assert connections is not None
+        self._calls += 1
+        connections.recorder.begin(current_iteration() or self._calls)
+        with connections.heard_if_it_fails("a step, beside its passes"):
+            step = self._step(call, connections, placed, shape)
+            return _evaluate(step) if call.forward_only else self._train(step)
 
-    def _program(
-        self,
-        pipeline: dist.ProcessGroup,
-        config: Any,
-        models: list[torch.nn.Module],
-        shape: Shape,
-        num_microbatches: int,
-        forward_only: bool,
-    ) -> Placed:
+    def _train(self, step: Step) -> list[Any]:
+        speculative = None
+        if self._config.post_validation:
+            speculative = SpeculativeStep(post_validation, step.call.iterators)
+        with _timed(step.call.config):
+            for observer in self._observers:
+                observer.begin(step)
+            stages = run_passes(step, speculative)
+            finalize_gradients(step.call, stages, speculative)
+        for observer in self._observers:
+            observer.end(step)
+        step.connections.recorder.end()
+        return _losses(stages)
+
+    def _step(self, call: Call, connections: Connections, placed: Placed, shape: Shape) -> Step:
+        shard, at_once = None, frozenset[Tensor]()
+        if self._divides:
+            shard = shard_of(call.models, call.config, call.pipeline, call.groups.tp)
+        elif not placed.head_waits:
+            at_once = head_weights(call.models)
+        waits = self._config.choice().splits_backward and not call.forward_only
+        apart = frozenset[Tensor]() if shard is None else frozenset([shard.output])
+        split = Split(waits, at_once, apart)
+        return Step(call, connections, placed, shape, call.boundary(), shard, split)
+
+    def _program(self, call: Call, shape: Shape) -> Placed:
         """The program for this step, the same on every rank of the job; cached."""
-        known = self._programs.known(config, shape, num_microbatches, forward_only)
+        asked = call.config, shape, call.num_microbatches, call.forward_only
+        known = self._programs.known(*asked)
         if known is not None:
             return known
-        if self._connection is None and any(gather(pipeline, copies_differ(models))):
-            raise ValueError(
-                "the last pipeline rank holds both copies of a tied embedding, and they differ: a "
-                "model built or loaded without Megatron's own functions starts with a copy of its "
-                "own; copy model[0].shared_embedding_or_output_weight() to model[-1]'s on that rank"
-            )
-        try:
-            placed = self._programs.make(pipeline, config, shape, num_microbatches, forward_only)
-        except RuntimeError as error:  # that ranks differ: some may not see it
-            self._tell(error, "the making of a program")
-            raise
-        program = placed.program
-        if self._connection is None:
-            device = torch.device(torch.cuda.current_device())
-            if dist.get_rank() == 0:
-                say_unverified(device, program.problem)
-            ctas = ctas_for(program, pipeline, device)
-            if self._p2p is P2P.BATCHED:
-                self._connection = PipelineGroup(pipeline, device)
-            else:
-                self._connection = Channels(pipeline, channels(program.schedule), device, ctas)
-            if self._vocabulary is not VocabularyParallel.NONE:
-                self._collectives = Collectives(pipeline, device, ctas)
-            if self._leaves is not Offload.NONE:
-                self._offload = ActivationOffload(pipeline.rank(), device)
-            self._recorder = Recorder(pipeline.rank(), whereabouts(pipeline))
-            if self._config.post_validation:
-                placement = program.schedule.placement
-                messages = ValidationMessages(pipeline, placement, self._recorder)
-                post_validation.connect(
-                    messages, functools.partial(SpeculativeOptimizer, models=models)
-                )
-                self._validation = messages
-            Watchdog(self._recorder).start()
-            self._listen(self._recorder)
-        if config.variable_seq_lengths:
-            assert isinstance(self._connection, Channels)
-            self._connection.connect_hosts()
-        if not forward_only:
-            log_single_rank(logger, logging.INFO, summary(program))
-        if self._offload is not None and not forward_only:
-            row = program.schedule.rows[pipeline.rank()]
-            host_memory = check_host_memory(row, program.problem.costs)
-            self._offload.expect(row, program.problem.costs)
-            log_single_rank(logger, logging.INFO, host_memory)
+        if self._connections is None:
+            refuse_different_copies(call.pipeline, call.models)
+            placed = self._programs.make(call.pipeline, *asked)
+            self._connections = self._connect(call, placed.program)
+        else:  # ranks may differ, and some not see it
+            with self._connections.heard_if_it_fails("the making of a program", RuntimeError):
+                placed = self._programs.make(call.pipeline, *asked)
+        if not call.forward_only:
+            log_single_rank(logger, logging.INFO, summary(placed.program))
+        self._connections.expect(placed.program, varies=call.config.variable_seq_lengths)
         return placed
 
-    @contextlib.contextmanager
-    def _heard_if_it_fails(self) -> Iterator[None]:
-        """Around a step: an error beside its passes ends the other ranks too. (One in a pass has
-        been told, by the executor.)"""
-        try:
-            yield
-        except BaseException as error:
-            self._tell(error, "a step, beside its passes")
-            raise
-
-    def _tell(self, error: BaseException, where: str) -> None:
-        """Tell the other ranks of ``error``, if they are connected and have not been told."""
-        if self._recorder is None or self._recorder.has_failed:
-            return
-        self._recorder.failed(error, where)
-        for connection in (self._connection, self._collectives):
-            if connection is not None:
-                connection.close()
-
-    def _listen(self, recorder: Recorder) -> None:
-        """Hear of ranks that fail, from now on. Collective over the world."""
-        recorder.last_words = connect_last_words()
-        if recorder.last_words is not None:
-            assert self._connection is not None
-            connections = [c for c in (self._connection, self._collectives) if c is not None]
-            recorder.last_words.start(Interruption(recorder, connections))
-            weakref.finalize(self, recorder.last_words.stop)
-
-    def _transport(self, program: Program, boundary: Boundary) -> Messages:
-        """The messages of one step."""
-        assert self._connection is not None and self._recorder is not None
-        if isinstance(self._connection, PipelineGroup):
-            return BatchedTransport(self._connection, boundary, program, self._recorder)
-        placement = program.schedule.placement
-        return Transport(self._connection, boundary, placement, self._recorder)
-
-    def _stage(
-        self,
-        number: int,
-        chunk: torch.nn.Module,
-        config: Any,
-        data_iterator: Any,
-        call: StepCall,
-        placement: Placement,
-    ) -> ModelStage:
-        assert self._recorder is not None
-        is_last = number == placement.stages - 1
-        common = number, chunk, config, data_iterator, call, self._recorder
-        if self._vocabulary is not VocabularyParallel.NONE and (number == 0 or is_last):
-            return EndStage(*common, is_last=is_last)
-        return ModelStage(*common, has_loss=is_last)
+    def _connect(self, call: Call, program: Program) -> Connections:
+        connections = connect(self._config, program, call.pipeline)
+        if self._config.post_validation:
+            placement = program.schedule.placement
+            post_validation.connect(
+                ValidationMessages(call.pipeline, placement, connections.recorder),
+                functools.partial(SpeculativeOptimizer, models=call.models),
+            )
+        Watchdog(connections.recorder).start()
+        connections.listen()
+        return connections
 
 
-def _shard(
-    models: list[torch.nn.Module],
-    pipeline: dist.ProcessGroup,
-    tensor_parallel: dist.ProcessGroup,
-) -> VocabularyShard:
-    """This rank's part of the vocabulary."""
-    embedding, output = tables(models)
-    return VocabularyShard(
-        embedding,
-        output,
-        first_row=part_of(pipeline, tensor_parallel).index * len(output),
-        tensor_parallel=tensor_parallel if tensor_parallel.size() > 1 else None,
-        sequence_parallel=get_model_config(models[0]).sequence_parallel,
-    )
+def _evaluate(step: Step) -> list[Any]:
+    with _timed(step.call.config):
+        stages = run_passes(step, None)
+    return _losses(stages)
 
 
-def _default_groups() -> Any:
-    """The groups that stock's schedules take where their caller gives none."""
-    # Megatron 0.18 has no function for them.
-    everything = ProcessGroupCollection.use_mpu_process_groups
-    return getattr(schedules, "_build_default_pg_collection", everything)()
+def _losses(stages: Sequence[ModelStage]) -> list[Any]:
+    return [loss for stage in stages for loss in stage.losses]
 
 
-def _scale_gradients(models: list[torch.nn.Module], groups: Any, tokens: int) -> None:
-    """Divide the gradients by the ``tokens`` of all data-parallel replicas of this pipeline, as
-    finalize_model_grads does once it has them from the last rank."""
-    replicas = getattr(groups, "dp_cp_gtp_remat", None) or groups.dp_cp
-    total = torch.tensor(tokens, dtype=torch.int, device=torch.cuda.current_device())
-    dist.all_reduce(total, group=replicas)
-    for model in models:
-        model.scale_gradients(1.0 / torch.clamp(total, min=1))  # type: ignore[operator]
+def _observers(config: PipelineConfig, programs: Programs) -> list[StepObserver]:
+    observers: list[StepObserver] = []
+    if config.report_split:
+        observers.append(SplitReport())
+    if config.trace is not None:
+        iterations = config.traced_iterations()
+        observers.append(StepTrace(Path(config.trace), iterations, overlap=config.post_validation))
+    if (path := config.profile()) is not None:
+        observers.append(StepProfile(path, programs))
+    return observers
 
 
 @contextlib.contextmanager
-def _no_grad_sync(config: Any) -> Iterator[None]:
-    """Hold back the reductions that backward hooks would start before W has run."""
-    functions = config.no_sync_func or []
-    with contextlib.ExitStack() as stack:
-        for no_sync in functions if isinstance(functions, list) else [functions]:
-            stack.enter_context(no_sync())
+def _timed(config: Any) -> Iterator[None]:
+    """Megatron's own timer of a step, around it."""
+    if config.timers is None:
         yield
-
-
-def _head_weights(models: list[torch.nn.Module]) -> frozenset[torch.Tensor]:
-    """The output layer's weight, on the rank that has it. (A pipeline's last stage has its own,
-    tied or not.)"""
-    model = get_attr_wrapped_model(models[-1], "decoder", return_model_obj=True)
-    weight = getattr(getattr(model, "output_layer", None), "weight", None)
-    return frozenset() if weight is None else frozenset([weight])
-
-
-@contextlib.contextmanager
-def _splitting(splits: bool, at_once: frozenset[torch.Tensor]) -> Iterator[None]:
-    """Tell split layers that W passes will come, but not for ``at_once``; leave nothing behind,
-    whatever happens."""
-    queue.splitting = splits
-    queue.at_once = at_once
-    try:
-        yield
-        assert not len(queue), "weight gradients are left over after the step"
-    finally:
-        queue.clear()
+        return
+    config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    yield
+    config.timers("forward-backward").stop()
