@@ -204,15 +204,6 @@ def pad_vocabulary(args: Any) -> None:
         )
 
 
-def warn_of_settling(args: Any) -> None:
-    """Tell when no two steps will overlap, since each is validated before it is logged."""
-    if args.log_interval == 1 and args.rank == 0:
-        logger.warning(
-            "with --log-interval 1 every step is validated before the next one begins, and none "
-            "overlap: write --log-interval 10, or more"
-        )
-
-
 def _refuse_checkpoints_of_one_placement(args: Any, placement: Placement) -> None:
     """Where Megatron without us would take optimizer states for those of other stages.
 

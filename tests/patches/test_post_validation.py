@@ -21,10 +21,10 @@ from megatron.training import async_utils, global_vars, training
 from megatron.training.checkpointing import save_checkpoint
 from megatron.training.dist_signal_handler import DistributedSignalHandler
 
-from megatron_ext.adapter.arguments import warn_of_settling
 from megatron_ext.adapter.post_validation import pending as module
 from megatron_ext.adapter.post_validation import settle_points
 from megatron_ext.adapter.post_validation.pending import Result, StepResult, post_validation
+from megatron_ext.adapter.post_validation.settle_points import warn_of_settling
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import apply
 from megatron_ext.patches.features import FEATURES

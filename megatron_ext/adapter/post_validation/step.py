@@ -18,8 +18,21 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from megatron_ext.adapter.post_validation.pending import PostValidation
+from megatron_ext.adapter.post_validation.optimizer import SpeculativeOptimizer
+from megatron_ext.adapter.post_validation.pending import PostValidation, post_validation
 from megatron_ext.runtime.post_validation.actions import Validation
+from megatron_ext.runtime.post_validation.messages import ValidationMessages
+from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.schedule.placement import Placement
+
+
+def connect_validation(
+    pipeline: dist.ProcessGroup, placement: Placement, recorder: Recorder, models: Sequence[Any]
+) -> None:
+    """Speculate in steps of ``pipeline``, on the optimizer of ``models``, from now on. Collective
+    over it."""
+    messages = ValidationMessages(pipeline, placement, recorder)
+    post_validation.connect(messages, functools.partial(SpeculativeOptimizer, models=models))
 
 
 class SpeculativeStep(Validation):

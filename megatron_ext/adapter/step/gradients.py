@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from megatron_ext.adapter.post_validation.step import SpeculativeStep
 from megatron_ext.adapter.step.call import Call
 from megatron_ext.adapter.step.model_stage import ModelStage
 
@@ -23,20 +22,19 @@ def no_grad_sync(config: Any) -> Iterator[None]:
         yield
 
 
-def finalize_gradients(
-    call: Call, stages: Sequence[ModelStage], speculative: SpeculativeStep | None
-) -> None:
-    """What stock does after the passes of a training step, with all tokens of ``stages``."""
-    if call.config.finalize_model_grads_func is None or call.forward_only:
-        return
-    tokens = None
-    if call.config.calculate_per_token_loss:
-        tokens = torch.stack([stage.tokens for stage in stages]).sum(dtype=torch.int)
-        if speculative is not None:
-            tokens = speculative.put_off_scaling(tokens, call.models, call.groups)
-    call.config.finalize_model_grads_func(
-        call.models,
-        tokens,
-        pg_collection=call.groups,
-        force_all_reduce=call.force_all_reduce,
-    )
+def tokens_of(call: Call, stages: Sequence[ModelStage]) -> torch.Tensor | None:
+    """What stock scales gradients by after the passes; None where it does not."""
+    if call.config.finalize_model_grads_func is None or not call.config.calculate_per_token_loss:
+        return None
+    return torch.stack([stage.tokens for stage in stages]).sum(dtype=torch.int)
+
+
+def finalize_gradients(call: Call, tokens: torch.Tensor | None) -> None:
+    """What stock does after the passes of a training step."""
+    if call.config.finalize_model_grads_func is not None:
+        call.config.finalize_model_grads_func(
+            call.models,
+            tokens,
+            pg_collection=call.groups,
+            force_all_reduce=call.force_all_reduce,
+        )

@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from megatron_ext.adapter.observers.observer import Step
-from megatron_ext.adapter.post_validation.step import SpeculativeStep
 from megatron_ext.adapter.splitting import splitting
 from megatron_ext.adapter.step.end_stage import EndStage, ends_of
 from megatron_ext.adapter.step.gradients import no_grad_sync
 from megatron_ext.adapter.step.model_stage import ModelStage
 from megatron_ext.runtime.executor import execute
 from megatron_ext.runtime.messages.transport import Boundary
+from megatron_ext.runtime.owner import Owner
 from megatron_ext.runtime.vocabulary.passes import VocabularyPasses
 
 
-def run_passes(step: Step, speculative: SpeculativeStep | None) -> list[ModelStage]:
-    """Run all passes; the stages they were run on. ``speculative``: of post-validation."""
+def run_passes(step: Step, iterators: list[Any], others: Sequence[Owner] = ()) -> list[ModelStage]:
+    """Run all passes on data from ``iterators``, one a chunk; the stages they were run on.
+
+    ``others`` own the kinds of the program that are not known here.
+    """
     call, connections, program = step.call, step.connections, step.placed.program
     boundary = step.boundary
     if call.config.variable_seq_lengths:
         boundary = replace(boundary, shape=None)
     transport = connections.transport(program, boundary)
-    stages = _stages(step, call.iterators if speculative is None else speculative.iterators)
+    stages = _stages(step, iterators)
     vocabulary = _vocabulary(step, stages, boundary)
     offload = None
     if connections.offload is not None and not call.forward_only:
         offload = connections.offload.step(program.schedule.rows[call.pipeline.rank()])
-    others = () if speculative is None else (speculative,)
     with no_grad_sync(call.config), splitting(step.split):
         execute(program, stages, transport, connections.recorder, vocabulary, offload, others)
     return list(stages.values())

@@ -7,7 +7,6 @@ embedding gradients, finalize_model_grads, timers.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,21 +21,19 @@ from megatron_ext.adapter.observers.profile import StepProfile
 from megatron_ext.adapter.observers.split_report import SplitReport
 from megatron_ext.adapter.observers.trace import StepTrace
 from megatron_ext.adapter.observers.writers import current_iteration
-from megatron_ext.adapter.post_validation.optimizer import SpeculativeOptimizer
 from megatron_ext.adapter.post_validation.pending import post_validation
-from megatron_ext.adapter.post_validation.step import SpeculativeStep
+from megatron_ext.adapter.post_validation.step import SpeculativeStep, connect_validation
 from megatron_ext.adapter.programs import Programs, Shape
 from megatron_ext.adapter.splitting import Split, head_weights
 from megatron_ext.adapter.step.call import Call, groups_of, refuse_call
 from megatron_ext.adapter.step.connections import Connections, connect
-from megatron_ext.adapter.step.gradients import finalize_gradients
+from megatron_ext.adapter.step.gradients import finalize_gradients, tokens_of
 from megatron_ext.adapter.step.model_stage import ModelStage
 from megatron_ext.adapter.step.passes import run_passes
 from megatron_ext.adapter.tied import refuse_different_copies
 from megatron_ext.adapter.vocabulary_rows import shard_of
 from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger
-from megatron_ext.runtime.post_validation.messages import ValidationMessages
 from megatron_ext.runtime.watchdog import Watchdog
 from megatron_ext.schedule.build.head import Placed
 from megatron_ext.schedule.problem import VocabularyParallel
@@ -88,21 +85,21 @@ class PipelineStep:
             post_validation.settle()
         pipeline, groups = groups_of(p2p_communicator, pg_collection)
         call = Call(
-            forward_step_func,
-            num_microbatches,
-            forward_only,
-            collect_non_loss_data,
-            first_val_step,
-            force_all_reduce,
-            groups.cp.size(),
-            config,
-            models,
-            data_iterator if isinstance(data_iterator, list) else [data_iterator],
-            seq_length,
-            micro_batch_size,
-            decoder_seq_length,
-            pipeline,
-            groups,
+            forward_step_func=forward_step_func,
+            num_microbatches=num_microbatches,
+            forward_only=forward_only,
+            collect_non_loss_data=collect_non_loss_data,
+            first_val_step=first_val_step,
+            force_all_reduce=force_all_reduce,
+            context_parallel_size=groups.cp.size(),
+            config=config,
+            models=models,
+            iterators=data_iterator if isinstance(data_iterator, list) else [data_iterator],
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            decoder_seq_length=decoder_seq_length,
+            pipeline=pipeline,
+            groups=groups,
         )
         return self._run(call)
 
@@ -128,14 +125,19 @@ class PipelineStep:
             return _evaluate(step) if call.forward_only else self._train(step)
 
     def _train(self, step: Step) -> list[Any]:
-        speculative = None
+        call, speculative, others = step.call, None, []
+        iterators = call.iterators
         if self._config.post_validation:
-            speculative = SpeculativeStep(post_validation, step.call.iterators)
-        with _timed(step.call.config):
+            speculative = SpeculativeStep(post_validation, iterators)
+            iterators, others = speculative.iterators, [speculative]
+        with _timed(call.config):
             for observer in self._observers:
                 observer.begin(step)
-            stages = run_passes(step, speculative)
-            finalize_gradients(step.call, stages, speculative)
+            stages = run_passes(step, iterators, others)
+            tokens = tokens_of(call, stages)
+            if tokens is not None and speculative is not None:
+                tokens = speculative.put_off_scaling(tokens, call.models, call.groups)
+            finalize_gradients(call, tokens)
         for observer in self._observers:
             observer.end(step)
         step.connections.recorder.end()
@@ -173,11 +175,8 @@ class PipelineStep:
     def _connect(self, call: Call, program: Program) -> Connections:
         connections = connect(self._config, program, call.pipeline)
         if self._config.post_validation:
-            placement = program.schedule.placement
-            post_validation.connect(
-                ValidationMessages(call.pipeline, placement, connections.recorder),
-                functools.partial(SpeculativeOptimizer, models=call.models),
-            )
+            placement, recorder = program.schedule.placement, connections.recorder
+            connect_validation(call.pipeline, placement, recorder, call.models)
         Watchdog(connections.recorder).start()
         connections.listen()
         return connections
@@ -185,7 +184,7 @@ class PipelineStep:
 
 def _evaluate(step: Step) -> list[Any]:
     with _timed(step.call.config):
-        stages = run_passes(step, None)
+        stages = run_passes(step, step.call.iterators)
     return _losses(stages)
 
 
