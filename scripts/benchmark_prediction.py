@@ -146,15 +146,15 @@ def _run(spec: str, microbatches: int, text: str) -> Result:
         profile.begin(recorder)
         step(placed)
         profile.end(recorder, placed)
-        recorder.recording = None
+        recorder.end()
     found = profile.costs(ways, boundary, wrong, spec)
     placed = place_head(choice, Problem(placement, microbatches, found))
     steps = MeasuredSteps(CPU)
     for _ in range(KEPT):
         steps.begin(recorder)
         step(placed)
-        steps.end(recorder, placed.program)
-        recorder.recording = None
+        steps.end(placed.program)
+        recorder.end()
     comparison = steps.compare(world)
     assert comparison is not None
     return Result(spec, str(slept), str(found), comparison.error, comparison)

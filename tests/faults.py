@@ -140,16 +140,16 @@ FAULTS = (
     # ---- What runs on a rank
     Fault(
         "a-send-that-nobody-waits-for",
-        f"{RUNTIME}/executor.py",
-        "self.transport.wait_sent(action._replace(kind=Kind.SEND_F))",
+        f"{RUNTIME}/handover.py",
+        "self._transport.wait_sent(action._replace(kind=Kind.SEND_F))",
         "pass",
         ("tests/pipeline/test_executor.py",),
     ),
     Fault(
         "gradient-of-another-microbatch",
-        f"{RUNTIME}/executor.py",
-        "self.transport.send(action, self.gradients[action.stage, action.microbatch])",
-        "self.transport.send(action, next(iter(self.gradients.values())))",
+        f"{RUNTIME}/handover.py",
+        "self._transport.send(action, self.gradients[action.stage, action.microbatch])",
+        "self._transport.send(action, next(iter(self.gradients.values())))",
         ("tests/pipeline/test_executor.py",),
     ),
     Fault(
@@ -260,21 +260,21 @@ FAULTS = (
     ),
     Fault(
         "tokens-of-one-replica",
-        f"{ADAPTER}/step.py",
+        f"{ADAPTER}/post_validation/step.py",
         "    dist.all_reduce(total, group=replicas)\n",
         "",
         ("tests/pipeline/test_post_validation_training.py::test_clips_on_every_third_step",),
     ),
     Fault(
         "shapes-that-vary-are-batched",
-        f"{ADAPTER}/step.py",
-        "if config.variable_seq_lengths and self._p2p is P2P.BATCHED:",
+        f"{ADAPTER}/step/call.py",
+        "if config.variable_seq_lengths and ours.p2p is P2P.BATCHED:",
         "if False:",
         ("tests/pipeline/test_callers.py::test_varying_sequence_lengths_cannot_be_batched",),
     ),
     Fault(
         "an-output-that-was-changed-is-not-refused",
-        f"{ADAPTER}/end_stage.py",
+        f"{ADAPTER}/step/end_stage.py",
         "len(stand_in.calls) != 1 or output is not stand_in.output",
         "len(stand_in.calls) != 1",
         ("tests/pipeline/test_vocabulary_callers.py::test_it_is_refused",),

@@ -12,6 +12,7 @@ from megatron_ext.adapter.dimensions import dimensions_of, rates
 from megatron_ext.adapter.layers import layers_of_stages
 from megatron_ext.adapter.vocabulary_rows import check_divisible
 from megatron_ext.config import COSTS_FILE, PipelineConfig
+from megatron_ext.logger import logger
 from megatron_ext.runtime.measure import profile
 from megatron_ext.schedule.build.head import Placed, place_head
 from megatron_ext.schedule.build.overlap import check_overlaps
@@ -175,20 +176,9 @@ def pad_vocabulary(args: Any) -> None:
         sizes = [math.ceil(args.vocab_size / size) * size for size in sizes]
         words = ""
     if sizes[0] != sizes[1] and args.rank == 0:
-        print(
-            f"megatron_ext: the vocabulary is padded to {words}{sizes[1]}, not {sizes[0]}, so that "
-            f"it divides over {ranks} pipeline x {tensor_parallel} tensor parallel ranks",
-            flush=True,
-        )
-
-
-def warn_of_settling(args: Any) -> None:
-    """Tell when no two steps will overlap, since each is validated before it is logged."""
-    if args.log_interval == 1 and args.rank == 0:
-        print(
-            "megatron_ext: with --log-interval 1 every step is validated before the next one "
-            "begins, and none overlap: write --log-interval 10, or more",
-            flush=True,
+        logger.info(
+            f"the vocabulary is padded to {words}{sizes[1]}, not {sizes[0]}, so that it divides "
+            f"over {ranks} pipeline x {tensor_parallel} tensor parallel ranks"
         )
 
 

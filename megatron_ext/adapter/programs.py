@@ -18,12 +18,13 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_ext.adapter.compatibility import refuse_order
 from megatron_ext.adapter.dimensions import estimated_costs
-from megatron_ext.adapter.observers.profile import Shape
 from megatron_ext.adapter.vocabulary_rows import embedding_part
 from megatron_ext.config import PipelineConfig
 from megatron_ext.schedule.build.head import Placed, place_again, place_head
 from megatron_ext.schedule.costs import Costs, parse_costs
 from megatron_ext.schedule.placement import Placement
+
+Shape = tuple[int, int] | None  # micro batch, sequence; None where microbatches vary
 
 _SHOWN = 8  # ranks that an error lists
 
