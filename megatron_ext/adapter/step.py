@@ -58,7 +58,7 @@ from megatron_ext.runtime.vocabulary.shard import VocabularyShard
 from megatron_ext.runtime.watchdog import Watchdog
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.runtime.whereabouts import whereabouts
-from megatron_ext.schedule.build.head import Placed
+from megatron_ext.schedule.build.head import head_waits
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.program.graph import channels
 from megatron_ext.schedule.program.verify import Program
@@ -154,8 +154,7 @@ class PipelineStep:
         if self._profile is not None and not config.variable_seq_lengths:
             shape = micro_batch_size, seq_length
         self._programs.agree_on_costs(pipeline, config, models, shape, seq_length, micro_batch_size)
-        placed = self._program(pipeline, config, models, shape, num_microbatches, forward_only)
-        program = placed.program
+        program = self._program(pipeline, config, models, shape, num_microbatches, forward_only)
         shapes = schedules.get_tensor_shapes(
             seq_length=seq_length,
             micro_batch_size=micro_batch_size,
@@ -207,7 +206,7 @@ class PipelineStep:
             reports = self._config.report_split and not forward_only and not self._has_reported
             queue.weights = set() if reports else None
             splits = self._choice.splits_backward and not forward_only
-            at_once = frozenset[torch.Tensor]() if placed.head_waits else _head_weights(models)
+            at_once = frozenset[torch.Tensor]() if head_waits(program) else _head_weights(models)
             vocabulary = None
             if self._vocabulary is not VocabularyParallel.NONE:
                 assert self._collectives is not None
@@ -251,7 +250,7 @@ class PipelineStep:
             if trace is not None:
                 trace.end(pipeline, program)
             if profile is not None:
-                self._measure(profile, pipeline, config, placed, shape, full)
+                self._measure(profile, pipeline, config, program, shape, full)
             self._recorder.recording = None
         return [loss for stage in stages.values() for loss in stage.losses]
 
@@ -278,23 +277,23 @@ class PipelineStep:
         profile: StepProfile,
         pipeline: dist.ProcessGroup,
         config: Any,
-        placed: Placed,
+        program: Program,
         shape: Shape,
         boundary: Boundary,
     ) -> None:
-        """After a training step of ``placed``: if costs are measured now, use them from now on."""
+        """After a training step of ``program``: if costs are measured now, use them from now on."""
         assert self._recorder is not None and self._connection is not None
         estimate = self._programs.costs[shape]
-        costs = profile.end(self._recorder, placed, self._connection, shape, boundary, estimate)
+        costs = profile.end(self._recorder, program, self._connection, shape, boundary, estimate)
         if costs is None:
             return
         try:
-            now = self._programs.make_again(pipeline, config, shape, costs, placed)
+            now = self._programs.make_again(pipeline, config, shape, costs, program)
         except ValueError as error:
             error.add_note(profile.note())
             raise
         if dist.get_rank() == 0:
-            print(f"megatron_ext: {profile.change(placed, now, costs)}", flush=True)
+            print(f"megatron_ext: {profile.change(program, now, costs)}", flush=True)
 
     def _program(
         self,
@@ -304,7 +303,7 @@ class PipelineStep:
         shape: Shape,
         num_microbatches: int,
         forward_only: bool,
-    ) -> Placed:
+    ) -> Program:
         """The program for this step, the same on every rank of the job; cached."""
         known = self._programs.known(config, shape, num_microbatches, forward_only)
         if known is not None:
@@ -316,11 +315,10 @@ class PipelineStep:
                 "own; copy model[0].shared_embedding_or_output_weight() to model[-1]'s on that rank"
             )
         try:
-            placed = self._programs.make(pipeline, config, shape, num_microbatches, forward_only)
+            program = self._programs.make(pipeline, config, shape, num_microbatches, forward_only)
         except RuntimeError as error:  # that ranks differ: some may not see it
             self._tell(error, "the making of a program")
             raise
-        program = placed.program
         if self._connection is None:
             device = torch.device(torch.cuda.current_device())
             if dist.get_rank() == 0:
@@ -355,7 +353,7 @@ class PipelineStep:
             self._offload.expect(row, program.problem.costs)
             if dist.get_rank() == 0:
                 print(f"megatron_ext: {host_memory}", flush=True)
-        return placed
+        return program
 
     @contextlib.contextmanager
     def _heard_if_it_fails(self) -> Iterator[None]:

@@ -333,7 +333,7 @@ def _check_training(
         programs = report.attempt("schedule", lambda: arguments.check(args, spec))
     if not programs:
         return None
-    program = programs[0].program
+    program = programs[0]
     needed = _predict(report, args, spec, program, room)
     if config.schedule is not None:
         _check_communicators(report, args, config, program, room, launch_line)

@@ -139,7 +139,7 @@ def test_a_training_that_measures_is_the_same_to_the_last_bit(
     if spec in ("1f1b", "zb-h1"):  # which have one order of passes, whatever they cost
         p2p = P2P(str(more.get("pipeline_p2p", P2P.ASYNC)))
         again = place_head(choose(spec), Problem(placement, 8 * pipeline // ranks, costs, p2p=p2p))
-        predicted = 1e3 * simulate(again.program, again.program.problem.costs).makespan
+        predicted = 1e3 * simulate(again, again.problem.costs).makespan
         said_so = re.search(r"step predicted ([\d.e+]+) ms", predictions[0])
         assert said_so and float(said_so[1]) == pytest.approx(predicted, rel=2e-3)
     for rank, line in enumerate(predictions):

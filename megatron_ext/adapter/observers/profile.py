@@ -23,8 +23,8 @@ from megatron_ext.runtime.messages.channels import Channels
 from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.recording import clock_of
-from megatron_ext.schedule.build.head import Placed
 from megatron_ext.schedule.costs import Costs, save_costs
+from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.show.summary import summary_of_change
 
 Shape = tuple[int, int] | None  # micro batch, sequence; None where microbatches vary
@@ -65,7 +65,7 @@ class StepProfile:
     def end(
         self,
         recorder: Recorder,
-        placed: Placed,
+        program: Program,
         connection: Channels | PipelineGroup,
         shape: Shape,
         boundary: Boundary,
@@ -77,15 +77,15 @@ class StepProfile:
         """
         if shape in self._measured:
             if self._steps is not None:
-                self._steps.end(recorder, placed.program)
+                self._steps.end(recorder, program)
             return None
         profile = self._under_way[shape]
-        if not profile.end(recorder, placed):
+        if not profile.end(recorder, program):
             return None
         del self._under_way[shape]
         self._measured.add(shape)
-        schedule = placed.program.schedule.name
-        what = f"{schedule} on {len(placed.program.schedule.rows)} ranks"
+        schedule = program.schedule.name
+        what = f"{schedule} on {len(program.schedule.rows)} ranks"
         if shape is not None:
             what += f", micro batch {shape[0]}, sequence {shape[1]}"
         costs = profile.costs(connection, boundary, estimate, what)
@@ -93,7 +93,7 @@ class StepProfile:
             self._write(costs)
         return costs
 
-    def change(self, before: Placed, now: Placed, costs: Costs) -> str:
+    def change(self, before: Program, now: Program, costs: Costs) -> str:
         """What the measured ``costs`` have made of the schedule."""
         file = f"; costs written to {self._path}" if self._is_written else ""
         return summary_of_change(before, now, costs) + file

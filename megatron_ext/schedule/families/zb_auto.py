@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import Choice, entries, family
+from megatron_ext.schedule.build.build import complete
+from megatron_ext.schedule.build.registry import entries, family
 from megatron_ext.schedule.kinds import Duty, Held
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.program.memory import peaks
@@ -53,8 +53,7 @@ def zb_auto(problem: Problem) -> Schedule:
 
 def _step(schedule: Schedule, problem: Problem) -> float:
     """What a step of ``schedule`` costs."""
-    choice = Choice(schedule.name, line, lambda _: schedule, splits_backward=True)
-    return step_seconds(build_program(choice, problem), problem.costs)
+    return step_seconds(complete(schedule, problem), problem.costs)
 
 
 @family("zb-1p", line, source=_SOURCE, splits_backward=True, uses_costs=True)

@@ -330,7 +330,7 @@ def _made(case: Case, way: Way) -> Candidate:
     if problem.costs.held_bytes is None:
         program, found = report(case.choice, problem)
         return Candidate(way, found, problem.memory_limit)
-    program, found = report_of(case.choice, lambda: place_head(case.choice, problem).program)
+    program, found = report_of(case.choice, lambda: place_head(case.choice, problem))
     memory = None
     if case.model is not None:
         held = peaks(program.schedule, in_bytes(program.problem.costs))
