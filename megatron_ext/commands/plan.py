@@ -20,8 +20,8 @@ from megatron_ext.schedule.model.estimate import GPU
 from megatron_ext.schedule.model.gpus import GPUS, USABLE, Gpu, parse_gpu
 from megatron_ext.schedule.model.model import parse_model
 from megatron_ext.schedule.model.model_memory import TrainingState
-from megatron_ext.schedule.plan.choose import Candidate, Plan, Way, make_plan
 from megatron_ext.schedule.plan.model_plan import Training
+from megatron_ext.schedule.plan.planner import Candidate, Plan, Way, make_plan
 from megatron_ext.schedule.plan.recommendation import recommendation, slower_by
 from megatron_ext.schedule.plan.vocabulary_plan import cases, side_by_side
 from megatron_ext.schedule.schedule import Offload

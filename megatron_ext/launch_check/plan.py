@@ -22,7 +22,7 @@ from megatron_ext.adapter.arguments import (
 from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.launch_check import line as launch_line
 from megatron_ext.schedule.model.model_memory import TrainingState, bytes_of_ranks
-from megatron_ext.schedule.plan.choose import Candidate, Case, Plan, Way, consider, make_plan
+from megatron_ext.schedule.plan.planner import Candidate, Case, Plan, Way, consider, make_plan
 from megatron_ext.schedule.plan.recommendation import flags_of, slower_by
 
 AS_1F1B = "1x"  # the limit where bytes are not known: what 1F1B holds, in microbatches

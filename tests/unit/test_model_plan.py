@@ -20,8 +20,8 @@ from megatron_ext.schedule.model.gpus import GPUS, USABLE, parse_gpu
 from megatron_ext.schedule.model.model import Model, parse_model
 from megatron_ext.schedule.model.model_memory import TrainingState, bytes_of_ranks
 from megatron_ext.schedule.placement import Placement, line, v
-from megatron_ext.schedule.plan.choose import Candidate, Plan, Way, consider, make_plan
 from megatron_ext.schedule.plan.model_plan import Training
+from megatron_ext.schedule.plan.planner import Candidate, Plan, Way, consider, make_plan
 from megatron_ext.schedule.plan.recommendation import recommendation
 from megatron_ext.schedule.plan.vocabulary_plan import cases, side_by_side
 from megatron_ext.schedule.program.simulate import simulate

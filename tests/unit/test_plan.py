@@ -15,7 +15,7 @@ from megatron_ext.schedule.costs import Costs, VocabularyCosts, parse_costs, uni
 from megatron_ext.schedule.kinds import Duty
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement, line
-from megatron_ext.schedule.plan.choose import Plan, Way, make_plan, peak
+from megatron_ext.schedule.plan.planner import Plan, Way, make_plan, peak
 from megatron_ext.schedule.plan.vocabulary_plan import cases, redistribute, side_by_side
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.schedule import Problem, VocabularyParallel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_ext.schedule.plan.choose import Candidate, Plan, Way
+from megatron_ext.schedule.plan.planner import Candidate, Plan, Way
 from megatron_ext.schedule.schedule import Offload, VocabularyParallel
 
 

@@ -10,7 +10,7 @@ from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.plan.choose import Case, CaseOf, Plan, Way
+from megatron_ext.schedule.plan.planner import Case, CaseOf, Plan, Way
 from megatron_ext.schedule.schedule import Problem
 
 

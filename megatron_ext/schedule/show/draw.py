@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.kinds import RULES, Lane
-from megatron_ext.schedule.plan.choose import Candidate, Plan, Way
+from megatron_ext.schedule.plan.planner import Candidate, Plan, Way
 from megatron_ext.schedule.program.memory import in_microbatches, memory_curve
 from megatron_ext.schedule.show.svg import save
 from megatron_ext.schedule.timeline import Timeline
