@@ -156,7 +156,7 @@ def _why(candidate: Candidate, plan: Plan, bound: str) -> str:
     text = f"the shortest step of {len(plan.best_of_each)} schedules {bound}"
     for other in others[:1]:
         text += f"; then {other.schedule}, {slower_by(other, candidate):.1%} longer"
-    stock = next((each for each in others[1:] if each.schedule == "1f1b"), None)
+    stock = next((other for other in others[1:] if other.schedule == "1f1b"), None)
     if stock is not None:
         text += f", and 1f1b, {slower_by(stock, candidate):.1%}"
     return text
