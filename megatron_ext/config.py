@@ -8,7 +8,7 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 
 from megatron_ext.schedule.build.registry import Choice, choose
-from megatron_ext.schedule.schedule import P2P, Offload, VocabularyParallel
+from megatron_ext.schedule.problem import P2P, Offload, VocabularyParallel
 
 ESTIMATE = "estimate"
 PLAN = "plan"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, PatchError
 from megatron_ext.schedule.build.registry import Choice
-from megatron_ext.schedule.schedule import Offload, VocabularyParallel
+from megatron_ext.schedule.problem import Offload, VocabularyParallel
 
 
 @dataclass(frozen=True)

@@ -43,9 +43,9 @@ from megatron_ext.schedule.build.head import place_head
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs, parse_costs, uniform
 from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.graph import channels
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import Problem
 from megatron_ext.schedule.show.prediction import Comparison
 
 CPU = torch.device("cpu")

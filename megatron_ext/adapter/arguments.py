@@ -20,8 +20,8 @@ from megatron_ext.schedule.costs import parse_costs
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.model.estimate import ModelDimensions, estimate
 from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import Extras, Problem
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import Problem
 
 _VIRTUAL_STAGES = (
     "num_layers_per_virtual_pipeline_stage",
@@ -110,10 +110,12 @@ def problems(args: Any, config: PipelineConfig) -> list[Problem]:
                 microbatches,
                 costs,
                 limit,
-                p2p=config.messages(),
-                vocabulary=config.vocabulary(),
-                offload=config.offload(),
-                post_validation=config.post_validation,
+                extras=Extras(
+                    p2p=config.messages(),
+                    vocabulary=config.vocabulary(),
+                    offload=config.offload(),
+                    post_validation=config.post_validation,
+                ),
             )
         )
     return found

@@ -16,7 +16,8 @@ from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.build.registry import Choice, with_option
 from megatron_ext.schedule.kinds import RULES, Duty
 from megatron_ext.schedule.placement import Placement, is_line_or_v
-from megatron_ext.schedule.schedule import Offload, Schedule, VocabularyParallel
+from megatron_ext.schedule.problem import Offload, VocabularyParallel
+from megatron_ext.schedule.schedule import Schedule
 
 
 def refuse(

@@ -25,8 +25,8 @@ from megatron_ext.schedule.build.head import place_again, place_head
 from megatron_ext.schedule.costs import Costs, parse_costs
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import Extras, Problem
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import Problem
 
 _SHOWN = 8  # ranks that an error lists
 
@@ -125,10 +125,12 @@ class Programs:
             self.costs[shape],
             parse_limit(limit, ranks, microbatches) if limit else None,
             forward_only,
-            p2p=self._config.messages(),
-            vocabulary=self._config.vocabulary(),
-            offload=self._config.offload(),
-            post_validation=self._config.post_validation,
+            extras=Extras(
+                p2p=self._config.messages(),
+                vocabulary=self._config.vocabulary(),
+                offload=self._config.offload(),
+                post_validation=self._config.post_validation,
+            ),
         )
         if before is None:
             program = place_head(self._choice, problem)

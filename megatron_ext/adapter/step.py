@@ -60,9 +60,9 @@ from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.runtime.whereabouts import whereabouts
 from megatron_ext.schedule.build.head import head_waits
 from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import P2P, Offload, VocabularyParallel
 from megatron_ext.schedule.program.graph import channels
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import P2P, Offload, VocabularyParallel
 from megatron_ext.schedule.show.summary import summary
 
 

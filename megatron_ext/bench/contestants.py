@@ -33,10 +33,11 @@ from megatron_ext.schedule.build.build import build_program, complete
 from megatron_ext.schedule.build.registry import Choice, choose
 from megatron_ext.schedule.costs import Costs, VocabularyCosts, parse_costs
 from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import Extras, Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.program.graph import channels
 from megatron_ext.schedule.program.simulate import simulate, simulate_steps, step_seconds
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import Offload, Problem, VocabularyParallel, from_csv
+from megatron_ext.schedule.schedule_csv import from_csv
 
 TORCH = {
     "1F1B": pipelining.Schedule1F1B,
@@ -63,9 +64,7 @@ def program_of(
         placement,
         microbatches,
         seconds,
-        vocabulary=vocabulary,
-        offload=offload,
-        post_validation=post_validation,
+        extras=Extras(vocabulary=vocabulary, offload=offload, post_validation=post_validation),
     )
     return build_program(choice, problem)
 

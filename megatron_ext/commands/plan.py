@@ -25,7 +25,7 @@ from megatron_ext.schedule.plan.plan_report import VocabularyRow, plan_report
 from megatron_ext.schedule.plan.planner import Candidate, Plan, Way, make_plan
 from megatron_ext.schedule.plan.recommendation import Recommendation, slower_by
 from megatron_ext.schedule.plan.vocabulary_plan import cases
-from megatron_ext.schedule.schedule import Offload
+from megatron_ext.schedule.problem import Offload
 from megatron_ext.schedule.show.draw import draw_plan
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -26,11 +26,12 @@ from megatron_ext.schedule.build.registry import Choice, choose, with_option
 from megatron_ext.schedule.build.report import report
 from megatron_ext.schedule.costs import parse_costs
 from megatron_ext.schedule.limit import parse_limit
+from megatron_ext.schedule.problem import P2P, Extras, Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.program.graph import Device
 from megatron_ext.schedule.program.simulate import simulate as simulate_program
 from megatron_ext.schedule.program.simulate import simulate_steps
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import P2P, Offload, Problem, VocabularyParallel, to_csv
+from megatron_ext.schedule.schedule_csv import to_csv
 from megatron_ext.schedule.search.certify import certify as certify_program
 from megatron_ext.schedule.show.draw import draw_steps
 from megatron_ext.schedule.show.summary import program_of_1f1b
@@ -95,10 +96,9 @@ def simulate(
             microbatches,
             parse_costs(costs, placement),
             limit,
-            p2p=p2p,
-            vocabulary=vocab_parallel,
-            offload=offload,
-            post_validation=post_validation,
+            extras=Extras(
+                p2p=p2p, vocabulary=vocab_parallel, offload=offload, post_validation=post_validation
+            ),
         )
         program, made = report(choice, problem)
         waiting = simulate_program(program, program.problem.costs, Device.WAITS_AT_PASSES)
@@ -152,8 +152,8 @@ def _certified(program: Program, seconds: float) -> dict[str, float | bool]:
 
 def _beside(choice: Choice, problem: Problem) -> Program:
     """What the schedule is drawn beneath."""
-    if problem.post_validation:
-        return build_program(choice, replace(problem, post_validation=False))
+    if problem.extras.post_validation:
+        return build_program(choice, problem.with_extras(post_validation=False))
     return program_of_1f1b(problem)
 
 

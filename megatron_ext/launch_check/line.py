@@ -32,7 +32,7 @@ from megatron_ext.config import PipelineConfig, add_flags
 from megatron_ext.patches.engine import Patch, apply, replace
 from megatron_ext.patches.megatron.core.transformer import transformer_config
 from megatron_ext.schedule.model.estimate import GPU
-from megatron_ext.schedule.schedule import VocabularyParallel
+from megatron_ext.schedule.problem import VocabularyParallel
 
 # Fusions for whose kernels Megatron looks where Transformer Engine should be.
 _LOOKED_FOR = ("apply_rope_fusion", "moe_permute_fusion")

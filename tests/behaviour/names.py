@@ -17,7 +17,8 @@ from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.registry import family
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.placement import Placement, line, loop, v, wave
-from megatron_ext.schedule.schedule import Problem, Schedule
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.search.fill import Filled, fill_best, memory_of, time
 from tests.behaviour.record import Subject
 

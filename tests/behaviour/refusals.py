@@ -21,7 +21,9 @@ from megatron_ext.adapter.refusals import (
 from megatron_ext.config import PipelineConfig, from_argv, from_environment
 from megatron_ext.patches.features import FEATURES
 from megatron_ext.schedule.build.registry import Choice, choose, entries
-from megatron_ext.schedule.schedule import Offload, Schedule, VocabularyParallel, from_csv
+from megatron_ext.schedule.problem import Offload, VocabularyParallel
+from megatron_ext.schedule.schedule import Schedule
+from megatron_ext.schedule.schedule_csv import from_csv
 from tests.behaviour.inputs import HOST, run, write_inputs
 from tests.behaviour.record import Subject
 

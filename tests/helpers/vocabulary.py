@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,9 +22,9 @@ from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose
+from megatron_ext.schedule.problem import VocabularyParallel
 from megatron_ext.schedule.program.graph import channels
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import VocabularyParallel
 from tests.helpers.stages import CPU, WIDTH, LinearStage, SplitLinear, problem_for
 
 VOCABULARY = 48  # rows of the padded tables
@@ -75,7 +75,7 @@ def program_for(
 ) -> Program:
     choice = choose(name)
     problem = problem_for(choice.place(ranks), microbatches, forward_only)
-    return build_program(choice, replace(problem, vocabulary=vocabulary))
+    return build_program(choice, problem.with_extras(vocabulary=vocabulary))
 
 
 class JoinShards(torch.autograd.Function):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_ext.schedule.build.registry import choose, entries
-from megatron_ext.schedule.schedule import Offload
+from megatron_ext.schedule.problem import Offload
 from tests.helpers.documents import check_written, table
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")

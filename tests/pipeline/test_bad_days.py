@@ -33,8 +33,8 @@ from megatron_ext.adapter import programs
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
 from megatron_ext.schedule.build.registry import choose
+from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import Problem
 from tests.helpers.megatron_runs import (
     SCRIPT,
     Run,

@@ -29,9 +29,9 @@ from megatron_ext.runtime.weight_gradients import queue  # noqa: E402
 from megatron_ext.schedule.action import Action, Kind, parse  # noqa: E402
 from megatron_ext.schedule.build.registry import choose  # noqa: E402
 from megatron_ext.schedule.kinds import RULES, Held, Lane  # noqa: E402
+from megatron_ext.schedule.problem import Offload  # noqa: E402
 from megatron_ext.schedule.program.memory import most_on_host  # noqa: E402
 from megatron_ext.schedule.program.verify import Program  # noqa: E402
-from megatron_ext.schedule.schedule import Offload  # noqa: E402
 from tests.helpers.adversary import LateCopies  # noqa: E402
 from tests.helpers.ranks import run_ranks, values  # noqa: E402
 from tests.helpers.stages import (  # noqa: E402

@@ -27,9 +27,9 @@ from megatron_ext.schedule.build.head import place_head
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs, load_costs, parse_costs
 from megatron_ext.schedule.kinds import Duty, Held
+from megatron_ext.schedule.problem import P2P, Extras, Problem
 from megatron_ext.schedule.program.graph import channels
 from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.schedule import P2P, Problem
 from megatron_ext.schedule.show.trace import read_trace
 from scripts import benchmark_prediction
 from tests.helpers.held_bytes import measure_steps, read_steps
@@ -138,7 +138,9 @@ def test_a_training_that_measures_is_the_same_to_the_last_bit(
     assert len(predictions) == pipeline
     if spec in ("1f1b", "zb-h1"):  # which have one order of passes, whatever they cost
         p2p = P2P(str(more.get("pipeline_p2p", P2P.ASYNC)))
-        again = place_head(choose(spec), Problem(placement, 8 * pipeline // ranks, costs, p2p=p2p))
+        again = place_head(
+            choose(spec), Problem(placement, 8 * pipeline // ranks, costs, extras=Extras(p2p=p2p))
+        )
         predicted = 1e3 * simulate(again, again.problem.costs).makespan
         said_so = re.search(r"step predicted ([\d.e+]+) ms", predictions[0])
         assert said_so and float(said_so[1]) == pytest.approx(predicted, rel=2e-3)

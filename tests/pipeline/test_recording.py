@@ -28,10 +28,10 @@ from megatron_ext.runtime.recording import HostClock, Recording  # noqa: E402
 from megatron_ext.runtime.weight_gradients import queue  # noqa: E402
 from megatron_ext.schedule.action import Action, Kind  # noqa: E402
 from megatron_ext.schedule.build.registry import choose  # noqa: E402
+from megatron_ext.schedule.problem import P2P  # noqa: E402
 from megatron_ext.schedule.program.graph import channels  # noqa: E402
 from megatron_ext.schedule.program.simulate import simulate  # noqa: E402
 from megatron_ext.schedule.program.verify import Program  # noqa: E402
-from megatron_ext.schedule.schedule import P2P  # noqa: E402
 from megatron_ext.schedule.show.trace import beside  # noqa: E402
 from megatron_ext.schedule.timeline import Event, Reduction, Timeline  # noqa: E402
 from tests.helpers.ranks import run_ranks, values  # noqa: E402

@@ -13,9 +13,10 @@ from megatron_ext.schedule.costs import Costs, parse_costs, uniform
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.plan.planner import Way, consider
 from megatron_ext.schedule.plan.vocabulary_plan import cases
+from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.memory import in_microbatches, peaks
 from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.schedule import Problem
+from tests.helpers.combinations import at_night
 from tests.helpers.schedules import drawn, program, table
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -102,7 +103,7 @@ def variants(name: str) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("name", [*AT_ANY_COSTS, *AT_EQUAL_COSTS])
-@pytest.mark.parametrize("p", [3, 4, 6])
+@pytest.mark.parametrize("p", [3, 4, *at_night(6)])
 def test_formula(name: str, p: int) -> None:
     formula = (AT_ANY_COSTS | AT_EQUAL_COSTS)[name]
     for spec, v in variants(name):

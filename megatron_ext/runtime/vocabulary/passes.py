@@ -29,8 +29,8 @@ from megatron_ext.runtime.vocabulary.shard import (
 )
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import RULES
+from megatron_ext.schedule.problem import VocabularyParallel
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import VocabularyParallel
 
 
 class VocabularyEnds(Protocol):
@@ -87,7 +87,7 @@ class VocabularyPasses:
         placement = program.schedule.placement
         self._first_rank, self._last_rank = placement.rank_of[0], placement.rank_of[-1]
         self._stage = placement.stages_of[collectives.rank][0]
-        self._is_early = program.problem.vocabulary is VocabularyParallel.TWO
+        self._is_early = program.problem.extras.vocabulary is VocabularyParallel.TWO
         self._trains = not program.problem.forward_only
         self._vocabulary = shard.rows * placement.ranks * shard.tensor_parallel_size
         self._ends = ends

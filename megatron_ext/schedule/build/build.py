@@ -7,18 +7,13 @@ from dataclasses import replace
 
 from megatron_ext.schedule.build.registry import Choice
 from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.problem import Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.program.communication import communicate
 from megatron_ext.schedule.program.memory import bytes_for, in_bytes, leaving_room, peaks
 from megatron_ext.schedule.program.message_order import order_messages
 from megatron_ext.schedule.program.verify import Program, check_compute, prove
 from megatron_ext.schedule.program.waits import await_sends
-from megatron_ext.schedule.schedule import (
-    Offload,
-    Problem,
-    Schedule,
-    Transform,
-    VocabularyParallel,
-)
+from megatron_ext.schedule.schedule import Schedule, Transform
 from megatron_ext.schedule.transforms.forward_only import keep_forward
 from megatron_ext.schedule.transforms.offload import offload
 from megatron_ext.schedule.transforms.post_validation import validate_afterwards
@@ -58,22 +53,22 @@ def complete(schedule: Schedule, problem: Problem) -> Program:
 
 
 def _with_shared_vocabulary(problem: Problem) -> Problem:
-    if problem.vocabulary is VocabularyParallel.NONE:
+    if problem.extras.vocabulary is VocabularyParallel.NONE:
         return problem
-    costs = share_vocabulary(problem.costs, problem.placement, problem.vocabulary)
+    costs = share_vocabulary(problem.costs, problem.placement, problem.extras.vocabulary)
     return replace(problem, costs=costs)
 
 
 def _transformed(schedule: Schedule, problem: Problem) -> Schedule:
     """``schedule``, which has compute actions only, with all that is inserted."""
     transforms: list[Transform] = [communicate, order_messages, await_sends]
-    if problem.vocabulary is not VocabularyParallel.NONE:
+    if problem.extras.vocabulary is not VocabularyParallel.NONE:
         transforms.insert(0, divide_vocabulary)
     if problem.forward_only:
         transforms.insert(transforms.index(communicate), keep_forward)
-    elif problem.offload is not Offload.NONE:
+    elif problem.extras.offload is not Offload.NONE:
         transforms.append(offload)
-    elif problem.post_validation:
+    elif problem.extras.post_validation:
         transforms.append(validate_afterwards)
     for transform in transforms:
         schedule = transform(schedule, problem)
@@ -83,9 +78,9 @@ def _transformed(schedule: Schedule, problem: Problem) -> Schedule:
 def _limit_of_passes(problem: Problem) -> MemoryLimit | None:
     """What the family may use, with room left for the microbatches that are held longer. What
     leaves for the host is not known yet: with offload there is no limit."""
-    limit = problem.memory_limit if problem.offload is Offload.NONE else None
-    if limit is not None and problem.vocabulary is not VocabularyParallel.NONE:
-        limit = leaving_room(limit, INTERVALS[problem.vocabulary], problem)
+    limit = problem.memory_limit if problem.extras.offload is Offload.NONE else None
+    if limit is not None and problem.extras.vocabulary is not VocabularyParallel.NONE:
+        limit = leaving_room(limit, INTERVALS[problem.extras.vocabulary], problem)
     return limit
 
 
@@ -127,4 +122,4 @@ def _check_passes(schedule: Schedule, problem: Problem) -> None:
 
 def _for_family(problem: Problem) -> Problem:
     """``problem`` without what transforms add."""
-    return replace(problem, vocabulary=VocabularyParallel.NONE, offload=Offload.NONE)
+    return problem.with_extras(vocabulary=VocabularyParallel.NONE, offload=Offload.NONE)

@@ -15,10 +15,10 @@ from megatron_ext.schedule.build.build import build_program, complete
 from megatron_ext.schedule.build.registry import Choice
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import Duty, Held
+from megatron_ext.schedule.problem import Problem, VocabularyParallel
 from megatron_ext.schedule.program.memory import in_bytes, peaks
 from megatron_ext.schedule.program.simulate import step_seconds
 from megatron_ext.schedule.program.verify import InvalidSchedule, Program
-from megatron_ext.schedule.schedule import Problem, VocabularyParallel
 from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
 
 
@@ -43,7 +43,7 @@ def place_again(choice: Choice, problem: Problem, before: Program) -> Program:
         InvalidSchedule: as `place_head`.
     """
     now = place_head(choice, problem)
-    if problem.vocabulary is not VocabularyParallel.NONE:
+    if problem.extras.vocabulary is not VocabularyParallel.NONE:
         return now  # the rows of ``before`` have the vocabulary's passes in them
     passes = replace(before.schedule, rows=before.schedule.compute_rows)
     try:
@@ -56,7 +56,7 @@ def place_again(choice: Choice, problem: Problem, before: Program) -> Program:
 def _placed(build: Callable[[Problem], Program], problem: Problem, splits: bool) -> Program:
     """`place_head` of what ``build`` makes of a problem; ``splits``: whether there is W at all."""
     costs = problem.costs
-    shared = problem.vocabulary is not VocabularyParallel.NONE
+    shared = problem.extras.vocabulary is not VocabularyParallel.NONE
     if shared or not splits or costs.vocabulary is None:
         return build(problem)
     at_once = build(replace(problem, costs=_with_input_gradient(costs)))
@@ -73,7 +73,7 @@ def _placed(build: Callable[[Problem], Program], problem: Problem, splits: bool)
 def head_waits(program: Program) -> bool:
     """Whether the output layer's weight gradient waits for W in ``program``, as its costs say."""
     problem = program.problem
-    if problem.vocabulary is not VocabularyParallel.NONE or problem.costs.vocabulary is None:
+    if problem.extras.vocabulary is not VocabularyParallel.NONE or problem.costs.vocabulary is None:
         return False
     _, _, weight_gradient = problem.costs.vocabulary.head
     kinds = {action.kind for action in program.schedule.rows[problem.placement.rank_of[-1]]}
@@ -83,8 +83,8 @@ def head_waits(program: Program) -> bool:
 def costs_in(program: Program, costs: Costs) -> Costs:
     """``costs`` as the passes of ``program`` have them: the output layer's where it is placed."""
     problem = program.problem
-    if problem.vocabulary is not VocabularyParallel.NONE:
-        return share_vocabulary(costs, problem.placement, problem.vocabulary)
+    if problem.extras.vocabulary is not VocabularyParallel.NONE:
+        return share_vocabulary(costs, problem.placement, problem.extras.vocabulary)
     if head_waits(program) or costs.vocabulary is None:
         return costs
     return _with_input_gradient(costs)

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import Choice
+from megatron_ext.schedule.problem import Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.program.memory import in_microbatches, peak_on_host, peaks
 from megatron_ext.schedule.program.simulate import simulate, step_seconds
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import Offload, Problem, VocabularyParallel, bitwise_order
+from megatron_ext.schedule.schedule import bitwise_order
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,9 @@ def report(
         pp=problem.ranks,
         vpp=problem.placement.chunks,
         microbatches=problem.microbatches,
-        vocabulary=problem.vocabulary,
-        offload=problem.offload,
-        post_validation=problem.post_validation,
+        vocabulary=problem.extras.vocabulary,
+        offload=problem.extras.offload,
+        post_validation=problem.extras.post_validation,
         makespan=timeline.makespan,
         span=timeline.span,
         step=step_seconds(program, problem.costs),

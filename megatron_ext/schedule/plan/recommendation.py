@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_ext.schedule.plan.planner import Candidate, Plan, RankMemory, Way
-from megatron_ext.schedule.schedule import Offload, VocabularyParallel
+from megatron_ext.schedule.problem import Offload, VocabularyParallel
 
 
 @dataclass(frozen=True)

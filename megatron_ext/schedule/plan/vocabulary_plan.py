@@ -10,7 +10,7 @@ from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.plan.planner import Case, CaseOf, Way
-from megatron_ext.schedule.schedule import Problem
+from megatron_ext.schedule.problem import Extras, Problem
 
 
 def tells_vocabulary(costs: Costs) -> bool:
@@ -49,8 +49,7 @@ def cases(
             microbatches,
             of_stages,
             limit,
-            vocabulary=way.vocabulary,
-            post_validation=post_validation,
+            extras=Extras(vocabulary=way.vocabulary, post_validation=post_validation),
         )
         return Case(choice, problem)
 

@@ -18,6 +18,7 @@ from megatron_ext.schedule.kinds import (
     Lane,
     Where,
 )
+from megatron_ext.schedule.problem import P2P, Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.program.graph import (
     Device,
     Graph,
@@ -29,14 +30,7 @@ from megatron_ext.schedule.program.graph import (
 )
 from megatron_ext.schedule.program.memory import Amount, amount_of, held_during, peaks
 from megatron_ext.schedule.program.speculation import can_be_undone, first_crossing, settles_at
-from megatron_ext.schedule.schedule import (
-    P2P,
-    Offload,
-    Problem,
-    Schedule,
-    VocabularyParallel,
-    is_compute,
-)
+from megatron_ext.schedule.schedule import Schedule, is_compute
 
 _SEAL = object()
 
@@ -72,7 +66,7 @@ class Program:
     @cached_property
     def digest(self) -> str:
         """Equal on two ranks exactly when they hold the same program."""
-        text = f"{self.problem.p2p}\n{self.schedule.placement.rank_of}\n{self.text}"
+        text = f"{self.problem.extras.p2p}\n{self.schedule.placement.rank_of}\n{self.text}"
         return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -113,12 +107,12 @@ def prove(schedule: Schedule, problem: Problem) -> Program:
     """
     check_compute(schedule, problem)
     _check_duties(schedule, problem, set(Lane))
-    _check_channels(schedule, problem.p2p)
+    _check_channels(schedule, problem.extras.p2p)
     _check_collectives(schedule)
-    if problem.post_validation and not problem.forward_only:
+    if problem.extras.post_validation and not problem.forward_only:
         _check_speculation(schedule)
-    graph = build_graph(schedule, problem.p2p)
-    _check_acyclic(schedule, problem.p2p, graph)
+    graph = build_graph(schedule, problem.extras.p2p)
+    _check_acyclic(schedule, problem.extras.p2p, graph)
     _check_memory(schedule, problem)
     return Program(schedule, problem, graph, _SEAL)
 
@@ -193,11 +187,11 @@ def _belongs(kind: Kind, stage: int, problem: Problem) -> bool:
     """Whether ``kind`` is found on ``stage`` in a schedule for ``problem``."""
     where = RULES[kind].where
     if where is Where.RANK:
-        if not problem.post_validation or problem.forward_only:
+        if not problem.extras.post_validation or problem.forward_only:
             return False
-    elif where is not Where.STAGE and problem.vocabulary is VocabularyParallel.NONE:
+    elif where is not Where.STAGE and problem.extras.vocabulary is VocabularyParallel.NONE:
         return False
-    if _is_optional(kind) and problem.offload is Offload.NONE:
+    if _is_optional(kind) and problem.extras.offload is Offload.NONE:
         return False
     return has_place(kind, stage, problem.placement, problem.forward_only)
 
@@ -210,13 +204,13 @@ def _why_not(kind: Kind, problem: Problem) -> str:
     rule = RULES[kind]
     if _is_optional(kind):
         return "offloads, and the problem does not"
-    if rule.where is Where.RANK and not problem.post_validation:
+    if rule.where is Where.RANK and not problem.extras.post_validation:
         return "validates afterwards, and the problem does not"
     if problem.forward_only and not FORWARD_ONLY_DUTIES.issuperset(rule.covers):
         return "has no place in an evaluation"
     if rule.neighbour:
         return "has no other rank to talk to"
-    if problem.vocabulary is VocabularyParallel.NONE:
+    if problem.extras.vocabulary is VocabularyParallel.NONE:
         return "is vocabulary parallel, and the problem is not"
     return f"is on a stage that is not {rule.where.value}"
 

@@ -22,10 +22,11 @@ from dataclasses import dataclass
 
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import Held
+from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.communication import communicate
 from megatron_ext.schedule.program.graph import build_graph
 from megatron_ext.schedule.program.memory import Amount, bytes_for, in_bytes
-from megatron_ext.schedule.schedule import Problem, Schedule, is_compute
+from megatron_ext.schedule.schedule import Schedule, is_compute
 
 _TOLERANCE = 1e-9  # of a sum of costs, or of memory
 

@@ -19,7 +19,7 @@ from megatron_ext.adapter.arguments import (
 from megatron_ext.config import PipelineConfig, add_flags
 from megatron_ext.errors import exit_for
 from megatron_ext.patches.engine import Patch, wrap
-from megatron_ext.schedule.schedule import VocabularyParallel
+from megatron_ext.schedule.problem import VocabularyParallel
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:

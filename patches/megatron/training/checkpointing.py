@@ -18,7 +18,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron_ext.config import PipelineConfig
 from megatron_ext.errors import exit_for
 from megatron_ext.patches.engine import Patch, wrap
-from megatron_ext.schedule.schedule import VocabularyParallel
+from megatron_ext.schedule.problem import VocabularyParallel
 
 _RANK_OF_STAGE = "pipeline_rank_of_stage"
 _DIVIDED = "pipeline_vocabulary_is_divided"
