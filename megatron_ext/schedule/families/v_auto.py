@@ -37,6 +37,8 @@ NAME = "v-auto"
     source="ours; the V is that of Qi et al. 2024, arXiv:2405.15362",
     splits_backward=True,
     uses_costs=True,
+    searches=True,
+    steps_overlap=True,
 )
 def v_auto(problem: Problem) -> Schedule:
     """Least makespan within the memory limit (without one: p microbatches, as ZB-V needs); with

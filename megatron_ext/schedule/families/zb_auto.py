@@ -28,7 +28,7 @@ _LEADS = (1, 2, 1.75, 1.5, 2.25, 1.25)  # microbatches a rank is further ahead t
 _ACTIONS = 100_000  # to be placed in trials altogether: what is tried depends on nothing else
 
 
-@family("zb-auto", line, source=_SOURCE, splits_backward=True, uses_costs=True)
+@family("zb-auto", line, source=_SOURCE, splits_backward=True, uses_costs=True, steps_overlap=True)
 def zb_auto(problem: Problem) -> Schedule:
     """The least makespan found within the memory limit; without one, within 2p microbatches. With
     post-validation, that or the least span, whichever makes a step cost less.
@@ -73,7 +73,7 @@ def zb_1p(problem: Problem) -> Schedule:
     return _best("zb-1p", problem, memory, _published(), by_span=True)
 
 
-@family("zb-2p", line, source=_SOURCE, splits_backward=True, uses_costs=True)
+@family("zb-2p", line, source=_SOURCE, splits_backward=True, uses_costs=True, steps_overlap=True)
 def zb_2p(problem: Problem, *, paper_count: bool = False) -> Schedule:
     """The same within 2p microbatches, for the least span: near zero when costs are near equal.
 

@@ -177,8 +177,8 @@ def make_plan(
     simulated: list[Candidate] = []
     refusals: dict[tuple[str, Way], str] = {}
     names = list(entries())
-    if only_promising:
-        names.sort(key=_DEAREST.__eq__)  # last, when there is most to compare it with
+    if only_promising:  # what searches last, when there is most to compare it with
+        names.sort(key=lambda name: entries()[name].searches)
     for name in progress(names):
         for way in Way:
             try:
@@ -250,9 +250,6 @@ def _without_offload(case: Case, way: Way, room: float | None) -> Candidate:
     return made
 
 
-_DEAREST = "v-auto"  # to make: a search of seconds to minutes
-
-
 def _by_time(candidate: Candidate) -> tuple[float, float]:
     return candidate.step, candidate.report.peak
 
@@ -261,7 +258,7 @@ def _check_promising(case: Case, way: Way, room: float | None, best: Candidate) 
     """Raise ValueError if no schedule of this kind takes less time than ``best``, or for a search
     that would have to be made in every way."""
     problem = case.problem
-    if case.choice.spec == _DEAREST and way is not best.way:
+    if case.choice.searches and way is not best.way:
         raise ValueError(f"searched only with the vocabulary as {best.schedule} has it best")
     if room is not None and case.model is not None and problem.memory_limit is None:
         left = max(room - min(rank.total for rank in case.model), 0.0)
