@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megatron_ext import logger  # noqa: F401  (sets it up before anybody logs)
+
 if TYPE_CHECKING:
     from megatron_ext.patches.engine import Handle
 

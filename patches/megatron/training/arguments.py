@@ -10,12 +10,8 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from megatron_ext.adapter.arguments import (
-    add_virtual_stages,
-    check,
-    pad_vocabulary,
-    warn_of_settling,
-)
+from megatron_ext.adapter.arguments import add_virtual_stages, check, pad_vocabulary
+from megatron_ext.adapter.post_validation.settle_points import warn_of_settling
 from megatron_ext.config import PipelineConfig, add_flags
 from megatron_ext.errors import exit_for
 from megatron_ext.patches.engine import Patch, wrap
