@@ -30,7 +30,7 @@ if [[ ${1:-} == --quick ]]; then
   python -m mypy >"$types" 2>&1 &
   types_process=$!
   against_stock='tests/pipeline/test_placements.py::test_resumed_training_is_stock_to_the_last_bit'
-  check pytest -n 2 --dist loadfile -m 'not search' tests/unit \
+  check pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not search' tests/unit \
     "$against_stock"[pp2-{zb-h1,gis,zb-v,hanayo}] # a line, a loop, a V and a wave
   printf '== mypy\n'
   wait "$types_process" || failed+=(mypy)
@@ -46,7 +46,8 @@ else
   else
     # A file's tests share what they build, and stay together. The other folders fork ranks of their
     # own, which wait for one another: two files at once keep two cores busy, the longest first.
-    check pytest tests/unit -n auto --maxprocesses 4 --dist loadfile --durations 10
+    check pytest tests/unit -n auto --maxprocesses 4 \
+      --dist loadfile --no-loadscope-reorder --durations 10
     check pytest tests --ignore tests/unit --ignore tests/slurm \
       -n 2 --dist loadfile --no-loadscope-reorder --durations 20
     # A cluster of two nodes takes longer than SLURM waits to launch a job beside all that.

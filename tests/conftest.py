@@ -22,6 +22,14 @@ LONGEST = (
     "test_offload_training.py",
     "test_faults.py",
     "test_post_validation_faults.py",
+    # ... and of the unit tests
+    "test_model_plan.py",
+    "test_offload.py",
+    "test_v_auto.py",
+    "test_post_validation.py",
+    "test_schedule_pages.py",
+    "test_line_families.py",
+    "test_families.py",
 )
 
 # Families that look through many orders of passes: a schedule takes a second, not hundredths.

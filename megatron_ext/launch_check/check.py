@@ -14,8 +14,8 @@ from typing import Any
 from megatron_ext.config import PLAN, PROFILE, PipelineConfig, flag, from_argv
 from megatron_ext.launch_check.communicators import check_communicators
 from megatron_ext.launch_check.doctor import diagnose
-from megatron_ext.launch_check.findings import Finding, Verdict
 from megatron_ext.launch_check.paths import check_checkpoints, check_data, check_tokenizer_files
+from megatron_ext.launch_check.report import Finding, Verdict
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.patches.features import FEATURES
 from megatron_ext.schedule.limit import parse_limit
@@ -333,7 +333,7 @@ def _check_training(
         programs = report.attempt("schedule", lambda: arguments.check(args, spec))
     if not programs:
         return None
-    program = programs[0].program
+    program = programs[0]
     needed = _predict(report, args, spec, program, room)
     if config.schedule is not None:
         _check_communicators(report, args, config, program, room, launch_line)
@@ -392,9 +392,9 @@ def _predict(
         f"{program.schedule.name}, {problem.microbatches} microbatches: predicted bubble "
         f"{bubble:.1%} (1f1b {report.prediction['bubble_1f1b']:.1%}), costs {costs.origin}",
     )
-    if args.num_experts is not None and spec.estimates():
+    if args.num_experts is not None and spec.costs.is_estimate:
         text = "the estimate takes experts for one dense layer: its times and activations are off"
-        fix = "" if spec.profile() else f"have them measured: {flag('costs')} {PROFILE}"
+        fix = "" if spec.costs.profile else f"have them measured: {flag('costs')} {PROFILE}"
         report.add(Verdict.REMARK, "schedule", text, fix)
     if getattr(args, "hybrid_layer_pattern", None) is not None:
         report.add(Verdict.REMARK, "memory", "Megatron cannot estimate that of hybrid models")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from megatron_ext.config import PipelineConfig, flag
-from megatron_ext.launch_check.findings import Finding, Verdict
+from megatron_ext.launch_check.report import Finding, Verdict
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.problem import P2P
 from megatron_ext.schedule.program.communicators import (
@@ -75,7 +75,7 @@ def _batched(config: PipelineConfig, program: Program, shapes_vary: bool) -> str
     try:
         config = replace(config, p2p=P2P.BATCHED)
         problem = program.problem.with_extras(p2p=P2P.BATCHED)
-        batched = build_program(config.choice(), problem)
+        batched = build_program(config.choice, problem)
     except ValueError:
         return ""
     words = f"{flag('p2p')} {P2P.BATCHED} makes none of them"

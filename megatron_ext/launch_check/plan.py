@@ -22,7 +22,7 @@ from megatron_ext.adapter.arguments import (
 from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.launch_check import line as launch_line
 from megatron_ext.schedule.model.model_memory import TrainingState, bytes_of_ranks
-from megatron_ext.schedule.plan.choose import Candidate, Case, Plan, Way, consider, make_plan
+from megatron_ext.schedule.plan.planner import Candidate, Case, Plan, Way, consider, make_plan
 from megatron_ext.schedule.plan.recommendation import flags_of, slower_by
 
 AS_1F1B = "1x"  # the limit where bytes are not known: what 1F1B holds, in microbatches
@@ -57,7 +57,7 @@ def choose_for(argv: Sequence[str], config: PipelineConfig, world_size: int) -> 
     given = any(word.split("=")[0] == flag("vocab_parallel") for word in argv)
     ways = {Way.NAIVE, Way.ONE, Way.TWO}
     if given:
-        ways = {way for way in ways if way.vocabulary is config.vocabulary()}
+        ways = {way for way in ways if way.vocabulary is config.vocab_parallel}
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -127,7 +127,7 @@ class _Launch:
             model = bytes_of_ranks(
                 model_of(args, placement), placement, way.vocabulary, _state(args)
             )
-        return Case(config.choice(), problem, model)
+        return Case(config.choice, problem, model)
 
     def _validated(
         self, name: str, way: Way, limit: str | None = None
@@ -135,7 +135,7 @@ class _Launch:
         """Arguments and settings as if the user had named these."""
         limit = limit or self.config.memory_limit
         config = replace(
-            self.config, schedule=name, vocab_parallel=way.vocabulary.value, memory_limit=limit
+            self.config, schedule=name, vocab_parallel=way.vocabulary, memory_limit=limit
         )
         args = copy.deepcopy(self.args)
         launch_line.validate(args, config, self.world_size)
@@ -156,7 +156,7 @@ def _why(candidate: Candidate, plan: Plan, bound: str) -> str:
     text = f"the shortest step of {len(plan.best_of_each)} schedules {bound}"
     for other in others[:1]:
         text += f"; then {other.schedule}, {slower_by(other, candidate):.1%} longer"
-    stock = next((each for each in others[1:] if each.schedule == "1f1b"), None)
+    stock = next((other for other in others[1:] if other.schedule == "1f1b"), None)
     if stock is not None:
         text += f", and 1f1b, {slower_by(stock, candidate):.1%}"
     return text

@@ -65,9 +65,9 @@ def refuse_call(
     pg_collection: Any,
 ) -> None:
     """Raise ValueError for the first thing that is asked for and ``ours`` cannot honour."""
-    vocabulary = ours.vocabulary()
-    refuse(config, ours.choice(), vocabulary, ours.offload(), ours.post_validation)
-    if config.variable_seq_lengths and ours.messages() is P2P.BATCHED:
+    vocabulary = ours.vocab_parallel
+    refuse(config, ours.choice, ours.extras)
+    if config.variable_seq_lengths and ours.p2p is P2P.BATCHED:
         raise ValueError(
             "--pipeline-p2p batched does not go with variable_seq_lengths: a tensor can be "
             "received only when its shape has come, after its batch; drop the flag"

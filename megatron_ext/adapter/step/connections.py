@@ -100,14 +100,14 @@ def connect(config: PipelineConfig, program: Program, pipeline: dist.ProcessGrou
         say_unverified(device, program.problem)
     ctas = ctas_for(program, pipeline, device)
     ways: Channels | PipelineGroup
-    if config.messages() is P2P.BATCHED:
+    if config.p2p is P2P.BATCHED:
         ways = PipelineGroup(pipeline, device)
     else:
         ways = Channels(pipeline, channels(program.schedule), device, ctas)
     collectives = offload = None
-    if config.vocabulary() is not VocabularyParallel.NONE:
+    if config.vocab_parallel is not VocabularyParallel.NONE:
         collectives = Collectives(pipeline, device, ctas)
-    if config.offload() is not Offload.NONE:
+    if config.activation_offload is not Offload.NONE:
         offload = ActivationOffload(pipeline.rank(), device)
     recorder = Recorder(pipeline.rank(), whereabouts(pipeline))
     return Connections(ways, collectives, offload, recorder)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -35,7 +34,7 @@ from megatron_ext.adapter.vocabulary_rows import shard_of
 from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger
 from megatron_ext.runtime.watchdog import Watchdog
-from megatron_ext.schedule.build.head import Placed
+from megatron_ext.schedule.build.head import head_waits
 from megatron_ext.schedule.problem import VocabularyParallel
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.show.summary import summary
@@ -46,7 +45,7 @@ class PipelineStep:
 
     def __init__(self, config: PipelineConfig) -> None:
         self._config = config
-        self._divides = config.vocabulary() is not VocabularyParallel.NONE
+        self._divides = config.vocab_parallel is not VocabularyParallel.NONE
         self._programs = Programs(config)
         self._observers = _observers(config, self._programs)
         self._connections: Connections | None = None
@@ -110,18 +109,18 @@ class PipelineStep:
 
     def _run(self, call: Call) -> list[Any]:
         shape = None
-        if self._config.profile() is not None and not call.config.variable_seq_lengths:
+        if self._config.costs.profile is not None and not call.config.variable_seq_lengths:
             shape = call.micro_batch_size, call.seq_length
         self._programs.agree_on_costs(
             call.pipeline, call.config, call.models, shape, call.seq_length, call.micro_batch_size
         )
-        placed = self._program(call, shape)
+        program = self._program(call, shape)
         connections = self._connections
         assert connections is not None
         self._calls += 1
         connections.recorder.begin(current_iteration() or self._calls)
         with connections.heard_if_it_fails("a step, beside its passes"):
-            step = self._step(call, connections, placed, shape)
+            step = self._step(call, connections, program, shape)
             return _evaluate(step) if call.forward_only else self._train(step)
 
     def _train(self, step: Step) -> list[Any]:
@@ -143,18 +142,18 @@ class PipelineStep:
         step.connections.recorder.end()
         return _losses(stages)
 
-    def _step(self, call: Call, connections: Connections, placed: Placed, shape: Shape) -> Step:
+    def _step(self, call: Call, connections: Connections, program: Program, shape: Shape) -> Step:
         shard, at_once = None, frozenset[Tensor]()
         if self._divides:
             shard = shard_of(call.models, call.config, call.pipeline, call.groups.tp)
-        elif not placed.head_waits:
+        elif not head_waits(program):
             at_once = head_weights(call.models)
-        waits = self._config.choice().splits_backward and not call.forward_only
+        waits = self._config.choice.splits_backward and not call.forward_only
         apart = frozenset[Tensor]() if shard is None else frozenset([shard.output])
         split = Split(waits, at_once, apart)
-        return Step(call, connections, placed, shape, call.boundary(), shard, split)
+        return Step(call, connections, program, shape, call.boundary(), shard, split)
 
-    def _program(self, call: Call, shape: Shape) -> Placed:
+    def _program(self, call: Call, shape: Shape) -> Program:
         """The program for this step, the same on every rank of the job; cached."""
         asked = call.config, shape, call.num_microbatches, call.forward_only
         known = self._programs.known(*asked)
@@ -162,15 +161,15 @@ class PipelineStep:
             return known
         if self._connections is None:
             refuse_different_copies(call.pipeline, call.models)
-            placed = self._programs.make(call.pipeline, *asked)
-            self._connections = self._connect(call, placed.program)
+            program = self._programs.make(call.pipeline, *asked)
+            self._connections = self._connect(call, program)
         else:  # ranks may differ, and some not see it
             with self._connections.heard_if_it_fails("the making of a program", RuntimeError):
-                placed = self._programs.make(call.pipeline, *asked)
+                program = self._programs.make(call.pipeline, *asked)
         if not call.forward_only:
-            log_single_rank(logger, logging.INFO, summary(placed.program))
-        self._connections.expect(placed.program, varies=call.config.variable_seq_lengths)
-        return placed
+            log_single_rank(logger, logging.INFO, summary(program))
+        self._connections.expect(program, varies=call.config.variable_seq_lengths)
+        return program
 
     def _connect(self, call: Call, program: Program) -> Connections:
         connections = connect(self._config, program, call.pipeline)
@@ -196,10 +195,10 @@ def _observers(config: PipelineConfig, programs: Programs) -> list[StepObserver]
     observers: list[StepObserver] = []
     if config.report_split:
         observers.append(SplitReport())
-    if config.trace is not None:
-        iterations = config.traced_iterations()
-        observers.append(StepTrace(Path(config.trace), iterations, overlap=config.post_validation))
-    if (path := config.profile()) is not None:
+    if config.trace is not None and config.trace_iters is not None:
+        overlap = config.post_validation
+        observers.append(StepTrace(config.trace, config.trace_iters, overlap=overlap))
+    if (path := config.costs.profile) is not None:
         observers.append(StepProfile(path, programs))
     return observers
 

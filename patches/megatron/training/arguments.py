@@ -33,7 +33,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             add_virtual_stages(args, config)
             args = original(args, defaults)
             check(args, config)
-            if config.vocabulary() is not VocabularyParallel.NONE:
+            if config.vocab_parallel is not VocabularyParallel.NONE:
                 pad_vocabulary(args)
             if config.post_validation:
                 warn_of_settling(args)
