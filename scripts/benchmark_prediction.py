@@ -147,15 +147,15 @@ def _run(spec: str, microbatches: int, text: str) -> Result:
         profile.begin(recorder)
         step(program)
         profile.end(recorder, program)
-        recorder.recording = None
+        recorder.end()
     found = profile.costs(ways, boundary, wrong, spec)
     program = place_head(choice, Problem(placement, microbatches, found))
     steps = MeasuredSteps(CPU)
     for _ in range(KEPT):
         steps.begin(recorder)
         step(program)
-        steps.end(recorder, program)
-        recorder.recording = None
+        steps.end(program)
+        recorder.end()
     comparison = steps.compare(world)
     assert comparison is not None
     return Result(spec, str(slept), str(found), comparison.error, comparison)

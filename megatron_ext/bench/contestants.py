@@ -171,7 +171,8 @@ def ours(
         transport = Transport(ways, Boundary(SHAPE, DTYPE), placement, recorder)
         passes = None if shard is None else shard.step()
         copying = None if offloads is None else offloads.step(program.schedule.rows[rank])
-        execute(program, stages, transport, recorder, passes, copying, validation)
+        others = () if validation is None else (validation,)
+        execute(program, stages, transport, recorder, passes, copying, others)
         queue.splitting = False
         if validation is not None:
             validation.optimizer_step()

@@ -363,9 +363,9 @@ def _predict(
         f"{program.schedule.name}, {problem.microbatches} microbatches: predicted bubble "
         f"{prediction.bubble:.1%} (1f1b {prediction.bubble_1f1b:.1%}), costs {costs.origin}",
     )
-    if args.num_experts is not None and spec.estimates():
+    if args.num_experts is not None and spec.costs.is_estimate:
         text = "the estimate takes experts for one dense layer: its times and activations are off"
-        fix = "" if spec.profile() else f"have them measured: {flag('costs')} {PROFILE}"
+        fix = "" if spec.costs.profile else f"have them measured: {flag('costs')} {PROFILE}"
         report.add(Verdict.REMARK, "schedule", text, fix)
     if getattr(args, "hybrid_layer_pattern", None) is not None:
         report.add(Verdict.REMARK, "memory", "Megatron cannot estimate that of hybrid models")

@@ -64,7 +64,7 @@ def choose_for(argv: Sequence[str], config: PipelineConfig, world_size: int) -> 
     given = any(word.split("=")[0] == flag("vocab_parallel") for word in argv)
     methods = {VocabMethod.NAIVE, VocabMethod.ONE, VocabMethod.TWO}
     if given:
-        methods = {method for method in methods if method.vocabulary is config.vocabulary()}
+        methods = {method for method in methods if method.vocabulary is config.vocab_parallel}
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -136,7 +136,7 @@ class _Launch:
             model = bytes_of_ranks(
                 model_of(args, placement), placement, method.vocabulary, _state(args)
             )
-        return Variant(config.choice(), problem, model)
+        return Variant(config.choice, problem, model)
 
     def _validated(
         self, name: str, method: VocabMethod, limit: str | None = None
@@ -144,7 +144,7 @@ class _Launch:
         """Arguments and settings as if the user had named these."""
         limit = limit or self.config.memory_limit
         config = replace(
-            self.config, schedule=name, vocab_parallel=method.vocabulary.value, memory_limit=limit
+            self.config, schedule=name, vocab_parallel=method.vocabulary, memory_limit=limit
         )
         args = copy.deepcopy(self.args)
         launch_line.validate(args, config, self.world_size)

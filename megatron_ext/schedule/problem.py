@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megatron_ext.schedule.costs import Costs
@@ -48,8 +48,6 @@ class Extras:
         post_validation: the optimizer steps before all ranks are done, and is taken back where that
             was wrong: steps overlap, and cost about their span. (Families see it, as another
             schedule may then be the best; `transforms.post_validation` adds the messages.)
-
-    Raises ValueError for two that do not go together.
     """
 
     p2p: P2P = P2P.ASYNC
@@ -57,23 +55,48 @@ class Extras:
     offload: Offload = Offload.NONE
     post_validation: bool = False
 
-    def __post_init__(self) -> None:
-        if self.p2p is P2P.BATCHED and self.vocabulary is not VocabularyParallel.NONE:
-            raise ValueError(
-                f"vocabulary parallelism {self.vocabulary} with messages {self.p2p}: its "
-                f"collectives need communicators of their own; write messages {P2P.ASYNC}"
-            )
-        if not self.post_validation:
-            return
-        beside = ""
-        if self.vocabulary is not VocabularyParallel.NONE:
-            beside = f"vocabulary parallelism {self.vocabulary}: its collectives hold all ranks up"
-        elif self.offload is not Offload.NONE:
-            beside = f"offload {self.offload}: what has left for the host cannot be undone"
-        elif self.p2p is P2P.BATCHED:
-            beside = f"messages {self.p2p}: a batch could be under way at the verdict"
-        if beside:
-            raise ValueError(f"post-validation does not go with {beside}; drop one")
+    @property
+    def clash(self) -> Clash | None:
+        """The first two of these that do not go together, if any do not."""
+        asked = {one.name for one in fields(self) if getattr(self, one.name) != one.default}
+        return next((clash for clash in CLASHES if asked.issuperset(clash.extras)), None)
+
+
+@dataclass(frozen=True)
+class Clash:
+    """Two of `Extras` that do not go together: why, and all that there is to say of a problem."""
+
+    extras: tuple[str, str]
+    why: str
+    text: str
+
+
+CLASHES = (
+    Clash(
+        ("p2p", "vocabulary"),
+        "collectives have communicators of their own; drop one",
+        "vocabulary parallelism {vocabulary} with messages {p2p}: its collectives need "
+        "communicators of their own; write messages async",
+    ),
+    Clash(
+        ("post_validation", "p2p"),
+        "its messages are not part of batches",
+        "post-validation does not go with messages {p2p}: a batch could be under way at the "
+        "verdict; drop one",
+    ),
+    Clash(
+        ("post_validation", "vocabulary"),
+        "passes of the vocabulary wait for all ranks before a verdict has come",
+        "post-validation does not go with vocabulary parallelism {vocabulary}: its collectives "
+        "hold all ranks up; drop one",
+    ),
+    Clash(
+        ("post_validation", "offload"),
+        "what has left for the host cannot be dropped",
+        "post-validation does not go with offload {offload}: what has left for the host cannot be "
+        "undone; drop one",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -110,6 +133,8 @@ class Problem:
                 f"offload {offload} has no memory limit to fit into: give one, or write "
                 f"{Offload.FULL} or {Offload.HALF}"
             )
+        if (clash := self.extras.clash) is not None:
+            raise ValueError(clash.text.format(**vars(self.extras)))
         if self.extras.post_validation:
             self._check_chain()
         assert self.costs.stages == self.placement.stages

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import enum
 import inspect
 import types
@@ -11,7 +12,7 @@ from typing import Any
 
 import megatron_ext
 from megatron_ext import families
-from megatron_ext.config import PipelineConfig, flag, variable
+from megatron_ext.config import PipelineConfig, add_flags, flag, variable
 from megatron_ext.patches.engine import Handle, PatchError
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.registry import family
@@ -50,8 +51,9 @@ def _of_package() -> str:
 
 
 def _settings() -> str:
+    defaults = vars(add_flags(argparse.ArgumentParser()).parse_args([]))
     return "\n".join(
-        f"{flag(setting.name)} {variable(setting.name)} {setting.default!r}"
+        f"{flag(setting.name)} {variable(setting.name)} {defaults[f'pipeline_{setting.name}']!r}"
         for setting in fields(PipelineConfig)
     )
 

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ext.runtime.executor import Messages, execute
+from megatron_ext.runtime.executor import execute
+from megatron_ext.runtime.handover import Messages
 from megatron_ext.runtime.host.offload import ActivationOffload
 from megatron_ext.runtime.messages.batched import BatchedTransport, PipelineGroup
 from megatron_ext.runtime.messages.channels import Channels

@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ext.runtime.executor import Validation, execute
+from megatron_ext.runtime.executor import execute
 from megatron_ext.runtime.host.copies import HostCopies
 from megatron_ext.runtime.host.offload import ActivationOffload
 from megatron_ext.runtime.messages.batched import BatchedTransport, PipelineGroup
 from megatron_ext.runtime.messages.channels import Channels
 from megatron_ext.runtime.messages.transport import Boundary, Transport
+from megatron_ext.runtime.post_validation.actions import Validation
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
@@ -372,7 +373,7 @@ class Pipeline:
                 transport,
                 self.recorder,
                 offload=offload,
-                validation=validation,
+                others=() if validation is None else [validation],
             )
         return transport
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from megatron_ext.runtime.executor import execute
 from megatron_ext.runtime.messages.channels import Channels
 from megatron_ext.runtime.messages.collectives import Collectives
 from megatron_ext.runtime.messages.transport import Boundary, Transport
+from megatron_ext.runtime.owner import Handler
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.vocabulary.passes import VocabularyPasses
 from megatron_ext.runtime.vocabulary.shard import VocabularyShard
@@ -196,10 +198,13 @@ class WatchedPasses(VocabularyPasses):
     before: Callable[[Action], None]
     after: Callable[[Action], None]
 
-    def perform(self, action: Action) -> None:
-        self.before(action)
-        super().perform(action)
-        self.after(action)
+    def handlers(self) -> Mapping[Kind, Handler]:
+        def watched(handle: Handler, action: Action) -> None:
+            self.before(action)
+            handle(action)
+            self.after(action)
+
+        return {kind: partial(watched, handle) for kind, handle in super().handlers().items()}
 
 
 @dataclass

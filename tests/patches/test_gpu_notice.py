@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ext.adapter import gpu_notice, step
+from megatron_ext.adapter import gpu_notice
+from megatron_ext.adapter.step import connections
 from megatron_ext.schedule.problem import P2P
 from tests.helpers.megatron_runs import model_flags, train
 from tests.helpers.schedules import line_problem
@@ -43,6 +44,8 @@ def test_it_goes_when_the_page_has_figures() -> None:
 def test_one_rank_says_it_once(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(step, "say_unverified", lambda device, problem: print(f"noticed: {device}"))
+    monkeypatch.setattr(
+        connections, "say_unverified", lambda device, problem: print(f"noticed: {device}")
+    )
     train(2, model_flags(pipeline_model_parallel_size=2, pipeline_schedule="zb-h1", train_iters=2))
     assert capfd.readouterr().out.count("noticed: cpu") == 1

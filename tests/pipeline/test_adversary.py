@@ -82,7 +82,9 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.usefixtures("adverse", "everything_is_large")
 @pytest.mark.parametrize(
-    ("adverse", "name", "ranks"), in_pairs(MODES, entries(), [2, 4]), indirect=["adverse"]
+    ("name", "adverse", "ranks"),
+    [(name, *how) for name, how in each_once(entries(), in_pairs(MODES, [2, 4]))],
+    indirect=["adverse"],
 )
 def test_every_family(name: str, ranks: int) -> None:
     """With fewer microbatches than ranks, and with a number that is not a multiple of them."""

@@ -21,7 +21,7 @@ def run(ranks: int, **flags: object) -> list[Run]:
     return train(
         ranks,
         model_flags(
-            num_layers=8,
+            num_layers=2 * ranks,
             pipeline_model_parallel_size=ranks,
             train_iters=4,
             eval_interval=4,

@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.combinations import at_night
 from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train_or_fail
 from tests.helpers.ranks import RankResult
-from tests.pipeline.test_placements import SAVED_AT, SETTINGS, resume, saved, stock
+from tests.pipeline.test_placements import ITERATIONS, SAVED_AT, SETTINGS, resume, saved, stock
 
 STOCK = None  # no flag of ours
 
@@ -75,7 +75,7 @@ def test_saved_by_stock_and_resumed(setting: str, schedule: str | None) -> None:
     assert_resumed(runs, whole)
     if schedule == "zb-v":  # rank by rank: what others updated is gathered in the next forward pass
         moments = [tables for run in runs[2:] for tables in run.tables]
-        assert len(moments) == 2 * (5 - SAVED_AT + 1)
+        assert len(moments) == 2 * (ITERATIONS - SAVED_AT + 1)
         assert all(len(tables) == 2 and len({*tables.values()}) == 1 for tables in moments)
 
 

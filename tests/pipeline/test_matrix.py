@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_ext.adapter.model_stage import ModelStage
+from megatron_ext.adapter.step.model_stage import ModelStage
 from scripts.pretrain_gpt import model_provider
 from tests.helpers.combinations import at_night
 from tests.helpers.documents import check_written, table

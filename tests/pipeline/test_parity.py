@@ -19,6 +19,7 @@ from tests.helpers.ranks import lasting_folder
 
 FAMILIES = ("gpipe", "1f1b", "zb-h1")
 SAVED_AT = 2
+ITERATIONS = 4
 
 SHAPES: dict[str, tuple[int, dict[str, object]]] = {
     "pp2": (2, {"pipeline_model_parallel_size": 2}),
@@ -47,15 +48,16 @@ def stock(shape: str, model: str) -> tuple[list[Run], Path]:
     """Stock's run, and the checkpoint it left at iteration 2."""
     ranks, layout = SHAPES[shape]
     folder = lasting_folder()
-    flags = model_flags(**layout, **MODELS[model], save=folder, save_interval=SAVED_AT)
+    saving: dict[str, object] = {"save": folder, "save_interval": SAVED_AT}
+    flags = model_flags(**layout, **MODELS[model], **saving, train_iters=ITERATIONS)
     return train(ranks, flags), folder
 
 
 def resume(shape: str, model: str, folder: Path, **overrides: object) -> list[Run]:
     """Train on from stock's checkpoint of iteration 2 (the later one stays unread)."""
     ranks, layout = SHAPES[shape]
-    flags = model_flags(**layout, **MODELS[model], load=folder, ckpt_step=SAVED_AT, **overrides)
-    return train(ranks, flags)
+    loading: dict[str, object] = {"load": folder, "ckpt_step": SAVED_AT, **overrides}
+    return train(ranks, model_flags(**layout, **MODELS[model], **loading, train_iters=ITERATIONS))
 
 
 @pytest.mark.parametrize(("shape", "model", "family"), in_pairs(SHAPES, MODELS, FAMILIES))

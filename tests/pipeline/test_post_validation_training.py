@@ -62,7 +62,8 @@ class Setting:
 
 
 PP4: dict[str, object] = {"pipeline_model_parallel_size": 4, "num_layers": 8}
-DP2: dict[str, object] = {"pipeline_model_parallel_size": 2}
+PP2: dict[str, object] = {"pipeline_model_parallel_size": 2}
+DP2 = PP2  # on four ranks
 UNTIED: dict[str, object] = {"untie_embeddings_and_output_weights": True}
 DROPOUT: dict[str, object] = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 FP16: dict[str, object] = {"fp16": True, "initial_loss_scale": 2.0**10, "loss_scale_window": 5}
@@ -72,8 +73,8 @@ OVERLAPS = SHARDED | {"overlap_grad_reduce": True, "overlap_param_gather": True}
 SETTINGS = {
     "zb-2p": Setting(4, "zb-2p", PP4 | UNTIED),
     "zb-v, tied": Setting(4, "zb-v", PP4),
-    "zb-auto, dropout": Setting(4, "zb-auto", PP4 | UNTIED | DROPOUT),
-    "v-auto, bf16": Setting(4, "v-auto", PP4 | {"bf16": True}),
+    "zb-auto, dropout": Setting(2, "zb-auto", PP2 | UNTIED | DROPOUT),
+    "v-auto, bf16": Setting(2, "v-auto", PP2 | {"bf16": True}),
     "zb-v, fp16": Setting(4, "zb-v", PP4 | FP16),
     "zb-2p, fp16, dp 2, sharded": Setting(4, "zb-2p", DP2 | UNTIED | FP16 | SHARDED),
     "zb-v, bf16, dp 2, overlaps": Setting(4, "zb-v", DP2 | {"bf16": True} | OVERLAPS),

@@ -48,9 +48,9 @@ def recorded_step(rank: int, p2p: P2P) -> list[Event]:
     pipeline = Pipeline(program, world(), faults=faults)
     recorder = pipeline.recorder
     pipeline.step()
-    recording = recorder.recording = Recording(rank, HostClock())
+    recording = recorder.record(HostClock())
     pipeline.step()
-    recorder.recording = None
+    recorder.end()
     pipeline.step()
     events, reductions = recording.read()
     assert reductions == []
@@ -91,9 +91,10 @@ def emulated_steps(rank: int, program: Program, steps: int) -> list[list[Event]]
     queue.splitting = True
     found = []
     for _ in range(steps):
-        recording = recorder.recording = Recording(rank, HostClock())
+        recording = recorder.record(HostClock())
         transport = Transport(ways, Boundary(SHAPE, DTYPE), placement, recorder)
         execute(program, stages, transport, recorder)
+        recorder.end()
         found.append(recording.read()[0])
     return found
 

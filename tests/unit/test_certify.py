@@ -21,6 +21,8 @@ from megatron_ext.schedule.search.bounds import lower_bound
 from megatron_ext.schedule.search.certify import certify
 from tests.helpers.schedules import random_case
 
+pytestmark = pytest.mark.search
+
 Figures = tuple[float, float, float, float]
 
 

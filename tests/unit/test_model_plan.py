@@ -37,6 +37,8 @@ from megatron_ext.schedule.program.simulate import simulate
 from tests.helpers.combinations import at_night
 from tests.helpers.short_search import shorten_search
 
+pytestmark = pytest.mark.search
+
 
 @pytest.fixture(scope="module", autouse=True)
 def short_search() -> Any:

@@ -24,6 +24,8 @@ from megatron_ext.schedule.show.draw import draw_plan
 from megatron_ext.schedule.show.trace import write_trace
 from tests.helpers.svg import texts_of
 
+pytestmark = pytest.mark.search
+
 
 @functools.cache
 def plan(limit: float | None = None) -> Plan:

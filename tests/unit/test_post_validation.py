@@ -196,7 +196,6 @@ def test_an_evaluation_has_no_optimizer() -> None:
         ({"vocabulary": VocabularyParallel.TWO}, "vocabulary parallelism 2"),
         ({"p2p": P2P.BATCHED}, "messages batched"),
         ({"offload": Offload.FULL}, "offload full"),
-        ({"placement": Placement("mine", (0, 0, 1, 1))}, r"on ranks \(0, 0\)"),
     ],
 )
 def test_what_does_not_go_with_it(changes: dict[str, Any], why: str) -> None:
@@ -204,7 +203,13 @@ def test_what_does_not_go_with_it(changes: dict[str, Any], why: str) -> None:
     costs = parse_costs(f"{EQUAL},d2h=1,h2d=1", placement)
     good = Problem(placement, 2, costs, extras=Extras(post_validation=True))
     with pytest.raises(ValueError, match=why):
-        replace(good, **changes)
+        good.with_extras(**changes)
+
+
+def test_no_placement_whose_first_stages_share_a_rank() -> None:
+    placement = Placement("mine", (0, 0, 1, 1))
+    with pytest.raises(ValueError, match=r"on ranks \(0, 0\)"):
+        Problem(placement, 2, uniform(placement, 1, 1, 1), extras=Extras(post_validation=True))
 
 
 # ---- What holds of all of them

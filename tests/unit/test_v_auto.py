@@ -30,6 +30,8 @@ from megatron_ext.schedule.search.v_search import plan_of, search, shop_of
 from tests.helpers.combinations import at_night
 from tests.helpers.schedules import PROPERTY, random_costs, runs_to_end, seeds
 
+pytestmark = pytest.mark.search
+
 FourCosts = tuple[float, float, float, float]  # f, i, w, comm
 FEW = 20_000  # passes packed: the machinery, not its last percent
 

@@ -26,8 +26,8 @@ _DIVIDED = "pipeline_vocabulary_is_divided"
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
     """The patches that note the placement in a checkpoint, and compare it."""
-    choice = config.choice()
-    divided = config.vocabulary() is not VocabularyParallel.NONE
+    choice = config.choice
+    divided = config.vocab_parallel is not VocabularyParallel.NONE
 
     def rank_of_stage(args: Any) -> list[int] | None:
         placement = choice.place(args.pipeline_model_parallel_size)

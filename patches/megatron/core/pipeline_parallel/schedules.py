@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron.core.pipeline_parallel import schedules
 
-from megatron_ext.adapter.step import PipelineStep
+from megatron_ext.adapter.step.pipeline_step import PipelineStep
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, expect, wrap
 

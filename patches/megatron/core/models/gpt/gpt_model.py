@@ -27,13 +27,14 @@ from megatron_ext.adapter.vocabulary_rows import (
 )
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, expect, wrap
+from megatron_ext.schedule.problem import Extras
 
 _MODEL = "megatron.core.models.gpt.gpt_model:GPTModel"
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
     """The patches that divide the tables of a GPTModel."""
-    choice, vocabulary = config.choice(), config.vocabulary()
+    choice, vocabulary = config.choice, config.vocab_parallel
 
     def build(original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
         call = inspect.signature(original).bind(model, *args, **kwargs)
@@ -47,7 +48,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
                 f"--pipeline-vocab-parallel {vocabulary} divides the tables of a GPTModel, and "
                 f"{type(model).__name__} may use them in ways of its own: drop the flag"
             )
-        refuse(settings, choice, vocabulary)
+        refuse(settings, choice, Extras(vocabulary=vocabulary))
         if call.arguments["mtp_block_spec"] is not None:
             raise ValueError(
                 f"--pipeline-vocab-parallel {vocabulary} does not go with multi-token prediction: "
