@@ -41,7 +41,8 @@ from megatron_ext.runtime.recording import clock_of
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.build.head import Placed, place_head
 from megatron_ext.schedule.build.registry import choose
-from megatron_ext.schedule.costs import Costs, parse_costs, uniform
+from megatron_ext.schedule.costs import Costs, uniform
+from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.program.graph import channels
 from megatron_ext.schedule.schedule import Problem
@@ -162,7 +163,7 @@ def _run(spec: str, microbatches: int, text: str) -> Result:
 
 def _milliseconds(text: str, placement: Placement) -> Costs:
     given = parse_costs(text, placement)
-    return Costs({duty: tuple(each / 1e3 for each in row) for duty, row in given.seconds.items()})
+    return Costs({kind: tuple(each / 1e3 for each in row) for kind, row in given.seconds.items()})
 
 
 if __name__ == "__main__":

@@ -45,10 +45,11 @@ from megatron_ext.runtime.messages.channels import Channels
 from megatron_ext.runtime.messages.transport import Boundary, Transport
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.weight_gradients import queue
+from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs import uniform
-from megatron_ext.schedule.kinds import RULES, Duty
+from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.program.graph import Channel, channels
 from megatron_ext.schedule.program.verify import InvalidSchedule, Program
@@ -155,7 +156,7 @@ def reference(program: Program, number: int) -> Tensor:
         per_microbatch[microbatch] = stages[number].weight.grad
     total: Tensor | None = None
     for action in program.schedule.rows[placement.rank_of[number]]:
-        if action.stage == number and Duty.WEIGHT_GRADIENT in RULES[action.kind].covers:
+        if action.stage == number and Kind.BACKWARD_WEIGHT in RULES[action.kind].covers:
             gradient = per_microbatch[action.microbatch]
             assert gradient is not None
             total = gradient if total is None else total + gradient

@@ -14,7 +14,7 @@ from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.stage import Stage
 from megatron_ext.runtime.vocabulary.passes import VocabularyPasses
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.kinds import GRADIENT_DUTIES, RULES
+from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule import is_compute
 
@@ -103,9 +103,7 @@ class _Execution:
         self.outputs: dict[tuple[int, int], Tensor] = {}  # of (stage, microbatch), to pass on
         self.gradients: dict[tuple[int, int], Tensor] = {}  # of its input, to pass back
         self.last_gradient = {
-            action.stage: action
-            for action in self.row
-            if not GRADIENT_DUTIES.isdisjoint(RULES[action.kind].covers)
+            action.stage: action for action in self.row if RULES[action.kind].adds_to_gradients
         }
 
     def run(self) -> None:

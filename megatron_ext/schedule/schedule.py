@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_ext.schedule.action import Action, parse
+from megatron_ext.schedule.action import Action, Kind, parse
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.flip import (
     FlippedPlacement,
@@ -17,7 +17,7 @@ from megatron_ext.schedule.flip import (
     flipped,
     opens_on_first_rank,
 )
-from megatron_ext.schedule.kinds import RULES, Duty, Lane, Where
+from megatron_ext.schedule.kinds import RULES, Lane, Where
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
 
@@ -53,7 +53,7 @@ class Problem:
     Attributes:
         placement: which rank holds which stage.
         microbatches: m >= 1 of one training step.
-        costs: seconds per stage and duty, and per hop.
+        costs: seconds per stage and kind, and per hop.
         memory_limit: what no rank may exceed; None is no limit.
         forward_only: evaluation, where nothing is differentiated and nothing is held.
         p2p: how messages share communicators.
@@ -224,13 +224,13 @@ def bitwise_order(schedule: Schedule) -> bool:
     Then gradients are summed in stock's order, and the results are stock's to the last bit. (Not
     with vocabulary parallelism: the ranks' shards are summed in another order.)
     """
-    latest: dict[tuple[int, Duty], int] = {}
+    latest: dict[tuple[int, Kind], int] = {}
     for row in schedule.compute_rows:
         for action in row:
             if RULES[action.kind].where is not Where.STAGE:
                 return False
-            for duty in RULES[action.kind].covers:
-                if latest.get((action.stage, duty), -1) > action.microbatch:
+            for kind in RULES[action.kind].covers:
+                if latest.get((action.stage, kind), -1) > action.microbatch:
                     return False
-                latest[action.stage, duty] = action.microbatch
+                latest[action.stage, kind] = action.microbatch
     return True

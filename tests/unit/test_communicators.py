@@ -10,7 +10,7 @@ import pytest
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose, entries
-from megatron_ext.schedule.costs import parse_costs
+from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.kinds import RULES, Lane, Where
 from megatron_ext.schedule.placement import Placement, line, loop, v, wave
 from megatron_ext.schedule.program.communicators import (

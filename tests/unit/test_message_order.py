@@ -19,7 +19,8 @@ from hypothesis import given, settings
 from megatron_ext.schedule.action import Kind, parse
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose, entries
-from megatron_ext.schedule.costs import parse_costs, uniform
+from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.kinds import HOST_LANES, RULES, Held, Lane
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.program.graph import Device, Graph, build_graph, partner_of

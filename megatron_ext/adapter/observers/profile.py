@@ -24,7 +24,8 @@ from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.recording import clock_of
 from megatron_ext.schedule.build.head import Placed
-from megatron_ext.schedule.costs import Costs, save_costs
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.costs_text import save_costs
 from megatron_ext.schedule.show.summary import summary_of_change
 
 Shape = tuple[int, int] | None  # micro batch, sequence; None where microbatches vary

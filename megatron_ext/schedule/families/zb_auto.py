@@ -14,7 +14,7 @@ from dataclasses import replace
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import Choice, entries, family
-from megatron_ext.schedule.kinds import Duty, Held
+from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.program.memory import peaks
 from megatron_ext.schedule.program.simulate import step_seconds
@@ -150,7 +150,7 @@ def _trials(problem: Problem, memory: Memory, by_span: bool) -> Iterator[Filled]
     p, m = problem.ranks, problem.microbatches
     affordable = max(_ACTIONS // (3 * p * m), 2)
     seconds = problem.costs.seconds
-    forward, gradient = max(seconds[Duty.FORWARD]), max(seconds[Duty.INPUT_GRADIENT])
+    forward, gradient = max(seconds[Kind.FORWARD]), max(seconds[Kind.BACKWARD_INPUT])
     # As many forwards as fit in before the first gradient comes back; published leads after that.
     there_and_back = (forward + gradient + 2 * problem.costs.hop) / forward if forward else m
     trials = max(affordable // (2 * len(_LEADS)), 2)

@@ -35,7 +35,6 @@ from typing import NamedTuple
 
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import (
-    FORWARD_ONLY_DUTIES,
     HOST_LANES,
     RULES,
     Lane,
@@ -151,7 +150,7 @@ def has_place(kind: Kind, stage: int, placement: Placement, forward_only: bool =
     """Whether ``kind`` is found on ``stage``, in a schedule (an evaluation's, with
     ``forward_only``) that has such kinds."""
     rule = RULES[kind]
-    if forward_only and not FORWARD_ONLY_DUTIES.issuperset(rule.covers):
+    if forward_only and not rule.in_evaluation:
         return False
     if rule.neighbour and not placement.is_remote(stage, rule.neighbour):
         return False

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.kinds import FORWARD_ONLY_DUTIES, RULES, Lane, Source, Where
+from megatron_ext.schedule.kinds import RULES, Lane, Source, Where
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.program.graph import needed, partner_of
 from megatron_ext.schedule.schedule import is_compute
@@ -28,8 +28,7 @@ def can_be_undone(action: Action, placement: Placement) -> bool:
     loss, or what is no pass."""
     if not is_compute(action):
         return True
-    is_forward = FORWARD_ONLY_DUTIES.issuperset(RULES[action.kind].covers)
-    return is_forward and action.stage < placement.stages - 1
+    return RULES[action.kind].in_evaluation and action.stage < placement.stages - 1
 
 
 def latest_settling(rows: Rows, placement: Placement) -> list[int]:

@@ -7,17 +7,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
 from functools import cached_property
+from itertools import product
 from typing import NoReturn
 
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.kinds import (
-    FORWARD_ONLY_DUTIES,
-    OPTIONAL_DUTIES,
-    RULES,
-    Duty,
-    Lane,
-    Where,
-)
+from megatron_ext.schedule.kinds import RULES, Lane, Where
 from megatron_ext.schedule.program.graph import (
     Device,
     Graph,
@@ -39,8 +33,6 @@ from megatron_ext.schedule.schedule import (
 )
 
 _SEAL = object()
-
-_GROUP_OF = {duty: group for group in OPTIONAL_DUTIES for duty in group}
 
 
 class InvalidSchedule(ValueError):
@@ -91,14 +83,14 @@ def check_compute(schedule: Schedule, problem: Problem) -> None:
             f"the problem on {problem.placement.rank_of}",
         )
     _check_places(schedule, problem)
-    _check_duties(schedule, problem, {Lane.COMPUTE})
+    _check_all_done_once(schedule, problem, {Lane.COMPUTE})
     _check_needs(schedule)
 
 
 def prove(schedule: Schedule, problem: Problem) -> Program:
     """Check everything that could go wrong at run time, once, before anything runs.
 
-    Every duty exactly once and on its rank; what an action needs before it; sends and receives
+    All work exactly once and on its rank; what an action needs before it; sends and receives
     matched pairwise in the order of their channel (batched: of their two ranks), collectives in one
     order on all ranks; no cyclic wait (`graph`), also where everything that a rank has posted holds
     it up; with post-validation, nothing before the verdict that could not be undone
@@ -112,7 +104,7 @@ def prove(schedule: Schedule, problem: Problem) -> Program:
         InvalidSchedule: naming the first offending actions, with the cycle if there is one.
     """
     check_compute(schedule, problem)
-    _check_duties(schedule, problem, set(Lane))
+    _check_all_done_once(schedule, problem, set(Lane))
     _check_channels(schedule, problem.p2p)
     _check_collectives(schedule)
     if problem.post_validation and not problem.forward_only:
@@ -170,23 +162,18 @@ def _reject_microbatch(
     _reject(schedule, f"{action}: microbatches are 0 to {last}{but}", [action, *missing])
 
 
-def _duties(schedule: Schedule, problem: Problem, lanes: set[Lane]) -> dict[int, dict[Duty, Kind]]:
-    """What each stage has to do per microbatch, and by which kind (one in use, if there is one).
-
-    Optional duties are among it.
-    """
+def _to_do(schedule: Schedule, problem: Problem, lanes: set[Lane]) -> dict[int, dict[Kind, Kind]]:
+    """What each stage has to do per microbatch, and the kind of action that would do it: one that
+    the schedule uses, if there is one. What may be left out (`Rule.all_or_none`) is among it."""
     used = {action.kind for row in schedule.rows for action in row}
-    duties: dict[int, dict[Duty, Kind]] = defaultdict(dict)
+    to_do: dict[int, dict[Kind, Kind]] = defaultdict(dict)
     for stage in range(schedule.placement.stages):
         for kind in sorted(RULES, key=lambda kind: kind not in used):
             rule = RULES[kind]
-            if rule.lane not in lanes:
-                continue
-            if not _belongs(kind, stage, problem):
-                continue
-            for duty in rule.covers:
-                duties[stage].setdefault(duty, kind)
-    return duties
+            if rule.lane in lanes and _belongs(kind, stage, problem):
+                for covered in rule.covers:
+                    to_do[stage].setdefault(covered, kind)
+    return to_do
 
 
 def _belongs(kind: Kind, stage: int, problem: Problem) -> bool:
@@ -197,22 +184,18 @@ def _belongs(kind: Kind, stage: int, problem: Problem) -> bool:
             return False
     elif where is not Where.STAGE and problem.vocabulary is VocabularyParallel.NONE:
         return False
-    if _is_optional(kind) and problem.offload is Offload.NONE:
+    if RULES[kind].all_or_none is not None and problem.offload is Offload.NONE:
         return False
     return has_place(kind, stage, problem.placement, problem.forward_only)
 
 
-def _is_optional(kind: Kind) -> bool:
-    return not _GROUP_OF.keys().isdisjoint(RULES[kind].covers)
-
-
 def _why_not(kind: Kind, problem: Problem) -> str:
     rule = RULES[kind]
-    if _is_optional(kind):
+    if rule.all_or_none is not None:
         return "offloads, and the problem does not"
     if rule.where is Where.RANK and not problem.post_validation:
         return "validates afterwards, and the problem does not"
-    if problem.forward_only and not FORWARD_ONLY_DUTIES.issuperset(rule.covers):
+    if problem.forward_only and not rule.in_evaluation:
         return "has no place in an evaluation"
     if rule.neighbour:
         return "has no other rank to talk to"
@@ -221,41 +204,54 @@ def _why_not(kind: Kind, problem: Problem) -> str:
     return f"is on a stage that is not {rule.where.value}"
 
 
-def _check_duties(schedule: Schedule, problem: Problem, lanes: set[Lane]) -> None:
-    # Per stage and duty, a flag for each microbatch; and those that a kind sets on a stage.
-    done: dict[tuple[int, Duty], bytearray] = defaultdict(lambda: bytearray(problem.microbatches))
-    sets: dict[tuple[int, Kind], list[tuple[Duty, bytearray]]] = {}
+# By stage and kind, a flag for each microbatch: whether it is done.
+_Done = dict[tuple[int, Kind], bytearray]
+
+
+def _check_all_done_once(schedule: Schedule, problem: Problem, lanes: set[Lane]) -> None:
+    done = _done(schedule, problem)
+    for stage, to_do in _to_do(schedule, problem, lanes).items():
+        if all(all(done[stage, kind]) for kind in to_do):
+            continue
+        for microbatch, kind in product(range(problem.microbatches), to_do):
+            if _is_missing(stage, kind, microbatch, done):
+                action = Action(stage, to_do[kind], microbatch)
+                rank = schedule.placement.rank_of[stage]
+                _reject(
+                    schedule,
+                    f"{action} is missing on rank {rank}: nothing does the {RULES[kind].does}",
+                    [action],
+                )
+
+
+def _done(schedule: Schedule, problem: Problem) -> _Done:
+    """What is done in ``schedule``, nothing of it twice or where it does not belong."""
+    done: _Done = defaultdict(lambda: bytearray(problem.microbatches))
+    sets: dict[tuple[int, Kind], list[tuple[Kind, bytearray]]] = {}  # what a kind sets on a stage
     for row in schedule.rows:
         for action in row:
             stage, kind, microbatch = action
             if (stage, kind) not in sets:
-                rule = RULES[kind]
                 if not _belongs(kind, stage, problem):
                     _reject(schedule, f"{action} {_why_not(kind, problem)}", [action])
-                sets[stage, kind] = [(duty, done[stage, duty]) for duty in rule.covers]
-            for duty, flags in sets[stage, kind]:
+                sets[stage, kind] = [(other, done[stage, other]) for other in RULES[kind].covers]
+            for covered, flags in sets[stage, kind]:
                 if flags[microbatch]:
-                    _reject(schedule, f"{action} does the {duty.value} a second time", [action])
+                    what = RULES[covered].does
+                    _reject(schedule, f"{action} does the {what} a second time", [action])
                 flags[microbatch] = 1
-    for stage, duties in _duties(schedule, problem, lanes).items():
-        if all(all(done[stage, duty]) for duty in duties):
-            continue
-        for microbatch in range(problem.microbatches):
-            for duty, kind in duties.items():
-                if done[stage, duty][microbatch]:
-                    continue
-                if microbatch > 0 and RULES[kind].where is Where.RANK:
-                    continue  # once a step
-                group = _GROUP_OF.get(duty)
-                if group is not None and not any(done[stage, d][microbatch] for d in group):
-                    continue
-                action = Action(stage, kind, microbatch)
-                rank = schedule.placement.rank_of[stage]
-                _reject(
-                    schedule,
-                    f"{action} is missing on rank {rank}: nothing does the {duty.value}",
-                    [action],
-                )
+    return done
+
+
+def _is_missing(stage: int, kind: Kind, microbatch: int, done: _Done) -> bool:
+    if done[stage, kind][microbatch]:
+        return False
+    if RULES[kind].where is Where.RANK:
+        return microbatch == 0  # once a step
+    group = RULES[kind].all_or_none
+    return group is None or any(
+        done[stage, other][microbatch] for other, rule in RULES.items() if rule.all_or_none is group
+    )
 
 
 def _check_needs(schedule: Schedule) -> None:

@@ -158,5 +158,5 @@ class _Ranks:
 
 
 def _width(action: Action) -> int:
-    """Slots that ``action`` takes: one per duty."""
+    """Slots that ``action`` takes: one for each kind it covers."""
     return len(RULES[action.kind].covers)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from megatron_ext.schedule.action import Action
-from megatron_ext.schedule.kinds import RULES, Duty
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.program.graph import needed, partner_of
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import Program
@@ -62,7 +62,7 @@ def certify(program: Program, seconds: float) -> Certificate:
             f"--certify knows no bound with offload {problem.offload}: leave one of them out"
         )
     splits = any(
-        RULES[a.kind].covers == (Duty.WEIGHT_GRADIENT,)
+        RULES[a.kind].covers == (Kind.BACKWARD_WEIGHT,)
         for row in program.schedule.rows
         for a in row
     )
@@ -150,9 +150,9 @@ def _add_memory_limit(model: Any, program: Program, starts: Any, ends: Any, hori
         return
     placement = program.schedule.placement
     for row in program.schedule.compute_rows:
-        first = [a for a in row if Duty.FORWARD in RULES[a.kind].covers]
+        first = [a for a in row if Kind.FORWARD in RULES[a.kind].covers]
         last = {
-            (a.stage, a.microbatch): a for a in row if Duty.WEIGHT_GRADIENT in RULES[a.kind].covers
+            (a.stage, a.microbatch): a for a in row if Kind.BACKWARD_WEIGHT in RULES[a.kind].covers
         }
         held = [
             model.new_interval_var(

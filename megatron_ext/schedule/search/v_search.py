@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from random import Random
 
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.kinds import Duty, Held
+from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.schedule import Problem
 from megatron_ext.schedule.search.justify import (
     F_INNER,
@@ -53,7 +53,7 @@ def shop_of(
     """``problem`` in units of a rank's work for one microbatch, and that work in seconds."""
     seconds, ranks = problem.costs.seconds, problem.ranks
     stages = 2 * ranks
-    work = sum(sum(seconds[duty]) for duty in _DUTIES.values()) / ranks
+    work = sum(sum(seconds[kind]) for kind in _KINDS) / ranks
     durations = [0.0] * (LANES * ranks)
     gain = [0.0] * (LANES * ranks)
     nexts: list[list[tuple[int, float]]] = [[] for _ in durations]
@@ -65,10 +65,10 @@ def shop_of(
         return problem.costs.hop / work if here != there else 0.0
 
     for stage in range(stages):
-        forward, backward, weight = (lane_of(stage, kind, ranks) for kind in _DUTIES)
-        for kind, duty in _DUTIES.items():
+        forward, backward, weight = (lane_of(stage, kind, ranks) for kind in _KINDS)
+        for kind in _KINDS:
             # A pass that costs nothing still has its place in the order.
-            durations[lane_of(stage, kind, ranks)] = max(seconds[duty][stage] / work, 1e-6)
+            durations[lane_of(stage, kind, ranks)] = max(seconds[kind][stage] / work, 1e-6)
         activation, rest = amounts[Held.ACTIVATION][stage], amounts[Held.WEIGHT_INPUTS][stage]
         gain[forward], gain[backward], gain[weight] = activation, rest - activation, -rest
         nexts[backward].append((weight, 0.0))
@@ -102,16 +102,12 @@ def _tails(problem: Problem, work: float) -> tuple[float, ...]:
     The largest end with its tail is then the largest own time, but for a constant.
     """
     before = [0.0]  # each rank's first F, in the order of the stages
-    for forward in problem.costs.seconds[Duty.FORWARD][: problem.ranks - 1]:
+    for forward in problem.costs.seconds[Kind.FORWARD][: problem.ranks - 1]:
         before.append(before[-1] + (forward + problem.costs.hop) / work)
     return tuple(before[-1] - start for start in reversed(before))
 
 
-_DUTIES = {
-    Kind.FORWARD: Duty.FORWARD,
-    Kind.BACKWARD_INPUT: Duty.INPUT_GRADIENT,
-    Kind.BACKWARD_WEIGHT: Duty.WEIGHT_GRADIENT,
-}
+_KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 def plan_of(timeline: Timeline, work: float) -> Starts:
