@@ -132,7 +132,7 @@ def _run(spec: str, microbatches: int, text: str) -> Result:
     recorder = Recorder(rank)
     stages = {
         number: EmulatedStage(
-            number, EmulatedChunk(number, slept), has_loss=number == placement.stages - 1
+            number, EmulatedChunk(number, slept), has_loss=placement.is_last(number)
         )
         for number in placement.stages_of[rank]
     }

@@ -145,7 +145,7 @@ def reference(program: Program, number: int) -> Tensor:
     placement = program.schedule.placement
     per_microbatch = {}
     for microbatch in range(program.problem.microbatches):
-        stages = [LinearStage(n, n == placement.stages - 1) for n in range(placement.stages)]
+        stages = [LinearStage(n, placement.is_last(n)) for n in range(placement.stages)]
         x: Tensor | None = None
         for stage in stages:
             y = stage.forward(microbatch, x)
@@ -168,7 +168,7 @@ def run(program: Program, ways: Channels, recorder: Recorder) -> None:
     """One step of ``program``; raises AssertionError unless it came out as it should."""
     placement: Placement = program.schedule.placement
     stages = {
-        number: LinearStage(number, number == placement.stages - 1)
+        number: LinearStage(number, placement.is_last(number))
         for number in placement.stages_of[ways.rank]
     }
     transport = Transport(ways, Boundary((SAMPLES, WIDTH), torch.float32), placement, recorder)

@@ -155,7 +155,7 @@ def ours(
         number: EmulatedStage(
             number,
             EmulatedChunk(number, program.problem.costs),
-            has_loss=number == placement.stages - 1 and not divides,
+            has_loss=placement.is_last(number) and not divides,
         )
         for number in placement.stages_of[rank]
     }

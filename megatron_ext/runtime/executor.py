@@ -15,6 +15,7 @@ from megatron_ext.runtime.stage import Stage
 from megatron_ext.runtime.vocabulary.passes import VocabularyPasses
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import RULES
+from megatron_ext.schedule.placement import Neighbour
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule import is_compute
 
@@ -181,7 +182,7 @@ class _Execution:
         x = self.input_of(stage, microbatch)
         with self.recorder.computing(action), self.saving(stage, microbatch, x):
             y = self.stages[stage].forward(microbatch, x)
-        if self.placement.is_remote(stage, +1) is not None:
+        if not self.placement.is_last(stage):
             self.outputs[stage, microbatch] = y
         elif self.vocabulary is not None:
             self.vocabulary.take_hidden_states(microbatch, y)
@@ -195,10 +196,11 @@ class _Execution:
         run = self.stages[stage].backward if whole else self.stages[stage].backward_input
         with self.recorder.computing(action):
             dx = run(microbatch, dy)
-        if stage == 0 and self.vocabulary is None:
+        is_first = self.placement.is_first(stage)
+        if is_first and self.vocabulary is None:
             return
         assert dx is not None, f"{action} gave no gradient of its input"
-        if stage > 0:
+        if not is_first:
             self.gradients[stage, microbatch] = dx
         elif self.vocabulary is not None:
             self.vocabulary.take_embedding_gradient(microbatch, dx)
@@ -218,27 +220,27 @@ class _Execution:
         self.transport.receive(action)
 
     def input_of(self, stage: int, microbatch: int) -> Tensor | None:
-        remote = self.placement.is_remote(stage, -1)
-        if remote is None:
+        previous = self.placement.previous(stage)
+        if previous is None:
             if self.vocabulary is None:
                 return None
             x = self.vocabulary.embeddings(microbatch)
-        elif remote:
+        elif self.placement.is_remote(stage, Neighbour.PREVIOUS):
             x = self.transport.received(Action(stage, Kind.RECV_F, microbatch))
         else:  # handed over on this rank: the same memory, cut off from the graph that made it
-            x = self.outputs.pop((stage - 1, microbatch)).detach()
-            self.stages[stage - 1].output_sent(microbatch)
+            x = self.outputs.pop((previous, microbatch)).detach()
+            self.stages[previous].output_sent(microbatch)
         return x.requires_grad_()
 
     def gradient_of_output(self, stage: int, microbatch: int) -> Tensor | None:
-        remote = self.placement.is_remote(stage, +1)
-        if remote is None:
+        after = self.placement.next(stage)
+        if after is None:
             if self.vocabulary is None:
                 return None
             return self.vocabulary.hidden_states_gradient(microbatch)
-        if remote:
+        if self.placement.is_remote(stage, Neighbour.NEXT):
             return self.transport.received(Action(stage, Kind.RECV_B, microbatch))
-        return self.gradients.pop((stage + 1, microbatch))
+        return self.gradients.pop((after, microbatch))
 
     def saving(
         self, stage: int, microbatch: int, x: Tensor | None

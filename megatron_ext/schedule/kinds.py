@@ -12,6 +12,7 @@ from functools import cached_property
 from types import MappingProxyType
 
 from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.placement import Neighbour
 
 
 class Lane(enum.Enum):
@@ -71,7 +72,7 @@ class Need:
 
     kinds: tuple[Kind, ...]
     source: Source = Source.OWN
-    neighbour: int = 0  # offset of the neighbouring stage; at the pipeline's end nothing is needed
+    neighbour: Neighbour | None = None  # at the pipeline's end nothing is needed of it
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,7 @@ class Rule:
         needs: what must be done before.
         acquires, releases: the memory it takes at its start, and gives back at its end.
         moves: the memory it copies between the rank and the host.
-        neighbour: the stage that a message goes to or comes from, or that a wait is about, as an
-            offset.
+        neighbour: the stage that a message goes to or comes from, or that a wait is about.
         partner: a message's other end.
         where: the stages it is found on.
         in_evaluation: whether it is done where nothing is differentiated, too.
@@ -106,7 +106,7 @@ class Rule:
     acquires: tuple[Held, ...] = ()
     releases: tuple[Held, ...] = ()
     moves: tuple[Held, ...] = ()
-    neighbour: int = 0
+    neighbour: Neighbour | None = None
     partner: Kind | None = None
     where: Where = Where.STAGE
     in_evaluation: bool = False
@@ -133,8 +133,8 @@ class Rule:
 _BACKWARD_NEEDS = (
     Need((Kind.FORWARD,)),
     Need((Kind.RELOAD_F,)),
-    Need((Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD), Source.LOCAL, +1),
-    Need((Kind.RECV_B,), Source.REMOTE, +1),
+    Need((Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD), Source.LOCAL, Neighbour.NEXT),
+    Need((Kind.RECV_B,), Source.REMOTE, Neighbour.NEXT),
     Need((Kind.REDUCE_SI,), Source.OUTPUT_SHARD),
     Need((Kind.LOSS,), Source.OUTPUT_SHARD),
 )
@@ -145,8 +145,8 @@ _ROWS = (
         "forward",
         Lane.COMPUTE,
         needs=(
-            Need((Kind.FORWARD,), Source.LOCAL, -1),
-            Need((Kind.RECV_F,), Source.REMOTE, -1),
+            Need((Kind.FORWARD,), Source.LOCAL, Neighbour.PREVIOUS),
+            Need((Kind.RECV_F,), Source.REMOTE, Neighbour.PREVIOUS),
             Need((Kind.REDUCE_E,), Source.INPUT_SHARD),
         ),
         acquires=(Held.ACTIVATION,),
@@ -183,7 +183,7 @@ _ROWS = (
         Lane.SEND,
         needs=(Need((Kind.FORWARD,)),),
         acquires=(Held.MESSAGE,),
-        neighbour=+1,
+        neighbour=Neighbour.NEXT,
         partner=Kind.RECV_F,
         in_evaluation=True,
     ),
@@ -192,7 +192,7 @@ _ROWS = (
         "receive of the input",
         Lane.RECEIVE,
         acquires=(Held.MESSAGE,),
-        neighbour=-1,
+        neighbour=Neighbour.PREVIOUS,
         partner=Kind.SEND_F,
         in_evaluation=True,
     ),
@@ -202,7 +202,7 @@ _ROWS = (
         Lane.SEND,
         needs=(Need((Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD)),),
         acquires=(Held.MESSAGE,),
-        neighbour=-1,
+        neighbour=Neighbour.PREVIOUS,
         partner=Kind.RECV_B,
     ),
     Rule(
@@ -210,7 +210,7 @@ _ROWS = (
         "receive of the output's gradient",
         Lane.RECEIVE,
         acquires=(Held.MESSAGE,),
-        neighbour=+1,
+        neighbour=Neighbour.NEXT,
         partner=Kind.SEND_B,
     ),
     Rule(
@@ -219,7 +219,7 @@ _ROWS = (
         Lane.WAIT,
         needs=(Need((Kind.SEND_F,)),),
         releases=(Held.MESSAGE,),
-        neighbour=+1,
+        neighbour=Neighbour.NEXT,
         in_evaluation=True,
     ),
     Rule(
@@ -228,7 +228,7 @@ _ROWS = (
         Lane.WAIT,
         needs=(Need((Kind.SEND_B,)),),
         releases=(Held.MESSAGE,),
-        neighbour=-1,
+        neighbour=Neighbour.PREVIOUS,
     ),
     Rule(
         Kind.BCAST_S,
@@ -408,7 +408,7 @@ _ROWS = (
         Kind.RECV_P,
         "receive of the partial validation state",
         Lane.RECEIVE,
-        neighbour=-1,
+        neighbour=Neighbour.PREVIOUS,
         partner=Kind.SEND_P,
         where=Where.RANK,
         by_optimizer=True,
@@ -426,7 +426,7 @@ _ROWS = (
         "send of the partial validation state",
         Lane.SEND,
         needs=(Need((Kind.STEP,)),),
-        neighbour=+1,
+        neighbour=Neighbour.NEXT,
         partner=Kind.RECV_P,
         where=Where.RANK,
         by_optimizer=True,
@@ -435,7 +435,7 @@ _ROWS = (
         Kind.RECV_V,
         "receive of the last step's verdict",
         Lane.RECEIVE,
-        neighbour=+1,
+        neighbour=Neighbour.NEXT,
         partner=Kind.SEND_V,
         where=Where.RANK,
     ),
@@ -451,7 +451,7 @@ _ROWS = (
         "send of the last step's verdict",
         Lane.SEND,
         needs=(Need((Kind.RECV_V,)),),
-        neighbour=-1,
+        neighbour=Neighbour.PREVIOUS,
         partner=Kind.RECV_V,
         where=Where.RANK,
     ),

@@ -82,12 +82,12 @@ def messages_on_their_way(row: Sequence[Action], placement: Placement) -> list[i
         if Kind.FORWARD in kinds:
             moving.discard((Kind.RECV_F, stage, microbatch))
             moving.discard((Kind.SEND_F, stage - 1, microbatch))  # handed over on this rank
-            if placement.is_remote(stage, +1) is not None:
+            if not placement.is_last(stage):
                 moving.add((Kind.SEND_F, stage, microbatch))
         elif Kind.BACKWARD_INPUT in kinds:
             moving.discard((Kind.RECV_B, stage, microbatch))
             moving.discard((Kind.SEND_B, stage + 1, microbatch))
-            if placement.is_remote(stage, -1) is not None:
+            if not placement.is_first(stage):
                 moving.add((Kind.SEND_B, stage, microbatch))
         elif kind in (Kind.RECV_F, Kind.RECV_B):
             moving.add((kind, stage, microbatch))

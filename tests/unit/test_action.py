@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.schedule.action import Action, Kind, parse
 from megatron_ext.schedule.kinds import RULES, Lane
+from megatron_ext.schedule.placement import Neighbour
 from tests.helpers.schedules import PROPERTY
 
 TEXTS = {
@@ -100,7 +101,7 @@ def test_messages_have_two_ends(kind: Kind) -> None:
     assert rule.partner is not None
     other = RULES[rule.partner]
     assert other.partner is kind
-    assert other.neighbour == -rule.neighbour
+    assert {rule.neighbour, other.neighbour} == set(Neighbour)
     assert {rule.lane, other.lane} == {Lane.SEND, Lane.RECEIVE}
 
 

@@ -94,7 +94,7 @@ def test_the_two_ends_of_a_message_are_in_one_order_everywhere(name: str) -> Non
     place = {graph.actions[node]: place for place, node in enumerate(graph.order)}
     for row in made.schedule.rows:
         sends = [
-            partner_of(a) if RULES[a.kind].lane is Lane.RECEIVE else a
+            partner_of(a, placement) if RULES[a.kind].lane is Lane.RECEIVE else a
             for a in row
             if RULES[a.kind].is_message
         ]
@@ -185,6 +185,7 @@ def tied(one: Program, other: Program) -> Graph:
         graphs[0].actions + graphs[1].actions,
         graphs[0].ranks + graphs[1].ranks,
         tuple(map(tuple, before)),
+        {},
         {},
         frozenset(),
     )

@@ -115,8 +115,8 @@ def _best(
     """The best of our own trials and of those of ``others`` that fit."""
     need = [memory.of(stage) for stage in range(problem.ranks)]
     limit = problem.memory_limit
-    for rank, allowed in enumerate(memory.allowed):
-        if limit is not None and need[rank] > allowed * (1 + 1e-9):
+    for rank in range(problem.ranks):
+        if limit is not None and not memory.fits(rank, need[rank]):
             raise ValueError(
                 f"{name}: the memory limit is {limit}, less than the one microbatch that rank "
                 f"{rank} must hold; the least feasible limit is {limit.at_least(max(need))}"
@@ -134,12 +134,8 @@ def _best(
     for other in others:
         entry = entries()[other]
         rows = entry.build(problem if entry.uses_costs else unlimited).rows
-        fits = zip(
-            peaks(Schedule(other, problem.placement, rows), memory.amount),
-            memory.allowed,
-            strict=True,
-        )
-        if all(peak <= allowed * (1 + 1e-9) for peak, allowed in fits):
+        held = peaks(Schedule(other, problem.placement, rows), memory.amount)
+        if all(memory.fits(rank, peak) for rank, peak in enumerate(held)):
             filled = time_rows(rows, problem)  # no more than `makespan`, and faster
             if filled.order(by_span) < figures and seconds(filled) < figures:
                 best, figures = filled, seconds(filled)
@@ -170,7 +166,12 @@ def _in_time(problem: Problem, memory: Memory, ahead: Sequence[int]) -> list[lis
     Rank r has at most ``ahead[r]`` microbatches between F and I. W are done only to keep to the
     limit and to time, where nothing else comes before they end.
     """
-    p, m, costs = problem.ranks, problem.microbatches, problem.costs
+    p, m, costs, placement = (
+        problem.ranks,
+        problem.microbatches,
+        problem.costs,
+        problem.placement,
+    )
     kinds = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     seconds = {kind: [costs.of(Action(rank, kind, 0)) for rank in range(p)] for kind in kinds}
     forward_at = [[math.inf] * m for _ in range(p)]
@@ -189,7 +190,7 @@ def _in_time(problem: Problem, memory: Memory, ahead: Sequence[int]) -> list[lis
             continue
         f, i, w = started[rank], returned[rank], finished[rank]
         held = (f - i) * full[rank] + (i - w) * left[rank]
-        has_room = held + full[rank] <= memory.allowed[rank] * (1 + 1e-9)
+        has_room = memory.fits(rank, held + full[rank])
         forward = forward_at[rank][f] if f < m and f - i < ahead[rank] else math.inf
         gradient = gradient_at[rank][i] if i < m else math.inf
         coming = min(gradient, forward if has_room else math.inf)
@@ -209,10 +210,11 @@ def _in_time(problem: Problem, memory: Memory, ahead: Sequence[int]) -> list[lis
         if kind is Kind.BACKWARD_WEIGHT:
             continue
         rows[rank].append(Action(rank, kind, k))
-        to, arrivals = (rank + 1, forward_at) if kind is Kind.FORWARD else (rank - 1, gradient_at)
-        if to == p:
-            gradient_at[rank][k] = end
-        elif to >= 0:
-            arrivals[to][k] = end + costs.hop
+        is_forward = kind is Kind.FORWARD
+        to = placement.next(rank) if is_forward else placement.previous(rank)
+        if to is not None:
+            (forward_at if is_forward else gradient_at)[to][k] = end + costs.hop
             heapq.heappush(events, (end + costs.hop, to))
+        elif is_forward:
+            gradient_at[rank][k] = end
     return rows

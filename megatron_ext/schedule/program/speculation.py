@@ -28,7 +28,7 @@ def can_be_undone(action: Action, placement: Placement) -> bool:
     loss, or what is no pass."""
     if not is_compute(action):
         return True
-    return RULES[action.kind].in_evaluation and action.stage < placement.stages - 1
+    return RULES[action.kind].in_evaluation and not placement.is_last(action.stage)
 
 
 def latest_settling(rows: Rows, placement: Placement) -> list[int]:
@@ -60,7 +60,7 @@ def latest_settling(rows: Rows, placement: Placement) -> list[int]:
     return lengths
 
 
-def first_crossing(rows: Rows) -> tuple[Action, Action] | None:
+def first_crossing(rows: Rows, placement: Placement) -> tuple[Action, Action] | None:
     """A message of which one end comes before its rank's verdict and the other after, if any."""
     before: set[Action] = set()
     for row in rows:
@@ -70,7 +70,7 @@ def first_crossing(rows: Rows) -> tuple[Action, Action] | None:
             rule = RULES[action.kind]
             if not rule.is_message or rule.where is Where.RANK or action not in before:
                 continue
-            partner = partner_of(action)
+            partner = partner_of(action, placement)
             if partner not in before:
                 return action, partner
     return None
@@ -80,11 +80,11 @@ def _other_ends(action: Action, placement: Placement) -> list[Action]:
     """What must come before the verdict on another rank if ``action`` does on its own."""
     rule = RULES[action.kind]
     if rule.lane is Lane.SEND:
-        return [partner_of(action)]
+        return [partner_of(action, placement)]
     if not is_compute(action):
         return []
     return [
-        partner_of(choices[0])
+        partner_of(choices[0], placement)
         for need, choices in needed(action, placement)
         if need.source is Source.REMOTE
     ]

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import RULES, Lane, Where
+from megatron_ext.schedule.limit import fits
 from megatron_ext.schedule.program.graph import (
     Device,
     Graph,
@@ -49,12 +50,16 @@ class Program:
 
     schedule: Schedule
     problem: Problem
-    graph: Graph
     seal: InitVar[object]  # not kept, or `dataclasses.replace` would take it along
 
     def __post_init__(self, seal: object) -> None:
         if seal is not _SEAL:
             raise TypeError("a Program is made by prove(schedule, problem) and by nothing else")
+
+    @cached_property
+    def graph(self) -> Graph:
+        """Who waits for whom."""
+        return build_graph(self.schedule, self.problem.p2p)
 
     @property
     def text(self) -> str:
@@ -109,19 +114,25 @@ def prove(schedule: Schedule, problem: Problem) -> Program:
     _check_collectives(schedule)
     if problem.post_validation and not problem.forward_only:
         _check_speculation(schedule)
-    graph = build_graph(schedule, problem.p2p)
-    _check_acyclic(schedule, problem.p2p, graph)
+    program = Program(schedule, problem, _SEAL)
+    _check_acyclic(program)
     _check_memory(schedule, problem)
-    return Program(schedule, problem, graph, _SEAL)
+    return program
 
 
-def _check_acyclic(schedule: Schedule, p2p: P2P, graph: Graph) -> None:
-    cycle, where = graph.cycle(), ""
-    # Batched there is nothing more to check: what needs something later of this rank needs a
-    # message of it, and that waits for all batches before it anyway.
-    if not cycle and p2p is P2P.ASYNC:
+def _check_acyclic(program: Program) -> None:
+    schedule, p2p, where = program.schedule, program.problem.p2p, ""
+    if p2p is P2P.BATCHED:
+        # One queue has nothing more to hold up: what needs something later of this rank needs a
+        # message of it, and that waits for all batches before it anyway.
+        cycle = program.graph.cycle()
+    else:
+        # One queue holds up whatever a device that runs things side by side does.
         cycle = build_graph(schedule, p2p, Device.ONE_QUEUE).cycle()
-        where = f" on a device where {Device.ONE_QUEUE.value} can hold up what comes next"
+        if cycle and (side_by_side := program.graph.cycle()):
+            cycle = side_by_side
+        elif cycle:
+            where = f" on a device where {Device.ONE_QUEUE.value} can hold up what comes next"
     if not cycle:
         return
     path = " waits for ".join(map(str, [*cycle, cycle[0]]))
@@ -139,7 +150,7 @@ def _check_places(schedule: Schedule, problem: Problem) -> None:
     for rank, row in enumerate(schedule.rows):
         for action in row:
             if not 0 <= action.stage < placement.stages:
-                _reject(schedule, f"{action}: stages are 0 to {placement.stages - 1}", [action])
+                _reject(schedule, f"{action}: stages are 0 to {placement.last}", [action])
             if not 0 <= action.microbatch < problem.microbatches:
                 _reject_microbatch(schedule, problem, action, row)
             home = placement.rank_of[action.stage]
@@ -280,11 +291,12 @@ def _check_channels(schedule: Schedule, p2p: P2P) -> None:
                 lane[channel_of(action, schedule.placement)[:ends]].append(action)
     for way, sends in sent.items():
         for send, receive in zip(sends, received[way], strict=True):
-            if partner_of(send) != receive:
+            partner = partner_of(send, schedule.placement)
+            if partner != receive:
                 _reject(
                     schedule,
                     f"messages cross from rank {way[0]} to rank {way[1]}: "
-                    f"{send} would meet {receive}, not {partner_of(send)}",
+                    f"{send} would meet {receive}, not {partner}",
                     [send, receive],
                 )
 
@@ -324,7 +336,7 @@ def _check_speculation(schedule: Schedule) -> None:
         late = [action for action in row[steps:] if is_compute(action)]
         if late:
             _reject(schedule, f"{row[steps]} comes before {late[0]}", [row[steps], late[0]])
-    crossing = first_crossing(schedule.rows)
+    crossing = first_crossing(schedule.rows, placement)
     if crossing is not None:
         _reject(
             schedule,
@@ -341,10 +353,10 @@ def _check_memory(schedule: Schedule, problem: Problem) -> None:
     unit = "bytes" if limit.microbatches is None else "microbatches"
     held = peaks(schedule, amount)
     for rank, peak in enumerate(held):
-        if peak > allowed * (1 + 1e-9):
+        if not fits(peak, allowed):
             row = schedule.rows[rank]
             held_by = zip(row, held_during(row, amount), strict=True)
-            over = [action for action, now in held_by if now > allowed * (1 + 1e-9)]
+            over = [action for action, now in held_by if not fits(now, allowed)]
             first = next((action for action in over if _takes(action, amount)), over[0])
             _reject(
                 schedule,

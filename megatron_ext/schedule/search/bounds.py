@@ -10,6 +10,7 @@ import math
 
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.kinds import Held
+from megatron_ext.schedule.placement import Neighbour
 from megatron_ext.schedule.schedule import Problem
 from megatron_ext.schedule.search.fill import Memory, memory_of
 
@@ -34,7 +35,7 @@ def lower_bound(problem: Problem, splits_backward: bool) -> float:
     input_gradient = costs.seconds[Kind.BACKWARD_INPUT]
     weight_gradient = costs.seconds[Kind.BACKWARD_WEIGHT]
     stages = range(placement.stages)
-    hop = [costs.hop if placement.is_remote(stage, -1) else 0.0 for stage in stages]
+    hop = [costs.hop if placement.is_remote(stage, Neighbour.PREVIOUS) else 0.0 for stage in stages]
     backward = [
         i if splits_backward else i + w
         for i, w in zip(input_gradient, weight_gradient, strict=True)

@@ -125,7 +125,7 @@ def _producers(
             if choice in passes:
                 yield choice, False
             elif RULES[choice.kind].is_message:
-                for _, senders in needed(partner_of(choice), placement):
+                for _, senders in needed(partner_of(choice, placement), placement):
                     yield from ((sender, True) for sender in senders if sender in passes)
 
 

@@ -20,6 +20,7 @@ from random import Random
 
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.kinds import Held
+from megatron_ext.schedule.placement import Neighbour
 from megatron_ext.schedule.schedule import Problem
 from megatron_ext.schedule.search.justify import (
     F_INNER,
@@ -52,7 +53,7 @@ def shop_of(
 ) -> tuple[Shop, float]:
     """``problem`` in units of a rank's work for one microbatch, and that work in seconds."""
     seconds, ranks = problem.costs.seconds, problem.ranks
-    stages = 2 * ranks
+    placement = problem.placement
     work = sum(sum(seconds[kind]) for kind in _KINDS) / ranks
     durations = [0.0] * (LANES * ranks)
     gain = [0.0] * (LANES * ranks)
@@ -60,11 +61,7 @@ def shop_of(
     waits_for = [1] * len(durations)
     waits_for[lane_of(0, Kind.FORWARD, ranks)] = 0
 
-    def hop(stage: int, other: int) -> float:
-        here, there = problem.placement.rank_of[stage], problem.placement.rank_of[other]
-        return problem.costs.hop / work if here != there else 0.0
-
-    for stage in range(stages):
+    for stage in range(placement.stages):
         forward, backward, weight = (lane_of(stage, kind, ranks) for kind in _KINDS)
         for kind in _KINDS:
             # A pass that costs nothing still has its place in the order.
@@ -72,13 +69,13 @@ def shop_of(
         activation, rest = amounts[Held.ACTIVATION][stage], amounts[Held.WEIGHT_INPUTS][stage]
         gain[forward], gain[backward], gain[weight] = activation, rest - activation, -rest
         nexts[backward].append((weight, 0.0))
-        if stage + 1 < stages:
-            after = lane_of(stage + 1, Kind.FORWARD, ranks)
-            nexts[forward].append((after, hop(stage, stage + 1)))
-            before = lane_of(stage + 1, Kind.BACKWARD_INPUT, ranks)
-            nexts[before].append((backward, hop(stage + 1, stage)))
-        else:
+        after = placement.next(stage)
+        if after is None:
             nexts[forward].append((backward, 0.0))
+            continue
+        hop = problem.costs.hop / work if placement.is_remote(stage, Neighbour.NEXT) else 0.0
+        nexts[forward].append((lane_of(after, Kind.FORWARD, ranks), hop))
+        nexts[lane_of(after, Kind.BACKWARD_INPUT, ranks)].append((backward, hop))
     most = list(map(max, amounts[Held.ACTIVATION], amounts[Held.WEIGHT_INPUTS]))
     shop = Shop(
         problem.microbatches,

@@ -56,7 +56,7 @@ def divide_vocabulary(schedule: Schedule, problem: Problem) -> Schedule:
 
     rows: list[list[tuple[float, Action]]] = [[] for _ in schedule.rows]
     for microbatch in range(problem.microbatches):
-        for kind, time in _vocabulary_times(microbatch, starts, costs, interval):
+        for kind, time in _vocabulary_times(microbatch, starts, costs, placement, interval):
             for rank, stage in _places(kind, placement):
                 is_posted = kind in _ROOTS and rank != placement.rank_of[_ROOTS[kind]]
                 ahead = interval if is_posted else 0.0
@@ -111,14 +111,14 @@ def _later(base: Timeline, problem: Problem, interval: float) -> _Times:
 
 
 def _vocabulary_times(
-    microbatch: int, starts: _Times, costs: Costs, interval: float
+    microbatch: int, starts: _Times, costs: Costs, placement: Placement, interval: float
 ) -> Iterator[tuple[Kind, float]]:
     """The vocabulary's kinds and when they start.
 
     SI comes halfway between S and the last stage's backward pass, SW half an interval later. (No
     other place that was tried is shorter by more than one part in a hundred.)
     """
-    last = costs.stages - 1
+    last = placement.last
     embeddings = starts[0, Kind.FORWARD, microbatch] - interval
     hidden_states = starts[last, Kind.FORWARD, microbatch] + costs.seconds[Kind.FORWARD][last]
     gradient = starts[last, Kind.BACKWARD_INPUT, microbatch]
