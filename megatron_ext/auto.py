@@ -14,9 +14,10 @@ import os
 
 from megatron_ext.config import from_environment
 from megatron_ext.installation import install
+from megatron_ext.logger import logger
 
 _config = from_environment(os.environ)
 handle = install(_config)
 
 if os.environ.get("RANK", "0") == "0":
-    print(f"megatron_ext: schedule {_config.schedule} is installed", flush=True)
+    logger.info(f"schedule {_config.schedule} is installed")

@@ -1,14 +1,20 @@
-"""PipelineConfig: the one place a setting is declared. Flags and `install` come from it."""
+"""PipelineConfig: the one place a setting is declared. Flags, variables and `install` follow it."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+import enum
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from megatron_ext.schedule.build.registry import Choice, choose
-from megatron_ext.schedule.schedule import P2P, Offload, VocabularyParallel
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.limit import parse_limit
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import P2P, Extras, Offload, Problem, VocabularyParallel
 
 ESTIMATE = "estimate"
 PLAN = "plan"
@@ -16,228 +22,10 @@ PROFILE = "profile"
 COSTS_FILE = "costs.json"  # what is written where no path is given, in the working directory
 
 _VARIABLES = "MEGATRON_EXT_"
+_PREFIX = "pipeline_"  # of our settings among Megatron's arguments
 
 # Patch a Megatron whose sources the patches were not read against: no setting of a run.
 ALLOW_UNKNOWN = f"{_VARIABLES}ALLOW_UNKNOWN"
-
-
-def _setting(default: str | None, metavar: str, text: str) -> str | None:
-    setting: str | None = field(default=default, metadata={"metavar": metavar, "help": text})
-    return setting
-
-
-def _switch(text: str) -> bool:
-    switch: bool = field(default=False, metadata={"help": text})
-    return switch
-
-
-@dataclass(frozen=True)
-class PipelineConfig:
-    """The pipeline settings of a run, as the user wrote them.
-
-    A field ``x`` is the flag ``--pipeline-x``, the keyword ``x`` of `megatron_ext.install` and, for
-    `megatron_ext.auto`, the variable ``MEGATRON_EXT_X``.
-    """
-
-    schedule: str | None = _setting(
-        None,
-        "SPEC",
-        "Pipeline schedule: NAME[:key=value,...] (see 'megatron-ext schedules'), a CSV file of "
-        "compute actions, a row per rank, a Python file with a family, or 'plan', which chooses "
-        "one for this launch. Default: Megatron's own, untouched.",
-    )
-    memory_limit: str | None = _setting(
-        None,
-        "LIMIT",
-        "What a rank's activations may take: 5 (microbatches of a rank), 0.5x (of 1F1B's peak) or "
-        "60GiB. Default: no limit.",
-    )
-    costs: str | None = _setting(
-        ESTIMATE,
-        "COSTS",
-        "What passes cost: a JSON file, f=10,i=12,w=8,comm=1 (per microbatch of a rank; comm per "
-        "hop), 'estimate' from the model's dimensions (the default), or 'profile' or "
-        "'profile:FILE' to measure them in the first iterations, write them to FILE (costs.json) "
-        "and use them.",
-    )
-    p2p: str | None = _setting(
-        P2P.ASYNC.value,
-        "{async,batched}",
-        "How ranks exchange tensors: async makes a process group for each channel (the default), "
-        "batched makes none and uses the pipeline's own, where many communicators cost too much.",
-    )
-    vocab_parallel: str | None = _setting(
-        VocabularyParallel.NONE.value,
-        "{none,1,2}",
-        "Divide embedding and output layer over all pipeline ranks, and make their passes part of "
-        "the schedule: 1 holds two microbatches more than without, 2 one. Default: none, they are "
-        "on the first and the last stage.",
-    )
-    activation_offload: str | None = _setting(
-        Offload.NONE.value,
-        "{none,half,full,fit}",
-        "Copy activations to host memory until they are needed, on the schedule's own time: half "
-        "is the longer-lived half of a rank's chunks, full all that the link is quick enough for, "
-        "fit the fewest that meet --pipeline-memory-limit. Default: none.",
-    )
-    post_validation: bool = _switch(
-        "Let steps overlap: the optimizer steps before the whole gradient norm is known, which "
-        "comes during the next step's warm-up, and where that step should have been clipped or "
-        "skipped it is taken back and done again, exactly."
-    )
-    report_split: bool = _switch(
-        "After the first step, print for each rank of the first pipeline what share of the weight "
-        "gradients the schedule puts off, and what comes with the input gradients and why."
-    )
-    trace: str | None = _setting(
-        None,
-        "DIR",
-        "Write DIR/trace.json for Perfetto: when each pass ran on each rank of the last pipeline, "
-        "beside the prediction. Wants --pipeline-trace-iters. See 'megatron-ext trace DIR'.",
-    )
-    trace_iters: str | None = _setting(
-        None,
-        "A:B",
-        "The training iterations to trace: A to B-1, as Megatron's log counts them.",
-    )
-
-    def __post_init__(self) -> None:
-        if self.schedule is None:
-            given = [f for f in fields(self) if getattr(self, f.name) != f.default]
-            if given:
-                value = getattr(self, given[0].name)
-                words = flag(given[0].name) + ("" if value is True else f" {value}")
-                raise ValueError(
-                    f"{words} is given without {flag('schedule')}: it acts on a schedule of ours "
-                    f"only; add one or drop it"
-                )
-        else:
-            if self.schedule != PLAN:
-                self.choice()
-            messages = self.messages()
-            divided = self.vocabulary() is not VocabularyParallel.NONE
-            if divided and messages is P2P.BATCHED:
-                raise ValueError(
-                    f"{flag('p2p')} batched does not go with {flag('vocab_parallel')} "
-                    f"{self.vocab_parallel}: collectives have communicators of their own; drop one"
-                )
-            self._check_offload()
-            self._check_post_validation()
-            self.traced_iterations()
-            self.profile()
-
-    def _check_offload(self) -> None:
-        way = self.offload()
-        if way is Offload.FIT and self.memory_limit is None:
-            raise ValueError(
-                f"{flag('activation_offload')} {way} has nothing to fit into: add "
-                f"{flag('memory_limit')}, or write {Offload.FULL} or {Offload.HALF}"
-            )
-        if way is not Offload.NONE and "=" in (self.costs or "") and "d2h=" not in str(self.costs):
-            raise ValueError(
-                f"{flag('activation_offload')} {way} needs to know how long copies to the host "
-                f"take: add d2h= and h2d= to {flag('costs')} {self.costs} (seconds per microbatch "
-                f"of a rank), or drop {flag('costs')} for an estimate"
-            )
-
-    def _check_post_validation(self) -> None:
-        if not self.post_validation:
-            return
-        beside = {
-            "p2p": (self.messages() is P2P.BATCHED, "its messages are not part of batches"),
-            "vocab_parallel": (
-                self.vocabulary() is not VocabularyParallel.NONE,
-                "passes of the vocabulary wait for all ranks before a verdict has come",
-            ),
-            "activation_offload": (
-                self.offload() is not Offload.NONE,
-                "what has left for the host cannot be dropped",
-            ),
-            "costs": (
-                self.profile() is not None,
-                "steps that overlap cannot be measured one by one; profile without it, and give "
-                "it the file that was written",
-            ),
-        }
-        for name, (is_given, why) in beside.items():
-            if is_given:
-                raise ValueError(
-                    f"{flag('post_validation')} does not go with {flag(name)} "
-                    f"{getattr(self, name)}: {why}"
-                )
-
-    def choice(self) -> Choice:
-        """The chosen schedule. Raises ValueError when there is no such schedule, or none yet."""
-        assert self.schedule is not None
-        if self.schedule == PLAN:
-            raise ValueError(
-                f"the schedule {PLAN!r} is chosen from a launch line: launch with python -m "
-                f"megatron_ext SCRIPT ..., or name one; 'megatron-ext plan' tells which"
-            )
-        return choose(self.schedule)
-
-    def messages(self) -> P2P:
-        """How messages share communicators. Raises ValueError when there is no such way."""
-        if self.p2p not in list(P2P):
-            raise ValueError(f"{flag('p2p')} {self.p2p}: write {' or '.join(P2P)}")
-        return P2P(self.p2p)
-
-    def traced_iterations(self) -> range:
-        """The training iterations to trace, none without a folder for the trace.
-
-        Raises ValueError when there is no telling which, or where to.
-        """
-        if self.trace is None and self.trace_iters is None:
-            return range(0)
-        example = f"write {flag('trace')} DIR {flag('trace_iters')} 10:12 to trace 10 and 11"
-        if self.trace is None:
-            raise ValueError(f"{flag('trace_iters')} has no folder to write to; {example}")
-        if self.trace_iters is None:
-            raise ValueError(f"{flag('trace')} does not say which iterations; {example}")
-        first, _, end = self.trace_iters.partition(":")
-        if not (first.isdecimal() and end.isdecimal() and 1 <= int(first) < int(end)):
-            raise ValueError(
-                f"{flag('trace_iters')} {self.trace_iters} is no A:B with 1 <= A < B; {example}"
-            )
-        return range(int(first), int(end))
-
-    def profile(self) -> Path | None:
-        """Where measured costs are written to; None where none are measured.
-
-        Raises ValueError when that is an empty path.
-        """
-        way, colon, path = (self.costs or "").partition(":")
-        if way != PROFILE:
-            return None
-        if colon and not path:
-            raise ValueError(
-                f"{flag('costs')} {self.costs} names no file: write {PROFILE}:FILE, or {PROFILE} "
-                f"for {COSTS_FILE} in the working directory"
-            )
-        return Path(path or COSTS_FILE)
-
-    def estimates(self) -> bool:
-        """Whether the run begins with costs estimated from the model's dimensions."""
-        return self.costs is None or self.costs == ESTIMATE or self.profile() is not None
-
-    def vocabulary(self) -> VocabularyParallel:
-        """How the vocabulary is divided. Raises ValueError when there is no such way."""
-        ways = list(VocabularyParallel)
-        if self.vocab_parallel not in ways:
-            raise ValueError(
-                f"{flag('vocab_parallel')} {self.vocab_parallel}: write {', '.join(ways[:-1])} or "
-                f"{ways[-1]}"
-            )
-        return VocabularyParallel(self.vocab_parallel)
-
-    def offload(self) -> Offload:
-        """Which activations leave for the host. Raises ValueError when there is no such way."""
-        if self.activation_offload not in list(Offload):
-            raise ValueError(
-                f"{flag('activation_offload')} {self.activation_offload}: write "
-                f"{', '.join(list(Offload)[:-1])} or {list(Offload)[-1]}"
-            )
-        return Offload(self.activation_offload)
 
 
 def flag(name: str) -> str:
@@ -250,32 +38,324 @@ def variable(name: str) -> str:
     return _VARIABLES + name.upper()
 
 
+_TRACED = f"write {flag('trace')} DIR {flag('trace_iters')} 10:12 to trace 10 and 11"
+
+
+@dataclass(frozen=True)
+class CostsSource:
+    """Where costs come from.
+
+    Attributes:
+        text: as the user wrote it.
+        profile: where measured costs are written to; None where none are measured.
+    """
+
+    text: str
+    profile: Path | None = None
+
+    def __str__(self) -> str:
+        return self.text
+
+    @property
+    def is_estimate(self) -> bool:
+        """Whether the run begins with costs estimated from the model's dimensions."""
+        return self.text == ESTIMATE or self.profile is not None
+
+
+# A setting from its name, for errors, and what was given for it.
+Parse = Callable[[str, Any], Any]
+
+
+def _as_given(name: str, value: Any) -> Any:
+    return value
+
+
+def _folder(name: str, text: str) -> Path:
+    return Path(text)
+
+
+def _source(name: str, text: str) -> CostsSource:
+    way, _, path = text.partition(":")
+    return CostsSource(text, Path(path or COSTS_FILE) if way == PROFILE else None)
+
+
+def _iterations(name: str, text: str) -> range:
+    first, _, end = text.partition(":")
+    if not (first.isdecimal() and end.isdecimal()):
+        raise ValueError(f"{flag(name)} {text} is no A:B with 1 <= A < B; {_TRACED}")
+    return range(int(first), int(end))
+
+
+def _setting(parse: Parse, metavar: str, text: str) -> dict[str, Any]:
+    return {"parse": parse, "metavar": metavar, "help": text}
+
+
+def _one_of(ways: type[enum.StrEnum], text: str) -> dict[str, Any]:
+    def parse(name: str, text: str) -> enum.StrEnum:
+        if text not in list(ways):
+            *others, last = ways
+            raise ValueError(f"{flag(name)} {text}: write {', '.join(others)} or {last}")
+        return ways(text)
+
+    return _setting(parse, f"{{{','.join(ways)}}}", text)
+
+
+def _switch(text: str) -> dict[str, Any]:
+    return {"parse": _as_given, "help": text}
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """The pipeline settings of a run.
+
+    A field ``x`` is the flag ``--pipeline-x``, the keyword ``x`` of `megatron_ext.install` and, for
+    `megatron_ext.auto`, the variable ``MEGATRON_EXT_X``. `parse` makes it of what users write.
+
+    Raises ValueError for a schedule that there is not, and for settings that do not go together.
+    """
+
+    schedule: str | None = field(
+        default=None,
+        metadata=_setting(
+            _as_given,
+            "SPEC",
+            "Pipeline schedule: NAME[:key=value,...] (see 'megatron-ext schedules'), a CSV file "
+            "of compute actions, a row per rank, a Python file with a family, or 'plan', which "
+            "chooses one for this launch. Default: Megatron's own, untouched.",
+        ),
+    )
+    memory_limit: str | None = field(
+        default=None,
+        metadata=_setting(
+            _as_given,
+            "LIMIT",
+            "What a rank's activations may take: 5 (microbatches of a rank), 0.5x (of 1F1B's "
+            "peak) or 60GiB. Default: no limit.",
+        ),
+    )
+    costs: CostsSource = field(
+        default=CostsSource(ESTIMATE),
+        metadata=_setting(
+            _source,
+            "COSTS",
+            "What passes cost: a JSON file, f=10,i=12,w=8,comm=1 (per microbatch of a rank; comm "
+            "per hop), 'estimate' from the model's dimensions (the default), or 'profile' or "
+            "'profile:FILE' to measure them in the first iterations, write them to FILE "
+            "(costs.json) and use them.",
+        ),
+    )
+    p2p: P2P = field(
+        default=P2P.ASYNC,
+        metadata=_one_of(
+            P2P,
+            "How ranks exchange tensors: async makes a process group for each channel (the "
+            "default), batched makes none and uses the pipeline's own, where many communicators "
+            "cost too much.",
+        ),
+    )
+    vocab_parallel: VocabularyParallel = field(
+        default=VocabularyParallel.NONE,
+        metadata=_one_of(
+            VocabularyParallel,
+            "Divide embedding and output layer over all pipeline ranks, and make their passes "
+            "part of the schedule: 1 holds two microbatches more than without, 2 one. Default: "
+            "none, they are on the first and the last stage.",
+        ),
+    )
+    activation_offload: Offload = field(
+        default=Offload.NONE,
+        metadata=_one_of(
+            Offload,
+            "Copy activations to host memory until they are needed, on the schedule's own time: "
+            "half is the longer-lived half of a rank's chunks, full all that the link is quick "
+            "enough for, fit the fewest that meet --pipeline-memory-limit. Default: none.",
+        ),
+    )
+    post_validation: bool = field(
+        default=False,
+        metadata=_switch(
+            "Let steps overlap: the optimizer steps before the whole gradient norm is known, "
+            "which comes during the next step's warm-up, and where that step should have been "
+            "clipped or skipped it is taken back and done again, exactly."
+        ),
+    )
+    report_split: bool = field(
+        default=False,
+        metadata=_switch(
+            "After the first step, print for each rank of the first pipeline what share of the "
+            "weight gradients the schedule puts off, and what comes with the input gradients and "
+            "why."
+        ),
+    )
+    trace: Path | None = field(
+        default=None,
+        metadata=_setting(
+            _folder,
+            "DIR",
+            "Write DIR/trace.json for Perfetto: when each pass ran on each rank of the last "
+            "pipeline, beside the prediction. Wants --pipeline-trace-iters. See 'megatron-ext "
+            "trace DIR'.",
+        ),
+    )
+    trace_iters: range | None = field(
+        default=None,
+        metadata=_setting(
+            _iterations,
+            "A:B",
+            "The training iterations to trace: A to B-1, as Megatron's log counts them.",
+        ),
+    )
+
+    @classmethod
+    def parse(cls, **settings: str | bool | None) -> PipelineConfig:
+        """The settings that a user wrote; None is a setting's default.
+
+        Raises:
+            TypeError: there is no such setting.
+            ValueError: one is not understood, or what a PipelineConfig itself refuses.
+        """
+        declared = {setting.name: setting for setting in fields(cls)}
+        for name in settings.keys() - declared.keys():
+            raise TypeError(f"there is no setting {name!r}: write one of {', '.join(declared)}")
+        given = {
+            name: settings[name]
+            for name, setting in declared.items()
+            if settings.get(name) not in (None, _as_text(setting))
+        }
+        if "schedule" not in given:
+            for name, value in given.items():
+                raise ValueError(
+                    f"{_words(name, value)} is given without {flag('schedule')}: it acts "
+                    f"on a schedule of ours only; add one or drop it"
+                )
+        parsed = {n: declared[n].metadata["parse"](n, value) for n, value in given.items()}
+        return cls(**parsed)
+
+    def __post_init__(self) -> None:
+        if self.schedule is None:
+            return
+        if self.schedule != PLAN:
+            _ = self.choice
+        self._check_offload()
+        if (clash := self.extras.clash) is not None:
+            one, other = (_EXTRAS[name] for name in clash.extras)
+            self._refuse(one, other, clash.why)
+        self._check_traces()
+        self._check_profile()
+
+    def _check_offload(self) -> None:
+        way, costs = self.activation_offload, self.costs.text
+        if way is Offload.FIT and self.memory_limit is None:
+            raise ValueError(
+                f"{flag('activation_offload')} {way} has nothing to fit into: add "
+                f"{flag('memory_limit')}, or write {Offload.FULL} or {Offload.HALF}"
+            )
+        if way is not Offload.NONE and "=" in costs and "d2h=" not in costs:
+            raise ValueError(
+                f"{flag('activation_offload')} {way} needs to know how long copies to the host "
+                f"take: add d2h= and h2d= to {flag('costs')} {costs} (seconds per microbatch "
+                f"of a rank), or drop {flag('costs')} for an estimate"
+            )
+
+    def _check_traces(self) -> None:
+        iterations = self.trace_iters
+        if self.trace is None and iterations is not None:
+            raise ValueError(f"{flag('trace_iters')} has no folder to write to; {_TRACED}")
+        if self.trace is not None and iterations is None:
+            raise ValueError(f"{flag('trace')} does not say which iterations; {_TRACED}")
+        if iterations is not None and not 1 <= iterations.start < iterations.stop:
+            raise ValueError(
+                f"{flag('trace_iters')} {iterations.start}:{iterations.stop} is no A:B with "
+                f"1 <= A < B; {_TRACED}"
+            )
+
+    def _check_profile(self) -> None:
+        if self.costs.text == f"{PROFILE}:":
+            raise ValueError(
+                f"{flag('costs')} {self.costs} names no file: write {PROFILE}:FILE, or {PROFILE} "
+                f"for {COSTS_FILE} in the working directory"
+            )
+        if self.post_validation and self.costs.profile is not None:
+            self._refuse(
+                "post_validation",
+                "costs",
+                "steps that overlap cannot be measured one by one; profile without it, and give "
+                "it the file that was written",
+            )
+
+    def _refuse(self, name: str, beside: str, why: str) -> None:
+        words = [_words(setting, getattr(self, setting)) for setting in (name, beside)]
+        raise ValueError(f"{words[0]} does not go with {words[1]}: {why}")
+
+    @cached_property
+    def choice(self) -> Choice:
+        """The chosen schedule. Raises ValueError when there is no such schedule, or none yet."""
+        assert self.schedule is not None
+        if self.schedule == PLAN:
+            raise ValueError(
+                f"the schedule {PLAN!r} is chosen from a launch line: launch with python -m "
+                f"megatron_ext SCRIPT ..., or name one; 'megatron-ext plan' tells which"
+            )
+        return choose(self.schedule)
+
+    @property
+    def extras(self) -> Extras:
+        """What is asked of the schedule beside its order."""
+        return Extras(**{name: getattr(self, setting) for name, setting in _EXTRAS.items()})
+
+    def problem(
+        self, placement: Placement, microbatches: int, costs: Costs, forward_only: bool = False
+    ) -> Problem:
+        """What a program of this many ``microbatches`` has to solve.
+
+        Raises:
+            ValueError: the memory limit is not understood, or as `Problem`.
+        """
+        limit = None
+        if self.memory_limit is not None:
+            limit = parse_limit(self.memory_limit, placement.ranks, microbatches)
+        return Problem(placement, microbatches, costs, limit, forward_only, self.extras)
+
+
+# The settings that ask for an extra, by the extra's name.
+_EXTRAS = {
+    "p2p": "p2p",
+    "vocabulary": "vocab_parallel",
+    "offload": "activation_offload",
+    "post_validation": "post_validation",
+}
+
+
+def _as_text(setting: Field[Any]) -> str | bool | None:
+    """The default of ``setting``, as a user would write it."""
+    default = setting.default
+    return default if default is None or default is False else str(default)
+
+
+def _words(name: str, value: object) -> str:
+    return flag(name) + ("" if value is True else f" {value}")
+
+
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Declare our flags, in their own group, on ``parser``."""
     group = parser.add_argument_group("megatron_ext", "pipeline schedules of megatron_ext")
     for setting in fields(PipelineConfig):
-        named = {"dest": f"pipeline_{setting.name}", "help": setting.metadata["help"]}
-        if setting.default is False:
-            group.add_argument(flag(setting.name), action="store_true", **named)
-        else:
-            metavar = setting.metadata["metavar"]
-            group.add_argument(
-                flag(setting.name), default=setting.default, metavar=metavar, **named
-            )
+        takes: dict[str, Any] = {"action": "store_true"}
+        if setting.default is not False:
+            # Text, also as a default: a checkpoint keeps the arguments, and stock can read it.
+            takes = {"default": _as_text(setting), "metavar": setting.metadata["metavar"]}
+        named = {"dest": _PREFIX + setting.name, "help": setting.metadata["help"]}
+        group.add_argument(flag(setting.name), **named, **takes)
     return parser
-
-
-def from_arguments(arguments: argparse.Namespace) -> PipelineConfig:
-    """The settings in a parsed command line."""
-    return PipelineConfig(
-        **{f.name: getattr(arguments, f"pipeline_{f.name}") for f in fields(PipelineConfig)}
-    )
 
 
 def from_argv(argv: Sequence[str]) -> PipelineConfig:
     """The settings in a script's command line, whatever else is in it."""
     parser = add_flags(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
-    return from_arguments(parser.parse_known_args(argv)[0])
+    arguments = vars(parser.parse_known_args(argv)[0])
+    return PipelineConfig.parse(
+        **{name.removeprefix(_PREFIX): value for name, value in arguments.items()}
+    )
 
 
 def settings_given(argv: Sequence[str]) -> bool:
@@ -306,7 +386,7 @@ def from_environment(env: Mapping[str, str]) -> PipelineConfig:
         if name in given
     }
     try:
-        return PipelineConfig(**values)  # type: ignore[arg-type]
+        return PipelineConfig.parse(**values)
     except ValueError as error:
         raise ValueError(f"in {_VARIABLES}* (--pipeline-x is {variable('x')}): {error}") from error
 

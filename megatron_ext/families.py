@@ -7,7 +7,8 @@ from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.registry import family
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.placement import Placement, line, loop, v, wave
-from megatron_ext.schedule.schedule import Problem, Schedule
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.search.fill import fill_best, memory_of
 
 __all__ = [

@@ -17,6 +17,7 @@ from pathlib import Path
 from megatron_ext.config import PLAN, PipelineConfig, from_argv, settings_given
 from megatron_ext.errors import exit_for
 from megatron_ext.installation import install
+from megatron_ext.logger import logger
 from megatron_ext.patches.engine import PatchError, apply
 
 CPU_PLATFORM = "megatron_ext.patches.cpu"
@@ -73,10 +74,10 @@ def _planned(config: PipelineConfig, choose: ChoosePlan) -> tuple[str, ...]:
     """The flags, for the end of the command line, that name what is to be trained under."""
     is_first = os.environ.get("RANK", "0") == "0"
     if is_first:
-        print("megatron_ext: plan compares schedules; with many ranks for minutes", flush=True)
+        logger.info("plan compares schedules; with many ranks for minutes")
     flags, why = choose(sys.argv[1:], config, int(os.environ.get("WORLD_SIZE", "1")))
     if is_first:
-        print(f"megatron_ext: plan takes {' '.join(flags)}: {why}", flush=True)
+        logger.info(f"plan takes {' '.join(flags)}: {why}")
     return flags
 
 
@@ -129,4 +130,4 @@ def _use_cpu() -> None:
     sys.argv += cpu.default_flags(sys.argv[1:])
     apply(cpu.patches())
     if os.environ.get("RANK", "0") == "0":
-        print(cpu.NOTICE, flush=True)
+        logger.info(cpu.NOTICE)

@@ -27,7 +27,7 @@ from typing import Any
 
 from megatron_ext.patches.engine import Patch, replace, wrap
 
-NOTICE = "megatron_ext: no GPU found, training on the CPU with gloo (local layers)"
+NOTICE = "no GPU found, training on the CPU with gloo (local layers)"
 
 ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # Megatron's jit_fuser is torch.compile, which needs a compiler

@@ -26,7 +26,7 @@ import os
 import sys
 import textwrap
 import types
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +35,8 @@ from megatron_ext.config import ALLOW_UNKNOWN
 
 Alias = tuple[types.ModuleType, str]
 Signature = str | Iterable[str] | None
+Digests = Mapping[str, str]
+_ANY_SOURCE: Digests = types.MappingProxyType({})
 
 
 class PatchError(RuntimeError):
@@ -58,7 +60,7 @@ class Patch:
     reason: str
     change: Any  # the substitute or the wrapper
     signatures: tuple[str, ...]
-    digests: tuple[str, ...]
+    digests: Mapping[str, str]
 
     def build(self, original: Any) -> Any:
         """What stands in the target's place, made from what stood there."""
@@ -79,7 +81,7 @@ def replace(
     *,
     reason: str,
     signature: Signature = None,
-    digests: Iterable[str] = (),
+    digests: Digests = _ANY_SOURCE,
 ) -> Patch:
     """Declare that ``substitute`` stands where ``target`` stood.
 
@@ -94,10 +96,11 @@ def replace(
         signature: what ``inspect.signature`` of the original must print without annotations, or
             one such text for each version that differs; None skips the check (the original is no
             function, or its signature does not matter).
-        digests: `source_digest` of each original this patch was read against; empty skips the
-            check (the patch does not depend on the original's body).
+        digests: `source_digest` of each original this patch was read against, by the versions that
+            have it (``{"0.18": ..., "0.19": ...}``); empty skips the check (the patch does not
+            depend on the original's body).
     """
-    return Patch(target, How.REPLACE, reason, substitute, _each(signature), (*digests,))
+    return Patch(target, How.REPLACE, reason, substitute, _each(signature), digests)
 
 
 def wrap(
@@ -106,24 +109,24 @@ def wrap(
     *,
     reason: str,
     signature: Signature = None,
-    digests: Iterable[str] = (),
+    digests: Digests = _ANY_SOURCE,
 ) -> Patch:
     """Declare that calls of ``target`` become ``wrapper(original, *args, **kwargs)``.
 
     The arguments are those of `replace`. ``args`` begins with ``self`` for a method and with
     ``cls`` for a class method.
     """
-    return Patch(target, How.WRAP, reason, wrapper, _each(signature), (*digests,))
+    return Patch(target, How.WRAP, reason, wrapper, _each(signature), digests)
 
 
 def expect(
-    target: str, *, reason: str, signature: Signature = None, digests: Iterable[str] = ()
+    target: str, *, reason: str, signature: Signature = None, digests: Digests = _ANY_SOURCE
 ) -> Patch:
     """Declare that other patches rely on ``target`` being as they know it; it is not changed.
 
     The arguments are those of `replace`.
     """
-    return Patch(target, How.EXPECT, reason, None, _each(signature), (*digests,))
+    return Patch(target, How.EXPECT, reason, None, _each(signature), digests)
 
 
 def _each(signature: Signature) -> tuple[str, ...]:
@@ -211,9 +214,10 @@ def mismatch(patch: Patch, original: Any) -> str | None:
             found = source_digest(original)
         except (OSError, TypeError, SyntaxError):
             found = "unreadable"
-        if found not in patch.digests:
+        if found not in patch.digests.values():
+            known = ", ".join(patch.digests.values())
             return (
-                f"{patch.target} has source digest {found}, known are {', '.join(patch.digests)}; "
+                f"{patch.target} has source digest {found}, known are {known}; "
                 f"set {ALLOW_UNKNOWN}=1 to patch it all the same"
             )
     return None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, PatchError
 from megatron_ext.schedule.build.registry import Choice
-from megatron_ext.schedule.schedule import Offload, VocabularyParallel
+from megatron_ext.schedule.problem import Offload, VocabularyParallel
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Feature:
             return True
         if config.schedule is None:
             return False
-        return self.wanted(config.choice()) and self.asked_for(config)
+        return self.wanted(config.choice) and self.asked_for(config)
 
     def patches(self, config: PipelineConfig) -> list[Patch]:
         """Its patches; raises PatchError where Megatron lacks something that they import."""
@@ -70,7 +70,7 @@ FEATURES = (
         ("megatron.core.distributed.distributed_data_parallel",),
         lambda choice: True,
         asked_for=lambda config: (
-            config.choice().splits_backward or config.offload() is not Offload.NONE
+            config.choice.splits_backward or config.activation_offload is not Offload.NONE
         ),
     ),
     Feature(
@@ -97,13 +97,13 @@ FEATURES = (
         "measured costs",
         ("megatron.training.training.training_end",),
         lambda choice: True,
-        asked_for=lambda config: config.profile() is not None,
+        asked_for=lambda config: config.costs.profile is not None,
     ),
     Feature(
         "vocabulary parallelism",
         ("megatron.core.models.gpt.gpt_model",),
         lambda choice: True,
-        asked_for=lambda config: config.vocabulary() is not VocabularyParallel.NONE,
+        asked_for=lambda config: config.vocab_parallel is not VocabularyParallel.NONE,
     ),
     Feature(
         "post-validation",

@@ -44,8 +44,8 @@ from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs, uniform
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.graph import channels
-from megatron_ext.schedule.schedule import Problem
 from megatron_ext.schedule.show.prediction import Comparison
 
 CPU = torch.device("cpu")
@@ -147,15 +147,15 @@ def _run(spec: str, microbatches: int, text: str) -> Result:
         profile.begin(recorder)
         step(placed)
         profile.end(recorder, placed)
-        recorder.recording = None
+        recorder.end()
     found = profile.costs(ways, boundary, wrong, spec)
     placed = place_head(choice, Problem(placement, microbatches, found))
     steps = MeasuredSteps(CPU)
     for _ in range(KEPT):
         steps.begin(recorder)
         step(placed)
-        steps.end(recorder, placed.program)
-        recorder.recording = None
+        steps.end(placed.program)
+        recorder.end()
     comparison = steps.compare(world)
     assert comparison is not None
     return Result(spec, str(slept), str(found), comparison.error, comparison)

@@ -27,7 +27,7 @@ from megatron_ext.cli import app
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.build.report import report
 from megatron_ext.schedule.model.estimate import GPU, ModelDimensions, estimate
-from megatron_ext.schedule.schedule import Problem, VocabularyParallel
+from megatron_ext.schedule.problem import Extras, Problem, VocabularyParallel
 from megatron_ext.schedule.show.draw import draw_bars
 from megatron_ext.schedule.show.svg import save
 
@@ -185,7 +185,7 @@ def share_of_work(
         vocabulary=vocabulary,
     )
     choice = choose(spec)
-    problem = Problem(choice.place(8), 128, estimate(model, GPU), vocabulary=how)
+    problem = Problem(choice.place(8), 128, estimate(model, GPU), extras=Extras(vocabulary=how))
     return 1 - float(report(choice, problem)[1]["bubble_share_makespan"])
 
 

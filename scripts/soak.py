@@ -51,9 +51,9 @@ from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.graph import Channel, channels
 from megatron_ext.schedule.program.verify import InvalidSchedule, Program
-from megatron_ext.schedule.schedule import Problem
 
 WIDTH = 16
 SAMPLES = 3

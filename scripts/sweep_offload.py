@@ -21,9 +21,9 @@ from rich.table import Table
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs_text import parse_costs
+from megatron_ext.schedule.problem import Extras, Offload, Problem
 from megatron_ext.schedule.program.memory import in_microbatches, peaks
 from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.schedule import Offload, Problem
 from megatron_ext.schedule.show.svg import save
 
 RANKS, MICROBATCHES = 8, 32
@@ -53,7 +53,9 @@ def rows(ks: tuple[float, ...]) -> Iterator[Row]:
                 costs = parse_costs(f"f=1,i=1,w=1,d2h={k},h2d={k}{more}", placement)
                 whole = None
                 for offload in (Offload.NONE, Offload.HALF, Offload.FULL):
-                    problem = Problem(placement, MICROBATCHES, costs, offload=offload)
+                    problem = Problem(
+                        placement, MICROBATCHES, costs, extras=Extras(offload=offload)
+                    )
                     program = build_program(choice, problem)
                     makespan = simulate(program, costs).makespan
                     whole = whole or makespan

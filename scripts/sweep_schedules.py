@@ -45,8 +45,8 @@ from megatron_ext.schedule.costs import Costs, uniform
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
 from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.verify import InvalidSchedule
-from megatron_ext.schedule.schedule import Problem
 
 RANKS = (*range(2, 17), 24, 32)
 COSTS = {

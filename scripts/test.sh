@@ -2,6 +2,8 @@
 # The checks that every change must pass: lint, format, types, tests.
 #
 #   scripts/test.sh [pytest arguments]
+#   scripts/test.sh --quick     for work in progress: no searches, one training of each placement
+#   scripts/test.sh --nightly   every combination of settings, not each pair once
 #
 # All of them run, the quick ones first, also after one has failed; the exit code is 0 only when
 # none has. With arguments pytest runs once, with these and on one core.
@@ -20,18 +22,39 @@ check() {
 
 check ruff check
 check ruff format --check
-check mypy
-if ((${#failed[@]})); then
-  printf '== the exit code will be 1, because this failed: %s\n' "${failed[@]}"
-fi
-if (($#)); then
-  check pytest "$@"
+
+if [[ ${1:-} == --quick ]]; then
+  # Types beside the tests, which leave a part of two cores idle.
+  types=$(mktemp)
+  trap 'rm -f "$types"' EXIT
+  python -m mypy >"$types" 2>&1 &
+  types_process=$!
+  against_stock='tests/pipeline/test_placements.py::test_resumed_training_is_stock_to_the_last_bit'
+  check pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not search' tests/unit \
+    "$against_stock"[pp2-{zb-h1,gis,zb-v,hanayo}] # a line, a loop, a V and a wave
+  printf '== mypy\n'
+  wait "$types_process" || failed+=(mypy)
+  cat "$types"
 else
-  # A file's tests share what they build, and stay together. The other folders fork ranks of their
-  # own, which wait for one another: two files at once keep two cores busy.
-  check pytest tests/unit -n auto --maxprocesses 4 --dist loadfile --durations 10
-  check pytest tests --ignore tests/unit --ignore tests/slurm -n 2 --dist loadfile --durations 20
-  # A cluster of two nodes takes longer than SLURM waits to launch a job beside all that.
-  check pytest tests/slurm
+  check mypy
+  if [[ ${1:-} == --nightly ]]; then
+    export MEGATRON_EXT_NIGHTLY=1
+    shift
+  fi
+  if (($#)); then
+    check pytest "$@"
+  else
+    # A file's tests share what they build, and stay together. The other folders fork ranks of their
+    # own, which wait for one another: two files at once keep two cores busy, the longest first.
+    check pytest tests/unit -n auto --maxprocesses 4 \
+      --dist loadfile --no-loadscope-reorder --durations 10
+    check pytest tests --ignore tests/unit --ignore tests/slurm \
+      -n 2 --dist loadfile --no-loadscope-reorder --durations 20
+    # A cluster of two nodes takes longer than SLURM waits to launch a job beside all that.
+    check pytest tests/slurm
+  fi
+fi
+if ((${#failed[@]})); then
+  printf '== failed: %s\n' "${failed[@]}"
 fi
 exit $((${#failed[@]} > 0))

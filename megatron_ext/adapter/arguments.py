@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
@@ -13,14 +12,14 @@ from megatron_ext.adapter.dimensions import dimensions_of, rates
 from megatron_ext.adapter.layers import layers_of_stages
 from megatron_ext.adapter.vocabulary_rows import check_divisible
 from megatron_ext.config import COSTS_FILE, PipelineConfig
+from megatron_ext.logger import logger
 from megatron_ext.runtime.measure import profile
 from megatron_ext.schedule.build.head import Placed, place_head
 from megatron_ext.schedule.build.overlap import check_overlaps
 from megatron_ext.schedule.costs_text import parse_costs
-from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.model.estimate import ModelDimensions, estimate
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.schedule import Problem
+from megatron_ext.schedule.problem import Problem
 
 _VIRTUAL_STAGES = (
     "num_layers_per_virtual_pipeline_stage",
@@ -33,7 +32,7 @@ def add_virtual_stages(args: Any, config: PipelineConfig) -> None:
     """Give ``args``, not validated yet, the schedule's virtual stages where they say nothing."""
     ranks = args.pipeline_model_parallel_size
     if ranks > 1 and all(getattr(args, name) is None for name in _VIRTUAL_STAGES):
-        chunks = config.choice().place(ranks).chunks
+        chunks = config.choice.place(ranks).chunks
         if chunks > 1:
             args.num_virtual_stages_per_pipeline_rank = chunks
 
@@ -63,14 +62,14 @@ def check_settings(args: Any, config: PipelineConfig) -> None:
     Raises:
         ValueError: a setting that does not go with the schedule.
     """
-    choice = config.choice()
+    choice = config.choice
     ranks = args.pipeline_model_parallel_size
     if ranks < 2:
         raise ValueError(
             f"--pipeline-schedule {config.schedule} needs a pipeline, but "
             f"--pipeline-model-parallel-size is {ranks}: set it to 2 or more, or drop the flag"
         )
-    refuse(args, choice, config.vocabulary(), config.offload(), config.post_validation)
+    refuse(args, choice, config.extras)
     _check_trace(args, config)
     _check_profile(args, config)
     _refuse_checkpoints_of_one_placement(args, choice.place(ranks))
@@ -82,7 +81,7 @@ def programs(args: Any, config: PipelineConfig) -> list[Placed]:
     Raises:
         ValueError: the schedule cannot be made for these sizes and limits.
     """
-    choice = config.choice()
+    choice = config.choice
     return [place_head(choice, problem) for problem in problems(args, config)]
 
 
@@ -92,30 +91,12 @@ def problems(args: Any, config: PipelineConfig) -> list[Problem]:
     Raises:
         ValueError: as `programs`, as far as it can be told without one.
     """
-    ranks = args.pipeline_model_parallel_size
-    placement = config.choice().place(ranks)
-    if config.estimates():
+    placement = config.choice.place(args.pipeline_model_parallel_size)
+    if config.costs.is_estimate:
         costs = estimate(model_of(args, placement), rates())
     else:
-        assert config.costs is not None
-        costs = parse_costs(config.costs, placement)
-    found = []
-    for microbatches in _microbatches_of_steps(args):
-        text = config.memory_limit
-        limit = None if text is None else parse_limit(text, ranks, microbatches)
-        found.append(
-            Problem(
-                placement,
-                microbatches,
-                costs,
-                limit,
-                p2p=config.messages(),
-                vocabulary=config.vocabulary(),
-                offload=config.offload(),
-                post_validation=config.post_validation,
-            )
-        )
-    return found
+        costs = parse_costs(config.costs.text, placement)
+    return [config.problem(placement, m, costs) for m in _microbatches_of_steps(args)]
 
 
 def model_of(args: Any, placement: Placement) -> ModelDimensions:
@@ -130,16 +111,16 @@ def model_of(args: Any, placement: Placement) -> ModelDimensions:
 
 
 def _check_trace(args: Any, config: PipelineConfig) -> None:
-    traced = config.traced_iterations()
-    if config.trace is None:
+    traced = config.trace_iters
+    if config.trace is None or traced is None:
         return
     if args.train_iters is not None and traced[-1] > args.train_iters:
         raise ValueError(
-            f"--pipeline-trace-iters {config.trace_iters}: iteration {traced[-1]} will not come, "
-            f"--train-iters is {args.train_iters}"
+            f"--pipeline-trace-iters {traced.start}:{traced.stop}: iteration {traced[-1]} will not "
+            f"come, --train-iters is {args.train_iters}"
         )
     try:
-        Path(config.trace).mkdir(parents=True, exist_ok=True)
+        config.trace.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
             f"--pipeline-trace {config.trace}: no trace can be written there: {error}"
@@ -147,7 +128,7 @@ def _check_trace(args: Any, config: PipelineConfig) -> None:
 
 
 def _check_profile(args: Any, config: PipelineConfig) -> None:
-    path = config.profile()
+    path = config.costs.profile
     if path is None:
         return
     if args.train_iters is not None and args.train_iters < profile.STEPS:
@@ -195,20 +176,9 @@ def pad_vocabulary(args: Any) -> None:
         sizes = [math.ceil(args.vocab_size / size) * size for size in sizes]
         words = ""
     if sizes[0] != sizes[1] and args.rank == 0:
-        print(
-            f"megatron_ext: the vocabulary is padded to {words}{sizes[1]}, not {sizes[0]}, so that "
-            f"it divides over {ranks} pipeline x {tensor_parallel} tensor parallel ranks",
-            flush=True,
-        )
-
-
-def warn_of_settling(args: Any) -> None:
-    """Tell when no two steps will overlap, since each is validated before it is logged."""
-    if args.log_interval == 1 and args.rank == 0:
-        print(
-            "megatron_ext: with --log-interval 1 every step is validated before the next one "
-            "begins, and none overlap: write --log-interval 10, or more",
-            flush=True,
+        logger.info(
+            f"the vocabulary is padded to {words}{sizes[1]}, not {sizes[0]}, so that it divides "
+            f"over {ranks} pipeline x {tensor_parallel} tensor parallel ranks"
         )
 
 

@@ -16,17 +16,14 @@ from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.registry import Choice, with_option
 from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.placement import Placement, is_line_or_v
-from megatron_ext.schedule.schedule import Offload, Schedule, VocabularyParallel
+from megatron_ext.schedule.problem import Extras, Offload, VocabularyParallel
+from megatron_ext.schedule.schedule import Schedule
+
+_NO_EXTRAS = Extras()
 
 
-def refuse(
-    settings: Any,
-    choice: Choice,
-    vocabulary: VocabularyParallel = VocabularyParallel.NONE,
-    offload: Offload = Offload.NONE,
-    post_validation: bool = False,
-) -> None:
-    """Raise ValueError for the first of ``settings`` that ``choice`` cannot honour.
+def refuse(settings: Any, choice: Choice, extras: Extras = _NO_EXTRAS) -> None:
+    """Raise ValueError for the first of ``settings`` that ``choice`` with ``extras`` cannot honour.
 
     ``settings`` are Megatron's parsed arguments or a TransformerConfig.
     """
@@ -47,8 +44,8 @@ def refuse(
             f"that have one; write {with_option(choice.spec, 'group', group)} in its place"
         )
     _refuse_settings(settings, choice, REFUSALS, f"--pipeline-schedule {choice.spec}")
-    if vocabulary is not VocabularyParallel.NONE:
-        ours = f"--pipeline-vocab-parallel {vocabulary}"
+    if extras.vocabulary is not VocabularyParallel.NONE:
+        ours = f"--pipeline-vocab-parallel {extras.vocabulary}"
         if not is_line_or_v(placement):
             raise ValueError(
                 f"{ours} does not go with --pipeline-schedule {choice.spec}, whose stages are on "
@@ -56,10 +53,10 @@ def refuse(
                 f"order, or a V such as zb-v, v-half or v-auto"
             )
         _refuse_settings(settings, choice, VOCABULARY_REFUSALS, ours)
-    if offload is not Offload.NONE:
-        ours = f"--pipeline-activation-offload {offload}"
+    if extras.offload is not Offload.NONE:
+        ours = f"--pipeline-activation-offload {extras.offload}"
         _refuse_settings(settings, choice, OFFLOAD_REFUSALS, ours)
-    if post_validation:
+    if extras.post_validation:
         ours = "--pipeline-post-validation"
         _refuse_settings(settings, choice, POST_VALIDATION_REFUSALS, ours)
         _refuse_barriers(settings, ours)

@@ -10,7 +10,7 @@ from typing import Any
 from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.schedule import VocabularyParallel
+from megatron_ext.schedule.problem import VocabularyParallel
 
 
 def bytes_of_ranks(

@@ -18,15 +18,14 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_ext.adapter.compatibility import refuse_order
 from megatron_ext.adapter.dimensions import estimated_costs
-from megatron_ext.adapter.observers.profile import Shape
 from megatron_ext.adapter.vocabulary_rows import embedding_part
 from megatron_ext.config import PipelineConfig
 from megatron_ext.schedule.build.head import Placed, place_again, place_head
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import parse_costs
-from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.schedule import Problem
+
+Shape = tuple[int, int] | None  # micro batch, sequence; None where microbatches vary
 
 _SHOWN = 8  # ranks that an error lists
 
@@ -36,7 +35,7 @@ class Programs:
 
     def __init__(self, config: PipelineConfig) -> None:
         self._config = config
-        self._choice = config.choice()
+        self._choice = config.choice
         self._placed: dict[tuple[Shape, int, bool, bool], Placed] = {}
         self._run = ""  # told apart from others that the same store has seen
         self._measured = 0  # how often costs have changed
@@ -83,9 +82,8 @@ class Programs:
         micro_batch: int,
     ) -> Costs:
         """The costs of a microbatch. ``per_stage``: `_size` of each. Raises ValueError."""
-        if not self._config.estimates():
-            assert self._config.costs is not None
-            return parse_costs(self._config.costs, placement)
+        if not self._config.costs.is_estimate:
+            return parse_costs(self._config.costs.text, placement)
         return estimated_costs(
             config,
             layers=[layers for layers, _ in per_stage],
@@ -117,19 +115,8 @@ class Programs:
             InvalidSchedule: there is none within the memory limit.
             RuntimeError: the ranks have built different ones.
         """
-        ranks = pipeline.size()
-        limit = self._config.memory_limit
-        problem = Problem(
-            self._choice.place(ranks),
-            microbatches,
-            self.costs[shape],
-            parse_limit(limit, ranks, microbatches) if limit else None,
-            forward_only,
-            p2p=self._config.messages(),
-            vocabulary=self._config.vocabulary(),
-            offload=self._config.offload(),
-            post_validation=self._config.post_validation,
-        )
+        placement = self._choice.place(pipeline.size())
+        problem = self._config.problem(placement, microbatches, self.costs[shape], forward_only)
         if before is None:
             placed = place_head(self._choice, problem)
         else:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import get_attr_wrapped_model
 
+from megatron_ext.adapter.programs import gather
 from megatron_ext.schedule.build.registry import Choice
 
 
@@ -33,6 +34,16 @@ def copies_differ(model: Sequence[torch.nn.Module]) -> bool:
     """Whether this rank holds both copies, and they are not equal."""
     tied = tied_weights(model)
     return tied is not None and not torch.equal(*tied)
+
+
+def refuse_different_copies(pipeline: dist.ProcessGroup, model: Sequence[torch.nn.Module]) -> None:
+    """Raise ValueError if a rank of ``pipeline`` holds copies that differ. Collective over it."""
+    if any(gather(pipeline, copies_differ(model))):
+        raise ValueError(
+            "the last pipeline rank holds both copies of a tied embedding, and they differ: a "
+            "model built or loaded without Megatron's own functions starts with a copy of its "
+            "own; copy model[0].shared_embedding_or_output_weight() to model[-1]'s on that rank"
+        )
 
 
 def check_embedding_group(

@@ -23,6 +23,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
+from megatron_ext.runtime.vocabulary.shard import VocabularyShard
+
 
 @dataclass(frozen=True)
 class Part:
@@ -144,3 +146,20 @@ def tables(models: Sequence[torch.nn.Module]) -> tuple[Tensor, Tensor]:
         for hook in part._forward_pre_hooks.values():
             hook(part, ())
     return parts[0].weight, parts[1].weight
+
+
+def shard_of(
+    models: Sequence[torch.nn.Module],
+    config: Any,
+    pipeline: dist.ProcessGroup,
+    tensor_parallel: dist.ProcessGroup,
+) -> VocabularyShard:
+    """This rank's part of the vocabulary, for the passes of a step."""
+    embedding, output = tables(models)
+    return VocabularyShard(
+        embedding,
+        output,
+        first_row=part_of(pipeline, tensor_parallel).index * len(output),
+        tensor_parallel=tensor_parallel if tensor_parallel.size() > 1 else None,
+        sequence_parallel=config.sequence_parallel,
+    )

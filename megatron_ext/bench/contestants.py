@@ -34,10 +34,11 @@ from megatron_ext.schedule.build.registry import Choice, choose
 from megatron_ext.schedule.costs import Costs, VocabularyCosts
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import Extras, Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.program.graph import channels
 from megatron_ext.schedule.program.simulate import simulate, simulate_steps, step_seconds
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import Offload, Problem, VocabularyParallel, from_csv
+from megatron_ext.schedule.schedule_csv import from_csv
 
 TORCH = {
     "1F1B": pipelining.Schedule1F1B,
@@ -64,9 +65,7 @@ def program_of(
         placement,
         microbatches,
         seconds,
-        vocabulary=vocabulary,
-        offload=offload,
-        post_validation=post_validation,
+        extras=Extras(vocabulary=vocabulary, offload=offload, post_validation=post_validation),
     )
     return build_program(choice, problem)
 
@@ -173,7 +172,8 @@ def ours(
         transport = Transport(ways, Boundary(SHAPE, DTYPE), placement, recorder)
         passes = None if shard is None else shard.step()
         copying = None if offloads is None else offloads.step(program.schedule.rows[rank])
-        execute(program, stages, transport, recorder, passes, copying, validation)
+        others = () if validation is None else (validation,)
+        execute(program, stages, transport, recorder, passes, copying, others)
         queue.splitting = False
         if validation is not None:
             validation.optimizer_step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from megatron_ext.runtime.post_validation.actions import Validation
 from megatron_ext.runtime.post_validation.messages import ValidationMessages
 from megatron_ext.runtime.post_validation.partial_state import PartialState
 from megatron_ext.runtime.recorder import Recorder
@@ -16,8 +17,8 @@ def synchronise() -> None:
     dist.all_reduce(torch.zeros(1))
 
 
-class EmulatedValidation:
-    """The executor's `Validation`, and the optimizer. Every ``bad_every``-th verdict is bad, from
+class EmulatedValidation(Validation):
+    """`Validation` of the last step, and the optimizer. Every ``bad_every``-th verdict is bad, from
     that on the first step on; 0: none is."""
 
     def __init__(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,10 +13,11 @@ from torch import Tensor
 from megatron_ext.bench.emulated import DTYPE, SHAPE, take
 from megatron_ext.runtime.messages.collectives import Collectives
 from megatron_ext.runtime.messages.transport import Boundary
+from megatron_ext.runtime.owner import Handler
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.vocabulary.passes import VocabularyPasses
 from megatron_ext.runtime.vocabulary.shard import VocabularyShard
-from megatron_ext.schedule.action import Action
+from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule import is_compute
@@ -67,7 +70,10 @@ class _EmulatedPasses(VocabularyPasses):
         super().__init__(*arguments)
         self._costs = costs
 
-    def perform(self, action: Action) -> None:
-        super().perform(action)
+    def handlers(self) -> Mapping[Kind, Handler]:
+        return {kind: partial(self._timed, handler) for kind, handler in super().handlers().items()}
+
+    def _timed(self, handler: Handler, action: Action) -> None:
+        handler(action)
         if is_compute(action):
             take(self._costs.of(action))

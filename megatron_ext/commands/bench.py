@@ -20,7 +20,7 @@ from megatron_ext.bench.runs import (
 )
 from megatron_ext.commands.options import Json, Microbatches, Ranks
 from megatron_ext.commands.output import fail, print_table
-from megatron_ext.schedule.schedule import Offload, VocabularyParallel
+from megatron_ext.schedule.problem import Offload, VocabularyParallel
 
 
 def bench(

@@ -24,7 +24,7 @@ from megatron_ext.schedule.plan.choose import Candidate, Plan, Way, make_plan
 from megatron_ext.schedule.plan.model_plan import Training
 from megatron_ext.schedule.plan.recommendation import recommendation, slower_by
 from megatron_ext.schedule.plan.vocabulary_plan import cases, side_by_side
-from megatron_ext.schedule.schedule import Offload
+from megatron_ext.schedule.problem import Offload
 from megatron_ext.schedule.show.draw import draw_plan
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -26,11 +25,12 @@ from megatron_ext.schedule.build.registry import choose, with_option
 from megatron_ext.schedule.build.report import report
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import parse_limit
+from megatron_ext.schedule.problem import P2P, Extras, Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.program.graph import Device
 from megatron_ext.schedule.program.simulate import simulate as simulate_program
 from megatron_ext.schedule.program.simulate import simulate_steps
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import P2P, Offload, Problem, VocabularyParallel, to_csv
+from megatron_ext.schedule.schedule_csv import to_csv
 from megatron_ext.schedule.search.certify import certify as certified
 from megatron_ext.schedule.show.draw import draw_steps
 from megatron_ext.schedule.show.summary import program_of_1f1b
@@ -104,10 +104,9 @@ def simulate(
             microbatches,
             parse_costs(costs, placement),
             limit,
-            p2p=p2p,
-            vocabulary=vocab_parallel,
-            offload=offload,
-            post_validation=post_validation,
+            extras=Extras(
+                p2p=p2p, vocabulary=vocab_parallel, offload=offload, post_validation=post_validation
+            ),
         )
         program, result = report(choice, problem)
         waiting = simulate_program(program, program.problem.costs, Device.WAITS_AT_PASSES)
@@ -128,7 +127,7 @@ def simulate(
         if plot is not None:
             beside = program_of_1f1b(problem)
             if post_validation:
-                beside = build_program(choice, replace(problem, post_validation=False))
+                beside = build_program(choice, problem.with_extras(post_validation=False))
             draw_steps([_steps(beside, steps), _steps(program, steps)], plot)
     except (ValueError, OSError) as error:
         fail(error)

@@ -11,7 +11,8 @@ from megatron_ext.commands.output import fail
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.build.report import report
 from megatron_ext.schedule.costs import uniform
-from megatron_ext.schedule.schedule import Problem, from_csv
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.schedule_csv import from_csv
 
 
 def verify(file: Annotated[Path, typer.Argument(help="Compute actions, a line per rank.")]) -> None:

@@ -19,10 +19,10 @@ from megatron_ext.launch_check.paths import check_checkpoints, check_data, check
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.patches.features import FEATURES
 from megatron_ext.schedule.limit import parse_limit
+from megatron_ext.schedule.problem import Offload
 from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, peaks
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import Offload
 from megatron_ext.schedule.show.summary import stock_1f1b
 
 SURELY_MEANT = 0.9  # difflib's likeness from which an unknown flag is a known one misspelt
@@ -392,14 +392,14 @@ def _predict(
         f"{program.schedule.name}, {problem.microbatches} microbatches: predicted bubble "
         f"{bubble:.1%} (1f1b {report.prediction['bubble_1f1b']:.1%}), costs {costs.origin}",
     )
-    if args.num_experts is not None and spec.estimates():
+    if args.num_experts is not None and spec.costs.is_estimate:
         text = "the estimate takes experts for one dense layer: its times and activations are off"
-        fix = "" if spec.profile() else f"have them measured: {flag('costs')} {PROFILE}"
+        fix = "" if spec.costs.profile else f"have them measured: {flag('costs')} {PROFILE}"
         report.add(Verdict.REMARK, "schedule", text, fix)
     if getattr(args, "hybrid_layer_pattern", None) is not None:
         report.add(Verdict.REMARK, "memory", "Megatron cannot estimate that of hybrid models")
         return None
-    model = model_bytes.bytes_of_ranks(args, placement, layers, problem.vocabulary)
+    model = model_bytes.bytes_of_ranks(args, placement, layers, problem.extras.vocabulary)
     held: list[float | None] = [None] * placement.ranks
     if costs.held_bytes is not None:
         held = [*peaks(program.schedule, in_bytes(costs))]
@@ -415,7 +415,7 @@ def _predict(
         for rank in range(placement.ranks)
     ]
     _judge_memory(report, [m + (a or 0.0) for m, a in zip(model, held, strict=True)], room)
-    if problem.offload is not Offload.NONE and costs.held_bytes is not None:
+    if problem.extras.offload is not Offload.NONE and costs.held_bytes is not None:
         planned = [planned_bytes(row, costs) or 0.0 for row in program.schedule.rows]
         text = f"offload takes up to {max(planned) / 2**30:.3g} GiB a rank"
         report.add(Verdict.RIGHT, "host memory", text, "the ranks of a node add up")

@@ -8,6 +8,7 @@ from dataclasses import replace
 from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.launch_check.findings import Finding, Verdict
 from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.problem import P2P
 from megatron_ext.schedule.program.communicators import (
     communicators,
     ctas_of_each,
@@ -16,7 +17,6 @@ from megatron_ext.schedule.program.communicators import (
 )
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import P2P
 
 SETTINGS = "--nccl-communicator-config-path"
 NEGLIGIBLE = 0.0005  # of a step: it is printed as 0.0 %
@@ -40,7 +40,7 @@ def check_communicators(
         shapes_vary: those of the tensors that pass between stages.
     """
     subject = "communicators"
-    if program.problem.p2p is P2P.BATCHED:
+    if program.problem.extras.p2p is P2P.BATCHED:
         text = "none beside Megatron's own: all messages go over the pipeline's"
         return Finding(Verdict.RIGHT, subject, text)
     of_ranks = communicators(program)
@@ -74,8 +74,8 @@ def _batched(config: PipelineConfig, program: Program, shapes_vary: bool) -> str
         return ""
     try:
         config = replace(config, p2p=P2P.BATCHED)
-        problem = replace(program.problem, p2p=P2P.BATCHED)
-        batched = build_program(config.choice(), problem)
+        problem = program.problem.with_extras(p2p=P2P.BATCHED)
+        batched = build_program(config.choice, problem)
     except ValueError:
         return ""
     words = f"{flag('p2p')} {P2P.BATCHED} makes none of them"

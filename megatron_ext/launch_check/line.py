@@ -32,7 +32,7 @@ from megatron_ext.config import PipelineConfig, add_flags
 from megatron_ext.patches.engine import Patch, apply, replace
 from megatron_ext.patches.megatron.core.transformer import transformer_config
 from megatron_ext.schedule.model.estimate import GPU
-from megatron_ext.schedule.schedule import VocabularyParallel
+from megatron_ext.schedule.problem import VocabularyParallel
 
 # Fusions for whose kernels Megatron looks where Transformer Engine should be.
 _LOOKED_FOR = ("apply_rope_fusion", "moe_permute_fusion")
@@ -221,7 +221,7 @@ def check_model(args: Any, config: PipelineConfig) -> Any:
     if not torch.cuda.is_available():
         for fusion in _LOOKED_FOR:
             setattr(model, fusion, False)
-    brings_stages = config.schedule is not None and config.choice().example.chunks > 1
+    brings_stages = config.schedule is not None and config.choice.example.chunks > 1
     with apply(transformer_config.patches(config) if brings_stages else ()), _as_value_error():
         return arguments.core_transformer_config_from_args(model)
 
@@ -281,7 +281,7 @@ def settle_vocabulary(args: Any, config: PipelineConfig, tokens: int | None) -> 
         ValueError: it cannot be divided as ``config`` wants.
     """
     with _as_value_error():
-        if config.vocabulary() is not VocabularyParallel.NONE:
+        if config.vocab_parallel is not VocabularyParallel.NONE:
             pad_vocabulary(args)
     if args.padded_vocab_size is None and tokens is not None:
         multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size

@@ -57,7 +57,7 @@ def choose_for(argv: Sequence[str], config: PipelineConfig, world_size: int) -> 
     given = any(word.split("=")[0] == flag("vocab_parallel") for word in argv)
     ways = {Way.NAIVE, Way.ONE, Way.TWO}
     if given:
-        ways = {way for way in ways if way.vocabulary is config.vocabulary()}
+        ways = {way for way in ways if way.vocabulary is config.vocab_parallel}
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -127,7 +127,7 @@ class _Launch:
             model = bytes_of_ranks(
                 model_of(args, placement), placement, way.vocabulary, _state(args)
             )
-        return Case(config.choice(), problem, model)
+        return Case(config.choice, problem, model)
 
     def _validated(
         self, name: str, way: Way, limit: str | None = None
@@ -135,7 +135,7 @@ class _Launch:
         """Arguments and settings as if the user had named these."""
         limit = limit or self.config.memory_limit
         config = replace(
-            self.config, schedule=name, vocab_parallel=way.vocabulary.value, memory_limit=limit
+            self.config, schedule=name, vocab_parallel=way.vocabulary, memory_limit=limit
         )
         args = copy.deepcopy(self.args)
         launch_line.validate(args, config, self.world_size)

@@ -67,7 +67,7 @@ class SavedTensors:
         yield
         if kinds == (Kind.BACKWARD_INPUT,):
             self._held[Held.WEIGHT_INPUTS, whose] = {}
-            for tensor in queue.kept(*whose):
+            for tensor in queue.tensors(*whose):
                 self._note(tensor, Held.WEIGHT_INPUTS, whose)
 
     def per_microbatch(self) -> dict[tuple[int, Held], float]:

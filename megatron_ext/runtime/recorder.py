@@ -17,7 +17,7 @@ from megatron_ext.runtime.device_progress import DeviceProgress
 from megatron_ext.runtime.held_bytes import HeldBytes
 from megatron_ext.runtime.last_words import LastWords
 from megatron_ext.runtime.position import Position
-from megatron_ext.runtime.recording import Recording
+from megatron_ext.runtime.recording import Clock, RecordedReduction, Recording
 from megatron_ext.runtime.whereabouts import Whereabouts
 from megatron_ext.schedule.action import Action
 
@@ -25,8 +25,8 @@ from megatron_ext.schedule.action import Action
 class Recorder:
     """Keeps the current `Position`; marks compute for Nsight with ranges named by the actions.
 
-    While there is a ``recording``, it is told when passes begin and end; while there is a
-    ``counting``, it counts what they hold.
+    Of a step that somebody has it `record` it notes when passes and reductions begin and end; while
+    there is a ``counting``, that counts what passes hold.
 
     Attributes:
         position: the host's; None between passes and waits.
@@ -53,27 +53,45 @@ class Recorder:
         self.has_failed = False
         self.interruption: str | None = None
         self.ranges = torch.cuda.is_available()
-        self.recording: Recording | None = None
         self.counting: HeldBytes | None = None
+        self._recording: Recording | None = None  # of the step that runs
+        self._records_reductions = False
 
     def begin(self, iteration: int) -> None:
         """What comes is of ``iteration``."""
         self.whereabouts = replace(self.whereabouts, iteration=iteration)
 
+    def record(self, clock: Clock, *, with_reductions: bool = False) -> Recording:
+        """Record the passes until `end`, once for all who ask: they get the same recording."""
+        if self._recording is None:
+            self._recording = Recording(self.rank, clock)
+        self._records_reductions |= with_reductions
+        return self._recording
+
+    def reducing(self, stage: int) -> RecordedReduction | None:
+        """A reduction of the gradients of ``stage``, which begins now, if they are recorded."""
+        if self._recording is None or not self._records_reductions:
+            return None
+        return self._recording.begin_reduction(stage)
+
+    def end(self) -> None:
+        """What comes is not recorded, unless somebody asks again."""
+        self._recording, self._records_reductions = None, False
+
     def computing(self, action: Action) -> AbstractContextManager[None]:
         """Around a pass."""
         position = Position(self.rank, action, None, "", time.monotonic())
         stay = _Stay(self, position)
-        if self.recording is not None:
-            stay = _RecordedStay(self, position, self.recording)
+        if self._recording is not None:
+            stay = _RecordedStay(self, position, self._recording)
         if self.counting is not None:
             return _counted(stay, self.counting, action)
         return stay
 
     def forget(self) -> None:
         """The step begins again: what was recorded of it did not count."""
-        if self.recording is not None:
-            self.recording.forget()
+        if self._recording is not None:
+            self._recording.forget()
 
     def waiting(self, action: Action, peer: int, direction: str) -> AbstractContextManager[None]:
         """Around a blocking wait for the message ``action``; see `Position`."""

@@ -91,11 +91,10 @@ class RecordedReduction:
 
 
 class Recording:
-    """One step on one rank; ``with_reductions``: also when gradients are reduced."""
+    """One step on one rank."""
 
-    def __init__(self, rank: int, clock: Clock, *, with_reductions: bool = True) -> None:
+    def __init__(self, rank: int, clock: Clock) -> None:
         self.clock = clock
-        self.with_reductions = with_reductions
         self._rank = rank
         self._passes: list[tuple[Action, Any, Any]] = []
         self._reductions: list[RecordedReduction] = []

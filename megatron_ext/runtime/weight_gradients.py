@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 Key = tuple[int, int]  # stage, microbatch
 Weights = tuple[Tensor, ...]
@@ -91,12 +90,6 @@ class WeightGradients:
             self.weights.update(weights)
         self._tensors[self._key] += tensors
         return self._pending[self._key][weights]
-
-    def kept(self, stage: int, microbatch: int) -> list[Tensor]:
-        """The tensors given with what waits for this W, where that is a `functools.partial`."""
-        pending = self._pending.get((stage, microbatch), {})
-        arguments = [getattr(each, "args", ()) for some in pending.values() for each in some]
-        return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
 
     def run(self, stage: int, microbatch: int) -> None:
         """The W pass. A weight used several times has its contributions summed before they are

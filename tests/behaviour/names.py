@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import enum
 import inspect
 import types
@@ -11,13 +12,14 @@ from typing import Any
 
 import megatron_ext
 from megatron_ext import families
-from megatron_ext.config import PipelineConfig, flag, variable
+from megatron_ext.config import PipelineConfig, add_flags, flag, variable
 from megatron_ext.patches.engine import Handle, PatchError
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.registry import family
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.placement import Placement, line, loop, v, wave
-from megatron_ext.schedule.schedule import Problem, Schedule
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.search.fill import Filled, fill_best, memory_of, time
 from tests.behaviour.record import Subject
 
@@ -49,8 +51,9 @@ def _of_package() -> str:
 
 
 def _settings() -> str:
+    defaults = vars(add_flags(argparse.ArgumentParser()).parse_args([]))
     return "\n".join(
-        f"{flag(setting.name)} {variable(setting.name)} {setting.default!r}"
+        f"{flag(setting.name)} {variable(setting.name)} {defaults[f'pipeline_{setting.name}']!r}"
         for setting in fields(PipelineConfig)
     )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs_text import parse_costs
-from megatron_ext.schedule.schedule import P2P, Problem, VocabularyParallel
+from megatron_ext.schedule.problem import P2P, Extras, Problem, VocabularyParallel
 from tests.behaviour.inputs import COSTS, HEAD, HOST, own_families, run, write_inputs
 from tests.behaviour.record import Subject, digest
 
@@ -112,5 +112,7 @@ def _evaluated(name: str, p2p: P2P, vocabulary: VocabularyParallel) -> str:
     choice = choose(name)
     placement = choice.place(4)
     costs = parse_costs(HEAD.split()[1], placement)
-    problem = Problem(placement, 8, costs, forward_only=True, p2p=p2p, vocabulary=vocabulary)
+    problem = Problem(
+        placement, 8, costs, forward_only=True, extras=Extras(p2p=p2p, vocabulary=vocabulary)
+    )
     return _described(build_program(choice, problem).text)

@@ -21,7 +21,9 @@ from megatron_ext.adapter.refusals import (
 from megatron_ext.config import PipelineConfig, from_argv, from_environment
 from megatron_ext.patches.features import FEATURES
 from megatron_ext.schedule.build.registry import Choice, choose, entries
-from megatron_ext.schedule.schedule import Offload, Schedule, VocabularyParallel, from_csv
+from megatron_ext.schedule.problem import Extras, Offload, VocabularyParallel
+from megatron_ext.schedule.schedule import Schedule
+from megatron_ext.schedule.schedule_csv import from_csv
 from tests.behaviour.inputs import HOST, run, write_inputs
 from tests.behaviour.record import Subject
 
@@ -88,7 +90,7 @@ def _is_refused(refusal: Refusal, value: object) -> bool:
 
 def _refuse(name: str, settings: dict[str, Any], **asked: Any) -> None:
     choice = choose(name)
-    refuse(_megatrons(choice, settings), choice, **asked)
+    refuse(_megatrons(choice, settings), choice, Extras(**asked))
 
 
 def _megatrons(choice: Choice, settings: dict[str, Any]) -> SimpleNamespace:
@@ -116,7 +118,7 @@ def _wanted(is_wanted: Callable[[PipelineConfig], bool]) -> str:
     }
     lines = []
     for about, settings in asked.items():
-        names = [n for n in entries() if is_wanted(PipelineConfig(schedule=n, **settings))]
+        names = [n for n in entries() if is_wanted(PipelineConfig.parse(schedule=n, **settings))]
         lines.append(f"{about}: {_of_all(names)}")
     return "\n".join(lines)
 

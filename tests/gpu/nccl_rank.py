@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_ext.schedule.schedule import P2P
+from megatron_ext.schedule.problem import P2P
 from tests.gpu.small_stages import SHAPES, on_rank, program_of
 
 

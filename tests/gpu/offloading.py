@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,8 +16,8 @@ from megatron_ext.schedule.action import parse
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.problem import Offload, Problem
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import Offload, Problem
 from tests.gpu.small_stages import (
     SHAPES,
     Seen,
@@ -49,7 +49,7 @@ def step(spec: str, ranks: int, kind: str, way: Offload) -> Step:
     placement = choice.place(ranks)
     copies = [3 / placement.chunks] * placement.stages
     costs = uniform(placement, 10, 12, 8, 1).with_host(copies, copies)
-    program = build_program(choice, replace(Problem(placement, 4 * ranks, costs), offload=way))
+    program = build_program(choice, Problem(placement, 4 * ranks, costs).with_extras(offload=way))
     run = partial(_on_rank, program=program, device=device_of(kind), shape=SHAPES[kind])
     seen: list[Seen] = values(run_ranks(ranks, run))
     return Step(seen, expected_peaks(program, seen, boundary_bytes(kind)))

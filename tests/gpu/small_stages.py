@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ext.runtime.executor import Messages, execute
+from megatron_ext.runtime.executor import execute
+from megatron_ext.runtime.handover import Messages
 from megatron_ext.runtime.host.offload import ActivationOffload
 from megatron_ext.runtime.messages.batched import BatchedTransport, PipelineGroup
 from megatron_ext.runtime.messages.channels import Channels
@@ -28,10 +29,11 @@ from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.kinds import Held
+from megatron_ext.schedule.problem import P2P, Extras, Problem
 from megatron_ext.schedule.program.graph import Channel, channels
 from megatron_ext.schedule.program.memory import in_bytes, memory_curve
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import P2P, Problem, is_compute
+from megatron_ext.schedule.schedule import is_compute
 from tests.helpers.stages import LinearStage, SplitLinear, world
 from tests.helpers.storages import LiveStorages, messages_on_their_way
 
@@ -244,7 +246,7 @@ def connect(
     program: Program, device: torch.device, boundary: Boundary, recorder: Recorder, by_host: bool
 ) -> Callable[[], Messages]:
     """What makes the transport of a step."""
-    if program.problem.p2p is P2P.BATCHED:
+    if program.problem.extras.p2p is P2P.BATCHED:
         group = (HostGroup if by_host else PipelineGroup)(world(), device)
         return lambda: BatchedTransport(group, boundary, program, recorder)
     make = HostChannels if by_host else Channels
@@ -292,7 +294,8 @@ def program_of(spec: str, ranks: int, p2p: P2P) -> Program:
     choice = choose(spec)
     placement = choice.place(ranks)
     return build_program(
-        choice, Problem(placement, 2 * ranks, uniform(placement, 10, 12, 8, 1), p2p=p2p)
+        choice,
+        Problem(placement, 2 * ranks, uniform(placement, 10, 12, 8, 1), extras=Extras(p2p=p2p)),
     )
 
 
@@ -300,7 +303,7 @@ def check(seen: Sequence[Seen], program: Program, device: str) -> None:
     """Whether ``seen``, by rank, has stock's gradients and the simulator's peaks; prints these."""
     assert all(rank.gradients_are_stocks for rank in seen)
     expected = expected_peaks(program, seen, boundary_bytes(device))
-    name, p2p = program.schedule.name, program.problem.p2p
+    name, p2p = program.schedule.name, program.problem.extras.p2p
     for rank, (found, peak) in enumerate(zip(seen, expected, strict=True)):
         print(f"{name}, {p2p}, {device}, rank {rank} of {len(seen)}: {found.peak} of {peak:.0f}")
     differences = relative_errors([rank.peak for rank in seen], expected)

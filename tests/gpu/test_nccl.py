@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.schedule.schedule import P2P
+from megatron_ext.schedule.problem import P2P
 from tests.gpu.runs import RANKS, needs_two_gpus, torchrun
 from tests.gpu.small_stages import Seen, check, program_of
 

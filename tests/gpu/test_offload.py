@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 import torch
 
-from megatron_ext.schedule.schedule import Offload
+from megatron_ext.schedule.problem import Offload
 from tests.gpu.offloading import Copies, measure_copies, step
 from tests.gpu.small_stages import TOLERANCE
 from tests.gpu.test_one_gpu import ON_GPU

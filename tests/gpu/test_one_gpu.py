@@ -14,7 +14,7 @@ from functools import partial
 import pytest
 import torch
 
-from megatron_ext.schedule.schedule import P2P
+from megatron_ext.schedule.problem import P2P
 from tests.gpu.small_stages import SHAPES, Seen, check, device_of, on_rank, program_of
 from tests.helpers.ranks import run_ranks, values
 

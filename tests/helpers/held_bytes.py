@@ -15,7 +15,7 @@ What has been offloaded is no rank's: its host buffers are not made by torch her
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,16 @@ import pytest
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules as stock
 
-from megatron_ext.adapter import step
-from megatron_ext.adapter.model_stage import ModelStage
-from megatron_ext.runtime.executor import Validation, _Execution
+from megatron_ext.adapter.step import passes
+from megatron_ext.adapter.step.model_stage import ModelStage
+from megatron_ext.runtime.executor import _Execution
+from megatron_ext.runtime.handover import Handover
 from megatron_ext.runtime.host import offload as offload_module
 from megatron_ext.runtime.host.offload import OffloadedStep
 from megatron_ext.runtime.messages.transport import Transport
+from megatron_ext.runtime.owner import Owner
 from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.stage_passes import StagePasses
 from megatron_ext.runtime.vocabulary.passes import VocabularyPasses
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
@@ -93,7 +96,11 @@ class _MeasuredExecution:
         self.digest = program.digest
         self.stages = stages
         self.transport = transport
-        self.execution = _Execution(program, stages, transport, recorder, offload=offload)
+        self.handover = Handover(program.schedule.placement, stages, transport, None)
+        owners: list[Owner] = [self.handover, StagePasses(stages, self.handover, recorder, offload)]
+        if offload is not None:
+            owners.append(offload)
+        self.execution = _Execution(program, transport.rank, stages, recorder, owners)
         self.execution.perform = self.sampled(self.execution.perform)  # type: ignore[assignment]
         self.live = LiveStorages()
         self.samples: list[Sample] = []
@@ -123,9 +130,9 @@ class _MeasuredExecution:
         stage, _, microbatch = action
         made = []
         if Kind.FORWARD in RULES[action.kind].covers:
-            made = [self.execution.outputs.get((stage - 1, microbatch))]
+            made = [self.handover.outputs.get((stage - 1, microbatch))]
         elif Kind.BACKWARD_INPUT in RULES[action.kind].covers:
-            made = [self.execution.gradients.get((stage + 1, microbatch))]
+            made = [self.handover.gradients.get((stage + 1, microbatch))]
         for address in addresses(made):
             self.live.maker_of[address] = Action(stage, Kind.FORWARD, microbatch)
 
@@ -172,8 +179,8 @@ class _MeasuredExecution:
         transport = self.transport
         return addresses(
             [
-                list(self.execution.outputs.values()),
-                list(self.execution.gradients.values()),
+                list(self.handover.outputs.values()),
+                list(self.handover.gradients.values()),
                 list(transport._sending.values()),
                 list(transport._receiving.values()),
             ]
@@ -207,14 +214,14 @@ def measure_steps(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         recorder: Recorder,
         vocabulary: VocabularyPasses | None,
         offload: OffloadedStep | None,
-        validation: Validation | None,
+        others: Sequence[Owner],
     ) -> None:
         assert vocabulary is None, "the passes of a divided vocabulary are not counted here"
-        assert validation is None, "steps that begin again are not counted here"
+        assert not others, "steps that begin again are not counted here"
         measured = _MeasuredExecution(program, stages, transport, recorder, offload).run()
         (folder / str(transport.rank)).write_bytes(pickle.dumps(measured))
 
-    monkeypatch.setattr(step, "execute", execute)
+    monkeypatch.setattr(passes, "execute", execute)
     monkeypatch.setattr(offload_module, "SMALL", 0)
 
 

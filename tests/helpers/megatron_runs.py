@@ -16,10 +16,11 @@ import multiprocessing
 import os
 import runpy
 import sys
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -87,12 +88,12 @@ def _remember_attributes() -> None:
     known = {
         id(module): frozenset(map(id, vars(module).values()))
         for name, module in sys.modules.items()
-        if isinstance(module, ModuleType)
+        if isinstance(module, types.ModuleType)
         and name.split(".")[0] not in ("megatron", "megatron_ext", "tests", "__main__")
     }
     look = engine.holds_any
 
-    def remembered(module: ModuleType, ids: Set[int]) -> bool:
+    def remembered(module: types.ModuleType, ids: Set[int]) -> bool:
         held = known.get(id(module))
         return look(module, ids) if held is None else not held.isdisjoint(ids)
 
@@ -262,69 +263,87 @@ def _train_rank(
     # a rank's time would go into compiling.
     torch.compiler.set_stance("force_eager")
     os.environ |= torchrun_environment(rank, ranks, port)
-    from megatron.core.utils import get_model_config
     from megatron.training import training
 
     from megatron_ext.__main__ import main
 
     if "--save" in flags:
         fork_checkpoint_manager()
-    run = Run()
-    made: list[Any] = []
-    setup, log, evaluate = (
-        training.setup_model_and_optimizer,
-        training.training_log,
-        training.evaluate,
-    )
-
-    def record_setup(*args: Any, **kwargs: Any) -> Any:
-        if model_provider is not None:
-            kwargs["cfg_container"].model = None
-            kwargs["model_provider_func"] = model_provider
-        made[:] = result = setup(*args, **kwargs)
-        for name, value in model_config.items():
-            setattr(get_model_config(made[0][0]), name, value)
-        run.tables.append(_tables(made[0]))
-        return result
-
-    @functools.wraps(log)  # patches look at what it takes
-    def record_log(loss_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if "lm loss" in loss_dict:
-            run.losses.append(_loss(loss_dict["lm loss"]))
-        run.norms.append(float(args[6]) if args[6] is not None else 0.0)
-        run.tables.append(_tables(made[0]))
-        return log(loss_dict, *args, **kwargs)
-
-    def record_evaluate(*args: Any, **kwargs: Any) -> Any:
-        result = evaluate(*args, **kwargs)
-        if result[0]:
-            run.evaluation += [_loss(loss) for loss in result[0].values()]
-        return result
-
-    def record_redo(*args: Any) -> Any:
-        run.redone += 1
-        return redo(*args)
-
-    if "--pipeline-post-validation" in flags:
-        speculation = importlib.import_module("megatron_ext.adapter.post_validation.optimizer")
-        redo = speculation.SpeculativeOptimizer.redo
-        speculation.SpeculativeOptimizer.redo = record_redo
-    training.setup_model_and_optimizer = record_setup
-    training.training_log = record_log
-    training.evaluate = record_evaluate
+    listener = _Listener(model_config, model_provider)
+    listener.listen(training, "--pipeline-post-validation" in flags)
     try:
         main([str(script), *flags])
     except SystemExit as end:  # --exit-interval
         if end.code:
             raise
-    run.state = {
-        f"{_shard(name)} {name}": _digest(tensor)
-        for name, tensor in [*_parameters(made[0]), *_optimizer_tensors(made[0], made[1])]
-    }
-    run.layers = [_layers(chunk) for chunk in made[0]]
-    schedule = sys.modules["megatron.core.pipeline_parallel"].get_forward_backward_func()
-    run.schedule = getattr(schedule, "__name__", type(schedule).__name__)
-    return run
+    return listener.whole_run()
+
+
+class _Listener:
+    """Notes what Megatron's training loop comes to, by standing in for three of its functions."""
+
+    def __init__(
+        self, model_config: Mapping[str, object], model_provider: Callable[..., Any] | None
+    ) -> None:
+        self._model_config = model_config
+        self._model_provider = model_provider
+        self._run = Run()
+        self._made: Any = ()  # the model's chunks, the optimizer and its scheduler
+
+    def listen(self, training: Any, post_validates: bool) -> None:
+        setup, log = training.setup_model_and_optimizer, training.training_log
+        training.setup_model_and_optimizer = functools.partial(self._setup, setup)
+        # patches look at what it takes
+        training.training_log = functools.wraps(log)(functools.partial(self._log, log))
+        training.evaluate = functools.partial(self._evaluate, training.evaluate)
+        if post_validates:
+            optimizer = importlib.import_module("megatron_ext.adapter.post_validation.optimizer")
+            redo = optimizer.SpeculativeOptimizer.redo
+
+            def record_redo(*args: Any) -> Any:
+                self._run.redone += 1
+                return redo(*args)
+
+            optimizer.SpeculativeOptimizer.redo = record_redo
+
+    def _setup(self, setup: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        from megatron.core.utils import get_model_config
+
+        if self._model_provider is not None:
+            kwargs["cfg_container"].model = None
+            kwargs["model_provider_func"] = self._model_provider
+        self._made = setup(*args, **kwargs)
+        for name, value in self._model_config.items():
+            setattr(get_model_config(self._made[0][0]), name, value)
+        self._run.tables.append(_tables(self._made[0]))
+        return self._made
+
+    def _log(
+        self, log: Callable[..., Any], loss_dict: Mapping[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        if "lm loss" in loss_dict:
+            self._run.losses.append(_loss(loss_dict["lm loss"]))
+        self._run.norms.append(float(args[6]) if args[6] is not None else 0.0)
+        self._run.tables.append(_tables(self._made[0]))
+        return log(loss_dict, *args, **kwargs)
+
+    def _evaluate(self, evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = evaluate(*args, **kwargs)
+        if result[0]:
+            self._run.evaluation += [_loss(loss) for loss in result[0].values()]
+        return result
+
+    def whole_run(self) -> Run:
+        """After the training: with its tensors, and who ran its steps."""
+        models, optimizer = self._made[:2]
+        self._run.state = {
+            f"{_shard(name)} {name}": _digest(tensor)
+            for name, tensor in [*_parameters(models), *_optimizer_tensors(models, optimizer)]
+        }
+        self._run.layers = [_layers(chunk) for chunk in models]
+        schedule = sys.modules["megatron.core.pipeline_parallel"].get_forward_backward_func()
+        self._run.schedule = getattr(schedule, "__name__", type(schedule).__name__)
+        return self._run
 
 
 def _loss(value: Any) -> float:

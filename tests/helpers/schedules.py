@@ -21,11 +21,12 @@ from megatron_ext.schedule.costs_text import format_costs
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import Placement, line
+from megatron_ext.schedule.problem import P2P, Extras, Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.program.communication import communicate
 from megatron_ext.schedule.program.message_order import order_messages
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.program.waits import await_sends
-from megatron_ext.schedule.schedule import P2P, Offload, Problem, Schedule, VocabularyParallel
+from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.timeline import Timeline
 
 # A loaded machine must not fail a property.
@@ -136,7 +137,9 @@ def random_problem(random: Random) -> Problem:
     """A random placement with random costs, and up to five microbatches; messages of both sorts."""
     placement = random_placement(random)
     p2p = random.choice(list(P2P))
-    return Problem(placement, random.randint(1, 5), random_costs(random, placement), p2p=p2p)
+    return Problem(
+        placement, random.randint(1, 5), random_costs(random, placement), extras=Extras(p2p=p2p)
+    )
 
 
 def random_schedule(random: Random, problem: Problem) -> Schedule:
@@ -194,44 +197,75 @@ cases = seeds.map(random_case)
 def mutate(schedule: Schedule, random: Random) -> Schedule:
     """``schedule`` with one small change, which may or may not break it."""
     rows = [list(row) for row in schedule.rows]
-    here = random.choice([rank for rank, row in enumerate(rows) if row])
-    row = rows[here]
+    row = random.choice([row for row in rows if row])
     at, other = random.randrange(len(row)), random.randrange(len(row))
-    sends = [n for n, action in enumerate(row) if action.kind in (Kind.SEND_F, Kind.SEND_B)]
     changes = ["drop", "duplicate", "swap", "swap neighbours", "move", "rank", "microbatch"]
-    receives = [n for n, action in enumerate(row) if action.kind in (Kind.RECV_F, Kind.RECV_B)]
-    if sends:
+    if any(action.kind in SENDS for action in row):
         changes += ["swap sends", "wait at once"]
-    if receives:
+    if any(action.kind in RECEIVES for action in row):
         changes += ["receive sooner"]
     change = random.choice(changes)
-    if change == "drop":
-        del row[at]
-    elif change == "duplicate":
-        row.insert(other, row[at])
-    elif change == "swap":
-        row[at], row[other] = row[other], row[at]
-    elif change == "swap neighbours":
-        before = max(at - 1, 0)
-        row[at], row[before] = row[before], row[at]
-    elif change == "swap sends":
-        at, other = random.choice(sends), random.choice(sends)
-        row[at], row[other] = row[other], row[at]
-    elif change == "receive sooner":  # a channel of its own takes it, the only one may hang
-        at = random.choice(receives)
-        row.insert(random.randint(0, at), row.pop(at))
-    elif change == "wait at once":
+    if change == "wait at once":
         rows = [list(_waiting_at_once(row)) for row in rows]
-    elif change == "move":
-        row.insert(other, row.pop(at))
     elif change == "rank":
         there = random.choice(rows)
         action = row.pop(at)
         there.insert(random.randint(0, len(there)), action)
-    elif change == "microbatch":
-        last = max(action.microbatch for action in row)
-        row[at] = row[at]._replace(microbatch=random.randint(0, last + 1))
+    else:
+        _CHANGES[change](row, at, other, random)
     return replace(schedule, rows=tuple(map(tuple, rows)))
+
+
+SENDS = (Kind.SEND_F, Kind.SEND_B)
+RECEIVES = (Kind.RECV_F, Kind.RECV_B)
+
+
+def _drop(row: list[Action], at: int, other: int, random: Random) -> None:
+    del row[at]
+
+
+def _duplicate(row: list[Action], at: int, other: int, random: Random) -> None:
+    row.insert(other, row[at])
+
+
+def _swap(row: list[Action], at: int, other: int, random: Random) -> None:
+    row[at], row[other] = row[other], row[at]
+
+
+def _swap_neighbours(row: list[Action], at: int, other: int, random: Random) -> None:
+    _swap(row, at, max(at - 1, 0), random)
+
+
+def _move(row: list[Action], at: int, other: int, random: Random) -> None:
+    row.insert(other, row.pop(at))
+
+
+def _renumber(row: list[Action], at: int, other: int, random: Random) -> None:
+    last = max(action.microbatch for action in row)
+    row[at] = row[at]._replace(microbatch=random.randint(0, last + 1))
+
+
+def _swap_sends(row: list[Action], at: int, other: int, random: Random) -> None:
+    sends = [n for n, action in enumerate(row) if action.kind in SENDS]
+    _swap(row, random.choice(sends), random.choice(sends), random)
+
+
+def _receive_sooner(row: list[Action], at: int, other: int, random: Random) -> None:
+    """A channel of its own takes it, the only one may hang."""
+    at = random.choice([n for n, action in enumerate(row) if action.kind in RECEIVES])
+    row.insert(random.randint(0, at), row.pop(at))
+
+
+_CHANGES = {
+    "drop": _drop,
+    "duplicate": _duplicate,
+    "swap": _swap,
+    "swap neighbours": _swap_neighbours,
+    "move": _move,
+    "microbatch": _renumber,
+    "swap sends": _swap_sends,
+    "receive sooner": _receive_sooner,
+}
 
 
 def _waiting_at_once(row: Iterable[Action]) -> Iterator[Action]:
@@ -284,7 +318,7 @@ def run(schedule: Schedule, problem: Problem, held_up: bool = False) -> Run:
     ``held_up``: what a rank has started must end before it does anything else; batched, before it
     does anything but start messages.
     """
-    ranks = _BatchedRanks if problem.p2p is P2P.BATCHED else _Ranks
+    ranks = _BatchedRanks if problem.extras.p2p is P2P.BATCHED else _Ranks
     return ranks(schedule, problem, held_up).run()
 
 
@@ -341,23 +375,27 @@ class _Ranks:
             raise _Fault(f"{action}: rank {rank} has no such stage")
         if action in self.times or action in self.started:
             raise _Fault(f"{action} again")
-        if kind in (Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B):
+        if kind in (*SENDS, *RECEIVES):
             self.start_message(rank, action)
+            return True
+        if kind in MADE:
+            self.start_collective(rank, action)
             return True
         if kind in (Kind.WAIT_F, Kind.WAIT_B):
             send = Action(stage, Kind.SEND_F if kind is Kind.WAIT_F else Kind.SEND_B, microbatch)
             return self.finish(rank, action, send)
+        do = self.do_pass
         if kind in GIVEN:
-            return self.wait_given(rank, action)
-        if kind in MADE:
-            self.start_collective(rank, action)
-            return True
-        if kind in BROUGHT:
-            return self.do_vocabulary_pass(rank, action)
-        if kind in COPIES:
-            return self.do_copy(rank, action)
+            do = self.wait_given
+        elif kind in BROUGHT:
+            do = self.do_vocabulary_pass
+        elif kind in COPIES:
+            do = self.do_copy
+        return do(rank, action)
 
-        backward = [Action(stage, one, microbatch) for one in (I, B)]
+    def do_pass(self, rank: int, action: Action) -> bool:
+        stage, kind, microbatch = action
+        backward = [Action(stage, half, microbatch) for half in (I, B)]
         if kind is W:
             if backward[0] not in self.times:
                 raise _Fault(f"{action} without its input gradient")
@@ -367,23 +405,28 @@ class _Ranks:
             makers = [Action(neighbour, F, microbatch)]
         else:
             neighbour, message = stage + 1, Kind.RECV_B
-            makers = [Action(neighbour, one, microbatch) for one in (I, B)]
+            makers = [Action(neighbour, half, microbatch) for half in (I, B)]
             if Action(stage, F, microbatch) not in self.times:
                 raise _Fault(f"{action} without activations")
             if any(other in self.times for other in backward):
                 raise _Fault(f"{action}: the activations have been used up")
         if not 0 <= neighbour < len(self.rank_of):
-            if self.problem.vocabulary is VocabularyParallel.NONE:
-                return self.finish(rank, action, None)
-            brought = Kind.REDUCE_E if kind is F else Kind.REDUCE_SI
-            if kind is not F and Action(self.first[rank], Kind.LOSS, microbatch) not in self.times:
-                raise _Fault(f"{action} without the loss's gradient")
-            return self.finish(rank, action, Action(self.first[rank], brought, microbatch))
+            return self.do_pass_at_an_end(rank, action)
         if self.rank_of[neighbour] != rank:
             return self.finish(rank, action, Action(stage, message, microbatch))
         if not any(maker in self.times for maker in makers):
             raise _Fault(f"{action} without what stage {neighbour} makes for it")
         return self.finish(rank, action, None)
+
+    def do_pass_at_an_end(self, rank: int, action: Action) -> bool:
+        """F of the first stage, I or B of the last."""
+        _, kind, microbatch = action
+        if self.problem.extras.vocabulary is VocabularyParallel.NONE:
+            return self.finish(rank, action, None)
+        brought = Kind.REDUCE_E if kind is F else Kind.REDUCE_SI
+        if kind is not F and Action(self.first[rank], Kind.LOSS, microbatch) not in self.times:
+            raise _Fault(f"{action} without the loss's gradient")
+        return self.finish(rank, action, Action(self.first[rank], brought, microbatch))
 
     def finish(self, rank: int, action: Action, message: Action | None) -> bool:
         """Do ``action`` as soon as ``message`` has gone; False: not yet."""
@@ -404,7 +447,7 @@ class _Ranks:
         stage, kind, microbatch = action
         maker, before, after = COPIES[kind]
         what = Action(stage, maker, microbatch)
-        if self.problem.offload is Offload.NONE or what not in self.times:
+        if self.problem.extras.offload is Offload.NONE or what not in self.times:
             raise _Fault(f"{action}: there is nothing to copy")
         if any(Action(stage, user, microbatch) in self.times for user in USERS[maker]):
             raise _Fault(f"{action}: it has been used up")
@@ -446,7 +489,7 @@ class _Ranks:
         return given
 
     def check_vocabulary(self, rank: int, action: Action) -> None:
-        if self.problem.vocabulary is VocabularyParallel.NONE:
+        if self.problem.extras.vocabulary is VocabularyParallel.NONE:
             raise _Fault(f"{action}: there are no shards")
         if action.stage != self.first[rank]:
             raise _Fault(f"{action}: the shard is beside stage {self.first[rank]}")
@@ -539,7 +582,7 @@ class _Ranks:
                 passes = {kind for kind in (F, I, W, B) if Action(stage, kind, k) in self.times}
                 if passes not in wanted:
                     raise _Fault(f"microbatch {k} on stage {stage} has had {passes}")
-        if self.problem.vocabulary is not VocabularyParallel.NONE:
+        if self.problem.extras.vocabulary is not VocabularyParallel.NONE:
             self.check_vocabulary_done()
         away = [what for what, where in self.where.items() if where != "here"]
         if away:

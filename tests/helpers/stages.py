@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ext.runtime.executor import Validation, execute
+from megatron_ext.runtime.executor import execute
 from megatron_ext.runtime.host.copies import HostCopies
 from megatron_ext.runtime.host.offload import ActivationOffload
 from megatron_ext.runtime.messages.batched import BatchedTransport, PipelineGroup
 from megatron_ext.runtime.messages.channels import Channels
 from megatron_ext.runtime.messages.transport import Boundary, Transport
+from megatron_ext.runtime.post_validation.actions import Validation
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
@@ -27,18 +28,12 @@ from megatron_ext.schedule.build.registry import Choice
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.kinds import RULES, Where
 from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import P2P, Extras, Offload, Problem
 from megatron_ext.schedule.program.graph import Channel, channels
 from megatron_ext.schedule.program.speculation import settles_at
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import (
-    P2P,
-    Offload,
-    Problem,
-    Schedule,
-    from_csv,
-    is_compute,
-    to_csv,
-)
+from megatron_ext.schedule.schedule import Schedule, is_compute
+from megatron_ext.schedule.schedule_csv import from_csv, to_csv
 
 WIDTH = 4
 CPU = torch.device("cpu")
@@ -110,13 +105,9 @@ def program_for(
     offload: Offload = Offload.NONE,
     post_validation: bool = False,
 ) -> Program:
-    problem = replace(
-        problem_for(choice.place(ranks), microbatches, forward_only),
-        p2p=p2p,
-        offload=offload,
-        post_validation=post_validation,
-    )
-    return build_program(choice, problem)
+    problem = problem_for(choice.place(ranks), microbatches, forward_only)
+    extras = Extras(p2p=p2p, offload=offload, post_validation=post_validation)
+    return build_program(choice, replace(problem, extras=extras))
 
 
 def as_file(schedule: Schedule) -> Choice:
@@ -354,7 +345,7 @@ class Pipeline:
     def _connection(self) -> Channels | PipelineGroup:
         if self.connect is not None:
             return self.connect(self.group, CPU)
-        if self.program.problem.p2p is P2P.BATCHED:
+        if self.program.problem.extras.p2p is P2P.BATCHED:
             return InOrderGroup(self.group, CPU)
         connection = Channels(self.group, channels(self.program.schedule), CPU)
         if self.varies:
@@ -382,7 +373,7 @@ class Pipeline:
                 transport,
                 self.recorder,
                 offload=offload,
-                validation=validation,
+                others=() if validation is None else [validation],
             )
         return transport
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megatron_ext.runtime.post_validation.actions import Validation
 from megatron_ext.runtime.post_validation.messages import ValidationMessages
 from megatron_ext.runtime.post_validation.partial_state import PartialState
 from megatron_ext.schedule.placement import Placement
@@ -121,7 +122,7 @@ def synchronously(pipeline: Pipeline, course: Course) -> Synchronous:
     return done
 
 
-class StepAtOnce:
+class StepAtOnce(Validation):
     """`Validation` of an optimizer that steps on what is known, and takes that back where it was
     wrong."""
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from megatron_ext.runtime.executor import execute
 from megatron_ext.runtime.messages.channels import Channels
 from megatron_ext.runtime.messages.collectives import Collectives
 from megatron_ext.runtime.messages.transport import Boundary, Transport
+from megatron_ext.runtime.owner import Handler
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.vocabulary.passes import VocabularyPasses
 from megatron_ext.runtime.vocabulary.shard import VocabularyShard
@@ -22,9 +24,9 @@ from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose
+from megatron_ext.schedule.problem import VocabularyParallel
 from megatron_ext.schedule.program.graph import channels
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import VocabularyParallel
 from tests.helpers.stages import CPU, WIDTH, LinearStage, SplitLinear, problem_for
 
 VOCABULARY = 48  # rows of the padded tables
@@ -75,7 +77,7 @@ def program_for(
 ) -> Program:
     choice = choose(name)
     problem = problem_for(choice.place(ranks), microbatches, forward_only)
-    return build_program(choice, replace(problem, vocabulary=vocabulary))
+    return build_program(choice, problem.with_extras(vocabulary=vocabulary))
 
 
 class JoinShards(torch.autograd.Function):
@@ -196,10 +198,13 @@ class WatchedPasses(VocabularyPasses):
     before: Callable[[Action], None]
     after: Callable[[Action], None]
 
-    def perform(self, action: Action) -> None:
-        self.before(action)
-        super().perform(action)
-        self.after(action)
+    def handlers(self) -> Mapping[Kind, Handler]:
+        def watched(handle: Handler, action: Action) -> None:
+            self.before(action)
+            handle(action)
+            self.after(action)
+
+        return {kind: partial(watched, handle) for kind, handle in super().handlers().items()}
 
 
 @dataclass

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_ext.adapter import gpu_notice, step
-from megatron_ext.schedule.schedule import P2P
+from megatron_ext.adapter import gpu_notice
+from megatron_ext.adapter.step import connections
+from megatron_ext.schedule.problem import P2P
 from tests.helpers.megatron_runs import model_flags, train
 from tests.helpers.schedules import line_problem
 
@@ -25,7 +25,7 @@ def test_it_is_for_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     line = capsys.readouterr().out
     assert ("not yet verified on a GPU" in line) != gpu_notice.HAS_GPU_FIGURES
     assert ("--pipeline-p2p batched" in line) != gpu_notice.HAS_GPU_FIGURES
-    batched = replace(PROBLEM, p2p=P2P.BATCHED)
+    batched = PROBLEM.with_extras(p2p=P2P.BATCHED)
     gpu_notice.say_unverified(torch.device("cuda", 0), batched)
     assert "batched" not in capsys.readouterr().out
 
@@ -44,6 +44,8 @@ def test_it_goes_when_the_page_has_figures() -> None:
 def test_one_rank_says_it_once(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(step, "say_unverified", lambda device, problem: print(f"noticed: {device}"))
+    monkeypatch.setattr(
+        connections, "say_unverified", lambda device, problem: print(f"noticed: {device}")
+    )
     train(2, model_flags(pipeline_model_parallel_size=2, pipeline_schedule="zb-h1", train_iters=2))
     assert capfd.readouterr().out.count("noticed: cpu") == 1

@@ -25,7 +25,7 @@ from megatron_ext.launch_check.doctor import diagnose
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.patches.features import wanted_patches
 from megatron_ext.schedule.build.registry import choose
-from megatron_ext.schedule.schedule import from_csv
+from megatron_ext.schedule.schedule_csv import from_csv
 
 TOGETHER: tuple[dict[str, Any], ...] = (
     {"costs": "profile", "vocab_parallel": "1"},

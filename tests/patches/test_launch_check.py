@@ -21,7 +21,7 @@ from megatron_ext.launch_check.check import Launch, Report, check_launch, read_l
 from megatron_ext.launch_check.findings import Verdict
 from megatron_ext.patches.engine import applied
 from megatron_ext.schedule.placement import line, v
-from megatron_ext.schedule.schedule import VocabularyParallel
+from megatron_ext.schedule.problem import VocabularyParallel
 from tests.helpers.megatron_runs import SCRIPT, model_flags
 
 FLAGS = {

@@ -14,7 +14,7 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.module import MegatronModule
 
-from megatron_ext.adapter.model_stage import ModelStage, StepCall
+from megatron_ext.adapter.step.model_stage import ModelStage, StepCall
 from megatron_ext.runtime.recorder import Recorder
 
 

@@ -21,10 +21,10 @@ from megatron.training import async_utils, global_vars, training
 from megatron.training.checkpointing import save_checkpoint
 from megatron.training.dist_signal_handler import DistributedSignalHandler
 
-from megatron_ext.adapter.arguments import warn_of_settling
 from megatron_ext.adapter.post_validation import pending as module
 from megatron_ext.adapter.post_validation import settle_points
 from megatron_ext.adapter.post_validation.pending import Result, StepResult, post_validation
+from megatron_ext.adapter.post_validation.settle_points import warn_of_settling
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import apply
 from megatron_ext.patches.features import FEATURES
@@ -115,7 +115,7 @@ class Loop:
         self.scheduler = OptimizerParamScheduler(
             self.optimizer, 0.0, 1.0, 0.0, 0, 100, "cosine", 0.1, 0.2, 100, "linear"
         )
-        post_validation.connect(self.messages, lambda optimizer: self.speculative)
+        post_validation.connect(self.messages, lambda optimizer: self.speculative)  # type: ignore[arg-type, return-value]
 
     def step(self) -> tuple[bool, float | None]:
         """An iteration; what the loop takes the step for."""
@@ -155,6 +155,7 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
         setattr(args, name, None)
     args.adlr_autoresume = args.phase_transition_iterations = args.iterations_to_skip = None
     monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", args)
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(module.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(module.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(

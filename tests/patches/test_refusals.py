@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_ext.schedule.build.registry import choose, entries
-from megatron_ext.schedule.schedule import Offload
+from megatron_ext.schedule.problem import Extras, Offload
 from tests.helpers.documents import check_written, table
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
@@ -86,7 +86,7 @@ def test_post_validation_refuses_what_waits(schedule: str, setting: dict[str, ob
     )
     refuse(settings, choice)
     with pytest.raises(ValueError, match=r"^--pipeline-post-validation does not go with"):
-        refuse(settings, choice, post_validation=True)
+        refuse(settings, choice, Extras(post_validation=True))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_post_validation_refuses_what_waits(schedule: str, setting: dict[str, ob
 def test_post_validation_takes_what_does_not_wait(setting: dict[str, object]) -> None:
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     settings = SimpleNamespace(**sizes, transformer_impl="local", **setting)
-    refuse(settings, choose("zb-v"), post_validation=True)
+    refuse(settings, choose("zb-v"), Extras(post_validation=True))
 
 
 @pytest.mark.parametrize("setting", [{"fp8": "hybrid"}, {"context_parallel_size": 2}])
@@ -110,4 +110,4 @@ def test_offload_refuses_what_nobody_has_tried(setting: dict[str, object]) -> No
     settings = SimpleNamespace(**sizes, transformer_impl="local", **setting)
     refuse(settings, choose("zb-h1"))
     with pytest.raises(ValueError, match=r"^--pipeline-activation-offload full does not go with"):
-        refuse(settings, choose("zb-h1"), offload=Offload.FULL)
+        refuse(settings, choose("zb-h1"), Extras(offload=Offload.FULL))

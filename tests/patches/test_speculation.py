@@ -13,7 +13,7 @@ import functools
 import importlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +40,7 @@ from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
 from megatron_ext.patches.megatron.core.optimizer.optimizer import optimizer_patches
 from megatron_ext.runtime.post_validation.partial_state import PartialState
+from tests.helpers.combinations import each_once
 from tests.helpers.ranks import run_ranks, values
 
 importlib.import_module("megatron.training.initialize")  # each rank would, as the platform does
@@ -78,20 +79,17 @@ class Case:
         model_parallel_cuda_manual_seed(0)
 
 
+IN_FP16 = [
+    *(Case("fp16", ranks) for ranks in ("tensor", "pipeline", "expert")),
+    *(Case("fp16", ranks, distributed=True) for ranks in ("tensor", "data", "pipeline", "expert")),
+    Case("fp16", "data", distributed=True, overlap=True),
+    Case("fp16", "pipeline", chained=False),
+    Case("fp16", "data", steps_by="fused"),
+    Case("fp16", "data", distributed=True, steps_by="fused"),
+]
 CASES = [
-    *(Case(dtype, ranks) for dtype in DTYPES for ranks in ("tensor", "pipeline", "expert")),
-    *(
-        Case(dtype, ranks, distributed=True)
-        for dtype in DTYPES
-        for ranks in ("tensor", "data", "pipeline", "expert")
-    ),
-    *(Case(dtype, "data", distributed=True, overlap=True) for dtype in DTYPES),
-    *(Case(dtype, "pipeline", chained=False) for dtype in DTYPES),
-    *(
-        Case(dtype, "data", distributed=distributed, steps_by="fused")
-        for dtype in DTYPES
-        for distributed in (False, True)
-    ),
+    *IN_FP16,  # which has all that the others have, and a loss scale
+    *(replace(case, dtype=dtype) for case, dtype in each_once(IN_FP16, ["fp32", "bf16"])),
     Case("bf16", "tensor", steps_by="sgd"),
 ]
 
@@ -330,19 +328,23 @@ def whole(case: Case, partial: PartialState) -> PartialState:
     return functools.reduce(PartialState.plus, states)
 
 
+def events_of(case: Case) -> tuple[Event, ...]:
+    events = EVENTS[case.dtype]
+    if case.chained:
+        events = (*events[:-1], Event(skip=1e-4), events[-1])
+    if case.dtype != "fp16":
+        return (*events, Event(spoilt_by=math.inf), Event(spoilt_by=math.nan))
+    if case.ranks == "expert":  # they have a loss scaler of their own
+        return (*events, *[Event(spoils_experts=True)] * 3, QUIET)
+    return events
+
+
 def beside_a_twin(case: Case) -> None:
     with platform(case):
         stock, ours = Training(case), Training(case)
         speculative = SpeculativeOptimizer(ours.optimizer, [ours.model])
-        events = EVENTS[case.dtype]
-        if case.chained:
-            events = (*events[:-1], Event(skip=1e-4), events[-1])
-        if case.dtype != "fp16":
-            events = (*events, Event(spoilt_by=math.inf), Event(spoilt_by=math.nan))
-        elif case.ranks == "expert":  # they have a loss scaler of their own
-            events = (*events, *[Event(spoils_experts=True)] * 3, QUIET)
         scales: list[float] = []
-        for seed, event in enumerate(events):
+        for seed, event in enumerate(events_of(case)):
             for training in (stock, ours):
                 training.config.clip_grad = event.clip
                 training.config.grad_norm_skip_threshold = event.skip

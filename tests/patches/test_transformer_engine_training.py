@@ -28,6 +28,7 @@ from torch import Tensor
 from megatron_ext.runtime.host import offload
 from megatron_ext.runtime.host.offload import OffloadedStep
 from tests.helpers import transformer_engine_on_cpu as on_cpu
+from tests.helpers.combinations import IS_NIGHT
 from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train
 from tests.helpers.ranks import HANGS, run_ranks, values
 
@@ -174,12 +175,16 @@ SETTINGS: dict[str, tuple[int, str, dict[str, object]]] = {
 }
 
 
+# What they have, others above have with more.
+NIGHTLY = ("overlapped", "experts one by one", "experts, grouped")
+
+
 @pytest.mark.parametrize(
     ("version", "setting"),
     [
         (OLDEST, "overlapped"),
         (OLDEST, "experts, grouped, biases, recompute"),
-        *((NEWEST, setting) for setting in SETTINGS),
+        *((NEWEST, setting) for setting in SETTINGS if IS_NIGHT or setting not in NIGHTLY),
     ],
 )
 def test_training_is_stocks_to_the_last_bit(
@@ -187,7 +192,7 @@ def test_training_is_stocks_to_the_last_bit(
 ) -> None:
     on_cpu.fetch(version)  # here, where a test can be skipped
     ranks, schedule, given = SETTINGS[setting]
-    flags = {"pipeline_model_parallel_size": 2, "train_iters": 3, **given}
+    flags = {"pipeline_model_parallel_size": 2, "train_iters": 2, **given}
     build = functools.partial(provide, "fused" in setting, "grouped" in setting)
 
     def both(rank: int) -> tuple[list[Run], list[Run]]:
@@ -197,7 +202,7 @@ def test_training_is_stocks_to_the_last_bit(
         return train(ranks, ours, model_provider=build), reference
 
     ((runs, reference),) = values(run_ranks(1, both, timeout=2 * HANGS, connect=False))
-    assert len(losses(runs)) == 3
+    assert len(losses(runs)) == 2
     assert {run.schedule for run in runs} == {"PipelineStep"}
     assert_same(runs, reference)
     reports = [line for line in capfd.readouterr().out.splitlines() if "without a W" in line]
@@ -211,7 +216,7 @@ def test_its_activations_leave_for_the_host(schedule: str) -> None:
     their whole backward accumulates into main_grad, which the weights have and those have not."""
     on_cpu.fetch(NEWEST)
     splits = schedule == "zb-h1"
-    flags = {"pipeline_model_parallel_size": 2, "train_iters": 3, **OVERLAPPED}
+    flags = {"pipeline_model_parallel_size": 2, "train_iters": 2, **OVERLAPPED}
     ours = model_flags(
         **flags,
         pipeline_schedule=schedule,
@@ -233,5 +238,5 @@ def test_its_activations_leave_for_the_host(schedule: str) -> None:
         return train(2, ours, model_provider=provider), reference
 
     ((runs, reference),) = values(run_ranks(1, both, timeout=2 * HANGS, connect=False))
-    assert len(losses(runs)) == 3
+    assert len(losses(runs)) == 2
     assert_same(runs, reference)

@@ -29,14 +29,11 @@ from megatron_ext.runtime.messages.transport import Transport  # noqa: E402
 from megatron_ext.runtime.recorder import Recorder  # noqa: E402
 from megatron_ext.schedule.action import Action, Kind, parse  # noqa: E402
 from megatron_ext.schedule.build.registry import choose, entries  # noqa: E402
+from megatron_ext.schedule.problem import P2P, Offload, VocabularyParallel  # noqa: E402
 from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove  # noqa: E402
-from megatron_ext.schedule.schedule import (  # noqa: E402
-    P2P,
-    Offload,
-    Schedule,
-    VocabularyParallel,
-)
+from megatron_ext.schedule.schedule import Schedule  # noqa: E402
 from tests.helpers.adversary import MODES, late, one_queue, synchronising  # noqa: E402
+from tests.helpers.combinations import each_once, in_pairs  # noqa: E402
 from tests.helpers.ranks import RankResult, run_ranks, values  # noqa: E402
 from tests.helpers.schedules import mutate  # noqa: E402
 from tests.helpers.stages import Pipeline, program_for, world  # noqa: E402
@@ -57,9 +54,9 @@ from tests.pipeline.test_vocabulary import (  # noqa: E402
 )
 
 
-@pytest.fixture(params=MODES)
+@pytest.fixture
 def adverse(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Each adversary in turn, on the ranks of a test."""
+    """The adversary by this name, on the ranks of a test."""
     with MODES[request.param]():
         yield
 
@@ -84,8 +81,11 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.usefixtures("adverse", "everything_is_large")
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name", entries())
+@pytest.mark.parametrize(
+    ("name", "adverse", "ranks"),
+    [(name, *how) for name, how in each_once(entries(), in_pairs(MODES, [2, 4]))],
+    indirect=["adverse"],
+)
 def test_every_family(name: str, ranks: int) -> None:
     """With fewer microbatches than ranks, and with a number that is not a multiple of them."""
     programs = {
@@ -113,7 +113,7 @@ def run_all(programs: dict[str, list[Program]], rank: int) -> None:
     for way, of_one_way in programs.items():
         for program in of_one_way:
             varies = way == "varying shapes"
-            use = program.problem.p2p, varies
+            use = program.problem.extras.p2p, varies
             pipeline = Pipeline(program, world(), varies=varies, connect=connections.get(use))
             connections[use] = partial(connected, pipeline.connection)
             assert pipeline.step().is_empty()
@@ -126,7 +126,11 @@ def connected(connection: Any, *unused: object) -> Any:
 
 
 @pytest.mark.usefixtures("adverse")
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "v-half"])
+@pytest.mark.parametrize(
+    ("adverse", "name"),
+    each_once(MODES, ["1f1b", "zb-h1", "zb-v", "v-half"]),
+    indirect=["adverse"],
+)
 def test_divided_vocabulary(name: str) -> None:
     """And an evaluation in between."""
     ranks = 3
@@ -152,7 +156,11 @@ def test_divided_vocabulary(name: str) -> None:
 
 
 @pytest.mark.usefixtures("adverse")
-@pytest.mark.parametrize("name", ["zb-2p", "zb-v", "zb-h2", "v-auto"])
+@pytest.mark.parametrize(
+    ("adverse", "name"),
+    each_once(MODES, ["zb-2p", "zb-h2", "zb-v", "v-auto"]),
+    indirect=["adverse"],
+)
 def test_post_validation_of_bad_steps(name: str) -> None:
     ranks = 3
     programs = [program_for(choose(name), ranks, m, post_validation=True) for m in (2, 7)]

@@ -19,8 +19,9 @@ import pytest
 import torch.distributed as dist
 
 from megatron_ext.runtime.host import offload
-from megatron_ext.schedule.schedule import P2P, Offload, VocabularyParallel
+from megatron_ext.schedule.problem import P2P, Offload, VocabularyParallel
 from tests.helpers.adversary import MODES, Synchronising, synchronising
+from tests.helpers.combinations import IS_NIGHT
 from tests.helpers.megatron_runs import Run, losses, model_flags, train
 
 SCRIPT = Path(__file__).parent / "pretrain_gpt_with_bad_gradients.py"
@@ -45,16 +46,17 @@ class Case:
     @property
     def iterations(self) -> int:
         """A verdict is asked for from the third on."""
-        return 6 if self.validates else 3
+        return 6 if self.validates else 2
 
     def __str__(self) -> str:
         settings = f"{self.schedule}, {self.p2p}, vocabulary {self.vocabulary}"
         return f"{settings}, offload {self.leaves}{', post-validation' * self.validates}"
 
 
-def _cases() -> list[Case]:
-    """Each schedule with each way of messages and vocabulary that it goes with; offload goes round
-    in them."""
+def _cases() -> list[tuple[Case, str]]:
+    """Each schedule with each way of messages and vocabulary that it goes with; offload and the
+    adversaries go round in them."""
+    modes = list(MODES)
     cases = []
     for number, schedule in enumerate((*LINES_AND_VS, *LOOPS)):
         divided = [VocabularyParallel.ONE, VocabularyParallel.TWO]
@@ -62,9 +64,10 @@ def _cases() -> list[Case]:
             divided = [VocabularyParallel.NONE] * 2
         ways = [(P2P.BATCHED, VocabularyParallel.NONE), *((P2P.ASYNC, how) for how in divided)]
         for turn, (p2p, vocabulary) in enumerate(ways):
-            cases.append(Case(schedule, p2p, vocabulary, WAYS[(number + turn) % len(WAYS)]))
+            case = Case(schedule, p2p, vocabulary, WAYS[(number + turn) % len(WAYS)])
+            cases.append((case, modes[(number + turn) % len(modes)]))
         if schedule in VALIDATED:
-            cases.append(Case(schedule, validates=True))
+            cases.append((Case(schedule, validates=True), modes[number % len(modes)]))
     return cases
 
 
@@ -74,9 +77,9 @@ CASES = _cases()
 def test_any_two_settings_that_go_together_meet() -> None:
     met = {
         pair
-        for case in CASES
+        for case, mode in CASES
         for pair in itertools.combinations(
-            (case.schedule, case.p2p, case.vocabulary, case.leaves, case.validates), 2
+            (case.schedule, case.p2p, case.vocabulary, case.leaves, case.validates, mode), 2
         )
     }
     divided = VocabularyParallel.ONE, VocabularyParallel.TWO
@@ -87,6 +90,7 @@ def test_any_two_settings_that_go_together_meet() -> None:
         *itertools.product(P2P, WAYS),
         *itertools.product(divided, WAYS),
         *itertools.product(VALIDATED, [True]),
+        *itertools.product((*LINES_AND_VS, *LOOPS, *P2P, *divided, *WAYS, True), MODES),
     }
     assert wanted <= met
 
@@ -121,8 +125,11 @@ def undisturbed(case: Case) -> list[Run]:
     return run(case)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "mode"),
+    list(itertools.product(dict(CASES), MODES)) if IS_NIGHT else CASES,
+    ids=str,
+)
 def test_training_is_the_same_to_the_last_bit(case: Case, mode: str) -> None:
     # Ways of messages and offload do not change a number either.
     expected = undisturbed(replace(case, p2p=P2P.ASYNC, leaves=Offload.NONE))

@@ -27,6 +27,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
 import megatron_ext
+from megatron_ext.adapter.step.connections import Connections
 from megatron_ext.adapter.tied import tied_weights
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
@@ -271,9 +272,8 @@ def test_an_error_beside_the_passes_ends_the_other_ranks() -> None:
         with installed(RANKS, schedule="1f1b"):
             step(own_groups=False)
             if rank == 1:
-                run = schedules.get_forward_backward_func()
                 with (
-                    mock.patch.object(run, "_transport", broken),
+                    mock.patch.object(Connections, "transport", broken),
                     pytest.raises(OSError, match="no memory"),
                 ):
                     step(own_groups=False)

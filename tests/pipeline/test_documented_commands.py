@@ -23,6 +23,7 @@ ON_EIGHT = "torchrun --nproc-per-node 8 -m megatron_ext pretrain_gpt.py $YOUR_FL
 NOT_RUN = {
     "scripts/quickstart.sh": "run as docs/first-steps.md has it",
     "scripts/test.sh": "runs this test",
+    "scripts/test.sh --quick": "runs most of these tests",
     "source .venv/bin/activate": "tests run in an environment already",
     "pip install .": "tests/unit/test_packaging.py makes the package and imports it",
     "torchrun --nproc-per-node 8 pretrain_gpt.py $YOUR_FLAGS": "Megatron's own, on 8 GPUs",

@@ -11,7 +11,6 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
@@ -29,10 +28,12 @@ from megatron_ext.schedule.action import Action, Kind  # noqa: E402
 from megatron_ext.schedule.build.registry import choose  # noqa: E402
 from megatron_ext.schedule.kinds import RULES, Lane  # noqa: E402
 from megatron_ext.schedule.placement import Neighbour, Placement, line  # noqa: E402
+from megatron_ext.schedule.problem import P2P  # noqa: E402
 from megatron_ext.schedule.program import verify  # noqa: E402
 from megatron_ext.schedule.program.graph import Channel, batches_of  # noqa: E402
 from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove  # noqa: E402
-from megatron_ext.schedule.schedule import P2P, Schedule  # noqa: E402
+from megatron_ext.schedule.schedule import Schedule  # noqa: E402
+from tests.helpers.combinations import in_pairs  # noqa: E402
 from tests.helpers.ranks import run_ranks, values  # noqa: E402
 from tests.helpers.schedules import mutate, random_case, written  # noqa: E402
 from tests.helpers.stages import (  # noqa: E402
@@ -106,18 +107,18 @@ def run_programs(programs: list[Program], varies: bool = False) -> Callable[[int
     return run
 
 
-@pytest.mark.parametrize("p2p", P2P)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize(
+    ("name", "ranks", "p2p"), in_pairs(["gpipe", "1f1b", "zb-h1"], [1, 2, 3, 4, 5], P2P)
+)
 def test_line(name: str, ranks: int, p2p: P2P) -> None:
     programs = [program_for(choose(name), ranks, m, p2p=p2p) for m in MICROBATCHES]
     values(run_ranks(ranks, run_programs(programs)))
 
 
-@pytest.mark.parametrize("p2p", P2P)
-@pytest.mark.parametrize("splits", [False, True], ids=["B", "I and W"])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("place", [v_placement, loop_placement])
+@pytest.mark.parametrize(
+    ("place", "ranks", "splits", "p2p"),
+    in_pairs([v_placement, loop_placement], [1, 2, 4], [False, True], P2P),
+)
 def test_two_chunks_a_rank(place: Place, ranks: int, splits: bool, p2p: P2P) -> None:
     """The V hands over on one rank at its turn; on one rank, V and loop always do."""
     programs = [
@@ -249,7 +250,7 @@ def test_what_the_proof_lets_through_runs(p2p: P2P) -> None:
     strict about its order as NCCL's.
     """
     rng = random.Random(0)
-    problem = replace(problem_for(v_placement(3), 4), p2p=p2p)
+    problem = problem_for(v_placement(3), 4).with_extras(p2p=p2p)
     start = program_for(as_file(greedy(problem.placement, 4, True)), 3, 4, p2p=p2p).schedule
     accepted: list[Program] = []
     rejected = 0
@@ -275,7 +276,7 @@ def test_what_the_proof_refuses_hangs() -> None:
         """,
         (0, 1),
     )
-    problem = replace(problem_for(line(2), 1), p2p=P2P.BATCHED)
+    problem = problem_for(line(2), 1).with_extras(p2p=P2P.BATCHED)
     with pytest.raises(InvalidSchedule, match="it would hang: "):
         prove(schedule, problem)
     forged = Program(schedule, problem, verify._SEAL)

@@ -29,7 +29,7 @@ from megatron_ext.runtime.recorder import Recorder  # noqa: E402
 from megatron_ext.runtime.weight_gradients import queue  # noqa: E402
 from megatron_ext.schedule.action import parse  # noqa: E402
 from megatron_ext.schedule.build.registry import choose  # noqa: E402
-from megatron_ext.schedule.schedule import P2P  # noqa: E402
+from megatron_ext.schedule.problem import P2P  # noqa: E402
 from tests.helpers.ranks import RankResult, Script, running_ranks, values  # noqa: E402
 from tests.helpers.stages import Pipeline, alone, program_for, world  # noqa: E402
 

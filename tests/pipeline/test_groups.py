@@ -21,9 +21,10 @@ from megatron_ext.runtime.messages.collectives import Collectives
 from megatron_ext.runtime.messages.groups import make_groups
 from megatron_ext.runtime.messages.nccl import communicator_options, ctas_for
 from megatron_ext.schedule.build.registry import choose
+from megatron_ext.schedule.problem import VocabularyParallel
 from megatron_ext.schedule.program.communicators import communicators
 from megatron_ext.schedule.program.graph import channels
-from megatron_ext.schedule.schedule import Schedule, VocabularyParallel
+from megatron_ext.schedule.schedule import Schedule
 from tests.helpers.ranks import run_ranks, values
 from tests.unit.test_communicators import SPECS, program_of
 

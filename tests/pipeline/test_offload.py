@@ -29,9 +29,9 @@ from megatron_ext.runtime.weight_gradients import queue  # noqa: E402
 from megatron_ext.schedule.action import Action, Kind, parse  # noqa: E402
 from megatron_ext.schedule.build.registry import choose  # noqa: E402
 from megatron_ext.schedule.kinds import RULES, Held, Lane  # noqa: E402
+from megatron_ext.schedule.problem import Offload  # noqa: E402
 from megatron_ext.schedule.program.memory import most_on_host  # noqa: E402
 from megatron_ext.schedule.program.verify import Program  # noqa: E402
-from megatron_ext.schedule.schedule import Offload  # noqa: E402
 from tests.helpers.adversary import LateCopies  # noqa: E402
 from tests.helpers.ranks import run_ranks, values  # noqa: E402
 from tests.helpers.stages import (  # noqa: E402
@@ -145,6 +145,10 @@ def test_a_buffer_is_not_overwritten_before_it_has_been_read() -> None:
 # --- what leaves, and what stays
 
 
+def perform(step: OffloadedStep, action: Action) -> None:
+    step.handlers()[action.kind](action)
+
+
 class Leaving:
     """One stage's F and backward pass, with its copies, in this process."""
 
@@ -161,7 +165,7 @@ class Leaving:
 
     def perform(self, *actions: str) -> None:
         for action in actions:
-            self.step.perform(parse(action))
+            perform(self.step, parse(action))
 
     @property
     def bytes_left(self) -> int:
@@ -335,7 +339,7 @@ class Steps:
             with step.saving(0, microbatch, x):
                 y = square(x)
             for action in row:
-                step.perform(parse(action))
+                perform(step, parse(action))
             step.await_reload(Action(0, Kind.FULL_BACKWARD, microbatch))
             y.backward()
             assert torch.equal(x.grad, 2 * torch.arange(float(size)))

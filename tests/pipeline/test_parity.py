@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.combinations import at_night, in_pairs, nightly
 from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train
 from tests.helpers.ranks import lasting_folder
 
 FAMILIES = ("gpipe", "1f1b", "zb-h1")
 SAVED_AT = 2
+ITERATIONS = 4
 
 SHAPES: dict[str, tuple[int, dict[str, object]]] = {
     "pp2": (2, {"pipeline_model_parallel_size": 2}),
@@ -46,20 +48,19 @@ def stock(shape: str, model: str) -> tuple[list[Run], Path]:
     """Stock's run, and the checkpoint it left at iteration 2."""
     ranks, layout = SHAPES[shape]
     folder = lasting_folder()
-    flags = model_flags(**layout, **MODELS[model], save=folder, save_interval=SAVED_AT)
+    saving: dict[str, object] = {"save": folder, "save_interval": SAVED_AT}
+    flags = model_flags(**layout, **MODELS[model], **saving, train_iters=ITERATIONS)
     return train(ranks, flags), folder
 
 
 def resume(shape: str, model: str, folder: Path, **overrides: object) -> list[Run]:
     """Train on from stock's checkpoint of iteration 2 (the later one stays unread)."""
     ranks, layout = SHAPES[shape]
-    flags = model_flags(**layout, **MODELS[model], load=folder, ckpt_step=SAVED_AT, **overrides)
-    return train(ranks, flags)
+    loading: dict[str, object] = {"load": folder, "ckpt_step": SAVED_AT, **overrides}
+    return train(ranks, model_flags(**layout, **MODELS[model], **loading, train_iters=ITERATIONS))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "model", "family"), in_pairs(SHAPES, MODELS, FAMILIES))
 def test_resumed_training_is_stock_to_the_last_bit(shape: str, model: str, family: str) -> None:
     reference, folder = stock(shape, model)
     runs = resume(shape, model, folder, pipeline_schedule=family)
@@ -84,8 +85,7 @@ def test_every_schedule_on_a_line_runs(family: str) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "microbatches"),
-    [(4, 3), (4, 1), (3, 5), (3, 7), (4, 6)],
-    ids=["m < p", "m = 1", "odd p", "odd p, m > 2p", "m not divisible by p"],
+    [(4, 3), (3, 7), *at_night((4, 1), (3, 5), (4, 6))],
 )
 def test_any_number_of_microbatches(ranks: int, microbatches: int) -> None:
     runs, reference = compare(
@@ -106,6 +106,7 @@ def test_gradient_reduction_overlaps() -> None:
     assert_same(runs, reference)
 
 
+@nightly("test_matrix.py has zb-auto with these")
 def test_distributed_optimizer_with_both_overlaps() -> None:
     runs, reference = compare(
         4,
@@ -118,6 +119,7 @@ def test_distributed_optimizer_with_both_overlaps() -> None:
     assert_same(runs, reference)
 
 
+@nightly("test_matrix.py has zb-auto with these")
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_tensor_parallel(sequence_parallel: bool) -> None:
     runs, reference = compare(
@@ -130,15 +132,17 @@ def test_tensor_parallel(sequence_parallel: bool) -> None:
     assert_same(runs, reference)
 
 
+@nightly("test_matrix.py has zb-auto with it")
 def test_bf16() -> None:
     runs, reference = compare(2, pipeline_model_parallel_size=2, bf16=True, train_iters=3)
     assert_same(runs, reference)
 
 
-def test_without_linear_bias() -> None:
+def test_without_linear_bias_and_loss_per_token() -> None:
     runs, reference = compare(
         2,
         pipeline_model_parallel_size=2,
+        calculate_per_token_loss=True,
         disable_bias_linear=True,
         swiglu=True,
         group_query_attention=True,
@@ -168,13 +172,6 @@ def test_clipping_is_close() -> None:
     """The norm's sum over ranks has an order; so parameters may differ in their last bits."""
     runs, reference = compare(4, pipeline_model_parallel_size=4, clip_grad=0.5, train_iters=4)
     assert losses(runs) == pytest.approx(losses(reference), rel=1e-6)
-
-
-def test_loss_per_token() -> None:
-    runs, reference = compare(
-        2, pipeline_model_parallel_size=2, calculate_per_token_loss=True, train_iters=3
-    )
-    assert_same(runs, reference)
 
 
 def test_saved_under_a_schedule_and_resumed_under_stock(tmp_path: Path) -> None:

@@ -28,9 +28,9 @@ from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import load_costs, parse_costs
 from megatron_ext.schedule.kinds import Held
+from megatron_ext.schedule.problem import P2P, Extras, Problem
 from megatron_ext.schedule.program.graph import channels
 from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.schedule import P2P, Problem
 from megatron_ext.schedule.show.trace import read_trace
 from scripts import benchmark_prediction
 from tests.helpers.held_bytes import measure_steps, read_steps
@@ -47,7 +47,7 @@ ITERATIONS = STEPS + 2
 
 
 def run(ranks: int, flags: Flags, script: Path = SCRIPT) -> list[Run]:
-    common: Flags = {"num_layers": 8, "train_iters": ITERATIONS}
+    common: Flags = {"num_layers": 4, "train_iters": ITERATIONS}
     return train(ranks, model_flags(**common | flags), script)
 
 
@@ -70,7 +70,7 @@ def costs_in(path: Path, spec: str, ranks: int) -> Costs:
     ("spec", "ranks", "pipeline", "more"),
     [
         ("1f1b", 2, 2, {}),
-        ("zb-auto", 4, 4, {"pipeline_memory_limit": "1x"}),
+        ("zb-auto", 2, 2, {"pipeline_memory_limit": "1x"}),
         ("zb-v", 4, 2, {}),
         ("zb-auto", 4, 2, {"tensor_model_parallel_size": 2, "pipeline_memory_limit": "1GiB"}),
         ("zb-h1", 2, 2, {"pipeline_p2p": "batched", "eval_iters": 1, "eval_interval": 2}),
@@ -98,7 +98,7 @@ def costs_in(path: Path, spec: str, ranks: int) -> Costs:
         ),
     ],
     ids=[
-        *("1f1b", "zb-auto pp4", "zb-v dp2", "zb-auto tp2, bytes", "batched, evaluation"),
+        *("1f1b", "zb-auto", "zb-v dp2", "zb-auto tp2, bytes", "batched, evaluation"),
         *("dropout, full recompute", "bf16, distributed optimizer"),
     ],
 )
@@ -139,7 +139,9 @@ def test_a_training_that_measures_is_the_same_to_the_last_bit(
     assert len(predictions) == pipeline
     if spec in ("1f1b", "zb-h1"):  # which have one order of passes, whatever they cost
         p2p = P2P(str(more.get("pipeline_p2p", P2P.ASYNC)))
-        again = place_head(choose(spec), Problem(placement, 8 * pipeline // ranks, costs, p2p=p2p))
+        again = place_head(
+            choose(spec), Problem(placement, 8 * pipeline // ranks, costs, extras=Extras(p2p=p2p))
+        )
         predicted = 1e3 * simulate(again.program, again.program.problem.costs).makespan
         said_so = re.search(r"step predicted ([\d.e+]+) ms", predictions[0])
         assert said_so and float(said_so[1]) == pytest.approx(predicted, rel=2e-3)
@@ -169,14 +171,14 @@ def test_what_is_traced_is_what_was_asked_for(tmp_path: Path) -> None:
 
 def test_the_commands_take_what_a_training_has_written(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
-    run(4, profiled(path, "zb-h1", 4))
+    run(2, profiled(path, "zb-h1", 2))
     for command in (["simulate", "zb-auto"], ["plan"]):
-        words = [*command, "--pp", "4", "-m", "8", "--costs", str(path), "--json"]
+        words = [*command, "--pp", "2", "-m", "8", "--costs", str(path), "--json"]
         result = CliRunner().invoke(app, words)
         assert result.exit_code == 0, result.output
         assert json.loads(result.stdout)
-    runs = run(4, profiled(path, "zb-auto", 4) | {"pipeline_costs": path})
-    assert_same(runs, run(4, {"pipeline_model_parallel_size": 4}))
+    runs = run(2, profiled(path, "zb-auto", 2) | {"pipeline_costs": path})
+    assert_same(runs, run(2, {"pipeline_model_parallel_size": 2}))
 
 
 def test_a_divided_vocabulary_is_measured_too(tmp_path: Path) -> None:

@@ -28,10 +28,10 @@ from megatron_ext.runtime.recording import HostClock, Recording  # noqa: E402
 from megatron_ext.runtime.weight_gradients import queue  # noqa: E402
 from megatron_ext.schedule.action import Action, Kind  # noqa: E402
 from megatron_ext.schedule.build.registry import choose  # noqa: E402
+from megatron_ext.schedule.problem import P2P  # noqa: E402
 from megatron_ext.schedule.program.graph import channels  # noqa: E402
 from megatron_ext.schedule.program.simulate import simulate  # noqa: E402
 from megatron_ext.schedule.program.verify import Program  # noqa: E402
-from megatron_ext.schedule.schedule import P2P  # noqa: E402
 from megatron_ext.schedule.show.trace import beside  # noqa: E402
 from megatron_ext.schedule.timeline import Event, Reduction, Timeline  # noqa: E402
 from tests.helpers.ranks import run_ranks, values  # noqa: E402
@@ -48,9 +48,9 @@ def recorded_step(rank: int, p2p: P2P) -> list[Event]:
     pipeline = Pipeline(program, world(), faults=faults)
     recorder = pipeline.recorder
     pipeline.step()
-    recording = recorder.recording = Recording(rank, HostClock())
+    recording = recorder.record(HostClock())
     pipeline.step()
-    recorder.recording = None
+    recorder.end()
     pipeline.step()
     events, reductions = recording.read()
     assert reductions == []
@@ -91,9 +91,10 @@ def emulated_steps(rank: int, program: Program, steps: int) -> list[list[Event]]
     queue.splitting = True
     found = []
     for _ in range(steps):
-        recording = recorder.recording = Recording(rank, HostClock())
+        recording = recorder.record(HostClock())
         transport = Transport(ways, Boundary(SHAPE, DTYPE), placement, recorder)
         execute(program, stages, transport, recorder)
+        recorder.end()
         found.append(recording.read()[0])
     return found
 

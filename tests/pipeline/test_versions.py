@@ -46,7 +46,7 @@ def run_under(megatron: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", *words],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "MEGATRON_EXT_NIGHTLY": "1"},
         capture_output=True,
         text=True,
     )

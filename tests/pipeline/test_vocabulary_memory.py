@@ -21,7 +21,8 @@ from torch import Tensor
 from megatron_ext.schedule.model.model import Model
 from megatron_ext.schedule.model.model_memory import TrainingState, bytes_of_ranks
 from megatron_ext.schedule.placement import line
-from megatron_ext.schedule.schedule import VocabularyParallel
+from megatron_ext.schedule.problem import VocabularyParallel
+from tests.helpers.combinations import at_night, each_once
 from tests.helpers.megatron_runs import model_flags, train
 from tests.helpers.storages import LiveStorages, storages
 
@@ -102,8 +103,9 @@ def count(monkeypatch: pytest.MonkeyPatch, folder: Path, rows: int) -> None:
     monkeypatch.setattr(training, "training_log", end)
 
 
-@pytest.mark.parametrize("vocabulary", [32, 64, 128, 256])
-@pytest.mark.parametrize("way", list(VocabularyParallel))
+@pytest.mark.parametrize(
+    ("way", "vocabulary"), each_once(VocabularyParallel, [64, 32, 128, *at_night(256)])
+)
 def test_what_each_rank_holds(
     vocabulary: int, way: VocabularyParallel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -12,10 +12,10 @@ from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs import Costs, uniform
 from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import P2P, Extras, Problem
 from megatron_ext.schedule.program.graph import batches_of
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import InvalidSchedule, prove
-from megatron_ext.schedule.schedule import P2P, Problem
 from megatron_ext.schedule.transforms.forward_only import keep_forward
 from tests.helpers.schedules import (
     PROPERTY,
@@ -36,7 +36,7 @@ from tests.helpers.schedules import (
 
 
 def batched(problem: Problem) -> Problem:
-    return replace(problem, p2p=P2P.BATCHED)
+    return problem.with_extras(p2p=P2P.BATCHED)
 
 
 def test_a_send_moves_with_the_receives_before_it_and_other_receives_alone() -> None:
@@ -189,7 +189,7 @@ def test_every_order_of_passes_is_sound_whatever_ends_together(seed: int) -> Non
         random.randint(1, 12 if forward_only else 5),
         costs_with_ties(random, placement),
         forward_only=forward_only,
-        p2p=P2P.BATCHED,
+        extras=Extras(p2p=P2P.BATCHED),
     )
     schedule = random_schedule(random, problem)
     if forward_only:

@@ -11,13 +11,17 @@ from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import v
+from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.memory import in_microbatches, peaks
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import Problem, Schedule, from_csv
+from megatron_ext.schedule.schedule import Schedule
+from megatron_ext.schedule.schedule_csv import from_csv
 from megatron_ext.schedule.search.bounds import lower_bound
 from megatron_ext.schedule.search.certify import certify
 from tests.helpers.schedules import random_case
+
+pytestmark = pytest.mark.search
 
 Figures = tuple[float, float, float, float]
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from megatron_ext.cli import app
 from megatron_ext.schedule.action import parse
-from megatron_ext.schedule.schedule import from_csv
+from megatron_ext.schedule.schedule_csv import from_csv
 from tests.helpers.schedules import line_problem, program
 
 runner = CliRunner()

@@ -13,6 +13,7 @@ from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.kinds import RULES, Lane, Where
 from megatron_ext.schedule.placement import Placement, line, loop, v, wave
+from megatron_ext.schedule.problem import P2P, Extras, Problem, VocabularyParallel
 from megatron_ext.schedule.program.communicators import (
     COLLECTIVES,
     Communicators,
@@ -25,7 +26,7 @@ from megatron_ext.schedule.program.communicators import (
 )
 from megatron_ext.schedule.program.graph import Channel, channel_of, channels, partner_of
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import P2P, Problem, Schedule, VocabularyParallel
+from megatron_ext.schedule.schedule import Schedule
 from tests.helpers.schedules import random_placement
 
 H100 = 132  # multiprocessors
@@ -71,7 +72,9 @@ def program_of(
     choice = choose(spec)
     placement = choice.place(ranks)
     costs = parse_costs("f=2,i=2,w=2,head=1/1/1,embedding=1/1", placement)
-    return build_program(choice, Problem(placement, 4, costs, p2p=p2p, vocabulary=vocabulary))
+    return build_program(
+        choice, Problem(placement, 4, costs, extras=Extras(p2p=p2p, vocabulary=vocabulary))
+    )
 
 
 def test_what_a_rank_has() -> None:

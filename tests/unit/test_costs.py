@@ -19,8 +19,9 @@ from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
 from megatron_ext.schedule.model.estimate import CPU, GPU, ModelDimensions, estimate
 from megatron_ext.schedule.placement import Placement, line
+from megatron_ext.schedule.problem import Problem, VocabularyParallel
 from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, memory_curve, peaks
-from megatron_ext.schedule.schedule import Problem, Schedule, VocabularyParallel
+from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
 from tests.helpers.schedules import PROPERTY, line_problem, random_costs, rows_of, seeds, written
 

@@ -13,8 +13,10 @@ from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.flip import opens_on_first_rank
 from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.verify import InvalidSchedule
-from megatron_ext.schedule.schedule import Problem, bitwise_order, from_csv, to_csv
+from megatron_ext.schedule.schedule import bitwise_order
+from megatron_ext.schedule.schedule_csv import from_csv, to_csv
 from tests.helpers.schedules import (
     PROPERTY,
     Case,

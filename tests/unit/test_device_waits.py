@@ -115,12 +115,12 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
             "torch.cuda.mem_get_info(device)",
         ),
         (
-            "megatron_ext/adapter/step.py",
-            "PipelineStep.__call__",
+            "megatron_ext/adapter/post_validation/step.py",
+            "SpeculativeStep.put_off_scaling",
             "int(tokens)",
         ),
         (
-            "megatron_ext/adapter/step.py",
+            "megatron_ext/adapter/post_validation/step.py",
             "_scale_gradients",
             "torch.tensor(tokens, dtype=torch.int, device=torch.cuda.current_device())",
         ),
@@ -153,11 +153,6 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
         ),
     },
     "a tensor of the host's, or none": {
-        (
-            "megatron_ext/adapter/step.py",
-            "PipelineStep.__call__",
-            "bool(force_all_reduce)",
-        ),
         ("megatron_ext/runtime/messages/transport.py", "Transport.receive", "header.tolist()"),
         (
             "megatron_ext/runtime/post_validation/messages.py",
@@ -254,14 +249,17 @@ def test_no_function_without_tensors_is_listed_in_vain() -> None:
 
 def test_the_passes_and_messages_wait_for_nothing() -> None:
     """What runs at every action."""
-    files = {f"megatron_ext/runtime/{name}.py" for name in ("executor", "recorder")}
+    files = {
+        f"megatron_ext/runtime/{name}.py"
+        for name in ("executor", "handover", "stage_passes", "recorder")
+    }
     files |= {
         "megatron_ext/runtime/messages/batched.py",
         "megatron_ext/runtime/messages/collectives.py",
         "megatron_ext/runtime/vocabulary/passes.py",
     }
     files |= {"megatron_ext/runtime/vocabulary/shard.py"}
-    files |= {"megatron_ext/adapter/model_stage.py"}
+    files |= {"megatron_ext/adapter/step/model_stage.py"}
     assert all((ROOT / file).exists() for file in files)
     assert not {entry for entry in found() if entry[0] in files}
 

@@ -9,9 +9,9 @@ import pytest
 
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import prove
-from megatron_ext.schedule.schedule import Problem
 from megatron_ext.schedule.show.draw import BUBBLE, COLOURS, Box, draw
 from megatron_ext.schedule.timeline import Event, Timeline
 from tests.helpers.schedules import F, line_problem, program, with_messages, written

@@ -10,7 +10,7 @@ from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs_text import parse_costs
-from megatron_ext.schedule.schedule import Problem, VocabularyParallel
+from megatron_ext.schedule.problem import Extras, Problem, VocabularyParallel
 
 
 @pytest.mark.parametrize("hop", [0.0, 0.1])
@@ -28,5 +28,5 @@ def test_ends_of_the_model_without_layers(
         for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     }
     costs = replace(costs, seconds={**costs.seconds, **seconds}, hop=hop)
-    program = build_program(choice, Problem(placement, 4, costs, vocabulary=variant))
+    program = build_program(choice, Problem(placement, 4, costs, extras=Extras(vocabulary=variant)))
     assert program.schedule.placement == placement

@@ -206,7 +206,7 @@ def test_wrapped_function_passes_the_checks_of_the_next_wrap(theirs: Any) -> Non
         ours,
         reason="test",
         signature=plain_signature(theirs.train),
-        digests=[source_digest(theirs.train)],
+        digests={"1": source_digest(theirs.train)},
     )
     with apply([patch]), apply([patch]):
         assert theirs.train(1) == ("ours", ("ours", ("stock", 1, 0.1)))
@@ -236,9 +236,9 @@ def test_every_problem_is_listed_and_nothing_changed(theirs: Any, make_module: M
                 wrap("fake_theirs:gone", ours, reason="no function"),
                 wrap("fake_theirs:Layer.gone", ours, reason="no method"),
                 wrap("fake_theirs:train", ours, reason="changed", signature="(steps)"),
-                wrap("fake_theirs:Layer.forward", ours, reason="changed", digests=["0" * 12]),
+                wrap("fake_theirs:Layer.forward", ours, reason="changed", digests={"1": "0" * 12}),
                 replace("fake_theirs:FLAG", 1, reason="no function", signature="()"),
-                replace("builtins:len", len, reason="no source", digests=["0" * 12]),
+                replace("builtins:len", len, reason="no source", digests={"1": "0" * 12}),
             ]
         )
     assert_same(before, state(theirs))
@@ -279,7 +279,7 @@ def test_target_must_belong_to_a_module_or_class(theirs: Any) -> None:
 def test_override_admits_an_unknown_source_but_no_other_signature(
     theirs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unknown = wrap("fake_theirs:train", ours, reason="test", digests=["0" * 12])
+    unknown = wrap("fake_theirs:train", ours, reason="test", digests={"1": "0" * 12})
     with pytest.raises(PatchError, match=f"set {ALLOW_UNKNOWN}=1"):
         apply([unknown])
     monkeypatch.setenv(ALLOW_UNKNOWN, "1")

@@ -18,11 +18,12 @@ from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
 from megatron_ext.schedule.placement import line
+from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, peaks
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import InvalidSchedule
 from megatron_ext.schedule.program.waits import SENDS_BEHIND
-from megatron_ext.schedule.schedule import Problem, Schedule, bitwise_order
+from megatron_ext.schedule.schedule import Schedule, bitwise_order
 from megatron_ext.schedule.search.fill import makespan
 from tests.helpers.schedules import (
     PROPERTY,

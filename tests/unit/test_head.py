@@ -13,9 +13,9 @@ from megatron_ext.schedule.costs import Costs, uniform
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.model.estimate import GPU, ModelDimensions, estimate
+from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.memory import in_bytes, peaks
 from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.schedule import Problem
 
 MODEL = ModelDimensions(
     layers=(4, 4, 4, 4),

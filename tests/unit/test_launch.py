@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -147,8 +148,8 @@ TRACE: dict[str, Any] = {"schedule": "1f1b", "trace": "folder"}
 
 
 def test_the_iterations_to_trace() -> None:
-    assert PipelineConfig().traced_iterations() == range(0)
-    assert PipelineConfig(**TRACE, trace_iters="10:12").traced_iterations() == range(10, 12)
+    assert PipelineConfig().trace_iters is None
+    assert PipelineConfig.parse(**TRACE, trace_iters="10:12").trace_iters == range(10, 12)
 
 
 @pytest.mark.parametrize(
@@ -162,11 +163,11 @@ def test_the_iterations_to_trace() -> None:
 )
 def test_what_does_not_go_with_post_validation(setting: dict[str, Any]) -> None:
     ((name, value),) = setting.items()
-    PipelineConfig(schedule="zb-v", post_validation=True)
-    PipelineConfig(schedule="zb-v", **setting)
+    PipelineConfig.parse(schedule="zb-v", post_validation=True)
+    PipelineConfig.parse(schedule="zb-v", **setting)
     text = f"--pipeline-post-validation does not go with {flag(name)} {value}: "
     with pytest.raises(ValueError, match=re.escape(text)):
-        PipelineConfig(schedule="zb-v", post_validation=True, **setting)
+        PipelineConfig.parse(schedule="zb-v", post_validation=True, **setting)
 
 
 @pytest.mark.parametrize(
@@ -183,4 +184,14 @@ def test_what_does_not_go_with_post_validation(setting: dict[str, Any]) -> None:
 )
 def test_iterations_that_nobody_can_trace(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(text)):
-        PipelineConfig(**settings)
+        PipelineConfig.parse(**settings)
+
+
+def test_a_setting_that_there_is_not() -> None:
+    with pytest.raises(TypeError, match="no setting 'schedules': write one of schedule, memory"):
+        PipelineConfig.parse(schedules="1f1b")
+
+
+def test_none_is_a_default() -> None:
+    nothing = {setting.name: None for setting in fields(PipelineConfig)}
+    assert PipelineConfig.parse(**nothing) == PipelineConfig()

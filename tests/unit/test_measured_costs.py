@@ -20,9 +20,9 @@ from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.model.estimate import CPU, ModelDimensions, estimate
 from megatron_ext.schedule.model.measured_costs import RankFigures, measured_costs, medians
 from megatron_ext.schedule.placement import Placement, line
+from megatron_ext.schedule.problem import Extras, Problem, VocabularyParallel
 from megatron_ext.schedule.program.memory import in_microbatches, peaks
 from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.schedule import Problem, VocabularyParallel
 from megatron_ext.schedule.show.prediction import RankStep, compare
 from megatron_ext.schedule.show.summary import stock_1f1b, summary_of_change
 
@@ -65,7 +65,9 @@ def placed(spec: str, vocabulary: VocabularyParallel = NONE, rows: int = 2000) -
     choice = choose(spec)
     placement = choice.place(RANKS)
     costs = estimated(placement, rows)
-    return place_head(choice, Problem(placement, MICROBATCHES, costs, vocabulary=vocabulary))
+    return place_head(
+        choice, Problem(placement, MICROBATCHES, costs, extras=Extras(vocabulary=vocabulary))
+    )
 
 
 def recorded(placed: Placed, truth: Costs) -> list[RankFigures]:

@@ -23,17 +23,12 @@ from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.kinds import HOST_LANES, RULES, Held, Lane
 from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.problem import Extras, Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.program.graph import Device, Graph, build_graph, partner_of
 from megatron_ext.schedule.program.memory import held_during, in_bytes, peaks
 from megatron_ext.schedule.program.simulate import simulate, simulate_unproved
 from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove
-from megatron_ext.schedule.schedule import (
-    Offload,
-    Problem,
-    Schedule,
-    VocabularyParallel,
-    is_compute,
-)
+from megatron_ext.schedule.schedule import Schedule, is_compute
 from tests.helpers.schedules import (
     PROPERTY,
     line_problem,
@@ -208,12 +203,17 @@ def moved(made: Program, action: str, before: str) -> Schedule:
     return replace(made.schedule, rows=tuple(rows))
 
 
-def family_program(name: str, ranks: int, microbatches: int, **settings: Any) -> Program:
+def family_program(
+    name: str, ranks: int, microbatches: int, forward_only: bool = False, **extras: Any
+) -> Program:
     choice = choose(name)
     placement = choice.place(ranks)
     copies = [1.0] * placement.stages
     costs = uniform(placement, 2, 2, 2).with_host(copies, copies)
-    return build_program(choice, Problem(placement, microbatches, costs, **settings))
+    return build_program(
+        choice,
+        Problem(placement, microbatches, costs, forward_only=forward_only, extras=Extras(**extras)),
+    )
 
 
 ZB_V_DIVIDED = partial(family_program, "zb-v", 2, 4, vocabulary=VocabularyParallel.ONE)

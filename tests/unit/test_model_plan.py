@@ -21,13 +21,16 @@ from megatron_ext.schedule.model.gpus import GPUS, USABLE, parse_gpu
 from megatron_ext.schedule.model.model import Model, parse_model
 from megatron_ext.schedule.model.model_memory import TrainingState, bytes_of_ranks
 from megatron_ext.schedule.placement import Placement, line, v
-from megatron_ext.schedule.plan.choose import Candidate, Plan, Way, consider, make_plan
+from megatron_ext.schedule.plan.choose import Candidate, CaseOf, Plan, Way, consider, make_plan
 from megatron_ext.schedule.plan.model_plan import Training
 from megatron_ext.schedule.plan.recommendation import recommendation
 from megatron_ext.schedule.plan.vocabulary_plan import cases, side_by_side
+from megatron_ext.schedule.problem import Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.schedule import Offload, Problem, VocabularyParallel
+from tests.helpers.combinations import at_night
 from tests.helpers.short_search import shorten_search
+
+pytestmark = pytest.mark.search
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -50,6 +53,11 @@ def training(**changes: Any) -> Training:
         "rates": GPUS["h100"].rates,
     }
     return Training(**(given | changes))
+
+
+def among(case_of: CaseOf, *names: str) -> CaseOf:
+    """``case_of`` for these families alone."""
+    return lambda name, way: case_of(name, way) if name in names else None
 
 
 @functools.cache
@@ -104,7 +112,8 @@ def test_what_does_not_fit_lets_activations_leave() -> None:
     offload does without. (With copies as quick as a model of this size wants them.)"""
     case = training(rates=replace(GPUS["h100"].rates, host=400e9)).case
     tight = 2.0
-    found = make_plan(case, tight * 2**30, may_offload=True)
+    families = "gpipe", "1f1b", "zb-h1", "interleaved", "gis", "zb-v"
+    found = make_plan(among(case, *families), tight * 2**30, may_offload=True)
     assert all(each.offload is Offload.FIT for each in found.candidates)
     best = best_of(found)
     assert best.fullest is not None
@@ -119,7 +128,8 @@ def test_what_does_not_fit_lets_activations_leave() -> None:
 
 
 def test_what_a_gpu_has_no_room_for_is_no_candidate() -> None:
-    roomy, tight = plan(), plan(4)
+    families = "gpipe", "1f1b", "zb-h1", "interleaved", "gis", "zb-v"
+    roomy, tight = plan(), make_plan(among(training().case, *families), 4 * 2**30)
     assert all(each.fullest is not None for each in roomy.candidates)
     assert all(each.fullest is not None and each.fullest <= 4 * 2**30 for each in tight.candidates)
     assert best_of(roomy).limit is None
@@ -146,7 +156,7 @@ def test_one_limit_for_all_ranks_need_not_fit() -> None:
     """1F1B's first rank holds most activations, its last one most of the model."""
     fullest = next(c for c in plan().candidates if (c.schedule, c.way) == ("1f1b", Way.NAIVE))
     assert fullest.fullest is not None and fullest.memory is not None
-    tight = make_plan(training().case, fullest.fullest)
+    tight = make_plan(among(training().case, "1f1b"), fullest.fullest)
     (same,) = [c for c in tight.candidates if (c.schedule, c.way) == ("1f1b", Way.NAIVE)]
     most = max(rank.activations for rank in fullest.memory)
     assert most + max(rank.model.total for rank in fullest.memory) > fullest.fullest
@@ -253,7 +263,9 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize(("model", "limit"), [("1.5B", 1), ("14.6B", 1), ("28.3B", 1), ("1.5B", 2)])
+@pytest.mark.parametrize(
+    ("model", "limit"), [("1.5B", 1), ("1.5B", 2), *at_night(("14.6B", 1), ("28.3B", 1))]
+)
 def test_the_best_of_all_families_on_a_published_setting(model: str, limit: int) -> None:
     """Every family is simulated, but those that do not fit and those that a bound rules out; the
     smallest setting's also by themselves."""

@@ -22,21 +22,17 @@ from megatron_ext.schedule.costs_text import format_costs, parse_costs
 from megatron_ext.schedule.kinds import HOST_LANES, RULES, Held, Lane
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
 from megatron_ext.schedule.placement import line, v
+from megatron_ext.schedule.problem import P2P, Extras, Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, most_on_host, peaks
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove
 from megatron_ext.schedule.program.waits import await_sends
-from megatron_ext.schedule.schedule import (
-    P2P,
-    Offload,
-    Problem,
-    Schedule,
-    VocabularyParallel,
-)
+from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.search.certify import certify
 from megatron_ext.schedule.timeline import Event
 from megatron_ext.schedule.transforms.offload import offload
 from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
+from tests.helpers.combinations import at_night, in_pairs
 from tests.helpers.schedules import (
     PROPERTY,
     mutate,
@@ -65,7 +61,7 @@ def problem_of(
     placement, m = choose(spec).place(ranks), microbatches or 4 * ranks
     costs = parse_costs(f"f=1,i=1,w=1,d2h={k},h2d={k}{more}", placement)
     allowed = None if limit is None else parse_limit(limit, ranks, m)
-    return Problem(placement, m, costs, allowed, offload=how)
+    return Problem(placement, m, costs, allowed, extras=Extras(offload=how))
 
 
 def built(spec: str, problem: Problem) -> Program:
@@ -99,7 +95,9 @@ def random_problem(seed: int) -> tuple[Schedule, Problem]:
     costs = random_host_costs(random, case.problem.costs)
     how = random.choice([HALF, FULL, FIT])
     limit = MemoryLimit(microbatches=random.choice([1.0, 2.0, 3.0])) if how is FIT else None
-    problem = replace(case.problem, p2p=P2P.ASYNC, costs=costs, offload=how, memory_limit=limit)
+    problem = replace(case.problem, costs=costs, memory_limit=limit).with_extras(
+        p2p=P2P.ASYNC, offload=how
+    )
     return without_waits(case.schedule, problem), problem
 
 
@@ -128,7 +126,7 @@ def test_any_schedule_takes_the_copies(seed: int) -> None:
     timeline = simulate(program, problem.costs)
     for event in timeline.events:
         assert other.times[event.action][1] == pytest.approx(event.end), event
-    if problem.offload is not FIT:
+    if problem.extras.offload is not FIT:
         without = prove(await_sends(schedule, problem), without_limit(problem))
         assert timeline.makespan == pytest.approx(makespan(without))
     amount = in_microbatches(schedule)
@@ -139,7 +137,7 @@ def test_any_schedule_takes_the_copies(seed: int) -> None:
 @given(seeds)
 def test_what_is_damaged_is_proved_only_if_it_runs(seed: int) -> None:
     schedule, problem = random_problem(seed)
-    problem = replace(problem, offload=FULL)
+    problem = problem.with_extras(offload=FULL)
     problem = without_limit(problem)
     damaged = mutate(await_sends(offload(schedule, problem), problem), Random(seed))
     try:
@@ -166,7 +164,9 @@ def test_what_is_damaged_is_proved_only_if_it_runs(seed: int) -> None:
 def test_what_is_wrong_is_named(row: str, why: str) -> None:
     placement = line(1)
     schedule = Schedule("wrong", placement, (tuple(map(parse, row.split())),))
-    problem = Problem(placement, 1, parse_costs("f=1,i=1,w=1,d2h=1", placement), offload=FULL)
+    problem = Problem(
+        placement, 1, parse_costs("f=1,i=1,w=1,d2h=1", placement), extras=Extras(offload=FULL)
+    )
     with pytest.raises(InvalidSchedule, match=why):
         prove(schedule, problem)
 
@@ -174,7 +174,7 @@ def test_what_is_wrong_is_named(row: str, why: str) -> None:
 def test_a_problem_that_does_not_offload_has_no_copies() -> None:
     program = built("gis", problem_of("gis", 2, 0.1, FULL))
     with pytest.raises(InvalidSchedule, match=r"offloads, and the problem does not"):
-        prove(program.schedule, replace(program.problem, offload=NONE))
+        prove(program.schedule, program.problem.with_extras(offload=NONE))
 
 
 def test_copies_drawn() -> None:
@@ -184,7 +184,7 @@ def test_copies_drawn() -> None:
     rows = ("0F0 0F1 0F2 0F3 0B3 0B2 0B1 0B0",)
     schedule = Schedule("drawn", placement, tuple(tuple(map(parse, r.split())) for r in rows))
     costs = parse_costs("f=1,i=1,w=0,d2h=1,h2d=1", placement)
-    made = offload(schedule, Problem(placement, 4, costs, offload=FULL))
+    made = offload(schedule, Problem(placement, 4, costs, extras=Extras(offload=FULL)))
     assert " ".join(map(str, made.rows[0])) == (
         "0F0 0OFFLOAD_F0 0F1 0OFFLOAD_F1 0FREE_F0 0F2 0FREE_F1 0F3 0B3 "
         "0RELOAD_F1 0B2 0RELOAD_F0 0B1 0B0"
@@ -196,10 +196,13 @@ def test_copies_drawn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "chunks", "k"),
-    [(p, v, 0.8) for p in (4, 5, 8) for v in (2, 4)] + [(16, 2, 0.8), (5, 2, 1.0), (8, 4, 1.0)],
+    ("name", "ranks", "chunks", "k"),
+    [
+        *in_pairs(["gis", "gis-h"], [4, 5, 8, *at_night(16)], [2, 4], [0.8]),
+        ("gis", 5, 2, 1.0),
+        ("gis-h", 8, 4, 1.0),
+    ],
 )
-@pytest.mark.parametrize("name", ["gis", "gis-h"])
 def test_three_chunks_are_enough(name: str, ranks: int, chunks: int, k: float) -> None:
     """However many ranks and chunks there are: one that a pass works on, one that leaves or comes,
     one whose W is near."""
@@ -276,7 +279,7 @@ def test_fit_counts_bytes() -> None:
     held = {Held.ACTIVATION: (100.0,) * 4, Held.WEIGHT_INPUTS: (60.0,) * 4}
     costs = replace(parse_costs("f=1,i=1,w=1", placement), held_bytes=held)
     costs = costs.with_host((0.3,) * 4, (0.3,) * 4)
-    problem = Problem(placement, 16, costs, MemoryLimit(bytes=250), offload=FIT)
+    problem = Problem(placement, 16, costs, MemoryLimit(bytes=250), extras=Extras(offload=FIT))
     program = built("1f1b", problem)
     assert max(peaks(program.schedule, in_bytes(costs))) == 200
 
@@ -295,7 +298,7 @@ def test_a_copy_back_can_be_what_does_not_fit() -> None:
         2,
         parse_costs("f=1,i=1,w=1,d2h=1", placement),
         MemoryLimit(microbatches=1),
-        offload=FULL,
+        extras=Extras(offload=FULL),
     )
     with pytest.raises(InvalidSchedule, match="0RELOAD_F0 brings rank 0 over the memory limit"):
         prove(Schedule("tight", placement, rows_of(text)), problem)
@@ -361,17 +364,17 @@ def test_evaluation_has_no_copies() -> None:
 
 def test_batched_messages() -> None:
     problem = problem_of("zb-v", 4, 0.8, FULL)
-    program = built("zb-v", replace(problem, p2p=P2P.BATCHED))
+    program = built("zb-v", problem.with_extras(p2p=P2P.BATCHED))
     assert chunks_held(program) <= 3
     assert copies(program)
 
 
 def test_a_divided_vocabulary() -> None:
     problem = problem_of("zb-v", 4, 0.4, FULL, more=",head=0.5/0.5/0.5")
-    program = built("zb-v", replace(problem, vocabulary=VocabularyParallel.TWO))
+    program = built("zb-v", problem.with_extras(vocabulary=VocabularyParallel.TWO))
     assert chunks_held(program) <= 4
     assert makespan(program) <= 1.01 * makespan(
-        built("zb-v", replace(problem, vocabulary=VocabularyParallel.TWO, offload=NONE))
+        built("zb-v", problem.with_extras(vocabulary=VocabularyParallel.TWO, offload=NONE))
     )
 
 
@@ -445,7 +448,7 @@ def test_what_is_missing_is_named() -> None:
     placement = line(2)
     costs = parse_costs("f=1,i=1,w=1", placement)
     with pytest.raises(ValueError, match="add d2h= and h2d="):
-        Problem(placement, 4, costs, offload=FULL)
+        Problem(placement, 4, costs, extras=Extras(offload=FULL))
     with pytest.raises(ValueError, match="no memory limit to fit into"):
         problem_of("1f1b", 2, 1, FIT)
     with pytest.raises(ValueError, match="knows no bound with offload full"):

@@ -95,8 +95,8 @@ def test_certificate_and_table(folder: Path) -> None:
 
 def test_the_flag_of_a_training_run_takes_a_file(folder: Path) -> None:
     config = from_argv(["--pipeline-schedule", "my_split_schedule.py:ahead=2", "--lr", "1"])
-    assert config.choice().splits_backward
-    assert not from_argv(["--pipeline-schedule", "my_schedule.py"]).choice().splits_backward
+    assert config.choice.splits_backward
+    assert not from_argv(["--pipeline-schedule", "my_schedule.py"]).choice.splits_backward
 
 
 def test_a_file_is_imported_once_and_does_not_join_ours(tmp_path: Path) -> None:

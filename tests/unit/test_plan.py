@@ -18,11 +18,13 @@ from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement, line
 from megatron_ext.schedule.plan.choose import Plan, Way, make_plan, peak
 from megatron_ext.schedule.plan.vocabulary_plan import cases, redistribute, side_by_side
+from megatron_ext.schedule.problem import Problem, VocabularyParallel
 from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.schedule import Problem, VocabularyParallel
 from megatron_ext.schedule.show.draw import draw_plan
 from megatron_ext.schedule.show.trace import write_trace
 from tests.helpers.svg import texts_of
+
+pytestmark = pytest.mark.search
 
 
 @functools.cache
@@ -74,11 +76,12 @@ def test_each_way_for_a_head_is_what_simulate_finds() -> None:
         return parse_costs("f=10,i=12,w=8,comm=1,head=10/12/8", placement)
 
     problem = Problem(line(4), 8, costs(line(4)))
-    program = build_program(choose("zb-h1"), replace(problem, vocabulary=VocabularyParallel.TWO))
+    program = build_program(choose("zb-h1"), problem.with_extras(vocabulary=VocabularyParallel.TWO))
     two = simulate(program, program.problem.costs).makespan
     naive = simulate(build_program(choose("zb-h1"), problem), problem.costs).makespan
-    found = make_plan(cases(4, 8, costs, None, layers=9))
-    (row,) = [row for row in side_by_side(found) if row["schedule"] == "zb-h1"]
+    case_of = cases(4, 8, costs, None, layers=9)
+    found = make_plan(lambda name, way: case_of(name, way) if name == "zb-h1" else None)
+    (row,) = side_by_side(found)
     assert (row["naive"], row["2"]) == (naive, two)
     assert row["1"] < naive and row["redistributed"] is None
     assert "do not divide over 4 stages" in row["refused"]["redistributed"]

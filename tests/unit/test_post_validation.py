@@ -24,12 +24,13 @@ from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import P2P, Extras, Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.program.graph import channels
 from megatron_ext.schedule.program.memory import in_microbatches, memory_curve, peaks
 from megatron_ext.schedule.program.simulate import simulate, simulate_steps, step_seconds
 from megatron_ext.schedule.program.speculation import settles_at
 from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove
-from megatron_ext.schedule.schedule import P2P, Offload, Problem, VocabularyParallel, is_compute
+from megatron_ext.schedule.schedule import is_compute
 from megatron_ext.schedule.search import v_search
 from megatron_ext.schedule.search.bounds import lower_bound
 from megatron_ext.schedule.search.justify import mirror, pack
@@ -38,6 +39,7 @@ from megatron_ext.schedule.show.draw import draw_steps
 from megatron_ext.schedule.show.summary import summary
 from megatron_ext.schedule.show.trace import TraceFile, beside_all, read_trace
 from megatron_ext.schedule.transforms.post_validation import validate_afterwards
+from tests.helpers.combinations import in_pairs
 from tests.helpers.schedules import PROPERTY, F, random_case, rows_of, seeds, with_messages, written
 from tests.helpers.short_search import shorten_search
 
@@ -47,7 +49,9 @@ ADDED = {Kind.RECV_P, Kind.STEP, Kind.SEND_P, Kind.RECV_V, Kind.SETTLE, Kind.SEN
 
 def problem(name: str, p: int, m: int, costs: str = EQUAL, *, validated: bool = True) -> Problem:
     placement = choose(name).place(p)
-    return Problem(placement, m, parse_costs(costs, placement), post_validation=validated)
+    return Problem(
+        placement, m, parse_costs(costs, placement), extras=Extras(post_validation=validated)
+    )
 
 
 @functools.cache
@@ -144,7 +148,9 @@ REFUSED = {
 
 def small(text: str = SMALL) -> tuple[Problem, str]:
     placement = Placement("written", (0, 1))
-    return Problem(placement, 2, uniform(placement, 1, 1, 1), post_validation=True), text
+    return Problem(
+        placement, 2, uniform(placement, 1, 1, 1), extras=Extras(post_validation=True)
+    ), text
 
 
 def test_the_good_one_is_good() -> None:
@@ -169,7 +175,7 @@ def test_refused(what: str) -> None:
 def test_the_problem_has_to_want_it() -> None:
     wanted, text = small()
     with pytest.raises(InvalidSchedule, match="validates afterwards, and the problem does not"):
-        prove(written(text, (0, 1)), replace(wanted, post_validation=False))
+        prove(written(text, (0, 1)), wanted.with_extras(post_validation=False))
 
 
 def test_an_evaluation_has_no_optimizer() -> None:
@@ -178,7 +184,9 @@ def test_an_evaluation_has_no_optimizer() -> None:
     assert not any(action.kind in ADDED for row in rows for action in row)
     forwards = written("0SETTLE0 0F0", (0,))
     alone = Placement("written", (0,))
-    wanted = Problem(alone, 1, uniform(alone, 1, 1, 1), None, True, post_validation=True)
+    wanted = Problem(
+        alone, 1, uniform(alone, 1, 1, 1), None, True, extras=Extras(post_validation=True)
+    )
     with pytest.raises(InvalidSchedule, match="0SETTLE0"):
         prove(forwards, wanted)
 
@@ -189,15 +197,20 @@ def test_an_evaluation_has_no_optimizer() -> None:
         ({"vocabulary": VocabularyParallel.TWO}, "vocabulary parallelism 2"),
         ({"p2p": P2P.BATCHED}, "messages batched"),
         ({"offload": Offload.FULL}, "offload full"),
-        ({"placement": Placement("mine", (0, 0, 1, 1))}, r"on ranks \(0, 0\)"),
     ],
 )
 def test_what_does_not_go_with_it(changes: dict[str, Any], why: str) -> None:
     placement = Placement("v", (1, 0, 0, 1))
     costs = parse_costs(f"{EQUAL},d2h=1,h2d=1", placement)
-    good = Problem(placement, 2, costs, post_validation=True)
+    good = Problem(placement, 2, costs, extras=Extras(post_validation=True))
     with pytest.raises(ValueError, match=why):
-        replace(good, **changes)
+        good.with_extras(**changes)
+
+
+def test_no_placement_whose_first_stages_share_a_rank() -> None:
+    placement = Placement("mine", (0, 0, 1, 1))
+    with pytest.raises(ValueError, match=r"on ranks \(0, 0\)"):
+        Problem(placement, 2, uniform(placement, 1, 1, 1), extras=Extras(post_validation=True))
 
 
 # ---- What holds of all of them
@@ -221,7 +234,9 @@ def test_every_schedule(
     more than without, and no less than the work of a rank."""
     choice = choose(name)
     placement = choice.place(p)
-    wanted = Problem(placement, m, uniform(placement, *fiw, comm), post_validation=True)
+    wanted = Problem(
+        placement, m, uniform(placement, *fiw, comm), extras=Extras(post_validation=True)
+    )
     try:
         made = build_program(choice, wanted)
     except InvalidSchedule:
@@ -247,7 +262,7 @@ def test_any_order_of_passes(seed: int) -> None:
     case = random_case(seed)
     firsts = sorted(stages[0] for stages in case.problem.placement.stages_of)
     assume(firsts == list(range(case.problem.ranks)))
-    wanted = replace(case.problem, p2p=P2P.ASYNC, post_validation=True)
+    wanted = case.problem.with_extras(p2p=P2P.ASYNC, post_validation=True)
     made = validate_afterwards(with_messages(case.schedule, wanted), wanted)
     proved = prove(made, wanted)
     limit = simulate(proved, wanted.costs).makespan
@@ -258,10 +273,9 @@ def test_any_order_of_passes(seed: int) -> None:
 
 HEADLINE = [
     (name, p, k * p, costs)
-    for name in ("zb-2p", "zb-v", "zb-auto", "zb-h2")
-    for p in (4, 8)
-    for k in (2, 4)
-    for costs in (EQUAL, USUAL)
+    for name, p, k, costs in in_pairs(
+        ["zb-2p", "zb-v", "zb-auto", "zb-h2"], [4, 8], [2, 4], [EQUAL, USUAL]
+    )
 ]
 
 
@@ -405,14 +419,16 @@ def test_packing_for_the_span_keeps_ranks_to_their_turns() -> None:
 def test_the_bound_holds_of_steps_that_overlap(name: str, p: int, m: int, comm: float) -> None:
     choice = choose(name)
     placement = choice.place(p)
-    wanted = Problem(placement, m, uniform(placement, 2, 3, 2, comm), post_validation=True)
+    wanted = Problem(
+        placement, m, uniform(placement, 2, 3, 2, comm), extras=Extras(post_validation=True)
+    )
     try:
         made = build_program(choice, wanted)
     except ValueError:
         assume(False)
     bound = lower_bound(wanted, choice.splits_backward)
     assert bound <= step_seconds(made, wanted.costs) * (1 + 1e-9)
-    assert bound <= lower_bound(replace(wanted, post_validation=False), choice.splits_backward)
+    assert bound <= lower_bound(wanted.with_extras(post_validation=False), choice.splits_backward)
 
 
 def test_what_cannot_overlap_is_refused() -> None:

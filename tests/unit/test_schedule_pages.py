@@ -14,9 +14,10 @@ from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.plan.choose import Way, consider
 from megatron_ext.schedule.plan.vocabulary_plan import cases
+from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.memory import in_microbatches, peaks
 from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.schedule import Problem
+from tests.helpers.combinations import at_night
 from tests.helpers.schedules import drawn, program, table
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -103,7 +104,7 @@ def variants(name: str) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("name", [*AT_ANY_COSTS, *AT_EQUAL_COSTS])
-@pytest.mark.parametrize("p", [3, 4, 6])
+@pytest.mark.parametrize("p", [3, 4, *at_night(6)])
 def test_formula(name: str, p: int) -> None:
     formula = (AT_ANY_COSTS | AT_EQUAL_COSTS)[name]
     for spec, v in variants(name):

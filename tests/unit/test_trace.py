@@ -15,8 +15,9 @@ from megatron_ext.cli import app
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.schedule import Problem, is_compute
+from megatron_ext.schedule.schedule import is_compute
 from megatron_ext.schedule.show.trace import (
     NAME,
     TracedStep,

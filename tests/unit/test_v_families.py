@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.placement import v
+from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.memory import in_microbatches, peaks
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import Program, prove
-from megatron_ext.schedule.schedule import Problem, Schedule, bitwise_order
+from megatron_ext.schedule.schedule import Schedule, bitwise_order
 from megatron_ext.schedule.search.building_block import BuildingBlock, squeeze
 from megatron_ext.schedule.timeline import Timeline
 from tests.helpers.schedules import (

@@ -15,9 +15,10 @@ from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import P2P, Extras, Problem
 from megatron_ext.schedule.program.graph import Device, build_graph
 from megatron_ext.schedule.program.verify import InvalidSchedule, Program, check_compute, prove
-from megatron_ext.schedule.schedule import P2P, Problem, Schedule
+from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.transforms.forward_only import keep_forward
 from tests.helpers.schedules import (
     PROPERTY,
@@ -276,7 +277,7 @@ def test_limit_in_bytes_needs_bytes() -> None:
 def test_only_prove_makes_programs() -> None:
     proved = prove(on_line(FUSED), PROBLEM)
     with pytest.raises(TypeError, match="made by prove"):
-        Program(proved.schedule, proved.problem, proved.graph, object())
+        Program(proved.schedule, proved.problem, object())
 
 
 def test_a_program_cannot_be_given_another_schedule() -> None:
@@ -347,7 +348,7 @@ def test_transforms_keep_a_good_evaluation_good(seed: int) -> None:
         microbatches,
         random_costs(random, placement),
         forward_only=True,
-        p2p=random.choice(list(P2P)),
+        extras=Extras(p2p=random.choice(list(P2P))),
     )
     forwards = keep_forward(random_schedule(random, problem), problem)
     proved = prove(with_messages(forwards, problem), problem)
@@ -406,7 +407,7 @@ def assert_waits_in_a_circle(
     error: InvalidSchedule,
     device: Device = Device.PARALLEL,
 ) -> None:
-    graph = build_graph(schedule, problem.p2p, device)
+    graph = build_graph(schedule, problem.extras.p2p, device)
     cycle = [graph.actions.index(action) for action in error.actions]
     for node, earlier in zip(cycle, [*cycle[1:], cycle[0]], strict=True):
         assert earlier in graph.before[node]

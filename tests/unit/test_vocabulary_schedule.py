@@ -18,10 +18,11 @@ from megatron_ext.schedule.costs import Costs, VocabularyCosts, uniform
 from megatron_ext.schedule.kinds import RULES, Held, Lane, Where
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import P2P, Extras, Problem, VocabularyParallel
 from megatron_ext.schedule.program.memory import Amount, in_bytes, in_microbatches, peaks
 from megatron_ext.schedule.program.simulate import simulate, simulate_unproved
 from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove
-from megatron_ext.schedule.schedule import P2P, Problem, Schedule, VocabularyParallel
+from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.transforms.vocabulary import divide_vocabulary
 from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
 from tests.helpers.schedules import (
@@ -62,13 +63,15 @@ def random_problem(random: Random, names: Sequence[str], most: int) -> tuple[str
     placement = choose(name).place(ranks)
     microbatches = random.choice([1, 2, 3, ranks, 2 * ranks + random.randint(0, 2)])
     costs = random_vocabulary_costs(random, placement)
-    return name, Problem(placement, microbatches, costs, vocabulary=random.choice([ONE, TWO]))
+    return name, Problem(
+        placement, microbatches, costs, extras=Extras(vocabulary=random.choice([ONE, TWO]))
+    )
 
 
 def without(name: str, problem: Problem) -> Schedule:
     """The schedule that the vocabulary's passes are added to."""
-    costs = share_vocabulary(problem.costs, problem.placement, problem.vocabulary)
-    return choose(name).build(replace(problem, costs=costs, vocabulary=NONE))
+    costs = share_vocabulary(problem.costs, problem.placement, problem.extras.vocabulary)
+    return choose(name).build(replace(problem, costs=costs).with_extras(vocabulary=NONE))
 
 
 def check(program: Program) -> None:
@@ -100,7 +103,7 @@ def test_any_line_or_v_takes_them_and_holds_one_or_two_more(seed: int) -> None:
         for stage, kind in {(action.stage, action.kind) for action in row}:
             order = [a.microbatch for a in row if (a.stage, a.kind) == (stage, kind)]
             assert order == sorted(order), "gradients are added in another order than stock's"
-    alone, more = without(name, problem), MORE[problem.vocabulary]
+    alone, more = without(name, problem), MORE[problem.extras.vocabulary]
     amount = in_microbatches(alone)
     before, after = peaks(alone, amount), peaks(program.schedule, amount)
     assert max(after) == min(max(before) + more, problem.microbatches)
@@ -114,15 +117,15 @@ def test_any_schedule_takes_them(seed: int) -> None:
     """Microbatches that overtake one another, any placement, B beside I and W."""
     random = Random(seed)
     case = random_case(seed)
-    problem = replace(case.problem, p2p=P2P.ASYNC, vocabulary=random.choice([ONE, TWO]))
+    problem = case.problem.with_extras(p2p=P2P.ASYNC, vocabulary=random.choice([ONE, TWO]))
     whole = problem.costs.with_vocabulary(VocabularyCosts((1.0, 2.0, 3.0), (1.0, 1.0)))
-    shared = share_vocabulary(whole, problem.placement, problem.vocabulary)
+    shared = share_vocabulary(whole, problem.placement, problem.extras.vocabulary)
     problem = replace(problem, costs=shared)
     schedule = divide_vocabulary(case.schedule, problem)
     check(prove(with_messages(schedule, problem), problem))
     amount = in_microbatches(schedule)
     for before, after in zip(peaks(case.schedule, amount), peaks(schedule, amount), strict=True):
-        assert after <= before + MORE[problem.vocabulary]
+        assert after <= before + MORE[problem.extras.vocabulary]
 
 
 @settings(PROPERTY, max_examples=200)
@@ -147,7 +150,9 @@ def test_the_proof_and_the_ranks_agree(seed: int) -> None:
 def first_of(name: str, how: VocabularyParallel) -> tuple[Schedule, Problem]:
     placement = choose(name).place(2)
     costs = uniform(placement, 1, 1, 1).with_vocabulary(VocabularyCosts((1.0, 1.0, 1.0)))
-    program = build_program(choose(name), Problem(placement, 2, costs, vocabulary=how))
+    program = build_program(
+        choose(name), Problem(placement, 2, costs, extras=Extras(vocabulary=how))
+    )
     return program.schedule, program.problem
 
 
@@ -194,7 +199,7 @@ def test_searches_leave_room(name: str, how: VocabularyParallel) -> None:
     costs = uniform(placement, 10, 12, 8, 1).with_vocabulary(VocabularyCosts((10.0, 12.0, 8.0)))
     limit = 2 + MORE[how]
     memory = MemoryLimit(microbatches=limit)
-    problem = Problem(placement, 6, costs, memory, vocabulary=how)
+    problem = Problem(placement, 6, costs, memory, extras=Extras(vocabulary=how))
     program = build_program(choose(name), problem)
     check(program)
     held = max(peaks(program.schedule, in_microbatches(program.schedule)))
@@ -212,7 +217,9 @@ def test_limits_in_bytes_count_the_shards_logits(name: str, how: VocabularyParal
     costs = layers.with_vocabulary(VocabularyCosts((3.0, 3.0, 3.0), logits_bytes=4 * 2**30))
 
     def held(limit: MemoryLimit | None) -> float:
-        program = build_program(choose(name), Problem(placement, 12, costs, limit, vocabulary=how))
+        program = build_program(
+            choose(name), Problem(placement, 12, costs, limit, extras=Extras(vocabulary=how))
+        )
         amount: Amount = in_bytes(program.problem.costs)
         return max(peaks(program.schedule, amount))
 
@@ -223,7 +230,9 @@ def test_limits_in_bytes_count_the_shards_logits(name: str, how: VocabularyParal
     assert held(MemoryLimit(bytes=generous)) <= generous
     logits = held(None) - max(
         peaks(
-            build_program(choose(name), Problem(placement, 12, costs, vocabulary=how)).schedule,
+            build_program(
+                choose(name), Problem(placement, 12, costs, extras=Extras(vocabulary=how))
+            ).schedule,
             lambda kind, stage: 0.0 if kind in (Held.LOGITS, Held.MESSAGE) else 2**30,
         )
     )
@@ -232,7 +241,7 @@ def test_limits_in_bytes_count_the_shards_logits(name: str, how: VocabularyParal
 
 def test_too_little_room_is_refused_with_what_is_enough() -> None:
     placement = choose("zb-v").place(4)
-    problem = Problem(placement, 8, uniform(placement, 1, 1, 1), vocabulary=ONE)
+    problem = Problem(placement, 8, uniform(placement, 1, 1, 1), extras=Extras(vocabulary=ONE))
     problem = replace(problem, memory_limit=MemoryLimit(microbatches=2.5))
     with pytest.raises(ValueError, match=r"holds 2 microbatches more .* give at least 3 microb"):
         build_program(choose("zb-v"), problem)
@@ -241,7 +250,12 @@ def test_too_little_room_is_refused_with_what_is_enough() -> None:
 def test_one_communicator_is_refused() -> None:
     placement = choose("1f1b").place(2)
     with pytest.raises(ValueError, match="collectives need communicators of their own"):
-        Problem(placement, 2, uniform(placement, 1, 1, 1), p2p=P2P.BATCHED, vocabulary=TWO)
+        Problem(
+            placement,
+            2,
+            uniform(placement, 1, 1, 1),
+            extras=Extras(p2p=P2P.BATCHED, vocabulary=TWO),
+        )
 
 
 # ---- Time
@@ -260,9 +274,9 @@ def timed(
     schedule = _BUILT[key]
     costs = layers.with_vocabulary(VocabularyCosts((head,) * 3))
     shared = share_vocabulary(costs, placement, how)
-    problem = Problem(placement, m, shared, vocabulary=how)
+    problem = Problem(placement, m, shared, extras=Extras(vocabulary=how))
     divided = divide_vocabulary(schedule, problem)
-    alone = simulate_unproved(schedule, replace(problem, vocabulary=NONE)).makespan
+    alone = simulate_unproved(schedule, problem.with_extras(vocabulary=NONE)).makespan
     return alone, simulate_unproved(divided, problem).makespan
 
 

@@ -116,7 +116,7 @@ ROOMS = (
     ("megatron_ext.patches",),
     ("megatron_ext.adapter",),
     ("megatron_ext.runtime",),
-    ("megatron_ext.config", "megatron_ext.errors", "megatron_ext.families"),
+    ("megatron_ext.config", "megatron_ext.errors", "megatron_ext.families", "megatron_ext.logger"),
     ("megatron_ext.schedule.show",),
     ("megatron_ext.schedule.plan",),
     ("megatron_ext.schedule.model",),

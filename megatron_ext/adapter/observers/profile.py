@@ -6,102 +6,89 @@ Not patched: anything. Whoever runs the steps asks.
 
 from __future__ import annotations
 
+import logging
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.core.utils import log_single_rank
 
+from megatron_ext.adapter.observers.observer import Step, StepObserver
 from megatron_ext.adapter.observers.writers import log
+from megatron_ext.adapter.programs import Programs, Shape
+from megatron_ext.logger import logger
 from megatron_ext.runtime.held_bytes import Allocated, HeldBytes, SavedTensors
 from megatron_ext.runtime.measure.measured_steps import MeasuredSteps
 from megatron_ext.runtime.measure.profile import STEPS, Profile
-from megatron_ext.runtime.messages.batched import PipelineGroup
-from megatron_ext.runtime.messages.channels import Channels
 from megatron_ext.runtime.messages.transport import Boundary
-from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.recording import clock_of
-from megatron_ext.schedule.build.head import Placed
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import save_costs
 from megatron_ext.schedule.show.summary import summary_of_change
 
-Shape = tuple[int, int] | None  # micro batch, sequence; None where microbatches vary
 
+class StepProfile(StepObserver):
+    """Measures costs once for each shape of microbatches, writes them to ``path``, and has
+    ``programs`` made with them."""
 
-class StepProfile:
-    """Measures costs once for each shape of microbatches, and writes them to ``path``."""
-
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, programs: Programs) -> None:
         self._path = path
+        self._programs = programs
         self._under_way: dict[Shape, Profile] = {}
         self._measured: set[Shape] = set()
         self._steps: MeasuredSteps | None = None  # since the costs were measured
         self._pipeline: dist.ProcessGroup | None = None
         self._is_written = False
 
-    def begin(
-        self,
-        pipeline: dist.ProcessGroup,
-        recorder: Recorder,
-        models: Sequence[torch.nn.Module],
-        shape: Shape,
-        stages: int,
-        boundary: Boundary,
-    ) -> None:
-        """Before the passes of a training step. ``boundary`` has a shape."""
+    def begin(self, step: Step) -> None:
         device = torch.device(torch.cuda.current_device())
-        self._pipeline = pipeline
-        if shape not in self._measured:
-            if shape not in self._under_way:
-                counting = _counting(device, models, stages, boundary)
-                self._under_way[shape] = Profile(clock_of(device), counting)
-            self._under_way[shape].begin(recorder)
-        elif _is_compared(pipeline):
+        self._pipeline = step.call.pipeline
+        if step.shape not in self._measured:
+            if step.shape not in self._under_way:
+                stages = step.placed.program.schedule.placement.stages
+                counting = _counting(device, step.call.models, stages, step.boundary)
+                self._under_way[step.shape] = Profile(clock_of(device), counting)
+            self._under_way[step.shape].begin(step.connections.recorder)
+        elif _is_compared(step.call.pipeline):
             self._steps = self._steps or MeasuredSteps(device)
-            self._steps.begin(recorder)
+            self._steps.begin(step.connections.recorder)
 
-    def end(
-        self,
-        recorder: Recorder,
-        placed: Placed,
-        connection: Channels | PipelineGroup,
-        shape: Shape,
-        boundary: Boundary,
-        estimate: Costs,
-    ) -> Costs | None:
-        """After a training step: the costs, if they have just been measured.
-
-        Collective over the world then; global rank 0 writes them.
-        """
-        if shape in self._measured:
+    def end(self, step: Step) -> None:
+        """If costs have just been measured, use them from now on. Collective over the world then;
+        global rank 0 writes them."""
+        if step.shape in self._measured:
             if self._steps is not None:
-                self._steps.end(recorder, placed.program)
-            return None
-        profile = self._under_way[shape]
-        if not profile.end(recorder, placed):
-            return None
-        del self._under_way[shape]
-        self._measured.add(shape)
-        schedule = placed.program.schedule.name
-        what = f"{schedule} on {len(placed.program.schedule.rows)} ranks"
-        if shape is not None:
-            what += f", micro batch {shape[0]}, sequence {shape[1]}"
-        costs = profile.costs(connection, boundary, estimate, what)
+                self._steps.end(step.placed.program)
+            return
+        if not self._under_way[step.shape].end(step.connections.recorder, step.placed):
+            return
+        costs = self._costs(step, self._under_way.pop(step.shape))
+        self._measured.add(step.shape)
         if dist.get_rank() == 0:
             self._write(costs)
-        return costs
-
-    def change(self, before: Placed, now: Placed, costs: Costs) -> str:
-        """What the measured ``costs`` have made of the schedule."""
+        try:
+            now = self._programs.make_again(
+                step.call.pipeline, step.call.config, step.shape, costs, step.placed
+            )
+        except ValueError as error:
+            error.add_note(
+                f"megatron_ext: with the costs that were measured, which are in {self._path}"
+            )
+            raise
         file = f"; costs written to {self._path}" if self._is_written else ""
-        return summary_of_change(before, now, costs) + file
+        change = summary_of_change(step.placed, now, costs) + file
+        log_single_rank(logger, logging.INFO, change)
 
-    def note(self) -> str:
-        """For an error of a schedule made with the measured costs."""
-        return f"megatron_ext: with the costs that were measured, which are in {self._path}"
+    def _costs(self, step: Step, profile: Profile) -> Costs:
+        schedule = step.placed.program.schedule
+        what = f"{schedule.name} on {len(schedule.rows)} ranks"
+        if step.shape is not None:
+            what += f", micro batch {step.shape[0]}, sequence {step.shape[1]}"
+        return profile.costs(
+            step.connections.ways, step.boundary, self._programs.costs[step.shape], what
+        )
 
     def finish(self, iteration: int) -> None:
         """The training has ended with ``iteration``: compare. Collective over the pipeline."""
@@ -117,10 +104,10 @@ class StepProfile:
                 if self._measured
                 else f"costs are not measured, the training has had {steps} of {STEPS} iterations"
             )
-            print(f"megatron_ext: nothing to compare with the prediction: {why}", flush=True)
+            logger.info(f"nothing to compare with the prediction: {why}")
             return
         for line in comparison.lines():
-            print(f"megatron_ext: {line}", flush=True)
+            logger.info(line)
         predicted, measured = comparison.bubble_shares
         figures = {
             "pipeline/bubble share": measured,
@@ -135,7 +122,7 @@ class StepProfile:
             save_costs(costs, self._path)
         except OSError as error:  # a full disk is no reason to end a training
             self._is_written = False
-            print(f"megatron_ext: costs are not written: {error}", file=sys.stderr, flush=True)
+            logger.error(f"costs are not written: {error}")
         else:
             self._is_written = True
 

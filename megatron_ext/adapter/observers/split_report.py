@@ -2,13 +2,42 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Collection, Sequence
 
 import torch
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+from megatron.core.utils import log_single_rank
 from torch import Tensor
+
+from megatron_ext.adapter.observers.observer import Step, StepObserver
+from megatron_ext.adapter.programs import gather
+from megatron_ext.logger import logger
+from megatron_ext.runtime.weight_gradients import queue
+
+
+class SplitReport(StepObserver):
+    """Of the first training step that ends; one line a rank, by one rank."""
+
+    def __init__(self) -> None:
+        self._is_done = False
+
+    def begin(self, step: Step) -> None:
+        queue.weights = None if self._is_done else set()
+
+    def end(self, step: Step) -> None:
+        """Collective over the pipeline, of the first."""
+        if queue.weights is None:
+            return
+        put_off, queue.weights = queue.weights | step.split.apart, None
+        lines = gather(
+            step.call.pipeline, split_report(step.call.models, put_off, step.split.at_once)
+        )
+        for rank, line in enumerate(lines):
+            log_single_rank(logger, logging.INFO, f"pipeline rank {rank}: {line}")
+        self._is_done = True
 
 
 def split_report(

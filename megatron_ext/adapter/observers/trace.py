@@ -6,16 +6,16 @@ TensorBoard and W&B writers, which get the bubble and the prediction.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from megatron_ext.adapter.observers.observer import Step, StepObserver
 from megatron_ext.adapter.observers.writers import current_iteration, log, log_interval
+from megatron_ext.logger import logger
 from megatron_ext.runtime.measure.clocks import clock_offsets
-from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.recording import Recording, clock_of
 from megatron_ext.schedule.program.simulate import simulate_steps
 from megatron_ext.schedule.program.verify import Program
@@ -25,7 +25,7 @@ from megatron_ext.schedule.timeline import Event, Reduction, Timeline
 _Recorded = tuple[list[Event], list[Reduction]]
 
 
-class StepTrace:
+class StepTrace(StepObserver):
     """Records the training steps of ``iterations`` and writes them to ``folder``.
 
     ``overlap``: steps overlap, so ranks must not meet between them: all are written after the last.
@@ -42,20 +42,19 @@ class StepTrace:
         self._recording: Recording | None = None  # of the step that runs, if it is traced
         self._recorded: dict[int, Recording] = {}  # by iteration, of steps that are to be written
 
-    def begin(self, pipeline: dist.ProcessGroup, recorder: Recorder) -> None:
-        """Before the passes of a training step: record them, if they are to be."""
+    def begin(self, step: Step) -> None:
+        """Record the step, if it is to be."""
         self._calls += 1
         self._iteration = current_iteration() or self._calls
         is_wanted = self._iteration in self._iterations and self._iteration > self._latest
-        if is_wanted and dist.get_world_size() - 1 in dist.get_process_group_ranks(pipeline):
-            device = torch.device(torch.cuda.current_device())
-            recorder.recording = self._recording = Recording(recorder.rank, clock_of(device))
+        if is_wanted and dist.get_world_size() - 1 in dist.get_process_group_ranks(
+            step.call.pipeline
+        ):
+            clock = clock_of(torch.device(torch.cuda.current_device()))
+            self._recording = step.connections.recorder.record(clock, with_reductions=True)
 
-    def end(self, pipeline: dist.ProcessGroup, program: Program) -> None:
-        """After a training step, with its reductions: write it, if it was recorded.
-
-        Collective over ``pipeline`` then.
-        """
+    def end(self, step: Step) -> None:
+        """Write the step, if it was recorded. Collective over the pipeline then."""
         recording, self._recording = self._recording, None
         if recording is None:
             return
@@ -63,6 +62,7 @@ class StepTrace:
         self._recorded[self._iteration] = recording
         if self._overlap and self._iteration < self._iterations[-1]:
             return
+        pipeline, program = step.call.pipeline, step.placed.program
         recorded, self._recorded = self._recorded, {}
         mine = [recording.read() for recording in recorded.values()]
         gathered: list[list[_Recorded]] = [[]] * pipeline.size()
@@ -77,9 +77,9 @@ class StepTrace:
             simulate_steps(program, program.problem.costs, len(recorded)),
             max(offset.error for offset in offsets),
         )
-        for step in steps:
-            self._write(step)
-            _log(step)
+        for traced in steps:
+            self._write(traced)
+            _log(traced)
 
     def _write(self, step: TracedStep) -> None:
         try:
@@ -87,11 +87,7 @@ class StepTrace:
                 self._file = TraceFile(self._path)
             self._file.add(step)
         except OSError as error:  # a full disk is no reason to end a training
-            print(
-                f"megatron_ext: iteration {step.iteration} is missing in the trace: {error}",
-                file=sys.stderr,
-                flush=True,
-            )
+            logger.error(f"iteration {step.iteration} is missing in the trace: {error}")
 
 
 def _on_one_clock(

@@ -14,60 +14,24 @@ core/optimizer_param_scheduler, and the loop in training.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
+from megatron.core.utils import log_single_rank
 
 from megatron_ext.adapter.observers.writers import current_iteration
+from megatron_ext.adapter.post_validation.optimizer import SpeculativeOptimizer
 from megatron_ext.adapter.post_validation.scheduled_step import ScheduledStep
+from megatron_ext.logger import logger
 from megatron_ext.runtime.post_validation.arming import History
+from megatron_ext.runtime.post_validation.messages import ValidationMessages
 from megatron_ext.runtime.post_validation.partial_state import PartialState
 
 StepResult = tuple[bool, float | None, int | None]  # as Megatron's optimizers return it
-
-
-class Messages(Protocol):
-    """What the ranks of a pipeline tell one another of a step."""
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank is the first of the chain."""
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this rank is the last of the chain, which knows the whole state first."""
-
-    def partial(self) -> PartialState:
-        """Wait for the state of the ranks before this one; of none on the first."""
-
-    def pass_on(self, state: PartialState) -> None:
-        """Tell the next rank the state up to this one."""
-
-    def verdict(self) -> PartialState:
-        """Wait for the state of all ranks, and tell the rank before this one."""
-
-
-class Optimizer(Protocol):
-    """An optimizer whose step can be taken back."""
-
-    @property
-    def snapshot(self) -> object:
-        """What `step` keeps; its text says where, and what that takes."""
-
-    def prepare(self) -> PartialState:
-        """Prepare this rank's gradients; its part of the state."""
-
-    def is_quiet(self, state: PartialState) -> bool:
-        """Whether a step under ``state`` is neither clipped nor skipped, beyond doubt."""
-
-    def step(self, keep: bool) -> None:
-        """Step on prepared gradients, unclipped; with ``keep`` it can be taken back."""
-
-    def redo(self, found_inf: bool) -> StepResult:
-        """Take the step back, if there was one, and have stock step on the prepared gradients."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +68,8 @@ class _Pending:
 
 @dataclass(frozen=True)
 class _Connection:
-    messages: Messages
-    speculate: Callable[[Any], Optimizer]
+    messages: ValidationMessages
+    speculate: Callable[[Any], SpeculativeOptimizer]
 
 
 class PostValidation:
@@ -116,7 +80,7 @@ class PostValidation:
         self._start()
 
     def _start(self) -> None:
-        self._optimizer: Optimizer | None = None
+        self._optimizer: SpeculativeOptimizer | None = None
         self._history = History()
         self._latest_norm: float | None = None  # of validated steps
         self._pending: _Pending | None = None
@@ -126,13 +90,21 @@ class PostValidation:
         self._scale: Callable[[int], None] | None = None
         self._half_done: int | None = None  # iteration whose step is being taken or taken back
 
-    def connect(self, messages: Messages, speculate: Callable[[Any], Optimizer]) -> None:
+    def connect(
+        self, messages: ValidationMessages, speculate: Callable[[Any], SpeculativeOptimizer]
+    ) -> None:
         """Speculate from now on, when it is worth it; before, every step is stock's.
 
-        ``speculate`` makes an `Optimizer` of Megatron's.
+        ``speculate`` makes a `SpeculativeOptimizer` of Megatron's.
         """
         self._connection = _Connection(messages, speculate)
         self._start()
+
+    @property
+    def messages(self) -> ValidationMessages:
+        """What the ranks of this pipeline tell one another, once they are connected."""
+        assert self._connection is not None
+        return self._connection.messages
 
     @property
     def is_pending(self) -> bool:
@@ -193,15 +165,14 @@ class PostValidation:
         self._tokens, self._scale = 0, None
         return True, self._latest_norm, None
 
-    def _tell_what_is_kept(self, messages: Messages) -> None:
+    def _tell_what_is_kept(self, messages: ValidationMessages) -> None:
         """Once, on one rank that keeps something: on a line the first of all, on a V the last."""
         ends = (0, dist.get_world_size() - 1)
         if not self._has_told and messages.is_first and dist.get_rank() in ends:
             assert self._optimizer is not None
-            print(
-                f"megatron_ext: before a step this rank keeps {self._optimizer.snapshot}, so that "
-                f"the step can be taken back",
-                flush=True,
+            logger.info(
+                f"before a step this rank keeps {self._optimizer.snapshot}, so that the step can "
+                f"be taken back"
             )
             self._has_told = True
 
@@ -260,7 +231,9 @@ class PostValidation:
             self._is_delivering = False
         return is_kept
 
-    def _redo(self, optimizer: Optimizer, pending: _Pending, whole: PartialState) -> Result:
+    def _redo(
+        self, optimizer: SpeculativeOptimizer, pending: _Pending, whole: PartialState
+    ) -> Result:
         if pending.scheduled is not None:
             pending.scheduled.take_back()  # the step is redone under its own learning rate
         result = Result(*optimizer.redo(whole.found_inf))
@@ -273,8 +246,8 @@ class PostValidation:
         was_armed = self._history.is_armed
         self._latest_norm = result.grad_norm
         self._history = self._history.then(result.is_quiet(optimizer.config.clip_grad))
-        if self._history.is_armed != was_armed and dist.get_rank() == 0:
-            print(f"megatron_ext: {_change(self._history, iteration)}", flush=True)
+        if self._history.is_armed != was_armed:
+            log_single_rank(logger, logging.INFO, _change(self._history, iteration))
 
 
 def _change(history: History, iteration: int) -> str:

@@ -14,6 +14,8 @@ from typing import Any
 
 from megatron.core import num_microbatches_calculator
 
+from megatron_ext.logger import logger
+
 INTERVALS = (
     "log_interval",
     "eval_interval",
@@ -23,6 +25,15 @@ INTERVALS = (
     "check_weight_hash_across_dp_replicas_interval",
     "gpu_sniff_test_interval",
 )
+
+
+def warn_of_settling(args: Any) -> None:
+    """Tell when no two steps will overlap, since each is validated before it is logged."""
+    if args.log_interval == 1 and args.rank == 0:
+        logger.warning(
+            "with --log-interval 1 every step is validated before the next one begins, and none "
+            "overlap: write --log-interval 10, or more"
+        )
 
 
 def is_settle_point(iteration: int, args: Any) -> bool:

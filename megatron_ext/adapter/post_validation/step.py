@@ -7,21 +7,36 @@ that they have read, which is read again from memory.
 from __future__ import annotations
 
 import copy
+import functools
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from megatron_ext.adapter.post_validation.pending import PostValidation
+from megatron_ext.adapter.post_validation.optimizer import SpeculativeOptimizer
+from megatron_ext.adapter.post_validation.pending import PostValidation, post_validation
+from megatron_ext.runtime.post_validation.actions import Validation
 from megatron_ext.runtime.post_validation.messages import ValidationMessages
+from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.schedule.placement import Placement
 
 
-class SpeculativeStep:
-    """One training step, as the executor asks about it (`executor.Validation`).
+def connect_validation(
+    pipeline: dist.ProcessGroup, placement: Placement, recorder: Recorder, models: Sequence[Any]
+) -> None:
+    """Speculate in steps of ``pipeline``, on the optimizer of ``models``, from now on. Collective
+    over it."""
+    messages = ValidationMessages(pipeline, placement, recorder)
+    post_validation.connect(messages, functools.partial(SpeculativeOptimizer, models=models))
+
+
+class SpeculativeStep(Validation):
+    """One training step.
 
     ``iterators`` are those of the rank's chunks; the step reads from `iterators`.
     """
@@ -29,11 +44,10 @@ class SpeculativeStep:
     def __init__(
         self,
         validation: PostValidation,
-        messages: ValidationMessages,
         iterators: list[Any],
     ) -> None:
         self._validation = validation
-        self._messages = messages
+        self._messages = validation.messages
         self.iterators = iterators
         if validation.is_pending:
             self._random = _random_states()
@@ -55,6 +69,18 @@ class SpeculativeStep:
 
     def abandon(self) -> None:
         self._messages.abandon()
+
+    def put_off_scaling(
+        self, tokens: torch.Tensor, models: Sequence[Any], groups: Any
+    ) -> torch.Tensor | None:
+        """The ``tokens`` to scale gradients by after the passes. None while steps are taken before
+        they are validated: those scale by what the ranks up to this one have counted."""
+        if not self._validation.is_armed:
+            return tokens
+        self._validation.scale_by_tokens(
+            int(tokens), functools.partial(_scale_gradients, models, groups)
+        )
+        return None
 
 
 class Rereadable:
@@ -82,6 +108,16 @@ class Rereadable:
         if read_again:
             self._again.extend(self._read)
         self._read = None
+
+
+def _scale_gradients(models: Sequence[Any], groups: Any, tokens: int) -> None:
+    """Divide the gradients by the ``tokens`` of all data-parallel replicas of this pipeline, as
+    finalize_model_grads does once it has them from the last rank."""
+    replicas = getattr(groups, "dp_cp_gtp_remat", None) or groups.dp_cp
+    total = torch.tensor(tokens, dtype=torch.int, device=torch.cuda.current_device())
+    dist.all_reduce(total, group=replicas)
+    for model in models:
+        model.scale_gradients(1.0 / torch.clamp(total, min=1))
 
 
 _RandomStates = tuple[Any, Any, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]

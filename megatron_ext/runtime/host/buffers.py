@@ -13,6 +13,7 @@ for the passes before it, and those end without anything that this rank does lat
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -104,11 +105,10 @@ class HostBuffers:
         elif size > known:
             self._needed[key] = size + size // 8
             if not self._has_grown:
-                print(
-                    f"megatron_ext: pipeline rank {self._rank}: a microbatch needs a larger host "
-                    f"buffer than those before ({size} bytes, {known} before); buffers grow after "
-                    f"a step, and within it copies are slow",
-                    flush=True,
+                logging.getLogger("megatron_ext").warning(
+                    f"pipeline rank {self._rank}: a microbatch needs a larger host buffer than "
+                    f"those before ({size} bytes, {known} before); buffers grow after a step, and "
+                    f"within it copies are slow"
                 )
                 self._has_grown = True
 

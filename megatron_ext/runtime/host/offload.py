@@ -15,9 +15,8 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -25,10 +24,11 @@ from torch import Tensor
 from megatron_ext.runtime.host.buffers import HostBuffers, Slot
 from megatron_ext.runtime.host.copies import HostCopies, Piece, Transfer, copies_on
 from megatron_ext.runtime.host.memory import buffer_sizes
+from megatron_ext.runtime.owner import Handler, Owner
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.costs import Costs
-from megatron_ext.schedule.kinds import RULES, Held, Lane
+from megatron_ext.schedule.kinds import RULES, Held
 from megatron_ext.schedule.program.memory import most_on_host
 
 SMALL = 2**17  # bytes; to start a copy takes as long as to copy about so many
@@ -74,7 +74,7 @@ class _Away:
     transfer: Transfer
 
 
-class OffloadedStep:
+class OffloadedStep(Owner):
     """The copies of one step."""
 
     def __init__(self, offload: ActivationOffload, row: tuple[Action, ...]) -> None:
@@ -106,9 +106,15 @@ class OffloadedStep:
             yield
         self._saved[stage, microbatch] = saved
 
-    def perform(self, action: Action) -> None:
-        """Start a copy, or give back the memory of what has been copied."""
-        _MOVES[RULES[action.kind].lane](self, action)
+    def handlers(self) -> Mapping[Kind, Handler]:
+        return {
+            Kind.OFFLOAD_F: self._copy_out,
+            Kind.OFFLOAD_I: self._copy_out,
+            Kind.FREE_F: self._free,
+            Kind.FREE_I: self._free,
+            Kind.RELOAD_F: self._copy_back,
+            Kind.RELOAD_I: self._copy_back,
+        }
 
     def await_reload(self, action: Action) -> None:
         """Before the pass ``action``: what it uses is back."""
@@ -117,8 +123,11 @@ class OffloadedStep:
             if coming is not None:
                 _wait(*coming)
 
+    def forget(self) -> None:
+        """Of a step of which nothing leaves; no other begins again."""
+        self.finish()
+
     def finish(self) -> None:
-        """After the last action."""
         assert not self._saved and not self._away and not self._coming
 
     def abandon(self) -> None:
@@ -180,15 +189,6 @@ class OffloadedStep:
         if away.slot is not None:
             away.slot.last = transfer
             self._offload.buffers.give_back((stage, held), away.slot)
-
-
-_MOVES = MappingProxyType(
-    {
-        Lane.TO_HOST: OffloadedStep._copy_out,
-        Lane.WAIT: OffloadedStep._free,
-        Lane.FROM_HOST: OffloadedStep._copy_back,
-    }
-)
 
 
 class _Storages:

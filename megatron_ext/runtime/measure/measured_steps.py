@@ -24,20 +24,21 @@ class MeasuredSteps:
         self._device = device
         self._clock = clock_of(device)
         self._program: Program | None = None
+        self._recording: Recording | None = None  # of the step that runs
         self._recordings: deque[Recording] = deque(maxlen=KEPT)
 
     def begin(self, recorder: Recorder) -> None:
         """Before a step."""
-        if recorder.recording is None:
-            recorder.recording = Recording(recorder.rank, self._clock, with_reductions=False)
+        self._recording = recorder.record(self._clock)
 
-    def end(self, recorder: Recorder, program: Program) -> None:
+    def end(self, program: Program) -> None:
         """After a step of ``program``. Nothing is read yet, so that nobody waits for a device."""
         if program is not self._program:
             self._program = program
             self._recordings.clear()
-        assert recorder.recording is not None
-        self._recordings.append(recorder.recording)
+        assert self._recording is not None
+        self._recordings.append(self._recording)
+        self._recording = None
 
     def compare(self, pipeline: dist.ProcessGroup) -> Comparison | None:
         """The steps beside the prediction; None if there was none. Collective over ``pipeline``."""

@@ -37,14 +37,15 @@ class Profile:
         self._clock = clock
         self._counting = counting
         self._placed: Placed | None = None
+        self._recording: Recording | None = None  # of the step that runs
         self._recordings: list[Recording] = []
 
     def begin(self, recorder: Recorder) -> None:
         """Before a step."""
         if self.steps < WARM_UP:
             recorder.counting = self._counting
-        elif recorder.recording is None:
-            recorder.recording = Recording(recorder.rank, self._clock, with_reductions=False)
+        else:
+            self._recording = recorder.record(self._clock)
 
     def end(self, recorder: Recorder, placed: Placed) -> bool:
         """After a step of ``placed``; whether it was the last.
@@ -56,9 +57,9 @@ class Profile:
         if placed is not self._placed:
             self._placed = placed
             self._recordings.clear()
-        if self.steps >= WARM_UP:  # a step before may be recorded for others, on some ranks
-            assert recorder.recording is not None
-            self._recordings.append(recorder.recording)
+        if self._recording is not None:
+            self._recordings.append(self._recording)
+            self._recording = None
         self.steps += 1
         return len(self._recordings) >= MEASURED
 

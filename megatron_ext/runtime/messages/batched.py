@@ -69,7 +69,7 @@ class BatchedTransport(TransportBase):
         self._under_way: dict[Action, tuple[_Batch, Tensor]] = {}
 
     def drop(self) -> None:
-        raise AssertionError("no problem has both batched messages and post-validation")
+        raise AssertionError("no step with batched messages begins again")
 
     def abandon(self) -> None:
         """Give the step up."""

@@ -6,7 +6,7 @@ gradient; the last stage gives hidden states and takes their gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_ext.runtime.messages.collectives import Collectives, Exchange
 from megatron_ext.runtime.messages.transport import Boundary
+from megatron_ext.runtime.owner import Handler, Owner
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.vocabulary.shard import (
     Logits,
@@ -29,8 +30,8 @@ from megatron_ext.runtime.vocabulary.shard import (
 )
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import RULES
+from megatron_ext.schedule.problem import VocabularyParallel
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import VocabularyParallel
 
 
 class VocabularyEnds(Protocol):
@@ -57,7 +58,7 @@ class VocabularyEnds(Protocol):
         ...
 
 
-class VocabularyPasses:
+class VocabularyPasses(Owner):
     """The vocabulary of one step on this rank. It keeps what is needed between the passes.
 
     The stages at the model's ends take from here what others take from messages.
@@ -87,7 +88,7 @@ class VocabularyPasses:
         placement = program.schedule.placement
         self._first_rank, self._last_rank = placement.rank_of[0], placement.rank_of[-1]
         self._stage = placement.stages_of[collectives.rank][0]
-        self._is_early = program.problem.vocabulary is VocabularyParallel.TWO
+        self._is_early = program.problem.extras.vocabulary is VocabularyParallel.TWO
         self._trains = not program.problem.forward_only
         self._vocabulary = shard.rows * placement.ranks * shard.tensor_parallel_size
         self._ends = ends
@@ -110,11 +111,27 @@ class VocabularyPasses:
         self._statistics: dict[int, Tensor] = {}  # combined, for L, SI and SW
         self._scales: dict[int, Tensor] = {}  # L to the last stage's I or B
 
-    def perform(self, action: Action) -> None:
-        """Run an action of the vocabulary."""
-        _HANDLERS[action.kind](self, action)
+    def handlers(self) -> Mapping[Kind, Handler]:
+        return {
+            Kind.BCAST_E: self._share_tokens,
+            Kind.EMBEDDING: self._look_up,
+            Kind.REDUCE_E: self._sum_embeddings,
+            Kind.BCAST_S: self._share_hidden_states,
+            Kind.LOGITS: self._make_logits,
+            Kind.GATHER_S: self._share_statistics,
+            Kind.LOSS: self._make_loss,
+            Kind.BCAST_SW: self._share_loss_gradient,
+            Kind.LOGITS_INPUT: self._make_gradient,
+            Kind.REDUCE_SI: self._sum_gradients,
+            Kind.LOGITS_WEIGHT: self._add_output_gradient,
+            Kind.BCAST_EW: self._share_embedding_gradient,
+            Kind.EMBEDDING_WEIGHT: self._add_embedding_gradient,
+            Kind.WAIT_S: self._wait_given,
+            Kind.WAIT_SI: self._wait_given,
+            Kind.WAIT_E: self._wait_given,
+        }
 
-    # --- what the executor asks for and hands over
+    # --- what the other passes ask for and hand over
 
     def embeddings(self, microbatch: int) -> Tensor:
         """The first stage's input, [b, s, h]: a tensor-parallel rank's part of the sum."""
@@ -135,13 +152,11 @@ class VocabularyPasses:
         self._embedding_gradients[microbatch] = gradient
 
     def finish(self) -> None:
-        """After the last action: nothing is kept."""
         self._exchange.finish()
         kept = [value for value in vars(self).values() if isinstance(value, dict)]
         assert not any(kept)
 
     def abandon(self) -> None:
-        """Give the step up, so that all ranks fail."""
         self._exchange.abandon()
 
     # --- the embedding
@@ -283,24 +298,3 @@ class VocabularyPasses:
                 )
             shared.append(tensor.detach().contiguous())
         self._exchange.broadcast(action, shared, root)
-
-
-# Of the class, for the reason that the executor's has.
-_HANDLERS: Mapping[Kind, Callable[[VocabularyPasses, Action], None]] = {
-    Kind.BCAST_E: VocabularyPasses._share_tokens,
-    Kind.EMBEDDING: VocabularyPasses._look_up,
-    Kind.REDUCE_E: VocabularyPasses._sum_embeddings,
-    Kind.BCAST_S: VocabularyPasses._share_hidden_states,
-    Kind.LOGITS: VocabularyPasses._make_logits,
-    Kind.GATHER_S: VocabularyPasses._share_statistics,
-    Kind.LOSS: VocabularyPasses._make_loss,
-    Kind.BCAST_SW: VocabularyPasses._share_loss_gradient,
-    Kind.LOGITS_INPUT: VocabularyPasses._make_gradient,
-    Kind.REDUCE_SI: VocabularyPasses._sum_gradients,
-    Kind.LOGITS_WEIGHT: VocabularyPasses._add_output_gradient,
-    Kind.BCAST_EW: VocabularyPasses._share_embedding_gradient,
-    Kind.EMBEDDING_WEIGHT: VocabularyPasses._add_embedding_gradient,
-    Kind.WAIT_S: VocabularyPasses._wait_given,
-    Kind.WAIT_SI: VocabularyPasses._wait_given,
-    Kind.WAIT_E: VocabularyPasses._wait_given,
-}

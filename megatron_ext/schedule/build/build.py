@@ -7,18 +7,13 @@ from dataclasses import replace
 
 from megatron_ext.schedule.build.registry import Choice
 from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.problem import Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.program.communication import communicate
 from megatron_ext.schedule.program.memory import bytes_for, in_bytes, leaving_room, peaks
 from megatron_ext.schedule.program.message_order import order_messages
 from megatron_ext.schedule.program.verify import Program, check_compute, prove
 from megatron_ext.schedule.program.waits import await_sends
-from megatron_ext.schedule.schedule import (
-    Offload,
-    Problem,
-    Schedule,
-    Transform,
-    VocabularyParallel,
-)
+from megatron_ext.schedule.schedule import Schedule, Transform
 from megatron_ext.schedule.transforms.forward_only import keep_forward
 from megatron_ext.schedule.transforms.offload import offload
 from megatron_ext.schedule.transforms.post_validation import validate_afterwards
@@ -36,9 +31,9 @@ def build_program(choice: Choice, problem: Problem) -> Program:
     Raises:
         InvalidSchedule: the schedule does not solve the problem, or not within its memory limit.
     """
-    shares = problem.vocabulary is not VocabularyParallel.NONE
+    shares = problem.extras.vocabulary is not VocabularyParallel.NONE
     if shares:
-        costs = share_vocabulary(problem.costs, problem.placement, problem.vocabulary)
+        costs = share_vocabulary(problem.costs, problem.placement, problem.extras.vocabulary)
         problem = replace(problem, costs=costs)
     limit = _limit_of_passes(problem)
     schedule = _transformed(_compute(choice, problem, limit), problem)
@@ -50,13 +45,13 @@ def build_program(choice: Choice, problem: Problem) -> Program:
 def _transformed(schedule: Schedule, problem: Problem) -> Schedule:
     """``schedule``, which has compute actions only, with all that is inserted."""
     transforms: list[Transform] = [communicate, order_messages, await_sends]
-    if problem.vocabulary is not VocabularyParallel.NONE:
+    if problem.extras.vocabulary is not VocabularyParallel.NONE:
         transforms.insert(0, divide_vocabulary)
     if problem.forward_only:
         transforms.insert(transforms.index(communicate), keep_forward)
-    elif problem.offload is not Offload.NONE:
+    elif problem.extras.offload is not Offload.NONE:
         transforms.append(offload)
-    elif problem.post_validation:
+    elif problem.extras.post_validation:
         transforms.append(validate_afterwards)
     for transform in transforms:
         schedule = transform(schedule, problem)
@@ -66,9 +61,9 @@ def _transformed(schedule: Schedule, problem: Problem) -> Schedule:
 def _limit_of_passes(problem: Problem) -> MemoryLimit | None:
     """What the family may use, with room left for the microbatches that are held longer. What
     leaves for the host is not known yet: with offload there is no limit."""
-    limit = problem.memory_limit if problem.offload is Offload.NONE else None
-    if limit is not None and problem.vocabulary is not VocabularyParallel.NONE:
-        limit = leaving_room(limit, INTERVALS[problem.vocabulary], problem)
+    limit = problem.memory_limit if problem.extras.offload is Offload.NONE else None
+    if limit is not None and problem.extras.vocabulary is not VocabularyParallel.NONE:
+        limit = leaving_room(limit, INTERVALS[problem.extras.vocabulary], problem)
     return limit
 
 
@@ -99,12 +94,8 @@ def _with_room_for_messages(
 
 def _compute(choice: Choice, problem: Problem, limit: MemoryLimit | None) -> Schedule:
     """What the family makes within ``limit``."""
-    problem = replace(
-        problem,
-        memory_limit=limit,
-        vocabulary=VocabularyParallel.NONE,
-        offload=Offload.NONE,
-    )
+    extras = replace(problem.extras, vocabulary=VocabularyParallel.NONE, offload=Offload.NONE)
+    problem = replace(problem, memory_limit=limit, extras=extras)
     schedule = choice.build(problem)
     check_compute(schedule, replace(problem, forward_only=False))
     return schedule

@@ -13,10 +13,10 @@ from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import Choice
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import Held
+from megatron_ext.schedule.problem import Problem, VocabularyParallel
 from megatron_ext.schedule.program.memory import in_bytes, peaks
 from megatron_ext.schedule.program.simulate import step_seconds
 from megatron_ext.schedule.program.verify import InvalidSchedule, Program
-from megatron_ext.schedule.schedule import Problem, VocabularyParallel
 from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
 
 
@@ -39,7 +39,7 @@ def place_head(choice: Choice, problem: Problem) -> Placed:
         InvalidSchedule: as `build_program`, when it comes with I.
     """
     costs = problem.costs
-    shared = problem.vocabulary is not VocabularyParallel.NONE
+    shared = problem.extras.vocabulary is not VocabularyParallel.NONE
     if shared or not choice.splits_backward or costs.vocabulary is None:
         return Placed(build_program(choice, problem), head_waits=False)
     at_once = build_program(choice, replace(problem, costs=_with_input_gradient(costs)))
@@ -61,7 +61,7 @@ def place_again(choice: Choice, problem: Problem, before: Placed) -> Placed:
         InvalidSchedule: as `place_head`.
     """
     now = place_head(choice, problem)
-    if problem.vocabulary is not VocabularyParallel.NONE:
+    if problem.extras.vocabulary is not VocabularyParallel.NONE:
         return now  # the rows of ``before`` have the vocabulary's passes in them
     schedule = before.program.schedule
     same = replace(schedule, rows=schedule.compute_rows)
@@ -75,8 +75,8 @@ def place_again(choice: Choice, problem: Problem, before: Placed) -> Placed:
 def costs_in(placed: Placed, costs: Costs) -> Costs:
     """``costs`` as the passes of ``placed`` have them: the output layer's where it is placed."""
     problem = placed.program.problem
-    if problem.vocabulary is not VocabularyParallel.NONE:
-        return share_vocabulary(costs, problem.placement, problem.vocabulary)
+    if problem.extras.vocabulary is not VocabularyParallel.NONE:
+        return share_vocabulary(costs, problem.placement, problem.extras.vocabulary)
     if placed.head_waits or costs.vocabulary is None:
         return costs
     return _with_input_gradient(costs)

@@ -17,7 +17,9 @@ from typing import Any
 
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.schedule import Family, Problem, Schedule, from_csv
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.schedule import Family, Schedule
+from megatron_ext.schedule.schedule_csv import from_csv
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ from typing import Any
 
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import Choice
+from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.memory import in_microbatches, peak_on_host, peaks
 from megatron_ext.schedule.program.simulate import simulate, step_seconds
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import Problem, bitwise_order
+from megatron_ext.schedule.schedule import bitwise_order
 
 
 def report(choice: Choice, problem: Problem) -> tuple[Program, dict[str, Any]]:
@@ -37,9 +38,9 @@ def report_of(choice: Choice, make: Callable[[], Program]) -> tuple[Program, dic
         "pp": problem.ranks,
         "vpp": problem.placement.chunks,
         "microbatches": problem.microbatches,
-        "vocabulary": problem.vocabulary.value,
-        "offload": problem.offload.value,
-        "post_validation": problem.post_validation,
+        "vocabulary": problem.extras.vocabulary.value,
+        "offload": problem.extras.offload.value,
+        "post_validation": problem.extras.post_validation,
         "makespan": timeline.makespan,
         "span": timeline.span,
         "step": step_seconds(program, problem.costs),

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.registry import family
 from megatron_ext.schedule.placement import line
-from megatron_ext.schedule.schedule import Problem, Schedule
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.schedule import Schedule
 
 
 @family("gpipe", line, source="Huang et al. 2019, arXiv:1811.06965", aliases=("ScheduleGPipe",))

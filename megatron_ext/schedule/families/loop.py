@@ -12,7 +12,8 @@ from dataclasses import replace
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.registry import family
 from megatron_ext.schedule.placement import loop
-from megatron_ext.schedule.schedule import Problem, Schedule
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.search.fill import Hangs, fill_best, least_memory, memory_of, time
 
 Rows = tuple[tuple[Action, ...], ...]
@@ -208,5 +209,5 @@ def _filled(name: str, problem: Problem, order: Rows) -> Schedule:
                 )
     # In bytes, the chunks that it holds most of may be larger than the others.
     memory = replace(memory, allowed=tuple(map(max, memory.allowed, least)))
-    filled = fill_best(order, problem, memory, by_span=problem.post_validation)
+    filled = fill_best(order, problem, memory, by_span=problem.extras.post_validation)
     return Schedule(name, problem.placement, filled.rows)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.registry import entries, family
 from megatron_ext.schedule.placement import line
-from megatron_ext.schedule.schedule import Problem, Schedule
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.schedule import Schedule
 
 
 @family("2bp", line, source="Rae et al. 2024, arXiv:2405.18047", splits_backward=True)

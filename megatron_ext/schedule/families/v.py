@@ -13,7 +13,8 @@ from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.registry import family
 from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.placement import v
-from megatron_ext.schedule.schedule import Problem, Schedule
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.search.building_block import BuildingBlock, squeeze
 
 _F, _I, _W, _B = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.FULL_BACKWARD

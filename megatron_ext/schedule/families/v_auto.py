@@ -17,10 +17,12 @@ from megatron_ext.schedule.build.registry import Choice, entries, family
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit, with_rounding
 from megatron_ext.schedule.placement import v
+from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.memory import bytes_for
 from megatron_ext.schedule.program.simulate import simulate, step_seconds
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import Problem, Schedule, bitwise_order, from_csv, to_csv
+from megatron_ext.schedule.schedule import Schedule, bitwise_order
+from megatron_ext.schedule.schedule_csv import from_csv, to_csv
 from megatron_ext.schedule.search import disk_cache
 from megatron_ext.schedule.search.bounds import lower_bound
 from megatron_ext.schedule.search.justify import rows_of

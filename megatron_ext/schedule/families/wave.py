@@ -7,7 +7,8 @@ import heapq
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.registry import family
 from megatron_ext.schedule.placement import wave
-from megatron_ext.schedule.schedule import Problem, Schedule
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.schedule import Schedule
 
 _SLOTS = {Kind.FORWARD: 1, Kind.FULL_BACKWARD: 2}
 

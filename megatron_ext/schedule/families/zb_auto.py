@@ -16,9 +16,10 @@ from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import Choice, entries, family
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import line
+from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.memory import peaks
 from megatron_ext.schedule.program.simulate import step_seconds
-from megatron_ext.schedule.schedule import Problem, Schedule
+from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.search.fill import Filled, Memory, fill_best, makespan, memory_of
 from megatron_ext.schedule.search.fill import time as time_rows
 
@@ -45,7 +46,7 @@ def zb_auto(problem: Problem) -> Schedule:
     memory = memory_of(problem, math.inf if problem.memory_limit else 2 * problem.ranks)
     others = [name for name in _on_a_line() if name != "zb-auto"]
     least_makespan = _best("zb-auto", problem, memory, others, by_span=False)
-    if not problem.post_validation:
+    if not problem.extras.post_validation:
         return least_makespan
     least_span = _best("zb-auto", problem, memory, others, by_span=True)
     return min(least_span, least_makespan, key=lambda schedule: _step(schedule, problem))

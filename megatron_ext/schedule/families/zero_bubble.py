@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.registry import family
 from megatron_ext.schedule.placement import line
-from megatron_ext.schedule.schedule import Problem, Schedule
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.schedule import Schedule
 
 
 @family("zb-h1", line, source="Qi et al. 2024, arXiv:2401.10241, section 2.1", splits_backward=True)

@@ -16,7 +16,7 @@ from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.build.head import Placed, costs_in
 from megatron_ext.schedule.costs import Costs, VocabularyCosts
 from megatron_ext.schedule.kinds import RULES, Held
-from megatron_ext.schedule.schedule import VocabularyParallel
+from megatron_ext.schedule.problem import VocabularyParallel
 from megatron_ext.schedule.timeline import Event
 
 _Passes = Mapping[tuple[int, Kind], float]  # seconds by stage and kind
@@ -77,7 +77,7 @@ def measured_costs(
     costs = costs.with_copies_of(estimate)
     if estimate.vocabulary is None:
         return costs
-    if placed.program.problem.vocabulary is not VocabularyParallel.NONE:
+    if placed.program.problem.extras.vocabulary is not VocabularyParallel.NONE:
         return costs.with_vocabulary(_of_shards(seconds, placed, estimate.vocabulary))
     costs = replace(costs, vocabulary=_scaled(in_passes, costs))
     costs = _with_weight_gradient_apart(costs, in_passes, estimate)
@@ -173,7 +173,7 @@ def _of_shards(
     """What all shards of the vocabulary take together."""
     whole = {kind: sum(figures) for kind, figures in seconds.items()}
     forward, input_gradient = whole[Kind.LOGITS], whole[Kind.LOGITS_INPUT]
-    if placed.program.problem.vocabulary is VocabularyParallel.TWO:  # both are in one pass
+    if placed.program.problem.extras.vocabulary is VocabularyParallel.TWO:  # both are in one pass
         both = forward + input_gradient
         forward = both * estimate.head[0] / (sum(estimate.head[:2]) or 1.0)
         input_gradient = both - forward

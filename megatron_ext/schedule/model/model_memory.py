@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from megatron_ext.schedule.model.estimate import ModelDimensions, weights_of_layer
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.schedule import VocabularyParallel
+from megatron_ext.schedule.problem import VocabularyParallel
 
 _FP32 = 4
 

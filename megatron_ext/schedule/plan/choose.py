@@ -15,8 +15,8 @@ from megatron_ext.schedule.build.report import report, report_of
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.model.model_memory import ModelBytes
 from megatron_ext.schedule.placement import is_line_or_v
+from megatron_ext.schedule.problem import Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.program.memory import in_bytes, peaks
-from megatron_ext.schedule.schedule import Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.search.bounds import lower_bound
 from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
 
@@ -49,7 +49,7 @@ class Case:
 
     @property
     def can_be_launched(self) -> bool:
-        is_divided = self.problem.vocabulary is not VocabularyParallel.NONE
+        is_divided = self.problem.extras.vocabulary is not VocabularyParallel.NONE
         return not is_divided or is_line_or_v(self.problem.placement)
 
 
@@ -256,7 +256,7 @@ def consider(
         if not may_offload or limit is None or problem.costs.host is None:
             raise
         with contextlib.suppress(ValueError):
-            leaving = replace(problem, memory_limit=limit, offload=Offload.FIT)
+            leaving = replace(problem, memory_limit=limit).with_extras(offload=Offload.FIT)
             return _made(replace(case, problem=leaving), way)
         raise
 
@@ -314,14 +314,16 @@ def _check_promising(case: Case, way: Way, room: float | None, best: Candidate) 
 
 def _least_time(problem: Problem, splits_backward: bool) -> float:
     costs = problem.costs
-    if problem.vocabulary is VocabularyParallel.NONE:
+    if problem.extras.vocabulary is VocabularyParallel.NONE:
         return lower_bound(problem, splits_backward)
-    shared = share_vocabulary(costs, problem.placement, problem.vocabulary)
+    shared = share_vocabulary(costs, problem.placement, problem.extras.vocabulary)
     work = [
         problem.microbatches * sum(figures[s] for figures in shared.seconds.values() for s in row)
         for row in problem.placement.stages_of
     ]
-    layers = replace(problem, costs=costs.without_vocabulary(), vocabulary=VocabularyParallel.NONE)
+    layers = replace(problem, costs=costs.without_vocabulary()).with_extras(
+        vocabulary=VocabularyParallel.NONE
+    )
     return max(lower_bound(layers, splits_backward), *work)
 
 

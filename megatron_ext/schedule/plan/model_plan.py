@@ -18,7 +18,7 @@ from megatron_ext.schedule.plan.vocabulary_plan import (
     redistributed_layers,
     tells_vocabulary,
 )
-from megatron_ext.schedule.schedule import Problem
+from megatron_ext.schedule.problem import Extras, Problem
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,7 @@ class Training:
             self.microbatches,
             costs,
             self.limit,
-            vocabulary=way.vocabulary,
-            post_validation=self.post_validation,
+            extras=Extras(vocabulary=way.vocabulary, post_validation=self.post_validation),
         )
         model = bytes_of_ranks(dimensions, placement, way.vocabulary, self.state)
         return Case(choice, problem, model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_ext.schedule.plan.choose import Candidate, Plan, Way
-from megatron_ext.schedule.schedule import Offload, VocabularyParallel
+from megatron_ext.schedule.problem import Offload, VocabularyParallel
 
 
 def flags_of(candidate: Candidate, layers: int | None) -> list[str]:

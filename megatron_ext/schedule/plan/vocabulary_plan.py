@@ -11,7 +11,7 @@ from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.plan.choose import Case, CaseOf, Plan, Way
-from megatron_ext.schedule.schedule import Problem
+from megatron_ext.schedule.problem import Extras, Problem
 
 
 def tells_vocabulary(costs: Costs) -> bool:
@@ -50,8 +50,7 @@ def cases(
             microbatches,
             found,
             limit,
-            vocabulary=way.vocabulary,
-            post_validation=post_validation,
+            extras=Extras(vocabulary=way.vocabulary, post_validation=post_validation),
         )
         return Case(choice, problem)
 

@@ -11,8 +11,9 @@ from collections import defaultdict
 
 from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.kinds import RULES, Kind, Lane
+from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.graph import has_place, partner_of
-from megatron_ext.schedule.schedule import Problem, Schedule
+from megatron_ext.schedule.schedule import Schedule
 
 _SENDS_AFTER: dict[Kind, list[Kind]] = {
     kind: [

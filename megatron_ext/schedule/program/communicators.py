@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.kinds import RULES, Lane
+from megatron_ext.schedule.problem import P2P, VocabularyParallel
 from megatron_ext.schedule.program.graph import Channel, channels
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import P2P, VocabularyParallel
 
 COLLECTIVES: tuple[Kind, ...] = tuple(
     sorted(kind for kind, rule in RULES.items() if rule.lane is Lane.COLLECTIVE)
@@ -60,8 +60,8 @@ def communicators(program: Program) -> list[Communicators]:
     Groups whose messages are the host's are not among them: they take nothing of a device.
     """
     problem = program.problem
-    ways = channels(program.schedule) if problem.p2p is P2P.ASYNC else set[Channel]()
-    shares = problem.vocabulary is not VocabularyParallel.NONE
+    ways = channels(program.schedule) if problem.extras.p2p is P2P.ASYNC else set[Channel]()
+    shares = problem.extras.vocabulary is not VocabularyParallel.NONE
     ends = Counter(rank for way in ways for rank in (way.sender, way.receiver))
     incoming = Counter(way.receiver for way in ways)
     return [

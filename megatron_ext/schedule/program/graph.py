@@ -43,7 +43,8 @@ from megatron_ext.schedule.kinds import (
     Where,
 )
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.schedule import P2P, Schedule
+from megatron_ext.schedule.problem import P2P
+from megatron_ext.schedule.schedule import Schedule
 
 
 class Device(enum.Enum):

@@ -10,7 +10,8 @@ from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import RULES, Held, Lane, Source
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.schedule import Problem, Schedule, is_compute
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.schedule import Schedule, is_compute
 
 Amount = Callable[[Held, int], float]  # of what, on which stage -> how much
 
@@ -108,9 +109,9 @@ def leaving_room(limit: MemoryLimit, microbatches: int, problem: Problem) -> Mem
     left = allowed - more
     if left < one:
         raise ValueError(
-            f"the memory limit is {limit}, and vocabulary parallelism {problem.vocabulary} holds "
-            f"{microbatches} microbatch{'es' * (microbatches > 1)} more than a schedule alone, "
-            f"which holds at least one; give at least {limit.at_least(one + more)}"
+            f"the memory limit is {limit}, and vocabulary parallelism {problem.extras.vocabulary} "
+            f"holds {microbatches} microbatch{'es' * (microbatches > 1)} more than a schedule "
+            f"alone, which holds at least one; give at least {limit.at_least(one + more)}"
         )
     if limit.microbatches is not None:
         return MemoryLimit(microbatches=left)

@@ -28,8 +28,9 @@ from dataclasses import replace
 
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import RULES, Lane
+from megatron_ext.schedule.problem import P2P, Problem
 from megatron_ext.schedule.program.graph import Graph, build_graph
-from megatron_ext.schedule.schedule import P2P, Problem, Schedule, is_compute
+from megatron_ext.schedule.schedule import Schedule, is_compute
 
 _TICKS = 10**6  # of the longest pass
 
@@ -50,7 +51,7 @@ def order_messages(schedule: Schedule, problem: Problem) -> Schedule:
     graph = build_graph(schedule)
     if len(graph.order) < len(graph.actions):
         return schedule
-    keys = _batched if problem.p2p is P2P.BATCHED else _in_sequence
+    keys = _batched if problem.extras.p2p is P2P.BATCHED else _in_sequence
     key_of = dict(zip(graph.actions, keys(graph, problem.costs), strict=True))
     rows = tuple(tuple(sorted(row, key=key_of.__getitem__)) for row in schedule.rows)
     return replace(schedule, rows=rows)

@@ -9,10 +9,11 @@ from itertools import islice
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import HOST_LANES, RULES, Lane
+from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.communication import communicate
 from megatron_ext.schedule.program.graph import Device, Graph, build_graph
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import Problem, Schedule
+from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.timeline import Event, Timeline
 
 _STEPS = 16  # consecutive ones, after the first half of which a step takes what it always will
@@ -27,7 +28,7 @@ def simulate(program: Program, costs: Costs, device: Device = Device.PARALLEL) -
     """
     graph = program.graph
     if device is not Device.PARALLEL:
-        graph = build_graph(program.schedule, program.problem.p2p, device)
+        graph = build_graph(program.schedule, program.problem.extras.p2p, device)
     return _run(graph, program.schedule, costs)
 
 
@@ -45,7 +46,7 @@ def step_seconds(program: Program, costs: Costs) -> float:
 
     (A rank that idles in the middle of its span may have less to wait for when it begins later.)
     """
-    if not program.problem.post_validation or program.problem.forward_only:
+    if not program.problem.extras.post_validation or program.problem.forward_only:
         return simulate(program, costs).makespan
     before = [0.0] * program.problem.ranks
     ends = []
@@ -68,7 +69,7 @@ def _one_after_the_other(program: Program, costs: Costs) -> Iterator[tuple[Timel
         for event in timeline.events:
             if RULES[event.action.kind].holds_up:
                 free[event.rank] = max(free[event.rank], event.end)
-        if not program.problem.post_validation:
+        if not program.problem.extras.post_validation:
             free = [max(free)] * len(free)
         yield timeline, free
 
@@ -84,7 +85,7 @@ def simulate_unproved(schedule: Schedule, problem: Problem) -> Timeline:
 
 def simulate_messages(schedule: Schedule, problem: Problem) -> Timeline:
     """The same for one that has its messages."""
-    return _run(build_graph(schedule, problem.p2p), schedule, problem.costs)
+    return _run(build_graph(schedule, problem.extras.p2p), schedule, problem.costs)
 
 
 def _run(

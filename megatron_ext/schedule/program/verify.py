@@ -11,8 +11,13 @@ from itertools import product
 from typing import NoReturn
 
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.kinds import RULES, Lane, Where
+from megatron_ext.schedule.kinds import (
+    RULES,
+    Lane,
+    Where,
+)
 from megatron_ext.schedule.limit import fits
+from megatron_ext.schedule.problem import P2P, Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.program.graph import (
     Device,
     Graph,
@@ -24,14 +29,7 @@ from megatron_ext.schedule.program.graph import (
 )
 from megatron_ext.schedule.program.memory import Amount, amount_of, held_during, peaks
 from megatron_ext.schedule.program.speculation import can_be_undone, first_crossing, settles_at
-from megatron_ext.schedule.schedule import (
-    P2P,
-    Offload,
-    Problem,
-    Schedule,
-    VocabularyParallel,
-    is_compute,
-)
+from megatron_ext.schedule.schedule import Schedule, is_compute
 
 _SEAL = object()
 
@@ -59,7 +57,7 @@ class Program:
     @cached_property
     def graph(self) -> Graph:
         """Who waits for whom."""
-        return build_graph(self.schedule, self.problem.p2p)
+        return build_graph(self.schedule, self.problem.extras.p2p)
 
     @property
     def text(self) -> str:
@@ -69,7 +67,7 @@ class Program:
     @cached_property
     def digest(self) -> str:
         """Equal on two ranks exactly when they hold the same program."""
-        text = f"{self.problem.p2p}\n{self.schedule.placement.rank_of}\n{self.text}"
+        text = f"{self.problem.extras.p2p}\n{self.schedule.placement.rank_of}\n{self.text}"
         return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -110,9 +108,9 @@ def prove(schedule: Schedule, problem: Problem) -> Program:
     """
     check_compute(schedule, problem)
     _check_all_done_once(schedule, problem, set(Lane))
-    _check_channels(schedule, problem.p2p)
+    _check_channels(schedule, problem.extras.p2p)
     _check_collectives(schedule)
-    if problem.post_validation and not problem.forward_only:
+    if problem.extras.post_validation and not problem.forward_only:
         _check_speculation(schedule)
     program = Program(schedule, problem, _SEAL)
     _check_acyclic(program)
@@ -121,7 +119,7 @@ def prove(schedule: Schedule, problem: Problem) -> Program:
 
 
 def _check_acyclic(program: Program) -> None:
-    schedule, p2p, where = program.schedule, program.problem.p2p, ""
+    schedule, p2p, where = program.schedule, program.problem.extras.p2p, ""
     if p2p is P2P.BATCHED:
         # One queue has nothing more to hold up: what needs something later of this rank needs a
         # message of it, and that waits for all batches before it anyway.
@@ -191,11 +189,11 @@ def _belongs(kind: Kind, stage: int, problem: Problem) -> bool:
     """Whether ``kind`` is found on ``stage`` in a schedule for ``problem``."""
     where = RULES[kind].where
     if where is Where.RANK:
-        if not problem.post_validation or problem.forward_only:
+        if not problem.extras.post_validation or problem.forward_only:
             return False
-    elif where is not Where.STAGE and problem.vocabulary is VocabularyParallel.NONE:
+    elif where is not Where.STAGE and problem.extras.vocabulary is VocabularyParallel.NONE:
         return False
-    if RULES[kind].all_or_none is not None and problem.offload is Offload.NONE:
+    if RULES[kind].all_or_none is not None and problem.extras.offload is Offload.NONE:
         return False
     return has_place(kind, stage, problem.placement, problem.forward_only)
 
@@ -204,13 +202,13 @@ def _why_not(kind: Kind, problem: Problem) -> str:
     rule = RULES[kind]
     if rule.all_or_none is not None:
         return "offloads, and the problem does not"
-    if rule.where is Where.RANK and not problem.post_validation:
+    if rule.where is Where.RANK and not problem.extras.post_validation:
         return "validates afterwards, and the problem does not"
     if problem.forward_only and not rule.in_evaluation:
         return "has no place in an evaluation"
-    if rule.neighbour:
+    if rule.neighbour is not None:
         return "has no other rank to talk to"
-    if problem.vocabulary is VocabularyParallel.NONE:
+    if problem.extras.vocabulary is VocabularyParallel.NONE:
         return "is vocabulary parallel, and the problem is not"
     return f"is on a stage that is not {rule.where.value}"
 

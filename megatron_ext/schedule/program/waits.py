@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import RULES, Lane
+from megatron_ext.schedule.problem import P2P, Problem
 from megatron_ext.schedule.program.graph import (
     Channel,
     Graph,
@@ -34,7 +35,7 @@ from megatron_ext.schedule.program.graph import (
     channel_of,
     has_place,
 )
-from megatron_ext.schedule.schedule import P2P, Problem, Schedule, is_compute
+from megatron_ext.schedule.schedule import Schedule, is_compute
 
 SENDS_BEHIND = 4
 
@@ -49,9 +50,9 @@ _WAIT_FOR: dict[Kind, Kind] = {
 def await_sends(schedule: Schedule, problem: Problem) -> Schedule:
     """``schedule``, which has its messages, with a wait for each send, and for what is only given
     to a collective."""
-    graph = build_graph(schedule, problem.p2p)
+    graph = build_graph(schedule, problem.extras.p2p)
     number = {action: node for node, action in enumerate(graph.actions)}
-    has_gone = _told_by_batches if problem.p2p is P2P.BATCHED else _told_by_clocks
+    has_gone = _told_by_batches if problem.extras.p2p is P2P.BATCHED else _told_by_clocks
     knows_of = has_gone(graph)
     in_step = _in_step(graph) if problem.forward_only else []
     place = {node: place for place, node in enumerate(in_step)}

@@ -11,7 +11,7 @@ import math
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import Neighbour
-from megatron_ext.schedule.schedule import Problem
+from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.search.fill import Memory, memory_of
 
 
@@ -55,7 +55,7 @@ def lower_bound(problem: Problem, splits_backward: bool) -> float:
             left = _most_work(weight_gradient, Held.WEIGHT_INPUTS, rank, problem, memory)
         work = m * sum(forward[s] + input_gradient[s] + weight_gradient[s] for s in row)
         idle_before = max(arrival, way_out + way_back - ahead)
-        if problem.post_validation:
+        if problem.extras.post_validation:
             idle_before, return_trip = max(0.0, way_out + way_back - ahead - arrival), 0.0
         bound = max(bound, idle_before + work + max(0.0, return_trip - left))
     return bound

@@ -15,10 +15,10 @@ from typing import Any
 
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import RULES
+from megatron_ext.schedule.problem import Offload, VocabularyParallel
 from megatron_ext.schedule.program.graph import needed, partner_of
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import Offload, VocabularyParallel
 from megatron_ext.schedule.search.bounds import lower_bound
 
 TICKS = 100_000  # of the makespan, in which CP-SAT counts where costs have no common unit
@@ -52,14 +52,15 @@ def certify(program: Program, seconds: float) -> Certificate:
             installed.
     """
     problem = program.problem
-    if problem.vocabulary is not VocabularyParallel.NONE:
+    extras = problem.extras
+    if extras.vocabulary is not VocabularyParallel.NONE:
         raise ValueError(
-            f"--certify knows no bound with vocabulary parallelism {problem.vocabulary}: leave one "
+            f"--certify knows no bound with vocabulary parallelism {extras.vocabulary}: leave one "
             f"of them out"
         )
-    if problem.offload is not Offload.NONE:
+    if extras.offload is not Offload.NONE:
         raise ValueError(
-            f"--certify knows no bound with offload {problem.offload}: leave one of them out"
+            f"--certify knows no bound with offload {extras.offload}: leave one of them out"
         )
     splits = any(
         RULES[a.kind].covers == (Kind.BACKWARD_WEIGHT,)

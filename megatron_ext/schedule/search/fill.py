@@ -24,9 +24,10 @@ from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import fits
 from megatron_ext.schedule.placement import Neighbour
+from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.memory import Amount, bytes_for, in_bytes
 from megatron_ext.schedule.program.simulate import simulate_unproved
-from megatron_ext.schedule.schedule import Problem, Schedule
+from megatron_ext.schedule.schedule import Schedule
 
 _TOLERANCE = 1e-9  # of a sum of costs
 

@@ -21,7 +21,7 @@ from random import Random
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import Neighbour
-from megatron_ext.schedule.schedule import Problem
+from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.search.justify import (
     F_INNER,
     F_OUTER,
@@ -88,7 +88,7 @@ def shop_of(
         F_INNER,
         tuple((most[ranks - 1 - rank], most[ranks + rank]) for rank in range(ranks)),
         heads=(0.0,) * ranks,
-        tails=_tails(problem, work) if problem.post_validation else (0.0,) * ranks,
+        tails=_tails(problem, work) if problem.extras.post_validation else (0.0,) * ranks,
     )
     return shop, work
 

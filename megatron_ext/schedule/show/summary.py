@@ -13,10 +13,10 @@ from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import format_costs
 from megatron_ext.schedule.kinds import RULES, Held, Lane
 from megatron_ext.schedule.placement import line
+from megatron_ext.schedule.problem import Offload, Problem
 from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, peak_on_host, peaks
 from megatron_ext.schedule.program.simulate import simulate, step_seconds
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import Offload, Problem
 from megatron_ext.schedule.timeline import Timeline
 
 
@@ -72,12 +72,12 @@ def summary(program: Program) -> str:
 
 
 def _what_overlaps(program: Program) -> str:
-    return f"; {what_overlapping_gains(program)}" if program.problem.post_validation else ""
+    return f"; {what_overlapping_gains(program)}" if program.problem.extras.post_validation else ""
 
 
 def _what_leaves(program: Program) -> str:
     """How much of what passes leave goes to the host, with offload."""
-    if program.problem.offload is Offload.NONE:
+    if program.problem.extras.offload is Offload.NONE:
         return ""
     made, left = Counter[Held](), Counter[Held]()
     for action in (action for row in program.schedule.rows for action in row):
@@ -94,6 +94,6 @@ def _what_leaves(program: Program) -> str:
     placement = program.schedule.placement
     on_host = max(peak_on_host(row, placement) for row in program.schedule.rows)
     return (
-        f"; offload {program.problem.offload}: {' and '.join(shares)} leave, the rest stays "
+        f"; offload {program.problem.extras.offload}: {' and '.join(shares)} leave, the rest stays "
         f"(at most {on_host:g} microbatches of a rank on the host)"
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_ext.schedule.kinds import RULES
-from megatron_ext.schedule.schedule import Problem, Schedule
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.schedule import Schedule
 
 
 def keep_forward(schedule: Schedule, problem: Problem) -> Schedule:

@@ -27,9 +27,10 @@ from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.costs import HostCosts
 from megatron_ext.schedule.kinds import RULES, Lane
 from megatron_ext.schedule.limit import fits
+from megatron_ext.schedule.problem import Offload, Problem
 from megatron_ext.schedule.program.memory import amount_of, peak
 from megatron_ext.schedule.program.simulate import simulate_messages
-from megatron_ext.schedule.schedule import Offload, Problem, Schedule, is_compute
+from megatron_ext.schedule.schedule import Schedule, is_compute
 from megatron_ext.schedule.timeline import Event
 
 NEARLY_NOTHING = 1.01  # times the makespan without offload
@@ -84,7 +85,7 @@ def offload(schedule: Schedule, problem: Problem) -> Schedule:
     To fit into a memory limit for which the link is too slow, copies are booked as if passes took
     longer. They will then: passes wait for copies.
     """
-    if problem.offload is not Offload.FIT:
+    if problem.extras.offload is not Offload.FIT:
         return _most_that_cost_nothing(schedule, problem)
     for slower in _SLOWER:
         leaving = _Leaving(schedule, problem, slower)
@@ -139,7 +140,7 @@ class _Leaving:
         each = []
         for rank in ranks:
             found = _longest_lived_first(_absences(rank, self.passes[rank], self.problem))
-            halves = self.problem.offload is Offload.HALF
+            halves = self.problem.extras.offload is Offload.HALF
             each.append(_half(found, self.problem) if halves else found)
         turns = itertools.chain.from_iterable(itertools.zip_longest(*each))
         return [absence for absence in turns if absence is not None]

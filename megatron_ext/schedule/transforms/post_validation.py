@@ -17,9 +17,10 @@ from dataclasses import replace
 
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import RULES, Lane
+from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.graph import has_place, partner_of
 from megatron_ext.schedule.program.speculation import latest_settling
-from megatron_ext.schedule.schedule import Problem, Schedule
+from megatron_ext.schedule.schedule import Schedule
 
 
 def validate_afterwards(schedule: Schedule, problem: Problem) -> Schedule:

@@ -28,8 +28,9 @@ from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import RULES, Where
 from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import Problem, VocabularyParallel
 from megatron_ext.schedule.program.simulate import simulate_unproved
-from megatron_ext.schedule.schedule import Problem, Schedule, VocabularyParallel
+from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.timeline import Timeline
 
 # How many microbatches later backward passes run, and so how many more are held.
@@ -96,7 +97,7 @@ def _later(base: Timeline, problem: Problem, interval: float) -> _Times:
                 starts[stage, covered, microbatch] = event.start + after
     stages = range(problem.placement.stages)
     order = sorted(range(problem.microbatches), key=lambda k: starts[stages[-1], Kind.FORWARD, k])
-    count = INTERVALS[problem.vocabulary]
+    count = INTERVALS[problem.extras.vocabulary]
     left = order[-count:]
     backward = list(itertools.product(stages, (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)))
     room = (starts[*which, left[-1]] - starts[*which, left[0]] + 1 for which in backward)

@@ -8,7 +8,7 @@ from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import Costs, VocabularyCosts
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.schedule import VocabularyParallel
+from megatron_ext.schedule.problem import VocabularyParallel
 
 
 def share_vocabulary(costs: Costs, placement: Placement, how: VocabularyParallel) -> Costs:

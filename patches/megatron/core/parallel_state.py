@@ -22,7 +22,7 @@ _STATE = "megatron.core.parallel_state"
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
     """The patches that move the first stage, and give the groups their virtual stages."""
-    choice = config.choice()
+    choice = config.choice
 
     def is_first(
         original: Callable[..., bool], ignore_virtual: bool = True, vp_stage: int | None = None

@@ -10,16 +10,12 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from megatron_ext.adapter.arguments import (
-    add_virtual_stages,
-    check,
-    pad_vocabulary,
-    warn_of_settling,
-)
+from megatron_ext.adapter.arguments import add_virtual_stages, check, pad_vocabulary
+from megatron_ext.adapter.post_validation.settle_points import warn_of_settling
 from megatron_ext.config import PipelineConfig, add_flags
 from megatron_ext.errors import exit_for
 from megatron_ext.patches.engine import Patch, wrap
-from megatron_ext.schedule.schedule import VocabularyParallel
+from megatron_ext.schedule.problem import VocabularyParallel
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
@@ -37,7 +33,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             add_virtual_stages(args, config)
             args = original(args, defaults)
             check(args, config)
-            if config.vocabulary() is not VocabularyParallel.NONE:
+            if config.vocab_parallel is not VocabularyParallel.NONE:
                 pad_vocabulary(args)
             if config.post_validation:
                 warn_of_settling(args)

@@ -18,7 +18,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron_ext.config import PipelineConfig
 from megatron_ext.errors import exit_for
 from megatron_ext.patches.engine import Patch, wrap
-from megatron_ext.schedule.schedule import VocabularyParallel
+from megatron_ext.schedule.problem import VocabularyParallel
 
 _RANK_OF_STAGE = "pipeline_rank_of_stage"
 _DIVIDED = "pipeline_vocabulary_is_divided"
@@ -26,8 +26,8 @@ _DIVIDED = "pipeline_vocabulary_is_divided"
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
     """The patches that note the placement in a checkpoint, and compare it."""
-    choice = config.choice()
-    divided = config.vocabulary() is not VocabularyParallel.NONE
+    choice = config.choice
+    divided = config.vocab_parallel is not VocabularyParallel.NONE
 
     def rank_of_stage(args: Any) -> list[int] | None:
         placement = choice.place(args.pipeline_model_parallel_size)

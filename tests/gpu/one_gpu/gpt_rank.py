@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 
 from megatron_ext.__main__ import main
-from megatron_ext.adapter import step
+from megatron_ext.adapter.step import connections
 from tests.gpu.small_stages import HostChannels, HostGroup
 
-step.Channels = HostChannels  # type: ignore[misc]
-step.PipelineGroup = HostGroup  # type: ignore[misc]
+connections.Channels = HostChannels  # type: ignore[misc]
+connections.PipelineGroup = HostGroup  # type: ignore[misc]
 main(sys.argv[1:])

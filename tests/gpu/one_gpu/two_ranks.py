@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_ext.schedule.schedule import P2P
+from megatron_ext.schedule.problem import P2P
 from tests.gpu.one_gpu.executor import tell_step
 from tests.gpu.one_gpu.rows import CannotRun, run_case, tell
 from tests.gpu.one_gpu.runner import MISSING, last_words

@@ -29,12 +29,12 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             cut_without_padding,
             reason="states behind a padded bucket were saved shifted",
             signature="(self, model_sharded_state_dict, is_loading=False, metadata=None)",
-            digests=("700ff1c53e47", "dfa3ca8dc4d0"),  # 0.18, 0.19
+            digests={"0.18": "700ff1c53e47", "0.19": "dfa3ca8dc4d0"},
         ),
         expect(
             f"{_OPTIMIZER}.get_parameter_state_dp_zero",
             reason="gathers buffers without their padding",
-            digests=("8439c766e7b1", "9972fbc0722c"),  # 0.18, 0.19
+            digests={"0.18": "8439c766e7b1", "0.19": "9972fbc0722c"},
         ),
     )
 

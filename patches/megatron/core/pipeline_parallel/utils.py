@@ -16,7 +16,7 @@ from megatron_ext.patches.engine import Patch, replace
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
     """The patch that moves the first stage."""
-    choice = config.choice()
+    choice = config.choice
 
     def is_pp_first_stage(pp_group: dist.ProcessGroup | None) -> bool:
         ranks = get_pg_size(pp_group)

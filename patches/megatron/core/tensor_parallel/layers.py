@@ -61,7 +61,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         expect(
             _FUNCTION,
             reason="its forward and backward run inside ours, without the weight's gradient",
-            digests=("fda90bfaf38e", "4ee6a48b6915"),  # 0.18, 0.19
+            digests={"0.18": "fda90bfaf38e", "0.19": "4ee6a48b6915"},
         ),
     )
 

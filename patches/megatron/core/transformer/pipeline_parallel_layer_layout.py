@@ -26,7 +26,7 @@ _LAYOUT = f"{_TRANSFORMER}.pipeline_parallel_layer_layout:PipelineParallelLayerL
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
     """The patches that lay stages out as the schedule places them."""
-    choice = config.choice()
+    choice = config.choice
 
     def lay_out(
         original: Callable[..., None],

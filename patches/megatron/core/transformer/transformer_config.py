@@ -19,7 +19,7 @@ from megatron_ext.patches.engine import Patch, wrap
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
     """The patch that gives a model its virtual stages."""
-    choice = config.choice()
+    choice = config.choice
 
     def place(original: Callable[..., None], model_config: Any) -> None:
         ranks = model_config.pipeline_model_parallel_size

@@ -14,7 +14,7 @@ from typing import Any
 from megatron.core import pipeline_parallel
 from megatron.training.global_vars import get_args
 
-from megatron_ext.adapter.step import PipelineStep
+from megatron_ext.adapter.step.pipeline_step import PipelineStep
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, wrap
 

@@ -27,13 +27,14 @@ from megatron_ext.adapter.vocabulary_rows import (
 )
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, expect, wrap
+from megatron_ext.schedule.problem import Extras
 
 _MODEL = "megatron.core.models.gpt.gpt_model:GPTModel"
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
     """The patches that divide the tables of a GPTModel."""
-    choice, vocabulary = config.choice(), config.vocabulary()
+    choice, vocabulary = config.choice, config.vocab_parallel
 
     def build(original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
         call = inspect.signature(original).bind(model, *args, **kwargs)
@@ -47,7 +48,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
                 f"--pipeline-vocab-parallel {vocabulary} divides the tables of a GPTModel, and "
                 f"{type(model).__name__} may use them in ways of its own: drop the flag"
             )
-        refuse(settings, choice, vocabulary)
+        refuse(settings, choice, Extras(vocabulary=vocabulary))
         if call.arguments["mtp_block_spec"] is not None:
             raise ValueError(
                 f"--pipeline-vocab-parallel {vocabulary} does not go with multi-token prediction: "
@@ -60,7 +61,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             f"{_MODEL}.__init__",
             build,
             reason="each rank holds its part of embedding and output layer",
-            digests=("038b34702737", "2127a9981edd"),  # 0.18, 0.19
+            digests={"0.18": "038b34702737", "0.19": "2127a9981edd"},
         ),
         wrap(
             f"{_MODEL}.set_input_tensor",
@@ -71,18 +72,18 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         expect(
             f"{_MODEL}._postprocess",
             reason="without post_process it returns hidden states",
-            digests=("7dc649b768c7", "6c489f3a1567"),  # 0.18, 0.19
+            digests={"0.18": "7dc649b768c7", "0.19": "6c489f3a1567"},
         ),
         expect(
             "megatron.core.models.common.embeddings.language_model_embedding:"
             "LanguageModelEmbedding.forward",
             reason="takes the embeddings from the table's module, and goes on",
-            digests=("53d0b74775ed",),
+            digests={"0.18, 0.19": "53d0b74775ed"},
         ),
         expect(
             "megatron.core.tensor_parallel.layers:VocabParallelEmbedding.forward",
             reason="the lookup ends as this does",
-            digests=("8db24043b909", "8862b2f9d30b"),  # 0.18, 0.19
+            digests={"0.18": "8db24043b909", "0.19": "8862b2f9d30b"},
         ),
     )
 

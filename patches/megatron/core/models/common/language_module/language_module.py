@@ -19,7 +19,7 @@ from megatron_ext.patches.engine import Patch, wrap
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
     """The patch that checks a model's embedding group."""
-    choice = config.choice()
+    choice = config.choice
 
     def check_and_set_up(original: Callable[..., None], model: Any) -> None:
         if model.share_embeddings_and_output_weights:

@@ -22,7 +22,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from megatron_ext.adapter.model_stage import ModelStage
+from megatron_ext.adapter.step.model_stage import ModelStage
 
 _FORWARD = inspect.signature(GPTModel.forward)
 _UNTRIED = ("decoder_input", "inference_context", "inference_params", "packed_seq_params")

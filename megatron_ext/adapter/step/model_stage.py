@@ -29,7 +29,7 @@ class StepCall:
     forward_only: bool
     collect_non_loss_data: bool
     first_val_step: bool | None
-    force_all_reduce: bool
+    force_all_reduce: bool | None
     context_parallel_size: int
 
 
@@ -126,10 +126,7 @@ class ModelStage:
         overlaps = getattr(getattr(self._model, "ddp_config", None), "overlap_grad_reduce", False)
         if not overlaps or self._call.force_all_reduce:
             return
-        recording = self._recorder.recording
-        reduction = None
-        if recording is not None and recording.with_reductions:
-            reduction = recording.begin_reduction(self._number)
+        reduction = self._recorder.reducing(self._number)
         self._model.start_grad_sync()  # type: ignore[operator]  # DistributedDataParallel's
         if reduction is not None:
             watch(self._model, reduction)

@@ -1,0 +1,49 @@
+"""Which weight gradients of a rank wait for a W pass in a step, and which do not."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core.utils import get_attr_wrapped_model
+from torch import Tensor
+
+from megatron_ext.runtime.weight_gradients import queue
+
+
+@dataclass(frozen=True)
+class Split:
+    """Of one rank in one step.
+
+    Attributes:
+        waits: there are W passes.
+        at_once: weights whose gradients do not wait for them.
+        apart: weights that have passes of their own.
+    """
+
+    waits: bool
+    at_once: frozenset[Tensor] = frozenset()
+    apart: frozenset[Tensor] = frozenset()
+
+
+def head_weights(models: Sequence[torch.nn.Module]) -> frozenset[Tensor]:
+    """The output layer's weight, on the rank that has it. (A pipeline's last stage has its own,
+    tied or not.)"""
+    model = get_attr_wrapped_model(models[-1], "decoder", return_model_obj=True)
+    weight = getattr(getattr(model, "output_layer", None), "weight", None)
+    return frozenset() if weight is None else frozenset([weight])
+
+
+@contextlib.contextmanager
+def splitting(split: Split) -> Iterator[None]:
+    """Tell split layers that W passes will come, if they do; leave nothing behind, whatever
+    happens."""
+    queue.splitting = split.waits
+    queue.at_once = split.at_once
+    try:
+        yield
+        assert not len(queue), "weight gradients are left over after the step"
+    finally:
+        queue.clear()

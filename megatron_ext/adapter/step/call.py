@@ -1,0 +1,109 @@
+"""What Megatron's caller asks of a step, and what of that cannot be done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import (
+    MultiModuleProcessGroupCollection,
+    ProcessGroupCollection,
+)
+
+from megatron_ext.adapter.compatibility import refuse
+from megatron_ext.adapter.step.model_stage import StepCall
+from megatron_ext.config import PipelineConfig
+from megatron_ext.runtime.messages.transport import Boundary
+from megatron_ext.schedule.problem import P2P, VocabularyParallel
+
+
+@dataclass(frozen=True)
+class Call(StepCall):
+    """A call of Megatron's schedule functions, in the words of one rank.
+
+    Attributes:
+        config: Megatron's, of the model.
+        models: the chunks of this rank, by stage.
+        iterators: of their data, one for each.
+        pipeline: the group of its ranks.
+        groups: Megatron's collection of all others.
+    """
+
+    config: Any
+    models: list[torch.nn.Module]
+    iterators: list[Any]
+    seq_length: int
+    micro_batch_size: int
+    decoder_seq_length: int | None
+    pipeline: dist.ProcessGroup
+    groups: Any
+
+    def boundary(self) -> Boundary:
+        """What passes between stages. Where that varies, the shape is the largest."""
+        shapes = schedules.get_tensor_shapes(
+            seq_length=self.seq_length,
+            micro_batch_size=self.micro_batch_size,
+            decoder_seq_length=self.decoder_seq_length,
+            config=self.config,
+            tp_group=self.groups.tp,
+            cp_group=self.groups.cp,
+        )
+        return Boundary(tuple(shapes[0]), self.config.pipeline_dtype)
+
+
+def refuse_call(
+    ours: PipelineConfig,
+    config: Any,
+    adjust_tensor_shapes_fn: Any,
+    collect_non_loss_data: bool,
+    p2p_communicator: P2PCommunicator | None,
+    pg_collection: Any,
+) -> None:
+    """Raise ValueError for the first thing that is asked for and ``ours`` cannot honour."""
+    vocabulary = ours.vocab_parallel
+    refuse(config, ours.choice, ours.extras)
+    if config.variable_seq_lengths and ours.p2p is P2P.BATCHED:
+        raise ValueError(
+            "--pipeline-p2p batched does not go with variable_seq_lengths: a tensor can be "
+            "received only when its shape has come, after its batch; drop the flag"
+        )
+    if adjust_tensor_shapes_fn is not None:
+        raise ValueError(
+            f"adjust_tensor_shapes_fn is not supported by --pipeline-schedule {ours.schedule}: it "
+            f"sends one tensor between stages; drop the flag"
+        )
+    if vocabulary is not VocabularyParallel.NONE and collect_non_loss_data:
+        raise ValueError(
+            f"collect_non_loss_data does not go with --pipeline-vocab-parallel {vocabulary}: no "
+            f"rank has whole logits; drop the flag"
+        )
+    if isinstance(pg_collection, MultiModuleProcessGroupCollection):
+        raise ValueError(
+            f"--pipeline-schedule {ours.schedule} runs one model, and this pg_collection holds "
+            f"several ({type(pg_collection).__name__}); drop the flag"
+        )
+    if (p2p_communicator is None) != (pg_collection is None):
+        raise ValueError("Provide both p2p_communicator and pg_collection, or neither")
+    if ours.post_validation and p2p_communicator is not None:
+        raise ValueError(
+            "--pipeline-post-validation is for Megatron's own training loop, and this caller has a "
+            "p2p_communicator of its own; drop the flag"
+        )
+
+
+def groups_of(
+    p2p_communicator: P2PCommunicator | None, pg_collection: Any
+) -> tuple[dist.ProcessGroup, Any]:
+    """The pipeline's group and the others: those that are given, or as stock's schedules take them
+    where their caller gives none."""
+    if p2p_communicator is not None:
+        return p2p_communicator.pp_group, pg_collection
+    # Megatron 0.18 has no function for them.
+    everything = ProcessGroupCollection.use_mpu_process_groups
+    groups = getattr(schedules, "_build_default_pg_collection", everything)()
+    return parallel_state.get_pipeline_model_parallel_group(), groups

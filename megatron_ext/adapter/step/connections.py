@@ -1,0 +1,113 @@
+"""What a rank's steps share: connections to the other ranks, and who watches over them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.utils import log_single_rank
+
+from megatron_ext.adapter.gpu_notice import say_unverified
+from megatron_ext.config import PipelineConfig
+from megatron_ext.logger import logger
+from megatron_ext.runtime.handover import Messages
+from megatron_ext.runtime.host.memory import check_host_memory
+from megatron_ext.runtime.host.offload import ActivationOffload
+from megatron_ext.runtime.interruption import Interruption
+from megatron_ext.runtime.last_words import connect_last_words
+from megatron_ext.runtime.messages.batched import BatchedTransport, PipelineGroup
+from megatron_ext.runtime.messages.channels import Channels
+from megatron_ext.runtime.messages.collectives import Collectives
+from megatron_ext.runtime.messages.nccl import ctas_for
+from megatron_ext.runtime.messages.transport import Boundary, Transport
+from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.whereabouts import whereabouts
+from megatron_ext.schedule.problem import P2P, Offload, VocabularyParallel
+from megatron_ext.schedule.program.graph import channels
+from megatron_ext.schedule.program.verify import Program
+
+
+@dataclass(frozen=True, eq=False)
+class Connections:
+    """Of one rank, from its first step on.
+
+    Attributes:
+        ways: what messages between stages travel on.
+        collectives: of a vocabulary that is divided.
+        offload: of activations that leave for the host.
+        recorder: told what runs.
+    """
+
+    ways: Channels | PipelineGroup
+    collectives: Collectives | None
+    offload: ActivationOffload | None
+    recorder: Recorder
+
+    def expect(self, program: Program, *, varies: bool) -> None:
+        """Steps of ``program`` will come, in which shapes vary or do not. Collective over the
+        pipeline."""
+        if varies:
+            assert isinstance(self.ways, Channels)
+            self.ways.connect_hosts()
+        if self.offload is not None and not program.problem.forward_only:
+            row = program.schedule.rows[self.offload.rank]
+            host_memory = check_host_memory(row, program.problem.costs)
+            self.offload.expect(row, program.problem.costs)
+            log_single_rank(logger, logging.INFO, host_memory)
+
+    def transport(self, program: Program, boundary: Boundary) -> Messages:
+        """The messages of one step."""
+        if isinstance(self.ways, PipelineGroup):
+            return BatchedTransport(self.ways, boundary, program, self.recorder)
+        return Transport(self.ways, boundary, program.schedule.placement, self.recorder)
+
+    @contextlib.contextmanager
+    def heard_if_it_fails(
+        self, where: str, kind: type[BaseException] = BaseException
+    ) -> Iterator[None]:
+        """An error within of this ``kind`` ends the other ranks too. (One in a pass has been told,
+        by the executor.)"""
+        try:
+            yield
+        except kind as error:
+            if not self.recorder.has_failed:
+                self.recorder.failed(error, where)
+                for connection in self._closable():
+                    connection.close()
+            raise
+
+    def listen(self) -> None:
+        """Hear of ranks that fail, from now on. Collective over the world."""
+        words = self.recorder.last_words = connect_last_words()
+        if words is not None:
+            words.start(Interruption(self.recorder, self._closable()))
+            weakref.finalize(self, words.stop)
+
+    def _closable(self) -> list[Channels | PipelineGroup | Collectives]:
+        return [self.ways] if self.collectives is None else [self.ways, self.collectives]
+
+
+def connect(config: PipelineConfig, program: Program, pipeline: dist.ProcessGroup) -> Connections:
+    """Connect the ranks of ``pipeline``, whose first step is ``program``'s. Collective over the
+    world."""
+    device = torch.device(torch.cuda.current_device())
+    if dist.get_rank() == 0:
+        say_unverified(device, program.problem)
+    ctas = ctas_for(program, pipeline, device)
+    ways: Channels | PipelineGroup
+    if config.p2p is P2P.BATCHED:
+        ways = PipelineGroup(pipeline, device)
+    else:
+        ways = Channels(pipeline, channels(program.schedule), device, ctas)
+    collectives = offload = None
+    if config.vocab_parallel is not VocabularyParallel.NONE:
+        collectives = Collectives(pipeline, device, ctas)
+    if config.activation_offload is not Offload.NONE:
+        offload = ActivationOffload(pipeline.rank(), device)
+    recorder = Recorder(pipeline.rank(), whereabouts(pipeline))
+    return Connections(ways, collectives, offload, recorder)

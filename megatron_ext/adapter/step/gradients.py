@@ -1,0 +1,40 @@
+"""Megatron's own work on gradients around the passes: held back before, and done after them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from megatron_ext.adapter.step.call import Call
+from megatron_ext.adapter.step.model_stage import ModelStage
+
+
+@contextlib.contextmanager
+def no_grad_sync(config: Any) -> Iterator[None]:
+    """Hold back the reductions that backward hooks would start before W has run."""
+    functions = config.no_sync_func or []
+    with contextlib.ExitStack() as stack:
+        for no_sync in functions if isinstance(functions, list) else [functions]:
+            stack.enter_context(no_sync())
+        yield
+
+
+def tokens_of(call: Call, stages: Sequence[ModelStage]) -> torch.Tensor | None:
+    """What stock scales gradients by after the passes; None where it does not."""
+    if call.config.finalize_model_grads_func is None or not call.config.calculate_per_token_loss:
+        return None
+    return torch.stack([stage.tokens for stage in stages]).sum(dtype=torch.int)
+
+
+def finalize_gradients(call: Call, tokens: torch.Tensor | None) -> None:
+    """What stock does after the passes of a training step."""
+    if call.config.finalize_model_grads_func is not None:
+        call.config.finalize_model_grads_func(
+            call.models,
+            tokens,
+            pg_collection=call.groups,
+            force_all_reduce=call.force_all_reduce,
+        )

@@ -1,0 +1,68 @@
+"""The passes of a step on one rank: its stages and what goes with them, made for the executor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron_ext.adapter.observers.observer import Step
+from megatron_ext.adapter.splitting import splitting
+from megatron_ext.adapter.step.end_stage import EndStage, ends_of
+from megatron_ext.adapter.step.gradients import no_grad_sync
+from megatron_ext.adapter.step.model_stage import ModelStage
+from megatron_ext.runtime.executor import execute
+from megatron_ext.runtime.messages.transport import Boundary
+from megatron_ext.runtime.owner import Owner
+from megatron_ext.runtime.vocabulary.passes import VocabularyPasses
+
+
+def run_passes(step: Step, iterators: list[Any], others: Sequence[Owner] = ()) -> list[ModelStage]:
+    """Run all passes on data from ``iterators``, one a chunk; the stages they were run on.
+
+    ``others`` own the kinds of the program that are not known here.
+    """
+    call, connections, program = step.call, step.connections, step.placed.program
+    boundary = step.boundary
+    if call.config.variable_seq_lengths:
+        boundary = replace(boundary, shape=None)
+    transport = connections.transport(program, boundary)
+    stages = _stages(step, iterators)
+    vocabulary = _vocabulary(step, stages, boundary)
+    offload = None
+    if connections.offload is not None and not call.forward_only:
+        offload = connections.offload.step(program.schedule.rows[call.pipeline.rank()])
+    with no_grad_sync(call.config), splitting(step.split):
+        execute(program, stages, transport, connections.recorder, vocabulary, offload, others)
+    return list(stages.values())
+
+
+def _stages(step: Step, iterators: list[Any]) -> dict[int, ModelStage]:
+    call, placement = step.call, step.placed.program.schedule.placement
+    stages: dict[int, ModelStage] = {}
+    numbers = placement.stages_of[call.pipeline.rank()]
+    for number, chunk, iterator in zip(numbers, call.models, iterators, strict=True):
+        is_last = placement.is_last(number)
+        common = number, chunk, call.config, iterator, call, step.connections.recorder
+        if step.shard is not None and (placement.is_first(number) or is_last):
+            stages[number] = EndStage(*common, is_last=is_last)
+        else:
+            stages[number] = ModelStage(*common, has_loss=is_last)
+    return stages
+
+
+def _vocabulary(
+    step: Step, stages: Mapping[int, ModelStage], boundary: Boundary
+) -> VocabularyPasses | None:
+    if step.shard is None:
+        return None
+    assert step.connections.collectives is not None
+    return VocabularyPasses(
+        step.placed.program,
+        ends_of(stages.values()),
+        step.shard,
+        step.connections.collectives,
+        boundary,
+        (step.call.micro_batch_size, step.call.seq_length),
+        step.connections.recorder,
+    )

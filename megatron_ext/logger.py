@@ -1,0 +1,46 @@
+"""The logger of all that a training is told by us, ``megatron_ext``.
+
+Its lines are written to stdout, whatever becomes of the root's level and handlers: Megatron sets
+both. A notebook or a trainer silences them by the logger's level, and redirects them by
+``handlers``, where ours is the first; handlers put there before this package is imported stay
+alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+
+class _Logger(logging.Logger):
+    """Not silenced by `logging.disable`, which means others."""
+
+    def isEnabledFor(self, level: int) -> bool:
+        return not self.disabled and level >= self.getEffectiveLevel()
+
+
+class _Standard(logging.Handler):
+    """Writes ``megatron_ext: message`` to what sys.stdout is then, errors to sys.stderr."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        stream = sys.stderr if record.levelno >= logging.ERROR else sys.stdout
+        print(f"megatron_ext: {record.getMessage()}", file=stream, flush=True)
+
+
+def _make() -> logging.Logger:
+    """The logger, set up as far as nobody has done so before."""
+    others = logging.getLoggerClass()
+    logging.setLoggerClass(_Logger)
+    try:
+        made = logging.getLogger("megatron_ext")
+    finally:
+        logging.setLoggerClass(others)
+    if made.level == logging.NOTSET:
+        made.setLevel(logging.INFO)
+    if not made.handlers:
+        made.propagate = False
+        made.addHandler(_Standard())
+    return made
+
+
+logger = _make()

@@ -1,0 +1,129 @@
+"""What a pass makes and the next stage's takes: from message to message, or on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+from megatron_ext.runtime.owner import Handler, Owner
+from megatron_ext.runtime.stage import Stage
+from megatron_ext.runtime.vocabulary.passes import VocabularyPasses
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.placement import Neighbour, Placement
+
+
+class Messages(Protocol):
+    """What is needed of a transport (`messages.transport.Transport`)."""
+
+    rank: int
+
+    def send(self, action: Action, tensor: Tensor) -> None: ...
+    def wait_sent(self, send: Action) -> None: ...
+    def receive(self, action: Action) -> None: ...
+    def received(self, action: Action) -> Tensor: ...
+    def drop(self) -> None: ...
+    def abandon(self) -> None: ...
+
+
+class Handover(Owner):
+    """The tensors between the passes of one step; it owns sends, receives and their waits.
+
+    Attributes:
+        outputs: of (stage, microbatch), to pass on.
+        gradients: of its input, to pass back.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        stages: Mapping[int, Stage],
+        transport: Messages,
+        vocabulary: VocabularyPasses | None,
+    ) -> None:
+        """``vocabulary``, where it is divided, is beyond the first and the last stage."""
+        self.outputs: dict[tuple[int, int], Tensor] = {}
+        self.gradients: dict[tuple[int, int], Tensor] = {}
+        self._placement = placement
+        self._stages = stages
+        self._transport = transport
+        self._vocabulary = vocabulary
+
+    def handlers(self) -> Mapping[Kind, Handler]:
+        return {
+            Kind.SEND_F: self._send_output,
+            Kind.SEND_B: self._send_gradient,
+            Kind.RECV_F: self._transport.receive,
+            Kind.RECV_B: self._transport.receive,
+            Kind.WAIT_F: self._wait_output,
+            Kind.WAIT_B: self._wait_gradient,
+        }
+
+    def input_of(self, stage: int, microbatch: int) -> Tensor | None:
+        """None on the first stage of an undivided model, which reads the data."""
+        before = self._placement.previous(stage)
+        if before is None:
+            if self._vocabulary is None:
+                return None
+            x = self._vocabulary.embeddings(microbatch)
+        elif self._placement.is_remote(stage, Neighbour.PREVIOUS):
+            x = self._transport.received(Action(stage, Kind.RECV_F, microbatch))
+        else:  # handed over on this rank: the same memory, cut off from the graph that made it
+            x = self.outputs.pop((before, microbatch)).detach()
+            self._stages[before].output_sent(microbatch)
+        return x.requires_grad_()
+
+    def take_output(self, stage: int, microbatch: int, y: Tensor) -> None:
+        if not self._placement.is_last(stage):
+            self.outputs[stage, microbatch] = y
+        elif self._vocabulary is not None:
+            self._vocabulary.take_hidden_states(microbatch, y)
+            self._stages[stage].output_sent(microbatch)
+
+    def gradient_of_output(self, stage: int, microbatch: int) -> Tensor | None:
+        """None on the last stage of an undivided model, which has the loss."""
+        after = self._placement.next(stage)
+        if after is None:
+            if self._vocabulary is None:
+                return None
+            return self._vocabulary.hidden_states_gradient(microbatch)
+        if self._placement.is_remote(stage, Neighbour.NEXT):
+            return self._transport.received(Action(stage, Kind.RECV_B, microbatch))
+        return self.gradients.pop((after, microbatch))
+
+    def take_gradient(self, action: Action, dx: Tensor | None) -> None:
+        """``dx``: what the backward pass ``action`` gave of its input."""
+        stage, _, microbatch = action
+        if stage == 0 and self._vocabulary is None:
+            return
+        assert dx is not None, f"{action} gave no gradient of its input"
+        if stage > 0:
+            self.gradients[stage, microbatch] = dx
+        elif self._vocabulary is not None:
+            self._vocabulary.take_embedding_gradient(microbatch, dx)
+
+    def forget(self) -> None:
+        self._transport.drop()
+        self.outputs.clear()
+
+    def finish(self) -> None:
+        assert not self.outputs and not self.gradients
+
+    def abandon(self) -> None:
+        self._transport.abandon()
+
+    def _send_output(self, action: Action) -> None:
+        self._transport.send(action, self.outputs[action.stage, action.microbatch])
+
+    def _send_gradient(self, action: Action) -> None:
+        self._transport.send(action, self.gradients[action.stage, action.microbatch])
+
+    def _wait_output(self, action: Action) -> None:
+        self._transport.wait_sent(action._replace(kind=Kind.SEND_F))
+        del self.outputs[action.stage, action.microbatch]
+        self._stages[action.stage].output_sent(action.microbatch)
+
+    def _wait_gradient(self, action: Action) -> None:
+        self._transport.wait_sent(action._replace(kind=Kind.SEND_B))
+        del self.gradients[action.stage, action.microbatch]

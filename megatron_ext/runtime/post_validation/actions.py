@@ -1,0 +1,41 @@
+"""The actions of post-validation in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron_ext.runtime.owner import BeginAgain, Handler, Owner
+from megatron_ext.schedule.action import Action, Kind
+
+
+class Validation(Owner):
+    """Of the step before the one that runs."""
+
+    def expect(self) -> None:
+        """The verdict on the last step may come from now on; it is passed back as it comes."""
+        raise NotImplementedError
+
+    def settle(self) -> bool:
+        """Whether that step stands, when its verdict has come.
+
+        If not, it has been taken back and done as it should be, and so have random states and data
+        of the step that runs: it begins again.
+        """
+        raise NotImplementedError
+
+    def handlers(self) -> Mapping[Kind, Handler]:
+        return {
+            Kind.RECV_V: self._expect,
+            Kind.SEND_V: self._expect,
+            Kind.SETTLE: self._settle,
+        }
+
+    def forget(self) -> None:
+        """The verdict has come, and is not kept."""
+
+    def _expect(self, action: Action) -> None:
+        self.expect()
+
+    def _settle(self, action: Action) -> None:
+        if not self.settle():
+            raise BeginAgain

@@ -1,0 +1,76 @@
+"""The passes of a rank's stages: F, I, B and W."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from megatron_ext.runtime.handover import Handover
+from megatron_ext.runtime.host.offload import OffloadedStep
+from megatron_ext.runtime.owner import Handler, Owner
+from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.stage import Stage
+from megatron_ext.schedule.action import Action, Kind
+
+
+class StagePasses(Owner):
+    """Of one step; what they make goes to ``handover``."""
+
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        handover: Handover,
+        recorder: Recorder,
+        offload: OffloadedStep | None,
+    ) -> None:
+        self._stages = stages
+        self._handover = handover
+        self._recorder = recorder
+        self._offload = offload
+
+    def handlers(self) -> Mapping[Kind, Handler]:
+        return {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD_INPUT: self._backward,
+            Kind.FULL_BACKWARD: self._backward,
+            Kind.BACKWARD_WEIGHT: self._backward_weight,
+        }
+
+    def forget(self) -> None:
+        for stage in self._stages.values():
+            stage.forget()
+
+    def _forward(self, action: Action) -> None:
+        stage, _, microbatch = action
+        x = self._handover.input_of(stage, microbatch)
+        with self._recorder.computing(action), self._saving(stage, microbatch, x):
+            y = self._stages[stage].forward(microbatch, x)
+        self._handover.take_output(stage, microbatch, y)
+
+    def _backward(self, action: Action) -> None:
+        stage, kind, microbatch = action
+        dy = self._handover.gradient_of_output(stage, microbatch)
+        self._await_reload(action)
+        whole = kind is Kind.FULL_BACKWARD
+        run = self._stages[stage].backward if whole else self._stages[stage].backward_input
+        with self._recorder.computing(action):
+            dx = run(microbatch, dy)
+        self._handover.take_gradient(action, dx)
+
+    def _backward_weight(self, action: Action) -> None:
+        self._await_reload(action)
+        with self._recorder.computing(action):
+            self._stages[action.stage].backward_weight(action.microbatch)
+
+    def _saving(
+        self, stage: int, microbatch: int, x: Tensor | None
+    ) -> contextlib.AbstractContextManager[None]:
+        if self._offload is None:
+            return contextlib.nullcontext()
+        return self._offload.saving(stage, microbatch, x)
+
+    def _await_reload(self, action: Action) -> None:
+        if self._offload is not None:
+            self._offload.await_reload(action)

@@ -1,0 +1,158 @@
+"""The problem that a schedule solves."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.placement import Placement
+
+
+class P2P(enum.StrEnum):
+    """How messages share communicators. On one, batches move one after the other (`graph`)."""
+
+    ASYNC = "async"  # a communicator a channel, and every message by itself
+    BATCHED = "batched"  # the pipeline's one communicator
+
+
+class VocabularyParallel(enum.StrEnum):
+    """How embedding and output layer are divided over the ranks (Yeung et al. 2024, section 4)."""
+
+    NONE = "none"  # not: they are on the first and the last stage
+    ONE = "1"  # over all ranks; the input gradient is made when all statistics are there
+    TWO = "2"  # the same, but before: one exchange less between logits and input gradient
+
+
+class Offload(enum.StrEnum):
+    """Which activations leave for host memory until they are needed (Wan et al. 2025)."""
+
+    NONE = "none"
+    HALF = "half"  # the longer-lived half of a rank's chunks
+    FULL = "full"  # all that host copies are quick enough for
+    FIT = "fit"  # the fewest that bring each rank within the memory limit
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What is asked of a schedule beside the order of its passes.
+
+    Attributes:
+        p2p: how messages share communicators.
+        vocabulary: how embedding and output layer are divided over the ranks. (Families are asked
+            without: `transforms.vocabulary` adds the passes.)
+        offload: which activations leave for host memory. (Families are asked without it and
+            without the memory limit: `transforms.offload` adds the copies.)
+        post_validation: the optimizer steps before all ranks are done, and is taken back where that
+            was wrong: steps overlap, and cost about their span. (Families see it, as another
+            schedule may then be the best; `transforms.post_validation` adds the messages.)
+    """
+
+    p2p: P2P = P2P.ASYNC
+    vocabulary: VocabularyParallel = VocabularyParallel.NONE
+    offload: Offload = Offload.NONE
+    post_validation: bool = False
+
+    @property
+    def clash(self) -> Clash | None:
+        """The first two of these that do not go together, if any do not."""
+        asked = {one.name for one in fields(self) if getattr(self, one.name) != one.default}
+        return next((clash for clash in CLASHES if asked.issuperset(clash.extras)), None)
+
+
+@dataclass(frozen=True)
+class Clash:
+    """Two of `Extras` that do not go together: why, and all that there is to say of a problem."""
+
+    extras: tuple[str, str]
+    why: str
+    text: str
+
+
+CLASHES = (
+    Clash(
+        ("p2p", "vocabulary"),
+        "collectives have communicators of their own; drop one",
+        "vocabulary parallelism {vocabulary} with messages {p2p}: its collectives need "
+        "communicators of their own; write messages async",
+    ),
+    Clash(
+        ("post_validation", "p2p"),
+        "its messages are not part of batches",
+        "post-validation does not go with messages {p2p}: a batch could be under way at the "
+        "verdict; drop one",
+    ),
+    Clash(
+        ("post_validation", "vocabulary"),
+        "passes of the vocabulary wait for all ranks before a verdict has come",
+        "post-validation does not go with vocabulary parallelism {vocabulary}: its collectives "
+        "hold all ranks up; drop one",
+    ),
+    Clash(
+        ("post_validation", "offload"),
+        "what has left for the host cannot be dropped",
+        "post-validation does not go with offload {offload}: what has left for the host cannot be "
+        "undone; drop one",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a family has to solve.
+
+    Attributes:
+        placement: which rank holds which stage.
+        microbatches: m >= 1 of one training step.
+        costs: seconds per stage and kind, and per hop.
+        memory_limit: what no rank may exceed; None is no limit.
+        forward_only: evaluation, where nothing is differentiated and nothing is held.
+        extras: what is asked beside the order of passes.
+    """
+
+    placement: Placement
+    microbatches: int
+    costs: Costs
+    memory_limit: MemoryLimit | None = None
+    forward_only: bool = False
+    extras: Extras = Extras()
+
+    def __post_init__(self) -> None:
+        if self.microbatches < 1:
+            raise ValueError(f"microbatches is {self.microbatches}; at least one is needed")
+        offload = self.extras.offload
+        if offload is not Offload.NONE and self.costs.host is None:
+            raise ValueError(
+                f"offload {offload}: the costs ({self.costs.origin}) do not say how long copies to "
+                f"the host and back take: add d2h= and h2d=, seconds per microbatch of a full rank"
+            )
+        if offload is Offload.FIT and self.memory_limit is None:
+            raise ValueError(
+                f"offload {offload} has no memory limit to fit into: give one, or write "
+                f"{Offload.FULL} or {Offload.HALF}"
+            )
+        if (clash := self.extras.clash) is not None:
+            raise ValueError(clash.text.format(**vars(self.extras)))
+        if self.extras.post_validation:
+            self._check_chain()
+        assert self.costs.stages == self.placement.stages
+
+    def _check_chain(self) -> None:
+        firsts = sorted(stages[0] for stages in self.placement.stages_of)
+        if firsts != list(range(self.ranks)):
+            raise ValueError(
+                f"post-validation passes the optimizer's state from the rank of a stage to that of "
+                f"the next: the first {self.ranks} stages have to be on {self.ranks} ranks, and "
+                f"they are on ranks {self.placement.rank_of[: self.ranks]}; use another placement, "
+                f"or drop it"
+            )
+
+    @property
+    def ranks(self) -> int:
+        return self.placement.ranks
+
+    def with_extras(self, **changes: Any) -> Problem:
+        """The same with other `extras`, by their names."""
+        return replace(self, extras=replace(self.extras, **changes))

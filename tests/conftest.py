@@ -1,0 +1,44 @@
+"""In which order files run, and which tests search."""
+
+from __future__ import annotations
+
+import pytest
+
+# The longest first, so that no worker has one left when the others have ended.
+LONGEST = (
+    "test_placements.py",
+    "test_vocabulary_training.py",
+    "test_matrix.py",
+    "test_checkpoints.py",
+    "test_bad_days.py",
+    "test_memory.py",
+    "test_post_validation_training.py",
+    "test_transformer_engine_training.py",
+    "test_profile.py",
+    "test_versions.py",
+    "test_parity.py",
+    "test_adversary_training.py",
+    "test_adversary.py",
+    "test_offload_training.py",
+    "test_faults.py",
+    "test_post_validation_faults.py",
+    # ... and of the unit tests
+    "test_model_plan.py",
+    "test_offload.py",
+    "test_v_auto.py",
+    "test_post_validation.py",
+    "test_schedule_pages.py",
+    "test_line_families.py",
+    "test_families.py",
+)
+
+# Families that look through many orders of passes: a schedule takes a second, not hundredths.
+SEARCHING = ("v-auto", "zb-auto", "zb_auto")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
+    for item in items:
+        if any(name in item.name for name in SEARCHING):
+            item.add_marker(pytest.mark.search)

@@ -1,0 +1,372 @@
+"""Faults that the tests must catch: each is seeded in a copy of this checkout, and tests run there.
+
+python -m tests.faults                       # all of them: some ten minutes
+python -m tests.faults lost-wait early-free  # these
+python -m tests.faults --list
+
+Where tests are made fewer or faster, these say whether they still see what they saw: a wrong sign,
+a wrong microbatch, memory freed too early, a wait that is gone, a refusal left out. The exit code
+is 0 only when every fault was caught, by the tests that are named for it. The checkout is copied
+with its changes, as far as git knows the files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+SCHEDULE = "megatron_ext/schedule"
+RUNTIME = "megatron_ext/runtime"
+ADAPTER = "megatron_ext/adapter"
+MEGATRON = "patches/megatron"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``old``, which stands in ``file`` once, becomes ``new``: one of ``tests`` fails then.
+
+    ``tests`` are arguments of pytest, files or the tests in one.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    def seed(self, root: Path) -> None:
+        path = root / self.file
+        text = path.read_text()
+        assert text.count(self.old) == 1, f"{self.name}: {self.file} has changed"
+        path.write_text(text.replace(self.old, self.new))
+
+
+FAULTS = (
+    # ---- The proof, and what is said of a schedule before it runs
+    Fault(
+        "memory-never-given-back",
+        f"{SCHEDULE}/program/memory.py",
+        "held += gained - lost",
+        "held += gained",
+        ("tests/unit/test_verify.py",),
+    ),
+    Fault(
+        "one-microbatch-over-the-limit",
+        f"{SCHEDULE}/program/verify.py",
+        "if peak > allowed * (1 + 1e-9):",
+        "if peak > allowed + 1:",
+        ("tests/unit/test_verify.py",),
+    ),
+    Fault(
+        "a-limit-of-the-larger",
+        f"{SCHEDULE}/limit.py",
+        "number * min(ranks, microbatches)",
+        "number * max(ranks, microbatches)",
+        ("tests/unit/test_costs.py",),
+    ),
+    Fault(
+        "one-microbatch-too-many",
+        f"{SCHEDULE}/program/verify.py",
+        "if not 0 <= action.microbatch < problem.microbatches:",
+        "if not 0 <= action.microbatch <= problem.microbatches:",
+        ("tests/unit/test_verify.py",),
+    ),
+    Fault(
+        "a-pass-twice-is-not-refused",
+        f"{SCHEDULE}/program/verify.py",
+        "if flags[microbatch]:",
+        "if False:",
+        ("tests/unit/test_verify.py",),
+    ),
+    Fault(
+        "a-need-one-place-later",
+        f"{SCHEDULE}/program/verify.py",
+        "if position.get((stage, kind, action.microbatch), -1) > index:",
+        "if position.get((stage, kind, action.microbatch), -1) > index + 1:",
+        ("tests/unit/test_verify.py",),
+    ),
+    Fault(
+        "messages-that-cross-are-not-refused",
+        f"{SCHEDULE}/program/verify.py",
+        "if partner_of(send) != receive:",
+        "if False:",
+        ("tests/unit/test_verify.py",),
+    ),
+    Fault(
+        "collectives-that-cross-are-not-refused",
+        f"{SCHEDULE}/program/verify.py",
+        "if first.microbatch != other.microbatch:",
+        "if False:",
+        ("tests/unit/test_vocabulary_schedule.py",),
+    ),
+    Fault(
+        "one-queue-is-not-looked-at",
+        f"{SCHEDULE}/program/verify.py",
+        "if not cycle and p2p is P2P.ASYNC:",
+        "if False:",
+        ("tests/unit/test_message_order.py",),
+    ),
+    Fault(
+        "a-loss-before-the-verdict",
+        f"{SCHEDULE}/program/speculation.py",
+        "return is_forward and action.stage < placement.stages - 1",
+        "return is_forward and action.stage < placement.stages",
+        ("tests/unit/test_post_validation.py",),
+    ),
+    Fault(
+        "links-are-not-shared",
+        f"{SCHEDULE}/program/simulate.py",
+        "start[node] = max(start[node], free.get(link, 0.0))",
+        "start[node] = max(start[node], 0.0)",
+        ("tests/unit/test_offload.py",),
+    ),
+    Fault(
+        "waves-the-other-way",
+        f"{SCHEDULE}/placement.py",
+        "(there + back) * waves",
+        "(back + there) * waves",
+        ("tests/unit/test_v_families.py",),
+    ),
+    # ---- What runs on a rank
+    Fault(
+        "a-send-that-nobody-waits-for",
+        f"{RUNTIME}/handover.py",
+        "self._transport.wait_sent(action._replace(kind=Kind.SEND_F))",
+        "pass",
+        ("tests/pipeline/test_executor.py",),
+    ),
+    Fault(
+        "gradient-of-another-microbatch",
+        f"{RUNTIME}/handover.py",
+        "self._transport.send(action, self.gradients[action.stage, action.microbatch])",
+        "self._transport.send(action, next(iter(self.gradients.values())))",
+        ("tests/pipeline/test_executor.py",),
+    ),
+    Fault(
+        "gradients-complete-too-early",
+        f"{RUNTIME}/executor.py",
+        "            for action in self.row\n            if not GRADIENT",
+        "            for action in reversed(self.row)\n            if not GRADIENT",
+        ("tests/pipeline/test_executor.py",),
+    ),
+    Fault(
+        "a-receive-that-nobody-waits-for",
+        f"{RUNTIME}/messages/transport.py",
+        "            work.wait()\n        return tensor\n",
+        "            pass\n        return tensor\n",
+        ("tests/pipeline/test_adversary.py",),
+    ),
+    Fault(
+        "a-batch-that-nobody-waits-for",
+        f"{RUNTIME}/messages/batched.py",
+        "                work.wait()\n        batch.works.clear()\n",
+        "                pass\n        batch.works.clear()\n",
+        ("tests/pipeline/test_adversary.py",),
+    ),
+    Fault(
+        "a-batch-to-the-wrong-rank",
+        f"{RUNTIME}/messages/batched.py",
+        "(dist.isend, channel.receiver) if sends",
+        "(dist.isend, channel.sender) if sends",
+        ("tests/pipeline/test_executor.py",),
+    ),
+    Fault(
+        "a-sum-for-the-wrong-rank",
+        f"{RUNTIME}/messages/collectives.py",
+        "dist.reduce(\n            tensor, self._global_ranks[root]",
+        "dist.reduce(\n            tensor, self._global_ranks[-1 - root]",
+        ("tests/pipeline/test_vocabulary.py::test_training",),
+    ),
+    Fault(
+        "labels-are-added",
+        f"{RUNTIME}/vocabulary/shard.py",
+        "softmax.gather(-1, rows) - is_here.float()",
+        "softmax.gather(-1, rows) + is_here.float()",
+        ("tests/unit/test_vocabulary_shard.py",),
+    ),
+    Fault(
+        "a-shard-one-row-too-long",
+        f"{RUNTIME}/vocabulary/shard.py",
+        "is_here = (rows >= 0) & (rows < self.rows)",
+        "is_here = (rows >= 0) & (rows <= self.rows)",
+        ("tests/unit/test_vocabulary_shard.py",),
+    ),
+    Fault(
+        "shards-that-are-not-summed",
+        f"{RUNTIME}/vocabulary/shard.py",
+        "        dist.all_reduce(gradient, group=shard.tensor_parallel)\n",
+        "",
+        ("tests/pipeline/test_vocabulary.py::test_training_with_tensor_parallel_ranks",),
+    ),
+    Fault(
+        "memory-freed-before-its-copy-has-ended",
+        f"{RUNTIME}/host/offload.py",
+        "        _wait(away.copy, away.transfer)\n",
+        "",
+        ("tests/pipeline/test_adversary.py", "tests/pipeline/test_offload.py"),
+    ),
+    Fault(
+        "the-state-of-this-rank-alone",
+        f"{RUNTIME}/post_validation/partial_state.py",
+        "self.squared_norm + other.squared_norm",
+        "other.squared_norm",
+        ("tests/pipeline/test_post_validation.py",),
+    ),
+    # ---- Megatron under it
+    Fault(
+        "weights-descend-the-wrong-way",
+        f"{MEGATRON}/core/tensor_parallel/layers.py",
+        "return dy.t().matmul(x)",
+        "return -dy.t().matmul(x)",
+        ("tests/pipeline/test_callers.py::test_gradients_and_losses_are_stocks",),
+    ),
+    Fault(
+        "half-of-a-weight-that-is-used-twice",
+        f"{RUNTIME}/weight_gradients.py",
+        "return gradient + contribution",
+        "return gradient",
+        ("tests/patches/test_transformer_engine.py",),
+    ),
+    Fault(
+        "tied-gradients-overwritten",
+        f"{MEGATRON}/core/distributed/finalize_model_grads.py",
+        "first.add_(last)",
+        "first.copy_(last)",
+        ("tests/pipeline/test_placements.py::test_resumed_training_is_stock_to_the_last_bit",),
+    ),
+    Fault(
+        "padding-is-counted-on",
+        f"{MEGATRON}/core/optimizer/distrib_optimizer.py",
+        "padding = bucket.grad_data.numel() - bucket.numel_unpadded",
+        "padding = 0",
+        ("tests/pipeline/test_checkpoints.py::test_states_behind_padding",),
+    ),
+    Fault(
+        "states-of-another-placement-are-not-refused",
+        f"{MEGATRON}/training/checkpointing.py",
+        "if (saved, was_divided) != (now, divided):",
+        "if was_divided != divided:",
+        ("tests/pipeline/test_checkpoints.py::test_another_placement_is_refused",),
+    ),
+    Fault(
+        "tokens-of-one-replica",
+        f"{ADAPTER}/post_validation/step.py",
+        "    dist.all_reduce(total, group=replicas)\n",
+        "",
+        ("tests/pipeline/test_post_validation_training.py::test_clips_on_every_third_step",),
+    ),
+    Fault(
+        "shapes-that-vary-are-batched",
+        f"{ADAPTER}/step/call.py",
+        "if config.variable_seq_lengths and ours.p2p is P2P.BATCHED:",
+        "if False:",
+        ("tests/pipeline/test_callers.py::test_varying_sequence_lengths_cannot_be_batched",),
+    ),
+    Fault(
+        "an-output-that-was-changed-is-not-refused",
+        f"{ADAPTER}/step/end_stage.py",
+        "len(stand_in.calls) != 1 or output is not stand_in.output",
+        "len(stand_in.calls) != 1",
+        ("tests/pipeline/test_vocabulary_callers.py::test_it_is_refused",),
+    ),
+    Fault(
+        "random-states-are-not-put-back",
+        f"{ADAPTER}/post_validation/step.py",
+        "            _restore(self._random)\n",
+        "            pass\n",
+        ("tests/pipeline/test_post_validation_training.py::test_clips_on_every_third_step",),
+    ),
+    Fault(
+        "a-step-that-is-skipped-is-taken",
+        f"{ADAPTER}/post_validation/optimizer.py",
+        "return norm < config.grad_norm_skip_threshold * (1 - _MARGIN)",
+        "return True",
+        ("tests/patches/test_speculation.py",),
+    ),
+    Fault(
+        "nothing-is-kept-but-by-the-last",
+        f"{ADAPTER}/post_validation/pending.py",
+        "self._optimizer.step(keep=not messages.is_last)",
+        "self._optimizer.step(keep=messages.is_last)",
+        ("tests/patches/test_post_validation.py",),
+    ),
+)
+
+
+def copied(folder: Path) -> Path:
+    """This checkout as it is, of what git does not ignore."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    for name in os.fsdecode(listed.stdout).split("\0"):
+        source = ROOT / name
+        if not name or not (source.is_file() or source.is_symlink()):
+            continue
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source, target, follow_symlinks=False)
+    fetched = ROOT / "build"
+    if fetched.exists():
+        (folder / "build").symlink_to(fetched)
+    return folder
+
+
+def failed(folder: Path, tests: tuple[str, ...]) -> Iterator[str]:
+    """The test that failed in ``folder``, if one did."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder), "COLUMNS": "200"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if ended.returncode not in (0, 1):
+        raise RuntimeError(f"pytest has not run the tests:\n{ended.stdout[-3000:]}")
+    for line in ended.stdout.splitlines():
+        if line.startswith(("FAILED ", "ERROR ")):
+            yield line.split(" - ")[0]
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="the faults to seed; default: all")
+    parser.add_argument("--list", action="store_true", help="show the faults and their tests")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.names) - {fault.name for fault in FAULTS}:
+        parser.error(f"there is no fault {', '.join(sorted(unknown))}: --list shows them")
+    chosen = [fault for fault in FAULTS if not options.names or fault.name in options.names]
+    if options.list:
+        for fault in chosen:
+            print(f"{fault.name}: {fault.file}, by {' '.join(fault.tests)}")
+        return 0
+    missed = []
+    for number, fault in enumerate(chosen, start=1):
+        print(f"{number}/{len(chosen)} {fault.name} ... ", end="", flush=True)
+        start = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            fault.seed(copied(Path(folder)))
+            by = list(failed(Path(folder), fault.tests))
+        seconds = time.monotonic() - start
+        print(f"{'caught' if by else 'NOT CAUGHT'} in {seconds:.0f} s {' '.join(by)}", flush=True)
+        if not by:
+            missed.append(fault.name)
+    print(f"{len(chosen) - len(missed)} of {len(chosen)} faults are caught")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

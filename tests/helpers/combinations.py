@@ -1,0 +1,62 @@
+"""Which settings meet in a test: by day each pair once, at night all of them.
+
+What one setting does to another shows when the two meet, whatever the third is. So a matrix of
+settings is run pair by pair, and a list of cases without those of which each pair is in another;
+``scripts/test.sh --nightly`` runs the full product and every case.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+
+IS_NIGHT = os.environ.get("MEGATRON_EXT_NIGHTLY", "") not in ("", "0")
+
+
+def at_night(*cases: Any) -> tuple[Any, ...]:
+    """``cases`` of which each setting, and each pair of them, is in a case by day too."""
+    return cases if IS_NIGHT else ()
+
+
+def nightly(why: str) -> pytest.MarkDecorator:
+    """A mark for a test of what another one shows by day: ``why`` says which."""
+    return pytest.mark.skipif(not IS_NIGHT, reason=f"at night (MEGATRON_EXT_NIGHTLY=1): {why}")
+
+
+def in_pairs(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Any two values of two axes meet in a combination; at night all combinations."""
+    product = list(itertools.product(*axes))
+    return product if IS_NIGHT else pairwise(product)
+
+
+def each_once(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Each value is in a combination, and the shorter axes go round; at night all combinations.
+
+    For axes whose interplay another test shows, or a proof.
+    """
+    values = [list(axis) for axis in axes]
+    if IS_NIGHT:
+        return list(itertools.product(*values))
+    longest = max(map(len, values))
+    return [tuple(axis[n % len(axis)] for axis in values) for n in range(longest)]
+
+
+def pairwise(product: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Of ``product`` so many that every pair of values that is in it is in one of them: time and
+    again the one with most pairs that none before it had."""
+    missing = {pair for combination in product for pair in _pairs(combination)}
+    chosen = []
+    while missing:
+        best = max(product, key=lambda combination: len(missing & _pairs(combination)))
+        missing -= _pairs(best)
+        chosen.append(best)
+    return sorted(chosen, key=product.index)
+
+
+def _pairs(combination: tuple[Any, ...]) -> set[tuple[tuple[int, Any], tuple[int, Any]]]:
+    """With the axis of each value."""
+    return set(itertools.combinations(enumerate(combination), 2))

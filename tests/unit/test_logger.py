@@ -1,0 +1,93 @@
+"""What we tell is told on stdout, whatever others do to logging that is not ours."""
+
+from __future__ import annotations
+
+import io
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_ext.logger import logger
+
+LINE = "megatron_ext: the line\n"
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    """A test's settings of the root and of ours end with it."""
+    root = logging.getLogger()
+    kept = [(each, each.level, each.propagate, list(each.handlers)) for each in (root, logger)]
+    yield
+    logging.disable(logging.NOTSET)
+    for each, level, propagate, handlers in kept:
+        each.setLevel(level)
+        each.propagate, each.handlers[:] = propagate, handlers
+
+
+def nothing() -> None:
+    pass
+
+
+def as_megatron() -> None:
+    """Its training's handler, and --logging-level 40."""
+    logging.basicConfig(handlers=[logging.StreamHandler(sys.stdout)], level=logging.INFO)
+    logging.getLogger().setLevel(logging.ERROR)
+
+
+def disabled() -> None:
+    logging.disable(logging.CRITICAL)
+
+
+@pytest.mark.parametrize("configure", [nothing, as_megatron, disabled])
+@pytest.mark.parametrize("level", [logging.INFO, logging.WARNING])
+def test_a_line_goes_to_stdout_once(
+    configure: object, level: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert callable(configure)
+    configure()
+    logger.log(level, "the line")
+    assert capsys.readouterr() == (LINE, "")
+
+
+def test_an_error_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    logger.error("the line")
+    assert capsys.readouterr() == ("", LINE)
+
+
+def test_stdout_is_what_it_is_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check of a launch line keeps back what Megatron prints, and our lines with it."""
+    kept_back = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", kept_back)
+    logger.info("the line")
+    assert kept_back.getvalue() == LINE
+
+
+def test_a_level_silences(capsys: pytest.CaptureFixture[str]) -> None:
+    logger.setLevel(logging.WARNING)
+    logger.info("the line")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_they_can_be_redirected(capsys: pytest.CaptureFixture[str]) -> None:
+    stream = io.StringIO()
+    logger.handlers[:] = [logging.StreamHandler(stream)]
+    logger.info("the line")
+    assert stream.getvalue() == "the line\n"
+    assert capsys.readouterr() == ("", "")
+
+
+def test_what_was_set_before_the_import_stays() -> None:
+    script = """
+import logging, sys
+ours = logging.getLogger("megatron_ext")
+ours.addHandler(logging.StreamHandler(sys.stdout))
+ours.setLevel(logging.WARNING)
+import megatron_ext
+ours.info("unseen")
+ours.warning("seen")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("seen\n", "")
