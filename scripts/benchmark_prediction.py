@@ -39,13 +39,14 @@ from megatron_ext.runtime.messages.transport import Boundary, Transport
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.recording import clock_of
 from megatron_ext.runtime.weight_gradients import queue
-from megatron_ext.schedule.build.head import Placed, place_head
+from megatron_ext.schedule.build.head import place_head
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs, uniform
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.graph import channels
+from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.show.prediction import Comparison
 
 CPU = torch.device("cpu")
@@ -127,8 +128,8 @@ def _run(spec: str, microbatches: int, text: str) -> Result:
     slept = _milliseconds(text, placement)
     boundary = Boundary(SHAPE, DTYPE)
     wrong = uniform(placement, 0.05, 0.05, 0.05)
-    placed = place_head(choice, Problem(placement, microbatches, wrong))
-    ways = Channels(world, channels(placed.program.schedule), CPU)
+    program = place_head(choice, Problem(placement, microbatches, wrong))
+    ways = Channels(world, channels(program.schedule), CPU)
     recorder = Recorder(rank)
     stages = {
         number: EmulatedStage(
@@ -137,24 +138,24 @@ def _run(spec: str, microbatches: int, text: str) -> Result:
         for number in placement.stages_of[rank]
     }
 
-    def step(placed: Placed) -> None:
+    def step(program: Program) -> None:
         queue.splitting = choice.splits_backward
-        execute(placed.program, stages, Transport(ways, boundary, placement, recorder), recorder)
+        execute(program, stages, Transport(ways, boundary, placement, recorder), recorder)
         queue.splitting = False
 
     profile = Profile(clock_of(CPU), SavedTensors([]))
     for _ in range(STEPS):
         profile.begin(recorder)
-        step(placed)
-        profile.end(recorder, placed)
+        step(program)
+        profile.end(recorder, program)
         recorder.end()
     found = profile.costs(ways, boundary, wrong, spec)
-    placed = place_head(choice, Problem(placement, microbatches, found))
+    program = place_head(choice, Problem(placement, microbatches, found))
     steps = MeasuredSteps(CPU)
     for _ in range(KEPT):
         steps.begin(recorder)
-        step(placed)
-        steps.end(placed.program)
+        step(program)
+        steps.end(program)
         recorder.end()
     comparison = steps.compare(world)
     assert comparison is not None

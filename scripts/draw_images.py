@@ -186,7 +186,7 @@ def share_of_work(
     )
     choice = choose(spec)
     problem = Problem(choice.place(8), 128, estimate(model, GPU), extras=Extras(vocabulary=how))
-    return 1 - float(report(choice, problem)[1]["bubble_share_makespan"])
+    return 1 - report(choice, problem)[1].bubble_share_makespan
 
 
 if __name__ == "__main__":

@@ -14,12 +14,13 @@ from megatron_ext.adapter.vocabulary_rows import check_divisible
 from megatron_ext.config import COSTS_FILE, PipelineConfig
 from megatron_ext.logger import logger
 from megatron_ext.runtime.measure import profile
-from megatron_ext.schedule.build.head import Placed, place_head
+from megatron_ext.schedule.build.head import place_head
 from megatron_ext.schedule.build.overlap import check_overlaps
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.model.estimate import ModelDimensions, estimate
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.program.verify import Program
 
 _VIRTUAL_STAGES = (
     "num_layers_per_virtual_pipeline_stage",
@@ -37,7 +38,7 @@ def add_virtual_stages(args: Any, config: PipelineConfig) -> None:
             args.num_virtual_stages_per_pipeline_rank = chunks
 
 
-def check(args: Any, config: PipelineConfig) -> list[Placed]:
+def check(args: Any, config: PipelineConfig) -> list[Program]:
     """Refuse, with Megatron's parsed ``args``, what ``config`` cannot honour.
 
     Returns:
@@ -49,10 +50,10 @@ def check(args: Any, config: PipelineConfig) -> list[Placed]:
     """
     check_settings(args, config)
     made = programs(args, config)
-    for placed in made:
-        refuse_order(args, placed.program.schedule)
+    for program in made:
+        refuse_order(args, program.schedule)
         if config.post_validation:
-            check_overlaps(placed.program)
+            check_overlaps(program)
     return made
 
 
@@ -75,7 +76,7 @@ def check_settings(args: Any, config: PipelineConfig) -> None:
     _refuse_checkpoints_of_one_placement(args, choice.place(ranks))
 
 
-def programs(args: Any, config: PipelineConfig) -> list[Placed]:
+def programs(args: Any, config: PipelineConfig) -> list[Program]:
     """The programs of ``config``'s schedule, one for each number of microbatches of a step.
 
     Raises:

@@ -20,10 +20,11 @@ from megatron_ext.adapter.compatibility import refuse_order
 from megatron_ext.adapter.dimensions import estimated_costs
 from megatron_ext.adapter.vocabulary_rows import embedding_part
 from megatron_ext.config import PipelineConfig
-from megatron_ext.schedule.build.head import Placed, place_again, place_head
+from megatron_ext.schedule.build.head import place_again, place_head
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.program.verify import Program
 
 Shape = tuple[int, int] | None  # micro batch, sequence; None where microbatches vary
 
@@ -36,7 +37,7 @@ class Programs:
     def __init__(self, config: PipelineConfig) -> None:
         self._config = config
         self._choice = config.choice
-        self._placed: dict[tuple[Shape, int, bool, bool], Placed] = {}
+        self._programs: dict[tuple[Shape, int, bool, bool], Program] = {}
         self._run = ""  # told apart from others that the same store has seen
         self._measured = 0  # how often costs have changed
         self.costs: dict[Shape, Costs] = {}
@@ -94,9 +95,9 @@ class Programs:
 
     def known(
         self, config: Any, shape: Shape, microbatches: int, forward_only: bool
-    ) -> Placed | None:
+    ) -> Program | None:
         """The program for such a step, if there has been one."""
-        return self._placed.get((shape, microbatches, forward_only, config.variable_seq_lengths))
+        return self._programs.get((shape, microbatches, forward_only, config.variable_seq_lengths))
 
     def make(
         self,
@@ -105,8 +106,8 @@ class Programs:
         shape: Shape,
         microbatches: int,
         forward_only: bool,
-        before: Placed | None = None,
-    ) -> Placed:
+        before: Program | None = None,
+    ) -> Program:
         """The program for such a step. The first one is collective over the world.
 
         ``before`` is one of other costs, whose order is kept where it is better.
@@ -118,13 +119,13 @@ class Programs:
         placement = self._choice.place(pipeline.size())
         problem = self._config.problem(placement, microbatches, self.costs[shape], forward_only)
         if before is None:
-            placed = place_head(self._choice, problem)
+            program = place_head(self._choice, problem)
         else:
-            placed = place_again(self._choice, problem, before)
-        refuse_order(config, placed.program.schedule)
-        self._compare(placed.program.digest, shape, microbatches, forward_only)
-        self._placed[shape, microbatches, forward_only, config.variable_seq_lengths] = placed
-        return placed
+            program = place_again(self._choice, problem, before)
+        refuse_order(config, program.schedule)
+        self._compare(program.digest, shape, microbatches, forward_only)
+        self._programs[shape, microbatches, forward_only, config.variable_seq_lengths] = program
+        return program
 
     def _compare(self, digest: str, shape: Shape, microbatches: int, forward_only: bool) -> None:
         """Raise RuntimeError if another rank has built another program for such a step.
@@ -135,7 +136,7 @@ class Programs:
         """
         world, store = dist.group.WORLD, dist.distributed_c10d._get_default_store()
         assert world is not None
-        if not self._placed or store is None:
+        if not self._programs or store is None:
             check_digests(self._choice.spec, dict(enumerate(gather(world, digest))))
             return
         step = f"{shape}/{microbatches}/{forward_only}"
@@ -150,17 +151,17 @@ class Programs:
         config: Any,
         shape: Shape,
         costs: Costs,
-        before: Placed,
-    ) -> Placed:
+        before: Program,
+    ) -> Program:
         """The program for ``before``'s training steps now that ``costs`` are those of ``shape``.
 
         Its order is kept where that is better. Collective over the world; raises as `make`.
         """
         self.costs[shape] = costs
         self._measured += 1
-        for key in [key for key in self._placed if key[0] == shape]:
-            del self._placed[key]
-        microbatches = before.program.problem.microbatches
+        for key in [key for key in self._programs if key[0] == shape]:
+            del self._programs[key]
+        microbatches = before.problem.microbatches
         return self.make(pipeline, config, shape, microbatches, False, before)
 
 

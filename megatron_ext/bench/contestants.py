@@ -29,7 +29,7 @@ from megatron_ext.runtime.messages.transport import Boundary, Transport
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.build import build_program, complete
 from megatron_ext.schedule.build.registry import Choice, choose
 from megatron_ext.schedule.costs import Costs, VocabularyCosts
 from megatron_ext.schedule.costs_text import parse_costs
@@ -237,10 +237,8 @@ def _torchs(
             for r in range(ranks)
         )
         table = from_csv(text, name)
-        choice = Choice(name, lambda _: table.placement, lambda _: table, True)
-        program = build_program(
-            choice, Problem(table.placement, microbatches, _seconds(costs, table.placement))
-        )
+        seconds = _seconds(costs, table.placement)
+        program = complete(table, Problem(table.placement, microbatches, seconds))
     batch = torch.ones(microbatches, *SHAPE[1:], dtype=DTYPE, requires_grad=True)
     is_first, is_last = 0 in mine, total - 1 in mine
 

@@ -31,7 +31,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return " ".join(map(_cell, value))
     return str(value)
 

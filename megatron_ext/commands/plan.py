@@ -20,10 +20,11 @@ from megatron_ext.schedule.model.estimate import GPU
 from megatron_ext.schedule.model.gpus import GPUS, USABLE, Gpu, parse_gpu
 from megatron_ext.schedule.model.model import parse_model
 from megatron_ext.schedule.model.model_memory import TrainingState
-from megatron_ext.schedule.plan.choose import Candidate, Plan, Way, make_plan
 from megatron_ext.schedule.plan.model_plan import Training
-from megatron_ext.schedule.plan.recommendation import recommendation, slower_by
-from megatron_ext.schedule.plan.vocabulary_plan import cases, side_by_side
+from megatron_ext.schedule.plan.plan_report import VocabularyRow, plan_report
+from megatron_ext.schedule.plan.planner import Candidate, Plan, Way, make_plan
+from megatron_ext.schedule.plan.recommendation import Recommendation, slower_by
+from megatron_ext.schedule.plan.vocabulary_plan import cases
 from megatron_ext.schedule.problem import Offload
 from megatron_ext.schedule.show.draw import draw_plan
 
@@ -104,33 +105,20 @@ def plan(
                 measured,
                 post_validation,
             ).case
-        found = make_plan(case, room, may_offload=model is not None, progress=_progress)
+        plan_made = make_plan(case, room, may_offload=model is not None, progress=_progress)
         if plot is not None:
-            draw_plan(found, plot)
+            draw_plan(plan_made, plot)
     except (ValueError, OSError) as error:
         fail(error)
-    ways = side_by_side(found)
-    recommended = recommendation(found, layers)
+    told = plan_report(plan_made, layers)
     if as_json:
-        typer.echo(
-            json.dumps(
-                {
-                    "choice": found.choice,
-                    "pareto": found.pareto,
-                    "schedules": found.reports,
-                    "refused": found.refused,
-                    "vocabulary": ways,
-                    "recommended": recommended,
-                },
-                indent=2,
-            )
-        )
+        typer.echo(json.dumps(told.as_data(), indent=2))
     else:
-        _print_plan(found)
-        _print_ways(ways)
-        if recommended is not None:
-            _print_recommended(recommended)
-    if recommended is None:
+        _print_plan(plan_made)
+        _print_vocabulary(told.vocabulary)
+        if told.recommended is not None:
+            _print_recommended(told.recommended)
+    if told.recommended is None:
         fail(ValueError("no schedule fits; the reasons are above"))
 
 
@@ -139,19 +127,19 @@ def _progress(names: Sequence[str]) -> Iterator[str]:
     return iter(track(names, "schedules", console=console, transient=True))
 
 
-def _print_plan(found: Plan) -> None:
+def _print_plan(plan: Plan) -> None:
     """Each schedule with what is best done about the vocabulary."""
-    best = found.best_of_each
-    rows = [_plan_row(each, found) for each in best]
+    best = plan.best_of_each
+    rows = [_plan_row(candidate, plan) for candidate in best]
     if rows:
         kept = [key for key in rows[0] if any(row[key] is not None for row in rows)]
         shown_rows = [{key: "" if row[key] is None else row[key] for key in kept} for row in rows]
         print_table(shown_rows)
         typer.echo("* none other is both faster and smaller")
-    shown = {each.schedule for each in best}
+    shown = {candidate.schedule for candidate in best}
     _print_refusals(
         (name if way is Way.NAIVE else f"{name} ({_VOCABULARY[way]})", why)
-        for (name, way), why in found.refusals.items()
+        for (name, way), why in plan.refusals.items()
         if name not in shown
     )
 
@@ -175,37 +163,37 @@ _VOCABULARY = {
 
 def _plan_row(candidate: Candidate, plan: Plan) -> dict[str, Any]:
     assert plan.best is not None
-    row, fullest = candidate.report, candidate.fullest
+    made, fullest = candidate.report, candidate.fullest
     is_best = candidate is plan.best
     return {
-        "schedule": candidate.schedule,
+        "schedule": made.schedule,
         "vocabulary": _VOCABULARY[candidate.way] if len(plan.ways) > 1 else None,
-        "offload": None if candidate.offload is Offload.NONE else candidate.offload.value,
-        "step": candidate.step if row["post_validation"] else None,
-        "makespan": row["makespan"],
+        "offload": None if made.offload is Offload.NONE else made.offload.value,
+        "step": made.step if made.post_validation else None,
+        "makespan": made.makespan,
         "": "" if is_best else f"+{slower_by(candidate, plan.best):.1%}",
-        "bubble": f"{row['bubble_share_makespan']:.1%}",
-        "span": row["span"],
-        "peak microbatches": candidate.peak,
+        "bubble": f"{made.bubble_share_makespan:.1%}",
+        "span": made.span,
+        "peak microbatches": made.peak,
         "fullest rank": None if fullest is None else gib(fullest),
         " ": "choice" if is_best else "*" * (candidate in plan.front),
     }
 
 
-def _print_recommended(recommended: dict[str, Any]) -> None:
-    if recommended["ranks"]:
+def _print_recommended(recommended: Recommendation) -> None:
+    if recommended.ranks:
         typer.echo("\nmemory of the choice")
         print_table(
             [
-                {"pipeline rank": rank} | {name: gib(held) for name, held in row.items()}
-                for rank, row in enumerate(recommended["ranks"])
+                {"pipeline rank": rank} | {name: gib(held) for name, held in vars(row).items()}
+                for rank, row in enumerate(recommended.ranks)
             ]
         )
-    typer.echo(f"\nwrite {' '.join(recommended['flags'])}")
+    typer.echo(f"\nwrite {' '.join(recommended.flags)}")
 
 
-def _print_ways(ways: list[dict[str, Any]]) -> None:
-    if not ways:
+def _print_vocabulary(rows: Sequence[VocabularyRow]) -> None:
+    if not rows:
         return
     typer.echo(
         "\nwhat a step costs with the output layer and the embedding on their stages, with layers\n"
@@ -214,17 +202,11 @@ def _print_ways(ways: list[dict[str, Any]]) -> None:
     names = {way: f"vocabulary {way}" if way.isdigit() else way.value for way in Way}
     print_table(
         [
-            {"schedule": row["schedule"]}
-            | {
-                name: "-" if row[way] is None else row[way]
-                for way, name in names.items()
-                if way in row
-            }
-            for row in ways
+            {"schedule": row.schedule}
+            | {names[way]: "-" if step is None else step for way, step in row.steps.items()}
+            for row in rows
         ]
     )
     _print_refusals(
-        (f"{row['schedule']} ({names[Way(way)]})", why)
-        for row in ways
-        for way, why in row["refused"].items()
+        (f"{row.schedule} ({names[way]})", why) for row in rows for way, why in row.refused.items()
     )

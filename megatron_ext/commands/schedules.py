@@ -19,7 +19,6 @@ def schedules(as_json: Json = False) -> None:
             "placement": entry.place(4).name,
             "chunks": entry.place(4).chunks,
             "uses_costs": entry.uses_costs,
-            "runnable": True,
             "source": entry.source,
         }
         for entry in entries().values()

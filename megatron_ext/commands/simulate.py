@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +22,7 @@ from megatron_ext.commands.options import (
 from megatron_ext.commands.output import fail, print_table
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.overlap import what_overlapping_gains
-from megatron_ext.schedule.build.registry import choose, with_option
+from megatron_ext.schedule.build.registry import Choice, choose, with_option
 from megatron_ext.schedule.build.report import report
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import parse_limit
@@ -31,7 +32,7 @@ from megatron_ext.schedule.program.simulate import simulate as simulate_program
 from megatron_ext.schedule.program.simulate import simulate_steps
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule_csv import to_csv
-from megatron_ext.schedule.search.certify import certify as certified
+from megatron_ext.schedule.search.certify import certify as certify_program
 from megatron_ext.schedule.show.draw import draw_steps
 from megatron_ext.schedule.show.summary import program_of_1f1b
 from megatron_ext.schedule.show.trace import write_trace
@@ -86,16 +87,7 @@ def simulate(
     posted before it.
     """
     try:
-        if csv is not None and vocab_parallel is not VocabularyParallel.NONE:
-            raise ValueError(
-                f"--csv writes a table to which the passes of --vocab-parallel {vocab_parallel} "
-                f"would be added a second time when it is read: leave one of them out"
-            )
-        if certify and post_validation:
-            raise ValueError(
-                "--certify bounds the makespan, and with --post-validation a step costs the span: "
-                "leave one of them out"
-            )
+        _check_options(csv, vocab_parallel, certify, post_validation)
         choice = choose(spec if vpp is None else with_option(spec, "vpp", vpp))
         placement = choice.place(pp)
         limit = parse_limit(memory_limit, pp, microbatches) if memory_limit else None
@@ -108,16 +100,11 @@ def simulate(
                 p2p=p2p, vocabulary=vocab_parallel, offload=offload, post_validation=post_validation
             ),
         )
-        program, result = report(choice, problem)
+        program, made = report(choice, problem)
         waiting = simulate_program(program, program.problem.costs, Device.WAITS_AT_PASSES)
-        result["makespan_if_passes_wait"] = waiting.makespan
+        figures = asdict(made) | {"makespan_if_passes_wait": waiting.makespan}
         if certify:
-            certificate = certified(program, seconds)
-            result |= {
-                "lower_bound": certificate.lower_bound,
-                "gap": certificate.gap,
-                "optimal": certificate.optimal,
-            }
+            figures |= _certified(program, seconds)
         if csv is not None:
             csv.write_text(to_csv(program.schedule))
         if program_file is not None:
@@ -125,20 +112,49 @@ def simulate(
         if trace is not None:
             write_trace(_steps(program, steps), trace)
         if plot is not None:
-            beside = program_of_1f1b(problem)
-            if post_validation:
-                beside = build_program(choice, problem.with_extras(post_validation=False))
+            beside = _beside(choice, problem)
             draw_steps([_steps(beside, steps), _steps(program, steps)], plot)
     except (ValueError, OSError) as error:
         fail(error)
     if as_json:
-        typer.echo(json.dumps(result, indent=2))
+        typer.echo(json.dumps(figures, indent=2))
         return
-    print_table([{"": key, spec: value} for key, value in result.items()])
+    print_table([{"": key, spec: value} for key, value in figures.items()])
     if post_validation:
         typer.echo(what_overlapping_gains(program))
     if plot is not None:
         typer.echo(f"picture: {plot}")
+
+
+def _check_options(
+    csv: Path | None, vocab_parallel: VocabularyParallel, certify: bool, post_validation: bool
+) -> None:
+    if csv is not None and vocab_parallel is not VocabularyParallel.NONE:
+        raise ValueError(
+            f"--csv writes a table to which the passes of --vocab-parallel {vocab_parallel} "
+            f"would be added a second time when it is read: leave one of them out"
+        )
+    if certify and post_validation:
+        raise ValueError(
+            "--certify bounds the makespan, and with --post-validation a step costs the span: "
+            "leave one of them out"
+        )
+
+
+def _certified(program: Program, seconds: float) -> dict[str, float | bool]:
+    certificate = certify_program(program, seconds)
+    return {
+        "lower_bound": certificate.lower_bound,
+        "gap": certificate.gap,
+        "optimal": certificate.optimal,
+    }
+
+
+def _beside(choice: Choice, problem: Problem) -> Program:
+    """What the schedule is drawn beneath."""
+    if problem.extras.post_validation:
+        return build_program(choice, problem.with_extras(post_validation=False))
+    return program_of_1f1b(problem)
 
 
 def _steps(program: Program, steps: int) -> tuple[Timeline, ...]:

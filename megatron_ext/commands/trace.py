@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from megatron_ext.commands.options import Json
 from megatron_ext.commands.output import fail, print_table
 from megatron_ext.schedule.show.trace import read_trace
-from megatron_ext.schedule.show.trace_report import trace_report
+from megatron_ext.schedule.show.trace_report import TraceReport, trace_report
 
 
 def trace(
@@ -22,49 +23,46 @@ def trace(
 ) -> None:
     """Say where the time of traced steps went, and what cost the most."""
     try:
-        found = trace_report(read_trace(folder))
+        report = trace_report(read_trace(folder))
     except ValueError as error:
         fail(error)
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps(asdict(report), indent=2))
         return
-    _print_trace(found)
+    _print_trace(report)
 
 
-def _print_trace(found: dict[str, Any]) -> None:
-    measured, predicted = found["measured"], found["predicted"]
-    median = found["iteration"]
+def _print_trace(report: TraceReport) -> None:
     typer.echo(
-        f"{found['schedule']} on {found['pp']} ranks, {found['microbatches']} microbatches; "
-        f"iteration {median}, the median of {len(found['iterations'])} by its makespan"
+        f"{report.schedule} on {report.pp} ranks, {report.microbatches} microbatches; "
+        f"iteration {report.iteration}, the median of {len(report.iterations)} by its makespan"
     )
     print_table(
         [
             {"": name.replace("_", " "), "measured": figure(value), "predicted": figure(other)}
-            for name, value in measured.items()
-            for other in [predicted[name]]
+            for name, value in asdict(report.measured).items()
+            for other in [getattr(report.predicted, name)]
             for figure in [_share if "share" in name else _ms]
         ]
     )
     typer.echo(
-        f"prediction: the program's costs, times {found['cost_factor']:.4g}, by which its passes "
-        f"take as long as the measured ones; clocks agree to {found['clock_error'] * 1e6:.0f} us"
+        f"prediction: the program's costs, times {report.cost_factor:.4g}, by which its passes "
+        f"take as long as the measured ones; clocks agree to {report.clock_error * 1e6:.0f} us"
     )
     typer.echo("\nwhere the makespan went")
-    makespan = measured["makespan"]
+    makespan = report.measured.makespan
     print_table(
         [
             {"": part, "time": _ms(seconds), "of the makespan": _share(seconds / makespan)}
-            for part, seconds in found["parts"].items()
+            for part, seconds in report.parts.items()
         ]
     )
     typer.echo("\nthe largest causes, and what the step would be shorter by without each")
-    for number, cause in enumerate(found["causes"], start=1):
+    for number, cause in enumerate(report.causes, start=1):
         typer.echo(
-            f"{number}. {cause['text']}: {_ms(cause['seconds'])} "
-            f"({_share(cause['seconds'] / makespan)})"
+            f"{number}. {cause.text}: {_ms(cause.seconds)} ({_share(cause.seconds / makespan)})"
         )
-    if not found["causes"]:
+    if not report.causes:
         typer.echo("none stands out: the bubble is the schedule's own")
 
 

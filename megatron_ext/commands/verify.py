@@ -23,12 +23,12 @@ def verify(file: Annotated[Path, typer.Argument(help="Compute actions, a line pe
         microbatches = 1 + max(action.microbatch for row in schedule.rows for action in row)
         placement = schedule.placement
         problem = Problem(placement, microbatches, uniform(placement, 1, 1, 1))
-        _, result = report(choice, problem)
+        _, made = report(choice, problem)
     except (ValueError, OSError) as error:
         fail(error)
-    order = "in" if result["bitwise_order"] else "not in"
+    order = "in" if made.bitwise_order else "not in"
     typer.echo(
         f"{file} is valid: {placement.ranks} ranks, {placement.stages} stages, {microbatches} "
         f"microbatches, {order} microbatch order, peak "
-        f"{max(result['peak_activation_microbatches']):g} microbatches"
+        f"{made.peak:g} microbatches"
     )

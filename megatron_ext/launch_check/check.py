@@ -14,8 +14,8 @@ from typing import Any
 from megatron_ext.config import PLAN, PROFILE, PipelineConfig, flag, from_argv
 from megatron_ext.launch_check.communicators import check_communicators
 from megatron_ext.launch_check.doctor import diagnose
-from megatron_ext.launch_check.findings import Finding, Verdict
 from megatron_ext.launch_check.paths import check_checkpoints, check_data, check_tokenizer_files
+from megatron_ext.launch_check.report import Finding, Verdict
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.patches.features import FEATURES
 from megatron_ext.schedule.limit import parse_limit
@@ -333,7 +333,7 @@ def _check_training(
         programs = report.attempt("schedule", lambda: arguments.check(args, spec))
     if not programs:
         return None
-    program = programs[0].program
+    program = programs[0]
     needed = _predict(report, args, spec, program, room)
     if config.schedule is not None:
         _check_communicators(report, args, config, program, room, launch_line)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from megatron_ext.config import PipelineConfig, flag
-from megatron_ext.launch_check.findings import Finding, Verdict
+from megatron_ext.launch_check.report import Finding, Verdict
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.problem import P2P
 from megatron_ext.schedule.program.communicators import (

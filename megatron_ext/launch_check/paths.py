@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.launch_check.findings import Finding, Verdict
+from megatron_ext.launch_check.report import Finding, Verdict
 
 INDEX_HEADER = b"MMIDIDX\x00\x00"  # of an .idx, as megatron.core.datasets.indexed_dataset writes it
 TRACKER = "latest_checkpointed_iteration.txt"

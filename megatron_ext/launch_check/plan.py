@@ -22,7 +22,7 @@ from megatron_ext.adapter.arguments import (
 from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.launch_check import line as launch_line
 from megatron_ext.schedule.model.model_memory import TrainingState, bytes_of_ranks
-from megatron_ext.schedule.plan.choose import Candidate, Case, Plan, Way, consider, make_plan
+from megatron_ext.schedule.plan.planner import Candidate, Case, Plan, Way, consider, make_plan
 from megatron_ext.schedule.plan.recommendation import flags_of, slower_by
 
 AS_1F1B = "1x"  # the limit where bytes are not known: what 1F1B holds, in microbatches
@@ -156,7 +156,7 @@ def _why(candidate: Candidate, plan: Plan, bound: str) -> str:
     text = f"the shortest step of {len(plan.best_of_each)} schedules {bound}"
     for other in others[:1]:
         text += f"; then {other.schedule}, {slower_by(other, candidate):.1%} longer"
-    stock = next((each for each in others[1:] if each.schedule == "1f1b"), None)
+    stock = next((other for other in others[1:] if other.schedule == "1f1b"), None)
     if stock is not None:
         text += f", and 1f1b, {slower_by(stock, candidate):.1%}"
     return text

@@ -18,7 +18,7 @@ from megatron_ext.adapter.model_bytes import bytes_of_ranks
 from megatron_ext.cli import app
 from megatron_ext.launch_check import line as launch_line
 from megatron_ext.launch_check.check import Launch, Report, check_launch, read_launch
-from megatron_ext.launch_check.findings import Verdict
+from megatron_ext.launch_check.report import Verdict
 from megatron_ext.patches.engine import applied
 from megatron_ext.schedule.placement import line, v
 from megatron_ext.schedule.problem import VocabularyParallel

@@ -44,8 +44,8 @@ def makespan(words: list[str], *more: str) -> float:
     with launch_line.on_gpus(args):
         launch_line.validate(args, config, 2)
         launch_line.settle_vocabulary(args, config, launch_line.count_tokens(args))
-        (placed,) = check(args, config)
-    return simulate(placed.program, placed.program.problem.costs).makespan
+        (program,) = check(args, config)
+    return simulate(program, program.problem.costs).makespan
 
 
 def test_no_other_takes_less_time_in_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,9 +32,9 @@ import megatron_ext
 from megatron_ext.adapter import programs
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
-from megatron_ext.schedule.build.head import Placed
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.program.verify import Program
 from tests.helpers.combinations import IS_NIGHT, at_night, each_once
 from tests.helpers.megatron_runs import (
     SCRIPT,
@@ -376,7 +376,7 @@ def counting_builds(folder: Path) -> Iterator[Path]:
     """Programs that ranks build within, a line each: rank, microbatches, whether for evaluation."""
     build, file = programs.place_head, folder / "builds"
 
-    def counted(choice: Any, problem: Problem) -> Placed:
+    def counted(choice: Any, problem: Problem) -> Program:
         with open(file, "a") as lines:
             lines.write(f"{dist.get_rank()} {problem.microbatches} {problem.forward_only}\n")
         return build(choice, problem)

@@ -142,7 +142,7 @@ def test_a_training_that_measures_is_the_same_to_the_last_bit(
         again = place_head(
             choose(spec), Problem(placement, 8 * pipeline // ranks, costs, extras=Extras(p2p=p2p))
         )
-        predicted = 1e3 * simulate(again.program, again.program.problem.costs).makespan
+        predicted = 1e3 * simulate(again, again.problem.costs).makespan
         said_so = re.search(r"step predicted ([\d.e+]+) ms", predictions[0])
         assert said_so and float(said_so[1]) == pytest.approx(predicted, rel=2e-3)
     for rank, line in enumerate(predictions):

@@ -443,7 +443,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         calls.append({"group": group, "slack": slack, "mode": mode, "extra": extra})
         return choose("gpipe").build(problem)
 
-    entry = FamilyEntry("counting", build, line, "nowhere", False, False, ())
+    entry = FamilyEntry("counting", build, line, "nowhere")
     monkeypatch.setitem(registry.entries(), "counting", entry)
     return calls
 

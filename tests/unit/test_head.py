@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.build.head import place_head
+from megatron_ext.schedule.build.head import head_waits, place_head
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs, uniform
 from megatron_ext.schedule.kinds import Held
@@ -46,17 +46,17 @@ def on_v() -> Costs:
 
 def test_it_waits_on_a_rank_that_holds_less_than_others() -> None:
     """The last rank has a layer less, as is usual with a large vocabulary: there is room."""
-    placed = place_head(LINE, problem(estimate(LIGHT_END, GPU)))
-    assert placed.head_waits
-    held = peaks(placed.program.schedule, in_bytes(placed.program.problem.costs))
+    program = place_head(LINE, problem(estimate(LIGHT_END, GPU)))
+    assert head_waits(program)
+    held = peaks(program.schedule, in_bytes(program.problem.costs))
     assert held[-1] <= max(held[:-1])
 
 
 def test_it_comes_with_the_input_gradient_where_all_ranks_hold_the_same() -> None:
     costs = on_v()
-    placed = place_head(V, problem(costs, spec="zb-v"))
-    assert not placed.head_waits
-    own = placed.program.problem.costs
+    program = place_head(V, problem(costs, spec="zb-v"))
+    assert not head_waits(program)
+    own = program.problem.costs
     assert own.held_bytes is not None and costs.held_bytes is not None
     assert costs.vocabulary is not None
     logits = costs.vocabulary.logits_bytes
@@ -72,25 +72,25 @@ def test_a_limit_in_bytes_decides() -> None:
     """2bp keeps all microbatches' logits until the end, if they wait."""
     costs, all_at_the_end = estimate(MODEL, GPU), choose("2bp")
     with_room = place_head(all_at_the_end, problem(costs, 2**40))
-    assert with_room.head_waits
-    peak = max(peaks(with_room.program.schedule, in_bytes(costs)))
+    assert head_waits(with_room)
+    peak = max(peaks(with_room.schedule, in_bytes(costs)))
     tight = place_head(all_at_the_end, problem(costs, int(0.99 * peak)))
-    assert not tight.head_waits
-    assert max(peaks(tight.program.schedule, in_bytes(tight.program.problem.costs))) < 0.99 * peak
+    assert not head_waits(tight)
+    assert max(peaks(tight.schedule, in_bytes(tight.problem.costs))) < 0.99 * peak
 
 
 def test_it_waits_only_where_that_is_sooner() -> None:
     costs = estimate(LIGHT_END, GPU)
-    placed = place_head(LINE, problem(costs))
+    program = place_head(LINE, problem(costs))
     at_once = place_head(LINE, problem(replace(costs, held_bytes=None)))
-    assert placed.head_waits and not at_once.head_waits
-    sooner, later = (simulate(p.program, p.program.problem.costs) for p in (placed, at_once))
+    assert head_waits(program) and not head_waits(at_once)
+    sooner, later = (simulate(p, p.problem.costs) for p in (program, at_once))
     assert sooner.makespan < later.makespan
 
 
 @pytest.mark.parametrize("spec", ["1f1b", "zb-h1"])
 def test_nothing_waits_where_nothing_is_known(spec: str) -> None:
     costs = uniform(choose(spec).place(4), 1, 1, 1)
-    placed = place_head(choose(spec), problem(costs, spec=spec))
-    assert not placed.head_waits
-    assert placed.program.problem.costs == costs
+    program = place_head(choose(spec), problem(costs, spec=spec))
+    assert not head_waits(program)
+    assert program.problem.costs == costs

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from megatron_ext.cli import app
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.build.head import Placed, costs_in, place_again, place_head
+from megatron_ext.schedule.build.head import costs_in, head_waits, place_again, place_head
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs, VocabularyCosts
 from megatron_ext.schedule.costs_text import load_costs, save_costs
@@ -23,6 +23,7 @@ from megatron_ext.schedule.placement import Placement, line
 from megatron_ext.schedule.problem import Extras, Problem, VocabularyParallel
 from megatron_ext.schedule.program.memory import in_microbatches, peaks
 from megatron_ext.schedule.program.simulate import simulate
+from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.show.prediction import RankStep, compare
 from megatron_ext.schedule.show.summary import stock_1f1b, summary_of_change
 
@@ -61,7 +62,7 @@ def real(costs: Costs) -> Costs:
     return replace(costs, seconds=seconds, hop=3 * costs.hop, vocabulary=vocabulary)
 
 
-def placed(spec: str, vocabulary: VocabularyParallel = NONE, rows: int = 2000) -> Placed:
+def placed(spec: str, vocabulary: VocabularyParallel = NONE, rows: int = 2000) -> Program:
     choice = choose(spec)
     placement = choice.place(RANKS)
     costs = estimated(placement, rows)
@@ -70,12 +71,12 @@ def placed(spec: str, vocabulary: VocabularyParallel = NONE, rows: int = 2000) -
     )
 
 
-def recorded(placed: Placed, truth: Costs) -> list[RankFigures]:
+def recorded(program: Program, truth: Costs) -> list[RankFigures]:
     """What the ranks of a machine with costs ``truth`` measure."""
-    in_passes = costs_in(placed, truth)
+    in_passes = costs_in(program, truth)
     assert in_passes.held_bytes is not None
     found = []
-    for rank, row in enumerate(simulate(placed.program, in_passes).compute):
+    for rank, row in enumerate(simulate(program, in_passes).compute):
         held: dict[tuple[int, Held], float] = {}
         for event in row:
             for kind in RULES[event.action.kind].acquires:
@@ -99,7 +100,7 @@ def test_what_the_passes_cost_is_found_again(
 ) -> None:
     """Whatever is in one pass: B, an output layer's weight gradient, logits with their gradient."""
     before = placed(spec, vocabulary, rows)
-    guess = estimated(before.program.schedule.placement, rows)
+    guess = estimated(before.schedule.placement, rows)
     truth = real(guess)
     if vocabulary is not NONE:  # its shards are on all ranks, and of one speed here
         assert guess.vocabulary is not None and truth.vocabulary is not None
@@ -118,8 +119,8 @@ def test_what_the_passes_cost_is_found_again(
 
 def test_a_head_is_found_again_wherever_its_weight_gradient_is() -> None:
     """Both places occur in the test above."""
-    assert not placed("zb-h1").head_waits
-    assert placed("zb-h1", rows=50).head_waits
+    assert not head_waits(placed("zb-h1"))
+    assert head_waits(placed("zb-h1", rows=50))
 
 
 def test_of_several_ranks_of_a_stage_the_median_and_the_most_bytes_count() -> None:
@@ -151,7 +152,7 @@ def test_bytes_that_are_not_known_are_not_made_up() -> None:
 
 
 def test_a_median_is_of_a_stage_and_a_kind() -> None:
-    program = placed("zb-h1").program
+    program = placed("zb-h1")
     events = [e for row in simulate(program, program.problem.costs).compute for e in row]
     slow = next(e for e in events if e.action.stage == 0 and e.action.kind is Kind.FORWARD)
     events[events.index(slow)] = replace(slow, end=slow.end + 100)
@@ -215,7 +216,7 @@ def test_a_line_says_what_measured_costs_have_changed() -> None:
     stock = stock_1f1b(replace(problem, costs=truth)).makespan
     gains = []
     for each in (now, before):
-        makespan = simulate(each.program, costs_in(each, truth)).makespan
+        makespan = simulate(each, costs_in(each, truth)).makespan
         gains.append(f"{stock / makespan - 1:.1%} over 1F1B, peak 4")
     assert gains[0] != gains[1]
     assert summary_of_change(before, now, truth) == (
@@ -227,7 +228,7 @@ def test_a_line_says_what_measured_costs_have_changed() -> None:
 def test_a_schedule_that_has_not_changed_says_so() -> None:
     before = placed("zb-h1")
     truth = real(estimated(line(RANKS)))
-    now = place_head(choose("zb-h1"), replace(before.program.problem, costs=truth))
+    now = place_head(choose("zb-h1"), replace(before.problem, costs=truth))
     assert summary_of_change(before, now, truth).endswith("(as with estimated costs)")
 
 
@@ -239,24 +240,24 @@ def test_an_order_that_is_better_stays_where_it_may() -> None:
     slow = {**guess.seconds, I: tuple(3 * each for each in guess.seconds[I])}
     other = replace(problem, costs=replace(guess, seconds=slow))
 
-    def makespan(placed: Placed) -> float:
-        return simulate(placed.program, costs_in(placed, other.costs)).makespan
+    def makespan(program: Program) -> float:
+        return simulate(program, costs_in(program, other.costs)).makespan
 
     assert makespan(place_head(choose("zb-auto"), other)) > makespan(before)
     again = place_again(choose("zb-auto"), other, before)
-    assert again.program.schedule.compute_rows == before.program.schedule.compute_rows
+    assert again.schedule.compute_rows == before.schedule.compute_rows
     assert makespan(again) <= makespan(before)  # its messages have other places
-    assert again.program.problem.costs != before.program.problem.costs
+    assert again.problem.costs != before.problem.costs
     less = replace(other, memory_limit=MemoryLimit(microbatches=2))
     again = place_again(choose("zb-auto"), less, before)
-    assert max(peaks(again.program.schedule, in_microbatches(again.program.schedule))) == 2
+    assert max(peaks(again.schedule, in_microbatches(again.schedule))) == 2
 
 
 # ---- Prediction beside measurement
 
 
 def test_a_comparison_is_of_medians_over_steps_and_makespans_over_ranks() -> None:
-    program = placed("zb-h1").program
+    program = placed("zb-h1")
     predicted = simulate(program, program.problem.costs)
     first = [RankStep(0, 8, 5), RankStep(10, 19, 6), RankStep(20, 40, 7)]
     other = [RankStep(1, 10, 4), RankStep(11, 20, 4), RankStep(21, 60, 4)]
@@ -278,7 +279,7 @@ def test_a_comparison_is_of_medians_over_steps_and_makespans_over_ranks() -> Non
 def test_the_whole_vocabulary_is_what_its_shards_take() -> None:
     """The embedding, too, of which nothing is estimated."""
     before = placed("zb-v", ONE)
-    guess = estimated(before.program.schedule.placement)
+    guess = estimated(before.schedule.placement)
     layers = guess.without_vocabulary()
     vocabulary = VocabularyCosts((4.0, 8.0, 12.0), (1.0, 2.0), 1000.0)
     ranks = recorded(before, layers.with_vocabulary(vocabulary))

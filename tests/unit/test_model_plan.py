@@ -21,10 +21,11 @@ from megatron_ext.schedule.model.gpus import GPUS, USABLE, parse_gpu
 from megatron_ext.schedule.model.model import Model, parse_model
 from megatron_ext.schedule.model.model_memory import TrainingState, bytes_of_ranks
 from megatron_ext.schedule.placement import Placement, line, v
-from megatron_ext.schedule.plan.choose import Candidate, CaseOf, Plan, Way, consider, make_plan
 from megatron_ext.schedule.plan.model_plan import Training
+from megatron_ext.schedule.plan.plan_report import plan_report, side_by_side
+from megatron_ext.schedule.plan.planner import Candidate, CaseOf, Plan, Way, consider, make_plan
 from megatron_ext.schedule.plan.recommendation import recommendation
-from megatron_ext.schedule.plan.vocabulary_plan import cases, side_by_side
+from megatron_ext.schedule.plan.vocabulary_plan import cases
 from megatron_ext.schedule.problem import Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.program.simulate import simulate
 from tests.helpers.combinations import at_night
@@ -114,17 +115,19 @@ def test_what_does_not_fit_lets_activations_leave() -> None:
     tight = 2.0
     families = "gpipe", "1f1b", "zb-h1", "interleaved", "gis", "zb-v"
     found = make_plan(among(case, *families), tight * 2**30, may_offload=True)
-    assert all(each.offload is Offload.FIT for each in found.candidates)
+    assert all(each.report.offload is Offload.FIT for each in found.candidates)
     best = best_of(found)
     assert best.fullest is not None
     assert best.fullest <= tight * 2**30
     told = recommendation(found, MODEL.layers)
-    assert told is not None and told["offload"] == "fit"
-    words = " ".join(told["flags"])
+    assert told is not None and told.offload == "fit"
+    words = " ".join(told.flags)
     assert "--pipeline-activation-offload fit" in words and "--pipeline-memory-limit" in words
     with_room = case("1f1b", Way.NAIVE)
     assert with_room is not None
-    assert consider(with_room, Way.NAIVE, 40 * 2**30, may_offload=True).offload is Offload.NONE
+    assert (
+        consider(with_room, Way.NAIVE, 40 * 2**30, may_offload=True).report.offload is Offload.NONE
+    )
 
 
 def test_what_a_gpu_has_no_room_for_is_no_candidate() -> None:
@@ -186,8 +189,10 @@ def test_only_what_a_launch_can_run_is_recommended() -> None:
     assert ("zb-v", Way.TWO) in ways and ("interleaved-zb", Way.NAIVE) in ways
     assert ("interleaved-zb", Way.TWO) not in ways
     assert "simulated only" in found.refusals["interleaved-zb", Way.TWO]
-    (row,) = [row for row in side_by_side(found) if row["schedule"] == "interleaved-zb"]
-    assert row["2"] < row["naive"] and row["refused"].keys() == {"redistributed"}
+    (row,) = [row for row in side_by_side(found) if row.schedule == "interleaved-zb"]
+    two, naive = row.steps[Way.TWO], row.steps[Way.NAIVE]
+    assert two is not None and naive is not None and two < naive
+    assert row.refused.keys() == {Way.REDISTRIBUTED}
 
 
 def test_the_recommendation_says_what_to_write_and_why_others_lose() -> None:
@@ -195,16 +200,19 @@ def test_the_recommendation_says_what_to_write_and_why_others_lose() -> None:
     told = recommendation(found, MODEL.layers)
     assert told is not None
     best = best_of(found)
-    assert told["flags"][:2] == ["--pipeline-schedule", best.schedule]
-    limit = told["flags"].index("--pipeline-memory-limit") + 1
-    assert parse_limit(told["flags"][limit], 4, 8) == best.limit
-    assert told["fullest_rank"] == max(rank["total"] for rank in told["ranks"])
-    for rank in told["ranks"]:
-        parts = [rank[name] for name in ("weights", "gradients", "optimizer", "activations")]
-        assert rank["total"] == pytest.approx(sum(parts)) and min(parts) > 0
-    slower = [other["slower_by"] for other in told["runners_up"]]
+    assert told.flags[:2] == ("--pipeline-schedule", best.schedule)
+    limit = told.flags.index("--pipeline-memory-limit") + 1
+    assert parse_limit(told.flags[limit], 4, 8) == best.limit
+    assert told.ranks is not None
+    assert told.fullest_rank == max(rank.total for rank in told.ranks)
+    for rank in told.ranks:
+        parts = [
+            getattr(rank, name) for name in ("weights", "gradients", "optimizer", "activations")
+        ]
+        assert rank.total == pytest.approx(sum(parts)) and min(parts) > 0
+    slower = [other.slower_by for other in told.runners_up]
     assert slower == sorted(slower) and slower[0] >= 0
-    assert len(told["runners_up"]) + len(told["refused"]) + 1 == 4 * len(entries())
+    assert len(told.runners_up) + len(told.refused) + 1 == 4 * len(entries())
 
 
 @pytest.mark.parametrize(
@@ -230,7 +238,11 @@ def test_redistributed_layers_are_megatrons_flags(layers: int, words: list[str])
     )
     for each in moved:
         told = recommendation(Plan((each,), {}), layers)
-        assert told is not None and told["flags"] == ["--pipeline-schedule", each.schedule, *words]
+        assert told is not None and told.flags == (
+            "--pipeline-schedule",
+            each.schedule,
+            *words,
+        )
 
 
 @pytest.mark.parametrize(("comm", "is_searched"), [(1, True), (40, False)])
@@ -242,11 +254,12 @@ def test_what_cannot_win_is_left_out(comm: int, is_searched: bool) -> None:
 
     case_of = cases(4, 8, costs, MemoryLimit(microbatches=8))
     every, promising = make_plan(case_of), make_plan(case_of, only_promising=True)
+    told = plan_report(promising, None)
     assert best_of(promising).schedule == best_of(every).schedule
-    assert ("v-auto" not in promising.refused) is is_searched
+    assert ("v-auto" not in told.refused) is is_searched
     makespans = {each.schedule: each.step for each in every.candidates}
     left_out = 0
-    for name, why in promising.refused.items():
+    for name, why in told.refused.items():
         if match := re.match(r"takes at least ([\d.]+)% more time than (\S+),", why):
             left_out += 1
             least = (1 + float(match[1]) / 100) * makespans[match[2]]
@@ -277,11 +290,12 @@ def test_the_best_of_all_families_on_a_published_setting(model: str, limit: int)
 
     found = make_plan(cases(ranks, microbatches, costs, memory), only_promising=True)
     best = best_of(found)
-    assert best.peak <= limit * ranks
+    assert best.report.peak <= limit * ranks
     assert best.step == min(each.step for each in found.candidates)
     for (name, _), why in found.refusals.items():
         assert "limit" in why or "at least" in why, (name, why)
-    assert {each.schedule for each in found.candidates} | found.refused.keys() == entries().keys()
+    told = plan_report(found, None)
+    assert {each.schedule for each in found.candidates} | told.refused.keys() == entries().keys()
     if model != "1.5B":
         return
     for name in entries():

@@ -16,8 +16,9 @@ from megatron_ext.schedule.costs import Costs, VocabularyCosts, uniform
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement, line
-from megatron_ext.schedule.plan.choose import Plan, Way, make_plan, peak
-from megatron_ext.schedule.plan.vocabulary_plan import cases, redistribute, side_by_side
+from megatron_ext.schedule.plan.plan_report import plan_report, side_by_side
+from megatron_ext.schedule.plan.planner import Plan, Way, make_plan
+from megatron_ext.schedule.plan.vocabulary_plan import cases, redistribute
 from megatron_ext.schedule.problem import Problem, VocabularyParallel
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.show.draw import draw_plan
@@ -34,28 +35,26 @@ def plan(limit: float | None = None) -> Plan:
 
 
 def test_every_family_is_compared_or_says_why_not() -> None:
-    found = plan()
-    assert {row["schedule"] for row in found.reports} | found.refused.keys() == entries().keys()
-    makespans = [row["makespan"] for row in found.reports]
-    assert makespans == sorted(makespans) and found.choice == found.reports[0]["schedule"]
+    told = plan_report(plan(), None)
+    assert {made.schedule for made in told.schedules} | told.refused.keys() == entries().keys()
+    makespans = [made.makespan for made in told.schedules]
+    assert makespans == sorted(makespans) and told.choice == told.schedules[0].schedule
 
 
 def test_the_front_falls_in_memory_as_it_rises_in_time() -> None:
-    found = plan()
-    rows = {row["schedule"]: row for row in found.reports}
-    front = [rows[name] for name in found.pareto]
-    assert [row["makespan"] for row in front] == sorted(row["makespan"] for row in front)
-    assert [peak(row) for row in front] == sorted((peak(row) for row in front), reverse=True)
-    for row in found.reports:
-        assert any(f["makespan"] <= row["makespan"] and peak(f) <= peak(row) for f in front), row[
-            "schedule"
-        ]
+    told = plan_report(plan(), None)
+    reports = {made.schedule: made for made in told.schedules}
+    front = [reports[name] for name in told.pareto]
+    assert [made.makespan for made in front] == sorted(made.makespan for made in front)
+    assert [made.peak for made in front] == sorted((made.peak for made in front), reverse=True)
+    for made in told.schedules:
+        assert any(f.makespan <= made.makespan and f.peak <= made.peak for f in front), made
 
 
 def test_a_limit_leaves_out_what_does_not_fit() -> None:
-    found = plan(limit=4)
-    assert "gpipe" in found.refused and "least feasible limit for it is 8" in found.refused["gpipe"]
-    assert all(peak(row) <= 4 for row in found.reports) and found.reports
+    told = plan_report(plan(limit=4), None)
+    assert "gpipe" in told.refused and "least feasible limit for it is 8" in told.refused["gpipe"]
+    assert all(made.peak <= 4 for made in told.schedules) and told.schedules
 
 
 def test_layers_are_redistributed_as_megatron_does() -> None:
@@ -82,10 +81,11 @@ def test_each_way_for_a_head_is_what_simulate_finds() -> None:
     case_of = cases(4, 8, costs, None, layers=9)
     found = make_plan(lambda name, way: case_of(name, way) if name == "zb-h1" else None)
     (row,) = side_by_side(found)
-    assert (row["naive"], row["2"]) == (naive, two)
-    assert row["1"] < naive and row["redistributed"] is None
-    assert "do not divide over 4 stages" in row["refused"]["redistributed"]
-    assert side_by_side(plan()) == []
+    assert (row.steps[Way.NAIVE], row.steps[Way.TWO]) == (naive, two)
+    one = row.steps[Way.ONE]
+    assert one is not None and one < naive and row.steps[Way.REDISTRIBUTED] is None
+    assert "do not divide over 4 stages" in row.refused[Way.REDISTRIBUTED]
+    assert side_by_side(plan()) == ()
 
 
 def test_the_picture_names_every_schedule(tmp_path: Path) -> None:
@@ -93,14 +93,14 @@ def test_the_picture_names_every_schedule(tmp_path: Path) -> None:
     draw_plan(found, tmp_path / "plan.svg")
     texts = texts_of((tmp_path / "plan.svg").read_text())
     assert {name for text in texts for name in text.split(", ")} >= {
-        row["schedule"] for row in found.reports
+        candidate.schedule for candidate in found.candidates
     }
 
 
 def test_a_way_without_a_point_is_drawn(tmp_path: Path) -> None:
     """Dividing the vocabulary made every schedule slower: the picture has no such point."""
     naive = plan().candidates[0]
-    slower = {**naive.report, "step": 2 * naive.step}
+    slower = replace(naive.report, step=2 * naive.step)
     found = Plan((naive, replace(naive, way=Way.TWO, report=slower)), {})
     draw_plan(found, tmp_path / "plan.svg")
     texts = texts_of((tmp_path / "plan.svg").read_text())

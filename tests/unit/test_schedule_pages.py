@@ -12,7 +12,7 @@ from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs import Costs, uniform
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.plan.choose import Way, consider
+from megatron_ext.schedule.plan.planner import Way, consider
 from megatron_ext.schedule.plan.vocabulary_plan import cases
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.memory import in_microbatches, peaks

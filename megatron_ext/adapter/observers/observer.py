@@ -10,7 +10,7 @@ from megatron_ext.adapter.step.call import Call
 from megatron_ext.adapter.step.connections import Connections
 from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.runtime.vocabulary.shard import VocabularyShard
-from megatron_ext.schedule.build.head import Placed
+from megatron_ext.schedule.build.head import Program
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Step:
     Attributes:
         call: asks for it.
         connections: to the other ranks.
-        placed: its program.
+        program: its program.
         shape: of its microbatches.
         boundary: what passes between stages, with its shape.
         shard: of a divided vocabulary.
@@ -29,7 +29,7 @@ class Step:
 
     call: Call
     connections: Connections
-    placed: Placed
+    program: Program
     shape: Shape
     boundary: Boundary
     shard: VocabularyShard | None

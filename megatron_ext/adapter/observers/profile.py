@@ -47,7 +47,7 @@ class StepProfile(StepObserver):
         self._pipeline = step.call.pipeline
         if step.shape not in self._measured:
             if step.shape not in self._under_way:
-                stages = step.placed.program.schedule.placement.stages
+                stages = step.program.schedule.placement.stages
                 counting = _counting(device, step.call.models, stages, step.boundary)
                 self._under_way[step.shape] = Profile(clock_of(device), counting)
             self._under_way[step.shape].begin(step.connections.recorder)
@@ -60,9 +60,9 @@ class StepProfile(StepObserver):
         global rank 0 writes them."""
         if step.shape in self._measured:
             if self._steps is not None:
-                self._steps.end(step.placed.program)
+                self._steps.end(step.program)
             return
-        if not self._under_way[step.shape].end(step.connections.recorder, step.placed):
+        if not self._under_way[step.shape].end(step.connections.recorder, step.program):
             return
         costs = self._costs(step, self._under_way.pop(step.shape))
         self._measured.add(step.shape)
@@ -70,7 +70,7 @@ class StepProfile(StepObserver):
             self._write(costs)
         try:
             now = self._programs.make_again(
-                step.call.pipeline, step.call.config, step.shape, costs, step.placed
+                step.call.pipeline, step.call.config, step.shape, costs, step.program
             )
         except ValueError as error:
             error.add_note(
@@ -78,11 +78,11 @@ class StepProfile(StepObserver):
             )
             raise
         file = f"; costs written to {self._path}" if self._is_written else ""
-        change = summary_of_change(step.placed, now, costs) + file
+        change = summary_of_change(step.program, now, costs) + file
         log_single_rank(logger, logging.INFO, change)
 
     def _costs(self, step: Step, profile: Profile) -> Costs:
-        schedule = step.placed.program.schedule
+        schedule = step.program.schedule
         what = f"{schedule.name} on {len(schedule.rows)} ranks"
         if step.shape is not None:
             what += f", micro batch {step.shape[0]}, sequence {step.shape[1]}"

@@ -62,7 +62,7 @@ class StepTrace(StepObserver):
         self._recorded[self._iteration] = recording
         if self._overlap and self._iteration < self._iterations[-1]:
             return
-        pipeline, program = step.call.pipeline, step.placed.program
+        pipeline, program = step.call.pipeline, step.program
         recorded, self._recorded = self._recorded, {}
         mine = [recording.read() for recording in recorded.values()]
         gathered: list[list[_Recorded]] = [[]] * pipeline.size()

@@ -22,7 +22,7 @@ def run_passes(step: Step, iterators: list[Any], others: Sequence[Owner] = ()) -
 
     ``others`` own the kinds of the program that are not known here.
     """
-    call, connections, program = step.call, step.connections, step.placed.program
+    call, connections, program = step.call, step.connections, step.program
     boundary = step.boundary
     if call.config.variable_seq_lengths:
         boundary = replace(boundary, shape=None)
@@ -38,7 +38,7 @@ def run_passes(step: Step, iterators: list[Any], others: Sequence[Owner] = ()) -
 
 
 def _stages(step: Step, iterators: list[Any]) -> dict[int, ModelStage]:
-    call, placement = step.call, step.placed.program.schedule.placement
+    call, placement = step.call, step.program.schedule.placement
     stages: dict[int, ModelStage] = {}
     numbers = placement.stages_of[call.pipeline.rank()]
     for number, chunk, iterator in zip(numbers, call.models, iterators, strict=True):
@@ -58,7 +58,7 @@ def _vocabulary(
         return None
     assert step.connections.collectives is not None
     return VocabularyPasses(
-        step.placed.program,
+        step.program,
         ends_of(stages.values()),
         step.shard,
         step.connections.collectives,

@@ -34,7 +34,7 @@ from megatron_ext.adapter.vocabulary_rows import shard_of
 from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger
 from megatron_ext.runtime.watchdog import Watchdog
-from megatron_ext.schedule.build.head import Placed
+from megatron_ext.schedule.build.head import head_waits
 from megatron_ext.schedule.problem import VocabularyParallel
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.show.summary import summary
@@ -114,13 +114,13 @@ class PipelineStep:
         self._programs.agree_on_costs(
             call.pipeline, call.config, call.models, shape, call.seq_length, call.micro_batch_size
         )
-        placed = self._program(call, shape)
+        program = self._program(call, shape)
         connections = self._connections
         assert connections is not None
         self._calls += 1
         connections.recorder.begin(current_iteration() or self._calls)
         with connections.heard_if_it_fails("a step, beside its passes"):
-            step = self._step(call, connections, placed, shape)
+            step = self._step(call, connections, program, shape)
             return _evaluate(step) if call.forward_only else self._train(step)
 
     def _train(self, step: Step) -> list[Any]:
@@ -142,18 +142,18 @@ class PipelineStep:
         step.connections.recorder.end()
         return _losses(stages)
 
-    def _step(self, call: Call, connections: Connections, placed: Placed, shape: Shape) -> Step:
+    def _step(self, call: Call, connections: Connections, program: Program, shape: Shape) -> Step:
         shard, at_once = None, frozenset[Tensor]()
         if self._divides:
             shard = shard_of(call.models, call.config, call.pipeline, call.groups.tp)
-        elif not placed.head_waits:
+        elif not head_waits(program):
             at_once = head_weights(call.models)
         waits = self._config.choice.splits_backward and not call.forward_only
         apart = frozenset[Tensor]() if shard is None else frozenset([shard.output])
         split = Split(waits, at_once, apart)
-        return Step(call, connections, placed, shape, call.boundary(), shard, split)
+        return Step(call, connections, program, shape, call.boundary(), shard, split)
 
-    def _program(self, call: Call, shape: Shape) -> Placed:
+    def _program(self, call: Call, shape: Shape) -> Program:
         """The program for this step, the same on every rank of the job; cached."""
         asked = call.config, shape, call.num_microbatches, call.forward_only
         known = self._programs.known(*asked)
@@ -161,15 +161,15 @@ class PipelineStep:
             return known
         if self._connections is None:
             refuse_different_copies(call.pipeline, call.models)
-            placed = self._programs.make(call.pipeline, *asked)
-            self._connections = self._connect(call, placed.program)
+            program = self._programs.make(call.pipeline, *asked)
+            self._connections = self._connect(call, program)
         else:  # ranks may differ, and some not see it
             with self._connections.heard_if_it_fails("the making of a program", RuntimeError):
-                placed = self._programs.make(call.pipeline, *asked)
+                program = self._programs.make(call.pipeline, *asked)
         if not call.forward_only:
-            log_single_rank(logger, logging.INFO, summary(placed.program))
-        self._connections.expect(placed.program, varies=call.config.variable_seq_lengths)
-        return placed
+            log_single_rank(logger, logging.INFO, summary(program))
+        self._connections.expect(program, varies=call.config.variable_seq_lengths)
+        return program
 
     def _connect(self, call: Call, program: Program) -> Connections:
         connections = connect(self._config, program, call.pipeline)

@@ -19,10 +19,10 @@ from megatron_ext.runtime.messages.channels import Channels
 from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.recording import Clock, Recording
-from megatron_ext.schedule.build.head import Placed
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.model.measured_costs import RankFigures, measured_costs, medians
 from megatron_ext.schedule.program.graph import channels
+from megatron_ext.schedule.program.verify import Program
 
 WARM_UP = 1  # steps that are not timed
 MEASURED = 3  # and that are
@@ -36,7 +36,7 @@ class Profile:
         self.steps = 0  # that have ended
         self._clock = clock
         self._counting = counting
-        self._placed: Placed | None = None
+        self._program: Program | None = None
         self._recording: Recording | None = None  # of the step that runs
         self._recordings: list[Recording] = []
 
@@ -47,15 +47,15 @@ class Profile:
         else:
             self._recording = recorder.record(self._clock)
 
-    def end(self, recorder: Recorder, placed: Placed) -> bool:
-        """After a step of ``placed``; whether it was the last.
+    def end(self, recorder: Recorder, program: Program) -> bool:
+        """After a step of ``program``; whether it was the last.
 
         Steps of another program than the last one's do not count. (A number of microbatches that
         grows.)
         """
         recorder.counting = None
-        if placed is not self._placed:
-            self._placed = placed
+        if program is not self._program:
+            self._program = program
             self._recordings.clear()
         if self._recording is not None:
             self._recordings.append(self._recording)
@@ -73,8 +73,8 @@ class Profile:
             estimate: the costs that the steps were made with.
             what: was measured, for people to read.
         """
-        assert self._placed is not None and boundary.shape is not None
-        ways = channels(self._placed.program.schedule)
+        assert self._program is not None and boundary.shape is not None
+        ways = channels(self._program.schedule)
         figures = RankFigures(
             medians(event for each in self._recordings for event in each.read()[0]),
             self._counting.per_microbatch(),
@@ -82,6 +82,6 @@ class Profile:
         )
         ranks: list[RankFigures] = [figures] * dist.get_world_size()
         dist.all_gather_object(ranks, figures)
-        costs = measured_costs(self._placed, estimate, ranks, f"{what}, {MEASURED} iterations")
+        costs = measured_costs(self._program, estimate, ranks, f"{what}, {MEASURED} iterations")
         message_bytes = math.prod(boundary.shape) * boundary.dtype.itemsize
         return replace(costs, message_bytes=message_bytes)

@@ -1,4 +1,4 @@
-"""From a choice to a program: family, transforms, proof."""
+"""From a choice or a schedule to a program: family, transforms, proof."""
 
 from __future__ import annotations
 
@@ -31,15 +31,32 @@ def build_program(choice: Choice, problem: Problem) -> Program:
     Raises:
         InvalidSchedule: the schedule does not solve the problem, or not within its memory limit.
     """
-    shares = problem.extras.vocabulary is not VocabularyParallel.NONE
-    if shares:
-        costs = share_vocabulary(problem.costs, problem.placement, problem.extras.vocabulary)
-        problem = replace(problem, costs=costs)
+    problem = _with_shared_vocabulary(problem)
     limit = _limit_of_passes(problem)
     schedule = _transformed(_compute(choice, problem, limit), problem)
     if limit is not None and limit.bytes is not None:
         schedule = _with_room_for_messages(choice, problem, limit.bytes, schedule)
     return prove(schedule, problem)
+
+
+def complete(schedule: Schedule, problem: Problem) -> Program:
+    """The proved program of ``schedule``, which has compute actions only, for ``problem``.
+
+    Its costs are as those of `build_program`.
+
+    Raises:
+        InvalidSchedule: the schedule does not solve the problem, or not within its memory limit.
+    """
+    problem = _with_shared_vocabulary(problem)
+    _check_passes(schedule, problem)
+    return prove(_transformed(schedule, problem), problem)
+
+
+def _with_shared_vocabulary(problem: Problem) -> Problem:
+    if problem.extras.vocabulary is VocabularyParallel.NONE:
+        return problem
+    costs = share_vocabulary(problem.costs, problem.placement, problem.extras.vocabulary)
+    return replace(problem, costs=costs)
 
 
 def _transformed(schedule: Schedule, problem: Problem) -> Schedule:
@@ -94,8 +111,15 @@ def _with_room_for_messages(
 
 def _compute(choice: Choice, problem: Problem, limit: MemoryLimit | None) -> Schedule:
     """What the family makes within ``limit``."""
-    extras = replace(problem.extras, vocabulary=VocabularyParallel.NONE, offload=Offload.NONE)
-    problem = replace(problem, memory_limit=limit, extras=extras)
-    schedule = choice.build(problem)
-    check_compute(schedule, replace(problem, forward_only=False))
+    schedule = choice.build(replace(_for_family(problem), memory_limit=limit))
+    _check_passes(schedule, problem)
     return schedule
+
+
+def _check_passes(schedule: Schedule, problem: Problem) -> None:
+    check_compute(schedule, replace(_for_family(problem), forward_only=False))
+
+
+def _for_family(problem: Problem) -> Problem:
+    """``problem`` without what transforms add."""
+    return problem.with_extras(vocabulary=VocabularyParallel.NONE, offload=Offload.NONE)

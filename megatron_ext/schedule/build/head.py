@@ -6,10 +6,12 @@ a stage's layers keep. So it waits only where the costs show that there is room 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.build import build_program, complete
 from megatron_ext.schedule.build.registry import Choice
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import Held
@@ -20,15 +22,7 @@ from megatron_ext.schedule.program.verify import InvalidSchedule, Program
 from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
 
 
-@dataclass(frozen=True)
-class Placed:
-    """A program, and whether in it the output layer's weight gradient waits for W."""
-
-    program: Program
-    head_waits: bool
-
-
-def place_head(choice: Choice, problem: Problem) -> Placed:
+def place_head(choice: Choice, problem: Problem) -> Program:
     """The program of ``choice`` with the output layer's weight gradient where it takes less time.
 
     It waits for W only if it can within a memory limit in bytes, or, where there is none, without
@@ -38,22 +32,10 @@ def place_head(choice: Choice, problem: Problem) -> Placed:
     Raises:
         InvalidSchedule: as `build_program`, when it comes with I.
     """
-    costs = problem.costs
-    shared = problem.extras.vocabulary is not VocabularyParallel.NONE
-    if shared or not choice.splits_backward or costs.vocabulary is None:
-        return Placed(build_program(choice, problem), head_waits=False)
-    at_once = build_program(choice, replace(problem, costs=_with_input_gradient(costs)))
-    if costs.held_bytes is None or not costs.vocabulary.logits_bytes or problem.forward_only:
-        return Placed(at_once, head_waits=False)
-    try:
-        later = build_program(choice, problem)
-    except InvalidSchedule:
-        return Placed(at_once, head_waits=False)
-    is_sooner = _seconds(later) < _seconds(at_once)
-    return Placed(later, True) if is_sooner and _fits(later) else Placed(at_once, False)
+    return _placed(partial(build_program, choice), problem, choice.splits_backward)
 
 
-def place_again(choice: Choice, problem: Problem, before: Placed) -> Placed:
+def place_again(choice: Choice, problem: Problem, before: Program) -> Program:
     """`place_head` for other costs than those ``before`` was made with, or ``before``'s own order
     of passes where that takes less time: a family that searches does not always find the best.
 
@@ -63,21 +45,47 @@ def place_again(choice: Choice, problem: Problem, before: Placed) -> Placed:
     now = place_head(choice, problem)
     if problem.extras.vocabulary is not VocabularyParallel.NONE:
         return now  # the rows of ``before`` have the vocabulary's passes in them
-    schedule = before.program.schedule
-    same = replace(schedule, rows=schedule.compute_rows)
+    passes = replace(before.schedule, rows=before.schedule.compute_rows)
     try:
-        again = place_head(replace(choice, build=lambda problem: same), problem)
+        again = _placed(partial(complete, passes), problem, choice.splits_backward)
     except InvalidSchedule:
         return now
-    return again if _seconds(again.program) < _seconds(now.program) else now
+    return again if _seconds(again) < _seconds(now) else now
 
 
-def costs_in(placed: Placed, costs: Costs) -> Costs:
-    """``costs`` as the passes of ``placed`` have them: the output layer's where it is placed."""
-    problem = placed.program.problem
+def _placed(build: Callable[[Problem], Program], problem: Problem, splits: bool) -> Program:
+    """`place_head` of what ``build`` makes of a problem; ``splits``: whether there is W at all."""
+    costs = problem.costs
+    shared = problem.extras.vocabulary is not VocabularyParallel.NONE
+    if shared or not splits or costs.vocabulary is None:
+        return build(problem)
+    at_once = build(replace(problem, costs=_with_input_gradient(costs)))
+    if costs.held_bytes is None or not costs.vocabulary.logits_bytes or problem.forward_only:
+        return at_once
+    try:
+        later = build(problem)
+    except InvalidSchedule:
+        return at_once
+    is_sooner = _seconds(later) < _seconds(at_once)
+    return later if is_sooner and _fits(later) else at_once
+
+
+def head_waits(program: Program) -> bool:
+    """Whether the output layer's weight gradient waits for W in ``program``, as its costs say."""
+    problem = program.problem
+    if problem.extras.vocabulary is not VocabularyParallel.NONE or problem.costs.vocabulary is None:
+        return False
+    _, _, weight_gradient = problem.costs.vocabulary.head
+    kinds = {action.kind for action in program.schedule.rows[problem.placement.rank_of[-1]]}
+    return weight_gradient > 0 and Kind.BACKWARD_WEIGHT in kinds
+
+
+def costs_in(program: Program, costs: Costs) -> Costs:
+    """``costs`` as the passes of ``program`` have them: the output layer's where it is placed."""
+    problem = program.problem
     if problem.extras.vocabulary is not VocabularyParallel.NONE:
         return share_vocabulary(costs, problem.placement, problem.extras.vocabulary)
-    if placed.head_waits or costs.vocabulary is None:
+    if head_waits(program) or costs.vocabulary is None:
         return costs
     return _with_input_gradient(costs)
 

@@ -31,9 +31,11 @@ class FamilyEntry:
     build: Callable[..., Schedule]
     place: Callable[..., Placement]
     source: str
-    splits_backward: bool
-    uses_costs: bool
-    aliases: tuple[str, ...]
+    splits_backward: bool = False
+    uses_costs: bool = False
+    searches: bool = False
+    steps_overlap: bool = False
+    aliases: tuple[str, ...] = ()
 
 
 # Where `family` puts what it registers: ours, and above that the families of a user's file while
@@ -48,6 +50,8 @@ def family(
     source: str,
     splits_backward: bool = False,
     uses_costs: bool = False,
+    searches: bool = False,
+    steps_overlap: bool = False,
     aliases: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., Schedule]], Callable[..., Schedule]]:
     """Register the decorated function as the family ``name``.
@@ -57,12 +61,24 @@ def family(
         source: the paper, and where in it.
         splits_backward: whether there are I and W, and not B alone.
         uses_costs: whether another cost gives another schedule.
+        searches: whether making it is a search of seconds to minutes.
+        steps_overlap: whether post-validation gains anything, on more than one rank.
         aliases: other names, torch.distributed.pipelining's among them.
     """
 
     def register(build: Callable[..., Schedule]) -> Callable[..., Schedule]:
         _REGISTERED[-1].append(
-            FamilyEntry(name, build, place, source, splits_backward, uses_costs, aliases)
+            FamilyEntry(
+                name,
+                build,
+                place,
+                source,
+                splits_backward=splits_backward,
+                uses_costs=uses_costs,
+                searches=searches,
+                steps_overlap=steps_overlap,
+                aliases=aliases,
+            )
         )
         return build
 
@@ -89,6 +105,7 @@ class Choice:
     place: Callable[[int], Placement]
     build: Family
     splits_backward: bool
+    searches: bool = False
     ranks: int | None = None  # that a file is for; None: any number
 
     @property
@@ -123,7 +140,7 @@ def choose(spec: str) -> Choice:
     # Megatron asks where the first stage is several times a microbatch.
     place = functools.cache(functools.partial(entry.place, **_accepted(entry.place, options)))
     build = functools.partial(entry.build, **_accepted(entry.build, options))
-    return Choice(spec, place, build, entry.splits_backward)
+    return Choice(spec, place, build, entry.splits_backward, entry.searches)
 
 
 def with_option(spec: str, key: str, value: object) -> str:
@@ -194,7 +211,7 @@ def _from_csv_file(path: Path) -> Choice:
         return schedule
 
     splits = any(a.kind is Kind.BACKWARD_WEIGHT for row in schedule.rows for a in row)
-    return Choice(str(path), place, build, splits, len(schedule.rows))
+    return Choice(str(path), place, build, splits, ranks=len(schedule.rows))
 
 
 _PYTHON_FILE = re.compile(r"(.+\.py)(?::(.*))?")  # a path may hold a colon of its own

@@ -29,6 +29,7 @@ Pass = tuple[int, Kind]  # chunk, kind
     v,
     source="Qi et al. 2024, arXiv:2401.10241, section 6",
     splits_backward=True,
+    steps_overlap=True,
     aliases=("ScheduleZBVZeroBubble", "ZBVZeroBubble"),
 )
 def zb_v(problem: Problem) -> Schedule:

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import Choice, entries, family
+from megatron_ext.schedule.build.build import complete
+from megatron_ext.schedule.build.registry import entries, family
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit, with_rounding
 from megatron_ext.schedule.placement import v
@@ -37,6 +37,8 @@ NAME = "v-auto"
     source="ours; the V is that of Qi et al. 2024, arXiv:2405.15362",
     splits_backward=True,
     uses_costs=True,
+    searches=True,
+    steps_overlap=True,
 )
 def v_auto(problem: Problem) -> Schedule:
     """Least makespan within the memory limit (without one: p microbatches, as ZB-V needs); with
@@ -99,9 +101,8 @@ def _known(problem: Problem) -> Iterator[Program]:
 
 def _proved(schedule: Schedule, problem: Problem) -> Program | None:
     """The program of ``schedule``; None if it is not sound or not within the limit."""
-    choice = Choice(NAME, v, lambda _: schedule, splits_backward=True)
     try:
-        program = build_program(choice, problem)
+        program = complete(schedule, problem)
     except ValueError:
         return None
     return program if bitwise_order(schedule) else None

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import Choice, entries, family
+from megatron_ext.schedule.build.build import complete
+from megatron_ext.schedule.build.registry import entries, family
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Problem
@@ -28,7 +28,7 @@ _LEADS = (1, 2, 1.75, 1.5, 2.25, 1.25)  # microbatches a rank is further ahead t
 _ACTIONS = 100_000  # to be placed in trials altogether: what is tried depends on nothing else
 
 
-@family("zb-auto", line, source=_SOURCE, splits_backward=True, uses_costs=True)
+@family("zb-auto", line, source=_SOURCE, splits_backward=True, uses_costs=True, steps_overlap=True)
 def zb_auto(problem: Problem) -> Schedule:
     """The least makespan found within the memory limit; without one, within 2p microbatches. With
     post-validation, that or the least span, whichever makes a step cost less.
@@ -54,8 +54,7 @@ def zb_auto(problem: Problem) -> Schedule:
 
 def _step(schedule: Schedule, problem: Problem) -> float:
     """What a step of ``schedule`` costs."""
-    choice = Choice(schedule.name, line, lambda _: schedule, splits_backward=True)
-    return step_seconds(build_program(choice, problem), problem.costs)
+    return step_seconds(complete(schedule, problem), problem.costs)
 
 
 @family("zb-1p", line, source=_SOURCE, splits_backward=True, uses_costs=True)
@@ -74,7 +73,7 @@ def zb_1p(problem: Problem) -> Schedule:
     return _best("zb-1p", problem, memory, _published(), by_span=True)
 
 
-@family("zb-2p", line, source=_SOURCE, splits_backward=True, uses_costs=True)
+@family("zb-2p", line, source=_SOURCE, splits_backward=True, uses_costs=True, steps_overlap=True)
 def zb_2p(problem: Problem, *, paper_count: bool = False) -> Schedule:
     """The same within 2p microbatches, for the least span: near zero when costs are near equal.
 

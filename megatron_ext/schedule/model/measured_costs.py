@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.build.head import Placed, costs_in
+from megatron_ext.schedule.build.head import costs_in
 from megatron_ext.schedule.costs import Costs, VocabularyCosts
 from megatron_ext.schedule.kinds import RULES, Held
 from megatron_ext.schedule.problem import VocabularyParallel
+from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.timeline import Event
 
 _Passes = Mapping[tuple[int, Kind], float]  # seconds by stage and kind
@@ -48,22 +49,22 @@ def medians(events: Iterable[Event]) -> dict[tuple[int, Kind], float]:
 
 
 def measured_costs(
-    placed: Placed, estimate: Costs, ranks: Sequence[RankFigures], measured: str
+    program: Program, estimate: Costs, ranks: Sequence[RankFigures], measured: str
 ) -> Costs:
-    """The costs that ``ranks``, all those of a training, have measured running ``placed``.
+    """The costs that ``ranks``, all those of a training, have measured running ``program``.
 
     Several ranks have a stage where there is tensor or data parallelism. Of their seconds the
     median counts, of their bytes the most. A hop is the mean over all neighbours, since a
     microbatch passes them all.
 
     Args:
-        estimate: what tells parts that are in one pass apart; ``placed`` was made with it.
+        estimate: what tells parts that are in one pass apart; ``program`` was made with it.
         measured: when and on what, for people to read.
     """
     passes = _over_ranks([rank.seconds for rank in ranks], statistics.median)
     held = _over_ranks([rank.held for rank in ranks], max)
     hops = [hop for rank in ranks for hop in rank.hops]
-    in_passes = costs_in(placed, estimate)
+    in_passes = costs_in(program, estimate)
     seconds = {
         kind: tuple(_seconds(kind, stage, passes, in_passes) for stage in range(estimate.stages))
         for kind in in_passes.seconds
@@ -77,8 +78,8 @@ def measured_costs(
     costs = costs.with_copies_of(estimate)
     if estimate.vocabulary is None:
         return costs
-    if placed.program.problem.extras.vocabulary is not VocabularyParallel.NONE:
-        return costs.with_vocabulary(_of_shards(seconds, placed, estimate.vocabulary))
+    if program.problem.extras.vocabulary is not VocabularyParallel.NONE:
+        return costs.with_vocabulary(_of_shards(seconds, program, estimate.vocabulary))
     costs = replace(costs, vocabulary=_scaled(in_passes, costs))
     costs = _with_weight_gradient_apart(costs, in_passes, estimate)
     return replace(costs, origin=f"{costs.origin}; head and embedding in estimated proportions")
@@ -168,12 +169,12 @@ def _with_weight_gradient_apart(costs: Costs, in_passes: Costs, estimate: Costs)
 
 
 def _of_shards(
-    seconds: Mapping[Kind, Sequence[float]], placed: Placed, estimate: VocabularyCosts
+    seconds: Mapping[Kind, Sequence[float]], program: Program, estimate: VocabularyCosts
 ) -> VocabularyCosts:
     """What all shards of the vocabulary take together."""
     whole = {kind: sum(figures) for kind, figures in seconds.items()}
     forward, input_gradient = whole[Kind.LOGITS], whole[Kind.LOGITS_INPUT]
-    if placed.program.problem.extras.vocabulary is VocabularyParallel.TWO:  # both are in one pass
+    if program.problem.extras.vocabulary is VocabularyParallel.TWO:  # both are in one pass
         both = forward + input_gradient
         forward = both * estimate.head[0] / (sum(estimate.head[:2]) or 1.0)
         input_gradient = both - forward

@@ -12,7 +12,7 @@ from megatron_ext.schedule.model.estimate import Rates, estimate
 from megatron_ext.schedule.model.model import Model
 from megatron_ext.schedule.model.model_memory import TrainingState, bytes_of_ranks
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.plan.choose import Case, Way
+from megatron_ext.schedule.plan.planner import Case, Way
 from megatron_ext.schedule.plan.vocabulary_plan import (
     redistribute,
     redistributed_layers,

@@ -2,67 +2,109 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
-from megatron_ext.schedule.plan.choose import Candidate, Plan, Way
+from megatron_ext.schedule.plan.planner import Candidate, Plan, RankMemory, Way
 from megatron_ext.schedule.problem import Offload, VocabularyParallel
 
 
-def flags_of(candidate: Candidate, layers: int | None) -> list[str]:
+@dataclass(frozen=True)
+class RankBytes:
+    """What one rank holds, in bytes, with the activations at their peak."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    total: float
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a schedule is not among the candidates."""
+
+    schedule: str
+    vocabulary: Way
+    why: str
+
+
+@dataclass(frozen=True)
+class Recommended:
+    """A candidate's settings and figures; ``fullest_rank`` is in bytes, None if not known."""
+
+    schedule: str
+    vocabulary: Way
+    offload: Offload
+    memory_limit: str | None
+    makespan: float
+    step: float
+    peak_activation_microbatches: float
+    fullest_rank: float | None
+
+
+@dataclass(frozen=True)
+class RunnerUp(Recommended):
+    """``slower_by``: the share of the best one's time that it takes more."""
+
+    slower_by: float
+
+
+@dataclass(frozen=True)
+class Recommendation(Recommended):
+    """The best of a plan, then each other with what it takes more.
+
+    Attributes:
+        flags: the words that make a launch train so.
+        ranks: None where the model is not known.
+    """
+
+    flags: tuple[str, ...]
+    bubble_share_makespan: float
+    ranks: tuple[RankBytes, ...] | None
+    runners_up: tuple[RunnerUp, ...]
+    refused: tuple[Refusal, ...]
+
+
+def flags_of(candidate: Candidate, layers: int | None) -> tuple[str, ...]:
     """The words that make a launch train under ``candidate``.
 
     Args:
         layers: of the model, which are redistributed if that is its way.
     """
-    words = ["--pipeline-schedule", candidate.schedule]
+    made = candidate.report
+    words = ["--pipeline-schedule", made.schedule]
     if candidate.limit is not None:
         words += ["--pipeline-memory-limit", candidate.limit.written]
     if candidate.way.vocabulary is not VocabularyParallel.NONE:
         words += ["--pipeline-vocab-parallel", candidate.way.vocabulary.value]
-    if candidate.offload is not Offload.NONE:
-        words += ["--pipeline-activation-offload", candidate.offload.value]
+    if made.offload is not Offload.NONE:
+        words += ["--pipeline-activation-offload", made.offload.value]
     if candidate.overlaps:
         words.append("--pipeline-post-validation")
     if candidate.way is Way.REDISTRIBUTED:
         assert layers is not None
         words.append("--account-for-loss-in-pipeline-split")
-        if (layers + 1) % (candidate.report["pp"] * candidate.report["vpp"]):
+        if (layers + 1) % (made.pp * made.vpp):
             words.append("--account-for-embedding-in-pipeline-split")
-    return words
+    return tuple(words)
 
 
-def recommendation(plan: Plan, layers: int | None) -> dict[str, Any] | None:
-    """The best of ``plan``, then each other with what it takes more; None if nothing can run.
-
-    Bytes of ``ranks`` and of ``fullest_rank`` are None where the model is not known.
-    """
+def recommendation(plan: Plan, layers: int | None) -> Recommendation | None:
+    """What to take of ``plan``; None if nothing can run."""
     best = plan.best
     if best is None:
         return None
-    return {
-        **_summary(best),
-        "flags": flags_of(best, layers),
-        "bubble_share_makespan": best.report["bubble_share_makespan"],
-        "ranks": best.memory
-        and [
-            {
-                "weights": rank.model.weights,
-                "gradients": rank.model.gradients,
-                "optimizer": rank.model.optimizer,
-                "activations": rank.activations,
-                "total": rank.total,
-            }
-            for rank in best.memory
-        ],
-        "runners_up": [
-            {**_summary(other), "slower_by": slower_by(other, best)}
+    return Recommendation(
+        **vars(_recommended(best)),
+        flags=flags_of(best, layers),
+        bubble_share_makespan=best.report.bubble_share_makespan,
+        ranks=None if best.memory is None else tuple(map(_bytes_of, best.memory)),
+        runners_up=tuple(
+            RunnerUp(**vars(_recommended(other)), slower_by=slower_by(other, best))
             for other in plan.candidates[1:]
-        ],
-        "refused": [
-            {"schedule": name, "vocabulary": way.value, "why": why}
-            for (name, way), why in plan.refusals.items()
-        ],
-    }
+        ),
+        refused=tuple(Refusal(name, way, why) for (name, way), why in plan.refusals.items()),
+    )
 
 
 def slower_by(candidate: Candidate, best: Candidate) -> float:
@@ -70,14 +112,19 @@ def slower_by(candidate: Candidate, best: Candidate) -> float:
     return candidate.step / best.step - 1
 
 
-def _summary(candidate: Candidate) -> dict[str, Any]:
-    return {
-        "schedule": candidate.schedule,
-        "vocabulary": candidate.way.value,
-        "offload": candidate.offload.value,
-        "memory_limit": None if candidate.limit is None else candidate.limit.written,
-        "makespan": candidate.report["makespan"],
-        "step": candidate.step,
-        "peak_activation_microbatches": candidate.peak,
-        "fullest_rank": candidate.fullest,
-    }
+def _recommended(candidate: Candidate) -> Recommended:
+    return Recommended(
+        schedule=candidate.schedule,
+        vocabulary=candidate.way,
+        offload=candidate.report.offload,
+        memory_limit=None if candidate.limit is None else candidate.limit.written,
+        makespan=candidate.report.makespan,
+        step=candidate.step,
+        peak_activation_microbatches=candidate.report.peak,
+        fullest_rank=candidate.fullest,
+    )
+
+
+def _bytes_of(rank: RankMemory) -> RankBytes:
+    model = rank.model
+    return RankBytes(model.weights, model.gradients, model.optimizer, rank.activations, rank.total)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.plan.choose import Case, CaseOf, Plan, Way
+from megatron_ext.schedule.plan.planner import Case, CaseOf, Way
 from megatron_ext.schedule.problem import Extras, Problem
 
 
@@ -38,46 +37,23 @@ def cases(
     def case(name: str, way: Way) -> Case | None:
         choice = choose(name)
         placement = choice.place(ranks)
-        found = costs(placement)
-        if way is not Way.NAIVE and not tells_vocabulary(found):
+        of_stages = costs(placement)
+        if way is not Way.NAIVE and not tells_vocabulary(of_stages):
             return None
         if way is Way.REDISTRIBUTED:
             if layers is None:
                 return None
-            found = redistribute(found, layers)
+            of_stages = redistribute(of_stages, layers)
         problem = Problem(
             placement,
             microbatches,
-            found,
+            of_stages,
             limit,
             extras=Extras(vocabulary=way.vocabulary, post_validation=post_validation),
         )
         return Case(choice, problem)
 
     return case
-
-
-def side_by_side(plan: Plan) -> list[dict[str, Any]]:
-    """For each schedule of ``plan`` that can run as it is what a step of all ways costs, None where
-    there is none; ``refused`` says why. Nothing if there is one way only."""
-    ways = plan.ways
-    if len(ways) == 1:
-        return []
-    found = (*plan.candidates, *plan.simulated)
-    steps = {(one.schedule, one.way): one.step for one in found}
-    return [
-        {
-            "schedule": name,
-            **{way.value: steps.get((name, way)) for way in ways},
-            "refused": {
-                way.value: plan.refusals[name, way]
-                for way in ways
-                if (name, way) in plan.refusals and (name, way) not in steps
-            },
-        }
-        for row in plan.reports
-        for name in [row["schedule"]]
-    ]
 
 
 def redistributed_layers(layers: int, stages: int) -> list[int]:
@@ -89,7 +65,7 @@ def redistributed_layers(layers: int, stages: int) -> list[int]:
         ValueError: they do not divide.
     """
     for embeddings in (0, 1):
-        each, left = divmod(layers + 1 + embeddings, stages)
+        on_each, left = divmod(layers + 1 + embeddings, stages)
         if not left:
             break
     else:
@@ -97,7 +73,7 @@ def redistributed_layers(layers: int, stages: int) -> list[int]:
             f"{layers} layers and the output layer do not divide over {stages} stages, nor with "
             f"the embedding: Megatron redistributes {_near(layers, stages)} layers"
         )
-    counts = [each] * stages
+    counts = [on_each] * stages
     counts[0] -= embeddings
     counts[-1] -= 1
     return counts

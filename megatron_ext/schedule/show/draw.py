@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.kinds import RULES, Lane
-from megatron_ext.schedule.plan.choose import Candidate, Plan, Way
+from megatron_ext.schedule.plan.planner import Candidate, Plan, Way
 from megatron_ext.schedule.program.memory import in_microbatches, memory_curve
 from megatron_ext.schedule.show.svg import save
 from megatron_ext.schedule.timeline import Timeline
@@ -152,8 +152,8 @@ def _labels(points: dict[Candidate, Pair]) -> dict[Pair, str]:
     width = 0.06 * (max(memory) - min(memory))
     height = 0.03 * (max(steps) - min(steps))
 
-    def close(one: Candidate, other: Candidate) -> bool:
-        (x, y), (others_x, others_y) = points[one], points[other]
+    def close(candidate: Candidate, other: Candidate) -> bool:
+        (x, y), (others_x, others_y) = points[candidate], points[other]
         return abs(x - others_x) <= width and abs(y - others_y) <= height
 
     groups: list[list[Candidate]] = []
@@ -164,7 +164,7 @@ def _labels(points: dict[Candidate, Pair]) -> dict[Pair, str]:
         else:
             group.append(candidate)
     return {
-        points[group[-1]]: ", ".join(dict.fromkeys(each.schedule for each in group))
+        points[group[-1]]: ", ".join(dict.fromkeys(candidate.schedule for candidate in group))
         for group in groups
     }
 
@@ -218,7 +218,7 @@ def _draw_passes(axes: Axes, run: Sequence[Timeline], readable: float) -> None:
             if kind in MARKS:
                 marks[kind].append((end, event.rank - 0.43))
             if kind not in COLOURS or start == end:
-                continue  # an edge without an inside
+                continue
             in_later_chunk = bool(chunk[event.action.stage] % 2)
             boxes[kind, bool(number % 2), in_later_chunk].append((event.rank, start, end))
             if end - start >= digits * readable:

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.head import Placed, costs_in
+from megatron_ext.schedule.build.head import costs_in, head_waits
 from megatron_ext.schedule.build.overlap import what_overlapping_gains
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs
@@ -33,23 +33,23 @@ def stock_1f1b(problem: Problem) -> Timeline:
     return simulate(program, program.problem.costs)
 
 
-def summary_of_change(before: Placed, now: Placed, costs: Costs) -> str:
+def summary_of_change(before: Program, now: Program, costs: Costs) -> str:
     """What ``now``, made with the measured ``costs``, is beside ``before``, made with estimates.
 
     Both are judged by ``costs``.
     """
-    stock = stock_1f1b(replace(now.program.problem, costs=costs)).makespan
+    stock = stock_1f1b(replace(now.problem, costs=costs)).makespan
 
-    def promise(placed: Placed) -> str:
-        gain = stock / step_seconds(placed.program, costs_in(placed, costs)) - 1
-        schedule = placed.program.schedule
+    def promise(program: Program) -> str:
+        gain = stock / step_seconds(program, costs_in(program, costs)) - 1
+        schedule = program.schedule
         return f"{gain:.1%} over 1F1B, peak {max(peaks(schedule, in_microbatches(schedule))):g}"
 
     was = f"was {promise(before)} with estimated costs"
-    passes = [(placed.program.schedule.compute_rows, placed.head_waits) for placed in (before, now)]
+    passes = [(made.schedule.compute_rows, head_waits(made)) for made in (before, now)]
     if passes[0] == passes[1]:
         was = "as with estimated costs"
-    name = now.program.schedule.name
+    name = now.schedule.name
     return f"{name}, measured costs: predicted {promise(now)} microbatches ({was})"
 
 

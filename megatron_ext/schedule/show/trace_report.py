@@ -2,46 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from megatron_ext.schedule.show.explain import explain
+from megatron_ext.schedule.show.explain import Cause, Part, explain
 from megatron_ext.schedule.show.trace import TracedStep
 from megatron_ext.schedule.timeline import Timeline
 
 
-def trace_report(steps: Sequence[TracedStep]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class StepFigures:
+    """Of one step, measured or predicted."""
+
+    makespan: float
+    span: float
+    bubble_share_makespan: float
+    bubble_share_span: float
+
+
+@dataclass(frozen=True)
+class IterationFigures:
+    """A traced step beside its prediction."""
+
+    iteration: int
+    measured: StepFigures
+    predicted: StepFigures
+
+
+@dataclass(frozen=True)
+class TraceReport:
+    """The step with the median makespan, explained; ``--json`` prints these names in this order.
+
+    Attributes:
+        cost_factor, clock_error: as `TracedStep` has them.
+        parts, causes: as `Explanation` has them.
+        iterations: all traced steps.
+    """
+
+    schedule: str
+    pp: int
+    microbatches: int
+    iteration: int
+    measured: StepFigures
+    predicted: StepFigures
+    cost_factor: float
+    clock_error: float
+    parts: Mapping[Part, float]
+    causes: tuple[Cause, ...]
+    iterations: tuple[IterationFigures, ...]
+
+
+def trace_report(steps: Sequence[TracedStep]) -> TraceReport:
     """The step with the median makespan, explained, and the figures of all ``steps``."""
     by_makespan = sorted(steps, key=lambda step: step.measured.makespan)
-    step = by_makespan[(len(steps) - 1) // 2]
-    schedule = step.measured.schedule
-    explanation = explain(step.measured, step.predicted)
-    return {
-        "schedule": schedule.name,
-        "pp": schedule.placement.ranks,
-        "microbatches": 1 + max(action.microbatch for row in schedule.rows for action in row),
-        "iteration": step.iteration,
-        "measured": _figures(step.measured),
-        "predicted": _figures(step.predicted),
-        "cost_factor": step.cost_factor,
-        "clock_error": step.clock_error,
-        "parts": {part.value: seconds for part, seconds in explanation.parts.items()},
-        "causes": [{"seconds": each.seconds, "text": each.text} for each in explanation.causes],
-        "iterations": [
-            {
-                "iteration": each.iteration,
-                "measured": _figures(each.measured),
-                "predicted": _figures(each.predicted),
-            }
-            for each in steps
-        ],
-    }
+    median = by_makespan[(len(steps) - 1) // 2]
+    schedule = median.measured.schedule
+    explanation = explain(median.measured, median.predicted)
+    return TraceReport(
+        schedule=schedule.name,
+        pp=schedule.placement.ranks,
+        microbatches=1 + max(action.microbatch for row in schedule.rows for action in row),
+        iteration=median.iteration,
+        measured=_figures(median.measured),
+        predicted=_figures(median.predicted),
+        cost_factor=median.cost_factor,
+        clock_error=median.clock_error,
+        parts=explanation.parts,
+        causes=explanation.causes,
+        iterations=tuple(
+            IterationFigures(step.iteration, _figures(step.measured), _figures(step.predicted))
+            for step in steps
+        ),
+    )
 
 
-def _figures(timeline: Timeline) -> dict[str, float]:
-    return {
-        "makespan": timeline.makespan,
-        "span": timeline.span,
-        "bubble_share_makespan": timeline.bubble_share_makespan,
-        "bubble_share_span": timeline.bubble_share_span,
-    }
+def _figures(timeline: Timeline) -> StepFigures:
+    return StepFigures(
+        timeline.makespan,
+        timeline.span,
+        timeline.bubble_share_makespan,
+        timeline.bubble_share_span,
+    )

@@ -6,12 +6,11 @@ import contextlib
 import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from megatron_ext.schedule.build.head import place_head
 from megatron_ext.schedule.build.overlap import is_gain
 from megatron_ext.schedule.build.registry import Choice, entries
-from megatron_ext.schedule.build.report import report, report_of
+from megatron_ext.schedule.build.report import ScheduleReport, report
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.model.model_memory import ModelBytes
 from megatron_ext.schedule.placement import is_line_or_v
@@ -76,34 +75,23 @@ class Candidate:
     """
 
     way: Way
-    report: dict[str, Any]
+    report: ScheduleReport
     limit: MemoryLimit | None = None
     memory: tuple[RankMemory, ...] | None = None
 
     @property
     def schedule(self) -> str:
-        name: str = self.report["schedule"]
-        return name
-
-    @property
-    def offload(self) -> Offload:
-        return Offload(self.report["offload"])
+        return self.report.schedule
 
     @property
     def step(self) -> float:
         """What a step costs: the makespan, or where steps overlap about the span."""
-        step: float = self.report["step"]
-        return step
+        return self.report.step
 
     @property
     def overlaps(self) -> bool:
         """Whether it takes post-validation, and gains by it."""
-        return self.report["post_validation"] and is_gain(self.report["makespan"], self.step)
-
-    @property
-    def peak(self) -> float:
-        """The largest of a rank, in microbatches."""
-        return peak(self.report)
+        return self.report.post_validation and is_gain(self.report.makespan, self.step)
 
     @property
     def fullest(self) -> float | None:
@@ -112,8 +100,8 @@ class Candidate:
 
     @property
     def holds(self) -> float:
-        """`fullest` if it is known, else `peak`."""
-        return self.peak if self.fullest is None else self.fullest
+        """`fullest` if it is known, else its peak in microbatches."""
+        return self.report.peak if self.fullest is None else self.fullest
 
 
 @dataclass(frozen=True)
@@ -146,37 +134,16 @@ class Plan:
     @property
     def front(self) -> tuple[Candidate, ...]:
         """Those that no other beats in both time and memory, shortest first."""
-        return _front(self.candidates, lambda each: each.holds)
+        return pareto_front(self.candidates, lambda candidate: candidate.holds)
 
     @property
     def ways(self) -> tuple[Way, ...]:
         """What there is to do about the vocabulary."""
-        found = {candidate.way for candidate in self.candidates} | {w for _, w in self.refusals}
-        return tuple(way for way in Way if way in found)
-
-    @property
-    def reports(self) -> tuple[dict[str, Any], ...]:
-        """Of the schedules as they are, nothing done about the vocabulary."""
-        return tuple(each.report for each in self.candidates if each.way is Way.NAIVE)
-
-    @property
-    def refused(self) -> dict[str, str]:
-        """Why schedules are not among ``reports``."""
-        return {name: why for (name, way), why in self.refusals.items() if way is Way.NAIVE}
-
-    @property
-    def choice(self) -> str | None:
-        """The first of ``reports``."""
-        return self.reports[0]["schedule"] if self.reports else None
-
-    @property
-    def pareto(self) -> tuple[str, ...]:
-        """Those of ``reports`` that no other beats in both time and memory, shortest first."""
-        naive = (each for each in self.candidates if each.way is Way.NAIVE)
-        return tuple(each.schedule for each in _front(naive, lambda each: each.peak))
+        there_are = {candidate.way for candidate in self.candidates} | {w for _, w in self.refusals}
+        return tuple(way for way in Way if way in there_are)
 
 
-def _front(
+def pareto_front(
     shortest_first: Iterable[Candidate], memory: Callable[[Candidate], float]
 ) -> tuple[Candidate, ...]:
     front: list[Candidate] = []
@@ -184,11 +151,6 @@ def _front(
         if not front or memory(candidate) < memory(front[-1]):
             front.append(candidate)
     return tuple(front)
-
-
-def peak(row: Mapping[str, Any]) -> float:
-    """The largest peak of a report, in microbatches of a full rank."""
-    return max(row["peak_activation_microbatches"])
 
 
 # A family's problem in one way, None if there is no such way; raises ValueError if it has none.
@@ -215,8 +177,8 @@ def make_plan(
     simulated: list[Candidate] = []
     refusals: dict[tuple[str, Way], str] = {}
     names = list(entries())
-    if only_promising:
-        names.sort(key=_DEAREST.__eq__)  # last, when there is most to compare it with
+    if only_promising:  # what searches last, when there is most to compare it with
+        names.sort(key=lambda name: entries()[name].searches)
     for name in progress(names):
         for way in Way:
             try:
@@ -288,18 +250,15 @@ def _without_offload(case: Case, way: Way, room: float | None) -> Candidate:
     return made
 
 
-_DEAREST = "v-auto"  # to make: a search of seconds to minutes
-
-
 def _by_time(candidate: Candidate) -> tuple[float, float]:
-    return candidate.step, candidate.peak
+    return candidate.step, candidate.report.peak
 
 
 def _check_promising(case: Case, way: Way, room: float | None, best: Candidate) -> None:
     """Raise ValueError if no schedule of this kind takes less time than ``best``, or for a search
     that would have to be made in every way."""
     problem = case.problem
-    if case.choice.spec == _DEAREST and way is not best.way:
+    if case.choice.searches and way is not best.way:
         raise ValueError(f"searched only with the vocabulary as {best.schedule} has it best")
     if room is not None and case.model is not None and problem.memory_limit is None:
         left = max(room - min(rank.total for rank in case.model), 0.0)
@@ -330,11 +289,11 @@ def _least_time(problem: Problem, splits_backward: bool) -> float:
 def _made(case: Case, way: Way) -> Candidate:
     problem = case.problem
     if problem.costs.held_bytes is None:
-        program, found = report(case.choice, problem)
-        return Candidate(way, found, problem.memory_limit)
-    program, found = report_of(case.choice, lambda: place_head(case.choice, problem).program)
+        _, made = report(case.choice, problem)
+        return Candidate(way, made, problem.memory_limit)
+    program, made = report(case.choice, problem, place_head)
     memory = None
     if case.model is not None:
         held = peaks(program.schedule, in_bytes(program.problem.costs))
         memory = tuple(map(RankMemory, case.model, held))
-    return Candidate(way, found, problem.memory_limit, memory)
+    return Candidate(way, made, problem.memory_limit, memory)

@@ -1,0 +1,97 @@
+"""A plan as data for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megatron_ext.schedule.build.report import ScheduleReport
+from megatron_ext.schedule.plan.planner import Plan, Way, pareto_front
+from megatron_ext.schedule.plan.recommendation import Recommendation, recommendation
+
+
+@dataclass(frozen=True)
+class VocabularyRow:
+    """A schedule, and what a step costs with each thing that can be done about the vocabulary.
+
+    Attributes:
+        steps: None where there is no such schedule.
+        refused: why.
+    """
+
+    schedule: str
+    steps: Mapping[Way, float | None]
+    refused: Mapping[Way, str]
+
+    def as_data(self) -> dict[str, Any]:
+        """As ``--json`` prints it."""
+        steps = {way.value: step for way, step in self.steps.items()}
+        return {"schedule": self.schedule, **steps, "refused": self.refused}
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """A plan; ``--json`` prints these names in this order.
+
+    Attributes:
+        choice: the first of ``schedules``.
+        pareto: those of ``schedules`` that no other beats in both time and memory.
+        schedules: as they are, nothing done about the vocabulary, shortest first.
+        refused: why others are not among them.
+        vocabulary: all that can be done about it, if there is more than one thing.
+    """
+
+    choice: str | None
+    pareto: tuple[str, ...]
+    schedules: tuple[ScheduleReport, ...]
+    refused: Mapping[str, str]
+    vocabulary: tuple[VocabularyRow, ...]
+    recommended: Recommendation | None
+
+    def as_data(self) -> dict[str, Any]:
+        """As ``--json`` prints it."""
+        return asdict(self) | {"vocabulary": [row.as_data() for row in self.vocabulary]}
+
+
+def plan_report(plan: Plan, layers: int | None) -> PlanReport:
+    """What there is to say of ``plan``.
+
+    Args:
+        layers: of the model, for `recommendation`.
+    """
+    naive = [candidate for candidate in plan.candidates if candidate.way is Way.NAIVE]
+    front = pareto_front(naive, lambda candidate: candidate.report.peak)
+    return PlanReport(
+        choice=naive[0].schedule if naive else None,
+        pareto=tuple(candidate.schedule for candidate in front),
+        schedules=tuple(candidate.report for candidate in naive),
+        refused={name: why for (name, way), why in plan.refusals.items() if way is Way.NAIVE},
+        vocabulary=side_by_side(plan),
+        recommended=recommendation(plan, layers),
+    )
+
+
+def side_by_side(plan: Plan) -> tuple[VocabularyRow, ...]:
+    """For each schedule of ``plan`` that can run as it is what a step of all ways costs. Nothing if
+    there is one way only."""
+    ways = plan.ways
+    if len(ways) == 1:
+        return ()
+    steps = {
+        (candidate.schedule, candidate.way): candidate.step
+        for candidate in (*plan.candidates, *plan.simulated)
+    }
+    names = [c.schedule for c in plan.candidates if c.way is Way.NAIVE]
+    return tuple(
+        VocabularyRow(
+            name,
+            {way: steps.get((name, way)) for way in ways},
+            {
+                way: plan.refusals[name, way]
+                for way in ways
+                if (name, way) in plan.refusals and (name, way) not in steps
+            },
+        )
+        for name in names
+    )
