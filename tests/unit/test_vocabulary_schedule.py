@@ -15,7 +15,7 @@ from megatron_ext.schedule.action import Kind, parse
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs, VocabularyCosts, uniform
-from megatron_ext.schedule.kinds import RULES, Duty, Held, Lane, Where
+from megatron_ext.schedule.kinds import RULES, Held, Lane, Where
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import P2P, Extras, Problem, VocabularyParallel
@@ -40,14 +40,14 @@ NONE, ONE, TWO = VocabularyParallel
 MORE = {ONE: 2, TWO: 1}  # intervals, and microbatches that are held
 LINES, VS = ("1f1b", "zb-h1", "gpipe", "zb-h2"), ("zb-v", "v-half", "v-min", "1f1b-v")
 LAYERS_HOLD = (Held.ACTIVATION, Held.WEIGHT_INPUTS)
-PASSES = (Duty.FORWARD, Duty.INPUT_GRADIENT, Duty.WEIGHT_GRADIENT)
+PASSES = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 def random_vocabulary_costs(random: Random, placement: Placement) -> Costs:
     """Layers alike, or not, or most of them for nothing; a head of up to twenty stages."""
     choices = random.choice([(6.0,), (0.5, 1.0, 1.7, 3.1), (0.0, 0.0, 1.0)])
     figures = {d: tuple(random.choice(choices) for _ in range(placement.stages)) for d in PASSES}
-    figures[Duty.FORWARD] = (1.0, *figures[Duty.FORWARD][1:])
+    figures[Kind.FORWARD] = (1.0, *figures[Kind.FORWARD][1:])
     layers = Costs(
         figures,
         hop=random.choice([0.0, 0.3, 5.0]),
