@@ -190,7 +190,7 @@ class _Line:
 
     def rows(self) -> list[list[Action]]:
         rows: list[list[Action]] = [[] for _ in self._full]
-        free = [0.0] * self._ranks
+        free = [0.0 for _ in self._full]
         while self._events:
             now, rank = heapq.heappop(self._events)
             if now < free[rank]:
