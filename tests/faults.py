@@ -156,7 +156,7 @@ FAULTS = (
         "gradients-complete-too-early",
         f"{RUNTIME}/executor.py",
         "action for action in self.row if RULES[action.kind].adds_to_gradients",
-        "action for action in reversed(self.row)\n            if RULES[action.kind].adds_to_gradients",
+        "action for action in self.row[::-1] if RULES[action.kind].adds_to_gradients",
         ("tests/pipeline/test_executor.py",),
     ),
     Fault(

@@ -95,10 +95,11 @@ class Handover(Owner):
     def take_gradient(self, action: Action, dx: Tensor | None) -> None:
         """``dx``: what the backward pass ``action`` gave of its input."""
         stage, _, microbatch = action
-        if stage == 0 and self._vocabulary is None:
+        is_first = self._placement.is_first(stage)
+        if is_first and self._vocabulary is None:
             return
         assert dx is not None, f"{action} gave no gradient of its input"
-        if stage > 0:
+        if not is_first:
             self.gradients[stage, microbatch] = dx
         elif self._vocabulary is not None:
             self._vocabulary.take_embedding_gradient(microbatch, dx)
