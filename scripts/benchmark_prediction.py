@@ -41,7 +41,8 @@ from megatron_ext.runtime.recording import clock_of
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.build.head import place_head
 from megatron_ext.schedule.build.registry import choose
-from megatron_ext.schedule.costs import Costs, parse_costs, uniform
+from megatron_ext.schedule.costs import Costs, uniform
+from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.graph import channels
@@ -132,7 +133,7 @@ def _run(spec: str, microbatches: int, text: str) -> Result:
     recorder = Recorder(rank)
     stages = {
         number: EmulatedStage(
-            number, EmulatedChunk(number, slept), has_loss=number == placement.stages - 1
+            number, EmulatedChunk(number, slept), has_loss=placement.is_last(number)
         )
         for number in placement.stages_of[rank]
     }
@@ -163,7 +164,7 @@ def _run(spec: str, microbatches: int, text: str) -> Result:
 
 def _milliseconds(text: str, placement: Placement) -> Costs:
     given = parse_costs(text, placement)
-    return Costs({duty: tuple(each / 1e3 for each in row) for duty, row in given.seconds.items()})
+    return Costs({kind: tuple(each / 1e3 for each in row) for kind, row in given.seconds.items()})
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose
-from megatron_ext.schedule.costs import parse_costs
+from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.show.draw import draw

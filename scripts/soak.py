@@ -45,10 +45,11 @@ from megatron_ext.runtime.messages.channels import Channels
 from megatron_ext.runtime.messages.transport import Boundary, Transport
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.weight_gradients import queue
+from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs import uniform
-from megatron_ext.schedule.kinds import RULES, Duty
+from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.graph import Channel, channels
@@ -144,7 +145,7 @@ def reference(program: Program, number: int) -> Tensor:
     placement = program.schedule.placement
     per_microbatch = {}
     for microbatch in range(program.problem.microbatches):
-        stages = [LinearStage(n, n == placement.stages - 1) for n in range(placement.stages)]
+        stages = [LinearStage(n, placement.is_last(n)) for n in range(placement.stages)]
         x: Tensor | None = None
         for stage in stages:
             y = stage.forward(microbatch, x)
@@ -155,7 +156,7 @@ def reference(program: Program, number: int) -> Tensor:
         per_microbatch[microbatch] = stages[number].weight.grad
     total: Tensor | None = None
     for action in program.schedule.rows[placement.rank_of[number]]:
-        if action.stage == number and Duty.WEIGHT_GRADIENT in RULES[action.kind].covers:
+        if action.stage == number and Kind.BACKWARD_WEIGHT in RULES[action.kind].covers:
             gradient = per_microbatch[action.microbatch]
             assert gradient is not None
             total = gradient if total is None else total + gradient
@@ -167,7 +168,7 @@ def run(program: Program, ways: Channels, recorder: Recorder) -> None:
     """One step of ``program``; raises AssertionError unless it came out as it should."""
     placement: Placement = program.schedule.placement
     stages = {
-        number: LinearStage(number, number == placement.stages - 1)
+        number: LinearStage(number, placement.is_last(number))
         for number in placement.stages_of[ways.rank]
     }
     transport = Transport(ways, Boundary((SAMPLES, WIDTH), torch.float32), placement, recorder)

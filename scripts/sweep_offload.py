@@ -20,7 +20,7 @@ from rich.table import Table
 
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose
-from megatron_ext.schedule.costs import parse_costs
+from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.problem import Extras, Offload, Problem
 from megatron_ext.schedule.program.memory import in_microbatches, peaks
 from megatron_ext.schedule.program.simulate import simulate

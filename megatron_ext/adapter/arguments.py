@@ -16,7 +16,7 @@ from megatron_ext.logger import logger
 from megatron_ext.runtime.measure import profile
 from megatron_ext.schedule.build.head import place_head
 from megatron_ext.schedule.build.overlap import check_overlaps
-from megatron_ext.schedule.costs import parse_costs
+from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.model.estimate import ModelDimensions, estimate
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem

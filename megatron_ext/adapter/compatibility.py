@@ -12,9 +12,9 @@ from megatron_ext.adapter.refusals import (
     VOCABULARY_REFUSALS,
     Refusal,
 )
-from megatron_ext.schedule.action import Action
+from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.registry import Choice, with_option
-from megatron_ext.schedule.kinds import RULES, Duty
+from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.placement import Placement, is_line_or_v
 from megatron_ext.schedule.problem import Extras, Offload, VocabularyParallel
 from megatron_ext.schedule.schedule import Schedule
@@ -99,8 +99,8 @@ def refuse_order(settings: Any, schedule: Schedule) -> None:
 def _refuse_first_weight_gradient(schedule: Schedule) -> None:
     """The weight gradient of a stage's first forward pass is written over ``main_grad``, and the
     others are added to it."""
-    forwards = _in_order(schedule, Duty.FORWARD)
-    for stage, (first, *_) in _in_order(schedule, Duty.WEIGHT_GRADIENT).items():
+    forwards = _in_order(schedule, Kind.FORWARD)
+    for stage, (first, *_) in _in_order(schedule, Kind.BACKWARD_WEIGHT).items():
         begun = forwards[stage][0].microbatch
         if first.microbatch != begun:
             raise ValueError(
@@ -113,8 +113,8 @@ def _refuse_first_weight_gradient(schedule: Schedule) -> None:
 
 def _refuse_recompute_order(schedule: Schedule) -> None:
     """The scales of forward passes wait in a queue for their recompute."""
-    forwards = _in_order(schedule, Duty.FORWARD)
-    for stage, backwards in _in_order(schedule, Duty.INPUT_GRADIENT).items():
+    forwards = _in_order(schedule, Kind.FORWARD)
+    for stage, backwards in _in_order(schedule, Kind.BACKWARD_INPUT).items():
         for forward, backward in zip(forwards[stage], backwards, strict=True):
             if forward.microbatch != backward.microbatch:
                 raise ValueError(
@@ -125,11 +125,11 @@ def _refuse_recompute_order(schedule: Schedule) -> None:
                 )
 
 
-def _in_order(schedule: Schedule, duty: Duty) -> dict[int, list[Action]]:
-    """The passes of each stage that have ``duty``."""
+def _in_order(schedule: Schedule, kind: Kind) -> dict[int, list[Action]]:
+    """The passes of each stage that do ``kind``."""
     passes = defaultdict(list)
     for action in (action for row in schedule.compute_rows for action in row):
-        if duty in RULES[action.kind].covers:
+        if kind in RULES[action.kind].covers:
             passes[action.stage].append(action)
     return passes
 

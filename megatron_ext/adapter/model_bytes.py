@@ -56,7 +56,7 @@ def _model_of(
     args: Any, placement: Placement, stages: Sequence[int], layers: Sequence[range]
 ) -> Any:
     """``args`` of a model that is what a rank with ``stages`` has."""
-    embedding, head = 0 in stages, placement.stages - 1 in stages
+    embedding, head = 0 in stages, placement.last in stages
     model = copy.copy(args)
     model.world_size = args.world_size // args.pipeline_model_parallel_size
     model.pipeline_model_parallel_size = 1

@@ -21,7 +21,8 @@ from megatron_ext.adapter.dimensions import estimated_costs
 from megatron_ext.adapter.vocabulary_rows import embedding_part
 from megatron_ext.config import PipelineConfig
 from megatron_ext.schedule.build.head import place_again, place_head
-from megatron_ext.schedule.costs import Costs, parse_costs
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.program.verify import Program
 

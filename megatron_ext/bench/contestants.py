@@ -31,7 +31,8 @@ from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.build.build import build_program, complete
 from megatron_ext.schedule.build.registry import Choice, choose
-from megatron_ext.schedule.costs import Costs, VocabularyCosts, parse_costs
+from megatron_ext.schedule.costs import Costs, VocabularyCosts
+from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Extras, Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.program.graph import channels
@@ -90,10 +91,10 @@ def ideal_after_bad(program: Program) -> float:
 def _seconds(costs: str, placement: Placement) -> Costs:
     """``costs`` in milliseconds as seconds; messages are real here, so that theirs are free."""
     given = parse_costs(costs, placement)
-    seconds = {duty: tuple(each / 1000 for each in row) for duty, row in given.seconds.items()}
+    seconds = {kind: tuple(each / 1000 for each in row) for kind, row in given.seconds.items()}
     host = given.host
     if host is not None:
-        copies = {duty: tuple(each / 1000 for each in row) for duty, row in host.seconds.items()}
+        copies = {kind: tuple(each / 1000 for each in row) for kind, row in host.seconds.items()}
         host = replace(host, seconds=copies)
     whole = given.vocabulary
     if whole is None:
@@ -153,7 +154,7 @@ def ours(
         number: EmulatedStage(
             number,
             EmulatedChunk(number, program.problem.costs),
-            has_loss=number == placement.stages - 1 and not divides,
+            has_loss=placement.is_last(number) and not divides,
         )
         for number in placement.stages_of[rank]
     }

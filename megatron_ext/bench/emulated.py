@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megatron_ext.runtime.weight_gradients import queue
+from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import Costs
-from megatron_ext.schedule.kinds import Duty
 
 SHAPE = (1, 1, 8)  # of what passes between stages
 DTYPE = torch.float32
@@ -76,13 +76,13 @@ class EmulatedChunk(torch.nn.Module):
 
     def __init__(self, stage: int, costs: Costs) -> None:
         super().__init__()
-        self.seconds = {duty: costs.seconds[duty][stage] for duty in costs.seconds}
+        self.seconds = {kind: costs.seconds[kind][stage] for kind in costs.seconds}
         self.weight = torch.nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor) -> Tensor:
         seconds = self.seconds
-        y: Tensor = _Activations.apply(x, seconds[Duty.FORWARD], seconds[Duty.INPUT_GRADIENT])
-        return y + _Weight.apply(self.weight, seconds[Duty.WEIGHT_GRADIENT])
+        y: Tensor = _Activations.apply(x, seconds[Kind.FORWARD], seconds[Kind.BACKWARD_INPUT])
+        return y + _Weight.apply(self.weight, seconds[Kind.BACKWARD_WEIGHT])
 
 
 class AutogradStage:

@@ -14,7 +14,7 @@ from rich.progress import track
 
 from megatron_ext.commands.options import UNIT, Json, Limit, Microbatches, PostValidation, Ranks
 from megatron_ext.commands.output import fail, gib, print_table
-from megatron_ext.schedule.costs import parse_costs
+from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.model.estimate import GPU
 from megatron_ext.schedule.model.gpus import GPUS, USABLE, Gpu, parse_gpu

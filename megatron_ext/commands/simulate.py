@@ -24,7 +24,7 @@ from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.overlap import what_overlapping_gains
 from megatron_ext.schedule.build.registry import Choice, choose, with_option
 from megatron_ext.schedule.build.report import report
-from megatron_ext.schedule.costs import parse_costs
+from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.problem import P2P, Extras, Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.program.graph import Device

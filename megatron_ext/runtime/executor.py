@@ -13,7 +13,7 @@ from megatron_ext.runtime.stage import Stage
 from megatron_ext.runtime.stage_passes import StagePasses
 from megatron_ext.runtime.vocabulary.passes import VocabularyPasses
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.kinds import GRADIENT_DUTIES, RULES
+from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.program.verify import Program
 
 
@@ -59,7 +59,8 @@ class _Execution:
         owners: Sequence[Owner],
     ) -> None:
         self.rank = rank
-        self.row = program.schedule.rows[rank]
+        row = program.schedule.rows[rank]
+        self.row = [action for action in row if not RULES[action.kind].by_optimizer]
         self.microbatches = program.problem.microbatches
         self.stages = stages
         self.recorder = recorder
@@ -69,9 +70,7 @@ class _Execution:
             self.handlers |= owner.handlers()
         self.action = self.row[0]  # that it is at
         self.last_gradient = {
-            action.stage: action
-            for action in self.row
-            if not GRADIENT_DUTIES.isdisjoint(RULES[action.kind].covers)
+            action.stage: action for action in self.row if RULES[action.kind].adds_to_gradients
         }
 
     def run(self) -> None:

@@ -11,7 +11,7 @@ from megatron_ext.runtime.owner import Handler, Owner
 from megatron_ext.runtime.stage import Stage
 from megatron_ext.runtime.vocabulary.passes import VocabularyPasses
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.placement import Neighbour, Placement
 
 
 class Messages(Protocol):
@@ -62,20 +62,20 @@ class Handover(Owner):
 
     def input_of(self, stage: int, microbatch: int) -> Tensor | None:
         """None on the first stage of an undivided model, which reads the data."""
-        remote = self._placement.is_remote(stage, -1)
-        if remote is None:
+        before = self._placement.previous(stage)
+        if before is None:
             if self._vocabulary is None:
                 return None
             x = self._vocabulary.embeddings(microbatch)
-        elif remote:
+        elif self._placement.is_remote(stage, Neighbour.PREVIOUS):
             x = self._transport.received(Action(stage, Kind.RECV_F, microbatch))
         else:  # handed over on this rank: the same memory, cut off from the graph that made it
-            x = self.outputs.pop((stage - 1, microbatch)).detach()
-            self._stages[stage - 1].output_sent(microbatch)
+            x = self.outputs.pop((before, microbatch)).detach()
+            self._stages[before].output_sent(microbatch)
         return x.requires_grad_()
 
     def take_output(self, stage: int, microbatch: int, y: Tensor) -> None:
-        if self._placement.is_remote(stage, +1) is not None:
+        if not self._placement.is_last(stage):
             self.outputs[stage, microbatch] = y
         elif self._vocabulary is not None:
             self._vocabulary.take_hidden_states(microbatch, y)
@@ -83,14 +83,14 @@ class Handover(Owner):
 
     def gradient_of_output(self, stage: int, microbatch: int) -> Tensor | None:
         """None on the last stage of an undivided model, which has the loss."""
-        remote = self._placement.is_remote(stage, +1)
-        if remote is None:
+        after = self._placement.next(stage)
+        if after is None:
             if self._vocabulary is None:
                 return None
             return self._vocabulary.hidden_states_gradient(microbatch)
-        if remote:
+        if self._placement.is_remote(stage, Neighbour.NEXT):
             return self._transport.received(Action(stage, Kind.RECV_B, microbatch))
-        return self.gradients.pop((stage + 1, microbatch))
+        return self.gradients.pop((after, microbatch))
 
     def take_gradient(self, action: Action, dx: Tensor | None) -> None:
         """``dx``: what the backward pass ``action`` gave of its input."""

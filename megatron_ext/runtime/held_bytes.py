@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_ext.runtime.weight_gradients import queue
-from megatron_ext.schedule.action import Action
-from megatron_ext.schedule.kinds import RULES, Duty, Held
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.kinds import RULES, Held
 
 _Microbatch = tuple[int, int]  # stage, microbatch
 
@@ -58,14 +58,14 @@ class SavedTensors:
     @contextlib.contextmanager
     def around(self, action: Action) -> Iterator[None]:
         whose = action.stage, action.microbatch
-        duties = RULES[action.kind].covers
-        if duties == (Duty.FORWARD,):
+        kinds = RULES[action.kind].covers
+        if kinds == (Kind.FORWARD,):
             self._held[Held.ACTIVATION, whose] = {}
             with torch.autograd.graph.saved_tensors_hooks(self._look(whose), _unchanged):
                 yield
             return
         yield
-        if duties == (Duty.INPUT_GRADIENT,):
+        if kinds == (Kind.BACKWARD_INPUT,):
             self._held[Held.WEIGHT_INPUTS, whose] = {}
             for tensor in queue.tensors(*whose):
                 self._note(tensor, Held.WEIGHT_INPUTS, whose)
@@ -114,11 +114,11 @@ class Allocated:
         before = torch.cuda.memory_allocated()
         yield
         gained = torch.cuda.memory_allocated() - before
-        stage, duties = action.stage, RULES[action.kind].covers
-        if duties == (Duty.FORWARD,):
+        stage, kinds = action.stage, RULES[action.kind].covers
+        if kinds == (Kind.FORWARD,):
             messages = (stage > 0) - (stage < self._last)
             self._gained[stage, Held.ACTIVATION].append(gained + messages * self._message_bytes)
-        elif duties == (Duty.WEIGHT_GRADIENT,):
+        elif kinds == (Kind.BACKWARD_WEIGHT,):
             self._gained[stage, Held.WEIGHT_INPUTS].append(-gained)
 
     def per_microbatch(self) -> dict[tuple[int, Held], float]:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 
 from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.placement import Neighbour
 
 
 class Lane(enum.Enum):
@@ -43,78 +45,6 @@ class Where(enum.Enum):
     RANK = "the first stage of a rank, once a step, as microbatch 0"
 
 
-class Duty(enum.Enum):
-    """What has to be done exactly once for a microbatch on a stage. Costs are given per duty."""
-
-    FORWARD = "forward"
-    INPUT_GRADIENT = "input gradient"
-    WEIGHT_GRADIENT = "weight gradient"
-    SEND_OUTPUT = "send of the output"
-    RECEIVE_INPUT = "receive of the input"
-    SEND_GRADIENT = "send of the input's gradient"
-    RECEIVE_GRADIENT = "receive of the output's gradient"
-    FREE_OUTPUT = "wait for the output's send"
-    FREE_GRADIENT = "wait for the gradient's send"
-    LOGITS = "logits of a shard"
-    LOGITS_INPUT_GRADIENT = "shard's part of the last hidden states' gradient"
-    LOGITS_WEIGHT_GRADIENT = "gradient of the output layer's shard"
-    LOSS = "loss"
-    EMBEDDING = "lookup in a shard"
-    EMBEDDING_WEIGHT_GRADIENT = "gradient of the embedding's shard"
-    SHARE_HIDDEN_STATES = "broadcast of the last hidden states"
-    SHARE_STATISTICS = "exchange of the logits' statistics"
-    SUM_INPUT_GRADIENT = "sum of the last hidden states' gradient"
-    SHARE_LOSS_GRADIENT = "broadcast of the loss's gradient"
-    SHARE_TOKENS = "broadcast of the tokens"
-    SUM_EMBEDDINGS = "sum of the embeddings"
-    SHARE_EMBEDDING_GRADIENT = "broadcast of the embeddings' gradient"
-    FREE_STATISTICS = "wait for the exchange of the logits' statistics"
-    FREE_INPUT_GRADIENT = "wait for the sum of the last hidden states' gradient"
-    FREE_EMBEDDINGS = "wait for the sum of the embeddings"
-    OFFLOAD_ACTIVATION = "copy of the activation to the host"
-    FREE_ACTIVATION = "wait for the activation's copy to the host"
-    RELOAD_ACTIVATION = "copy of the activation from the host"
-    OFFLOAD_WEIGHT_INPUTS = "copy of what W needs to the host"
-    FREE_WEIGHT_INPUTS = "wait for that copy to the host"
-    RELOAD_WEIGHT_INPUTS = "copy of what W needs from the host"
-    RECEIVE_PARTIAL_STATE = "receive of the partial validation state"
-    OPTIMIZER_STEP = "optimizer step on the partial state"
-    SEND_PARTIAL_STATE = "send of the partial validation state"
-    RECEIVE_VERDICT = "receive of the last step's verdict"
-    SETTLE = "wait for the last step's verdict"
-    SEND_VERDICT = "send of the last step's verdict"
-
-
-FORWARD_ONLY_DUTIES = frozenset(
-    {
-        Duty.FORWARD,
-        Duty.SEND_OUTPUT,
-        Duty.RECEIVE_INPUT,
-        Duty.FREE_OUTPUT,
-        Duty.LOGITS,
-        Duty.LOSS,
-        Duty.EMBEDDING,
-        Duty.SHARE_HIDDEN_STATES,
-        Duty.SHARE_STATISTICS,
-        Duty.SHARE_TOKENS,
-        Duty.SUM_EMBEDDINGS,
-        Duty.FREE_STATISTICS,
-        Duty.FREE_EMBEDDINGS,
-    }
-)
-
-# What adds to the gradients of a stage's parameters, or of the shard beside it.
-GRADIENT_DUTIES = frozenset(
-    {Duty.WEIGHT_GRADIENT, Duty.LOGITS_WEIGHT_GRADIENT, Duty.EMBEDDING_WEIGHT_GRADIENT}
-)
-
-# What is done for some microbatches and not for others: all of a group, or none of it.
-OPTIONAL_DUTIES = (
-    frozenset({Duty.OFFLOAD_ACTIVATION, Duty.FREE_ACTIVATION, Duty.RELOAD_ACTIVATION}),
-    frozenset({Duty.OFFLOAD_WEIGHT_INPUTS, Duty.FREE_WEIGHT_INPUTS, Duty.RELOAD_WEIGHT_INPUTS}),
-)
-
-
 class Held(enum.Enum):
     """Memory that lives between actions."""
 
@@ -142,22 +72,53 @@ class Need:
 
     kinds: tuple[Kind, ...]
     source: Source = Source.OWN
-    neighbour: int = 0  # offset of the neighbouring stage; at the pipeline's end nothing is needed
+    neighbour: Neighbour | None = None  # at the pipeline's end nothing is needed of it
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A row of the table."""
+    """A row of the table.
 
+    Attributes:
+        kind: that this row is about.
+        does: what an action of this kind does, in words for people.
+        lane: where it runs.
+        parts: the kinds whose work it does in one, for a kind that does others' work (`covers`).
+        needs: what must be done before.
+        acquires, releases: the memory it takes at its start, and gives back at its end.
+        moves: the memory it copies between the rank and the host.
+        neighbour: the stage that a message goes to or comes from, or that a wait is about.
+        partner: a message's other end.
+        where: the stages it is found on.
+        in_evaluation: whether it is done where nothing is differentiated, too.
+        adds_to_gradients: of a stage's parameters, or of the shard's beside it.
+        all_or_none: not done for every microbatch; and for those for which it is done, so are all
+            kinds with this entry.
+        by_optimizer: the optimizer does it when it is asked to step, after the run of the schedule.
+            It stands in the schedule for the proof, the simulator and pictures.
+    """
+
+    kind: Kind
+    does: str
     lane: Lane
-    covers: tuple[Duty, ...]
+    parts: tuple[Kind, ...] = ()
     needs: tuple[Need, ...] = ()
-    acquires: tuple[Held, ...] = ()  # at its start
-    releases: tuple[Held, ...] = ()  # at its end
-    moves: tuple[Held, ...] = ()  # between the rank's memory and the host's
-    neighbour: int = 0  # the stage a message goes to or comes from, as an offset
-    partner: Kind | None = None  # a message's other end
+    acquires: tuple[Held, ...] = ()
+    releases: tuple[Held, ...] = ()
+    moves: tuple[Held, ...] = ()
+    neighbour: Neighbour | None = None
+    partner: Kind | None = None
     where: Where = Where.STAGE
+    in_evaluation: bool = False
+    adds_to_gradients: bool = False
+    all_or_none: Held | None = None
+    by_optimizer: bool = False
+
+    @cached_property
+    def covers(self) -> tuple[Kind, ...]:
+        """The kinds whose work is done when this is: each must be done exactly once for each
+        microbatch on a stage. Costs are given for these."""
+        return self.parts or (self.kind,)
 
     @property
     def is_message(self) -> bool:
@@ -172,259 +133,328 @@ class Rule:
 _BACKWARD_NEEDS = (
     Need((Kind.FORWARD,)),
     Need((Kind.RELOAD_F,)),
-    Need((Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD), Source.LOCAL, +1),
-    Need((Kind.RECV_B,), Source.REMOTE, +1),
+    Need((Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD), Source.LOCAL, Neighbour.NEXT),
+    Need((Kind.RECV_B,), Source.REMOTE, Neighbour.NEXT),
     Need((Kind.REDUCE_SI,), Source.OUTPUT_SHARD),
     Need((Kind.LOSS,), Source.OUTPUT_SHARD),
 )
 
-RULES: Mapping[Kind, Rule] = MappingProxyType(
-    {
-        Kind.FORWARD: Rule(
-            Lane.COMPUTE,
-            covers=(Duty.FORWARD,),
-            needs=(
-                Need((Kind.FORWARD,), Source.LOCAL, -1),
-                Need((Kind.RECV_F,), Source.REMOTE, -1),
-                Need((Kind.REDUCE_E,), Source.INPUT_SHARD),
-            ),
-            acquires=(Held.ACTIVATION,),
+_ROWS = (
+    Rule(
+        Kind.FORWARD,
+        "forward",
+        Lane.COMPUTE,
+        needs=(
+            Need((Kind.FORWARD,), Source.LOCAL, Neighbour.PREVIOUS),
+            Need((Kind.RECV_F,), Source.REMOTE, Neighbour.PREVIOUS),
+            Need((Kind.REDUCE_E,), Source.INPUT_SHARD),
         ),
-        Kind.BACKWARD_INPUT: Rule(
-            Lane.COMPUTE,
-            covers=(Duty.INPUT_GRADIENT,),
-            needs=_BACKWARD_NEEDS,
-            acquires=(Held.WEIGHT_INPUTS,),
-            releases=(Held.ACTIVATION,),
-        ),
-        Kind.BACKWARD_WEIGHT: Rule(
-            Lane.COMPUTE,
-            covers=(Duty.WEIGHT_GRADIENT,),
-            needs=(Need((Kind.BACKWARD_INPUT,)), Need((Kind.RELOAD_I,))),
-            releases=(Held.WEIGHT_INPUTS,),
-        ),
-        Kind.FULL_BACKWARD: Rule(
-            Lane.COMPUTE,
-            covers=(Duty.INPUT_GRADIENT, Duty.WEIGHT_GRADIENT),
-            needs=_BACKWARD_NEEDS,
-            releases=(Held.ACTIVATION,),
-        ),
-        Kind.SEND_F: Rule(
-            Lane.SEND,
-            covers=(Duty.SEND_OUTPUT,),
-            needs=(Need((Kind.FORWARD,)),),
-            acquires=(Held.MESSAGE,),
-            neighbour=+1,
-            partner=Kind.RECV_F,
-        ),
-        Kind.RECV_F: Rule(
-            Lane.RECEIVE,
-            covers=(Duty.RECEIVE_INPUT,),
-            acquires=(Held.MESSAGE,),
-            neighbour=-1,
-            partner=Kind.SEND_F,
-        ),
-        Kind.SEND_B: Rule(
-            Lane.SEND,
-            covers=(Duty.SEND_GRADIENT,),
-            needs=(Need((Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD)),),
-            acquires=(Held.MESSAGE,),
-            neighbour=-1,
-            partner=Kind.RECV_B,
-        ),
-        Kind.RECV_B: Rule(
-            Lane.RECEIVE,
-            covers=(Duty.RECEIVE_GRADIENT,),
-            acquires=(Held.MESSAGE,),
-            neighbour=+1,
-            partner=Kind.SEND_B,
-        ),
-        Kind.WAIT_F: Rule(
-            Lane.WAIT,
-            covers=(Duty.FREE_OUTPUT,),
-            needs=(Need((Kind.SEND_F,)),),
-            releases=(Held.MESSAGE,),
-            neighbour=+1,
-        ),
-        Kind.WAIT_B: Rule(
-            Lane.WAIT,
-            covers=(Duty.FREE_GRADIENT,),
-            needs=(Need((Kind.SEND_B,)),),
-            releases=(Held.MESSAGE,),
-            neighbour=-1,
-        ),
-        Kind.BCAST_S: Rule(
-            Lane.COLLECTIVE,
-            covers=(Duty.SHARE_HIDDEN_STATES,),
-            needs=(Need((Kind.FORWARD,), Source.LAST),),
-            where=Where.SHARD,
-        ),
-        Kind.LOGITS: Rule(
-            Lane.COMPUTE,
-            covers=(Duty.LOGITS,),
-            needs=(Need((Kind.BCAST_S,)),),
-            acquires=(Held.LOGITS,),
-            where=Where.SHARD,
-        ),
-        Kind.GATHER_S: Rule(
-            Lane.COLLECTIVE,
-            covers=(Duty.SHARE_STATISTICS,),
-            needs=(Need((Kind.LOGITS,)),),
-            where=Where.SHARD,
-        ),
-        Kind.LOSS: Rule(
-            Lane.COMPUTE,
-            covers=(Duty.LOSS,),
-            needs=(Need((Kind.GATHER_S,)),),
-            where=Where.LOSS,
-        ),
-        Kind.LOGITS_INPUT: Rule(
-            Lane.COMPUTE,
-            covers=(Duty.LOGITS_INPUT_GRADIENT,),
-            needs=(Need((Kind.GATHER_S,)),),
-            where=Where.SHARD,
-        ),
-        Kind.REDUCE_SI: Rule(
-            Lane.COLLECTIVE,
-            covers=(Duty.SUM_INPUT_GRADIENT,),
-            needs=(Need((Kind.LOGITS_INPUT,)),),
-            where=Where.SHARD,
-        ),
-        Kind.BCAST_SW: Rule(
-            Lane.COLLECTIVE,
-            covers=(Duty.SHARE_LOSS_GRADIENT,),
-            needs=(Need((Kind.LOSS,)),),
-            where=Where.SHARD,
-        ),
-        Kind.LOGITS_WEIGHT: Rule(
-            Lane.COMPUTE,
-            covers=(Duty.LOGITS_WEIGHT_GRADIENT,),
-            needs=(Need((Kind.LOGITS_INPUT,)), Need((Kind.BCAST_SW,))),
-            releases=(Held.LOGITS,),
-            where=Where.SHARD,
-        ),
-        Kind.BCAST_E: Rule(Lane.COLLECTIVE, covers=(Duty.SHARE_TOKENS,), where=Where.SHARD),
-        Kind.EMBEDDING: Rule(
-            Lane.COMPUTE,
-            covers=(Duty.EMBEDDING,),
-            needs=(Need((Kind.BCAST_E,)),),
-            where=Where.SHARD,
-        ),
-        Kind.REDUCE_E: Rule(
-            Lane.COLLECTIVE,
-            covers=(Duty.SUM_EMBEDDINGS,),
-            needs=(Need((Kind.EMBEDDING,)),),
-            where=Where.SHARD,
-        ),
-        Kind.BCAST_EW: Rule(
-            Lane.COLLECTIVE,
-            covers=(Duty.SHARE_EMBEDDING_GRADIENT,),
-            needs=(Need((Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD), Source.FIRST),),
-            where=Where.SHARD,
-        ),
-        Kind.EMBEDDING_WEIGHT: Rule(
-            Lane.COMPUTE,
-            covers=(Duty.EMBEDDING_WEIGHT_GRADIENT,),
-            needs=(Need((Kind.BCAST_EW,)), Need((Kind.EMBEDDING,))),
-            where=Where.SHARD,
-        ),
-        Kind.WAIT_S: Rule(
-            Lane.WAIT,
-            covers=(Duty.FREE_STATISTICS,),
-            needs=(Need((Kind.GATHER_S,)),),
-            where=Where.GIVER,
-        ),
-        Kind.WAIT_SI: Rule(
-            Lane.WAIT,
-            covers=(Duty.FREE_INPUT_GRADIENT,),
-            needs=(Need((Kind.REDUCE_SI,)),),
-            where=Where.GIVER,
-        ),
-        Kind.WAIT_E: Rule(
-            Lane.WAIT,
-            covers=(Duty.FREE_EMBEDDINGS,),
-            needs=(Need((Kind.REDUCE_E,)),),
-            where=Where.GIVER,
-        ),
-        Kind.OFFLOAD_F: Rule(
-            Lane.TO_HOST,
-            covers=(Duty.OFFLOAD_ACTIVATION,),
-            needs=(Need((Kind.FORWARD,)),),
-            moves=(Held.ACTIVATION,),
-        ),
-        Kind.FREE_F: Rule(
-            Lane.WAIT,
-            covers=(Duty.FREE_ACTIVATION,),
-            needs=(Need((Kind.OFFLOAD_F,)),),
-            releases=(Held.ACTIVATION,),
-        ),
-        Kind.RELOAD_F: Rule(
-            Lane.FROM_HOST,
-            covers=(Duty.RELOAD_ACTIVATION,),
-            needs=(Need((Kind.FREE_F,)),),
-            acquires=(Held.ACTIVATION,),
-            moves=(Held.ACTIVATION,),
-        ),
-        Kind.OFFLOAD_I: Rule(
-            Lane.TO_HOST,
-            covers=(Duty.OFFLOAD_WEIGHT_INPUTS,),
-            needs=(Need((Kind.BACKWARD_INPUT,)),),
-            moves=(Held.WEIGHT_INPUTS,),
-        ),
-        Kind.FREE_I: Rule(
-            Lane.WAIT,
-            covers=(Duty.FREE_WEIGHT_INPUTS,),
-            needs=(Need((Kind.OFFLOAD_I,)),),
-            releases=(Held.WEIGHT_INPUTS,),
-        ),
-        Kind.RELOAD_I: Rule(
-            Lane.FROM_HOST,
-            covers=(Duty.RELOAD_WEIGHT_INPUTS,),
-            needs=(Need((Kind.FREE_I,)),),
-            acquires=(Held.WEIGHT_INPUTS,),
-            moves=(Held.WEIGHT_INPUTS,),
-        ),
-        Kind.RECV_P: Rule(
-            Lane.RECEIVE,
-            covers=(Duty.RECEIVE_PARTIAL_STATE,),
-            neighbour=-1,
-            partner=Kind.SEND_P,
-            where=Where.RANK,
-        ),
-        Kind.STEP: Rule(
-            Lane.WAIT,
-            covers=(Duty.OPTIMIZER_STEP,),
-            needs=(Need((Kind.RECV_P,)),),
-            where=Where.RANK,
-        ),
-        Kind.SEND_P: Rule(
-            Lane.SEND,
-            covers=(Duty.SEND_PARTIAL_STATE,),
-            needs=(Need((Kind.STEP,)),),
-            neighbour=+1,
-            partner=Kind.RECV_P,
-            where=Where.RANK,
-        ),
-        Kind.RECV_V: Rule(
-            Lane.RECEIVE,
-            covers=(Duty.RECEIVE_VERDICT,),
-            neighbour=+1,
-            partner=Kind.SEND_V,
-            where=Where.RANK,
-        ),
-        Kind.SETTLE: Rule(
-            Lane.WAIT,
-            covers=(Duty.SETTLE,),
-            needs=(Need((Kind.RECV_V,)),),
-            where=Where.RANK,
-        ),
-        Kind.SEND_V: Rule(
-            Lane.SEND,
-            covers=(Duty.SEND_VERDICT,),
-            needs=(Need((Kind.RECV_V,)),),
-            neighbour=-1,
-            partner=Kind.RECV_V,
-            where=Where.RANK,
-        ),
-    }
+        acquires=(Held.ACTIVATION,),
+        in_evaluation=True,
+    ),
+    Rule(
+        Kind.BACKWARD_INPUT,
+        "input gradient",
+        Lane.COMPUTE,
+        needs=_BACKWARD_NEEDS,
+        acquires=(Held.WEIGHT_INPUTS,),
+        releases=(Held.ACTIVATION,),
+    ),
+    Rule(
+        Kind.BACKWARD_WEIGHT,
+        "weight gradient",
+        Lane.COMPUTE,
+        needs=(Need((Kind.BACKWARD_INPUT,)), Need((Kind.RELOAD_I,))),
+        releases=(Held.WEIGHT_INPUTS,),
+        adds_to_gradients=True,
+    ),
+    Rule(
+        Kind.FULL_BACKWARD,
+        "whole backward pass",
+        Lane.COMPUTE,
+        parts=(Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT),
+        needs=_BACKWARD_NEEDS,
+        releases=(Held.ACTIVATION,),
+        adds_to_gradients=True,
+    ),
+    Rule(
+        Kind.SEND_F,
+        "send of the output",
+        Lane.SEND,
+        needs=(Need((Kind.FORWARD,)),),
+        acquires=(Held.MESSAGE,),
+        neighbour=Neighbour.NEXT,
+        partner=Kind.RECV_F,
+        in_evaluation=True,
+    ),
+    Rule(
+        Kind.RECV_F,
+        "receive of the input",
+        Lane.RECEIVE,
+        acquires=(Held.MESSAGE,),
+        neighbour=Neighbour.PREVIOUS,
+        partner=Kind.SEND_F,
+        in_evaluation=True,
+    ),
+    Rule(
+        Kind.SEND_B,
+        "send of the input's gradient",
+        Lane.SEND,
+        needs=(Need((Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD)),),
+        acquires=(Held.MESSAGE,),
+        neighbour=Neighbour.PREVIOUS,
+        partner=Kind.RECV_B,
+    ),
+    Rule(
+        Kind.RECV_B,
+        "receive of the output's gradient",
+        Lane.RECEIVE,
+        acquires=(Held.MESSAGE,),
+        neighbour=Neighbour.NEXT,
+        partner=Kind.SEND_B,
+    ),
+    Rule(
+        Kind.WAIT_F,
+        "wait for the output's send",
+        Lane.WAIT,
+        needs=(Need((Kind.SEND_F,)),),
+        releases=(Held.MESSAGE,),
+        neighbour=Neighbour.NEXT,
+        in_evaluation=True,
+    ),
+    Rule(
+        Kind.WAIT_B,
+        "wait for the gradient's send",
+        Lane.WAIT,
+        needs=(Need((Kind.SEND_B,)),),
+        releases=(Held.MESSAGE,),
+        neighbour=Neighbour.PREVIOUS,
+    ),
+    Rule(
+        Kind.BCAST_S,
+        "broadcast of the last hidden states",
+        Lane.COLLECTIVE,
+        needs=(Need((Kind.FORWARD,), Source.LAST),),
+        where=Where.SHARD,
+        in_evaluation=True,
+    ),
+    Rule(
+        Kind.LOGITS,
+        "logits of a shard",
+        Lane.COMPUTE,
+        needs=(Need((Kind.BCAST_S,)),),
+        acquires=(Held.LOGITS,),
+        where=Where.SHARD,
+        in_evaluation=True,
+    ),
+    Rule(
+        Kind.GATHER_S,
+        "exchange of the logits' statistics",
+        Lane.COLLECTIVE,
+        needs=(Need((Kind.LOGITS,)),),
+        where=Where.SHARD,
+        in_evaluation=True,
+    ),
+    Rule(
+        Kind.LOSS,
+        "loss",
+        Lane.COMPUTE,
+        needs=(Need((Kind.GATHER_S,)),),
+        where=Where.LOSS,
+        in_evaluation=True,
+    ),
+    Rule(
+        Kind.LOGITS_INPUT,
+        "shard's part of the last hidden states' gradient",
+        Lane.COMPUTE,
+        needs=(Need((Kind.GATHER_S,)),),
+        where=Where.SHARD,
+    ),
+    Rule(
+        Kind.REDUCE_SI,
+        "sum of the last hidden states' gradient",
+        Lane.COLLECTIVE,
+        needs=(Need((Kind.LOGITS_INPUT,)),),
+        where=Where.SHARD,
+    ),
+    Rule(
+        Kind.BCAST_SW,
+        "broadcast of the loss's gradient",
+        Lane.COLLECTIVE,
+        needs=(Need((Kind.LOSS,)),),
+        where=Where.SHARD,
+    ),
+    Rule(
+        Kind.LOGITS_WEIGHT,
+        "gradient of the output layer's shard",
+        Lane.COMPUTE,
+        needs=(Need((Kind.LOGITS_INPUT,)), Need((Kind.BCAST_SW,))),
+        releases=(Held.LOGITS,),
+        where=Where.SHARD,
+        adds_to_gradients=True,
+    ),
+    Rule(
+        Kind.BCAST_E,
+        "broadcast of the tokens",
+        Lane.COLLECTIVE,
+        where=Where.SHARD,
+        in_evaluation=True,
+    ),
+    Rule(
+        Kind.EMBEDDING,
+        "lookup in a shard",
+        Lane.COMPUTE,
+        needs=(Need((Kind.BCAST_E,)),),
+        where=Where.SHARD,
+        in_evaluation=True,
+    ),
+    Rule(
+        Kind.REDUCE_E,
+        "sum of the embeddings",
+        Lane.COLLECTIVE,
+        needs=(Need((Kind.EMBEDDING,)),),
+        where=Where.SHARD,
+        in_evaluation=True,
+    ),
+    Rule(
+        Kind.BCAST_EW,
+        "broadcast of the embeddings' gradient",
+        Lane.COLLECTIVE,
+        needs=(Need((Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD), Source.FIRST),),
+        where=Where.SHARD,
+    ),
+    Rule(
+        Kind.EMBEDDING_WEIGHT,
+        "gradient of the embedding's shard",
+        Lane.COMPUTE,
+        needs=(Need((Kind.BCAST_EW,)), Need((Kind.EMBEDDING,))),
+        where=Where.SHARD,
+        adds_to_gradients=True,
+    ),
+    Rule(
+        Kind.WAIT_S,
+        "wait for the exchange of the logits' statistics",
+        Lane.WAIT,
+        needs=(Need((Kind.GATHER_S,)),),
+        where=Where.GIVER,
+        in_evaluation=True,
+    ),
+    Rule(
+        Kind.WAIT_SI,
+        "wait for the sum of the last hidden states' gradient",
+        Lane.WAIT,
+        needs=(Need((Kind.REDUCE_SI,)),),
+        where=Where.GIVER,
+    ),
+    Rule(
+        Kind.WAIT_E,
+        "wait for the sum of the embeddings",
+        Lane.WAIT,
+        needs=(Need((Kind.REDUCE_E,)),),
+        where=Where.GIVER,
+        in_evaluation=True,
+    ),
+    Rule(
+        Kind.OFFLOAD_F,
+        "copy of the activation to the host",
+        Lane.TO_HOST,
+        needs=(Need((Kind.FORWARD,)),),
+        moves=(Held.ACTIVATION,),
+        all_or_none=Held.ACTIVATION,
+    ),
+    Rule(
+        Kind.FREE_F,
+        "wait for the activation's copy to the host",
+        Lane.WAIT,
+        needs=(Need((Kind.OFFLOAD_F,)),),
+        releases=(Held.ACTIVATION,),
+        all_or_none=Held.ACTIVATION,
+    ),
+    Rule(
+        Kind.RELOAD_F,
+        "copy of the activation from the host",
+        Lane.FROM_HOST,
+        needs=(Need((Kind.FREE_F,)),),
+        acquires=(Held.ACTIVATION,),
+        moves=(Held.ACTIVATION,),
+        all_or_none=Held.ACTIVATION,
+    ),
+    Rule(
+        Kind.OFFLOAD_I,
+        "copy of what W needs to the host",
+        Lane.TO_HOST,
+        needs=(Need((Kind.BACKWARD_INPUT,)),),
+        moves=(Held.WEIGHT_INPUTS,),
+        all_or_none=Held.WEIGHT_INPUTS,
+    ),
+    Rule(
+        Kind.FREE_I,
+        "wait for that copy to the host",
+        Lane.WAIT,
+        needs=(Need((Kind.OFFLOAD_I,)),),
+        releases=(Held.WEIGHT_INPUTS,),
+        all_or_none=Held.WEIGHT_INPUTS,
+    ),
+    Rule(
+        Kind.RELOAD_I,
+        "copy of what W needs from the host",
+        Lane.FROM_HOST,
+        needs=(Need((Kind.FREE_I,)),),
+        acquires=(Held.WEIGHT_INPUTS,),
+        moves=(Held.WEIGHT_INPUTS,),
+        all_or_none=Held.WEIGHT_INPUTS,
+    ),
+    Rule(
+        Kind.RECV_P,
+        "receive of the partial validation state",
+        Lane.RECEIVE,
+        neighbour=Neighbour.PREVIOUS,
+        partner=Kind.SEND_P,
+        where=Where.RANK,
+        by_optimizer=True,
+    ),
+    Rule(
+        Kind.STEP,
+        "optimizer step on the partial state",
+        Lane.WAIT,
+        needs=(Need((Kind.RECV_P,)),),
+        where=Where.RANK,
+        by_optimizer=True,
+    ),
+    Rule(
+        Kind.SEND_P,
+        "send of the partial validation state",
+        Lane.SEND,
+        needs=(Need((Kind.STEP,)),),
+        neighbour=Neighbour.NEXT,
+        partner=Kind.RECV_P,
+        where=Where.RANK,
+        by_optimizer=True,
+    ),
+    Rule(
+        Kind.RECV_V,
+        "receive of the last step's verdict",
+        Lane.RECEIVE,
+        neighbour=Neighbour.NEXT,
+        partner=Kind.SEND_V,
+        where=Where.RANK,
+    ),
+    Rule(
+        Kind.SETTLE,
+        "wait for the last step's verdict",
+        Lane.WAIT,
+        needs=(Need((Kind.RECV_V,)),),
+        where=Where.RANK,
+    ),
+    Rule(
+        Kind.SEND_V,
+        "send of the last step's verdict",
+        Lane.SEND,
+        needs=(Need((Kind.RECV_V,)),),
+        neighbour=Neighbour.PREVIOUS,
+        partner=Kind.RECV_V,
+        where=Where.RANK,
+    ),
 )
+
+RULES: Mapping[Kind, Rule] = MappingProxyType({rule.kind: rule for rule in _ROWS})

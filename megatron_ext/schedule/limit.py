@@ -53,6 +53,16 @@ class MemoryLimit:
         return parse_limit(self.written, ranks=1, microbatches=1)
 
 
+def with_rounding(allowed: float) -> float:
+    """``allowed``, and what rounding may add to a sum of shares of it."""
+    return allowed * (1 + 1e-9)
+
+
+def fits(held: float, allowed: float) -> bool:
+    """Whether ``held``, a sum of shares, is within ``allowed``."""
+    return held <= with_rounding(allowed)
+
+
 _SLIGHTLY_LESS = 1 - 1e-12  # a sum of shares may have come out too large by its last digit
 
 

@@ -6,8 +6,16 @@ are its chunks, 0 to v-1 in stage order; Megatron calls a chunk's number its vp_
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, replace
 from functools import cached_property
+
+
+class Neighbour(enum.IntEnum):
+    """Which neighbour of a stage: activations go to the next, gradients to the one before."""
+
+    PREVIOUS = -1
+    NEXT = +1
 
 
 @dataclass(frozen=True)
@@ -44,16 +52,37 @@ class Placement:
         return self.stages_of[self.rank_of[stage]][0]
 
     @property
+    def last(self) -> int:
+        """The stage with the loss."""
+        return self.stages - 1
+
+    def is_first(self, stage: int) -> bool:
+        return stage == 0
+
+    def is_last(self, stage: int) -> bool:
+        return stage == self.last
+
+    def next(self, stage: int) -> int | None:
+        """The stage that takes the output of ``stage``; None after the last."""
+        return None if self.is_last(stage) else stage + 1
+
+    def previous(self, stage: int) -> int | None:
+        """The stage that makes the input of ``stage``; None before the first."""
+        return None if self.is_first(stage) else stage - 1
+
+    def neighbour(self, stage: int, which: Neighbour) -> int | None:
+        """`next` or `previous`."""
+        return self.next(stage) if which == Neighbour.NEXT else self.previous(stage)
+
+    def is_remote(self, stage: int, which: Neighbour) -> bool | None:
+        """Whether that neighbour of ``stage`` is on another rank; None if there is no such."""
+        other = self.neighbour(stage, which)
+        return None if other is None else self.rank_of[other] != self.rank_of[stage]
+
+    @property
     def in_turn(self) -> bool:
         """Whether stage s is on rank s modulo p, where Megatron's own schedules have it."""
         return all(rank == stage % self.ranks for stage, rank in enumerate(self.rank_of))
-
-    def is_remote(self, stage: int, neighbour: int) -> bool | None:
-        """Whether stage ``stage + neighbour`` is on another rank; None at the pipeline's end."""
-        other = stage + neighbour
-        if not 0 <= other < self.stages:
-            return None
-        return self.rank_of[other] != self.rank_of[stage]
 
 
 def line(ranks: int) -> Placement:

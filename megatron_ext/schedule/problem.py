@@ -106,7 +106,7 @@ class Problem:
     Attributes:
         placement: which rank holds which stage.
         microbatches: m >= 1 of one training step.
-        costs: seconds per stage and duty, and per hop.
+        costs: seconds per stage and kind, and per hop.
         memory_limit: what no rank may exceed; None is no limit.
         forward_only: evaluation, where nothing is differentiated and nothing is held.
         extras: what is asked beside the order of passes.

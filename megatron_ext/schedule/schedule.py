@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_ext.schedule.action import Action
-from megatron_ext.schedule.kinds import RULES, Duty, Lane, Where
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.kinds import RULES, Lane, Where
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
 
@@ -38,13 +38,13 @@ def bitwise_order(schedule: Schedule) -> bool:
     Then gradients are summed in stock's order, and the results are stock's to the last bit. (Not
     with vocabulary parallelism: the ranks' shards are summed in another order.)
     """
-    latest: dict[tuple[int, Duty], int] = {}
+    latest: dict[tuple[int, Kind], int] = {}
     for row in schedule.compute_rows:
         for action in row:
             if RULES[action.kind].where is not Where.STAGE:
                 return False
-            for duty in RULES[action.kind].covers:
-                if latest.get((action.stage, duty), -1) > action.microbatch:
+            for kind in RULES[action.kind].covers:
+                if latest.get((action.stage, kind), -1) > action.microbatch:
                     return False
-                latest[action.stage, duty] = action.microbatch
+                latest[action.stage, kind] = action.microbatch
     return True

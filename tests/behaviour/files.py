@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from megatron_ext.schedule.costs import parse_costs, save_costs
+from megatron_ext.schedule.costs_text import parse_costs, save_costs
 from megatron_ext.schedule.placement import line
 from tests.behaviour.inputs import COSTS, HEAD, HOST, run, write_inputs
 from tests.behaviour.record import Subject

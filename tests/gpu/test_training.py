@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.schedule.kinds import RULES, Duty
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.show.trace import read_trace
 from tests.gpu.runs import ITERATIONS, RANKS, losses, needs_two_gpus
 
@@ -96,6 +97,6 @@ def test_a_trace_has_every_pass_of_every_rank(tmp_path: Path) -> None:
         assert 0 < step.clock_error < 0.01
         happens = {event.action: event for row in step.measured.compute for event in row}
         for action, event in happens.items():
-            if RULES[action.kind].covers == (Duty.FORWARD,) and action.stage:
+            if RULES[action.kind].covers == (Kind.FORWARD,) and action.stage:
                 made = happens[action._replace(stage=action.stage - 1)].end
                 assert event.start >= made - step.clock_error

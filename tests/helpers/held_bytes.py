@@ -37,7 +37,7 @@ from megatron_ext.runtime.stage_passes import StagePasses
 from megatron_ext.runtime.vocabulary.passes import VocabularyPasses
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.kinds import RULES, Duty
+from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule import is_compute
 from tests.helpers.storages import LiveStorages, addresses
@@ -129,9 +129,9 @@ class _MeasuredExecution:
         """What the neighbouring stage on this rank has made for ``action`` is its own now."""
         stage, _, microbatch = action
         made = []
-        if Duty.FORWARD in RULES[action.kind].covers:
+        if Kind.FORWARD in RULES[action.kind].covers:
             made = [self.handover.outputs.get((stage - 1, microbatch))]
-        elif Duty.INPUT_GRADIENT in RULES[action.kind].covers:
+        elif Kind.BACKWARD_INPUT in RULES[action.kind].covers:
             made = [self.handover.gradients.get((stage + 1, microbatch))]
         for address in addresses(made):
             self.live.maker_of[address] = Action(stage, Kind.FORWARD, microbatch)

@@ -17,7 +17,8 @@ from megatron_ext.schedule.action import Action, Kind, parse
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs, uniform
-from megatron_ext.schedule.kinds import Duty, Held
+from megatron_ext.schedule.costs_text import format_costs
+from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import Placement, line
 from megatron_ext.schedule.problem import P2P, Extras, Offload, Problem, VocabularyParallel
@@ -123,9 +124,9 @@ def random_costs(random: Random, placement: Placement) -> Costs:
     def figures(low: float, high: float) -> tuple[float, ...]:
         return tuple(random.uniform(low, high) for _ in range(placement.stages))
 
-    passes = (Duty.FORWARD, Duty.INPUT_GRADIENT, Duty.WEIGHT_GRADIENT)
+    passes = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     return Costs(
-        {duty: figures(0.5, 3) for duty in passes},
+        {kind: figures(0.5, 3) for kind in passes},
         hop=random.choice([0.0, 0.1, 1.0, 10.0]),
         held_bytes={held: figures(1e9, 3e9) for held in (Held.ACTIVATION, Held.WEIGHT_INPUTS)},
         origin="random",
@@ -178,7 +179,7 @@ class Case:
 
     def __repr__(self) -> str:  # a failing example should be read, not scrolled through
         rows = "\n".join("  " + " ".join(map(str, row)) for row in self.schedule.rows)
-        return f"{self.problem.placement}, {self.problem.costs}\n{rows}"
+        return f"{self.problem.placement}, {format_costs(self.problem.costs)}\n{rows}"
 
 
 def random_case(seed: int) -> Case:
@@ -569,19 +570,10 @@ class _Ranks:
         stage, kind, _ = action
         if kind in (Kind.SEND_F, Kind.SEND_B):
             return self.problem.costs.hop
-        parts: dict[Kind, list[Duty]] = {
-            F: [Duty.FORWARD],
-            I: [Duty.INPUT_GRADIENT],
-            W: [Duty.WEIGHT_GRADIENT],
-            B: [Duty.INPUT_GRADIENT, Duty.WEIGHT_GRADIENT],
-            Kind.LOGITS: [Duty.LOGITS],
-            Kind.LOGITS_INPUT: [Duty.LOGITS_INPUT_GRADIENT],
-            Kind.LOGITS_WEIGHT: [Duty.LOGITS_WEIGHT_GRADIENT],
-            Kind.LOSS: [Duty.LOSS],
-            Kind.EMBEDDING: [Duty.EMBEDDING],
-            Kind.EMBEDDING_WEIGHT: [Duty.EMBEDDING_WEIGHT_GRADIENT],
-        }
-        return sum(self.problem.costs.seconds[duty][stage] for duty in parts.get(kind, []))
+        seconds = self.problem.costs.seconds
+        if kind is B:
+            return seconds[I][stage] + seconds[W][stage]
+        return seconds[kind][stage] if kind in seconds else 0.0
 
     def check_all_done(self) -> None:
         wanted = [{F}] if self.problem.forward_only else [{F, B}, {F, I, W}]

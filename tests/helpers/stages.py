@@ -26,7 +26,7 @@ from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import Choice
 from megatron_ext.schedule.costs import uniform
-from megatron_ext.schedule.kinds import RULES, Duty, Where
+from megatron_ext.schedule.kinds import RULES, Where
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import P2P, Extras, Offload, Problem
 from megatron_ext.schedule.program.graph import Channel, channels
@@ -384,7 +384,7 @@ def expected_events(program: Program, rank: int, begins_again: bool = False) -> 
     ``begins_again``: before that, what runs before a bad verdict on the last step, and is dropped.
     """
     row = program.schedule.rows[rank]
-    last = {a.stage: a for a in row if Duty.WEIGHT_GRADIENT in RULES[a.kind].covers}
+    last = {a.stage: a for a in row if Kind.BACKWARD_WEIGHT in RULES[a.kind].covers}
     events: list[str] = []
     if begins_again:
         events += [str(a) for a in row[: settles_at(row)] if not is_validation(a)]
@@ -429,12 +429,12 @@ def add_gradients(stages: list[LinearStage], program: Program) -> None:
     ]
     for stage in stages:
         row = program.schedule.rows[placement.rank_of[stage.number]]
-        for parameter, duty, index in (
-            (stage.weight, Duty.WEIGHT_GRADIENT, 0),
-            (stage.bias, Duty.INPUT_GRADIENT, 1),
+        for parameter, kind, index in (
+            (stage.weight, Kind.BACKWARD_WEIGHT, 0),
+            (stage.bias, Kind.BACKWARD_INPUT, 1),
         ):
             for action in row:
-                if action.stage == stage.number and duty in RULES[action.kind].covers:
+                if action.stage == stage.number and kind in RULES[action.kind].covers:
                     gradient = per_microbatch[action.microbatch][stage.number][index]
                     total = parameter.grad
                     parameter.grad = gradient if total is None else total + gradient

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.kinds import RULES, Duty
+from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.placement import Placement
 
 
@@ -78,22 +78,22 @@ def messages_on_their_way(row: Sequence[Action], placement: Placement) -> list[i
     moving: set[tuple[Kind, int, int]] = set()
     counts = []
     for stage, kind, microbatch in row:
-        duties = RULES[kind].covers
-        if Duty.FORWARD in duties:
+        kinds = RULES[kind].covers
+        if Kind.FORWARD in kinds:
             moving.discard((Kind.RECV_F, stage, microbatch))
             moving.discard((Kind.SEND_F, stage - 1, microbatch))  # handed over on this rank
-            if placement.is_remote(stage, +1) is not None:
+            if not placement.is_last(stage):
                 moving.add((Kind.SEND_F, stage, microbatch))
-        elif Duty.INPUT_GRADIENT in duties:
+        elif Kind.BACKWARD_INPUT in kinds:
             moving.discard((Kind.RECV_B, stage, microbatch))
             moving.discard((Kind.SEND_B, stage + 1, microbatch))
-            if placement.is_remote(stage, -1) is not None:
+            if not placement.is_first(stage):
                 moving.add((Kind.SEND_B, stage, microbatch))
         elif kind in (Kind.RECV_F, Kind.RECV_B):
             moving.add((kind, stage, microbatch))
-        elif Duty.FREE_OUTPUT in duties:
+        elif Kind.WAIT_F in kinds:
             moving.remove((Kind.SEND_F, stage, microbatch))
-        elif Duty.FREE_GRADIENT in duties:
+        elif Kind.WAIT_B in kinds:
             moving.remove((Kind.SEND_B, stage, microbatch))
         counts.append(len(moving))
     return counts

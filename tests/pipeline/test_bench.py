@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from megatron_ext.bench.emulated_copies import EmulatedCopies
 from megatron_ext.cli import app
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.costs import parse_costs
+from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.placement import line
 
 ARGUMENTS = ["bench", "--pp", "2", "-m", "4", "--costs", "f=4,i=4,w=4", "--launches", "1"]

@@ -19,6 +19,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from megatron_ext.runtime.executor import _Execution  # noqa: E402
 from megatron_ext.runtime.messages.batched import BatchedTransport, PipelineGroup  # noqa: E402
 from megatron_ext.runtime.messages.channels import Channels  # noqa: E402
 from megatron_ext.runtime.messages.transport import Boundary, PeerFailure, Transport  # noqa: E402
@@ -27,10 +28,10 @@ from megatron_ext.runtime.weight_gradients import queue  # noqa: E402
 from megatron_ext.schedule.action import Action, Kind  # noqa: E402
 from megatron_ext.schedule.build.registry import choose  # noqa: E402
 from megatron_ext.schedule.kinds import RULES, Lane  # noqa: E402
-from megatron_ext.schedule.placement import Placement, line  # noqa: E402
+from megatron_ext.schedule.placement import Neighbour, Placement, line  # noqa: E402
 from megatron_ext.schedule.problem import P2P  # noqa: E402
 from megatron_ext.schedule.program import verify  # noqa: E402
-from megatron_ext.schedule.program.graph import Channel, batches_of, build_graph  # noqa: E402
+from megatron_ext.schedule.program.graph import Channel, batches_of  # noqa: E402
 from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove  # noqa: E402
 from megatron_ext.schedule.schedule import Schedule  # noqa: E402
 from tests.helpers.combinations import in_pairs  # noqa: E402
@@ -76,9 +77,11 @@ def messages_used(program: Program, rank: int) -> list[Action]:
     placement = program.schedule.placement
     used = []
     for stage, kind, microbatch in program.schedule.rows[rank]:
-        if kind is Kind.FORWARD and placement.is_remote(stage, -1):
+        if kind is Kind.FORWARD and placement.is_remote(stage, Neighbour.PREVIOUS):
             used.append(Action(stage, Kind.RECV_F, microbatch))
-        elif kind in (Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD) and placement.is_remote(stage, +1):
+        elif Kind.BACKWARD_INPUT in RULES[kind].covers and placement.is_remote(
+            stage, Neighbour.NEXT
+        ):
             used.append(Action(stage, Kind.RECV_B, microbatch))
     return used
 
@@ -198,6 +201,12 @@ def test_a_step_lets_go_of_its_stages(p2p: P2P) -> None:
     values(run_ranks(2, run))
 
 
+def test_a_kind_that_nobody_runs_is_not_passed_over() -> None:
+    program = program_for(choose("gpipe"), 1, 1)
+    with pytest.raises(AssertionError, match="nobody runs 0F0"):
+        _Execution(program, 0, {}, Recorder(0), []).run()
+
+
 @pytest.mark.parametrize("p2p", P2P)
 @pytest.mark.parametrize("pipelines", [[[0, 1], [2, 3]], [[0, 2], [1, 3]]])
 def test_two_pipelines_in_one_world(pipelines: list[list[int]], p2p: P2P) -> None:
@@ -277,7 +286,7 @@ def test_what_the_proof_refuses_hangs() -> None:
     problem = problem_for(line(2), 1).with_extras(p2p=P2P.BATCHED)
     with pytest.raises(InvalidSchedule, match="it would hang: "):
         prove(schedule, problem)
-    forged = Program(schedule, problem, build_graph(schedule, P2P.BATCHED), verify._SEAL)
+    forged = Program(schedule, problem, verify._SEAL)
 
     def run(rank: int) -> None:
         Pipeline(forged, world(), connect=InOrderGroup).step()

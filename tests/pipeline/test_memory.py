@@ -22,8 +22,8 @@ from megatron_ext.runtime.weight_gradients import WeightGradients
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose, entries
-from megatron_ext.schedule.costs import load_costs
-from megatron_ext.schedule.kinds import RULES, Duty, Held
+from megatron_ext.schedule.costs_text import load_costs
+from megatron_ext.schedule.kinds import RULES, Held
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
 from megatron_ext.schedule.problem import Extras, Offload, Problem
 from megatron_ext.schedule.program.memory import in_bytes, peaks
@@ -147,10 +147,10 @@ def within_tolerance(expected: list[int], ranks: list[Measured]) -> bool:
 def assert_nothing_is_left(rank: Measured) -> None:
     """After I only what W needs, after W nothing of the microbatch, after the step nothing."""
     for sample in computing(rank.samples):
-        duties = RULES[sample.action.kind].covers
-        if Duty.WEIGHT_GRADIENT in duties:
+        kinds = RULES[sample.action.kind].covers
+        if Kind.BACKWARD_WEIGHT in kinds:
             assert sample.own == sample.queued == 0, sample
-        elif Duty.INPUT_GRADIENT in duties:
+        elif Kind.BACKWARD_INPUT in kinds:
             assert sample.own == sample.queued > 0, sample
     assert rank.left_over == 0
 

@@ -22,11 +22,12 @@ from megatron_ext.runtime.held_bytes import Allocated, SavedTensors
 from megatron_ext.runtime.measure.message_time import message_seconds
 from megatron_ext.runtime.measure.profile import STEPS
 from megatron_ext.runtime.recording import HostClock
-from megatron_ext.schedule.action import parse
+from megatron_ext.schedule.action import Kind, parse
 from megatron_ext.schedule.build.head import place_head
 from megatron_ext.schedule.build.registry import choose
-from megatron_ext.schedule.costs import Costs, load_costs, parse_costs
-from megatron_ext.schedule.kinds import Duty, Held
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.costs_text import load_costs, parse_costs
+from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.problem import P2P, Extras, Problem
 from megatron_ext.schedule.program.graph import channels
 from megatron_ext.schedule.program.simulate import simulate
@@ -130,7 +131,7 @@ def test_a_training_that_measures_is_the_same_to_the_last_bit(
     )
     placement = choose(spec).place(pipeline)
     costs = costs_in(path, spec, pipeline)
-    assert all(figure > 0 for duty in Duty for figure in costs.seconds.get(duty, ()))
+    assert all(figure > 0 for figures in costs.seconds.values() for figure in figures)
     assert costs.hop > 0
     assert costs.held_bytes is not None
     assert all(costs.held_bytes[Held.ACTIVATION][stage] > 0 for stage in range(placement.stages))
@@ -423,10 +424,10 @@ def test_the_measured_costs_are_those_of_the_passes(spec: str) -> None:
     found = parse_costs(result.found, placement)
     least = 0.999  # of figures that are printed
     for stage in range(placement.stages):
-        assert found.seconds[Duty.FORWARD][stage] > least * asked.seconds[Duty.FORWARD][stage]
-        backward = (Duty.INPUT_GRADIENT, Duty.WEIGHT_GRADIENT)
-        assert sum(found.seconds[duty][stage] for duty in backward) > least * sum(
-            asked.seconds[duty][stage] for duty in backward
+        assert found.seconds[Kind.FORWARD][stage] > least * asked.seconds[Kind.FORWARD][stage]
+        backward = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+        assert sum(found.seconds[kind][stage] for kind in backward) > least * sum(
+            asked.seconds[kind][stage] for kind in backward
         )
     for busy in (result.comparison.predicted_busy, result.comparison.measured_busy):
         assert all(seconds > least * 4 * 18e-3 for seconds in busy)

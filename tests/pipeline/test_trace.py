@@ -11,7 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
-from megatron_ext.schedule.kinds import RULES, Duty
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.show.trace import NAME, TracedStep, read_trace
 from tests.helpers.megatron_runs import SCRIPT, Run, assert_same, model_flags, train
 
@@ -56,7 +57,7 @@ def test_a_trace_of_four_ranks(tmp_path: Path) -> None:
         assert 0 < step.clock_error < 0.1
         happens = {event.action: event for row in step.measured.compute for event in row}
         for action, event in happens.items():  # one clock: nothing is used before it is made
-            if RULES[action.kind].covers == (Duty.FORWARD,) and action.stage:
+            if RULES[action.kind].covers == (Kind.FORWARD,) and action.stage:
                 made = happens[action._replace(stage=action.stage - 1)].end
                 assert event.start >= made - step.clock_error
     assert steps[0].measured.compute[0][-1].end < steps[1].measured.compute[0][0].start
@@ -113,7 +114,7 @@ def test_a_reduction_starts_after_its_last_weight_gradient_and_overlaps_passes(
         for reduction in step.measured.reductions:
             row = step.measured.compute[reduction.rank]
             last = [event for event in row if event.action.stage == reduction.stage][-1]
-            assert Duty.WEIGHT_GRADIENT in RULES[last.action.kind].covers
+            assert Kind.BACKWARD_WEIGHT in RULES[last.action.kind].covers
             assert last.end <= reduction.start < reduction.end
             assert reduction.is_exact == (not optimizer)
             if later := [event for event in row if event.start >= last.end]:  # of the other chunk

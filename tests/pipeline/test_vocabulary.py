@@ -18,7 +18,7 @@ from megatron_ext.runtime.messages.collectives import Collectives, Exchange  # n
 from megatron_ext.runtime.messages.transport import PeerFailure  # noqa: E402
 from megatron_ext.runtime.recorder import Recorder  # noqa: E402
 from megatron_ext.schedule.action import Action, Kind, parse  # noqa: E402
-from megatron_ext.schedule.kinds import GRADIENT_DUTIES, RULES  # noqa: E402
+from megatron_ext.schedule.kinds import RULES  # noqa: E402
 from megatron_ext.schedule.problem import VocabularyParallel  # noqa: E402
 from megatron_ext.schedule.program.verify import Program  # noqa: E402
 from tests.helpers.combinations import each_once  # noqa: E402
@@ -159,7 +159,7 @@ def test_a_stage_is_complete_after_its_shard() -> None:
         row = [
             str(action)
             for action in program.schedule.rows[rank]
-            if not GRADIENT_DUTIES.isdisjoint(RULES[action.kind].covers)
+            if RULES[action.kind].adds_to_gradients
         ]
         at = events.index(f"{rank} complete")
         assert events[at - 1] == row[-1] and events.count(f"{rank} complete") == 1

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.schedule.action import Action, Kind, parse
-from megatron_ext.schedule.kinds import RULES, Duty, Lane
+from megatron_ext.schedule.kinds import RULES, Lane
+from megatron_ext.schedule.placement import Neighbour
 from tests.helpers.schedules import PROPERTY
 
 TEXTS = {
@@ -85,8 +86,13 @@ def test_every_kind_has_its_row() -> None:
     assert RULES.keys() == set(Kind)
 
 
-def test_every_duty_can_be_done() -> None:
-    assert {duty for rule in RULES.values() for duty in rule.covers} == set(Duty)
+def test_a_kind_covers_itself_but_for_b() -> None:
+    for kind, rule in RULES.items():
+        both = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+        assert rule.covers == (both if kind is Kind.FULL_BACKWARD else (kind,))
+        assert all(RULES[part].covers == (part,) for part in rule.covers)
+        assert rule.adds_to_gradients == any(RULES[k].adds_to_gradients for k in rule.covers)
+        assert rule.in_evaluation == all(RULES[k].in_evaluation for k in rule.covers)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in Kind if RULES[kind].is_message])
@@ -95,7 +101,7 @@ def test_messages_have_two_ends(kind: Kind) -> None:
     assert rule.partner is not None
     other = RULES[rule.partner]
     assert other.partner is kind
-    assert other.neighbour == -rule.neighbour
+    assert {rule.neighbour, other.neighbour} == set(Neighbour)
     assert {rule.lane, other.lane} == {Lane.SEND, Lane.RECEIVE}
 
 

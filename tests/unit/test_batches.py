@@ -8,9 +8,9 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 
+from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs import Costs, uniform
-from megatron_ext.schedule.kinds import Duty
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import P2P, Extras, Problem
 from megatron_ext.schedule.program.graph import batches_of
@@ -203,7 +203,7 @@ def test_every_order_of_passes_is_sound_whatever_ends_together(seed: int) -> Non
 def test_an_evaluation_whose_passes_cost_nothing() -> None:
     """The tick is a share of the longest pass."""
     problem = line_problem(3, 4, 0, 1, 1, forward_only=True)
-    assert set(problem.costs.seconds[Duty.FORWARD]) == {0}
+    assert set(problem.costs.seconds[Kind.FORWARD]) == {0}
     program("gpipe", batched(problem))
 
 

@@ -10,7 +10,7 @@ import pytest
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose, entries
-from megatron_ext.schedule.costs import parse_costs
+from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.kinds import RULES, Lane, Where
 from megatron_ext.schedule.placement import Placement, line, loop, v, wave
 from megatron_ext.schedule.problem import P2P, Extras, Problem, VocabularyParallel
@@ -55,11 +55,12 @@ def test_a_communicator_for_each_directed_edge_and_kind(spec: str, ranks: int) -
         if rule.lane is not Lane.SEND or rule.where is not Where.STAGE:
             continue
         for stage in range(placement.stages):
-            if placement.is_remote(stage, rule.neighbour):
+            other = stage + {Kind.SEND_F: 1, Kind.SEND_B: -1}[kind]
+            if 0 <= other < placement.stages and rank_of[other] != rank_of[stage]:
                 send = Action(stage, kind, 0)
                 way = channel_of(send, placement)
-                assert way == (rank_of[stage], rank_of[stage + rule.neighbour], kind)
-                assert way == channel_of(partner_of(send), placement)
+                assert way == (rank_of[stage], rank_of[other], kind)
+                assert way == channel_of(partner_of(send, placement), placement)
 
 
 def program_of(

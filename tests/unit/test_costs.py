@@ -9,18 +9,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from megatron_ext.schedule.action import parse
+from megatron_ext.schedule.action import Kind, parse
 from megatron_ext.schedule.build import registry
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import FamilyEntry, choose, entries
-from megatron_ext.schedule.costs import (
-    Costs,
-    VocabularyCosts,
-    load_costs,
-    parse_costs,
-    uniform,
-)
-from megatron_ext.schedule.kinds import Duty, Held
+from megatron_ext.schedule.costs import Costs, VocabularyCosts, uniform
+from megatron_ext.schedule.costs_text import format_costs, load_costs, parse_costs
+from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
 from megatron_ext.schedule.model.estimate import CPU, GPU, ModelDimensions, estimate
 from megatron_ext.schedule.placement import Placement, line
@@ -30,7 +25,7 @@ from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
 from tests.helpers.schedules import PROPERTY, line_problem, random_costs, rows_of, seeds, written
 
-F, I, W = Duty.FORWARD, Duty.INPUT_GRADIENT, Duty.WEIGHT_GRADIENT  # noqa: E741
+F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
 LINE = line(2)
 LOOP = Placement("loop", (0, 1, 0, 1))
 
@@ -55,10 +50,10 @@ def test_costs_may_be_given_per_stage() -> None:
 @given(seeds)
 def test_costs_read_back_what_they_print(seed: int) -> None:
     costs = random_costs(Random(seed), LOOP)
-    read = parse_costs(str(costs), LOOP)
+    read = parse_costs(format_costs(costs), LOOP)
     assert read.hop == pytest.approx(costs.hop, rel=1e-3)
-    for duty, figures in costs.seconds.items():
-        assert read.seconds[duty] == pytest.approx(figures, rel=1e-3)
+    for kind, figures in costs.seconds.items():
+        assert read.seconds[kind] == pytest.approx(figures, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -103,11 +98,11 @@ def test_a_vocabulary_reads_back_what_it_prints(seed: int) -> None:
     a, b, c, d, e = (random.choice([0.0, 0.37, 61.5]) for _ in range(5))
     whole = random_costs(random, LOOP).with_vocabulary(VocabularyCosts((a, b, c), (d, e)))
     shared = share_vocabulary(whole, LOOP, VocabularyParallel.TWO)
-    assert str(shared) == str(whole)
-    read = parse_costs(str(whole), LOOP)
+    assert format_costs(shared) == format_costs(whole)
+    read = parse_costs(format_costs(whole), LOOP)
     assert (read.vocabulary or VocabularyCosts()) == whole.vocabulary
-    for duty, figures in whole.seconds.items():
-        assert read.seconds[duty] == pytest.approx(figures, rel=1e-3)
+    for kind, figures in whole.seconds.items():
+        assert read.seconds[kind] == pytest.approx(figures, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -369,8 +364,8 @@ def test_modules_that_are_run_again_are_not_stored(modules: list[str], stored: i
     held = costs.held_bytes[Held.ACTIVATION][0]
     assert held == 4 * 4096 * 2048 * stored
     assert costs.host is not None
-    for duty in (Duty.OFFLOAD_ACTIVATION, Duty.RELOAD_ACTIVATION):
-        assert costs.host.seconds[duty][0] == pytest.approx(held / GPU.host)
+    for kind in (Kind.OFFLOAD_F, Kind.RELOAD_F):
+        assert costs.host.seconds[kind][0] == pytest.approx(held / GPU.host)
     products = 4 * 4096 * 2 * 8 * 2048**2 if "mlp" in modules else 0  # of the MLP, once more
     more = costs.seconds[I][0] - estimate(GPT, GPU).seconds[I][0]
     assert more * GPU.operations == pytest.approx(products)
@@ -379,9 +374,9 @@ def test_modules_that_are_run_again_are_not_stored(modules: list[str], stored: i
 def test_the_head_is_on_the_last_stage() -> None:
     without, costs = estimate(GPT, GPU), estimate(replace(GPT, vocabulary=50304), GPU)
     head = 2 * 4096 * 2048 * 50304 / GPU.operations
-    for duty in (F, I, W):
-        assert costs.seconds[duty][:3] == without.seconds[duty][:3]
-        assert costs.seconds[duty][3] == pytest.approx(without.seconds[duty][3] + head)
+    for kind in (F, I, W):
+        assert costs.seconds[kind][:3] == without.seconds[kind][:3]
+        assert costs.seconds[kind][3] == pytest.approx(without.seconds[kind][3] + head)
     assert costs.held_bytes is not None
     assert without.held_bytes is not None
     logits = 4096 * 50304 * 4
@@ -398,16 +393,16 @@ def test_layers_are_counted_per_stage() -> None:
 
 def test_tensor_parallel_ranks_share_the_work() -> None:
     one, four = estimate(GPT, GPU), estimate(replace(GPT, tensor_parallel=4), GPU)
-    for duty in (F, I, W):
-        assert four.seconds[duty] == pytest.approx([s / 4 for s in one.seconds[duty]])
+    for kind in (F, I, W):
+        assert four.seconds[kind] == pytest.approx([s / 4 for s in one.seconds[kind]])
     assert four.hop == one.hop / 4
 
 
 def test_a_slower_machine_takes_longer_and_holds_as_much() -> None:
     fast, slow = estimate(GPT, GPU), estimate(GPT, CPU)
-    for duty in (F, I, W):
+    for kind in (F, I, W):
         times = GPU.operations / CPU.operations
-        assert slow.seconds[duty] == pytest.approx([s * times for s in fast.seconds[duty]])
+        assert slow.seconds[kind] == pytest.approx([s * times for s in fast.seconds[kind]])
     assert slow.hop == pytest.approx(fast.hop * GPU.bytes / CPU.bytes)
     assert slow.held_bytes == fast.held_bytes
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose
-from megatron_ext.schedule.costs import parse_costs
-from megatron_ext.schedule.kinds import Duty
+from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.problem import Extras, Problem, VocabularyParallel
 
 
@@ -24,8 +24,8 @@ def test_ends_of_the_model_without_layers(
     placement = choice.place(3)
     costs = parse_costs("f=1,i=1,w=1,comm=0", placement)
     seconds = {
-        duty: (0.0, *costs.seconds[duty][1:-1], 0.0)
-        for duty in (Duty.FORWARD, Duty.INPUT_GRADIENT, Duty.WEIGHT_GRADIENT)
+        kind: (0.0, *costs.seconds[kind][1:-1], 0.0)
+        for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     }
     costs = replace(costs, seconds={**costs.seconds, **seconds}, hop=hop)
     program = build_program(choice, Problem(placement, 4, costs, extras=Extras(vocabulary=variant)))

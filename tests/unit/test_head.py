@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.build.head import head_waits, place_head
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs, uniform
-from megatron_ext.schedule.kinds import Duty, Held
+from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.model.estimate import GPU, ModelDimensions, estimate
 from megatron_ext.schedule.problem import Problem
@@ -62,9 +63,9 @@ def test_it_comes_with_the_input_gradient_where_all_ranks_hold_the_same() -> Non
     of_w = Held.WEIGHT_INPUTS
     assert own.held_bytes[of_w][-1] == pytest.approx(costs.held_bytes[of_w][-1] - logits)
     gradient = costs.vocabulary.head[2]
-    for duty, more in ((Duty.INPUT_GRADIENT, gradient), (Duty.WEIGHT_GRADIENT, -gradient)):
-        assert own.seconds[duty][-1] == pytest.approx(costs.seconds[duty][-1] + more)
-        assert own.seconds[duty][:-1] == costs.seconds[duty][:-1]
+    for kind, more in ((Kind.BACKWARD_INPUT, gradient), (Kind.BACKWARD_WEIGHT, -gradient)):
+        assert own.seconds[kind][-1] == pytest.approx(costs.seconds[kind][-1] + more)
+        assert own.seconds[kind][:-1] == costs.seconds[kind][:-1]
 
 
 def test_a_limit_in_bytes_decides() -> None:

@@ -13,8 +13,9 @@ from megatron_ext.cli import app
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.build.head import costs_in, head_waits, place_again, place_head
 from megatron_ext.schedule.build.registry import choose
-from megatron_ext.schedule.costs import Costs, VocabularyCosts, load_costs, save_costs
-from megatron_ext.schedule.kinds import RULES, Duty, Held
+from megatron_ext.schedule.costs import Costs, VocabularyCosts
+from megatron_ext.schedule.costs_text import load_costs, save_costs
+from megatron_ext.schedule.kinds import RULES, Held
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.model.estimate import CPU, ModelDimensions, estimate
 from megatron_ext.schedule.model.measured_costs import RankFigures, measured_costs, medians
@@ -26,7 +27,7 @@ from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.show.prediction import RankStep, compare
 from megatron_ext.schedule.show.summary import stock_1f1b, summary_of_change
 
-F, I, W = Duty.FORWARD, Duty.INPUT_GRADIENT, Duty.WEIGHT_GRADIENT  # noqa: E741
+F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
 NONE, ONE, TWO = VocabularyParallel
 RANKS, MICROBATCHES = 4, 8
 
@@ -52,8 +53,8 @@ def real(costs: Costs) -> Costs:
     """A machine whose stages are slower than ``costs`` say, each by another factor."""
     factors = [1.5 + 0.1 * stage for stage in range(costs.stages)]
     seconds = {
-        duty: tuple(factor * each for factor, each in zip(factors, row, strict=True))
-        for duty, row in costs.seconds.items()
+        kind: tuple(factor * each for factor, each in zip(factors, row, strict=True))
+        for kind, row in costs.seconds.items()
     }
     assert costs.vocabulary is not None
     forward, input_gradient, weight_gradient = (factors[-1] * x for x in costs.vocabulary.head)
@@ -105,14 +106,14 @@ def test_what_the_passes_cost_is_found_again(
         assert guess.vocabulary is not None and truth.vocabulary is not None
         truth = truth.without_vocabulary().with_vocabulary(guess.vocabulary)
     found = measured_costs(before, guess, recorded(before, truth), "here")
-    for duty in (F, I, W):
-        assert found.seconds[duty] == pytest.approx(truth.seconds[duty]), duty
+    for kind in (F, I, W):
+        assert found.seconds[kind] == pytest.approx(truth.seconds[kind]), kind
     assert found.hop == pytest.approx(truth.hop)
     assert found.vocabulary is not None and truth.vocabulary is not None
     assert found.vocabulary.head == pytest.approx(truth.vocabulary.head)
     assert found.held_bytes is not None and truth.held_bytes is not None
-    for kind, figures in found.held_bytes.items():
-        assert figures == pytest.approx(truth.held_bytes[kind]), kind
+    for held, figures in found.held_bytes.items():
+        assert figures == pytest.approx(truth.held_bytes[held]), held
     assert found.origin.startswith("measured: here")
 
 
@@ -163,15 +164,15 @@ def test_costs_are_written_as_they_are_read(tmp_path: Path) -> None:
     costs = replace(real(estimated(placement)), origin="measured: zb-h1 on 4 ranks")
     save_costs(costs, tmp_path / "costs.json")
     read = load_costs(tmp_path / "costs.json", placement)
-    for duty in (F, I, W):
-        assert read.seconds[duty] == pytest.approx(costs.seconds[duty], rel=1e-5)
+    for kind in (F, I, W):
+        assert read.seconds[kind] == pytest.approx(costs.seconds[kind], rel=1e-5)
     assert costs.vocabulary is not None and read.vocabulary is not None
     assert read.hop == pytest.approx(costs.hop, rel=1e-5)
     assert read.vocabulary.head == pytest.approx(costs.vocabulary.head, rel=1e-5)
     assert read.vocabulary.logits_bytes == costs.vocabulary.logits_bytes
     assert read.held_bytes is not None and costs.held_bytes is not None
-    for kind, figures in costs.held_bytes.items():
-        assert read.held_bytes[kind] == pytest.approx(figures, abs=1)
+    for held, figures in costs.held_bytes.items():
+        assert read.held_bytes[held] == pytest.approx(figures, abs=1)
     assert read.origin == f"{tmp_path / 'costs.json'} (measured: zb-h1 on 4 ranks)"
     lines = (tmp_path / "costs.json").read_text().splitlines()
     assert lines[1] == '  "version": 1,' and len(lines) == len(json.loads("\n".join(lines))) + 2
@@ -208,7 +209,7 @@ def test_a_line_says_what_measured_costs_have_changed() -> None:
     """The first stage is slow, and the schedule was made without knowing it."""
     guess = estimated(line(RANKS))
     problem = Problem(line(RANKS), MICROBATCHES, guess, MemoryLimit(microbatches=4))
-    slow = {duty: (2 * row[0], *row[1:]) for duty, row in guess.seconds.items()}
+    slow = {kind: (2 * row[0], *row[1:]) for kind, row in guess.seconds.items()}
     truth = replace(guess, seconds=slow)
     before = place_head(choose("zb-auto"), problem)
     now = place_head(choose("zb-auto"), replace(problem, costs=truth))

@@ -19,7 +19,8 @@ from hypothesis import given, settings
 from megatron_ext.schedule.action import Kind, parse
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose, entries
-from megatron_ext.schedule.costs import parse_costs, uniform
+from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.kinds import HOST_LANES, RULES, Held, Lane
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.problem import Extras, Offload, Problem, VocabularyParallel
@@ -88,7 +89,7 @@ def test_the_two_ends_of_a_message_are_in_one_order_everywhere(name: str) -> Non
     place = {graph.actions[node]: place for place, node in enumerate(graph.order)}
     for row in made.schedule.rows:
         sends = [
-            partner_of(a) if RULES[a.kind].lane is Lane.RECEIVE else a
+            partner_of(a, placement) if RULES[a.kind].lane is Lane.RECEIVE else a
             for a in row
             if RULES[a.kind].is_message
         ]
@@ -179,6 +180,7 @@ def tied(one: Program, other: Program) -> Graph:
         graphs[0].actions + graphs[1].actions,
         graphs[0].ranks + graphs[1].ranks,
         tuple(map(tuple, before)),
+        {},
         {},
         frozenset(),
     )

@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 from megatron_ext.cli import app
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose, entries
-from megatron_ext.schedule.costs import Costs, parse_costs
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
 from megatron_ext.schedule.model.gpus import GPUS, USABLE, parse_gpu
 from megatron_ext.schedule.model.model import Model, parse_model

@@ -17,8 +17,9 @@ from megatron_ext.schedule.action import Kind, parse
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.head import costs_in, head_waits, place_head
 from megatron_ext.schedule.build.registry import choose
-from megatron_ext.schedule.costs import Costs, HostCosts, VocabularyCosts, parse_costs
-from megatron_ext.schedule.kinds import HOST_LANES, RULES, Duty, Held, Lane
+from megatron_ext.schedule.costs import Costs, HostCosts, VocabularyCosts
+from megatron_ext.schedule.costs_text import format_costs, parse_costs
+from megatron_ext.schedule.kinds import HOST_LANES, RULES, Held, Lane
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
 from megatron_ext.schedule.placement import line, v
 from megatron_ext.schedule.problem import P2P, Extras, Offload, Problem, VocabularyParallel
@@ -390,15 +391,15 @@ def test_logits_that_do_not_leave_are_not_copied() -> None:
     costs = costs.with_host((1.0, 4.0), (2.0, 8.0), 2, False)
     shared = share_vocabulary(costs, placement, VocabularyParallel.TWO).host
     assert shared is not None
-    assert shared.seconds[Duty.OFFLOAD_ACTIVATION] == (1.0, 1.0)
-    assert shared.seconds[Duty.RELOAD_WEIGHT_INPUTS] == (1.0, 1.0)
+    assert shared.seconds[Kind.OFFLOAD_F] == (1.0, 1.0)
+    assert shared.seconds[Kind.RELOAD_I] == (1.0, 1.0)
     assert (shared.ranks_per_link, shared.duplex) == (2, False)
     program = place_head(choose("zb-h1"), Problem(placement, 4, costs))
     assert not head_waits(program)
     host = costs_in(program, costs).host
     assert host is not None
-    assert host.seconds[Duty.OFFLOAD_ACTIVATION] == (1.0, 4.0)
-    assert host.seconds[Duty.OFFLOAD_WEIGHT_INPUTS] == (0.5, 0.5)
+    assert host.seconds[Kind.OFFLOAD_F] == (1.0, 4.0)
+    assert host.seconds[Kind.OFFLOAD_I] == (0.5, 0.5)
 
 
 def test_costs_of_copies_are_read_and_printed() -> None:
@@ -406,10 +407,10 @@ def test_costs_of_copies_are_read_and_printed() -> None:
     costs = parse_costs("f=1,i=1,w=1,comm=0,d2h=2,h2d=4,link=2,duplex=0", placement)
     host = costs.host
     assert host is not None
-    assert host.seconds[Duty.OFFLOAD_ACTIVATION] == (1.0,) * 4
-    assert host.seconds[Duty.RELOAD_WEIGHT_INPUTS] == (2.0,) * 4
+    assert host.seconds[Kind.OFFLOAD_F] == (1.0,) * 4
+    assert host.seconds[Kind.RELOAD_I] == (2.0,) * 4
     assert (host.ranks_per_link, host.duplex) == (2, False)
-    assert parse_costs(str(costs), placement) == costs
+    assert parse_costs(format_costs(costs), placement) == costs
     assert parse_costs("f=1,i=1,w=1,d2h=2", placement) == parse_costs(
         "f=1,i=1,w=1,d2h=2,h2d=2,link=1,duplex=1", placement
     )
@@ -422,8 +423,8 @@ def test_what_w_needs_takes_as_long_as_its_bytes(tmp_path: Path) -> None:
     file.write_text(json.dumps(data))
     host = parse_costs(str(file), line(2)).host
     assert host is not None
-    assert host.seconds[Duty.OFFLOAD_WEIGHT_INPUTS] == (2.0, 2.0)
-    assert host.seconds[Duty.RELOAD_WEIGHT_INPUTS] == (1.0, 1.0)
+    assert host.seconds[Kind.OFFLOAD_I] == (2.0, 2.0)
+    assert host.seconds[Kind.RELOAD_I] == (1.0, 1.0)
     assert host.ranks_per_link == 2
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose, entries
-from megatron_ext.schedule.costs import Costs, VocabularyCosts, parse_costs, uniform
-from megatron_ext.schedule.kinds import Duty
+from megatron_ext.schedule.costs import Costs, VocabularyCosts, uniform
+from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement, line
 from megatron_ext.schedule.plan.plan_report import plan_report, side_by_side
@@ -60,11 +61,11 @@ def test_layers_are_redistributed_as_megatron_does() -> None:
     """7 layers and the output layer on 4 stages: 2, 2, 2 and 1 beside it; 6 with the embedding."""
     costs = uniform(line(4), 7, 14, 21).with_vocabulary(VocabularyCosts((5, 6, 7), (1, 2)))
     seven = redistribute(costs, 7)
-    assert seven.seconds[Duty.FORWARD] == (8 + 1, 8, 8, 4 + 5)
-    assert seven.seconds[Duty.WEIGHT_GRADIENT] == (24 + 2, 24, 24, 12 + 7)
-    assert sum(seven.seconds[Duty.INPUT_GRADIENT]) == sum(costs.seconds[Duty.INPUT_GRADIENT])
+    assert seven.seconds[Kind.FORWARD] == (8 + 1, 8, 8, 4 + 5)
+    assert seven.seconds[Kind.BACKWARD_WEIGHT] == (24 + 2, 24, 24, 12 + 7)
+    assert sum(seven.seconds[Kind.BACKWARD_INPUT]) == sum(costs.seconds[Kind.BACKWARD_INPUT])
     six = redistribute(uniform(line(4), 6, 6, 6), 6)
-    assert six.seconds[Duty.FORWARD] == (4, 8, 8, 4)
+    assert six.seconds[Kind.FORWARD] == (4, 8, 8, 4)
     with pytest.raises(ValueError, match=r"8 layers .* redistributes 7 or 10 layers"):
         redistribute(costs, 8)
 

@@ -20,7 +20,8 @@ from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.overlap import check_overlaps, what_overlapping_gains
 from megatron_ext.schedule.build.registry import choose, entries
-from megatron_ext.schedule.costs import parse_costs, uniform
+from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import P2P, Extras, Offload, Problem, VocabularyParallel

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.schedule.build.registry import choose, entries
-from megatron_ext.schedule.costs import Costs, parse_costs, uniform
+from megatron_ext.schedule.costs import Costs, uniform
+from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.plan.planner import VocabMethod, consider
 from megatron_ext.schedule.plan.vocabulary_plan import variants_of

@@ -277,7 +277,7 @@ def test_limit_in_bytes_needs_bytes() -> None:
 def test_only_prove_makes_programs() -> None:
     proved = prove(on_line(FUSED), PROBLEM)
     with pytest.raises(TypeError, match="made by prove"):
-        Program(proved.schedule, proved.problem, proved.graph, object())
+        Program(proved.schedule, proved.problem, object())
 
 
 def test_a_program_cannot_be_given_another_schedule() -> None:

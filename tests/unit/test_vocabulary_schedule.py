@@ -15,7 +15,7 @@ from megatron_ext.schedule.action import Kind, parse
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs, VocabularyCosts, uniform
-from megatron_ext.schedule.kinds import RULES, Duty, Held, Lane, Where
+from megatron_ext.schedule.kinds import RULES, Held, Lane, Where
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import P2P, Extras, Problem, VocabularyParallel
@@ -25,6 +25,7 @@ from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.transforms.vocabulary import divide_vocabulary
 from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
+from tests.helpers.combinations import IS_NIGHT
 from tests.helpers.schedules import (
     PROPERTY,
     mutate,
@@ -39,14 +40,14 @@ NONE, ONE, TWO = VocabularyParallel
 MORE = {ONE: 2, TWO: 1}  # intervals, and microbatches that are held
 LINES, VS = ("1f1b", "zb-h1", "gpipe", "zb-h2"), ("zb-v", "v-half", "v-min", "1f1b-v")
 LAYERS_HOLD = (Held.ACTIVATION, Held.WEIGHT_INPUTS)
-PASSES = (Duty.FORWARD, Duty.INPUT_GRADIENT, Duty.WEIGHT_GRADIENT)
+PASSES = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 def random_vocabulary_costs(random: Random, placement: Placement) -> Costs:
     """Layers alike, or not, or most of them for nothing; a head of up to twenty stages."""
     choices = random.choice([(6.0,), (0.5, 1.0, 1.7, 3.1), (0.0, 0.0, 1.0)])
     figures = {d: tuple(random.choice(choices) for _ in range(placement.stages)) for d in PASSES}
-    figures[Duty.FORWARD] = (1.0, *figures[Duty.FORWARD][1:])
+    figures[Kind.FORWARD] = (1.0, *figures[Kind.FORWARD][1:])
     layers = Costs(
         figures,
         hop=random.choice([0.0, 0.3, 5.0]),
@@ -286,7 +287,7 @@ _BUILT: dict[tuple[str, int, int], Schedule] = {}
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-auto", "zb-v", "v-half", "v-min", "v-auto"])
 def test_a_head_costs_its_share(name: str) -> None:
     """m intervals, the schedule's own fill, and one interval or two."""
-    ranks, m = 8, 128
+    ranks, m = 8, 128 if IS_NIGHT else 64
     for head, how in zip((0.5, 1, 2, 4), itertools.cycle((ONE, TWO)), strict=False):
         alone, makespan = timed(name, head, how, ranks, m)
         interval = 3 + 3 * head / ranks

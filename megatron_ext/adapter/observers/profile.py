@@ -24,7 +24,8 @@ from megatron_ext.runtime.measure.measured_steps import MeasuredSteps
 from megatron_ext.runtime.measure.profile import STEPS, Profile
 from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.runtime.recording import clock_of
-from megatron_ext.schedule.costs import Costs, save_costs
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.costs_text import save_costs
 from megatron_ext.schedule.show.summary import summary_of_change
 
 

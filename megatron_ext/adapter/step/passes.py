@@ -42,9 +42,9 @@ def _stages(step: Step, iterators: list[Any]) -> dict[int, ModelStage]:
     stages: dict[int, ModelStage] = {}
     numbers = placement.stages_of[call.pipeline.rank()]
     for number, chunk, iterator in zip(numbers, call.models, iterators, strict=True):
-        is_last = number == placement.stages - 1
+        is_last = placement.is_last(number)
         common = number, chunk, call.config, iterator, call, step.connections.recorder
-        if step.shard is not None and (number == 0 or is_last):
+        if step.shard is not None and (placement.is_first(number) or is_last):
             stages[number] = EndStage(*common, is_last=is_last)
         else:
             stages[number] = ModelStage(*common, has_loss=is_last)

@@ -28,9 +28,6 @@ class Validation(Owner):
             Kind.RECV_V: self._expect,
             Kind.SEND_V: self._expect,
             Kind.SETTLE: self._settle,
-            Kind.RECV_P: self._leave_to_optimizer,
-            Kind.STEP: self._leave_to_optimizer,
-            Kind.SEND_P: self._leave_to_optimizer,
         }
 
     def forget(self) -> None:
@@ -42,6 +39,3 @@ class Validation(Owner):
     def _settle(self, action: Action) -> None:
         if not self.settle():
             raise BeginAgain
-
-    def _leave_to_optimizer(self, action: Action) -> None:
-        """What follows the passes happens when the optimizer is asked to step."""

@@ -27,7 +27,7 @@ from megatron_ext.runtime.messages.transport import Dealing, closed
 from megatron_ext.runtime.post_validation.partial_state import PartialState
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.placement import Placement, line
 
 # Between looks for the verdict. It comes through all ranks, and each adds half of this on average.
 LOOK_SECONDS = 0.001
@@ -49,9 +49,11 @@ class ValidationMessages:
         self._down: dist.ProcessGroup | None = groups[Kind.SEND_V]
         self._recorder = recorder
         self._stage = placement.stages_of[pipeline.rank()][0]
-        self._before = placement.rank_of[self._stage - 1] if self._stage else None
-        is_last = self._stage == placement.ranks - 1
-        self._after = None if is_last else placement.rank_of[self._stage + 1]
+        # Its messages go along the first stages of the ranks, which are the first of all.
+        firsts = line(placement.ranks)
+        before, after = firsts.previous(self._stage), firsts.next(self._stage)
+        self._before = None if before is None else placement.rank_of[before]
+        self._after = None if after is None else placement.rank_of[after]
         self._steps = 0  # that were passed on; both ends of a message must speak of the same
         self._passed_on: _Message | None = None
         self._coming: _Message | None = None  # the verdict

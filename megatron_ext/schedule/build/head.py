@@ -14,7 +14,7 @@ from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.build.build import build_program, complete
 from megatron_ext.schedule.build.registry import Choice
 from megatron_ext.schedule.costs import Costs
-from megatron_ext.schedule.kinds import Duty, Held
+from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.problem import Problem, VocabularyParallel
 from megatron_ext.schedule.program.memory import in_bytes, peaks
 from megatron_ext.schedule.program.simulate import step_seconds
@@ -95,8 +95,8 @@ def _with_input_gradient(costs: Costs) -> Costs:
     assert costs.vocabulary is not None
     forward, input_gradient, weight_gradient = costs.vocabulary.head
     seconds = dict(costs.seconds)
-    seconds[Duty.INPUT_GRADIENT] = _last_plus(seconds[Duty.INPUT_GRADIENT], weight_gradient)
-    seconds[Duty.WEIGHT_GRADIENT] = _last_plus(seconds[Duty.WEIGHT_GRADIENT], -weight_gradient)
+    seconds[Kind.BACKWARD_INPUT] = _last_plus(seconds[Kind.BACKWARD_INPUT], weight_gradient)
+    seconds[Kind.BACKWARD_WEIGHT] = _last_plus(seconds[Kind.BACKWARD_WEIGHT], -weight_gradient)
     held = costs.held_bytes
     if held is not None:
         rest = _last_plus(held[Held.WEIGHT_INPUTS], -costs.vocabulary.logits_bytes)

@@ -200,8 +200,9 @@ def _filled(name: str, problem: Problem, order: Rows) -> Schedule:
     least = least_memory(order, memory)
     limit = problem.memory_limit
     if limit is not None:
-        for rank, allowed in enumerate(memory_of(problem).allowed):
-            if least[rank] > allowed * (1 + 1e-9):
+        within = memory_of(problem)
+        for rank in range(problem.ranks):
+            if not within.fits(rank, least[rank]):
                 raise ValueError(
                     f"{name}: the order of rank {rank} does not fit into the memory limit of "
                     f"{limit}; the least feasible limit for it is {limit.at_least(max(least))}"

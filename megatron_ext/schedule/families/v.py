@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.registry import family
-from megatron_ext.schedule.kinds import RULES, Duty
+from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.placement import v
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
@@ -192,11 +192,11 @@ def _numbered(
     left_out = max(least - problem.microbatches, 0)
 
     def row(device: int) -> Iterator[Action]:
-        done: Counter[tuple[int, Duty]] = Counter()
+        done: Counter[tuple[int, Kind]] = Counter()
         for chunk, kind in passes(device):
-            duties = [(chunk, duty) for duty in RULES[kind].covers]
-            k = done[duties[0]] - left_out
-            done.update(duties)
+            covered = [(chunk, part) for part in RULES[kind].covers]
+            k = done[covered[0]] - left_out
+            done.update(covered)
             if k >= 0:
                 yield Action(2 * p - 1 - device if chunk else device, kind, k)
 

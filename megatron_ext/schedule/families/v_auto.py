@@ -15,7 +15,7 @@ from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.build import complete
 from megatron_ext.schedule.build.registry import entries, family
 from megatron_ext.schedule.kinds import Held
-from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.limit import MemoryLimit, with_rounding
 from megatron_ext.schedule.placement import v
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.memory import bytes_for
@@ -152,7 +152,7 @@ def _memory(problem: Problem, limit: MemoryLimit) -> tuple[dict[Held, tuple[floa
         max(activation[outer] + max(activation[inner], rest[inner]), rest[outer])
         for outer, inner in problem.placement.stages_of
     )
-    allowed *= 1 + 1e-9  # as `prove`
+    allowed = with_rounding(allowed)
     if allowed < least:
         raise ValueError(
             f"v-auto: the memory limit of {limit} is too little for one microbatch on its way; "

@@ -29,7 +29,7 @@ def hanayo(problem: Problem) -> Schedule:
         1  0F0 0F1 0F2 3F0 3B0 =   3F1 3B1 =   3F2 3B2 =   0B0 =   .   0B1 =   .   .   0B2 =
     """
     placement = problem.placement
-    rank_of, last = placement.rank_of, placement.stages - 1
+    rank_of = placement.rank_of
     rows: list[list[Action]] = [[] for _ in range(placement.ranks)]
     ready: list[dict[Kind, list[tuple[int, int]]]] = [{kind: [] for kind in _SLOTS} for _ in rows]
     turn = [Kind.FORWARD for _ in rows]
@@ -58,12 +58,12 @@ def hanayo(problem: Problem) -> Schedule:
         while running and running[0][0] == now:
             _, (stage, kind, k) = heapq.heappop(running)
             idle.add(rank_of[stage])
-            if kind is Kind.FORWARD and stage < last:
-                make_ready(stage + 1, kind, k)
-            elif kind is Kind.FORWARD:
+            is_forward = kind is Kind.FORWARD
+            to = placement.next(stage) if is_forward else placement.previous(stage)
+            if to is not None:
+                make_ready(to, kind, k)
+            elif is_forward:
                 make_ready(stage, Kind.FULL_BACKWARD, k)
-            elif stage:
-                make_ready(stage - 1, kind, k)
             elif k + under_way < problem.microbatches:
                 make_ready(0, Kind.FORWARD, k + under_way)
 

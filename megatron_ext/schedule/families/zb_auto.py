@@ -14,7 +14,7 @@ from dataclasses import replace
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.build import complete
 from megatron_ext.schedule.build.registry import entries, family
-from megatron_ext.schedule.kinds import Duty, Held
+from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.memory import peaks
@@ -115,8 +115,8 @@ def _best(
     """The best of our own trials and of those of ``others`` that fit."""
     need = [memory.of(stage) for stage in range(problem.ranks)]
     limit = problem.memory_limit
-    for rank, allowed in enumerate(memory.allowed):
-        if limit is not None and need[rank] > allowed * (1 + 1e-9):
+    for rank in range(problem.ranks):
+        if limit is not None and not memory.fits(rank, need[rank]):
             raise ValueError(
                 f"{name}: the memory limit is {limit}, less than the one microbatch that rank "
                 f"{rank} must hold; the least feasible limit is {limit.at_least(max(need))}"
@@ -134,12 +134,8 @@ def _best(
     for other in others:
         entry = entries()[other]
         rows = entry.build(problem if entry.uses_costs else unlimited).rows
-        fits = zip(
-            peaks(Schedule(other, problem.placement, rows), memory.amount),
-            memory.allowed,
-            strict=True,
-        )
-        if all(peak <= allowed * (1 + 1e-9) for peak, allowed in fits):
+        held = peaks(Schedule(other, problem.placement, rows), memory.amount)
+        if all(memory.fits(rank, peak) for rank, peak in enumerate(held)):
             filled = time_rows(rows, problem)  # no more than `makespan`, and faster
             if filled.order(by_span) < figures and seconds(filled) < figures:
                 best, figures = filled, seconds(filled)
@@ -150,7 +146,7 @@ def _trials(problem: Problem, memory: Memory, by_span: bool) -> Iterator[Filled]
     p, m = problem.ranks, problem.microbatches
     affordable = max(_ACTIONS // (3 * p * m), 2)
     seconds = problem.costs.seconds
-    forward, gradient = max(seconds[Duty.FORWARD]), max(seconds[Duty.INPUT_GRADIENT])
+    forward, gradient = max(seconds[Kind.FORWARD]), max(seconds[Kind.BACKWARD_INPUT])
     # As many forwards as fit in before the first gradient comes back; published leads after that.
     there_and_back = (forward + gradient + 2 * problem.costs.hop) / forward if forward else m
     trials = max(affordable // (2 * len(_LEADS)), 2)
@@ -177,9 +173,9 @@ class _Line:
     """The ranks of `_in_time`, each with when its inputs come and how far it is."""
 
     def __init__(self, problem: Problem, memory: Memory, ahead: Sequence[int]) -> None:
-        self._ranks, self._microbatches = problem.ranks, problem.microbatches
+        self._placement, self._microbatches = problem.placement, problem.microbatches
         self._memory, self._ahead, self._hop = memory, ahead, problem.costs.hop
-        p, m = self._ranks, self._microbatches
+        p, m = problem.ranks, problem.microbatches
         kinds = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
         self._seconds = {
             kind: [problem.costs.of(Action(rank, kind, 0)) for rank in range(p)] for kind in kinds
@@ -193,8 +189,8 @@ class _Line:
         self._events = [(0.0, rank) for rank in range(p)]  # when a rank may have something to do
 
     def rows(self) -> list[list[Action]]:
-        rows: list[list[Action]] = [[] for _ in range(self._ranks)]
-        free = [0.0] * self._ranks
+        rows: list[list[Action]] = [[] for _ in self._full]
+        free = [0.0 for _ in self._full]
         while self._events:
             now, rank = heapq.heappop(self._events)
             if now < free[rank]:
@@ -216,7 +212,7 @@ class _Line:
         f, i, w = (done[rank] for done in self._done.values())
         m, full = self._microbatches, self._full[rank]
         held = (f - i) * full + (i - w) * self._left[rank]
-        has_room = held + full <= self._memory.allowed[rank] * (1 + 1e-9)
+        has_room = self._memory.fits(rank, held + full)
         may_start = f < m and f - i < self._ahead[rank]
         forward = self._forward_at[rank][f] if may_start else math.inf
         gradient = self._gradient_at[rank][i] if i < m else math.inf
@@ -235,10 +231,9 @@ class _Line:
     def _send(self, rank: int, kind: Kind, k: int, end: float) -> None:
         """What a pass that ends at ``end`` makes comes to the rank that needs it."""
         is_forward = kind is Kind.FORWARD
-        if is_forward and rank == self._ranks - 1:
-            self._gradient_at[rank][k] = end
-        elif is_forward or rank > 0:
-            to = rank + 1 if is_forward else rank - 1
-            arrivals = self._forward_at if is_forward else self._gradient_at
-            arrivals[to][k] = end + self._hop
+        to = self._placement.next(rank) if is_forward else self._placement.previous(rank)
+        if to is not None:
+            (self._forward_at if is_forward else self._gradient_at)[to][k] = end + self._hop
             heapq.heappush(self._events, (end + self._hop, to))
+        elif is_forward:
+            self._gradient_at[rank][k] = end

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import Costs, VocabularyCosts
-from megatron_ext.schedule.kinds import Duty, Held
+from megatron_ext.schedule.kinds import Held
 
 
 @dataclass(frozen=True)
@@ -113,9 +114,9 @@ def estimate(model: ModelDimensions, rates: Rates) -> Costs:
     stored = _stored_bytes_of_token(model) * tokens * share
     layers = Costs(
         {
-            Duty.FORWARD: seconds(forward),
-            Duty.INPUT_GRADIENT: seconds(input_gradient),
-            Duty.WEIGHT_GRADIENT: seconds(weight_gradient),
+            Kind.FORWARD: seconds(forward),
+            Kind.BACKWARD_INPUT: seconds(input_gradient),
+            Kind.BACKWARD_WEIGHT: seconds(weight_gradient),
         },
         hop=message / rates.bytes,
         held_bytes={

@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.build.head import costs_in
 from megatron_ext.schedule.costs import Costs, VocabularyCosts
-from megatron_ext.schedule.kinds import RULES, Duty, Held
+from megatron_ext.schedule.kinds import RULES, Held
 from megatron_ext.schedule.problem import VocabularyParallel
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.timeline import Event
 
 _Passes = Mapping[tuple[int, Kind], float]  # seconds by stage and kind
 
-_OF_STAGES = (Duty.FORWARD, Duty.INPUT_GRADIENT, Duty.WEIGHT_GRADIENT)
+_OF_STAGES = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,11 @@ def measured_costs(
     hops = [hop for rank in ranks for hop in rank.hops]
     in_passes = costs_in(program, estimate)
     seconds = {
-        duty: tuple(_of_duty(duty, stage, passes, in_passes) for stage in range(estimate.stages))
-        for duty in in_passes.seconds
+        kind: tuple(_seconds(kind, stage, passes, in_passes) for stage in range(estimate.stages))
+        for kind in in_passes.seconds
     }
     costs = Costs(
-        {duty: seconds[duty] for duty in _OF_STAGES},
+        {kind: seconds[kind] for kind in _OF_STAGES},
         statistics.mean(hops) if hops else 0.0,
         _held_bytes(held, in_passes),
         f"measured: {measured}",
@@ -95,16 +95,17 @@ def _over_ranks[Key](
     return {key: pick(group) for key, group in groups.items()}
 
 
-def _of_duty(duty: Duty, stage: int, passes: _Passes, in_passes: Costs) -> float:
-    """Seconds of ``duty``: the pass that has it and the least beside it, in the estimated parts."""
-    kinds = [kind for at, kind in passes if at == stage and duty in RULES[kind].covers]
-    if not kinds:
+def _seconds(kind: Kind, stage: int, passes: _Passes, in_passes: Costs) -> float:
+    """Seconds of ``kind``: those of the pass that does it and the least beside it, divided as
+    estimated."""
+    doing = [other for at, other in passes if at == stage and kind in RULES[other].covers]
+    if not doing:
         return 0.0
-    kind = min(kinds, key=lambda each: len(RULES[each].covers))
-    parts = {each: in_passes.seconds[each][stage] for each in RULES[kind].covers}
+    shortest = min(doing, key=lambda other: len(RULES[other].covers))
+    parts = {part: in_passes.seconds[part][stage] for part in RULES[shortest].covers}
     whole = sum(parts.values())
-    share = parts[duty] / whole if whole else 1 / len(parts)
-    return passes[stage, kind] * share
+    share = parts[kind] / whole if whole else 1 / len(parts)
+    return passes[stage, shortest] * share
 
 
 def _held_bytes(
@@ -131,10 +132,10 @@ def _scaled(in_passes: Costs, costs: Costs) -> VocabularyCosts:
     assert in_passes.vocabulary is not None
     ends = in_passes.vocabulary.of_ends
 
-    def part(duty: Duty, end: int) -> float:  # end: 0 or -1
-        whole = in_passes.seconds[duty][end]
-        share = ends[duty][end] / whole if whole else 0.0
-        return share * costs.seconds[duty][end]
+    def part(kind: Kind, end: int) -> float:  # end: 0 or -1
+        whole = in_passes.seconds[kind][end]
+        share = ends[kind][end] / whole if whole else 0.0
+        return share * costs.seconds[kind][end]
 
     forward, input_gradient, weight_gradient = _OF_STAGES
     return VocabularyCosts(
@@ -154,8 +155,8 @@ def _with_weight_gradient_apart(costs: Costs, in_passes: Costs, estimate: Costs)
     forward, input_gradient, _ = costs.vocabulary.head
     moved = input_gradient * weight_gradient / in_input_gradient
     seconds = dict(costs.seconds)
-    for duty, more in ((Duty.INPUT_GRADIENT, -moved), (Duty.WEIGHT_GRADIENT, moved)):
-        seconds[duty] = (*seconds[duty][:-1], seconds[duty][-1] + more)
+    for kind, more in ((Kind.BACKWARD_INPUT, -moved), (Kind.BACKWARD_WEIGHT, moved)):
+        seconds[kind] = (*seconds[kind][:-1], seconds[kind][-1] + more)
     held = costs.held_bytes
     if held is not None:  # between I and W there would have been the gradient of the logits
         *others, last = held[Held.WEIGHT_INPUTS]
@@ -168,17 +169,17 @@ def _with_weight_gradient_apart(costs: Costs, in_passes: Costs, estimate: Costs)
 
 
 def _of_shards(
-    seconds: Mapping[Duty, Sequence[float]], program: Program, estimate: VocabularyCosts
+    seconds: Mapping[Kind, Sequence[float]], program: Program, estimate: VocabularyCosts
 ) -> VocabularyCosts:
     """What all shards of the vocabulary take together."""
-    whole = {duty: sum(figures) for duty, figures in seconds.items()}
-    forward, input_gradient = whole[Duty.LOGITS], whole[Duty.LOGITS_INPUT_GRADIENT]
+    whole = {kind: sum(figures) for kind, figures in seconds.items()}
+    forward, input_gradient = whole[Kind.LOGITS], whole[Kind.LOGITS_INPUT]
     if program.problem.extras.vocabulary is VocabularyParallel.TWO:  # both are in one pass
         both = forward + input_gradient
         forward = both * estimate.head[0] / (sum(estimate.head[:2]) or 1.0)
         input_gradient = both - forward
     return VocabularyCosts(
-        (forward, input_gradient, whole[Duty.LOGITS_WEIGHT_GRADIENT]),
-        (whole[Duty.EMBEDDING], whole[Duty.EMBEDDING_WEIGHT_GRADIENT]),
+        (forward, input_gradient, whole[Kind.LOGITS_WEIGHT]),
+        (whole[Kind.EMBEDDING], whole[Kind.EMBEDDING_WEIGHT]),
         estimate.logits_bytes,
     )

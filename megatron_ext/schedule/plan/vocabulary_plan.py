@@ -95,7 +95,7 @@ def redistribute(costs: Costs, layers: int) -> Costs:
     held = alone.held_bytes
     if held is not None:
         held = {kind: spread(figures) for kind, figures in held.items()}
-    seconds = {duty: spread(figures) for duty, figures in alone.seconds.items()}
+    seconds = {kind: spread(figures) for kind, figures in alone.seconds.items()}
     moved = replace(alone, seconds=seconds, held_bytes=held)
     return moved if costs.vocabulary is None else moved.with_vocabulary(costs.vocabulary)
 

@@ -12,7 +12,7 @@ from collections import defaultdict
 from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.kinds import RULES, Kind, Lane
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.program.graph import channel_of, partner_of
+from megatron_ext.schedule.program.graph import has_place, partner_of
 from megatron_ext.schedule.schedule import Schedule
 
 _SENDS_AFTER: dict[Kind, list[Kind]] = {
@@ -35,10 +35,11 @@ def communicate(schedule: Schedule, problem: Problem) -> Schedule:
         for action in row:
             rank_actions.append(action)
             for kind in _SENDS_AFTER[action.kind]:
-                if placement.is_remote(action.stage, RULES[kind].neighbour):
+                if has_place(kind, action.stage, placement):
                     send = Action(action.stage, kind, action.microbatch)
                     rank_actions.append(send)
-                    receives[channel_of(send, placement).receiver].append(partner_of(send))
+                    receive = partner_of(send, placement)
+                    receives[placement.rank_of[receive.stage]].append(receive)
         with_sends.append(rank_actions)
     rows = tuple((*receives[rank], *actions) for rank, actions in enumerate(with_sends))
     return Schedule(schedule.name, placement, rows)

@@ -30,12 +30,11 @@ import enum
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import (
-    FORWARD_ONLY_DUTIES,
     HOST_LANES,
     RULES,
     Lane,
@@ -69,13 +68,11 @@ class Channel(NamedTuple):
 
 def channel_of(action: Action, placement: Placement) -> Channel:
     """The channel a message travels on."""
-    rule = RULES[action.kind]
-    here = placement.rank_of[action.stage]
-    there = placement.rank_of[action.stage + rule.neighbour]
-    if rule.lane is Lane.SEND:
+    other = partner_of(action, placement)
+    here, there = placement.rank_of[action.stage], placement.rank_of[other.stage]
+    if RULES[action.kind].lane is Lane.SEND:
         return Channel(here, there, action.kind)
-    assert rule.partner is not None
-    return Channel(there, here, rule.partner)
+    return Channel(there, here, other.kind)
 
 
 def channels(schedule: Schedule) -> set[Channel]:
@@ -84,22 +81,23 @@ def channels(schedule: Schedule) -> set[Channel]:
     Of an evaluation too those that only training uses: they are made once, and training may follow.
     Those of post-validation are not among them: its messages are the host's.
     """
-    rank_of = schedule.placement.rank_of
-    stages = range(schedule.placement.stages)
+    placement = schedule.placement
     return {
-        channel_of(Action(stage, kind, 0), schedule.placement)
+        channel_of(Action(stage, kind, 0), placement)
         for kind, rule in RULES.items()
         if rule.lane is Lane.SEND and rule.where is Where.STAGE
-        for stage in stages
-        if stage + rule.neighbour in stages and rank_of[stage] != rank_of[stage + rule.neighbour]
+        for stage in range(placement.stages)
+        if has_place(kind, stage, placement)
     }
 
 
-def partner_of(action: Action) -> Action:
+def partner_of(action: Action, placement: Placement) -> Action:
     """The other end of a message."""
     rule = RULES[action.kind]
-    assert rule.partner is not None
-    return Action(action.stage + rule.neighbour, rule.partner, action.microbatch)
+    assert rule.partner is not None and rule.neighbour is not None
+    other = placement.neighbour(action.stage, rule.neighbour)
+    assert other is not None, f"{action} has no other end"
+    return Action(other, rule.partner, action.microbatch)
 
 
 def batches_of(row: Sequence[Action]) -> Iterator[range]:
@@ -125,24 +123,27 @@ def _alone(position: int, receives: int) -> Iterator[range]:
 def needed(action: Action, placement: Placement) -> Iterator[tuple[Need, list[Action]]]:
     """For each thing that ``action`` needs, the actions that would do (one of them must)."""
     for need in RULES[action.kind].needs:
-        if need.source is Source.OWN:
-            stage = action.stage
-        elif need.source in _ENDS:
-            end = _ENDS[need.source] % placement.stages
-            if placement.rank_of[action.stage] != placement.rank_of[end]:
-                continue
-            if need.source in (Source.FIRST, Source.LAST):
-                stage = end
-            elif action.stage == end:
-                stage = placement.shard_beside(end)
-            else:
-                continue
-        else:
-            remote = placement.is_remote(action.stage, need.neighbour)
-            if remote is None or remote != (need.source is Source.REMOTE):
-                continue
-            stage = action.stage if remote else action.stage + need.neighbour
-        yield need, [Action(stage, kind, action.microbatch) for kind in need.kinds]
+        stage = _looked_for_on(need, action.stage, placement)
+        if stage is not None:
+            yield need, [Action(stage, kind, action.microbatch) for kind in need.kinds]
+
+
+def _looked_for_on(need: Need, stage: int, placement: Placement) -> int | None:
+    """The stage where ``need`` of an action on ``stage`` is looked for; None: nothing is needed."""
+    if need.source is Source.OWN:
+        return stage
+    if need.source in (Source.LOCAL, Source.REMOTE):
+        assert need.neighbour is not None
+        is_remote = placement.is_remote(stage, need.neighbour)
+        if is_remote is not (need.source is Source.REMOTE):
+            return None
+        return stage if is_remote else placement.neighbour(stage, need.neighbour)
+    end = _ENDS[need.source] % placement.stages
+    if placement.rank_of[stage] != placement.rank_of[end]:
+        return None
+    if need.source in (Source.FIRST, Source.LAST):
+        return end
+    return placement.shard_beside(end) if stage == end else None
 
 
 _ENDS = {Source.FIRST: 0, Source.INPUT_SHARD: 0, Source.LAST: -1, Source.OUTPUT_SHARD: -1}
@@ -152,9 +153,9 @@ def has_place(kind: Kind, stage: int, placement: Placement, forward_only: bool =
     """Whether ``kind`` is found on ``stage``, in a schedule (an evaluation's, with
     ``forward_only``) that has such kinds."""
     rule = RULES[kind]
-    if forward_only and not FORWARD_ONLY_DUTIES.issuperset(rule.covers):
+    if forward_only and not rule.in_evaluation:
         return False
-    if rule.neighbour and not placement.is_remote(stage, rule.neighbour):
+    if rule.neighbour is not None and not placement.is_remote(stage, rule.neighbour):
         return False
     if rule.where is Where.STAGE:
         return True
@@ -166,9 +167,11 @@ def has_place(kind: Kind, stage: int, placement: Placement, forward_only: bool =
             Action(stage, need.kinds[0], 0), placement, forward_only
         )
     if rule.where is Where.RANK:
-        ends = (stage, stage + rule.neighbour)
+        ends = [stage]
+        if rule.is_message:
+            ends.append(partner_of(Action(stage, kind, 0), placement).stage)
         return all(end == placement.shard_beside(end) for end in ends)
-    return stage == placement.shard_beside(placement.stages - 1)
+    return stage == placement.shard_beside(placement.last)
 
 
 def _is_used(collective: Action, placement: Placement, forward_only: bool) -> bool:
@@ -206,6 +209,7 @@ class Graph:
         actions: all actions of all ranks, rank after rank.
         ranks: the rank of each.
         before: for each, the nodes that must have ended before it can start.
+        partners: by the node of a message, that of its other end.
         batches: by the node of a batched message, the nodes that move together.
         followers: collectives, but for one node of each, which all its others wait for.
     """
@@ -213,6 +217,7 @@ class Graph:
     actions: tuple[Action, ...]
     ranks: tuple[int, ...]
     before: tuple[tuple[int, ...], ...]
+    partners: Mapping[int, int]
     batches: Mapping[int, Sequence[int]]
     followers: frozenset[int]
 
@@ -242,6 +247,28 @@ class Graph:
                 entry = entries[entry]
         return tuple(order)
 
+    def longest_paths(
+        self, seconds: Sequence[float], earliest: Sequence[float] | None = None
+    ) -> tuple[list[float], list[float]]:
+        """When each node starts and ends, if it starts as soon as all it waits for has ended.
+
+        What waits in a circle starts at its earliest and ends at 0.
+
+        Args:
+            seconds: what each node takes. (Any unit of time; whole numbers stay whole.)
+            earliest: before which each does not start; 0 if not given.
+        """
+        zeros: list[float] = [0] * len(self.actions)
+        starts, ends = list(earliest or zeros), list(zeros)
+        for node in self.order:
+            start = starts[node]
+            for earlier in self.before[node]:
+                if ends[earlier] > start:
+                    start = ends[earlier]
+            starts[node] = start
+            ends[node] = start + seconds[node]
+        return starts, ends
+
     def cycle(self) -> list[Action]:
         """Actions that wait for one another, each for the next and the last for the first."""
         stuck = set(range(len(self.actions))) - set(self.order)
@@ -267,47 +294,60 @@ def build_graph(
     # Plain tuples are as good a key, and sooner made than actions.
     number: dict[tuple[int, Kind, int], int] = {a: node for node, a in enumerate(actions)}
     before: list[list[int]] = [[] for _ in actions]
-    # Then whatever an action needs of its own rank has ended: it comes before it in the row.
-    in_row_order = device is Device.ONE_QUEUE
-    issued_after: list[list[int]] = [[] for _ in actions]  # what held it up on its rank, if any
+    issued_after = _wait_in_rows(schedule, device, before)
 
-    start = 0
+    needs = Needs(placement)
+    # The same for every microbatch.
+    other_end = cache(lambda stage, kind: partner_of(Action(stage, kind, 0), placement)[:2])
+    partners: dict[int, int] = {}
+    for node, action in enumerate(actions):
+        stage, kind, microbatch = action
+        if device is not Device.ONE_QUEUE:
+            # There whatever an action needs has ended: it comes before it in its row.
+            for needed_stage, needed_kind in needs[stage, kind]:
+                earlier = number.get((needed_stage, needed_kind, microbatch))
+                if earlier is not None:
+                    before[node].append(earlier)
+        rule = RULES[kind]
+        if rule.is_message:
+            partner = partners[node] = number[(*other_end(stage, kind), microbatch)]
+            before[node] += [partner] if rule.lane is Lane.RECEIVE else issued_after[partner]
+    batches = _move_in_batches(schedule, partners, before) if p2p is P2P.BATCHED else {}
+    followers = _move_together(actions, before)
+    waits_for = tuple(tuple(nodes) for nodes in before)
+    return Graph(actions, ranks, waits_for, partners, batches, followers)
+
+
+def _wait_in_rows(schedule: Schedule, device: Device, before: list[list[int]]) -> list[list[int]]:
+    """Add to ``before`` what a rank's own row imposes; return what held each node up, if any."""
+    issued_after: list[list[int]] = []
+    # The same for every microbatch.
+    queue_of = cache(lambda stage, kind: _queue(Action(stage, kind, 0), schedule.placement))
     for row in schedule.rows:
         latest: list[int] = []
         posted: list[int] = []  # since, and not waited for
-        channel_end: dict[Channel | Kind | Lane, list[int]] = {}
-        for node, action in enumerate(row, start=start):
-            rule = RULES[action.kind]
-            issued_after[node] = latest
+        queue_end: dict[Channel | Kind | Lane, list[int]] = {}
+        for node, action in enumerate(row, start=len(issued_after)):
+            issued_after.append(latest)
             before[node] += latest
-            channel = None if in_row_order else _channel(action, placement)
-            if channel is not None:
-                before[node] += channel_end.get(channel, [])
-                channel_end[channel] = [node]
-            if rule.holds_up and device is Device.WAITS_AT_PASSES:
+            if device is Device.ONE_QUEUE:
+                latest = [node]
+                continue
+            queue = queue_of(action.stage, action.kind)
+            if queue is not None:
+                before[node] += queue_end.get(queue, [])
+                queue_end[queue] = [node]
+            if not RULES[action.kind].holds_up:
+                posted.append(node)
+                continue
+            if device is Device.WAITS_AT_PASSES:
                 before[node] += posted
                 posted.clear()
-            if rule.holds_up or in_row_order:
-                latest = [node]
-            else:
-                posted.append(node)
-        start += len(row)
-
-    wanted = Needs(placement)
-    for node, action in enumerate(actions):
-        for stage, kind in () if in_row_order else wanted[action.stage, action.kind]:
-            if (earlier := number.get((stage, kind, action.microbatch))) is not None:
-                before[node].append(earlier)
-        rule = RULES[action.kind]
-        if rule.is_message:
-            partner = number[partner_of(action)]
-            before[node] += [partner] if rule.lane is Lane.RECEIVE else issued_after[partner]
-    batches = _move_in_batches(schedule, number, before) if p2p is P2P.BATCHED else {}
-    followers = _move_together(actions, before)
-    return Graph(actions, ranks, tuple(tuple(nodes) for nodes in before), batches, followers)
+            latest = [node]
+    return issued_after
 
 
-def _channel(action: Action, placement: Placement) -> Channel | Kind | Lane | None:
+def _queue(action: Action, placement: Placement) -> Channel | Kind | Lane | None:
     """What takes ``action`` only after those that its rank has given it before."""
     rule = RULES[action.kind]
     if rule.is_message:
@@ -332,7 +372,7 @@ def _move_together(actions: Sequence[Action], before: list[list[int]]) -> frozen
 
 
 def _move_in_batches(
-    schedule: Schedule, number: dict[tuple[int, Kind, int], int], before: list[list[int]]
+    schedule: Schedule, partners: Mapping[int, int], before: list[list[int]]
 ) -> dict[int, Sequence[int]]:
     """Add to ``before`` what comes of one communicator; return `Graph.batches`."""
     together: dict[int, Sequence[int]] = {}
@@ -344,9 +384,8 @@ def _move_in_batches(
             for node in batch:
                 together[node] = batch
                 before[node] += previous
-                action = row[node - start]
-                if RULES[action.kind].lane is Lane.RECEIVE:
-                    before[number[partner_of(action)]] += previous
+                if RULES[row[node - start].kind].lane is Lane.RECEIVE:
+                    before[partners[node]] += previous
             previous = batch
         for node, action in enumerate(row, start=start):
             if RULES[action.kind].holds_up:

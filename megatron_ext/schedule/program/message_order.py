@@ -29,7 +29,7 @@ from dataclasses import replace
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import RULES, Lane
 from megatron_ext.schedule.problem import P2P, Problem
-from megatron_ext.schedule.program.graph import Graph, build_graph, partner_of
+from megatron_ext.schedule.program.graph import Graph, build_graph
 from megatron_ext.schedule.schedule import Schedule, is_compute
 
 _TICKS = 10**6  # of the longest pass
@@ -40,7 +40,7 @@ _LEAST_HOP = 1 / 32
 
 _BATCHED_PLACE = {Lane.COMPUTE: 0, Lane.RECEIVE: 1, Lane.SEND: 2}
 
-_Key = tuple[int, int, int]  # a time, what comes first at that time, and a place among those
+_Key = tuple[float, int, int]  # a time, what comes first at that time, and a place among those
 
 
 def order_messages(schedule: Schedule, problem: Problem) -> Schedule:
@@ -61,7 +61,6 @@ def _in_sequence(graph: Graph, costs: Costs) -> Iterator[_Key]:
     """A key for each node: the two ends of a message share theirs, and so do a collective's."""
     starts, ends = _times(graph, costs, _LEAST_HOP)
     made = _made(graph, ends)
-    number = {action: node for node, action in enumerate(graph.actions)}
     place = {node: place for place, node in enumerate(graph.order)}
     leaders = {
         (action.kind, action.microbatch): node
@@ -74,7 +73,7 @@ def _in_sequence(graph: Graph, costs: Costs) -> Iterator[_Key]:
             leader = leaders[action.kind, action.microbatch]
             yield starts[leader], 2, place[leader]
         elif RULES[action.kind].is_message:
-            send = number[partner_of(action)] if lane is Lane.RECEIVE else node
+            send = graph.partners[node] if lane is Lane.RECEIVE else node
             yield made[send], 1, send
         else:
             yield ends[node], 0, node
@@ -84,34 +83,32 @@ def _batched(graph: Graph, costs: Costs) -> Iterator[_Key]:
     """A key for each node, where messages share one communicator."""
     _, ends = _times(graph, costs, least_hop=0.0)
     made = _made(graph, ends)
-    number = {action: node for node, action in enumerate(graph.actions)}
     by_name = {action: place for place, action in enumerate(sorted(graph.actions))}
     for node, action in enumerate(graph.actions):
         lane = RULES[action.kind].lane
-        sender = number[partner_of(action)] if lane is Lane.RECEIVE else node
+        sender = graph.partners[node] if lane is Lane.RECEIVE else node
         yield made[sender], _BATCHED_PLACE[lane], by_name[action]
 
 
-def _times(graph: Graph, costs: Costs, least_hop: float) -> tuple[list[int], list[int]]:
+def _times(graph: Graph, costs: Costs, least_hop: float) -> tuple[list[float], list[float]]:
     """When each node starts and ends, in ticks. ``least_hop`` is a share of the longest pass."""
     longest = max(costs.of(action) for action in graph.actions if is_compute(action))
     costs = replace(costs, hop=max(costs.hop, longest * least_hop))
     tick = longest / _TICKS or 1.0  # an evaluation's passes may cost nothing
-    starts, ends = [0] * len(graph.actions), [0] * len(graph.actions)
-    for node in graph.order:
-        action = graph.actions[node]
-        ticks = 0 if node in graph.followers else round(costs.of(action) / tick)
-        starts[node] = max((ends[earlier] for earlier in graph.before[node]), default=0)
-        ends[node] = starts[node] + (max(ticks, 1) if is_compute(action) else ticks)
-    return starts, ends
+    ticks = []
+    for node, action in enumerate(graph.actions):
+        takes = 0 if node in graph.followers else round(costs.of(action) / tick)
+        ticks.append(max(takes, 1) if is_compute(action) else takes)
+    return graph.longest_paths(ticks)
 
 
-def _made(graph: Graph, ends: list[int]) -> list[int]:
+def _made(graph: Graph, ends: list[float]) -> list[float]:
     """For each node, when the last pass of its rank up to it ends."""
-    made, now, rank = [], 0, 0
+    made: list[float] = []
+    now, rank = 0.0, 0
     for node, action in enumerate(graph.actions):
         if graph.ranks[node] != rank:
-            now, rank = 0, graph.ranks[node]
+            now, rank = 0.0, graph.ranks[node]
         if is_compute(action):
             now = ends[node]
         made.append(now)

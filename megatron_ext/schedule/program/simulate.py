@@ -101,36 +101,25 @@ def _run(
         if node not in graph.followers:
             lasts[node] = seconds[key]
     links = _links(graph, costs)
-    earliest = [0.0] * len(lasts) if free is None else _earliest(graph, schedule, free)
-    start, end = (
-        _take_turns(graph, lasts, links, earliest) if links else _follow(graph, lasts, earliest)
-    )
-    events = tuple(map(Event, graph.ranks, graph.actions, start, end))
+    earliest = [0.0] * len(lasts) if free is None else _earliest(graph, free)
+    if links:
+        starts, ends = _take_turns(graph, lasts, links, earliest)
+    else:
+        starts, ends = graph.longest_paths(lasts, earliest)
+    events = tuple(map(Event, graph.ranks, graph.actions, starts, ends))
     return Timeline(schedule, events)
 
 
-def _earliest(graph: Graph, schedule: Schedule, free: Sequence[float]) -> list[float]:
+def _earliest(graph: Graph, free: Sequence[float]) -> list[float]:
     """By node, when its rank is ``free``; of a message, when both its ranks are."""
     times = [free[rank] for rank in graph.ranks]
     for node, action in enumerate(graph.actions):
         rule = RULES[action.kind]
         if rule.is_message:
-            other = schedule.placement.rank_of[action.stage + rule.neighbour]
-            times[node] = max(times[node], free[other])
+            times[node] = max(times[node], free[graph.ranks[graph.partners[node]]])
         elif rule.lane is Lane.COLLECTIVE:
             times[node] = max(free)
     return times
-
-
-def _follow(
-    graph: Graph, lasts: list[float], earliest: list[float]
-) -> tuple[list[float], list[float]]:
-    """Starts and ends of nodes of which none waits but for those before it."""
-    start, end = list(earliest), [0.0] * len(lasts)
-    for node in graph.order:
-        start[node] = max([start[node], *(end[earlier] for earlier in graph.before[node])])
-        end[node] = start[node] + lasts[node]
-    return start, end
 
 
 def _links(graph: Graph, costs: Costs) -> dict[int, object]:
@@ -145,7 +134,8 @@ def _links(graph: Graph, costs: Costs) -> dict[int, object]:
 def _take_turns(
     graph: Graph, lasts: list[float], links: Mapping[int, object], earliest: list[float]
 ) -> tuple[list[float], list[float]]:
-    """The same where a copy waits until its link is free: whose turn came first goes first."""
+    """`Graph.longest_paths` where a copy waits until its link is free, too: whose turn came first
+    goes first."""
     start, end = list(earliest), [0.0] * len(lasts)
     after: list[list[int]] = [[] for _ in lasts]
     for node, nodes in enumerate(graph.before):

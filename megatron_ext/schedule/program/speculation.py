@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.kinds import FORWARD_ONLY_DUTIES, RULES, Lane, Source, Where
+from megatron_ext.schedule.kinds import RULES, Lane, Source, Where
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.program.graph import needed, partner_of
 from megatron_ext.schedule.schedule import is_compute
@@ -28,8 +28,7 @@ def can_be_undone(action: Action, placement: Placement) -> bool:
     loss, or what is no pass."""
     if not is_compute(action):
         return True
-    is_forward = FORWARD_ONLY_DUTIES.issuperset(RULES[action.kind].covers)
-    return is_forward and action.stage < placement.stages - 1
+    return RULES[action.kind].in_evaluation and not placement.is_last(action.stage)
 
 
 def latest_settling(rows: Rows, placement: Placement) -> list[int]:
@@ -61,7 +60,7 @@ def latest_settling(rows: Rows, placement: Placement) -> list[int]:
     return lengths
 
 
-def first_crossing(rows: Rows) -> tuple[Action, Action] | None:
+def first_crossing(rows: Rows, placement: Placement) -> tuple[Action, Action] | None:
     """A message of which one end comes before its rank's verdict and the other after, if any."""
     before: set[Action] = set()
     for row in rows:
@@ -71,7 +70,7 @@ def first_crossing(rows: Rows) -> tuple[Action, Action] | None:
             rule = RULES[action.kind]
             if not rule.is_message or rule.where is Where.RANK or action not in before:
                 continue
-            partner = partner_of(action)
+            partner = partner_of(action, placement)
             if partner not in before:
                 return action, partner
     return None
@@ -81,11 +80,11 @@ def _other_ends(action: Action, placement: Placement) -> list[Action]:
     """What must come before the verdict on another rank if ``action`` does on its own."""
     rule = RULES[action.kind]
     if rule.lane is Lane.SEND:
-        return [partner_of(action)]
+        return [partner_of(action, placement)]
     if not is_compute(action):
         return []
     return [
-        partner_of(choices[0])
+        partner_of(choices[0], placement)
         for need, choices in needed(action, placement)
         if need.source is Source.REMOTE
     ]

@@ -7,17 +7,16 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
 from functools import cached_property
+from itertools import product
 from typing import NoReturn
 
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import (
-    FORWARD_ONLY_DUTIES,
-    OPTIONAL_DUTIES,
     RULES,
-    Duty,
     Lane,
     Where,
 )
+from megatron_ext.schedule.limit import fits
 from megatron_ext.schedule.problem import P2P, Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.program.graph import (
     Device,
@@ -34,8 +33,6 @@ from megatron_ext.schedule.schedule import Schedule, is_compute
 
 _SEAL = object()
 
-_GROUP_OF = {duty: group for group in OPTIONAL_DUTIES for duty in group}
-
 
 class InvalidSchedule(ValueError):
     """A schedule that must not run. ``actions`` are the first offenders."""
@@ -51,12 +48,16 @@ class Program:
 
     schedule: Schedule
     problem: Problem
-    graph: Graph
     seal: InitVar[object]  # not kept, or `dataclasses.replace` would take it along
 
     def __post_init__(self, seal: object) -> None:
         if seal is not _SEAL:
             raise TypeError("a Program is made by prove(schedule, problem) and by nothing else")
+
+    @cached_property
+    def graph(self) -> Graph:
+        """Who waits for whom."""
+        return build_graph(self.schedule, self.problem.extras.p2p)
 
     @property
     def text(self) -> str:
@@ -85,14 +86,14 @@ def check_compute(schedule: Schedule, problem: Problem) -> None:
             f"the problem on {problem.placement.rank_of}",
         )
     _check_places(schedule, problem)
-    _check_duties(schedule, problem, {Lane.COMPUTE})
+    _check_all_done_once(schedule, problem, {Lane.COMPUTE})
     _check_needs(schedule)
 
 
 def prove(schedule: Schedule, problem: Problem) -> Program:
     """Check everything that could go wrong at run time, once, before anything runs.
 
-    Every duty exactly once and on its rank; what an action needs before it; sends and receives
+    All work exactly once and on its rank; what an action needs before it; sends and receives
     matched pairwise in the order of their channel (batched: of their two ranks), collectives in one
     order on all ranks; no cyclic wait (`graph`), also where everything that a rank has posted holds
     it up; with post-validation, nothing before the verdict that could not be undone
@@ -106,24 +107,30 @@ def prove(schedule: Schedule, problem: Problem) -> Program:
         InvalidSchedule: naming the first offending actions, with the cycle if there is one.
     """
     check_compute(schedule, problem)
-    _check_duties(schedule, problem, set(Lane))
+    _check_all_done_once(schedule, problem, set(Lane))
     _check_channels(schedule, problem.extras.p2p)
     _check_collectives(schedule)
     if problem.extras.post_validation and not problem.forward_only:
         _check_speculation(schedule)
-    graph = build_graph(schedule, problem.extras.p2p)
-    _check_acyclic(schedule, problem.extras.p2p, graph)
+    program = Program(schedule, problem, _SEAL)
+    _check_acyclic(program)
     _check_memory(schedule, problem)
-    return Program(schedule, problem, graph, _SEAL)
+    return program
 
 
-def _check_acyclic(schedule: Schedule, p2p: P2P, graph: Graph) -> None:
-    cycle, where = graph.cycle(), ""
-    # Batched there is nothing more to check: what needs something later of this rank needs a
-    # message of it, and that waits for all batches before it anyway.
-    if not cycle and p2p is P2P.ASYNC:
+def _check_acyclic(program: Program) -> None:
+    schedule, p2p, where = program.schedule, program.problem.extras.p2p, ""
+    if p2p is P2P.BATCHED:
+        # One queue has nothing more to hold up: what needs something later of this rank needs a
+        # message of it, and that waits for all batches before it anyway.
+        cycle = program.graph.cycle()
+    else:
+        # One queue holds up whatever a device that runs things side by side does.
         cycle = build_graph(schedule, p2p, Device.ONE_QUEUE).cycle()
-        where = f" on a device where {Device.ONE_QUEUE.value} can hold up what comes next"
+        if cycle and (side_by_side := program.graph.cycle()):
+            cycle = side_by_side
+        elif cycle:
+            where = f" on a device where {Device.ONE_QUEUE.value} can hold up what comes next"
     if not cycle:
         return
     path = " waits for ".join(map(str, [*cycle, cycle[0]]))
@@ -141,7 +148,7 @@ def _check_places(schedule: Schedule, problem: Problem) -> None:
     for rank, row in enumerate(schedule.rows):
         for action in row:
             if not 0 <= action.stage < placement.stages:
-                _reject(schedule, f"{action}: stages are 0 to {placement.stages - 1}", [action])
+                _reject(schedule, f"{action}: stages are 0 to {placement.last}", [action])
             if not 0 <= action.microbatch < problem.microbatches:
                 _reject_microbatch(schedule, problem, action, row)
             home = placement.rank_of[action.stage]
@@ -164,23 +171,18 @@ def _reject_microbatch(
     _reject(schedule, f"{action}: microbatches are 0 to {last}{but}", [action, *missing])
 
 
-def _duties(schedule: Schedule, problem: Problem, lanes: set[Lane]) -> dict[int, dict[Duty, Kind]]:
-    """What each stage has to do per microbatch, and by which kind (one in use, if there is one).
-
-    Optional duties are among it.
-    """
+def _to_do(schedule: Schedule, problem: Problem, lanes: set[Lane]) -> dict[int, dict[Kind, Kind]]:
+    """What each stage has to do per microbatch, and the kind of action that would do it: one that
+    the schedule uses, if there is one. What may be left out (`Rule.all_or_none`) is among it."""
     used = {action.kind for row in schedule.rows for action in row}
-    duties: dict[int, dict[Duty, Kind]] = defaultdict(dict)
+    to_do: dict[int, dict[Kind, Kind]] = defaultdict(dict)
     for stage in range(schedule.placement.stages):
         for kind in sorted(RULES, key=lambda kind: kind not in used):
             rule = RULES[kind]
-            if rule.lane not in lanes:
-                continue
-            if not _belongs(kind, stage, problem):
-                continue
-            for duty in rule.covers:
-                duties[stage].setdefault(duty, kind)
-    return duties
+            if rule.lane in lanes and _belongs(kind, stage, problem):
+                for covered in rule.covers:
+                    to_do[stage].setdefault(covered, kind)
+    return to_do
 
 
 def _belongs(kind: Kind, stage: int, problem: Problem) -> bool:
@@ -191,65 +193,74 @@ def _belongs(kind: Kind, stage: int, problem: Problem) -> bool:
             return False
     elif where is not Where.STAGE and problem.extras.vocabulary is VocabularyParallel.NONE:
         return False
-    if _is_optional(kind) and problem.extras.offload is Offload.NONE:
+    if RULES[kind].all_or_none is not None and problem.extras.offload is Offload.NONE:
         return False
     return has_place(kind, stage, problem.placement, problem.forward_only)
 
 
-def _is_optional(kind: Kind) -> bool:
-    return not _GROUP_OF.keys().isdisjoint(RULES[kind].covers)
-
-
 def _why_not(kind: Kind, problem: Problem) -> str:
     rule = RULES[kind]
-    if _is_optional(kind):
+    if rule.all_or_none is not None:
         return "offloads, and the problem does not"
     if rule.where is Where.RANK and not problem.extras.post_validation:
         return "validates afterwards, and the problem does not"
-    if problem.forward_only and not FORWARD_ONLY_DUTIES.issuperset(rule.covers):
+    if problem.forward_only and not rule.in_evaluation:
         return "has no place in an evaluation"
-    if rule.neighbour:
+    if rule.neighbour is not None:
         return "has no other rank to talk to"
     if problem.extras.vocabulary is VocabularyParallel.NONE:
         return "is vocabulary parallel, and the problem is not"
     return f"is on a stage that is not {rule.where.value}"
 
 
-def _check_duties(schedule: Schedule, problem: Problem, lanes: set[Lane]) -> None:
-    # Per stage and duty, a flag for each microbatch; and those that a kind sets on a stage.
-    done: dict[tuple[int, Duty], bytearray] = defaultdict(lambda: bytearray(problem.microbatches))
-    sets: dict[tuple[int, Kind], list[tuple[Duty, bytearray]]] = {}
+# By stage and kind, a flag for each microbatch: whether it is done.
+_Done = dict[tuple[int, Kind], bytearray]
+
+
+def _check_all_done_once(schedule: Schedule, problem: Problem, lanes: set[Lane]) -> None:
+    done = _done(schedule, problem)
+    for stage, to_do in _to_do(schedule, problem, lanes).items():
+        if all(all(done[stage, kind]) for kind in to_do):
+            continue
+        for microbatch, kind in product(range(problem.microbatches), to_do):
+            if _is_missing(stage, kind, microbatch, done):
+                action = Action(stage, to_do[kind], microbatch)
+                rank = schedule.placement.rank_of[stage]
+                _reject(
+                    schedule,
+                    f"{action} is missing on rank {rank}: nothing does the {RULES[kind].does}",
+                    [action],
+                )
+
+
+def _done(schedule: Schedule, problem: Problem) -> _Done:
+    """What is done in ``schedule``, nothing of it twice or where it does not belong."""
+    done: _Done = defaultdict(lambda: bytearray(problem.microbatches))
+    sets: dict[tuple[int, Kind], list[tuple[Kind, bytearray]]] = {}  # what a kind sets on a stage
     for row in schedule.rows:
         for action in row:
             stage, kind, microbatch = action
             if (stage, kind) not in sets:
-                rule = RULES[kind]
                 if not _belongs(kind, stage, problem):
                     _reject(schedule, f"{action} {_why_not(kind, problem)}", [action])
-                sets[stage, kind] = [(duty, done[stage, duty]) for duty in rule.covers]
-            for duty, flags in sets[stage, kind]:
+                sets[stage, kind] = [(other, done[stage, other]) for other in RULES[kind].covers]
+            for covered, flags in sets[stage, kind]:
                 if flags[microbatch]:
-                    _reject(schedule, f"{action} does the {duty.value} a second time", [action])
+                    what = RULES[covered].does
+                    _reject(schedule, f"{action} does the {what} a second time", [action])
                 flags[microbatch] = 1
-    for stage, duties in _duties(schedule, problem, lanes).items():
-        if all(all(done[stage, duty]) for duty in duties):
-            continue
-        for microbatch in range(problem.microbatches):
-            for duty, kind in duties.items():
-                if done[stage, duty][microbatch]:
-                    continue
-                if microbatch > 0 and RULES[kind].where is Where.RANK:
-                    continue  # once a step
-                group = _GROUP_OF.get(duty)
-                if group is not None and not any(done[stage, d][microbatch] for d in group):
-                    continue
-                action = Action(stage, kind, microbatch)
-                rank = schedule.placement.rank_of[stage]
-                _reject(
-                    schedule,
-                    f"{action} is missing on rank {rank}: nothing does the {duty.value}",
-                    [action],
-                )
+    return done
+
+
+def _is_missing(stage: int, kind: Kind, microbatch: int, done: _Done) -> bool:
+    if done[stage, kind][microbatch]:
+        return False
+    if RULES[kind].where is Where.RANK:
+        return microbatch == 0  # once a step
+    group = RULES[kind].all_or_none
+    return group is None or any(
+        done[stage, other][microbatch] for other, rule in RULES.items() if rule.all_or_none is group
+    )
 
 
 def _check_needs(schedule: Schedule) -> None:
@@ -278,11 +289,12 @@ def _check_channels(schedule: Schedule, p2p: P2P) -> None:
                 lane[channel_of(action, schedule.placement)[:ends]].append(action)
     for way, sends in sent.items():
         for send, receive in zip(sends, received[way], strict=True):
-            if partner_of(send) != receive:
+            partner = partner_of(send, schedule.placement)
+            if partner != receive:
                 _reject(
                     schedule,
                     f"messages cross from rank {way[0]} to rank {way[1]}: "
-                    f"{send} would meet {receive}, not {partner_of(send)}",
+                    f"{send} would meet {receive}, not {partner}",
                     [send, receive],
                 )
 
@@ -322,7 +334,7 @@ def _check_speculation(schedule: Schedule) -> None:
         late = [action for action in row[steps:] if is_compute(action)]
         if late:
             _reject(schedule, f"{row[steps]} comes before {late[0]}", [row[steps], late[0]])
-    crossing = first_crossing(schedule.rows)
+    crossing = first_crossing(schedule.rows, placement)
     if crossing is not None:
         _reject(
             schedule,
@@ -339,10 +351,10 @@ def _check_memory(schedule: Schedule, problem: Problem) -> None:
     unit = "bytes" if limit.microbatches is None else "microbatches"
     held = peaks(schedule, amount)
     for rank, peak in enumerate(held):
-        if peak > allowed * (1 + 1e-9):
+        if not fits(peak, allowed):
             row = schedule.rows[rank]
             held_by = zip(row, held_during(row, amount), strict=True)
-            over = [action for action, now in held_by if now > allowed * (1 + 1e-9)]
+            over = [action for action, now in held_by if not fits(now, allowed)]
             first = next((action for action in over if _takes(action, amount)), over[0])
             _reject(
                 schedule,

@@ -34,7 +34,6 @@ from megatron_ext.schedule.program.graph import (
     build_graph,
     channel_of,
     has_place,
-    partner_of,
 )
 from megatron_ext.schedule.schedule import Schedule, is_compute
 
@@ -89,10 +88,7 @@ def await_sends(schedule: Schedule, problem: Problem) -> Schedule:
 
 def _in_step(graph: Graph) -> list[int]:
     """The nodes, each after all it waits for, as they would run if every pass took one unit."""
-    begins: dict[int, int] = {}
-    for node in graph.order:
-        ends = (begins[n] + is_compute(graph.actions[n]) for n in graph.before[node])
-        begins[node] = max(ends, default=0)
+    begins, _ = graph.longest_paths([float(is_compute(action)) for action in graph.actions])
     return sorted(graph.order, key=begins.__getitem__)
 
 
@@ -115,7 +111,7 @@ def _told_by_clocks(graph: Graph) -> Callable[[int, int], bool]:
     def knows_of(node: int, given: int) -> bool:
         action = graph.actions[given]
         if RULES[action.kind].is_message:
-            used_by = users[partner_of(action)]
+            used_by = users[graph.actions[graph.partners[given]]]
         else:
             used_by = users[action._replace(stage=_ALL_RANKS)]
         return any(user <= clocks[node, graph.ranks[user]] for user in used_by)

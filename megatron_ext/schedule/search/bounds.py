@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 
-from megatron_ext.schedule.kinds import Duty, Held
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.kinds import Held
+from megatron_ext.schedule.placement import Neighbour
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.search.fill import Memory, memory_of
 
@@ -29,11 +31,11 @@ def lower_bound(problem: Problem, splits_backward: bool) -> float:
     """
     placement, costs, m = problem.placement, problem.costs, problem.microbatches
     memory = memory_of(problem)
-    forward = costs.seconds[Duty.FORWARD]
-    input_gradient = costs.seconds[Duty.INPUT_GRADIENT]
-    weight_gradient = costs.seconds[Duty.WEIGHT_GRADIENT]
+    forward = costs.seconds[Kind.FORWARD]
+    input_gradient = costs.seconds[Kind.BACKWARD_INPUT]
+    weight_gradient = costs.seconds[Kind.BACKWARD_WEIGHT]
     stages = range(placement.stages)
-    hop = [costs.hop if placement.is_remote(stage, -1) else 0.0 for stage in stages]
+    hop = [costs.hop if placement.is_remote(stage, Neighbour.PREVIOUS) else 0.0 for stage in stages]
     backward = [
         i if splits_backward else i + w
         for i, w in zip(input_gradient, weight_gradient, strict=True)

@@ -144,10 +144,11 @@ class _Ranks:
         if kind is Kind.BACKWARD_WEIGHT:
             earlier.append(Action(stage, Kind.BACKWARD_INPUT, k))
         elif kind is not Kind.FORWARD:
-            last = stage == self.placement.stages - 1
-            earlier.append(Action(stage, Kind.FORWARD, k) if last else Action(stage + 1, kind, k))
-        elif stage:
-            earlier.append(Action(stage - 1, kind, k))
+            after = self.placement.next(stage)
+            at_end = Action(stage, Kind.FORWARD, k)
+            earlier.append(at_end if after is None else Action(after, kind, k))
+        elif (before := self.placement.previous(stage)) is not None:
+            earlier.append(Action(before, kind, k))
         return max((self.moved[a] + _width(a) for a in earlier if a in self.moved), default=0)
 
     def rows(self) -> Rows:
@@ -158,5 +159,5 @@ class _Ranks:
 
 
 def _width(action: Action) -> int:
-    """Slots that ``action`` takes: one per duty."""
+    """Slots that ``action`` takes: one for each kind it covers."""
     return len(RULES[action.kind].covers)

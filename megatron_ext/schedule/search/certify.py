@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from megatron_ext.schedule.action import Action
-from megatron_ext.schedule.kinds import RULES, Duty
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.problem import Offload, VocabularyParallel
 from megatron_ext.schedule.program.graph import needed, partner_of
 from megatron_ext.schedule.program.simulate import simulate
@@ -63,7 +63,7 @@ def certify(program: Program, seconds: float) -> Certificate:
             f"--certify knows no bound with offload {extras.offload}: leave one of them out"
         )
     splits = any(
-        RULES[a.kind].covers == (Duty.WEIGHT_GRADIENT,)
+        RULES[a.kind].covers == (Kind.BACKWARD_WEIGHT,)
         for row in program.schedule.rows
         for a in row
     )
@@ -126,7 +126,7 @@ def _producers(
             if choice in passes:
                 yield choice, False
             elif RULES[choice.kind].is_message:
-                for _, senders in needed(partner_of(choice), placement):
+                for _, senders in needed(partner_of(choice, placement), placement):
                     yield from ((sender, True) for sender in senders if sender in passes)
 
 
@@ -151,9 +151,9 @@ def _add_memory_limit(model: Any, program: Program, starts: Any, ends: Any, hori
         return
     placement = program.schedule.placement
     for row in program.schedule.compute_rows:
-        first = [a for a in row if Duty.FORWARD in RULES[a.kind].covers]
+        first = [a for a in row if Kind.FORWARD in RULES[a.kind].covers]
         last = {
-            (a.stage, a.microbatch): a for a in row if Duty.WEIGHT_GRADIENT in RULES[a.kind].covers
+            (a.stage, a.microbatch): a for a in row if Kind.BACKWARD_WEIGHT in RULES[a.kind].covers
         }
         held = [
             model.new_interval_var(

@@ -22,13 +22,14 @@ from dataclasses import dataclass
 
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import Held
+from megatron_ext.schedule.limit import fits
+from megatron_ext.schedule.placement import Neighbour
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.program.communication import communicate
-from megatron_ext.schedule.program.graph import build_graph
 from megatron_ext.schedule.program.memory import Amount, bytes_for, in_bytes
-from megatron_ext.schedule.schedule import Schedule, is_compute
+from megatron_ext.schedule.program.simulate import simulate_unproved
+from megatron_ext.schedule.schedule import Schedule
 
-_TOLERANCE = 1e-9  # of a sum of costs, or of memory
+_TOLERANCE = 1e-9  # of a sum of costs
 
 
 class DoesNotFit(ValueError):
@@ -64,6 +65,10 @@ class Memory:
 
     amount: Amount
     allowed: tuple[float, ...]
+
+    def fits(self, rank: int, held: float) -> bool:
+        """Whether ``rank`` may hold ``held``."""
+        return fits(held, self.allowed[rank])
 
     def of(self, stage: int) -> float:
         """What a microbatch takes on ``stage`` from F to I."""
@@ -163,15 +168,7 @@ def makespan(schedule: Schedule, problem: Problem) -> float:
     """The makespan that `simulate` gives ``schedule``, unproved and without messages as it is."""
     if not problem.costs.hop:
         return time(schedule.rows, problem).makespan
-    graph = build_graph(communicate(schedule, problem))
-    end = [0.0] * len(graph.actions)
-    first, last = math.inf, 0.0
-    for node in graph.order:
-        start = max((end[earlier] for earlier in graph.before[node]), default=0.0)
-        end[node] = start + problem.costs.of(graph.actions[node])
-        if is_compute(graph.actions[node]):
-            first, last = min(first, start), max(last, end[node])
-    return last - first
+    return simulate_unproved(schedule, problem).makespan
 
 
 def _work(problem: Problem) -> list[float]:
@@ -183,10 +180,10 @@ def _work(problem: Problem) -> list[float]:
 
 def _last_start(problem: Problem) -> float:
     """When the last rank can start at the earliest."""
-    rank_of, at = problem.placement.rank_of, 0.0
+    placement, at = problem.placement, 0.0
     seen: dict[int, float] = {}
-    for stage, rank in enumerate(rank_of):
-        if stage and rank_of[stage - 1] != rank:
+    for stage, rank in enumerate(placement.rank_of):
+        if placement.is_remote(stage, Neighbour.PREVIOUS):
             at += problem.costs.hop
         seen.setdefault(rank, at)
         at += problem.costs.of(Action(stage, Kind.FORWARD, 0))
@@ -206,7 +203,7 @@ class _Filling:
     ) -> None:
         placement, costs, m = problem.placement, problem.costs, problem.microbatches
         stages, ranks = range(placement.stages), placement.ranks
-        self.orders, self.rank_of, self.hop = orders, placement.rank_of, costs.hop
+        self.orders, self.placement, self.hop = orders, placement, costs.hop
         self.memory, self.deadline, self.span = memory, deadline, span
         self.seconds = {kind: [costs.of(Action(s, kind, 0)) for s in stages] for kind in _COMPUTE}
         self.work = _work(problem)
@@ -292,8 +289,7 @@ class _Filling:
     def make_room(self, rank: int, action: Action) -> None:
         if self.memory is None:
             return
-        allowed = self.memory.allowed[rank] * (1 + _TOLERANCE)
-        while self.held[rank] + self.share[action.stage] > allowed:
+        while not self.memory.fits(rank, self.held[rank] + self.share[action.stage]):
             if not self.pending[rank]:
                 raise DoesNotFit(f"{action} exceeds the memory of rank {rank}")
             self.do_w(rank)
@@ -322,10 +318,10 @@ class _Filling:
         """Send what ``action`` made to the neighbouring stage; the rank of that, -1: no stage."""
         stage, kind, k = action
         is_forward = kind is Kind.FORWARD
-        other = stage + 1 if is_forward else stage - 1
-        if not 0 <= other < len(self.rank_of):
+        other = self.placement.next(stage) if is_forward else self.placement.previous(stage)
+        if other is None:
             return -1
-        to, at = self.rank_of[other], self.free[rank]
+        to, at = self.placement.rank_of[other], self.free[rank]
         if to != rank:
             at = max(at, self.arrived.get((rank, to, kind), 0.0)) + self.hop
             self.arrived[rank, to, kind] = at

@@ -153,31 +153,21 @@ def pack(shop: Shop, plan: Sequence[Sequence[float]]) -> tuple[float, Starts] | 
     # A gap is [start, end, the most that is held from here to the rank's end].
     gaps: list[list[list[float]]] = [[] for _ in range(ranks)]
     refused: list[list[tuple[float, int]]] = [[] for _ in range(ranks)]
-    heap = [(plan[lane][0], lane) for lane in range(lanes) if not shop.waits_for[lane]]
-    heapq.heapify(heap)
+    heap = sorted((plan[lane][0], lane) for lane in range(lanes) if not shop.waits_for[lane])
     push, pop = heapq.heappush, heapq.heappop
     while heap:
         entry = pop(heap)
         lane = entry[1]
-        rank, k, gain, seconds = lane // LANES, count[lane], gains[lane], durations[lane]
+        rank, k, gain = lane // LANES, count[lane], gains[lane]
         if gain > 0 and not _may_take(shop, rank, lane, held[rank] + gain, count):
             refused[rank].append(entry)
             continue
-        start, behind = ready[lane][k], rank_end[rank]
-        if lane_end[lane] > start:
-            start = lane_end[lane]
-        in_gap = None
-        if gaps[rank] and start < behind:
-            room = limit - gain if gain > 0 else _ANY
-            in_gap = _fill_gap(gaps[rank], start, seconds, gain, room)
-        if in_gap is not None:
-            start = in_gap
-        else:
-            if start < behind:
-                start = behind
-            if gain > 0 or start > behind:
-                _append(gaps[rank], behind, start, held[rank], gain)
-            rank_end[rank] = start + seconds
+        earliest, seconds = ready[lane][k], durations[lane]
+        if lane_end[lane] > earliest:
+            earliest = lane_end[lane]
+        start, rank_end[rank] = _put(
+            gaps[rank], rank_end[rank], earliest, seconds, gain, held[rank], limit
+        )
         held[rank] += gain
         starts[lane][k] = start
         end = lane_end[lane] = start + seconds
@@ -191,10 +181,8 @@ def pack(shop: Shop, plan: Sequence[Sequence[float]]) -> tuple[float, Starts] | 
                 ready[follower][k] = end + after
             if not waits[k] and count[follower] == k:
                 push(heap, (plan[follower][k], follower))
-        if refused[rank]:
-            for entry in refused[rank]:
-                push(heap, entry)
-            refused[rank] = []
+        while refused[rank]:
+            push(heap, refused[rank].pop())
     if any(number < m for number in count):
         return None
     return max(map(float.__add__, rank_end, shop.tails)), starts
@@ -210,6 +198,28 @@ def _may_take(shop: Shop, rank: int, lane: int, held: float, count: list[int]) -
         enter, turn = shop.room[rank]
         return (entered - turned + 1) * enter + turn <= shop.limit
     return lane != first + shop.turns or turned < entered
+
+
+def _put(
+    gaps: list[list[float]],
+    rank_end: float,
+    earliest: float,
+    seconds: float,
+    gain: float,
+    held: float,
+    limit: float,
+) -> tuple[float, float]:
+    """Put a pass into the first gap of its rank that takes it, or behind all others. Its start, and
+    the rank's new end."""
+    if gaps and earliest < rank_end:
+        room = limit - gain if gain > 0 else _ANY
+        in_gap = _fill_gap(gaps, earliest, seconds, gain, room)
+        if in_gap is not None:
+            return in_gap, rank_end
+    start = earliest if earliest > rank_end else rank_end
+    if gain > 0 or start > rank_end:
+        _append(gaps, rank_end, start, held, gain)
+    return start, start + seconds
 
 
 def _fill_gap(

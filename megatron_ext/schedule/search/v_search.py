@@ -19,7 +19,8 @@ from collections.abc import Iterator, Sequence
 from random import Random
 
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.kinds import Duty, Held
+from megatron_ext.schedule.kinds import Held
+from megatron_ext.schedule.placement import Neighbour
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.search.justify import (
     F_INNER,
@@ -52,33 +53,29 @@ def shop_of(
 ) -> tuple[Shop, float]:
     """``problem`` in units of a rank's work for one microbatch, and that work in seconds."""
     seconds, ranks = problem.costs.seconds, problem.ranks
-    stages = 2 * ranks
-    work = sum(sum(seconds[duty]) for duty in _DUTIES.values()) / ranks
+    placement = problem.placement
+    work = sum(sum(seconds[kind]) for kind in _KINDS) / ranks
     durations = [0.0] * (LANES * ranks)
     gain = [0.0] * (LANES * ranks)
     nexts: list[list[tuple[int, float]]] = [[] for _ in durations]
     waits_for = [1] * len(durations)
     waits_for[lane_of(0, Kind.FORWARD, ranks)] = 0
 
-    def hop(stage: int, other: int) -> float:
-        here, there = problem.placement.rank_of[stage], problem.placement.rank_of[other]
-        return problem.costs.hop / work if here != there else 0.0
-
-    for stage in range(stages):
-        forward, backward, weight = (lane_of(stage, kind, ranks) for kind in _DUTIES)
-        for kind, duty in _DUTIES.items():
+    for stage in range(placement.stages):
+        forward, backward, weight = (lane_of(stage, kind, ranks) for kind in _KINDS)
+        for kind in _KINDS:
             # A pass that costs nothing still has its place in the order.
-            durations[lane_of(stage, kind, ranks)] = max(seconds[duty][stage] / work, 1e-6)
+            durations[lane_of(stage, kind, ranks)] = max(seconds[kind][stage] / work, 1e-6)
         activation, rest = amounts[Held.ACTIVATION][stage], amounts[Held.WEIGHT_INPUTS][stage]
         gain[forward], gain[backward], gain[weight] = activation, rest - activation, -rest
         nexts[backward].append((weight, 0.0))
-        if stage + 1 < stages:
-            after = lane_of(stage + 1, Kind.FORWARD, ranks)
-            nexts[forward].append((after, hop(stage, stage + 1)))
-            before = lane_of(stage + 1, Kind.BACKWARD_INPUT, ranks)
-            nexts[before].append((backward, hop(stage + 1, stage)))
-        else:
+        after = placement.next(stage)
+        if after is None:
             nexts[forward].append((backward, 0.0))
+            continue
+        hop = problem.costs.hop / work if placement.is_remote(stage, Neighbour.NEXT) else 0.0
+        nexts[forward].append((lane_of(after, Kind.FORWARD, ranks), hop))
+        nexts[lane_of(after, Kind.BACKWARD_INPUT, ranks)].append((backward, hop))
     most = list(map(max, amounts[Held.ACTIVATION], amounts[Held.WEIGHT_INPUTS]))
     shop = Shop(
         problem.microbatches,
@@ -102,16 +99,12 @@ def _tails(problem: Problem, work: float) -> tuple[float, ...]:
     The largest end with its tail is then the largest own time, but for a constant.
     """
     before = [0.0]  # each rank's first F, in the order of the stages
-    for forward in problem.costs.seconds[Duty.FORWARD][: problem.ranks - 1]:
+    for forward in problem.costs.seconds[Kind.FORWARD][: problem.ranks - 1]:
         before.append(before[-1] + (forward + problem.costs.hop) / work)
     return tuple(before[-1] - start for start in reversed(before))
 
 
-_DUTIES = {
-    Kind.FORWARD: Duty.FORWARD,
-    Kind.BACKWARD_INPUT: Duty.INPUT_GRADIENT,
-    Kind.BACKWARD_WEIGHT: Duty.WEIGHT_GRADIENT,
-}
+_KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 def plan_of(timeline: Timeline, work: float) -> Starts:

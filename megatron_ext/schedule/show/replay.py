@@ -85,7 +85,7 @@ def _makers(action: Action, placement: Placement) -> Iterator[Action]:
     lane = RULES[action.kind].lane
     ends = [action]
     if lane is Lane.RECEIVE:
-        ends.append(partner_of(action))
+        ends.append(partner_of(action, placement))
     elif lane is Lane.COLLECTIVE:
         ends = [action._replace(stage=stages[0]) for stages in placement.stages_of]
     for each in (each for end in ends for _, some in needed(end, placement) for each in some):

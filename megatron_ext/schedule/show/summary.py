@@ -10,6 +10,7 @@ from megatron_ext.schedule.build.head import costs_in, head_waits
 from megatron_ext.schedule.build.overlap import what_overlapping_gains
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.costs_text import format_costs
 from megatron_ext.schedule.kinds import RULES, Held, Lane
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Offload, Problem
@@ -66,7 +67,7 @@ def summary(program: Program) -> str:
         f"{program.schedule.name} on {problem.ranks} ranks, {problem.microbatches} microbatches: "
         f"predicted bubble {bubble:.1%} of the makespan (1f1b {stock:.1%}), "
         f"peak {peak:g} microbatches{held}{_what_leaves(program)}{_what_overlaps(program)}; "
-        f"costs {costs.origin}: {costs}"
+        f"costs {costs.origin}: {format_costs(costs)}"
     )
 
 

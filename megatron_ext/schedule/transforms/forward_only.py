@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_ext.schedule.kinds import FORWARD_ONLY_DUTIES, RULES
+from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
 
@@ -12,7 +12,6 @@ from megatron_ext.schedule.schedule import Schedule
 def keep_forward(schedule: Schedule, problem: Problem) -> Schedule:
     """``schedule`` without what only training needs."""
     rows = tuple(
-        tuple(a for a in row if FORWARD_ONLY_DUTIES.issuperset(RULES[a.kind].covers))
-        for row in schedule.rows
+        tuple(action for action in row if RULES[action.kind].in_evaluation) for row in schedule.rows
     )
     return replace(schedule, rows=rows)

@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.costs import HostCosts
 from megatron_ext.schedule.kinds import RULES, Lane
+from megatron_ext.schedule.limit import fits
 from megatron_ext.schedule.problem import Offload, Problem
 from megatron_ext.schedule.program.memory import amount_of, peak
 from megatron_ext.schedule.program.simulate import simulate_messages
@@ -162,7 +163,7 @@ class _Leaving:
         limit = self.problem.memory_limit
         assert limit is not None
         amount, allowed = amount_of(limit, self.schedule, self.problem.costs)
-        return all(peak(row, amount) <= allowed * (1 + 1e-9) for row in rows)
+        return all(fits(peak(row, amount), allowed) for row in rows)
 
 
 # By what is held between two passes: the copies and the wait, and which passes they are.

@@ -31,23 +31,24 @@ def validate_afterwards(schedule: Schedule, problem: Problem) -> Schedule:
     rows = []
     for stages, row, length in zip(placement.stages_of, schedule.rows, lengths, strict=True):
 
-        def those(*kinds: Kind, stage: int = stages[0]) -> list[Action]:
+        def of_rank(*kinds: Kind, stage: int = stages[0]) -> list[Action]:
             return [Action(stage, kind, 0) for kind in kinds if has_place(kind, stage, placement)]
 
         # A message that will only come after the other rank's verdict is received after this one's.
-        later = [a for a in row[:length] if _is_receive(a) and partner_of(a) not in before]
+        later = [
+            action
+            for action in row[:length]
+            if RULES[action.kind].lane is Lane.RECEIVE
+            and partner_of(action, placement) not in before
+        ]
         rows.append(
             (
-                *those(Kind.RECV_V, Kind.SEND_V),
+                *of_rank(Kind.RECV_V, Kind.SEND_V),
                 *(a for a in row[:length] if a not in later),
-                *those(Kind.SETTLE),
+                *of_rank(Kind.SETTLE),
                 *later,
                 *row[length:],
-                *those(Kind.RECV_P, Kind.STEP, Kind.SEND_P),
+                *of_rank(Kind.RECV_P, Kind.STEP, Kind.SEND_P),
             )
         )
     return replace(schedule, rows=tuple(rows))
-
-
-def _is_receive(action: Action) -> bool:
-    return RULES[action.kind].lane is Lane.RECEIVE

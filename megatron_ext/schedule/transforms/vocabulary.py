@@ -26,7 +26,7 @@ from dataclasses import replace
 
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.costs import Costs
-from megatron_ext.schedule.kinds import RULES, Duty, Where
+from megatron_ext.schedule.kinds import RULES, Where
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem, VocabularyParallel
 from megatron_ext.schedule.program.simulate import simulate_unproved
@@ -41,7 +41,7 @@ _ROOTS = {Kind.BCAST_E: 0, Kind.BCAST_EW: 0, Kind.BCAST_S: -1, Kind.BCAST_SW: -1
 
 _TICKS = 10**6  # of the longest pass
 
-_Times = dict[tuple[int, Duty, int], float]  # by stage, duty and microbatch
+_Times = dict[tuple[int, Kind, int], float]  # by stage, kind (I and W, never B) and microbatch
 
 
 def divide_vocabulary(schedule: Schedule, problem: Problem) -> Schedule:
@@ -57,15 +57,15 @@ def divide_vocabulary(schedule: Schedule, problem: Problem) -> Schedule:
 
     rows: list[list[tuple[float, Action]]] = [[] for _ in schedule.rows]
     for microbatch in range(problem.microbatches):
-        for kind, time in _vocabulary_times(microbatch, starts, costs, interval):
+        for kind, time in _vocabulary_times(microbatch, starts, costs, placement, interval):
             for rank, stage in _places(kind, placement):
                 is_posted = kind in _ROOTS and rank != placement.rank_of[_ROOTS[kind]]
                 ahead = interval if is_posted else 0.0
                 rows[rank].append((time - ahead, Action(stage, kind, microbatch)))
     for row, passes in zip(rows, schedule.rows, strict=True):
         for action in passes:
-            duty = RULES[action.kind].covers[0]
-            row.append((starts[action.stage, duty, action.microbatch], action))
+            begins_with = RULES[action.kind].covers[0]
+            row.append((starts[action.stage, begins_with, action.microbatch], action))
         # Of what has the same time the vocabulary's goes first: all ranks wait for it.
         row.sort(key=lambda item: item[0])
     ordered = tuple(tuple(action for _, action in row) for row in rows)
@@ -77,8 +77,8 @@ def _in_ticks(costs: Costs) -> Costs:
     start together, and what is equal is exactly so."""
     tick = max(map(max, costs.seconds.values())) / _TICKS
     seconds = {
-        duty: tuple(max(1.0, round(figure / tick)) for figure in figures)
-        for duty, figures in costs.seconds.items()
+        kind: tuple(max(1.0, round(figure / tick)) for figure in figures)
+        for kind, figures in costs.seconds.items()
     }
     return replace(costs, seconds=seconds, hop=round(costs.hop / tick))
 
@@ -93,13 +93,13 @@ def _later(base: Timeline, problem: Problem, interval: float) -> _Times:
     for row in base.compute:
         for event in row:
             stage, kind, microbatch = event.action
-            for after, duty in enumerate(RULES[kind].covers):  # in B, W comes after I
-                starts[stage, duty, microbatch] = event.start + after
+            for after, covered in enumerate(RULES[kind].covers):  # in B, W comes after I
+                starts[stage, covered, microbatch] = event.start + after
     stages = range(problem.placement.stages)
-    order = sorted(range(problem.microbatches), key=lambda k: starts[stages[-1], Duty.FORWARD, k])
+    order = sorted(range(problem.microbatches), key=lambda k: starts[stages[-1], Kind.FORWARD, k])
     count = INTERVALS[problem.extras.vocabulary]
     left = order[-count:]
-    backward = list(itertools.product(stages, (Duty.INPUT_GRADIENT, Duty.WEIGHT_GRADIENT)))
+    backward = list(itertools.product(stages, (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)))
     room = (starts[*which, left[-1]] - starts[*which, left[0]] + 1 for which in backward)
     shift = max(count * interval, *room)
     later = dict(starts)
@@ -112,22 +112,22 @@ def _later(base: Timeline, problem: Problem, interval: float) -> _Times:
 
 
 def _vocabulary_times(
-    microbatch: int, starts: _Times, costs: Costs, interval: float
+    microbatch: int, starts: _Times, costs: Costs, placement: Placement, interval: float
 ) -> Iterator[tuple[Kind, float]]:
     """The vocabulary's kinds and when they start.
 
     SI comes halfway between S and the last stage's backward pass, SW half an interval later. (No
     other place that was tried is shorter by more than one part in a hundred.)
     """
-    last = costs.stages - 1
-    embeddings = starts[0, Duty.FORWARD, microbatch] - interval
-    hidden_states = starts[last, Duty.FORWARD, microbatch] + costs.seconds[Duty.FORWARD][last]
-    gradient = starts[last, Duty.INPUT_GRADIENT, microbatch]
+    last = placement.last
+    embeddings = starts[0, Kind.FORWARD, microbatch] - interval
+    hidden_states = starts[last, Kind.FORWARD, microbatch] + costs.seconds[Kind.FORWARD][last]
+    gradient = starts[last, Kind.BACKWARD_INPUT, microbatch]
     logits = hidden_states + min(costs.hop, (gradient - hidden_states) / 4)
     logits_input = logits + min(gradient - logits, 2 * interval) / 2
     loss = (logits + logits_input) / 2
     logits_weight = logits_input + interval / 2
-    embedding_gradient = starts[0, Duty.INPUT_GRADIENT, microbatch] + 1
+    embedding_gradient = starts[0, Kind.BACKWARD_INPUT, microbatch] + 1
 
     yield Kind.BCAST_E, embeddings - interval / 2
     yield Kind.EMBEDDING, embeddings

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import Costs, VocabularyCosts
-from megatron_ext.schedule.kinds import Duty, Held
+from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import VocabularyParallel
 
@@ -23,14 +24,14 @@ def share_vocabulary(costs: Costs, placement: Placement, how: VocabularyParallel
     lookup, table_gradient = vocabulary.embedding
     early = how is VocabularyParallel.TWO  # the input gradient's product is made with the logits
     shards = {
-        Duty.LOGITS: forward + (input_gradient if early else 0.0),
-        Duty.LOGITS_INPUT_GRADIENT: 0.0 if early else input_gradient,
-        Duty.LOGITS_WEIGHT_GRADIENT: weight_gradient,
-        Duty.LOSS: 0.0,
-        Duty.EMBEDDING: lookup,
-        Duty.EMBEDDING_WEIGHT_GRADIENT: table_gradient,
+        Kind.LOGITS: forward + (input_gradient if early else 0.0),
+        Kind.LOGITS_INPUT: 0.0 if early else input_gradient,
+        Kind.LOGITS_WEIGHT: weight_gradient,
+        Kind.LOSS: 0.0,
+        Kind.EMBEDDING: lookup,
+        Kind.EMBEDDING_WEIGHT: table_gradient,
     }
-    divided = {duty: _divided(whole, placement) for duty, whole in shards.items()}
+    divided = {kind: _divided(whole, placement) for kind, whole in shards.items()}
     held = layers.held_bytes
     if held is not None:
         held = {**held, Held.LOGITS: _divided(vocabulary.logits_bytes, placement)}

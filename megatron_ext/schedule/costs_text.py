@@ -1,0 +1,252 @@
+"""Costs as people write them: on the command line, and in a JSON file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.costs import Costs, HostCosts, VocabularyCosts
+from megatron_ext.schedule.kinds import Held
+from megatron_ext.schedule.placement import Placement
+
+FILE_VERSION = 1
+
+# The keys: of passes, of what is given of the vocabulary (of which passes), of copies to the host
+# and back, and of the link they take.
+_PASSES = {"f": Kind.FORWARD, "i": Kind.BACKWARD_INPUT, "w": Kind.BACKWARD_WEIGHT}
+_PARTS = {"head": "F, I and W", "embedding": "the lookup and the weight gradient"}
+_COPIES = ("d2h", "h2d")
+_LINK = ("link", "duplex")
+
+_SINGLE = (Held.LOGITS.value, Held.MESSAGE.value)  # bytes that are one figure, of no stage
+
+_EXAMPLE = "write f=10,i=12,w=8,comm=1 (one microbatch of a full rank; comm per hop) or a file"
+
+
+def format_costs(costs: Costs) -> str:
+    """``costs`` as `parse_costs` reads them, with four digits."""
+    if costs.whole is not None:
+        return format_costs(costs.whole)
+    seconds = costs.without_vocabulary().seconds
+    parts = [f"{key}={_joined(seconds[kind])}" for key, kind in _PASSES.items()]
+    parts.append(f"comm={costs.hop:.4g}")
+    if costs.vocabulary is not None:
+        given = {"head": costs.vocabulary.head, "embedding": costs.vocabulary.embedding}
+        parts += [f"{key}={_joined(figures)}" for key, figures in given.items() if any(figures)]
+    if costs.host is not None:
+        parts += [f"{key}={_joined(figures)}" for key, figures in _copies(costs.host).items()]
+        if costs.host.ranks_per_link > 1:
+            parts.append(f"link={costs.host.ranks_per_link}")
+        if not costs.host.duplex:
+            parts.append("duplex=0")
+    return ",".join(parts)
+
+
+def _joined(figures: Sequence[float]) -> str:
+    return "/".join(f"{figure:.4g}" for figure in figures)
+
+
+def _copies(host: HostCosts) -> dict[str, tuple[float, ...]]:
+    return dict(zip(_COPIES, (host.to_host, host.from_host), strict=True))
+
+
+def parse_costs(text: str, placement: Placement) -> Costs:
+    """``f=10,i=12,w=8,comm=1`` (comm may be left out), or the path of a JSON file (`load_costs`).
+
+    ``f=5/5/5/8`` gives one figure per stage. ``head=5/6/4`` are F, I and W of the whole output
+    layer, ``embedding=1/1`` the whole embedding's lookup and weight gradient: what the last and the
+    first stage take beside their layers. ``d2h=6,h2d=6`` are the copies of all that a microbatch
+    of a full rank leaves for its backward pass to the host and back (one figure, or one per stage;
+    h2d is d2h if left out), ``link=2`` is how many ranks in a row share a link to the host, and
+    ``duplex=0`` that a link carries one direction at a time. The inverse of `format_costs`.
+
+    Raises:
+        ValueError: neither, a figure missing, negative or given twice.
+    """
+    if "=" not in text:
+        return load_costs(Path(text), placement)
+    figures: dict[str, list[float]] = {}
+    for part in text.split(","):
+        key, _, value = part.partition("=")
+        key = key.strip()
+        if key in figures:
+            raise ValueError(f"costs {text!r}: {key!r} is given twice; {_EXAMPLE}")
+        try:
+            figures[key] = [float(figure) for figure in value.split("/")]
+        except ValueError:
+            raise ValueError(f"costs {text!r}: {part!r} is no figure; {_EXAMPLE}") from None
+    unknown = figures.keys() - {*_PASSES, "comm", *_PARTS, *_COPIES, *_LINK}
+    missing = _PASSES.keys() - figures.keys()
+    if unknown or missing:
+        what = f"unknown {sorted(unknown)}" if unknown else f"missing {sorted(missing)}"
+        raise ValueError(f"costs {text!r}: {what}; {_EXAMPLE}")
+    seconds = {kind: _per_stage(figures[key], placement, text) for key, kind in _PASSES.items()}
+    hops = figures.get("comm", [0.0])
+    if len(hops) > 1:
+        raise ValueError(f"costs {text!r}: comm is one figure; {_EXAMPLE}")
+    _check_figures(text, hops)
+    costs = _with_vocabulary(Costs(seconds, hops[0]), figures, 0.0, text)
+    return _with_host(costs, figures, placement, text)
+
+
+def _with_vocabulary(
+    costs: Costs, figures: Mapping[str, Any], logits_bytes: float, what: str
+) -> Costs:
+    """``costs``, and what ``figures`` have under the keys of `_PARTS`, if anything."""
+    parts: dict[str, Any] = {}
+    for key, passes in _PARTS.items():
+        if key not in figures:
+            continue
+        wanted = len(getattr(VocabularyCosts, key))
+        part = figures[key] if isinstance(figures[key], list) else [figures[key]]
+        if len(part) != wanted:
+            raise ValueError(
+                f"costs {what}: {key} is {wanted} figures, of {passes} (one microbatch through the "
+                f"whole of it), not {len(part)}"
+            )
+        _check_figures(f"{what}, {key}", part)
+        parts[key] = tuple(map(float, part))
+    if not parts and not logits_bytes:
+        return costs
+    return costs.with_vocabulary(VocabularyCosts(**parts, logits_bytes=logits_bytes))
+
+
+def _with_host(costs: Costs, given: Mapping[str, Any], placement: Placement, what: str) -> Costs:
+    """``costs``, and what ``given`` has under the keys of `_COPIES` and `_LINK`, if anything."""
+    figures = {
+        key: given[key] if isinstance(given[key], list) else [given[key]]
+        for key in (*_COPIES, *_LINK)
+        if key in given
+    }
+    if not figures:
+        return costs
+    if "d2h" not in figures:
+        raise ValueError(
+            f"costs {what}: {min(figures)} without d2h; add d2h=, the copy to the host"
+        )
+    for key, allowed in (("link", "1 or more ranks"), ("duplex", "0 or 1")):
+        value = figures.get(key, [1])
+        if value not in ([0], [1]) if key == "duplex" else not _is_count(value):
+            raise ValueError(f"costs {what}: {key} is {allowed}, not {value}")
+    per_stage = {
+        key: _per_stage(figures.get(key, figures["d2h"]), placement, f"{what}, {key}")
+        for key in _COPIES
+    }
+    link, duplex = figures.get("link", [1])[0], figures.get("duplex", [1])[0]
+    return costs.with_host(per_stage["d2h"], per_stage["h2d"], int(link), bool(duplex))
+
+
+def _is_count(value: list[Any]) -> bool:
+    return len(value) == 1 and value[0] == int(value[0]) >= 1
+
+
+def load_costs(path: Path, placement: Placement) -> Costs:
+    """Read a costs file: JSON with ``version``, ``f``, ``i``, ``w``, ``comm`` and ``bytes``.
+
+    ``f``, ``i`` and ``w`` are one figure per microbatch of a full rank, or a list of one figure per
+    stage. ``bytes``, if there, maps ``activation`` and ``weight inputs`` likewise. ``head`` and
+    ``embedding`` are lists as in `parse_costs`, and ``bytes`` may have ``logits``, one figure: what
+    the last stage holds beside its layers, and ``message``: what goes from stage to stage.
+    ``d2h``, ``h2d``, ``link`` and ``duplex`` are those of `parse_costs`, and ``origin`` is a text
+    for people.
+
+    Raises:
+        ValueError: no such file, not JSON, another version, lists of another length, or keys that
+            are missing or unknown.
+    """
+    try:
+        data = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"costs file {path} cannot be read: {error}; {_EXAMPLE}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"costs file {path} is not JSON: {error}") from None
+    if not isinstance(data, dict) or data.get("version") != FILE_VERSION:
+        raise ValueError(f'costs file {path}: "version": {FILE_VERSION} is expected at the top')
+    missing = _PASSES.keys() - data.keys()
+    if missing:
+        raise ValueError(f"costs file {path} lacks {sorted(missing)}; {_EXAMPLE}")
+    known = ["version", "origin", *_PASSES, "comm", "bytes", *_PARTS, *_COPIES, *_LINK]
+    unknown = data.keys() - set(known)
+    if unknown:
+        raise ValueError(
+            f"costs file {path} has unknown {sorted(unknown)}; known are {', '.join(known)}"
+        )
+
+    def per_stage(value: Any, what: str) -> tuple[float, ...]:
+        figures = value if isinstance(value, list) else [value]
+        return _per_stage(figures, placement, f"{path}, {what}")
+
+    held, single = None, dict.fromkeys(_SINGLE, 0.0)
+    if "bytes" in data:
+        figures = data["bytes"]
+        of_stages = (Held.ACTIVATION, Held.WEIGHT_INPUTS)
+        names = [what.value for what in of_stages]
+        if not isinstance(figures, dict) or figures.keys() - set(_SINGLE) != set(names):
+            raise ValueError(
+                f"costs file {path}: bytes must give {' and '.join(names)}, and may give "
+                f"{' and '.join(_SINGLE)}"
+            )
+        for name in _SINGLE:
+            single[name] = figures.get(name, 0.0)
+            _check_figures(f"{path}, {name}", [single[name]])
+        held = {what: per_stage(figures[what.value], what.value) for what in of_stages}
+    seconds = {kind: per_stage(data[key], key) for key, kind in _PASSES.items()}
+    hop = data.get("comm", 0)
+    _check_figures(f"{path}, comm", [hop])
+    origin = f"{path} ({data['origin']})" if "origin" in data else str(path)
+    message_bytes = float(single[Held.MESSAGE.value])
+    costs = Costs(seconds, float(hop), held, origin, message_bytes=message_bytes)
+    costs = _with_vocabulary(costs, data, float(single[Held.LOGITS.value]), str(path))
+    return _with_host(costs, data, placement, str(path))
+
+
+def save_costs(costs: Costs, path: Path) -> None:
+    """Write ``costs`` so that `load_costs` reads them. Raises OSError."""
+    assert costs.whole is None
+    layers, vocabulary = costs.without_vocabulary(), costs.vocabulary or VocabularyCosts()
+    data: dict[str, Any] = {"version": FILE_VERSION, "origin": costs.origin}
+    data |= {key: _rounded(layers.seconds[kind]) for key, kind in _PASSES.items()}
+    data["comm"] = _rounded([costs.hop])[0]
+    for key in _PARTS:
+        if any(figures := getattr(vocabulary, key)):
+            data[key] = _rounded(figures)
+    if costs.host is not None:
+        data |= {key: _rounded(figures) for key, figures in _copies(costs.host).items()}
+        data |= {"link": costs.host.ranks_per_link, "duplex": int(costs.host.duplex)}
+    if layers.held_bytes is not None:
+        data["bytes"] = {held.value: _whole(figures) for held, figures in layers.held_bytes.items()}
+        data["bytes"][Held.LOGITS.value] = round(vocabulary.logits_bytes)
+        data["bytes"][Held.MESSAGE.value] = round(costs.message_bytes)
+    lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in data.items()]
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def _rounded(figures: Sequence[float]) -> list[float]:
+    return [float(f"{figure:.6g}") for figure in figures]
+
+
+def _whole(figures: Sequence[float]) -> list[int]:
+    return [round(figure) for figure in figures]
+
+
+def _per_stage(figures: Sequence[Any], placement: Placement, what: str) -> tuple[float, ...]:
+    """One figure per stage; a single one is a full rank's, of which a chunk costs 1/v."""
+    _check_figures(what, figures)
+    if len(figures) == 1:
+        return (float(figures[0]) / placement.chunks,) * placement.stages
+    if len(figures) != placement.stages:
+        raise ValueError(
+            f"costs {what}: {len(figures)} figures for {placement.stages} stages; give one figure "
+            f"per microbatch of a full rank, or one per stage"
+        )
+    return tuple(float(figure) for figure in figures)
+
+
+def _check_figures(what: str, figures: Sequence[Any]) -> None:
+    for figure in figures:
+        is_number = isinstance(figure, int | float) and not isinstance(figure, bool)
+        if not is_number or not 0 <= figure < 1e18:
+            raise ValueError(f"costs {what}: {figure!r} is no cost; costs are finite and >= 0")
