@@ -12,13 +12,14 @@ import gc
 import importlib
 import itertools
 import os
+import pickle
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_ext.launch import CPU_PLATFORM
 from megatron_ext.schedule.problem import Offload, VocabularyParallel
@@ -144,6 +145,29 @@ class Report:
         return found
 
 
+@dataclass(frozen=True)
+class _Steps:
+    """One contender in one launch; ``host_seconds`` are those of a step of free passes."""
+
+    name: str
+    ideal: float
+    ideal_after_bad: float | None
+    passes: int
+    seconds: float
+    after_bad: float | None
+    host_seconds: float = 0.0  # which is measured last
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """What the ranks of one launch found, the largest of each: as `Report` has it."""
+
+    steps: dict[str, _Steps]
+    real_time: bool
+    late: float
+    autograd: tuple[float, float]
+
+
 def measure(setting: Setting, progress: Callable[[str], None]) -> Report:
     """Measure ``setting``; ``progress`` is told what runs.
 
@@ -157,38 +181,41 @@ def measure(setting: Setting, progress: Callable[[str], None]) -> Report:
     for spec, vocabulary, offload, validates in setting.ours:  # said here, not by a rank
         program_of(choose(spec), *sizes, vocabulary, offload, validates)
     importlib.import_module("megatron_ext.bench.stock")  # once, before forking
-    launches: list[dict[str, Any]] = []
+    launches = []
     for number in range(setting.launches):
         progress(f"launch {number + 1} of {setting.launches}")
         launches.append(_launch(setting))
-    rows = []
-    for name, first in launches[0]["steps"].items():
-        times = [launch["steps"][name]["seconds"] for launch in launches]
-        after_bad = [launch["steps"][name]["after_bad"] for launch in launches]
-        hosts = [launch["steps"][name]["host"] for launch in launches]
-        stock = [launch["steps"]["megatron 1f1b"]["seconds"] for launch in launches]
-        measured = statistics.median(times)
-        rows.append(
-            Measured(
-                name,
-                first["ideal"],
-                measured,
-                first["ideal"] / measured,
-                statistics.median(stock) / measured,
-                (max(times) - min(times)) / measured,
-                1e6 * statistics.median(hosts) / first["passes"],
-                first["ideal_after_bad"],
-                None if first["after_bad"] is None else statistics.median(after_bad),
-            )
-        )
+    stock = statistics.median(launch.steps["megatron 1f1b"].seconds for launch in launches)
     return Report(
-        rows,
-        all(launch["real_time"] for launch in launches),
-        max(launch["late"] for launch in launches),
+        [
+            _measured([launch.steps[name] for launch in launches], stock)
+            for name in launches[0].steps
+        ],
+        all(launch.real_time for launch in launches),
+        max(launch.late for launch in launches),
         (
-            1e6 * statistics.median(launch["autograd"][0] for launch in launches),
-            1e6 * statistics.median(launch["autograd"][1] for launch in launches),
+            1e6 * statistics.median(launch.autograd[0] for launch in launches),
+            1e6 * statistics.median(launch.autograd[1] for launch in launches),
         ),
+    )
+
+
+def _measured(steps: Sequence[_Steps], stock: float) -> Measured:
+    """One contender's steps of all launches; ``stock``: seconds of Megatron's 1F1B."""
+    seconds = [launch.seconds for launch in steps]
+    after_bad = [launch.after_bad for launch in steps if launch.after_bad is not None]
+    measured = statistics.median(seconds)
+    first = steps[0]
+    return Measured(
+        first.name,
+        first.ideal,
+        measured,
+        first.ideal / measured,
+        stock / measured,
+        (max(seconds) - min(seconds)) / measured,
+        1e6 * statistics.median(launch.host_seconds for launch in steps) / first.passes,
+        first.ideal_after_bad,
+        statistics.median(after_bad) if after_bad else None,
     )
 
 
@@ -200,7 +227,7 @@ def draw_report(report: Report, path: Path) -> None:
     draw_bars(names, [(row.ideal, row.measured) for row in report.rows], path)
 
 
-def _launch(setting: Setting) -> dict[str, Any]:
+def _launch(setting: Setting) -> _Launch:
     """Fork the ranks, let them run every contender, and return what rank 0 gathered."""
     import torch.multiprocessing
 
@@ -208,8 +235,8 @@ def _launch(setting: Setting) -> dict[str, Any]:
         torch.multiprocessing.start_processes(
             _rank, (setting, folder), nprocs=setting.ranks, start_method="fork"
         )
-        result: dict[str, Any] = torch.load(f"{folder}/result", weights_only=True)
-        return result
+        launch: _Launch = pickle.loads(Path(folder, "result").read_bytes())
+        return launch
 
 
 def _rank(rank: int, setting: Setting, folder: str) -> None:
@@ -225,30 +252,49 @@ def _rank(rank: int, setting: Setting, folder: str) -> None:
     real_time = before_everything_else()  # before gloo starts its threads, which inherit it
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=setting.ranks)
-    result: dict[str, Any] = {"steps": {}, "real_time": real_time}
     gc.collect()
     gc.disable()
     dist.barrier()
-    result["late"] = _largest(_lateness())
-    result["autograd"] = [_largest(_autograd(sleep)) for sleep in (0.02, 0.0)]
-    for costs, figure in ((setting.costs, "seconds"), (_FREE, "host")):
-        for contender in _contenders(setting, costs, Path(folder)):
-            row = result["steps"].setdefault(contender.name, {"after_bad": None})
-            if figure == "host" or not setting.post_validation:
-                contender.step()
-                seconds = [_timed(contender.step) for _ in range(setting.steps)]
-                row[figure] = statistics.median(seconds)
-            else:
-                row[figure], row["after_bad"] = _in_a_row(contender, setting)
-            if contender.settle is not None:
-                contender.settle()
-            if figure == "seconds":
-                row |= {"ideal": contender.ideal, "passes": contender.passes}
-                row["ideal_after_bad"] = contender.ideal_after_bad
+    late = _largest(_lateness())
+    autograd = _largest(_autograd(0.02)), _largest(_autograd(0.0))
+    steps = {}
+    for contender in _contenders(setting, setting.costs, Path(folder)):
+        seconds, after_bad = _seconds_of(contender, setting)
+        steps[contender.name] = _Steps(
+            contender.name,
+            contender.ideal,
+            contender.ideal_after_bad,
+            contender.passes,
+            seconds,
+            after_bad,
+        )
+    for free in _contenders(setting, _FREE, Path(folder)):
+        host_seconds = _median_of(free, setting.steps)
+        steps[free.name] = replace(steps[free.name], host_seconds=host_seconds)
     if rank == 0:
-        torch.save(result, f"{folder}/result")
+        launch = _Launch(steps, real_time, late, autograd)
+        Path(folder, "result").write_bytes(pickle.dumps(launch))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _seconds_of(contender: Contender, setting: Setting) -> tuple[float, float | None]:
+    """Of a step, and of one after a bad verdict, if it knows any."""
+    if not setting.post_validation:
+        return _median_of(contender, setting.steps), None
+    seconds = _in_a_row(contender, setting)
+    if contender.settle is not None:
+        contender.settle()
+    return seconds
+
+
+def _median_of(contender: Contender, steps: int) -> float:
+    """Seconds of a step by itself."""
+    contender.step()
+    seconds = [_timed(contender.step) for _ in range(steps)]
+    if contender.settle is not None:
+        contender.settle()
+    return statistics.median(seconds)
 
 
 def _contenders(setting: Setting, costs: str, folder: Path) -> Iterator[Contender]:
