@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Sequence
-from typing import Annotated, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from megatron_ext.commands.options import Json
 from megatron_ext.commands.output import fail, gib, print_table
 from megatron_ext.config import PipelineConfig
+
+if TYPE_CHECKING:
+    from megatron_ext.launch_check.report import RankPrediction
 
 
 def doctor(
@@ -41,15 +45,15 @@ def _show_environment(words: Sequence[str], as_json: bool) -> None:
         fail(error)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what Megatron misses here is in the table
-        found = diagnose(config)
+        diagnosis = diagnose(config)
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps(asdict(diagnosis), indent=2))
     else:
-        print_table([{"": key, "found": value} for key, value in found["environment"].items()])
-        for patch in found["patches"]:
-            typer.echo(f"\n{patch['state']}: {patch['how']} {patch['target']}")
-            typer.echo(f"  {patch['feature']}: {patch['reason']}")
-    if any(patch["state"].startswith("does not fit") for patch in found["patches"]):
+        print_table([{"": key, "found": value} for key, value in diagnosis.environment.items()])
+        for patch in diagnosis.patches:
+            typer.echo(f"\n{patch.state}: {patch.how} {patch.target}")
+            typer.echo(f"  {patch.feature}: {patch.reason}")
+    if any(not patch.fits for patch in diagnosis.patches):
         raise typer.Exit(1)
 
 
@@ -72,22 +76,22 @@ def _check_launch_line(
                 for f in report.findings
             ]
         )
-        if ranks := report.prediction.get("ranks"):
+        if report.prediction is not None and report.prediction.ranks:
             typer.echo("\npredicted memory")
-            print_table([_memory_row(row) for row in ranks])
+            print_table([_memory_row(rank) for rank in report.prediction.ranks])
         wrong = [f for f in report.findings if f.verdict == "wrong"]
         typer.echo(f"\n{len(wrong) or 'nothing'} {'are' if len(wrong) > 1 else 'is'} wrong")
     if not report.is_right:
         raise typer.Exit(1)
 
 
-def _memory_row(row: dict[str, Any]) -> dict[str, Any]:
-    activations = row["activation_bytes"]
+def _memory_row(rank: RankPrediction) -> dict[str, Any]:
+    activations = rank.activation_bytes
     return {
-        "pipeline rank": row["rank"],
-        "layers": row["layers"],
-        "parameters, gradients, optimizer": gib(row["model_bytes"]),
-        "peak activations": f"{row['activation_microbatches']:g} microbatches",
+        "pipeline rank": rank.rank,
+        "layers": rank.layers,
+        "parameters, gradients, optimizer": gib(rank.model_bytes),
+        "peak activations": f"{rank.activation_microbatches:g} microbatches",
         "of": "not known" if activations is None else gib(activations),
-        "together": gib(row["model_bytes"] + (activations or 0)),
+        "together": gib(rank.total_bytes),
     }

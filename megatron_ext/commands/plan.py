@@ -22,9 +22,9 @@ from megatron_ext.schedule.model.model import parse_model
 from megatron_ext.schedule.model.model_memory import TrainingState
 from megatron_ext.schedule.plan.model_plan import Training
 from megatron_ext.schedule.plan.plan_report import VocabularyRow, plan_report
-from megatron_ext.schedule.plan.planner import Candidate, Plan, Way, make_plan
+from megatron_ext.schedule.plan.planner import Candidate, Plan, VocabMethod, make_plan
 from megatron_ext.schedule.plan.recommendation import Recommendation, slower_by
-from megatron_ext.schedule.plan.vocabulary_plan import cases
+from megatron_ext.schedule.plan.vocabulary_plan import variants_of
 from megatron_ext.schedule.problem import Offload
 from megatron_ext.schedule.show.draw import draw_plan
 
@@ -84,7 +84,7 @@ def plan(
                     "add --model"
                 )
             costs_on = partial(parse_costs, costs or UNIT)
-            case = cases(pp, microbatches, costs_on, limit, layers, post_validation)
+            variant = variants_of(pp, microbatches, costs_on, limit, layers, post_validation)
         else:
             if gpu is None and costs is None:
                 raise ValueError("--model does not say how fast it runs: add --gpu, or --costs")
@@ -94,7 +94,7 @@ def plan(
             room = None if machine.memory is None else USABLE * machine.memory
             state = TrainingState(described.tied, dp if distributed_optimizer else 1)
             measured = None if costs is None else partial(parse_costs, costs)
-            case = Training(
+            variant = Training(
                 described,
                 state,
                 tp,
@@ -104,8 +104,8 @@ def plan(
                 limit,
                 measured,
                 post_validation,
-            ).case
-        plan_made = make_plan(case, room, may_offload=model is not None, progress=_progress)
+            ).variant
+        plan_made = make_plan(variant, room, may_offload=model is not None, progress=_progress)
         if plot is not None:
             draw_plan(plan_made, plot)
     except (ValueError, OSError) as error:
@@ -138,8 +138,8 @@ def _print_plan(plan: Plan) -> None:
         typer.echo("* none other is both faster and smaller")
     shown = {candidate.schedule for candidate in best}
     _print_refusals(
-        (name if way is Way.NAIVE else f"{name} ({_VOCABULARY[way]})", why)
-        for (name, way), why in plan.refusals.items()
+        (name if method is VocabMethod.NAIVE else f"{name} ({_VOCABULARY[method]})", why)
+        for (name, method), why in plan.refusals.items()
         if name not in shown
     )
 
@@ -154,10 +154,10 @@ def _print_refusals(refusals: Iterable[tuple[str, str]]) -> None:
 
 
 _VOCABULARY = {
-    Way.NAIVE: "",
-    Way.REDISTRIBUTED: "layers moved",
-    Way.ONE: "divided: 1",
-    Way.TWO: "divided: 2",
+    VocabMethod.NAIVE: "",
+    VocabMethod.REDISTRIBUTED: "layers moved",
+    VocabMethod.ONE: "divided: 1",
+    VocabMethod.TWO: "divided: 2",
 }
 
 
@@ -167,7 +167,7 @@ def _plan_row(candidate: Candidate, plan: Plan) -> dict[str, Any]:
     is_best = candidate is plan.best
     return {
         "schedule": made.schedule,
-        "vocabulary": _VOCABULARY[candidate.way] if len(plan.ways) > 1 else None,
+        "vocabulary": _VOCABULARY[candidate.method] if len(plan.methods) > 1 else None,
         "offload": None if made.offload is Offload.NONE else made.offload.value,
         "step": made.step if made.post_validation else None,
         "makespan": made.makespan,
@@ -199,14 +199,19 @@ def _print_vocabulary(rows: Sequence[VocabularyRow]) -> None:
         "\nwhat a step costs with the output layer and the embedding on their stages, with layers\n"
         "moved away from them, and with both divided over all ranks (vocabulary parallelism):"
     )
-    names = {way: f"vocabulary {way}" if way.isdigit() else way.value for way in Way}
+    names = {
+        method: f"vocabulary {method}" if method.isdigit() else method.value
+        for method in VocabMethod
+    }
     print_table(
         [
             {"schedule": row.schedule}
-            | {names[way]: "-" if step is None else step for way, step in row.steps.items()}
+            | {names[method]: "-" if step is None else step for method, step in row.steps.items()}
             for row in rows
         ]
     )
     _print_refusals(
-        (f"{row.schedule} ({names[way]})", why) for row in rows for way, why in row.refused.items()
+        (f"{row.schedule} ({names[method]})", why)
+        for row in rows
+        for method, why in row.refused.items()
     )

@@ -6,8 +6,8 @@ import difflib
 import logging
 import os
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from megatron_ext.config import PLAN, PROFILE, PipelineConfig, flag, from_argv
 from megatron_ext.launch_check.communicators import check_communicators
 from megatron_ext.launch_check.doctor import diagnose
 from megatron_ext.launch_check.paths import check_checkpoints, check_data, check_tokenizer_files
-from megatron_ext.launch_check.report import Finding, Verdict
+from megatron_ext.launch_check.report import Finding, Prediction, RankPrediction, Report, Verdict
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.patches.features import FEATURES
 from megatron_ext.schedule.limit import parse_limit
@@ -37,34 +37,6 @@ class Launch:
     is_module: bool
     arguments: tuple[str, ...]
     world_size: int | None = None
-
-
-@dataclass
-class Report:
-    """What is found, and what is predicted as far as the line is right."""
-
-    findings: list[Finding] = field(default_factory=list)
-    prediction: dict[str, Any] = field(default_factory=dict)
-
-    def add(self, verdict: Verdict, subject: str, text: str, fix: str = "") -> None:
-        if not any(finding.text == text for finding in self.findings):
-            self.findings.append(Finding(verdict, subject, text, fix))
-
-    def attempt[T](self, subject: str, work: Callable[[], T], fix: str = "") -> T | None:
-        """What ``work`` returns, or None and a finding of what it refuses."""
-        try:
-            return work()
-        except (ValueError, PatchError) as error:
-            self.add(Verdict.WRONG, subject, str(error), fix)
-            return None
-
-    @property
-    def is_right(self) -> bool:
-        return all(finding.verdict is not Verdict.WRONG for finding in self.findings)
-
-    def as_data(self) -> dict[str, Any]:
-        findings = [asdict(finding) for finding in self.findings]
-        return {"right": self.is_right, "findings": findings, "prediction": self.prediction}
 
 
 def read_launch(words: Sequence[str]) -> Launch:
@@ -211,10 +183,10 @@ def _check_patches(report: Report, config: PipelineConfig) -> None:
         report.add(Verdict.RIGHT, "patches", text)
         return
     wanted = {feature.name for feature in FEATURES if feature.is_wanted(config)}
-    patches = [patch for patch in diagnose(config)["patches"] if patch["feature"] in wanted]
-    misfits = [patch for patch in patches if patch["state"].startswith("does not fit")]
+    patches = [patch for patch in diagnose(config).patches if patch.feature in wanted]
+    misfits = [patch for patch in patches if not patch.fits]
     for patch in misfits:
-        text = f"{patch['target'] or patch['feature']} {patch['state']}"
+        text = f"{patch.target or patch.feature} {patch.state}"
         fix = "docs/compatibility.md names the versions that fit"
         report.add(Verdict.WRONG, "patches", text, fix)
     if not misfits:
@@ -353,9 +325,8 @@ def _check_communicators(
     if said is None:
         return
     left = None
-    if room is not None and "ranks" in report.prediction:
-        rows = report.prediction["ranks"]
-        left = room - max(row["model_bytes"] + (row["activation_bytes"] or 0) for row in rows)
+    if room is not None and report.prediction is not None and report.prediction.ranks:
+        left = room - max(rank.total_bytes for rank in report.prediction.ranks)
     report.findings.append(
         check_communicators(
             config, program, launch_line.multiprocessors(), said, left, args.variable_seq_lengths
@@ -378,19 +349,19 @@ def _predict(
     problem = program.problem
     placement, costs = problem.placement, problem.costs
     layers = layers_of_stages(args, placement)
-    bubble = simulate(program, costs).bubble_share_makespan
-    report.prediction |= {
-        "schedule": program.schedule.name,
-        "microbatches": problem.microbatches,
-        "costs": costs.origin,
-        "bubble": bubble,
-        "bubble_1f1b": stock_1f1b(problem).bubble_share_makespan,
-    }
+    prediction = Prediction(
+        program.schedule.name,
+        problem.microbatches,
+        costs.origin,
+        bubble=simulate(program, costs).bubble_share_makespan,
+        bubble_1f1b=stock_1f1b(problem).bubble_share_makespan,
+    )
+    report.prediction = prediction
     report.add(
         Verdict.RIGHT,
         "schedule",
         f"{program.schedule.name}, {problem.microbatches} microbatches: predicted bubble "
-        f"{bubble:.1%} (1f1b {report.prediction['bubble_1f1b']:.1%}), costs {costs.origin}",
+        f"{prediction.bubble:.1%} (1f1b {prediction.bubble_1f1b:.1%}), costs {costs.origin}",
     )
     if args.num_experts is not None and spec.costs.is_estimate:
         text = "the estimate takes experts for one dense layer: its times and activations are off"
@@ -404,17 +375,18 @@ def _predict(
     if costs.held_bytes is not None:
         held = [*peaks(program.schedule, in_bytes(costs))]
     microbatches = peaks(program.schedule, in_microbatches(program.schedule))
-    report.prediction["ranks"] = [
-        {
-            "rank": rank,
-            "layers": sum(layers[stage] for stage in placement.stages_of[rank]),
-            "model_bytes": model[rank],
-            "activation_microbatches": microbatches[rank],
-            "activation_bytes": held[rank],
-        }
+    ranks = tuple(
+        RankPrediction(
+            rank,
+            sum(layers[stage] for stage in placement.stages_of[rank]),
+            model[rank],
+            microbatches[rank],
+            held[rank],
+        )
         for rank in range(placement.ranks)
-    ]
-    _judge_memory(report, [m + (a or 0.0) for m, a in zip(model, held, strict=True)], room)
+    )
+    report.prediction = replace(prediction, ranks=ranks)
+    _judge_memory(report, [rank.total_bytes for rank in ranks], room)
     if problem.extras.offload is not Offload.NONE and costs.held_bytes is not None:
         planned = [planned_bytes(row, costs) or 0.0 for row in program.schedule.rows]
         text = f"offload takes up to {max(planned) / 2**30:.3g} GiB a rank"

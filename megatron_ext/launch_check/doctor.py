@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import megatron_ext
 from megatron_ext.config import PipelineConfig
@@ -19,13 +20,40 @@ ON_ROCM = (
 )
 
 
-def diagnose(config: PipelineConfig) -> dict[str, Any]:
-    """The environment, and a row for each patch of each feature.
+@dataclass(frozen=True)
+class PatchState:
+    """A patch of a feature, or a feature whose patches cannot be told.
 
-    A patch's ``state`` is "applied" (in this process), "would be applied" (``config`` wants it and
-    it fits), "not wanted", or "does not fit: " and why.
+    Attributes:
+        state: "applied" (in this process), "would be applied" (it is wanted and fits), "not
+            wanted", or "does not fit: " and why.
     """
-    return {"environment": _environment(), "patches": _patches(config)}
+
+    feature: str
+    target: str
+    how: str
+    reason: str
+    state: str
+
+    @property
+    def fits(self) -> bool:
+        return not self.state.startswith(_MISFIT)
+
+
+_MISFIT = "does not fit: "
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What is installed, by name, and each patch of each feature."""
+
+    environment: Mapping[str, str]
+    patches: tuple[PatchState, ...]
+
+
+def diagnose(config: PipelineConfig) -> Diagnosis:
+    """The environment, and how the patches stand to it with ``config``."""
+    return Diagnosis(_environment(), tuple(_patches(config)))
 
 
 def _environment() -> dict[str, str]:
@@ -61,8 +89,7 @@ def _megatron() -> str:
     return f"{number} ({Path(version.owner.__file__).parent})"
 
 
-def _patches(config: PipelineConfig) -> list[dict[str, str]]:
-    rows = []
+def _patches(config: PipelineConfig) -> Iterator[PatchState]:
     # Without a schedule its patches are listed for a typical one.
     example = config if config.schedule else PipelineConfig(schedule="zb-h1")
     ours = config.schedule is not None  # without a flag of ours nothing is patched at all
@@ -71,22 +98,11 @@ def _patches(config: PipelineConfig) -> list[dict[str, str]]:
         try:
             patches = feature.patches(example)
         except PatchError as error:
-            state = f"does not fit: {error}"
-            rows.append(
-                {"feature": feature.name, "target": "", "how": "", "reason": "", "state": state}
-            )
+            yield PatchState(feature.name, "", "", "", f"{_MISFIT}{error}")
             continue
         for patch in patches:
-            rows.append(
-                {
-                    "feature": feature.name,
-                    "target": patch.target,
-                    "how": patch.how.value,
-                    "reason": patch.reason,
-                    "state": _state(patch, in_force, wanted=ours and feature.is_wanted(config)),
-                }
-            )
-    return rows
+            state = _state(patch, in_force, wanted=ours and feature.is_wanted(config))
+            yield PatchState(feature.name, patch.target, patch.how.value, patch.reason, state)
 
 
 def _state(patch: Patch, in_force: set[str], wanted: bool) -> str:
@@ -97,5 +113,5 @@ def _state(patch: Patch, in_force: set[str], wanted: bool) -> str:
     except PatchError as error:
         problem = str(error)
     if problem is not None:
-        return f"does not fit: {problem}"
+        return f"{_MISFIT}{problem}"
     return "would be applied" if wanted else "not wanted"

@@ -22,7 +22,14 @@ from megatron_ext.adapter.arguments import (
 from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.launch_check import line as launch_line
 from megatron_ext.schedule.model.model_memory import TrainingState, bytes_of_ranks
-from megatron_ext.schedule.plan.planner import Candidate, Case, Plan, Way, consider, make_plan
+from megatron_ext.schedule.plan.planner import (
+    Candidate,
+    Plan,
+    Variant,
+    VocabMethod,
+    consider,
+    make_plan,
+)
 from megatron_ext.schedule.plan.recommendation import flags_of, slower_by
 
 AS_1F1B = "1x"  # the limit where bytes are not known: what 1F1B holds, in microbatches
@@ -55,9 +62,9 @@ def choose_for(argv: Sequence[str], config: PipelineConfig, world_size: int) -> 
             f"--use-checkpoint-args bring other arguments: name a schedule"
         )
     given = any(word.split("=")[0] == flag("vocab_parallel") for word in argv)
-    ways = {Way.NAIVE, Way.ONE, Way.TWO}
+    methods = {VocabMethod.NAIVE, VocabMethod.ONE, VocabMethod.TWO}
     if given:
-        ways = {way for way in ways if way.vocabulary is config.vocab_parallel}
+        methods = {method for method in methods if method.vocabulary is config.vocab_parallel}
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -65,8 +72,8 @@ def choose_for(argv: Sequence[str], config: PipelineConfig, world_size: int) -> 
             warnings.simplefilter("ignore")  # what Megatron says it will say again
             tokens = launch_line.count_tokens(line.args)
             if not given and tokens is None and line.args.padded_vocab_size is None:
-                ways &= {Way.NAIVE}  # whether dividing it is worth while cannot be told
-            return _Launch(line.args, config, world_size, frozenset(ways), tokens).choose()
+                methods &= {VocabMethod.NAIVE}  # whether dividing it is worth while cannot be told
+            return _Launch(line.args, config, world_size, frozenset(methods), tokens).choose()
     finally:
         logging.disable(disabled)
 
@@ -76,7 +83,7 @@ class _Launch:
     args: Any
     config: PipelineConfig
     world_size: int
-    ways: frozenset[Way]
+    methods: frozenset[VocabMethod]
     tokens: int | None  # of the vocabulary, if it is known
 
     def choose(self) -> Chosen:
@@ -89,11 +96,11 @@ class _Launch:
             if room is None:
                 limit_flags = (flag("memory_limit"), AS_1F1B)
                 launch = replace(self, config=replace(self.config, memory_limit=AS_1F1B))
-        plan = make_plan(launch.case, room, only_promising=True)
+        plan = make_plan(launch.variant, room, only_promising=True)
         for candidate in plan.candidates:
             limit = None if room is None or candidate.limit is None else candidate.limit.written
             try:
-                check(*launch._validated(candidate.schedule, candidate.way, limit))
+                check(*launch._validated(candidate.schedule, candidate.method, limit))
             except ValueError:
                 continue  # an order that Transformer Engine refuses, or another batch size
             # A limit of the user's is on the line already.
@@ -105,37 +112,39 @@ class _Launch:
     def _taken_by_1f1b(self) -> float | None:
         """Bytes of the fullest rank; None if it cannot run, or bytes are not known."""
         try:
-            case = replace(self, ways=frozenset([Way.NAIVE])).case("1f1b", Way.NAIVE)
-            return None if case is None else consider(case, Way.NAIVE).fullest
+            variant = replace(self, methods=frozenset([VocabMethod.NAIVE])).variant(
+                "1f1b", VocabMethod.NAIVE
+            )
+            return None if variant is None else consider(variant, VocabMethod.NAIVE).fullest
         except ValueError:
             return None
 
-    def case(self, name: str, way: Way) -> Case | None:
+    def variant(self, name: str, method: VocabMethod) -> Variant | None:
         """The problem of the family ``name``: that of the most microbatches.
 
         Raises:
             ValueError: Megatron or we refuse it with these arguments.
         """
-        if way not in self.ways:
+        if method not in self.methods:
             return None
-        args, config = self._validated(name, way)
+        args, config = self._validated(name, method)
         check_settings(args, config)
         problem = problems(args, config)[-1]
         placement = problem.placement
         model = None
         if problem.costs.held_bytes is not None:
             model = bytes_of_ranks(
-                model_of(args, placement), placement, way.vocabulary, _state(args)
+                model_of(args, placement), placement, method.vocabulary, _state(args)
             )
-        return Case(config.choice, problem, model)
+        return Variant(config.choice, problem, model)
 
     def _validated(
-        self, name: str, way: Way, limit: str | None = None
+        self, name: str, method: VocabMethod, limit: str | None = None
     ) -> tuple[Any, PipelineConfig]:
         """Arguments and settings as if the user had named these."""
         limit = limit or self.config.memory_limit
         config = replace(
-            self.config, schedule=name, vocab_parallel=way.vocabulary, memory_limit=limit
+            self.config, schedule=name, vocab_parallel=method.vocabulary, memory_limit=limit
         )
         args = copy.deepcopy(self.args)
         launch_line.validate(args, config, self.world_size)

@@ -43,13 +43,13 @@ def test_every_binding_is_changed_and_put_back() -> None:
             assert schedules.get_forward_backward_func is not stock
             for module in (pipeline_parallel, training):
                 assert module.get_forward_backward_func is schedules.get_forward_backward_func
-            for patch in diagnose(PipelineConfig())["patches"]:
-                states.setdefault(patch["target"], set()).add(patch["state"])
+            for patch in diagnose(PipelineConfig()).patches:
+                states.setdefault(patch.target, set()).add(patch.state)
     for target, found in states.items():
         assert "applied" in found and found <= {"applied", "not wanted"}, (target, found)
     for module in (schedules, pipeline_parallel, training):
         assert module.get_forward_backward_func is stock
-    assert "applied" not in {p["state"] for p in diagnose(PipelineConfig())["patches"]}
+    assert "applied" not in {p.state for p in diagnose(PipelineConfig()).patches}
 
 
 def test_it_is_refused_once_a_model_exists() -> None:
@@ -112,14 +112,14 @@ def test_a_megatron_that_lacks_what_patches_import_is_refused(
     monkeypatch.setitem(sys.modules, module, None)  # importing it fails now
     with pytest.raises(PatchError, match=rf"flags: what its patches need is missing: .*{module}"):
         megatron_ext.install(schedule="1f1b")
-    states = {patch["feature"]: patch["state"] for patch in diagnose(PipelineConfig())["patches"]}
+    states = {patch.feature: patch.state for patch in diagnose(PipelineConfig()).patches}
     assert states["flags"].startswith("does not fit: ") and states["schedule"] == "not wanted"
 
 
 def test_doctor_tells_the_megatron_that_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkout of another version on the path was reported as the wheel it hides."""
     monkeypatch.setattr(megatron.core, "__version__", "9.9.9+0a1b2c3")
-    told = diagnose(PipelineConfig())["environment"]["megatron-core"]
+    told = diagnose(PipelineConfig()).environment["megatron-core"]
     assert told == f"9.9.9 ({Path(megatron.core.__file__).parent})"
 
 

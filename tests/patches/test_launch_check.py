@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from megatron_ext.adapter.model_bytes import bytes_of_ranks
 from megatron_ext.cli import app
 from megatron_ext.launch_check import line as launch_line
-from megatron_ext.launch_check.check import Launch, Report, check_launch, read_launch
-from megatron_ext.launch_check.report import Verdict
+from megatron_ext.launch_check.check import Launch, check_launch, read_launch
+from megatron_ext.launch_check.report import Report, Verdict
 from megatron_ext.patches.engine import applied
 from megatron_ext.schedule.placement import line, v
 from megatron_ext.schedule.problem import VocabularyParallel
@@ -61,10 +61,11 @@ def test_a_right_line() -> None:
         report, Verdict.RIGHT
     )
     prediction = report.prediction
-    assert prediction["schedule"] == "zb-v" and prediction["microbatches"] == 4
-    assert 0 < prediction["bubble"] < prediction["bubble_1f1b"]
-    assert [row["layers"] for row in prediction["ranks"]] == [2, 2, 2, 2]
-    assert all(row["activation_bytes"] > 0 for row in prediction["ranks"])
+    assert prediction is not None
+    assert prediction.schedule == "zb-v" and prediction.microbatches == 4
+    assert 0 < prediction.bubble < prediction.bubble_1f1b
+    assert [rank.layers for rank in prediction.ranks] == [2, 2, 2, 2]
+    assert all((rank.activation_bytes or 0) > 0 for rank in prediction.ranks)
 
 
 def test_host_memory_of_offload_is_predicted() -> None:
@@ -78,9 +79,11 @@ def test_host_memory_of_offload_is_predicted() -> None:
 def test_megatrons_own_pipeline_is_predicted_too() -> None:
     report = checked(pipeline_schedule=None, num_layers_per_virtual_pipeline_stage=1)
     assert report.is_right, told(report, Verdict.WRONG)
-    assert report.prediction["schedule"].startswith("interleaved")
+    assert report.prediction is not None
+    assert report.prediction.schedule.startswith("interleaved")
     assert any("nothing is patched" in text for text in told(report, Verdict.RIGHT))
-    assert checked(pipeline_schedule=None).prediction["schedule"] == "1f1b"
+    prediction = checked(pipeline_schedule=None).prediction
+    assert prediction is not None and prediction.schedule == "1f1b"
 
 
 def test_the_default_layers_need_no_transformer_engine_here() -> None:

@@ -111,8 +111,9 @@ def test_doctor_says_what_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     words = model_flags(**(FLAGS | {"num_layers": 2, "pipeline_vocab_parallel": "none"}))
     report = check_launch(Launch(str(SCRIPT), False, tuple(words)), 2, None)
     assert report.is_right, report.findings
+    assert report.prediction is not None
     (plan,) = [finding.text for finding in report.findings if finding.subject == "plan"]
-    assert plan.startswith(f"takes --pipeline-schedule {report.prediction['schedule']}: ")
+    assert plan.startswith(f"takes --pipeline-schedule {report.prediction.schedule}: ")
 
 
 def test_it_wants_a_launch_line() -> None:

@@ -19,6 +19,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from megatron_ext.runtime.executor import _Execution  # noqa: E402
 from megatron_ext.runtime.messages.batched import BatchedTransport, PipelineGroup  # noqa: E402
 from megatron_ext.runtime.messages.channels import Channels  # noqa: E402
 from megatron_ext.runtime.messages.transport import Boundary, PeerFailure, Transport  # noqa: E402
@@ -198,6 +199,12 @@ def test_a_step_lets_go_of_its_stages(p2p: P2P) -> None:
         assert stage() is None, gc.get_referrers(stage())
 
     values(run_ranks(2, run))
+
+
+def test_a_kind_that_nobody_runs_is_not_passed_over() -> None:
+    program = program_for(choose("gpipe"), 1, 1)
+    with pytest.raises(AssertionError, match="nobody runs 0F0"):
+        _Execution(program, 0, {}, Recorder(0), []).run()
 
 
 @pytest.mark.parametrize("p2p", P2P)

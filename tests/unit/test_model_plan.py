@@ -23,9 +23,16 @@ from megatron_ext.schedule.model.model_memory import TrainingState, bytes_of_ran
 from megatron_ext.schedule.placement import Placement, line, v
 from megatron_ext.schedule.plan.model_plan import Training
 from megatron_ext.schedule.plan.plan_report import plan_report, side_by_side
-from megatron_ext.schedule.plan.planner import Candidate, CaseOf, Plan, Way, consider, make_plan
+from megatron_ext.schedule.plan.planner import (
+    Candidate,
+    Plan,
+    VariantOf,
+    VocabMethod,
+    consider,
+    make_plan,
+)
 from megatron_ext.schedule.plan.recommendation import recommendation
-from megatron_ext.schedule.plan.vocabulary_plan import cases
+from megatron_ext.schedule.plan.vocabulary_plan import variants_of
 from megatron_ext.schedule.problem import Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.program.simulate import simulate
 from tests.helpers.combinations import at_night
@@ -56,14 +63,14 @@ def training(**changes: Any) -> Training:
     return Training(**(given | changes))
 
 
-def among(case_of: CaseOf, *names: str) -> CaseOf:
-    """``case_of`` for these families alone."""
-    return lambda name, way: case_of(name, way) if name in names else None
+def among(variant_of: VariantOf, *names: str) -> VariantOf:
+    """``variant_of`` for these families alone."""
+    return lambda name, method: variant_of(name, method) if name in names else None
 
 
 @functools.cache
 def plan(gib: float | None = None) -> Plan:
-    return make_plan(training().case, None if gib is None else gib * 2**30)
+    return make_plan(training().variant, None if gib is None else gib * 2**30)
 
 
 def best_of(found: Plan) -> Candidate:
@@ -111,10 +118,10 @@ def test_a_divided_vocabulary_is_a_part_on_each_rank(tied: bool) -> None:
 def test_what_does_not_fit_lets_activations_leave() -> None:
     """With less memory than any schedule needs there are candidates still; what fits without
     offload does without. (With copies as quick as a model of this size wants them.)"""
-    case = training(rates=replace(GPUS["h100"].rates, host=400e9)).case
+    variant = training(rates=replace(GPUS["h100"].rates, host=400e9)).variant
     tight = 2.0
     families = "gpipe", "1f1b", "zb-h1", "interleaved", "gis", "zb-v"
-    found = make_plan(among(case, *families), tight * 2**30, may_offload=True)
+    found = make_plan(among(variant, *families), tight * 2**30, may_offload=True)
     assert all(each.report.offload is Offload.FIT for each in found.candidates)
     best = best_of(found)
     assert best.fullest is not None
@@ -123,20 +130,21 @@ def test_what_does_not_fit_lets_activations_leave() -> None:
     assert told is not None and told.offload == "fit"
     words = " ".join(told.flags)
     assert "--pipeline-activation-offload fit" in words and "--pipeline-memory-limit" in words
-    with_room = case("1f1b", Way.NAIVE)
+    with_room = variant("1f1b", VocabMethod.NAIVE)
     assert with_room is not None
     assert (
-        consider(with_room, Way.NAIVE, 40 * 2**30, may_offload=True).report.offload is Offload.NONE
+        consider(with_room, VocabMethod.NAIVE, 40 * 2**30, may_offload=True).report.offload
+        is Offload.NONE
     )
 
 
 def test_what_a_gpu_has_no_room_for_is_no_candidate() -> None:
     families = "gpipe", "1f1b", "zb-h1", "interleaved", "gis", "zb-v"
-    roomy, tight = plan(), make_plan(among(training().case, *families), 4 * 2**30)
+    roomy, tight = plan(), make_plan(among(training().variant, *families), 4 * 2**30)
     assert all(each.fullest is not None for each in roomy.candidates)
     assert all(each.fullest is not None and each.fullest <= 4 * 2**30 for each in tight.candidates)
     assert best_of(roomy).limit is None
-    why = tight.refusals["gpipe", Way.NAIVE]
+    why = tight.refusals["gpipe", VocabMethod.NAIVE]
     match = re.fullmatch(r"rank 3 would hold ([\d.]+) GiB, ([\d.]+) GiB more .*", why)
     assert match is not None, why
     assert float(match[1]) - float(match[2]) == pytest.approx(4, abs=0.02)
@@ -145,10 +153,10 @@ def test_what_a_gpu_has_no_room_for_is_no_candidate() -> None:
 
 def test_a_schedule_is_made_for_what_the_model_leaves() -> None:
     """v-auto holds p microbatches where nothing says that there is room for more."""
-    found = {(each.schedule, each.way): each for each in plan(40).candidates}
-    with_room = found["v-auto", Way.NAIVE]
+    found = {(each.schedule, each.method): each for each in plan(40).candidates}
+    with_room = found["v-auto", VocabMethod.NAIVE]
     assert with_room.limit is not None and with_room.limit.bytes is not None
-    without = {(c.schedule, c.way): c for c in plan().candidates}["v-auto", Way.NAIVE]
+    without = {(c.schedule, c.method): c for c in plan().candidates}["v-auto", VocabMethod.NAIVE]
     assert with_room.step <= without.step and without.limit is None
     assert with_room.memory is not None
     left = 40 * 2**30 - max(rank.model.total for rank in with_room.memory)
@@ -157,10 +165,12 @@ def test_a_schedule_is_made_for_what_the_model_leaves() -> None:
 
 def test_one_limit_for_all_ranks_need_not_fit() -> None:
     """1F1B's first rank holds most activations, its last one most of the model."""
-    fullest = next(c for c in plan().candidates if (c.schedule, c.way) == ("1f1b", Way.NAIVE))
+    fullest = next(
+        c for c in plan().candidates if (c.schedule, c.method) == ("1f1b", VocabMethod.NAIVE)
+    )
     assert fullest.fullest is not None and fullest.memory is not None
-    tight = make_plan(among(training().case, "1f1b"), fullest.fullest)
-    (same,) = [c for c in tight.candidates if (c.schedule, c.way) == ("1f1b", Way.NAIVE)]
+    tight = make_plan(among(training().variant, "1f1b"), fullest.fullest)
+    (same,) = [c for c in tight.candidates if (c.schedule, c.method) == ("1f1b", VocabMethod.NAIVE)]
     most = max(rank.activations for rank in fullest.memory)
     assert most + max(rank.model.total for rank in fullest.memory) > fullest.fullest
     assert same.limit is None and same.fullest == fullest.fullest
@@ -185,14 +195,14 @@ def test_a_limit_in_microbatches_is_written_and_read() -> None:
 def test_only_what_a_launch_can_run_is_recommended() -> None:
     """Loops with a divided vocabulary are simulated, and refused by every launch."""
     found = plan()
-    ways = {(each.schedule, each.way) for each in found.candidates}
-    assert ("zb-v", Way.TWO) in ways and ("interleaved-zb", Way.NAIVE) in ways
-    assert ("interleaved-zb", Way.TWO) not in ways
-    assert "simulated only" in found.refusals["interleaved-zb", Way.TWO]
+    methods = {(each.schedule, each.method) for each in found.candidates}
+    assert ("zb-v", VocabMethod.TWO) in methods and ("interleaved-zb", VocabMethod.NAIVE) in methods
+    assert ("interleaved-zb", VocabMethod.TWO) not in methods
+    assert "simulated only" in found.refusals["interleaved-zb", VocabMethod.TWO]
     (row,) = [row for row in side_by_side(found) if row.schedule == "interleaved-zb"]
-    two, naive = row.steps[Way.TWO], row.steps[Way.NAIVE]
+    two, naive = row.steps[VocabMethod.TWO], row.steps[VocabMethod.NAIVE]
     assert two is not None and naive is not None and two < naive
-    assert row.refused.keys() == {Way.REDISTRIBUTED}
+    assert row.refused.keys() == {VocabMethod.REDISTRIBUTED}
 
 
 def test_the_recommendation_says_what_to_write_and_why_others_lose() -> None:
@@ -231,8 +241,8 @@ def test_the_recommendation_says_what_to_write_and_why_others_lose() -> None:
 def test_redistributed_layers_are_megatrons_flags(layers: int, words: list[str]) -> None:
     """On two ranks, and on four stages of a V."""
     model = Model(layers, 1024, 8, 2048, 65536)
-    found = make_plan(training(model=model, ranks=2, microbatches=4).case)
-    moved = tuple(each for each in found.candidates if each.way is Way.REDISTRIBUTED)
+    found = make_plan(training(model=model, ranks=2, microbatches=4).variant)
+    moved = tuple(each for each in found.candidates if each.method is VocabMethod.REDISTRIBUTED)
     assert {each.schedule for each in moved} >= {"1f1b", "zb-v"} - (
         {"1f1b"} if layers == 14 else set()
     )
@@ -252,8 +262,8 @@ def test_what_cannot_win_is_left_out(comm: int, is_searched: bool) -> None:
     def costs(placement: Placement) -> Costs:
         return parse_costs(f"f=10,i=12,w=8,comm={comm}", placement)
 
-    case_of = cases(4, 8, costs, MemoryLimit(microbatches=8))
-    every, promising = make_plan(case_of), make_plan(case_of, only_promising=True)
+    variant_of = variants_of(4, 8, costs, MemoryLimit(microbatches=8))
+    every, promising = make_plan(variant_of), make_plan(variant_of, only_promising=True)
     told = plan_report(promising, None)
     assert best_of(promising).schedule == best_of(every).schedule
     assert ("v-auto" not in told.refused) is is_searched
@@ -288,7 +298,7 @@ def test_the_best_of_all_families_on_a_published_setting(model: str, limit: int)
     def costs(placement: Placement) -> Costs:
         return parse_costs(text, placement)
 
-    found = make_plan(cases(ranks, microbatches, costs, memory), only_promising=True)
+    found = make_plan(variants_of(ranks, microbatches, costs, memory), only_promising=True)
     best = best_of(found)
     assert best.report.peak <= limit * ranks
     assert best.step == min(each.step for each in found.candidates)

@@ -17,8 +17,8 @@ from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement, line
 from megatron_ext.schedule.plan.plan_report import plan_report, side_by_side
-from megatron_ext.schedule.plan.planner import Plan, Way, make_plan
-from megatron_ext.schedule.plan.vocabulary_plan import cases, redistribute
+from megatron_ext.schedule.plan.planner import Plan, VocabMethod, make_plan
+from megatron_ext.schedule.plan.vocabulary_plan import redistribute, variants_of
 from megatron_ext.schedule.problem import Problem, VocabularyParallel
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.show.draw import draw_plan
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.search
 @functools.cache
 def plan(limit: float | None = None) -> Plan:
     memory = None if limit is None else MemoryLimit(microbatches=limit)
-    return make_plan(cases(4, 8, lambda placement: uniform(placement, 10, 12, 8, 1), memory))
+    return make_plan(variants_of(4, 8, lambda placement: uniform(placement, 10, 12, 8, 1), memory))
 
 
 def test_every_family_is_compared_or_says_why_not() -> None:
@@ -78,13 +78,13 @@ def test_each_way_for_a_head_is_what_simulate_finds() -> None:
     program = build_program(choose("zb-h1"), problem.with_extras(vocabulary=VocabularyParallel.TWO))
     two = simulate(program, program.problem.costs).makespan
     naive = simulate(build_program(choose("zb-h1"), problem), problem.costs).makespan
-    case_of = cases(4, 8, costs, None, layers=9)
-    found = make_plan(lambda name, way: case_of(name, way) if name == "zb-h1" else None)
+    variant_of = variants_of(4, 8, costs, None, layers=9)
+    found = make_plan(lambda name, method: variant_of(name, method) if name == "zb-h1" else None)
     (row,) = side_by_side(found)
-    assert (row.steps[Way.NAIVE], row.steps[Way.TWO]) == (naive, two)
-    one = row.steps[Way.ONE]
-    assert one is not None and one < naive and row.steps[Way.REDISTRIBUTED] is None
-    assert "do not divide over 4 stages" in row.refused[Way.REDISTRIBUTED]
+    assert (row.steps[VocabMethod.NAIVE], row.steps[VocabMethod.TWO]) == (naive, two)
+    one = row.steps[VocabMethod.ONE]
+    assert one is not None and one < naive and row.steps[VocabMethod.REDISTRIBUTED] is None
+    assert "do not divide over 4 stages" in row.refused[VocabMethod.REDISTRIBUTED]
     assert side_by_side(plan()) == ()
 
 
@@ -101,7 +101,7 @@ def test_a_way_without_a_point_is_drawn(tmp_path: Path) -> None:
     """Dividing the vocabulary made every schedule slower: the picture has no such point."""
     naive = plan().candidates[0]
     slower = replace(naive.report, step=2 * naive.step)
-    found = Plan((naive, replace(naive, way=Way.TWO, report=slower)), {})
+    found = Plan((naive, replace(naive, method=VocabMethod.TWO, report=slower)), {})
     draw_plan(found, tmp_path / "plan.svg")
     texts = texts_of((tmp_path / "plan.svg").read_text())
     assert naive.schedule in texts and "vocabulary parallelism 2" not in texts

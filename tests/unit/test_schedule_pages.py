@@ -12,8 +12,8 @@ from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs import Costs, uniform
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.plan.planner import Way, consider
-from megatron_ext.schedule.plan.vocabulary_plan import cases
+from megatron_ext.schedule.plan.planner import VocabMethod, consider
+from megatron_ext.schedule.plan.vocabulary_plan import variants_of
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.memory import in_microbatches, peaks
 from megatron_ext.schedule.program.simulate import simulate
@@ -178,10 +178,10 @@ def test_figures_of_the_vocabulary_table(name: str) -> None:
 
     page = (DOCS / "vocabulary-parallelism.md").read_text()
     written = {row[0]: row[1:] for row in _WAYS_ROW.findall(page)}
-    case_of = cases(8, 32, costs, None, layers=31)
+    variant_of = variants_of(8, 32, costs, None, layers=31)
     found = []
-    for way in Way:
-        case = case_of(name, way)
-        assert case is not None
-        found.append(consider(case, way).step)
+    for method in VocabMethod:
+        variant = variant_of(name, method)
+        assert variant is not None
+        found.append(consider(variant, method).step)
     assert found == pytest.approx([float(figure) for figure in written[name]], abs=0.5)

@@ -25,6 +25,7 @@ from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.transforms.vocabulary import divide_vocabulary
 from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
+from tests.helpers.combinations import IS_NIGHT
 from tests.helpers.schedules import (
     PROPERTY,
     mutate,
@@ -286,7 +287,7 @@ _BUILT: dict[tuple[str, int, int], Schedule] = {}
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-auto", "zb-v", "v-half", "v-min", "v-auto"])
 def test_a_head_costs_its_share(name: str) -> None:
     """m intervals, the schedule's own fill, and one interval or two."""
-    ranks, m = 8, 128
+    ranks, m = 8, 128 if IS_NIGHT else 64
     for head, how in zip((0.5, 1, 2, 4), itertools.cycle((ONE, TWO)), strict=False):
         alone, makespan = timed(name, head, how, ranks, m)
         interval = 3 + 3 * head / ranks

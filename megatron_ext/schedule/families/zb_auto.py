@@ -166,55 +166,74 @@ def _in_time(problem: Problem, memory: Memory, ahead: Sequence[int]) -> list[lis
     Rank r has at most ``ahead[r]`` microbatches between F and I. W are done only to keep to the
     limit and to time, where nothing else comes before they end.
     """
-    p, m, costs, placement = (
-        problem.ranks,
-        problem.microbatches,
-        problem.costs,
-        problem.placement,
-    )
-    kinds = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-    seconds = {kind: [costs.of(Action(rank, kind, 0)) for rank in range(p)] for kind in kinds}
-    forward_at = [[math.inf] * m for _ in range(p)]
-    forward_at[0] = [0.0] * m
-    gradient_at = [[math.inf] * m for _ in range(p)]
-    done = {kind: [0] * p for kind in kinds}
-    started, returned, finished = (done[kind] for kind in kinds)
-    left = [memory.amount(Held.WEIGHT_INPUTS, rank) for rank in range(p)]
-    full = [memory.of(rank) for rank in range(p)]
-    free = [0.0] * p
-    rows: list[list[Action]] = [[] for _ in range(p)]
-    events = [(0.0, rank) for rank in range(p)]
-    while events:
-        now, rank = heapq.heappop(events)
-        if now < free[rank]:
-            continue
-        f, i, w = started[rank], returned[rank], finished[rank]
-        held = (f - i) * full[rank] + (i - w) * left[rank]
-        has_room = memory.fits(rank, held + full[rank])
-        forward = forward_at[rank][f] if f < m and f - i < ahead[rank] else math.inf
-        gradient = gradient_at[rank][i] if i < m else math.inf
+    return _Line(problem, memory, ahead).rows()
+
+
+class _Line:
+    """The ranks of `_in_time`, each with when its inputs come and how far it is."""
+
+    def __init__(self, problem: Problem, memory: Memory, ahead: Sequence[int]) -> None:
+        self._placement, self._microbatches = problem.placement, problem.microbatches
+        self._memory, self._ahead, self._hop = memory, ahead, problem.costs.hop
+        p, m = problem.ranks, problem.microbatches
+        kinds = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+        self._seconds = {
+            kind: [problem.costs.of(Action(rank, kind, 0)) for rank in range(p)] for kind in kinds
+        }
+        self._done = {kind: [0] * p for kind in kinds}
+        self._forward_at = [[math.inf] * m for _ in range(p)]
+        self._forward_at[0] = [0.0] * m
+        self._gradient_at = [[math.inf] * m for _ in range(p)]
+        self._left = [memory.amount(Held.WEIGHT_INPUTS, rank) for rank in range(p)]
+        self._full = [memory.of(rank) for rank in range(p)]
+        self._events = [(0.0, rank) for rank in range(p)]  # when a rank may have something to do
+
+    def rows(self) -> list[list[Action]]:
+        rows: list[list[Action]] = [[] for _ in self._full]
+        free = [0.0 for _ in self._full]
+        while self._events:
+            now, rank = heapq.heappop(self._events)
+            if now < free[rank]:
+                continue
+            kind = self._next(rank, now)
+            if kind is None:
+                continue
+            k = self._done[kind][rank]
+            self._done[kind][rank] += 1
+            free[rank] = end = now + self._seconds[kind][rank]
+            heapq.heappush(self._events, (end, rank))
+            if kind is not Kind.BACKWARD_WEIGHT:
+                rows[rank].append(Action(rank, kind, k))
+                self._send(rank, kind, k, end)
+        return rows
+
+    def _next(self, rank: int, now: float) -> Kind | None:
+        """What ``rank`` does now; None: it waits."""
+        f, i, w = (done[rank] for done in self._done.values())
+        m, full = self._microbatches, self._full[rank]
+        held = (f - i) * full + (i - w) * self._left[rank]
+        has_room = self._memory.fits(rank, held + full)
+        may_start = f < m and f - i < self._ahead[rank]
+        forward = self._forward_at[rank][f] if may_start else math.inf
+        gradient = self._gradient_at[rank][i] if i < m else math.inf
         coming = min(gradient, forward if has_room else math.inf)
         if gradient <= now:
-            kind, k = Kind.BACKWARD_INPUT, i
-        elif forward <= now and has_room:
-            kind, k = Kind.FORWARD, f
-        elif w < i and (forward <= now or coming - now >= seconds[Kind.BACKWARD_WEIGHT][rank]):
-            kind, k = Kind.BACKWARD_WEIGHT, w
-        else:
-            if now < coming < math.inf:
-                heapq.heappush(events, (coming, rank))
-            continue
-        free[rank] = end = now + seconds[kind][rank]
-        done[kind][rank] += 1
-        heapq.heappush(events, (end, rank))
-        if kind is Kind.BACKWARD_WEIGHT:
-            continue
-        rows[rank].append(Action(rank, kind, k))
+            return Kind.BACKWARD_INPUT
+        if forward <= now and has_room:
+            return Kind.FORWARD
+        weight_gradient = self._seconds[Kind.BACKWARD_WEIGHT][rank]
+        if w < i and (forward <= now or coming - now >= weight_gradient):
+            return Kind.BACKWARD_WEIGHT
+        if now < coming < math.inf:
+            heapq.heappush(self._events, (coming, rank))
+        return None
+
+    def _send(self, rank: int, kind: Kind, k: int, end: float) -> None:
+        """What a pass that ends at ``end`` makes comes to the rank that needs it."""
         is_forward = kind is Kind.FORWARD
-        to = placement.next(rank) if is_forward else placement.previous(rank)
+        to = self._placement.next(rank) if is_forward else self._placement.previous(rank)
         if to is not None:
-            (forward_at if is_forward else gradient_at)[to][k] = end + costs.hop
-            heapq.heappush(events, (end + costs.hop, to))
+            (self._forward_at if is_forward else self._gradient_at)[to][k] = end + self._hop
+            heapq.heappush(self._events, (end + self._hop, to))
         elif is_forward:
-            gradient_at[rank][k] = end
-    return rows
+            self._gradient_at[rank][k] = end

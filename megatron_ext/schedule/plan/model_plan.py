@@ -12,7 +12,7 @@ from megatron_ext.schedule.model.estimate import Rates, estimate
 from megatron_ext.schedule.model.model import Model
 from megatron_ext.schedule.model.model_memory import TrainingState, bytes_of_ranks
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.plan.planner import Case, Way
+from megatron_ext.schedule.plan.planner import Variant, VocabMethod
 from megatron_ext.schedule.plan.vocabulary_plan import (
     redistribute,
     redistributed_layers,
@@ -42,23 +42,23 @@ class Training:
     measured: Callable[[Placement], Costs] | None = None
     post_validation: bool = False
 
-    def case(self, name: str, way: Way) -> Case | None:
+    def variant(self, name: str, method: VocabMethod) -> Variant | None:
         """The problem of the family ``name``, for `make_plan`; None if the measured costs do not
-        tell what ``way`` would change.
+        tell what ``method`` would change.
 
         Raises:
             ValueError: the layers do not divide over its stages.
         """
         choice = choose(name)
         placement = choice.place(self.ranks)
-        even = self.model.evenly if way is not Way.REDISTRIBUTED else self._redistributed
+        even = self.model.evenly if method is not VocabMethod.REDISTRIBUTED else self._redistributed
         dimensions = self.model.on_stages(even(placement.stages), self.tensor_parallel)
         costs = estimate(dimensions, self.rates)
         if self.measured is not None:
             measured = self.measured(placement)
-            if way is not Way.NAIVE and not tells_vocabulary(measured):
+            if method is not VocabMethod.NAIVE and not tells_vocabulary(measured):
                 return None
-            if way is Way.REDISTRIBUTED:
+            if method is VocabMethod.REDISTRIBUTED:
                 measured = redistribute(measured, self.model.layers)
             costs = _with_bytes(measured, costs)
         problem = Problem(
@@ -66,10 +66,10 @@ class Training:
             self.microbatches,
             costs,
             self.limit,
-            extras=Extras(vocabulary=way.vocabulary, post_validation=self.post_validation),
+            extras=Extras(vocabulary=method.vocabulary, post_validation=self.post_validation),
         )
-        model = bytes_of_ranks(dimensions, placement, way.vocabulary, self.state)
-        return Case(choice, problem, model)
+        model = bytes_of_ranks(dimensions, placement, method.vocabulary, self.state)
+        return Variant(choice, problem, model)
 
     def _redistributed(self, stages: int) -> list[int]:
         return redistributed_layers(self.model.layers, stages)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_ext.schedule.build.report import ScheduleReport
-from megatron_ext.schedule.plan.planner import Plan, Way, pareto_front
+from megatron_ext.schedule.plan.planner import Plan, VocabMethod, pareto_front
 from megatron_ext.schedule.plan.recommendation import Recommendation, recommendation
 
 
@@ -21,12 +21,12 @@ class VocabularyRow:
     """
 
     schedule: str
-    steps: Mapping[Way, float | None]
-    refused: Mapping[Way, str]
+    steps: Mapping[VocabMethod, float | None]
+    refused: Mapping[VocabMethod, str]
 
     def as_data(self) -> dict[str, Any]:
         """As ``--json`` prints it."""
-        steps = {way.value: step for way, step in self.steps.items()}
+        steps = {method.value: step for method, step in self.steps.items()}
         return {"schedule": self.schedule, **steps, "refused": self.refused}
 
 
@@ -60,37 +60,41 @@ def plan_report(plan: Plan, layers: int | None) -> PlanReport:
     Args:
         layers: of the model, for `recommendation`.
     """
-    naive = [candidate for candidate in plan.candidates if candidate.way is Way.NAIVE]
+    naive = [candidate for candidate in plan.candidates if candidate.method is VocabMethod.NAIVE]
     front = pareto_front(naive, lambda candidate: candidate.report.peak)
     return PlanReport(
         choice=naive[0].schedule if naive else None,
         pareto=tuple(candidate.schedule for candidate in front),
         schedules=tuple(candidate.report for candidate in naive),
-        refused={name: why for (name, way), why in plan.refusals.items() if way is Way.NAIVE},
+        refused={
+            name: why
+            for (name, method), why in plan.refusals.items()
+            if method is VocabMethod.NAIVE
+        },
         vocabulary=side_by_side(plan),
         recommended=recommendation(plan, layers),
     )
 
 
 def side_by_side(plan: Plan) -> tuple[VocabularyRow, ...]:
-    """For each schedule of ``plan`` that can run as it is what a step of all ways costs. Nothing if
-    there is one way only."""
-    ways = plan.ways
-    if len(ways) == 1:
+    """For each schedule of ``plan`` that can run as it is what a step costs with all methods.
+    Nothing if there is one method only."""
+    methods = plan.methods
+    if len(methods) == 1:
         return ()
     steps = {
-        (candidate.schedule, candidate.way): candidate.step
+        (candidate.schedule, candidate.method): candidate.step
         for candidate in (*plan.candidates, *plan.simulated)
     }
-    names = [c.schedule for c in plan.candidates if c.way is Way.NAIVE]
+    names = [c.schedule for c in plan.candidates if c.method is VocabMethod.NAIVE]
     return tuple(
         VocabularyRow(
             name,
-            {way: steps.get((name, way)) for way in ways},
+            {method: steps.get((name, method)) for method in methods},
             {
-                way: plan.refusals[name, way]
-                for way in ways
-                if (name, way) in plan.refusals and (name, way) not in steps
+                method: plan.refusals[name, method]
+                for method in methods
+                if (name, method) in plan.refusals and (name, method) not in steps
             },
         )
         for name in names

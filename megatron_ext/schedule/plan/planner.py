@@ -20,7 +20,7 @@ from megatron_ext.schedule.search.bounds import lower_bound
 from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
 
 
-class Way(enum.StrEnum):
+class VocabMethod(enum.StrEnum):
     """What is done about embedding and output layer."""
 
     NAIVE = "naive"  # nothing: they are on the first and the last stage
@@ -30,13 +30,13 @@ class Way(enum.StrEnum):
 
     @property
     def vocabulary(self) -> VocabularyParallel:
-        is_divided = self in (Way.ONE, Way.TWO)
+        is_divided = self in (VocabMethod.ONE, VocabMethod.TWO)
         return VocabularyParallel(self.value) if is_divided else VocabularyParallel.NONE
 
 
 @dataclass(frozen=True)
-class Case:
-    """A schedule's problem.
+class Variant:
+    """A schedule with a problem, to be tried.
 
     Attributes:
         model: what parameters, gradients and optimizer states take on each rank; None if not known.
@@ -74,7 +74,7 @@ class Candidate:
         memory: of each rank; None if not known.
     """
 
-    way: Way
+    method: VocabMethod
     report: ScheduleReport
     limit: MemoryLimit | None = None
     memory: tuple[RankMemory, ...] | None = None
@@ -115,7 +115,7 @@ class Plan:
     """
 
     candidates: tuple[Candidate, ...]
-    refusals: Mapping[tuple[str, Way], str]
+    refusals: Mapping[tuple[str, VocabMethod], str]
     simulated: tuple[Candidate, ...] = ()
 
     @property
@@ -137,10 +137,12 @@ class Plan:
         return pareto_front(self.candidates, lambda candidate: candidate.holds)
 
     @property
-    def ways(self) -> tuple[Way, ...]:
+    def methods(self) -> tuple[VocabMethod, ...]:
         """What there is to do about the vocabulary."""
-        there_are = {candidate.way for candidate in self.candidates} | {w for _, w in self.refusals}
-        return tuple(way for way in Way if way in there_are)
+        there_are = {candidate.method for candidate in self.candidates} | {
+            method for _, method in self.refusals
+        }
+        return tuple(method for method in VocabMethod if method in there_are)
 
 
 def pareto_front(
@@ -153,56 +155,56 @@ def pareto_front(
     return tuple(front)
 
 
-# A family's problem in one way, None if there is no such way; raises ValueError if it has none.
-CaseOf = Callable[[str, Way], Case | None]
+# A family's problem with one method, None if it cannot be told; raises ValueError if it has none.
+VariantOf = Callable[[str, VocabMethod], Variant | None]
 
 
 def make_plan(
-    case_of: CaseOf,
+    variant_of: VariantOf,
     room: float | None = None,
     only_promising: bool = False,
     may_offload: bool = False,
     progress: Callable[[Sequence[str]], Iterable[str]] = lambda names: names,
 ) -> Plan:
-    """Build and simulate every family in every way.
+    """Build and simulate every family with every method.
 
     Args:
         room: bytes that a rank has for everything; None: as much as it takes.
         only_promising: leave out, with its reason, what is proved to take longer than another,
-            and search in one way only, that of the best before.
+            and search with one method only, that of the best before.
         may_offload: let activations of a schedule leave for the host where it does not fit without.
         progress: wraps the names, to show which is being made.
     """
     candidates: list[Candidate] = []
     simulated: list[Candidate] = []
-    refusals: dict[tuple[str, Way], str] = {}
+    refusals: dict[tuple[str, VocabMethod], str] = {}
     names = list(entries())
     if only_promising:  # what searches last, when there is most to compare it with
         names.sort(key=lambda name: entries()[name].searches)
     for name in progress(names):
-        for way in Way:
+        for method in VocabMethod:
             try:
-                case = case_of(name, way)
-                if case is None:
+                variant = variant_of(name, method)
+                if variant is None:
                     continue
                 if only_promising and candidates:
-                    _check_promising(case, way, room, min(candidates, key=_by_time))
-                candidate = consider(case, way, room, may_offload)
-                if case.can_be_launched:
+                    _check_promising(variant, method, room, min(candidates, key=_by_time))
+                candidate = consider(variant, method, room, may_offload)
+                if variant.can_be_launched:
                     candidates.append(candidate)
                 else:
                     simulated.append(candidate)
-                    refusals[name, way] = "simulated only: lines and V's can be trained so"
+                    refusals[name, method] = "simulated only: lines and V's can be trained so"
             except ValueError as error:
-                refusals[name, way] = str(error)
+                refusals[name, method] = str(error)
     return Plan(tuple(sorted(candidates, key=_by_time)), refusals, tuple(simulated))
 
 
 def consider(
-    case: Case, way: Way, room: float | None = None, may_offload: bool = False
+    variant: Variant, method: VocabMethod, room: float | None = None, may_offload: bool = False
 ) -> Candidate:
-    """Build and simulate ``case``, within its memory limit and ``room`` bytes: if it may and must,
-    with offload.
+    """Build and simulate ``variant``, within its memory limit and ``room`` bytes: if it may and
+    must, with offload.
 
     Where there is no limit, the schedule is made for what the model leaves of ``room``: a family
     may make use of it.
@@ -211,34 +213,36 @@ def consider(
         ValueError: the schedule cannot be made so.
     """
     try:
-        return _without_offload(case, way, room)
+        return _without_offload(variant, method, room)
     except ValueError:
-        problem = case.problem
-        limit = problem.memory_limit or _left(case, room)
+        problem = variant.problem
+        limit = problem.memory_limit or _left(variant, room)
         if not may_offload or limit is None or problem.costs.host is None:
             raise
         with contextlib.suppress(ValueError):
             leaving = replace(problem, memory_limit=limit).with_extras(offload=Offload.FIT)
-            return _made(replace(case, problem=leaving), way)
+            return _made(replace(variant, problem=leaving), method)
         raise
 
 
-def _left(case: Case, room: float | None) -> MemoryLimit | None:
+def _left(variant: Variant, room: float | None) -> MemoryLimit | None:
     """What the model leaves of ``room`` on the rank where it takes most; None: not known, or
     nothing."""
-    if room is None or case.model is None:
+    if room is None or variant.model is None:
         return None
-    left = room - max(rank.total for rank in case.model)
+    left = room - max(rank.total for rank in variant.model)
     return MemoryLimit(bytes=int(left)).as_written() if left > 0 else None
 
 
-def _without_offload(case: Case, way: Way, room: float | None) -> Candidate:
-    left = _left(case, room)
-    if left is not None and case.problem.memory_limit is None:
+def _without_offload(variant: Variant, method: VocabMethod, room: float | None) -> Candidate:
+    left = _left(variant, room)
+    if left is not None and variant.problem.memory_limit is None:
         # One limit is for all ranks, and the fullest may be one that holds little.
         with contextlib.suppress(ValueError):
-            return _made(replace(case, problem=replace(case.problem, memory_limit=left)), way)
-    made = _made(case, way)
+            return _made(
+                replace(variant, problem=replace(variant.problem, memory_limit=left)), method
+            )
+    made = _made(variant, method)
     if room is not None and made.memory is not None:
         totals = [rank.total for rank in made.memory]
         fullest = max(totals)
@@ -254,16 +258,18 @@ def _by_time(candidate: Candidate) -> tuple[float, float]:
     return candidate.step, candidate.report.peak
 
 
-def _check_promising(case: Case, way: Way, room: float | None, best: Candidate) -> None:
+def _check_promising(
+    variant: Variant, method: VocabMethod, room: float | None, best: Candidate
+) -> None:
     """Raise ValueError if no schedule of this kind takes less time than ``best``, or for a search
-    that would have to be made in every way."""
-    problem = case.problem
-    if case.choice.searches and way is not best.way:
+    that would have to be made with every method."""
+    problem = variant.problem
+    if variant.choice.searches and method is not best.method:
         raise ValueError(f"searched only with the vocabulary as {best.schedule} has it best")
-    if room is not None and case.model is not None and problem.memory_limit is None:
-        left = max(room - min(rank.total for rank in case.model), 0.0)
+    if room is not None and variant.model is not None and problem.memory_limit is None:
+        left = max(room - min(rank.total for rank in variant.model), 0.0)
         problem = replace(problem, memory_limit=MemoryLimit(bytes=int(left)))
-    bound = _least_time(problem, case.choice.splits_backward)
+    bound = _least_time(problem, variant.choice.splits_backward)
     if bound > best.step:
         raise ValueError(
             f"takes at least {bound / best.step - 1:.1%} more time than {best.schedule}, "
@@ -286,14 +292,14 @@ def _least_time(problem: Problem, splits_backward: bool) -> float:
     return max(lower_bound(layers, splits_backward), *work)
 
 
-def _made(case: Case, way: Way) -> Candidate:
-    problem = case.problem
+def _made(variant: Variant, method: VocabMethod) -> Candidate:
+    problem = variant.problem
     if problem.costs.held_bytes is None:
-        _, made = report(case.choice, problem)
-        return Candidate(way, made, problem.memory_limit)
-    program, made = report(case.choice, problem, place_head)
+        _, made = report(variant.choice, problem)
+        return Candidate(method, made, problem.memory_limit)
+    program, made = report(variant.choice, problem, place_head)
     memory = None
-    if case.model is not None:
+    if variant.model is not None:
         held = peaks(program.schedule, in_bytes(program.problem.costs))
-        memory = tuple(map(RankMemory, case.model, held))
-    return Candidate(way, made, problem.memory_limit, memory)
+        memory = tuple(map(RankMemory, variant.model, held))
+    return Candidate(method, made, problem.memory_limit, memory)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_ext.schedule.plan.planner import Candidate, Plan, RankMemory, Way
+from megatron_ext.schedule.plan.planner import Candidate, Plan, RankMemory, VocabMethod
 from megatron_ext.schedule.problem import Offload, VocabularyParallel
 
 
@@ -24,7 +24,7 @@ class Refusal:
     """Why a schedule is not among the candidates."""
 
     schedule: str
-    vocabulary: Way
+    vocabulary: VocabMethod
     why: str
 
 
@@ -33,7 +33,7 @@ class Recommended:
     """A candidate's settings and figures; ``fullest_rank`` is in bytes, None if not known."""
 
     schedule: str
-    vocabulary: Way
+    vocabulary: VocabMethod
     offload: Offload
     memory_limit: str | None
     makespan: float
@@ -69,19 +69,19 @@ def flags_of(candidate: Candidate, layers: int | None) -> tuple[str, ...]:
     """The words that make a launch train under ``candidate``.
 
     Args:
-        layers: of the model, which are redistributed if that is its way.
+        layers: of the model, which are redistributed if that is the method.
     """
     made = candidate.report
     words = ["--pipeline-schedule", made.schedule]
     if candidate.limit is not None:
         words += ["--pipeline-memory-limit", candidate.limit.written]
-    if candidate.way.vocabulary is not VocabularyParallel.NONE:
-        words += ["--pipeline-vocab-parallel", candidate.way.vocabulary.value]
+    if candidate.method.vocabulary is not VocabularyParallel.NONE:
+        words += ["--pipeline-vocab-parallel", candidate.method.vocabulary.value]
     if made.offload is not Offload.NONE:
         words += ["--pipeline-activation-offload", made.offload.value]
     if candidate.overlaps:
         words.append("--pipeline-post-validation")
-    if candidate.way is Way.REDISTRIBUTED:
+    if candidate.method is VocabMethod.REDISTRIBUTED:
         assert layers is not None
         words.append("--account-for-loss-in-pipeline-split")
         if (layers + 1) % (made.pp * made.vpp):
@@ -103,7 +103,7 @@ def recommendation(plan: Plan, layers: int | None) -> Recommendation | None:
             RunnerUp(**vars(_recommended(other)), slower_by=slower_by(other, best))
             for other in plan.candidates[1:]
         ),
-        refused=tuple(Refusal(name, way, why) for (name, way), why in plan.refusals.items()),
+        refused=tuple(Refusal(name, method, why) for (name, method), why in plan.refusals.items()),
     )
 
 
@@ -115,7 +115,7 @@ def slower_by(candidate: Candidate, best: Candidate) -> float:
 def _recommended(candidate: Candidate) -> Recommended:
     return Recommended(
         schedule=candidate.schedule,
-        vocabulary=candidate.way,
+        vocabulary=candidate.method,
         offload=candidate.report.offload,
         memory_limit=None if candidate.limit is None else candidate.limit.written,
         makespan=candidate.report.makespan,

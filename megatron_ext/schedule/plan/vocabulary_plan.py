@@ -9,7 +9,7 @@ from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.plan.planner import Case, CaseOf, Way
+from megatron_ext.schedule.plan.planner import Variant, VariantOf, VocabMethod
 from megatron_ext.schedule.problem import Extras, Problem
 
 
@@ -19,28 +19,28 @@ def tells_vocabulary(costs: Costs) -> bool:
     return vocabulary is not None and any((*vocabulary.head, *vocabulary.embedding))
 
 
-def cases(
+def variants_of(
     ranks: int,
     microbatches: int,
     costs: Callable[[Placement], Costs],
     limit: MemoryLimit | None,
     layers: int | None = None,
     post_validation: bool = False,
-) -> CaseOf:
-    """The problem of each family in each way that can be told from ``costs``, for `make_plan`.
+) -> VariantOf:
+    """The problem of each family with each method that can be told from ``costs``, for `make_plan`.
 
     Args:
         costs: the costs on a placement, so that each has its own number of stages.
         layers: of the model, for the layers to be redistributed.
     """
 
-    def case(name: str, way: Way) -> Case | None:
+    def variant(name: str, method: VocabMethod) -> Variant | None:
         choice = choose(name)
         placement = choice.place(ranks)
         of_stages = costs(placement)
-        if way is not Way.NAIVE and not tells_vocabulary(of_stages):
+        if method is not VocabMethod.NAIVE and not tells_vocabulary(of_stages):
             return None
-        if way is Way.REDISTRIBUTED:
+        if method is VocabMethod.REDISTRIBUTED:
             if layers is None:
                 return None
             of_stages = redistribute(of_stages, layers)
@@ -49,11 +49,11 @@ def cases(
             microbatches,
             of_stages,
             limit,
-            extras=Extras(vocabulary=way.vocabulary, post_validation=post_validation),
+            extras=Extras(vocabulary=method.vocabulary, post_validation=post_validation),
         )
-        return Case(choice, problem)
+        return Variant(choice, problem)
 
-    return case
+    return variant
 
 
 def redistributed_layers(layers: int, stages: int) -> list[int]:

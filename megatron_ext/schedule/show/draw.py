@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.kinds import RULES, Lane
-from megatron_ext.schedule.plan.planner import Candidate, Plan, Way
+from megatron_ext.schedule.plan.planner import Candidate, Plan, VocabMethod
 from megatron_ext.schedule.program.memory import in_microbatches, memory_curve
 from megatron_ext.schedule.show.svg import save
 from megatron_ext.schedule.timeline import Timeline
@@ -97,21 +97,21 @@ def draw_plan(plan: Plan, path: Path) -> None:
     unit = 2**30 if in_bytes else 1
     shown = dict.fromkeys((*plan.best_of_each, *plan.front))
     points = {candidate: (candidate.holds / unit, candidate.step) for candidate in shown}
-    for way in plan.ways:
-        marker, label = _WAYS[way]
-        of_way = [candidate for candidate in points if candidate.way is way]
-        if not of_way:
+    for method in plan.methods:
+        marker, label = _METHODS[method]
+        of_method = [candidate for candidate in points if candidate.method is method]
+        if not of_method:
             continue
         axes.scatter(
-            *np.transpose([points[candidate] for candidate in of_way]),
+            *np.transpose([points[candidate] for candidate in of_method]),
             marker=marker,
             label=label,
-            color=["#D55E00" if candidate in plan.front else "#999999" for candidate in of_way],
+            color=["#D55E00" if candidate in plan.front else "#999999" for candidate in of_method],
             clip_on=False,
         )
     for point, names in _labels(points).items():
         axes.annotate(names, point, xytext=(5, 4), textcoords="offset points", size=8)
-    if len(plan.ways) > 1:
+    if len(plan.methods) > 1:
         axes.legend(frameon=False)
     front = plan.front[::-1]
     axes.step(
@@ -132,11 +132,11 @@ def draw_plan(plan: Plan, path: Path) -> None:
 
 
 # How a plan's points are drawn, and what the legend says.
-_WAYS = {
-    Way.NAIVE: ("o", "output layer on its stage"),
-    Way.REDISTRIBUTED: ("s", "layers moved away from it"),
-    Way.ONE: ("^", "vocabulary parallelism 1"),
-    Way.TWO: ("v", "vocabulary parallelism 2"),
+_METHODS = {
+    VocabMethod.NAIVE: ("o", "output layer on its stage"),
+    VocabMethod.REDISTRIBUTED: ("s", "layers moved away from it"),
+    VocabMethod.ONE: ("^", "vocabulary parallelism 1"),
+    VocabMethod.TWO: ("v", "vocabulary parallelism 2"),
 }
 
 
