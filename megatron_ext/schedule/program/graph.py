@@ -197,8 +197,8 @@ class Needs(dict[tuple[int, Kind], list[tuple[int, Kind]]]):
 
     def __missing__(self, key: tuple[int, Kind]) -> list[tuple[int, Kind]]:
         first = needed(Action(*key, 0), self.placement)
-        found = self[key] = [(c.stage, c.kind) for _, choices in first for c in choices]
-        return found
+        self[key] = [(c.stage, c.kind) for _, choices in first for c in choices]
+        return self[key]
 
 
 @dataclass(frozen=True)

@@ -97,21 +97,21 @@ def leaving_room(limit: MemoryLimit, microbatches: int, problem: Problem) -> Mem
         ValueError: less than one microbatch.
     """
     if limit.microbatches is not None:
-        one = 1.0
+        microbatch = 1.0
         more, allowed = float(microbatches), limit.microbatches
     else:
         assert limit.bytes is not None
         held = bytes_for(limit, problem.costs)
         ranks = problem.placement.stages_of
-        one = max(sum(held[Held.ACTIVATION][stage] for stage in row) for row in ranks)
+        microbatch = max(sum(held[Held.ACTIVATION][stage] for stage in row) for row in ranks)
         logits = max(held[Held.LOGITS])  # of one microbatch more: they outlast its SI
-        more, allowed = microbatches * one + (microbatches + 1) * logits, float(limit.bytes)
+        more, allowed = microbatches * microbatch + (microbatches + 1) * logits, float(limit.bytes)
     left = allowed - more
-    if left < one:
+    if left < microbatch:
         raise ValueError(
             f"the memory limit is {limit}, and vocabulary parallelism {problem.extras.vocabulary} "
             f"holds {microbatches} microbatch{'es' * (microbatches > 1)} more than a schedule "
-            f"alone, which holds at least one; give at least {limit.at_least(one + more)}"
+            f"alone, which holds at least one; give at least {limit.at_least(microbatch + more)}"
         )
     if limit.microbatches is not None:
         return MemoryLimit(microbatches=left)

@@ -52,7 +52,7 @@ def await_sends(schedule: Schedule, problem: Problem) -> Schedule:
     to a collective."""
     graph = build_graph(schedule, problem.extras.p2p)
     number = {action: node for node, action in enumerate(graph.actions)}
-    has_gone = _told_by_batches if problem.extras.p2p is P2P.BATCHED else _told_by_clocks
+    has_gone = _known_by_batches if problem.extras.p2p is P2P.BATCHED else _known_by_clocks
     knows_of = has_gone(graph)
     in_step = _in_step(graph) if problem.forward_only else []
     place = {node: place for place, node in enumerate(in_step)}
@@ -103,7 +103,7 @@ def _wait(send: Action) -> Action:
     return Action(send.stage, _WAIT_FOR[send.kind], send.microbatch)
 
 
-def _told_by_clocks(graph: Graph) -> Callable[[int, int], bool]:
+def _known_by_clocks(graph: Graph) -> Callable[[int, int], bool]:
     """Whether, at a compute node, its rank knows that a send's node, or that of a collective of
     which it uses nothing, has ended: async messages."""
     clocks, users = _clocks(graph), _users(graph)
@@ -119,7 +119,7 @@ def _told_by_clocks(graph: Graph) -> Callable[[int, int], bool]:
     return knows_of
 
 
-def _told_by_batches(graph: Graph) -> Callable[[int, int], bool]:
+def _known_by_batches(graph: Graph) -> Callable[[int, int], bool]:
     """The same for batched messages: a later one of its rank, or one beside it, has been used."""
     used: dict[int, int] = {}  # by compute node, the last message that is there by then
     last = -1  # may be another rank's, whose nodes are below all of this one's

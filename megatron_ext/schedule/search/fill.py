@@ -83,8 +83,8 @@ def memory_of(problem: Problem, microbatches: float = math.inf) -> Memory:
         bytes_for(limit, problem.costs)
         amount = in_bytes(problem.costs)
         stages_of = problem.placement.stages_of
-        one = Memory(amount, ())
-        full = [sum(one.of(stage) for stage in stages) for stages in stages_of]
+        of_stages = Memory(amount, ())
+        full = [sum(of_stages.of(stage) for stage in stages) for stages in stages_of]
         return Memory(
             amount,
             tuple(
@@ -154,14 +154,14 @@ def fill_best(
     """
     quick = fill(orders, problem, memory)
     work, start = max(_work(problem)), _last_start(problem)
-    found = [quick]
+    fills = [quick]
     for step in range(trials // 2):
         share = (step / (trials // 2)) ** 2
         deadline = work + start + share * max(quick.makespan - work - start, 0)
-        found.append(fill(orders, problem, memory, deadline=deadline))
+        fills.append(fill(orders, problem, memory, deadline=deadline))
         span = work + share * max(quick.span - work, 0)
-        found.append(fill(orders, problem, memory, span=span))
-    return min(found, key=lambda one: one.order(by_span))
+        fills.append(fill(orders, problem, memory, span=span))
+    return min(fills, key=lambda filled: filled.order(by_span))
 
 
 def makespan(schedule: Schedule, problem: Problem) -> float:
@@ -175,7 +175,7 @@ def _work(problem: Problem) -> list[float]:
     """Compute seconds of each rank."""
     seconds, m = problem.costs.seconds, problem.microbatches
     stages_of = problem.placement.stages_of
-    return [m * sum(each[s] for each in seconds.values() for s in stages) for stages in stages_of]
+    return [m * sum(row[s] for row in seconds.values() for s in stages) for stages in stages_of]
 
 
 def _last_start(problem: Problem) -> float:

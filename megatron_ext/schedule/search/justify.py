@@ -269,11 +269,11 @@ def justify(
         if there is None:
             break
         back = pack(mirrored, mirror(shop, there[1], there[0]))
-        found = there
+        packed = there
         if back is not None and back[0] <= there[0]:
-            found = back[0], mirror(shop, back[1], back[0])
-        if best is not None and found[0] >= best[0] * (1 - _TINY):
+            packed = back[0], mirror(shop, back[1], back[0])
+        if best is not None and packed[0] >= best[0] * (1 - _TINY):
             break
-        best = found
-        plan = found[1]
+        best = packed
+        plan = packed[1]
     return best

@@ -162,38 +162,39 @@ def search(
     mirrored = shop.mirrored()
     plans = (*known, *_periodic_plans(shop))
     packed = [justify(shop, mirrored, plan, rounds=1) for plan in plans]
-    promising = sorted((one for one in packed if one is not None), key=_makespan)[:_PROMISING]
-    again = [justify(shop, mirrored, one[1], _ROUNDS) or one for one in promising]
-    found = sorted(again, key=_makespan)[:_RESULTS]
-    if not found:
+    schedules = sorted((pair for pair in packed if pair is not None), key=_makespan)
+    promising = schedules[:_PROMISING]
+    again = [justify(shop, mirrored, pair[1], _ROUNDS) or pair for pair in promising]
+    best = sorted(again, key=_makespan)[:_RESULTS]
+    if not best:
         return []
     if passes is None:
         passes = PASSES * len(shop.room) ** 2
         passes = min(max(passes, _LEAST_PASSES), _MOST_PASSES)
     random = Random(0)
-    current, recent = found[0], [found[0][0]] * _MEMORY
+    current, recent = best[0], [best[0][0]] * _MEMORY
     steps = max(passes // (2 * len(shop.seconds) * shop.microbatches), _STEPS)
     for step in range(steps):
-        if found[0][0] <= least:
+        if best[0][0] <= least:
             break
         new = justify(shop, mirrored, _shifted(current, random), rounds=1)
         slot = step % _MEMORY
         if new is not None and new[0] <= max(current[0], recent[slot]):
             current = new
         recent[slot] = current[0]
-        if current[0] < found[0][0]:
-            found = [current, *found[: _RESULTS - 1]]
-    return [starts for _, starts in found]
+        if current[0] < best[0][0]:
+            best = [current, *best[: _RESULTS - 1]]
+    return [starts for _, starts in best]
 
 
-def _makespan(found: tuple[float, Starts]) -> float:
-    return found[0]
+def _makespan(packed: tuple[float, Starts]) -> float:
+    return packed[0]
 
 
-def _shifted(found: tuple[float, Starts], random: Random) -> Starts:
+def _shifted(packed: tuple[float, Starts], random: Random) -> Starts:
     """Start times with some of them moved: all passes of a time or of a microbatch, or a run of
     microbatches on one lane or on one lane of every rank."""
-    makespan, starts = found
+    makespan, starts = packed
     plan = [list(row) for row in starts]
     m, lanes = len(plan[0]), len(plan)
     far = random.choice((0.1, 0.2, 0.4, 0.8))

@@ -33,21 +33,17 @@ COLOURS = {
     Kind.EMBEDDING: "#F0E442",
     Kind.EMBEDDING_WEIGHT: "#A6A044",
 }
-NAMES = {
-    Kind.FORWARD: "F  forward",
-    Kind.BACKWARD_INPUT: "I  input gradient",
-    Kind.BACKWARD_WEIGHT: "W  weight gradient",
-    Kind.FULL_BACKWARD: "B  backward (I and W)",
-    Kind.LOGITS: "S  logits of a shard",
-    Kind.LOGITS_INPUT: "SI  their input gradient",
-    Kind.LOGITS_WEIGHT: "SW  their weight gradient",
-    Kind.LOSS: "L  loss",
-    Kind.EMBEDDING: "E  embedding shard",
-    Kind.EMBEDDING_WEIGHT: "EW  its gradient",
+SHORTER = {  # in the legend, than in the table of kinds
+    Kind.FULL_BACKWARD: "backward (I and W)",
+    Kind.LOGITS_INPUT: "their input gradient",
+    Kind.LOGITS_WEIGHT: "their weight gradient",
+    Kind.EMBEDDING: "embedding shard",
+    Kind.EMBEDDING_WEIGHT: "its gradient",
 }
 MARKS = {Kind.STEP: ("v", "optimizer step"), Kind.SETTLE: ("o", "verdict on the last step")}
 PALER = 0.45
-assert COLOURS.keys() == {kind for kind, rule in RULES.items() if rule.lane is Lane.COMPUTE}
+_COMPUTE = {kind for kind, rule in RULES.items() if rule.lane is Lane.COMPUTE}
+COLOURS |= dict.fromkeys(sorted(_COMPUTE - COLOURS.keys()), "#999999")  # grey: not chosen yet
 BUBBLE = "#E8E8E8"
 
 WIDTH = 12  # of the timelines' figure, in inches
@@ -300,7 +296,11 @@ def _legend(used: set[Kind]) -> list[Any]:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    kinds = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in COLOURS if kind in used]
+    kinds = [
+        Patch(color=colour, label=f"{kind}  {SHORTER.get(kind, RULES[kind].does)}")
+        for kind, colour in COLOURS.items()
+        if kind in used
+    ]
     marks = [
         Line2D([], [], marker=marker, label=label, color="black", linestyle="none", markersize=4)
         for kind, (marker, label) in MARKS.items()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.schedule.action import Kind, parse
+from megatron_ext.schedule.action import parse
 from megatron_ext.schedule.kinds import HOST_LANES, RULES, Lane, Where
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.program.graph import channel_of
@@ -208,17 +208,16 @@ def _slices(timeline: Timeline, prefix: str, about: dict[str, Any]) -> Iterator[
         lane = RULES[action.kind].lane
         if lane is Lane.COMPUTE:
             title = "passes"
-        elif RULES[action.kind].where is Where.RANK and RULES[action.kind].is_message:
-            continue  # of a few bytes
+        elif RULES[action.kind].where is Where.RANK:
+            if not RULES[action.kind].is_message:  # those are of a few bytes
+                yield _mark(event, str(action), prefix + "passes", prefix + lane.value, about)
+            continue
         elif lane is Lane.SEND:
             title = f"{action.kind} to rank {channel_of(action, placement).receiver}"
         elif lane is Lane.COLLECTIVE:
             title = action.kind.value
         elif lane in HOST_LANES:
             title = lane.value
-        elif action.kind in (Kind.SETTLE, Kind.STEP):
-            yield _mark(event, str(action), prefix + "passes", prefix + lane.value, about)
-            continue
         else:
             continue  # takes no time there
         args = {"stage": action.stage, "microbatch": action.microbatch} | about

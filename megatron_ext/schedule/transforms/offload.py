@@ -109,9 +109,9 @@ def _most_that_cost_nothing(schedule: Schedule, problem: Problem) -> Schedule:
         def count(absences: Sequence[Absence], eighths: int = eighths) -> int:
             return len(absences) * eighths // 8
 
-        found = leaving.of_each_link(count)
-        if simulate_messages(found, problem).makespan <= allowed:
-            return found
+        offloaded = leaving.of_each_link(count)
+        if simulate_messages(offloaded, problem).makespan <= allowed:
+            return offloaded
     return schedule
 
 
@@ -137,12 +137,12 @@ class _Leaving:
 
     def absences(self, ranks: Sequence[int]) -> list[Absence]:
         """What may leave ``ranks``, in turns."""
-        each = []
+        of_ranks = []
         for rank in ranks:
-            found = _longest_lived_first(_absences(rank, self.passes[rank], self.problem))
+            absences = _longest_lived_first(_absences(rank, self.passes[rank], self.problem))
             halves = self.problem.extras.offload is Offload.HALF
-            each.append(_half(found, self.problem) if halves else found)
-        turns = itertools.chain.from_iterable(itertools.zip_longest(*each))
+            of_ranks.append(_half(absences, self.problem) if halves else absences)
+        turns = itertools.chain.from_iterable(itertools.zip_longest(*of_ranks))
         return [absence for absence in turns if absence is not None]
 
     def rows(self, absences: Sequence[Absence], ranks: Sequence[int]) -> list[tuple[Action, ...]]:
@@ -193,12 +193,12 @@ def _absences(rank: int, row: Sequence[Event], problem: Problem) -> Iterator[Abs
             made = made_at[Action(stage, maker, microbatch)]
             copies = [Action(stage, kinds[n], microbatch) for n in (0, 2)]
             out, back = map(problem.costs.of, copies)
-            found = Absence(
+            absence = Absence(
                 rank, stage, microbatch, kinds, made, used, ends[made], event.start, out, back
             )
-            booked = Booked(found, found.start, found.end - back)
+            booked = Booked(absence, absence.start, absence.end - back)
             if _helps(_positions(booked, starts, ends)):
-                yield found
+                yield absence
 
 
 def _longest_lived_first(absences: Iterable[Absence]) -> list[Absence]:
