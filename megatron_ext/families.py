@@ -9,7 +9,7 @@ from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.placement import Placement, line, loop, v, wave
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
-from megatron_ext.schedule.search.fill import fill_best, memory_of
+from megatron_ext.schedule.search.weight_gradient_filling import fill_best, memory_of
 
 __all__ = [
     "Action",

@@ -39,7 +39,7 @@ from megatron_ext.runtime.messages.transport import Boundary, Transport
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.recording import clock_of
 from megatron_ext.runtime.weight_gradients import queue
-from megatron_ext.schedule.build.head import place_head
+from megatron_ext.schedule.build.output_layer import place_output_layer
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs, uniform
 from megatron_ext.schedule.costs_text import parse_costs
@@ -128,7 +128,7 @@ def _run(spec: str, microbatches: int, text: str) -> Result:
     slept = _milliseconds(text, placement)
     boundary = Boundary(SHAPE, DTYPE)
     wrong = uniform(placement, 0.05, 0.05, 0.05)
-    program = place_head(choice, Problem(placement, microbatches, wrong))
+    program = place_output_layer(choice, Problem(placement, microbatches, wrong))
     ways = Channels(world, channels(program.schedule), CPU)
     recorder = Recorder(rank)
     stages = {
@@ -150,7 +150,7 @@ def _run(spec: str, microbatches: int, text: str) -> Result:
         profile.end(recorder, program)
         recorder.end()
     found = profile.costs(ways, boundary, wrong, spec)
-    program = place_head(choice, Problem(placement, microbatches, found))
+    program = place_output_layer(choice, Problem(placement, microbatches, found))
     steps = MeasuredSteps(CPU)
     for _ in range(KEPT):
         steps.begin(recorder)

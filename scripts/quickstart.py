@@ -28,7 +28,7 @@ from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.show.draw import draw
-from megatron_ext.schedule.show.summary import stock_1f1b
+from megatron_ext.schedule.show.program_summary import stock_1f1b
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RUNS = REPOSITORY / "runs" / "quickstart"

@@ -14,7 +14,7 @@ from megatron_ext.adapter.vocabulary_rows import check_divisible
 from megatron_ext.config import COSTS_FILE, PipelineConfig
 from megatron_ext.logger import logger
 from megatron_ext.runtime.measure import profile
-from megatron_ext.schedule.build.head import place_head
+from megatron_ext.schedule.build.output_layer import place_output_layer
 from megatron_ext.schedule.build.overlap import check_overlaps
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.model.estimate import ModelDimensions, estimate
@@ -83,7 +83,7 @@ def programs(args: Any, config: PipelineConfig) -> list[Program]:
         ValueError: the schedule cannot be made for these sizes and limits.
     """
     choice = config.choice
-    return [place_head(choice, problem) for problem in problems(args, config)]
+    return [place_output_layer(choice, problem) for problem in problems(args, config)]
 
 
 def problems(args: Any, config: PipelineConfig) -> list[Problem]:

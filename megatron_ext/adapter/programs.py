@@ -20,7 +20,7 @@ from megatron_ext.adapter.compatibility import refuse_order
 from megatron_ext.adapter.dimensions import estimated_costs
 from megatron_ext.adapter.vocabulary_rows import embedding_part
 from megatron_ext.config import PipelineConfig
-from megatron_ext.schedule.build.head import place_again, place_head
+from megatron_ext.schedule.build.output_layer import place_again, place_output_layer
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.placement import Placement
@@ -119,7 +119,7 @@ class Programs:
         placement = self._choice.place(pipeline.size())
         problem = self._config.problem(placement, microbatches, self.costs[shape], forward_only)
         if before is None:
-            program = place_head(self._choice, problem)
+            program = place_output_layer(self._choice, problem)
         else:
             program = place_again(self._choice, problem, before)
         refuse_order(config, program.schedule)

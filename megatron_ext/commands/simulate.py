@@ -34,7 +34,7 @@ from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule_csv import to_csv
 from megatron_ext.schedule.search.certify import certify as certify_program
 from megatron_ext.schedule.show.draw import draw_steps
-from megatron_ext.schedule.show.summary import program_of_1f1b
+from megatron_ext.schedule.show.program_summary import program_of_1f1b
 from megatron_ext.schedule.show.trace import write_trace
 from megatron_ext.schedule.timeline import Timeline
 

@@ -23,7 +23,7 @@ from megatron_ext.schedule.problem import Offload
 from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, peaks
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.show.summary import stock_1f1b
+from megatron_ext.schedule.show.program_summary import stock_1f1b
 
 SURELY_MEANT = 0.9  # difflib's likeness from which an unknown flag is a known one misspelt
 PERHAPS_MEANT = 0.8

@@ -20,11 +20,16 @@ from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.placement import Placement, line, loop, v, wave
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
-from megatron_ext.schedule.search.fill import Filled, fill_best, memory_of, time
+from megatron_ext.schedule.search.weight_gradient_filling import (
+    TimedOrder,
+    fill_best,
+    memory_of,
+    time,
+)
 from tests.behaviour.record import Subject
 
 _OF_FAMILIES = (
-    *(Action, Kind, Costs, Filled, fill_best, memory_of, time),
+    *(Action, Kind, Costs, TimedOrder, fill_best, memory_of, time),
     *(Placement, line, loop, v, wave, family, Problem, Schedule),
 )
 

@@ -277,9 +277,9 @@ class CountingTransport:
         self.read.append(action)
         return self.transport.received(action)
 
-    def drop(self) -> None:
+    def drain(self) -> None:
         self.events.append("drop")
-        self.transport.drop()
+        self.transport.drain()
 
     def abandon(self) -> None:
         self.transport.abandon()

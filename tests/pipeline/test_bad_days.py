@@ -374,18 +374,18 @@ def test_data_that_end_early(schedule: str, ranks: int) -> None:
 @contextlib.contextmanager
 def counting_builds(folder: Path) -> Iterator[Path]:
     """Programs that ranks build within, a line each: rank, microbatches, whether for evaluation."""
-    build, file = programs.place_head, folder / "builds"
+    build, file = programs.place_output_layer, folder / "builds"
 
     def counted(choice: Any, problem: Problem) -> Program:
         with open(file, "a") as lines:
             lines.write(f"{dist.get_rank()} {problem.microbatches} {problem.forward_only}\n")
         return build(choice, problem)
 
-    programs.place_head = counted
+    programs.place_output_layer = counted
     try:
         yield file
     finally:
-        programs.place_head = build
+        programs.place_output_layer = build
 
 
 # Megatron 0.19's --rampup-batch-size does nothing. Tokens, of 16 a sample, and batch sizes: m is 2,

@@ -54,19 +54,19 @@ class NoWaits(Transport):
     wanted: Callable[[], None]
 
     def send(self, action: Action, tensor: Tensor) -> None:
-        with self._dealing_with_peer(action):
+        with self._calling_peer(action):
             pass
 
     def wait_sent(self, send: Action) -> None:
-        with self._dealing_with_peer(send):
+        with self._calling_peer(send):
             pass
 
     def receive(self, action: Action) -> None:
-        with self._dealing_with_peer(action):
+        with self._calling_peer(action):
             pass
 
     def received(self, action: Action) -> Tensor:
-        with self._dealing_with_peer(action):
+        with self._calling_peer(action):
             self.wanted()
         return torch.zeros(3, WIDTH)
 

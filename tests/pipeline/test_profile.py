@@ -23,7 +23,7 @@ from megatron_ext.runtime.measure.message_time import message_seconds
 from megatron_ext.runtime.measure.profile import STEPS
 from megatron_ext.runtime.recording import HostClock
 from megatron_ext.schedule.action import Kind, parse
-from megatron_ext.schedule.build.head import place_head
+from megatron_ext.schedule.build.output_layer import place_output_layer
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import load_costs, parse_costs
@@ -139,7 +139,7 @@ def test_a_training_that_measures_is_the_same_to_the_last_bit(
     assert len(predictions) == pipeline
     if spec in ("1f1b", "zb-h1"):  # which have one order of passes, whatever they cost
         p2p = P2P(str(more.get("pipeline_p2p", P2P.ASYNC)))
-        again = place_head(
+        again = place_output_layer(
             choose(spec), Problem(placement, 8 * pipeline // ranks, costs, extras=Extras(p2p=p2p))
         )
         predicted = 1e3 * simulate(again, again.problem.costs).makespan
@@ -324,8 +324,10 @@ MODEL: Flags = {
 }
 
 
-@pytest.mark.parametrize(("spec", "head_waits"), [("zb-h1", True), ("zb-v", False)])
-def test_bytes_are_those_that_ranks_hold(spec: str, head_waits: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("spec", "output_layer_waits"), [("zb-h1", True), ("zb-v", False)])
+def test_bytes_are_those_that_ranks_hold(
+    spec: str, output_layer_waits: bool, tmp_path: Path
+) -> None:
     """What hooks on autograd and the queue count, beside all storages that live (`held_bytes`).
 
     Where the output layer's weight gradient came in I, its gradient of the logits is added.
@@ -338,7 +340,7 @@ def test_bytes_are_those_that_ranks_hold(spec: str, head_waits: bool, tmp_path: 
     stages = choose(spec).place(2).stages
     for stage in range(stages):
         inputs = counted[f"{stage}I0"]
-        if stage == stages - 1 and not head_waits:
+        if stage == stages - 1 and not output_layer_waits:
             inputs += round(found.vocabulary.logits_bytes)
         activation = found.held_bytes[Held.ACTIVATION][stage]
         assert activation == pytest.approx(counted[f"{stage}F0"], rel=0.01)

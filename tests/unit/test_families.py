@@ -24,7 +24,7 @@ from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import InvalidSchedule
 from megatron_ext.schedule.program.waits import SENDS_BEHIND
 from megatron_ext.schedule.schedule import Schedule, bitwise_order
-from megatron_ext.schedule.search.fill import makespan
+from megatron_ext.schedule.search.weight_gradient_filling import makespan
 from tests.helpers.schedules import (
     PROPERTY,
     F,

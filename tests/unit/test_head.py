@@ -1,4 +1,4 @@
-"""Whether the output layer's weight gradient waits for W (`schedule.head`)."""
+"""Whether the output layer's weight gradient waits for W (`schedule.build.output_layer`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.build.head import head_waits, place_head
+from megatron_ext.schedule.build.output_layer import output_layer_waits, place_output_layer
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs, uniform
 from megatron_ext.schedule.kinds import Held
@@ -46,16 +46,16 @@ def on_v() -> Costs:
 
 def test_it_waits_on_a_rank_that_holds_less_than_others() -> None:
     """The last rank has a layer less, as is usual with a large vocabulary: there is room."""
-    program = place_head(LINE, problem(estimate(LIGHT_END, GPU)))
-    assert head_waits(program)
+    program = place_output_layer(LINE, problem(estimate(LIGHT_END, GPU)))
+    assert output_layer_waits(program)
     held = peaks(program.schedule, in_bytes(program.problem.costs))
     assert held[-1] <= max(held[:-1])
 
 
 def test_it_comes_with_the_input_gradient_where_all_ranks_hold_the_same() -> None:
     costs = on_v()
-    program = place_head(V, problem(costs, spec="zb-v"))
-    assert not head_waits(program)
+    program = place_output_layer(V, problem(costs, spec="zb-v"))
+    assert not output_layer_waits(program)
     own = program.problem.costs
     assert own.held_bytes is not None and costs.held_bytes is not None
     assert costs.vocabulary is not None
@@ -71,19 +71,19 @@ def test_it_comes_with_the_input_gradient_where_all_ranks_hold_the_same() -> Non
 def test_a_limit_in_bytes_decides() -> None:
     """2bp keeps all microbatches' logits until the end, if they wait."""
     costs, all_at_the_end = estimate(MODEL, GPU), choose("2bp")
-    with_room = place_head(all_at_the_end, problem(costs, 2**40))
-    assert head_waits(with_room)
+    with_room = place_output_layer(all_at_the_end, problem(costs, 2**40))
+    assert output_layer_waits(with_room)
     peak = max(peaks(with_room.schedule, in_bytes(costs)))
-    tight = place_head(all_at_the_end, problem(costs, int(0.99 * peak)))
-    assert not head_waits(tight)
+    tight = place_output_layer(all_at_the_end, problem(costs, int(0.99 * peak)))
+    assert not output_layer_waits(tight)
     assert max(peaks(tight.schedule, in_bytes(tight.problem.costs))) < 0.99 * peak
 
 
 def test_it_waits_only_where_that_is_sooner() -> None:
     costs = estimate(LIGHT_END, GPU)
-    program = place_head(LINE, problem(costs))
-    at_once = place_head(LINE, problem(replace(costs, held_bytes=None)))
-    assert head_waits(program) and not head_waits(at_once)
+    program = place_output_layer(LINE, problem(costs))
+    at_once = place_output_layer(LINE, problem(replace(costs, held_bytes=None)))
+    assert output_layer_waits(program) and not output_layer_waits(at_once)
     sooner, later = (simulate(p, p.problem.costs) for p in (program, at_once))
     assert sooner.makespan < later.makespan
 
@@ -91,6 +91,6 @@ def test_it_waits_only_where_that_is_sooner() -> None:
 @pytest.mark.parametrize("spec", ["1f1b", "zb-h1"])
 def test_nothing_waits_where_nothing_is_known(spec: str) -> None:
     costs = uniform(choose(spec).place(4), 1, 1, 1)
-    program = place_head(choose(spec), problem(costs, spec=spec))
-    assert not head_waits(program)
+    program = place_output_layer(choose(spec), problem(costs, spec=spec))
+    assert not output_layer_waits(program)
     assert program.problem.costs == costs

@@ -17,7 +17,7 @@ from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, peaks
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.schedule import bitwise_order
-from megatron_ext.schedule.search.fill import makespan
+from megatron_ext.schedule.search.weight_gradient_filling import makespan
 from megatron_ext.schedule.timeline import Timeline
 from tests.helpers.combinations import at_night
 from tests.helpers.schedules import drawn, line_problem, program, random_costs, table

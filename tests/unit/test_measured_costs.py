@@ -11,7 +11,12 @@ from typer.testing import CliRunner
 
 from megatron_ext.cli import app
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.build.head import costs_in, head_waits, place_again, place_head
+from megatron_ext.schedule.build.output_layer import (
+    costs_in,
+    output_layer_waits,
+    place_again,
+    place_output_layer,
+)
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs, VocabularyCosts
 from megatron_ext.schedule.costs_text import load_costs, save_costs
@@ -25,7 +30,7 @@ from megatron_ext.schedule.program.memory import in_microbatches, peaks
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.show.prediction import RankStep, compare
-from megatron_ext.schedule.show.summary import stock_1f1b, summary_of_change
+from megatron_ext.schedule.show.program_summary import stock_1f1b, summary_of_change
 
 F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
 NONE, ONE, TWO = VocabularyParallel
@@ -66,7 +71,7 @@ def placed(spec: str, vocabulary: VocabularyParallel = NONE, rows: int = 2000) -
     choice = choose(spec)
     placement = choice.place(RANKS)
     costs = estimated(placement, rows)
-    return place_head(
+    return place_output_layer(
         choice, Problem(placement, MICROBATCHES, costs, extras=Extras(vocabulary=vocabulary))
     )
 
@@ -119,8 +124,8 @@ def test_what_the_passes_cost_is_found_again(
 
 def test_a_head_is_found_again_wherever_its_weight_gradient_is() -> None:
     """Both places occur in the test above."""
-    assert not head_waits(placed("zb-h1"))
-    assert head_waits(placed("zb-h1", rows=50))
+    assert not output_layer_waits(placed("zb-h1"))
+    assert output_layer_waits(placed("zb-h1", rows=50))
 
 
 def test_of_several_ranks_of_a_stage_the_median_and_the_most_bytes_count() -> None:
@@ -211,8 +216,8 @@ def test_a_line_says_what_measured_costs_have_changed() -> None:
     problem = Problem(line(RANKS), MICROBATCHES, guess, MemoryLimit(microbatches=4))
     slow = {kind: (2 * row[0], *row[1:]) for kind, row in guess.seconds.items()}
     truth = replace(guess, seconds=slow)
-    before = place_head(choose("zb-auto"), problem)
-    now = place_head(choose("zb-auto"), replace(problem, costs=truth))
+    before = place_output_layer(choose("zb-auto"), problem)
+    now = place_output_layer(choose("zb-auto"), replace(problem, costs=truth))
     stock = stock_1f1b(replace(problem, costs=truth)).makespan
     gains = []
     for each in (now, before):
@@ -228,7 +233,7 @@ def test_a_line_says_what_measured_costs_have_changed() -> None:
 def test_a_schedule_that_has_not_changed_says_so() -> None:
     before = placed("zb-h1")
     truth = real(estimated(line(RANKS)))
-    now = place_head(choose("zb-h1"), replace(before.problem, costs=truth))
+    now = place_output_layer(choose("zb-h1"), replace(before.problem, costs=truth))
     assert summary_of_change(before, now, truth).endswith("(as with estimated costs)")
 
 
@@ -236,14 +241,14 @@ def test_an_order_that_is_better_stays_where_it_may() -> None:
     """What zb-auto finds for these costs is worse than what it found for others."""
     guess = estimated(line(RANKS))
     problem = Problem(line(RANKS), MICROBATCHES, guess, MemoryLimit(microbatches=3))
-    before = place_head(choose("zb-auto"), problem)
+    before = place_output_layer(choose("zb-auto"), problem)
     slow = {**guess.seconds, I: tuple(3 * each for each in guess.seconds[I])}
     other = replace(problem, costs=replace(guess, seconds=slow))
 
     def makespan(program: Program) -> float:
         return simulate(program, costs_in(program, other.costs)).makespan
 
-    assert makespan(place_head(choose("zb-auto"), other)) > makespan(before)
+    assert makespan(place_output_layer(choose("zb-auto"), other)) > makespan(before)
     again = place_again(choose("zb-auto"), other, before)
     assert again.schedule.compute_rows == before.schedule.compute_rows
     assert makespan(again) <= makespan(before)  # its messages have other places

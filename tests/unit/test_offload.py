@@ -15,7 +15,11 @@ from typer.testing import CliRunner
 from megatron_ext.cli import app
 from megatron_ext.schedule.action import Kind, parse
 from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.head import costs_in, head_waits, place_head
+from megatron_ext.schedule.build.output_layer import (
+    costs_in,
+    output_layer_waits,
+    place_output_layer,
+)
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs, HostCosts, VocabularyCosts
 from megatron_ext.schedule.costs_text import format_costs, parse_costs
@@ -394,8 +398,8 @@ def test_logits_that_do_not_leave_are_not_copied() -> None:
     assert shared.seconds[Kind.OFFLOAD_F] == (1.0, 1.0)
     assert shared.seconds[Kind.RELOAD_I] == (1.0, 1.0)
     assert (shared.ranks_per_link, shared.duplex) == (2, False)
-    program = place_head(choose("zb-h1"), Problem(placement, 4, costs))
-    assert not head_waits(program)
+    program = place_output_layer(choose("zb-h1"), Problem(placement, 4, costs))
+    assert not output_layer_waits(program)
     host = costs_in(program, costs).host
     assert host is not None
     assert host.seconds[Kind.OFFLOAD_F] == (1.0, 4.0)

@@ -33,10 +33,10 @@ from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove
 from megatron_ext.schedule.schedule import is_compute
 from megatron_ext.schedule.search import v_search
 from megatron_ext.schedule.search.bounds import lower_bound
-from megatron_ext.schedule.search.justify import mirror, pack
+from megatron_ext.schedule.search.double_justification import mirror, pack
 from megatron_ext.schedule.search.v_search import plan_of, shop_of
 from megatron_ext.schedule.show.draw import draw_steps
-from megatron_ext.schedule.show.summary import summary
+from megatron_ext.schedule.show.program_summary import summarize
 from megatron_ext.schedule.show.trace import TraceFile, beside_all, read_trace
 from megatron_ext.schedule.transforms.post_validation import validate_afterwards
 from tests.helpers.combinations import in_pairs
@@ -440,8 +440,8 @@ def test_what_cannot_overlap_is_refused() -> None:
 
 def test_the_promise_of_a_launch_tells_both() -> None:
     made = program("zb-2p", 4, 8, USUAL)
-    assert "in the long run a step costs 256, 6.2% less than its makespan of 273" in summary(made)
-    assert "long run" not in summary(program("zb-2p", 4, 8, USUAL, validated=False))
+    assert "in the long run a step costs 256, 6.2% less than its makespan of 273" in summarize(made)
+    assert "long run" not in summarize(program("zb-2p", 4, 8, USUAL, validated=False))
 
 
 def run(*words: str, code: int = 0) -> str:

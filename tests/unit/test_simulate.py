@@ -18,7 +18,7 @@ from megatron_ext.schedule.problem import Offload, Problem
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import prove
 from megatron_ext.schedule.schedule import Schedule, is_compute
-from megatron_ext.schedule.show.summary import stock_1f1b, summary
+from megatron_ext.schedule.show.program_summary import stock_1f1b, summarize
 from megatron_ext.schedule.timeline import Timeline
 from tests.helpers.combinations import at_night
 from tests.helpers.schedules import (
@@ -293,7 +293,7 @@ def test_waits_cost_nothing(case: Case) -> None:
 
 def test_summary() -> None:
     problem = line_problem(4, 8, 1, 1, 1)
-    text = summary(program("zb-h1", problem))
+    text = summarize(program("zb-h1", problem))
     assert text == (
         "zb-h1 on 4 ranks, 8 microbatches: predicted bubble 11.1% of the makespan (1f1b 27.3%), "
         "peak 4 microbatches; costs given: f=1/1/1/1,i=1/1/1/1,w=1/1/1/1,comm=0"
@@ -303,7 +303,7 @@ def test_summary() -> None:
 def test_summary_tells_what_leaves_for_the_host() -> None:
     problem = line_problem(4, 8, 1, 1, 1)
     costs = problem.costs.with_host([0.5] * 4, [0.5] * 4)
-    text = summary(
+    text = summarize(
         program("zb-h1", replace(problem, costs=costs).with_extras(offload=Offload.HALF))
     )
     assert (

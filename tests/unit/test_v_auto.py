@@ -25,7 +25,7 @@ from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule import Schedule, bitwise_order
 from megatron_ext.schedule.search import disk_cache, v_search
-from megatron_ext.schedule.search.justify import Shop, justify, rows_of
+from megatron_ext.schedule.search.double_justification import Shop, double_justify, rows_of
 from megatron_ext.schedule.search.v_search import plan_of, search, shop_of
 from tests.helpers.combinations import at_night
 from tests.helpers.schedules import PROPERTY, random_costs, runs_to_end, seeds
@@ -158,7 +158,7 @@ def test_search_ends_where_nothing_can_be_shorter(monkeypatch: pytest.MonkeyPatc
 
     def counted(shop: Shop, *args: Any, **kwargs: Any) -> Any:
         packed.append(shop)
-        return justify(shop, *args, **kwargs)
+        return double_justify(shop, *args, **kwargs)
 
     monkeypatch.setattr(v_search, "justify", counted)
     shop = v_shop(2, 8, 2.0)
@@ -245,7 +245,7 @@ def test_any_plan_packs_soundly(seed: int, p: int, m: int, halves: int) -> None:
     random, placement = Random(seed), v(p)
     shop = v_shop(p, m, halves / 2)
     plan = [sorted(random.uniform(0, 20) for _ in range(m)) for _ in shop.seconds]
-    found = justify(shop, shop.mirrored(), plan, rounds=3)
+    found = double_justify(shop, shop.mirrored(), plan, rounds=3)
     assert found is not None
     rows = rows_of(found[1])
     limit = MemoryLimit(microbatches=halves / 2)
@@ -263,7 +263,7 @@ def test_plan_of_a_schedule_gives_it_back(seed: int, p: int, m: int) -> None:
     random, placement = Random(seed), v(p)
     shop = v_shop(p, m, 2.0)
     plan = [sorted(random.uniform(0, 20) for _ in range(m)) for _ in shop.seconds]
-    found = justify(shop, shop.mirrored(), plan, rounds=1)
+    found = double_justify(shop, shop.mirrored(), plan, rounds=1)
     assert found is not None
     schedule = Schedule("packed", placement, rows_of(found[1]))
     ran = v_auto._proved(schedule, v_problem(p, m))

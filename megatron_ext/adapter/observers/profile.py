@@ -26,7 +26,7 @@ from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.runtime.recording import clock_of
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import save_costs
-from megatron_ext.schedule.show.summary import summary_of_change
+from megatron_ext.schedule.show.program_summary import summary_of_change
 
 
 class StepProfile(StepObserver):

@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
-from megatron_ext.adapter.observers.reductions import watch
+from megatron_ext.adapter.observers.gradient_reductions import watch
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.weight_gradients import queue
 

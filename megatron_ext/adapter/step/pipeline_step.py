@@ -34,10 +34,10 @@ from megatron_ext.adapter.vocabulary_rows import shard_of
 from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger
 from megatron_ext.runtime.watchdog import Watchdog
-from megatron_ext.schedule.build.head import head_waits
+from megatron_ext.schedule.build.output_layer import output_layer_waits
 from megatron_ext.schedule.problem import VocabularyParallel
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.show.summary import summary
+from megatron_ext.schedule.show.program_summary import summarize
 
 
 class PipelineStep:
@@ -146,7 +146,7 @@ class PipelineStep:
         shard, at_once = None, frozenset[Tensor]()
         if self._divides:
             shard = shard_of(call.models, call.config, call.pipeline, call.groups.tp)
-        elif not head_waits(program):
+        elif not output_layer_waits(program):
             at_once = head_weights(call.models)
         waits = self._config.choice.splits_backward and not call.forward_only
         apart = frozenset[Tensor]() if shard is None else frozenset([shard.output])
@@ -167,7 +167,7 @@ class PipelineStep:
             with self._connections.heard_if_it_fails("the making of a program", RuntimeError):
                 program = self._programs.make(call.pipeline, *asked)
         if not call.forward_only:
-            log_single_rank(logger, logging.INFO, summary(program))
+            log_single_rank(logger, logging.INFO, summarize(program))
         self._connections.expect(program, varies=call.config.variable_seq_lengths)
         return program
 

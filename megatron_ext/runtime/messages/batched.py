@@ -68,7 +68,7 @@ class BatchedTransport(TransportBase):
         self._next: list[tuple[Action, Tensor]] = []  # of the batch that is not complete yet
         self._under_way: dict[Action, tuple[_Batch, Tensor]] = {}
 
-    def drop(self) -> None:
+    def drain(self) -> None:
         raise AssertionError("no step with batched messages begins again")
 
     def abandon(self) -> None:
@@ -105,7 +105,7 @@ class BatchedTransport(TransportBase):
         self._next.append((action, tensor))
         if action not in self._last:
             return
-        with self._dealing_with_peer(action):
+        with self._calling_peer(action):
             works = self._group.start([(self._channel_of(a), data) for a, data in self._next])
         batch = _Batch(tuple(a for a, _ in self._next), works)
         self._under_way |= {a: (batch, data) for a, data in self._next}
@@ -116,6 +116,6 @@ class BatchedTransport(TransportBase):
         else ``action``, which is wanted."""
         actions = batch.actions if len(batch.works) > 1 else (action,)
         for each, work in zip(actions, batch.works, strict=False):
-            with self._dealing_with_peer(each):
+            with self._calling_peer(each):
                 work.wait()
         batch.works.clear()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_ext.runtime.messages.closing import close_groups
 from megatron_ext.runtime.messages.groups import make_device_groups
-from megatron_ext.runtime.messages.transport import Dealing, check_open
+from megatron_ext.runtime.messages.transport import PeerCall, check_open
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.program.communicators import COLLECTIVES
@@ -83,13 +83,13 @@ class Exchange:
     def broadcast(self, action: Action, tensors: Sequence[Tensor], root: int) -> None:
         """Start to bring all ranks the ``tensors`` of ``root``; those of others are filled."""
         tensors = list(tensors)
-        with self._dealing_with_all(action, root):
+        with self._calling_all(action, root):
             works = [self._collectives.broadcast(action.kind, t, root) for t in tensors]
         self._under_way[action] = works, tensors, root
 
     def sum(self, action: Action, tensor: Tensor, root: int) -> None:
         """Start to sum ``tensor`` over all ranks for ``root``; elsewhere it is only given."""
-        with self._dealing_with_all(action, root):
+        with self._calling_all(action, root):
             works = [self._collectives.sum(action.kind, tensor, root)]
         self._under_way[action] = works, [tensor], root
 
@@ -97,7 +97,7 @@ class Exchange:
         """Start to bring every rank ``tensor`` of all, stacked in rank order."""
         size = self._collectives.ranks
         gathered = tensor.new_empty(size * tensor.shape[0], *tensor.shape[1:])
-        with self._dealing_with_all(action, 0):
+        with self._calling_all(action, 0):
             works = [self._collectives.gather(action.kind, gathered, tensor)]
         self._under_way[action] = works, [gathered.view(size, *tensor.shape), tensor], 0
 
@@ -105,7 +105,7 @@ class Exchange:
         """What ``action`` has brought this rank, once it is there and what the rank has given has
         gone. Nothing of it is kept."""
         works, tensors, root = self._under_way.pop(action)
-        with self._dealing_with_all(action, root):
+        with self._calling_all(action, root):
             for work in works:
                 work.wait()
         return tensors
@@ -119,5 +119,5 @@ class Exchange:
         self._under_way.clear()
         self._collectives.close()
 
-    def _dealing_with_all(self, action: Action, root: int) -> Dealing:
-        return Dealing(self._recorder, action, root, "with")
+    def _calling_all(self, action: Action, root: int) -> PeerCall:
+        return PeerCall(self._recorder, action, root, "with")

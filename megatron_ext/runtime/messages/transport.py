@@ -99,12 +99,12 @@ class TransportBase:
             self._ways[key] = channel_of(action, self._placement)
         return self._ways[key]
 
-    def _dealing_with_peer(self, action: Action) -> AbstractContextManager[None]:
+    def _calling_peer(self, action: Action) -> AbstractContextManager[None]:
         """Around each call that the rank at the other end of ``action`` can make fail or wait."""
         channel = self._channel_of(action)
         if channel.sender == self.rank:
-            return Dealing(self._recorder, action, channel.receiver, "to")
-        return Dealing(self._recorder, action, channel.sender, "from")
+            return PeerCall(self._recorder, action, channel.receiver, "to")
+        return PeerCall(self._recorder, action, channel.sender, "from")
 
 
 class Transport(TransportBase):
@@ -130,7 +130,7 @@ class Transport(TransportBase):
         channel = self._channel_of(action)
         data = self._data(action, tensor)
         parts = []
-        with self._dealing_with_peer(action):
+        with self._calling_peer(action):
             if self._boundary.shape is None:
                 header = _shape_header(data)
                 parts.append((self._channels.send_shape(channel, header), header))
@@ -139,7 +139,7 @@ class Transport(TransportBase):
 
     def wait_sent(self, send: Action) -> None:
         """Return when the tensor of ``send`` has left."""
-        with self._dealing_with_peer(send):
+        with self._calling_peer(send):
             for work, _ in self._sending.pop(send):
                 work.wait()
 
@@ -151,7 +151,7 @@ class Transport(TransportBase):
         is this receive's.)
         """
         channel = self._channel_of(action)
-        with self._dealing_with_peer(action):
+        with self._calling_peer(action):
             shape = self._boundary.shape
             if shape is None:
                 header = torch.empty(MAX_DIMENSIONS + 1, dtype=torch.int64)
@@ -164,11 +164,11 @@ class Transport(TransportBase):
     def received(self, action: Action) -> Tensor:
         """The tensor of the posted receive ``action``, when it has come."""
         work, tensor = self._receiving.pop(action)
-        with self._dealing_with_peer(action):
+        with self._calling_peer(action):
             work.wait()
         return tensor
 
-    def drop(self) -> None:
+    def drain(self) -> None:
         """Return when all that is under way has gone or come; nobody reads it any more."""
         for send in list(self._sending):
             self.wait_sent(send)
@@ -180,7 +180,7 @@ class Transport(TransportBase):
         return not self._sending and not self._receiving
 
 
-class Dealing:
+class PeerCall:
     """A call that a peer can make fail or wait. (A class costs less than a generator.)
 
     ``direction``: whether a message goes ``to`` the peer or comes ``from`` it, or what it and all

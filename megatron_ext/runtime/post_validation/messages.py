@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ext.runtime.messages.groups import make_groups
-from megatron_ext.runtime.messages.transport import Dealing, closed
+from megatron_ext.runtime.messages.transport import PeerCall, closed
 from megatron_ext.runtime.post_validation.partial_state import PartialState
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.schedule.action import Action, Kind
@@ -77,7 +77,7 @@ class ValidationMessages:
         group = self._open(self._up)
         if self._before is None:
             return PartialState()
-        with self._dealing(Kind.RECV_P, self._before, "from"):
+        with self._calling(Kind.RECV_P, self._before, "from"):
             numbers = _nothing()
             group.recv([numbers], self._before, 0).wait()
         return _state(numbers, self._steps)
@@ -90,7 +90,7 @@ class ValidationMessages:
         if self._after is None:
             self._come = numbers
         else:
-            with self._dealing(Kind.SEND_P, self._after, "to"):
+            with self._calling(Kind.SEND_P, self._after, "to"):
                 self._passed_on = group.send([numbers], self._after, 0), numbers
         self._steps += 1
         self.is_pending = True
@@ -103,7 +103,7 @@ class ValidationMessages:
         group = self._open(self._down)
         if self._after is not None:
             numbers = _nothing()
-            with self._dealing(Kind.RECV_V, self._after, "from"):
+            with self._calling(Kind.RECV_V, self._after, "from"):
                 self._coming = group.recv([numbers], self._after, 0), numbers
         self._relay = _Relay(self)
 
@@ -113,10 +113,10 @@ class ValidationMessages:
         self.expect()
         self._stop_relay()
         if self._after is not None:
-            with self._dealing(Kind.SETTLE, self._after, "from"):
+            with self._calling(Kind.SETTLE, self._after, "from"):
                 self.take()
         if self._before is not None:
-            with self._dealing(Kind.SEND_V, self._before, "to"):
+            with self._calling(Kind.SEND_V, self._before, "to"):
                 self.pass_back()
         # Both ranks are there by now, or nothing would come of going on: this one's next forward
         # pass needs the rank before it in this step.
@@ -127,7 +127,7 @@ class ValidationMessages:
             if message is not None:
                 assert peer is not None
                 work, _ = message
-                with self._dealing(kind, peer, "to"):
+                with self._calling(kind, peer, "to"):
                     work.wait()
         assert self._come is not None
         state = _state(self._come, self._steps - 1)
@@ -181,8 +181,8 @@ class ValidationMessages:
             raise closed(self._recorder.rank)
         return group
 
-    def _dealing(self, kind: Kind, peer: int, direction: str) -> Dealing:
-        return Dealing(self._recorder, self._action(kind), peer, direction)
+    def _calling(self, kind: Kind, peer: int, direction: str) -> PeerCall:
+        return PeerCall(self._recorder, self._action(kind), peer, direction)
 
     def _action(self, kind: Kind) -> Action:
         return Action(self._stage, kind, 0)

@@ -14,7 +14,13 @@ from megatron_ext.schedule.build.registry import family
 from megatron_ext.schedule.placement import loop
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
-from megatron_ext.schedule.search.fill import Hangs, fill_best, least_memory, memory_of, time
+from megatron_ext.schedule.search.weight_gradient_filling import (
+    Hangs,
+    fill_best,
+    least_memory,
+    memory_of,
+    time,
+)
 
 Rows = tuple[tuple[Action, ...], ...]
 

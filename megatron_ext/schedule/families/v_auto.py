@@ -1,7 +1,7 @@
 """The best V schedule that can be found for given costs and a given memory limit.
 
-Nothing is prescribed: a search (`v_search`) packs many plans from both sides (`justify`) and goes
-on from the best. Every other family on the V is among the plans it starts from, and among the
+Nothing is prescribed: a search (`v_search`) packs many plans from both sides (`double_justify`) and
+goes on from the best. Every other family on the V is among the plans it starts from, and among the
 schedules it chooses from in the end by what a step of them costs, simulated. Where one of them
 costs no more than any schedule must (`lower_bound`), there is nothing to search for.
 """
@@ -25,7 +25,7 @@ from megatron_ext.schedule.schedule import Schedule, bitwise_order
 from megatron_ext.schedule.schedule_csv import from_csv, to_csv
 from megatron_ext.schedule.search import disk_cache
 from megatron_ext.schedule.search.bounds import lower_bound
-from megatron_ext.schedule.search.justify import rows_of
+from megatron_ext.schedule.search.double_justification import rows_of
 from megatron_ext.schedule.search.v_search import plan_of, search, shop_of
 
 NAME = "v-auto"

@@ -20,8 +20,14 @@ from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.memory import peaks
 from megatron_ext.schedule.program.simulate import step_seconds
 from megatron_ext.schedule.schedule import Schedule
-from megatron_ext.schedule.search.fill import Filled, Memory, fill_best, makespan, memory_of
-from megatron_ext.schedule.search.fill import time as time_rows
+from megatron_ext.schedule.search.weight_gradient_filling import (
+    Memory,
+    TimedOrder,
+    fill_best,
+    makespan,
+    memory_of,
+)
+from megatron_ext.schedule.search.weight_gradient_filling import time as time_rows
 
 _SOURCE = "Qi et al. 2024, arXiv:2401.10241, section 3"
 _LEADS = (1, 2, 1.75, 1.5, 2.25, 1.25)  # microbatches a rank is further ahead than the next
@@ -122,10 +128,10 @@ def _best(
                 f"{rank} must hold; the least feasible limit is {limit.at_least(max(need))}"
             )
 
-    def schedule(filled: Filled) -> Schedule:
+    def schedule(filled: TimedOrder) -> Schedule:
         return Schedule(name, problem.placement, filled.rows)
 
-    def seconds(filled: Filled) -> tuple[float, float]:
+    def seconds(filled: TimedOrder) -> tuple[float, float]:
         return filled.order(True) if by_span else (makespan(schedule(filled), problem), filled.span)
 
     unlimited = replace(problem, memory_limit=None)  # what fits anyway is to be had as it is
@@ -142,7 +148,7 @@ def _best(
     return schedule(best)
 
 
-def _trials(problem: Problem, memory: Memory, by_span: bool) -> Iterator[Filled]:
+def _trials(problem: Problem, memory: Memory, by_span: bool) -> Iterator[TimedOrder]:
     p, m = problem.ranks, problem.microbatches
     affordable = max(_ACTIONS // (3 * p * m), 2)
     seconds = problem.costs.seconds

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.build.head import costs_in
+from megatron_ext.schedule.build.output_layer import costs_in
 from megatron_ext.schedule.costs import Costs, VocabularyCosts
 from megatron_ext.schedule.kinds import RULES, Held
 from megatron_ext.schedule.problem import VocabularyParallel

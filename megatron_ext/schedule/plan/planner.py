@@ -7,7 +7,7 @@ import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_ext.schedule.build.head import place_head
+from megatron_ext.schedule.build.output_layer import place_output_layer
 from megatron_ext.schedule.build.overlap import is_gain
 from megatron_ext.schedule.build.registry import Choice, entries
 from megatron_ext.schedule.build.report import ScheduleReport, report
@@ -297,7 +297,7 @@ def _made(variant: Variant, method: VocabMethod) -> Candidate:
     if problem.costs.held_bytes is None:
         _, made = report(variant.choice, problem)
         return Candidate(method, made, problem.memory_limit)
-    program, made = report(variant.choice, problem, place_head)
+    program, made = report(variant.choice, problem, place_output_layer)
     memory = None
     if variant.model is not None:
         held = peaks(program.schedule, in_bytes(program.problem.costs))

@@ -12,7 +12,7 @@ from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import Neighbour
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.search.fill import Memory, memory_of
+from megatron_ext.schedule.search.weight_gradient_filling import Memory, memory_of
 
 
 def lower_bound(problem: Problem, splits_backward: bool) -> float:

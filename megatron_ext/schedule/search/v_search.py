@@ -1,8 +1,8 @@
 """Search for the V schedule of least makespan, or where steps overlap of least span: many plans,
 the best of them improved.
 
-A plan (`justify`) that repeats one microbatch's way down and up the V at a fixed period becomes a
-good schedule once it is packed from both sides: warm-up, steady state, cool-down and the places of
+A plan (`double_justify`) that repeats one microbatch's way down and up the V at a fixed period
+becomes a good schedule once it is packed from both sides: warm-up, steady state, cool-down and the places of
 W need no rules of their own. Which period, and how much a backward pass counts against a forward
 pass in the plan's order, depends on costs and memory, so a grid of both is tried. The best is then
 improved step by step: shift some passes in its own start times at random, pack again, keep what is
@@ -22,7 +22,7 @@ from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import Neighbour
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.search.justify import (
+from megatron_ext.schedule.search.double_justification import (
     F_INNER,
     F_OUTER,
     I_INNER,
@@ -32,7 +32,7 @@ from megatron_ext.schedule.search.justify import (
     W_OUTER,
     Shop,
     Starts,
-    justify,
+    double_justify,
     lane_of,
 )
 from megatron_ext.schedule.timeline import Timeline
@@ -161,10 +161,10 @@ def search(
     """
     mirrored = shop.mirrored()
     plans = (*known, *_periodic_plans(shop))
-    packed = [justify(shop, mirrored, plan, rounds=1) for plan in plans]
+    packed = [double_justify(shop, mirrored, plan, rounds=1) for plan in plans]
     schedules = sorted((pair for pair in packed if pair is not None), key=_makespan)
     promising = schedules[:_PROMISING]
-    again = [justify(shop, mirrored, pair[1], _ROUNDS) or pair for pair in promising]
+    again = [double_justify(shop, mirrored, pair[1], _ROUNDS) or pair for pair in promising]
     best = sorted(again, key=_makespan)[:_RESULTS]
     if not best:
         return []
@@ -177,7 +177,7 @@ def search(
     for step in range(steps):
         if best[0][0] <= least:
             break
-        new = justify(shop, mirrored, _shifted(current, random), rounds=1)
+        new = double_justify(shop, mirrored, _shifted(current, random), rounds=1)
         slot = step % _MEMORY
         if new is not None and new[0] <= max(current[0], recent[slot]):
             current = new

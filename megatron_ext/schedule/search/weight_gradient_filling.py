@@ -41,7 +41,7 @@ class Hangs(ValueError):
 
 
 @dataclass(frozen=True)
-class Filled:
+class TimedOrder:
     """Rows of compute actions and how long they take.
 
     Attributes:
@@ -99,7 +99,7 @@ def memory_of(problem: Problem, microbatches: float = math.inf) -> Memory:
 
 
 def least_memory(orders: Sequence[Sequence[Action]], memory: Memory) -> list[float]:
-    """What `fill` needs on each rank for ``orders``: every W comes right after its I."""
+    """What `fill_once` needs on each rank for ``orders``: every W comes right after its I."""
     least = []
     for order in orders:
         held = most = 0.0
@@ -110,14 +110,14 @@ def least_memory(orders: Sequence[Sequence[Action]], memory: Memory) -> list[flo
     return least
 
 
-def fill(
+def fill_once(
     orders: Sequence[Sequence[Action]],
     problem: Problem,
     memory: Memory | None = None,
     *,
     deadline: float = math.inf,
     span: float = math.inf,
-) -> Filled:
+) -> TimedOrder:
     """``orders``, a row per rank, with a W for each I placed as soon as the rules allow.
 
     Args:
@@ -134,7 +134,7 @@ def fill(
     return _Filling(orders, problem, memory, deadline, span).run(append=True)
 
 
-def time(rows: Sequence[Sequence[Action]], problem: Problem) -> Filled:
+def time(rows: Sequence[Sequence[Action]], problem: Problem) -> TimedOrder:
     """``rows``, complete ones, as they are."""
     return _Filling(rows, problem, None, math.inf, math.inf).run(append=False)
 
@@ -146,21 +146,21 @@ def fill_best(
     *,
     trials: int = 12,
     by_span: bool = False,
-) -> Filled:
-    """The best `fill` of ``trials`` deadlines: least makespan, then span; or the other way round.
+) -> TimedOrder:
+    """The best `fill_once` of ``trials`` deadlines: least makespan, then span; or the reverse.
 
     Raises:
-        DoesNotFit, Hangs: as `fill`.
+        DoesNotFit, Hangs: as `fill_once`.
     """
-    quick = fill(orders, problem, memory)
+    quick = fill_once(orders, problem, memory)
     work, start = max(_work(problem)), _last_start(problem)
     fills = [quick]
     for step in range(trials // 2):
         share = (step / (trials // 2)) ** 2
         deadline = work + start + share * max(quick.makespan - work - start, 0)
-        fills.append(fill(orders, problem, memory, deadline=deadline))
+        fills.append(fill_once(orders, problem, memory, deadline=deadline))
         span = work + share * max(quick.span - work, 0)
-        fills.append(fill(orders, problem, memory, span=span))
+        fills.append(fill_once(orders, problem, memory, span=span))
     return min(fills, key=lambda filled: filled.order(by_span))
 
 
@@ -222,7 +222,7 @@ class _Filling:
             self.share = [memory.of(stage) for stage in stages]
             self.left_for_w = [memory.amount(Held.WEIGHT_INPUTS, stage) for stage in stages]
 
-    def run(self, *, append: bool) -> Filled:
+    def run(self, *, append: bool) -> TimedOrder:
         at = [0] * len(self.orders)
         todo, queued = deque(range(len(at))), [True] * len(at)
         while todo:
@@ -246,7 +246,7 @@ class _Filling:
         starts = [start or 0.0 for start in self.started]
         spans = [end - start for end, start in zip(self.free, starts, strict=True)]
         rows = tuple(map(tuple, self.rows))
-        return Filled(rows, max(self.free) - min(starts), max(spans))
+        return TimedOrder(rows, max(self.free) - min(starts), max(spans))
 
     def place(self, rank: int, action: Action, *, keep_w: bool) -> int | None:
         """Do ``action``. The rank that may go on for it (-1: none), or None: its input is not

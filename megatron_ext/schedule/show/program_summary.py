@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.head import costs_in, head_waits
+from megatron_ext.schedule.build.output_layer import costs_in, output_layer_waits
 from megatron_ext.schedule.build.overlap import what_overlapping_gains
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs
@@ -46,14 +46,14 @@ def summary_of_change(before: Program, now: Program, costs: Costs) -> str:
         return f"{gain:.1%} over 1F1B, peak {max(peaks(schedule, in_microbatches(schedule))):g}"
 
     was = f"was {promise(before)} with estimated costs"
-    passes = [(made.schedule.compute_rows, head_waits(made)) for made in (before, now)]
+    passes = [(made.schedule.compute_rows, output_layer_waits(made)) for made in (before, now)]
     if passes[0] == passes[1]:
         was = "as with estimated costs"
     name = now.schedule.name
     return f"{name}, measured costs: predicted {promise(now)} microbatches ({was})"
 
 
-def summary(program: Program) -> str:
+def summarize(program: Program) -> str:
     """Bubble and peak of ``program`` beside 1F1B's, and where the costs come from."""
     problem = program.problem
     costs = problem.costs

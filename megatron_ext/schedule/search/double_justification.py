@@ -259,7 +259,7 @@ def _append(
             gap[2] = max(gap[2], held + gain)
 
 
-def justify(
+def double_justify(
     shop: Shop, mirrored: Shop, plan: Sequence[Sequence[float]], rounds: int
 ) -> tuple[float, Starts] | None:
     """``plan`` packed to the left and to the right until that gains no more."""

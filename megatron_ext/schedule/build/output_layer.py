@@ -22,7 +22,7 @@ from megatron_ext.schedule.program.verify import InvalidSchedule, Program
 from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
 
 
-def place_head(choice: Choice, problem: Problem) -> Program:
+def place_output_layer(choice: Choice, problem: Problem) -> Program:
     """The program of ``choice`` with the output layer's weight gradient where it takes less time.
 
     It waits for W only if it can within a memory limit in bytes, or, where there is none, without
@@ -36,13 +36,13 @@ def place_head(choice: Choice, problem: Problem) -> Program:
 
 
 def place_again(choice: Choice, problem: Problem, before: Program) -> Program:
-    """`place_head` for other costs than those ``before`` was made with, or ``before``'s own order
+    """`place_output_layer` for costs other than ``before``'s, or ``before``'s own order
     of passes where that takes less time: a family that searches does not always find the best.
 
     Raises:
-        InvalidSchedule: as `place_head`.
+        InvalidSchedule: as `place_output_layer`.
     """
-    now = place_head(choice, problem)
+    now = place_output_layer(choice, problem)
     if problem.extras.vocabulary is not VocabularyParallel.NONE:
         return now  # the rows of ``before`` have the vocabulary's passes in them
     passes = replace(before.schedule, rows=before.schedule.compute_rows)
@@ -54,7 +54,7 @@ def place_again(choice: Choice, problem: Problem, before: Program) -> Program:
 
 
 def _placed(build: Callable[[Problem], Program], problem: Problem, splits: bool) -> Program:
-    """`place_head` of what ``build`` makes of a problem; ``splits``: whether there is W at all."""
+    """`place_output_layer` of what ``build`` makes; ``splits``: whether there is W at all."""
     costs = problem.costs
     shared = problem.extras.vocabulary is not VocabularyParallel.NONE
     if shared or not splits or costs.vocabulary is None:
@@ -70,7 +70,7 @@ def _placed(build: Callable[[Problem], Program], problem: Problem, splits: bool)
     return later if is_sooner and _fits(later) else at_once
 
 
-def head_waits(program: Program) -> bool:
+def output_layer_waits(program: Program) -> bool:
     """Whether the output layer's weight gradient waits for W in ``program``, as its costs say."""
     problem = program.problem
     if problem.extras.vocabulary is not VocabularyParallel.NONE or problem.costs.vocabulary is None:
@@ -85,7 +85,7 @@ def costs_in(program: Program, costs: Costs) -> Costs:
     problem = program.problem
     if problem.extras.vocabulary is not VocabularyParallel.NONE:
         return share_vocabulary(costs, problem.placement, problem.extras.vocabulary)
-    if head_waits(program) or costs.vocabulary is None:
+    if output_layer_waits(program) or costs.vocabulary is None:
         return costs
     return _with_input_gradient(costs)
 
