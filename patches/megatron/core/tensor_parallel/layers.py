@@ -13,8 +13,8 @@ after the chunk's last W.
 Not patched, and not split: embeddings, norms, biases and routers (their gradients are cheap and
 come with I), grouped GEMM, and the output layer where there is no room for its logits' gradient
 (`schedule.build.output_layer`). Transformer Engine's layers have patches of their own. Stock's
-function runs as it is where there is nothing to put off: a frozen weight, an input that needs no gradient
-(its node would vanish from the graph, and W with it), evaluation.
+function runs as it is where there is nothing to put off: a frozen weight, an input that needs no
+gradient (its node would vanish from the graph, and W with it), evaluation.
 """
 
 from __future__ import annotations
