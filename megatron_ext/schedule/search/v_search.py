@@ -3,11 +3,11 @@ the best of them improved.
 
 A plan (`double_justify`) that repeats one microbatch's way down and up the V at a fixed period
 becomes a good schedule once it is packed from both sides: warm-up, steady state, cool-down and the
-places of W need no rules of their own. Which period, and how much a backward pass counts against a forward
-pass in the plan's order, depends on costs and memory, so a grid of both is tried. The best is then
-improved step by step: shift some passes in its own start times at random, pack again, keep what is
-not worse (late acceptance, Burke and Bykov 2017: not worse than twenty steps ago will do, which
-leads out of plateaus).
+places of W need no rules of their own. Which period, and how much a backward pass counts against a
+forward pass in the plan's order, depends on costs and memory, so a grid of both is tried. The best
+is then improved step by step: shift some passes in its own start times at random, pack again, keep
+what is not worse (late acceptance, Burke and Bykov 2017: not worse than twenty steps ago will do,
+which leads out of plateaus).
 
 The effort is counted in passes packed, never in seconds, and the dice have a fixed seed: every rank
 and every run finds the same schedule.
