@@ -102,17 +102,33 @@ class _Adversary(Protocol):
     def copies_on(self, device: torch.device) -> HostCopies: ...
 
 
+Post = Callable[..., list[Any]]  # a start, and each tensor with its use; the works
+Substitute = tuple[type, str, Any]  # what stands in the place of a class's attribute
+
+
 @contextlib.contextmanager
 def _installed(adversary: _Adversary) -> Iterator[None]:
     """Let all that the runtime posts go through ``adversary``."""
-    send, receive = Channels.send, Channels.receive
-    broadcast, total, gather = Collectives.broadcast, Collectives.sum, Collectives.gather
-    perform, run, append = _Execution.perform, _Execution.run, _CoalescingManager.append
     current: list[Action] = []  # what the executor is at
 
     def post(start: Start, *used: tuple[Tensor, Use]) -> list[Any]:
         action = current[-1] if current else None  # connections are tried before the first step
         return adversary.post(action, start, [use for _, use in used], *(t for t, _ in used))
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name, substitute in (
+            *_adverse_channels(post),
+            *_adverse_collectives(post),
+            *_adverse_groups(post),
+            *_adverse_execution(adversary, current),
+        ):
+            patch.setattr(owner, name, substitute)
+        patch.setattr(offload, "copies_on", adversary.copies_on)
+        yield
+
+
+def _adverse_channels(post: Post) -> list[Substitute]:
+    send, receive = Channels.send, Channels.receive
 
     def adverse_send(channels: Channels, channel: Channel, tensor: Tensor) -> Any:
         (work,) = post(lambda moved: [send(channels, channel, moved[0])], (tensor, Use.GIVEN))
@@ -121,6 +137,12 @@ def _installed(adversary: _Adversary) -> Iterator[None]:
     def adverse_receive(channels: Channels, channel: Channel, tensor: Tensor) -> Any:
         (work,) = post(lambda moved: [receive(channels, channel, moved[0])], (tensor, Use.FILLED))
         return work
+
+    return [(Channels, "send", adverse_send), (Channels, "receive", adverse_receive)]
+
+
+def _adverse_collectives(post: Post) -> list[Substitute]:
+    broadcast, total, gather = Collectives.broadcast, Collectives.sum, Collectives.gather
 
     def adverse_broadcast(collectives: Collectives, kind: Kind, tensor: Tensor, root: int) -> Any:
         use = Use.GIVEN if collectives.rank == root else Use.FILLED
@@ -139,6 +161,16 @@ def _installed(adversary: _Adversary) -> Iterator[None]:
         (work,) = post(lambda moved: [gather(collectives, kind, *moved)], *used)
         return work
 
+    return [
+        (Collectives, "broadcast", adverse_broadcast),
+        (Collectives, "sum", adverse_sum),
+        (Collectives, "gather", adverse_gather),
+    ]
+
+
+def _adverse_groups(post: Post) -> list[Substitute]:
+    """Of batches, on the pipeline's own group."""
+
     def adverse_start(start: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
         def started(
             group: PipelineGroup, messages: Sequence[tuple[Channel, Tensor]]
@@ -151,6 +183,12 @@ def _installed(adversary: _Adversary) -> Iterator[None]:
             return post(lambda moved: start(group, list(zip(channels, moved, strict=True))), *used)
 
         return started
+
+    return [(group, "start", adverse_start(group.start)) for group in (PipelineGroup, InOrderGroup)]
+
+
+def _adverse_execution(adversary: _Adversary, current: list[Action]) -> list[Substitute]:
+    perform, run, append = _Execution.perform, _Execution.run, _CoalescingManager.append
 
     def adverse_perform(execution: _Execution, action: Action) -> None:
         adversary.before(action)
@@ -167,19 +205,11 @@ def _installed(adversary: _Adversary) -> Iterator[None]:
     def adverse_append(manager: _CoalescingManager, work: Any = None) -> None:
         append(manager, work and adversary.post_foreign(work))
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Channels, "send", adverse_send)
-        patch.setattr(Channels, "receive", adverse_receive)
-        patch.setattr(Collectives, "broadcast", adverse_broadcast)
-        patch.setattr(Collectives, "sum", adverse_sum)
-        patch.setattr(Collectives, "gather", adverse_gather)
-        for group in (PipelineGroup, InOrderGroup):
-            patch.setattr(group, "start", adverse_start(group.start))
-        patch.setattr(_Execution, "perform", adverse_perform)
-        patch.setattr(_Execution, "run", adverse_run)
-        patch.setattr(_CoalescingManager, "append", adverse_append)
-        patch.setattr(offload, "copies_on", adversary.copies_on)
-        yield
+    return [
+        (_Execution, "perform", adverse_perform),
+        (_Execution, "run", adverse_run),
+        (_CoalescingManager, "append", adverse_append),
+    ]
 
 
 # --- synchronising

@@ -14,6 +14,7 @@ import graphlib
 import importlib.util
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -312,6 +313,13 @@ def test_no_circle() -> None:
         for module, path in texts.items()
     }
     tuple(graphlib.TopologicalSorter(imports).static_order())  # CycleError names the circle
+
+
+def test_no_room_is_crowded() -> None:
+    """A folder that one takes in at a glance; families are a page each, however many."""
+    rooms = Counter(path.parent for path, module in files() if in_package(module))
+    crowded = {str(room): n for room, n in rooms.items() if n > 17 and room.name != "families"}
+    assert not crowded, f"more than 16 files beside __init__.py: {crowded}"
 
 
 @pytest.mark.parametrize(
