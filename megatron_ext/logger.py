@@ -22,9 +22,13 @@ class _Logger(logging.Logger):
 class _Standard(logging.Handler):
     """Writes ``megatron_ext: message`` to what sys.stdout is then, errors to sys.stderr."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("megatron_ext: %(message)s"))
+
     def emit(self, record: logging.LogRecord) -> None:
         stream = sys.stderr if record.levelno >= logging.ERROR else sys.stdout
-        print(f"megatron_ext: {record.getMessage()}", file=stream, flush=True)
+        print(self.format(record), file=stream, flush=True)
 
 
 def _make() -> logging.Logger:
