@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import re
 from pathlib import Path
 
@@ -41,6 +42,16 @@ def run(*words: str, code: int = 0) -> str:
 
 def test_the_page_has_its_examples() -> None:
     assert list(EXAMPLES) == ["my_schedule.py", "my_split_schedule.py"]
+
+
+def test_the_page_tells_what_a_family_is_given() -> None:
+    """Post-validation moved into `Problem.extras`, and the page sent its readers to where it was."""
+    page, problem = PAGE.read_text(), line_problem(2, 2)
+    cells = re.findall(r"^\| (`.*?) \|", page.partition("## What it is given")[2], re.MULTILINE)
+    names = [name for cell in cells for name in re.findall(r"`([\w.]+)`", cell)]
+    assert "microbatches" in names
+    for name in [*names, *re.findall(r"\bproblem\.([\w.]+)", page)]:
+        operator.attrgetter(name)(problem)
 
 
 @pytest.mark.parametrize(
