@@ -76,8 +76,8 @@ def output_layer_waits(program: Program) -> bool:
     if problem.extras.vocabulary is not VocabularyParallel.NONE or problem.costs.vocabulary is None:
         return False
     _, _, weight_gradient = problem.costs.vocabulary.head
-    kinds = {action.kind for action in program.schedule.rows[problem.placement.rank_of[-1]]}
-    return weight_gradient > 0 and Kind.BACKWARD_WEIGHT in kinds
+    row = program.schedule.rows[problem.placement.rank_of[-1]]
+    return weight_gradient > 0 and any(action.kind is Kind.BACKWARD_WEIGHT for action in row)
 
 
 def costs_in(program: Program, costs: Costs) -> Costs:
