@@ -10,7 +10,7 @@ from megatron_ext.adapter.step.call import Call
 from megatron_ext.adapter.step.connections import Connections
 from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.runtime.vocabulary.shard import VocabularyShard
-from megatron_ext.schedule.build.output_layer import Program
+from megatron_ext.schedule.program.verify import Program
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """All messages of a pipeline over its own process group, a batch at a time.
 
 For clusters where a communicator a channel costs too much: not one group is made. What moves
-together, and that no rank waits for ever, is the program's affair (`schedule.graph`); here a batch
+together, and that no rank waits for ever, is the program's affair (`program.graph`); here a batch
 is started as soon as its last message is known.
 """
 

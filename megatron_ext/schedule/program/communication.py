@@ -2,7 +2,7 @@
 
 A send follows the pass that made its tensor at once. Receives stand at the start of their rank's
 row, in the order in which the other rank sends: nothing waits for one to be posted, and
-`transforms.message_order` puts each where it belongs.
+`message_order` puts each where it belongs.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def prove(schedule: Schedule, problem: Problem) -> Program:
     (`speculation`); memory within the limit.
 
     Args:
-        schedule: with its messages (`transforms.communication`).
+        schedule: with its messages (`communication`).
         problem: what it should solve.
 
     Raises:
