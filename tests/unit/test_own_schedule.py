@@ -45,7 +45,7 @@ def test_the_page_has_its_examples() -> None:
 
 
 def test_the_page_tells_what_a_family_is_given() -> None:
-    """Post-validation moved into `Problem.extras`, and the page sent its readers to where it was."""
+    """Post-validation is in `Problem.extras`; the page sent its readers to where it had been."""
     page, problem = PAGE.read_text(), line_problem(2, 2)
     cells = re.findall(r"^\| (`.*?) \|", page.partition("## What it is given")[2], re.MULTILINE)
     names = [name for cell in cells for name in re.findall(r"`([\w.]+)`", cell)]
