@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.adapter.transformer_engine import can_split
 from megatron_ext.config import PLAN, PROFILE, PipelineConfig, flag, from_argv
 from megatron_ext.launch_check.communicators import check_communicators
 from megatron_ext.launch_check.doctor import diagnose
@@ -251,7 +252,7 @@ def _say_what_is_assumed(report: Report, args: Any, launch_line: Any) -> None:
         return
     major, minor = launch_line.CAPABILITY
     text = f"there is none here: one of compute capability {major}.{minor} is assumed"
-    if args.transformer_impl == "transformer_engine" and not launch_line.has_transformer_engine():
+    if args.transformer_impl == "transformer_engine" and not can_split():
         text += ", with the newest Transformer Engine, which is not here either"
     report.add(Verdict.REMARK, "GPU", text, "megatron-ext doctor tells it on the GPU's node")
     name = launch_line.CONNECTIONS

@@ -105,11 +105,6 @@ def _answers() -> list[Patch]:
     return answers
 
 
-def has_transformer_engine() -> bool:
-    """Whether what Transformer Engine allows can be told here."""
-    return transformer_engine.can_split()
-
-
 def parse(argv: Sequence[str]) -> Line:
     """Parse the words after the script with Megatron's own parser and our flags.
 
