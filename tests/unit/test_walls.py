@@ -193,9 +193,16 @@ WALLS = {
         imports_only("numpy", "megatron_ext.schedule", lazily=("matplotlib", "ortools")),
     ),
     "runtime": Wall(
-        "runtime/ imports the standard library, torch, numpy, schedule/ and runtime/ only",
+        "runtime/ imports the standard library, torch, numpy, the logger, schedule/ and runtime/ "
+        "only",
         under("megatron_ext.runtime"),
-        imports_only("torch", "numpy", "megatron_ext.schedule", "megatron_ext.runtime"),
+        imports_only(
+            "torch",
+            "numpy",
+            "megatron_ext.logger",
+            "megatron_ext.schedule",
+            "megatron_ext.runtime",
+        ),
     ),
     "base": Wall(
         "the files of megatron_ext/ itself and its commands import nothing that the base package "

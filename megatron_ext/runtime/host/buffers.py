@@ -13,13 +13,13 @@ for the passes before it, and those end without anything that this rank does lat
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from megatron_ext.logger import logger
 from megatron_ext.runtime.host.copies import HostCopies, Transfer
 from megatron_ext.runtime.host.memory import available_bytes, short_of_memory
 from megatron_ext.runtime.host.pages import whole_pages
@@ -105,7 +105,7 @@ class HostBuffers:
         elif size > known:
             self._needed[key] = size + size // 8
             if not self._has_grown:
-                logging.getLogger("megatron_ext").warning(
+                logger.warning(
                     f"pipeline rank {self._rank}: a microbatch needs a larger host buffer than "
                     f"those before ({size} bytes, {known} before); buffers grow after a step, and "
                     f"within it copies are slow"
