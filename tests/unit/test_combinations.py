@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 
@@ -12,7 +13,7 @@ from tests.helpers.combinations import at_night, each_once, in_pairs
 AXES = ("abcde", (1, 2, 3), (False, True), "xy")
 
 
-def met(rows: list[tuple[object, ...]], size: int) -> set[object]:
+def met(rows: Sequence[tuple[object, ...]], size: int) -> set[object]:
     return {pair for row in rows for pair in itertools.combinations(enumerate(row), size)}
 
 
