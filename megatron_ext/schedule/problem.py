@@ -58,7 +58,7 @@ class Extras:
     @property
     def clash(self) -> Clash | None:
         """The first two of these that do not go together, if any do not."""
-        asked = {one.name for one in fields(self) if getattr(self, one.name) != one.default}
+        asked = {extra.name for extra in fields(self) if getattr(self, extra.name) != extra.default}
         return next((clash for clash in CLASHES if asked.issuperset(clash.extras)), None)
 
 

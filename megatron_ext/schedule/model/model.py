@@ -60,10 +60,10 @@ class Model:
         Raises:
             ValueError: they do not divide.
         """
-        each, left = divmod(self.layers, stages)
-        if left:
+        per_stage, remainder = divmod(self.layers, stages)
+        if remainder:
             raise ValueError(f"{self.layers} layers do not divide over {stages} stages")
-        return [each] * stages
+        return [per_stage] * stages
 
 
 _BOOLEANS = {"true": True, "false": False}

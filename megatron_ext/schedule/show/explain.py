@@ -100,7 +100,7 @@ class _Step:
         self.delays = {a: event.start - max(ready[a]) for a, event in self.events.items()}
         self.sender: dict[Action, int] = {}  # of the message a pass waits for, if there is one
         for action, event in self.events.items():
-            makers = [self.events[each] for each in self.replay.inputs[action]]
+            makers = [self.events[maker] for maker in self.replay.inputs[action]]
             others = [maker for maker in makers if maker.rank != event.rank]
             if others:
                 self.sender[action] = max(others, key=lambda maker: maker.end).rank
@@ -195,11 +195,11 @@ class _Step:
 
             worst = max(actions, key=self.delay)  # the first of equals, in every process
             total = _ms(sum(map(self.delay, actions)))
-            told = f"{total} in all, most before {worst}: {_ms(self.delays[worst])}"
+            amounts = f"{total} in all, most before {worst}: {_ms(self.delays[worst])}"
             if sender is None:
-                text = f"rank {rank} did nothing between passes, waiting for no other: {told}"
+                text = f"rank {rank} did nothing between passes, waiting for no other: {amounts}"
             else:
-                text = f"messages from rank {sender} to rank {rank} came late: {told}"
+                text = f"messages from rank {sender} to rank {rank} came late: {amounts}"
             yield self._cause(text, self.seconds, at_once)
 
 
