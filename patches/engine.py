@@ -204,20 +204,20 @@ def mismatch(patch: Patch, original: Any) -> str | None:
     if patch.signatures:
         known = " or ".join(patch.signatures)
         try:
-            found = plain_signature(original)
+            signature = plain_signature(original)
         except (TypeError, ValueError):
             return f"{patch.target} has no signature, the patch was written for {known}"
-        if found not in patch.signatures:
-            return f"{patch.target} takes {found}, the patch was written for {known}"
+        if signature not in patch.signatures:
+            return f"{patch.target} takes {signature}, the patch was written for {known}"
     if patch.digests and os.environ.get(ALLOW_UNKNOWN) != "1":
         try:
-            found = source_digest(original)
+            digest = source_digest(original)
         except (OSError, TypeError, SyntaxError):
-            found = "unreadable"
-        if found not in patch.digests.values():
+            digest = "unreadable"
+        if digest not in patch.digests.values():
             known = ", ".join(patch.digests.values())
             return (
-                f"{patch.target} has source digest {found}, known are {known}; "
+                f"{patch.target} has source digest {digest}, known are {known}; "
                 f"set {ALLOW_UNKNOWN}=1 to patch it all the same"
             )
     return None
@@ -242,13 +242,13 @@ class Aliases:
         self._scan(objects)
 
     def _scan(self, objects: Iterable[Any]) -> None:
-        found: dict[int, set[Alias]] = {id(value): set() for value in objects}
+        holders: dict[int, set[Alias]] = {id(value): set() for value in objects}
         for module in list(sys.modules.values()):
-            if isinstance(module, types.ModuleType) and holds_any(module, found.keys()):
+            if isinstance(module, types.ModuleType) and holds_any(module, holders.keys()):
                 for name, value in vars(module).copy().items():
-                    if id(value) in found:
-                        found[id(value)].add((module, name))
-        self._holders |= found
+                    if id(value) in holders:
+                        holders[id(value)].add((module, name))
+        self._holders |= holders
 
     def of(self, value: Any) -> frozenset[Alias]:
         """The module attributes that are ``value`` itself."""

@@ -36,16 +36,16 @@ def layers_of_stages(settings: Any, placement: Placement) -> list[int]:
     loss = int(settings.account_for_loss_in_pipeline_split)
     rest = settings.num_layers - sum(given.values()) + embedding + loss
     others = stages - len(given)
-    each, left = divmod(rest, others) if others else (0, rest)
-    if left or each < max(embedding, loss):
-        told = "".join(f", stage {stage} has {layers}" for stage, layers in given.items())
-        told += ", the embedding counts as one" * embedding + ", the loss counts as one" * loss
+    per_stage, more = divmod(rest, others) if others else (0, rest)
+    if more or per_stage < max(embedding, loss):
+        uneven = "".join(f", stage {stage} has {layers}" for stage, layers in given.items())
+        uneven += ", the embedding counts as one" * embedding + ", the loss counts as one" * loss
         raise ValueError(
-            f"{settings.num_layers} layers do not divide over {stages} stages{told}; say which "
+            f"{settings.num_layers} layers do not divide over {stages} stages{uneven}; say which "
             f"stage has which: --pipeline-model-parallel-layout "
             f"'{_even_layout(settings.num_layers, stages)}'"
         )
-    layers = [given.get(stage, each) for stage in range(stages)]
+    layers = [given.get(stage, per_stage) for stage in range(stages)]
     layers[0] -= embedding
     layers[-1] -= loss
     return layers
@@ -82,5 +82,5 @@ def layout_of(layers: Sequence[int]) -> str:
 
 def _even_layout(layers: int, stages: int) -> str:
     """As even as it goes: the first stages have one layer more."""
-    each, more = divmod(layers, stages)
-    return layout_of([each + (stage < more) for stage in range(stages)])
+    per_stage, more = divmod(layers, stages)
+    return layout_of([per_stage + (stage < more) for stage in range(stages)])

@@ -119,20 +119,22 @@ class Recording:
 
         A reduction of which no end is known is left out.
         """
-        for each in self._reductions:
-            each.settle()
-        known = [each for each in self._reductions if each.ends]
+        for reduction in self._reductions:
+            reduction.settle()
+        ended = [reduction for reduction in self._reductions if reduction.ends]
         marks = [
             *(mark for _, began, ended in self._passes for mark in (began, ended)),
-            *(mark for each in known for mark in (each.began, *each.ends)),
+            *(mark for reduction in ended for mark in (reduction.began, *reduction.ends)),
         ]
         times = iter(self.clock.read(marks))
         events = [
             Event(self._rank, action, next(times), next(times)) for action, _, _ in self._passes
         ]
         reductions = []
-        for each in known:
+        for reduction in ended:
             start = next(times)
-            end = max(next(times) for _ in each.ends)
-            reductions.append(Reduction(self._rank, each.stage, start, end, each.is_exact))
+            end = max(next(times) for _ in reduction.ends)
+            reductions.append(
+                Reduction(self._rank, reduction.stage, start, end, reduction.is_exact)
+            )
         return events, reductions

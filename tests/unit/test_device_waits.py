@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
         (
             "megatron_ext/runtime/host/memory.py",
             "check_host_memory",
-            "dist.all_gather_object(told, (socket.gethostname(), planned, available_bytes()))",
+            "dist.all_gather_object(reports, (socket.gethostname(), planned, available_bytes()))",
         ),
         (
             "megatron_ext/runtime/last_words.py",
