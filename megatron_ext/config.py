@@ -238,8 +238,8 @@ class PipelineConfig:
             _ = self.choice
         self._check_offload()
         if (clash := self.extras.clash) is not None:
-            one, other = (_EXTRAS[name] for name in clash.extras)
-            self._refuse(one, other, clash.why)
+            setting, other = (_EXTRAS[name] for name in clash.extras)
+            self._refuse(setting, other, clash.why)
         self._check_traces()
         self._check_profile()
 

@@ -91,16 +91,16 @@ def ideal_after_bad(program: Program) -> float:
 def _seconds(costs: str, placement: Placement) -> Costs:
     """``costs`` in milliseconds as seconds; messages are real here, so that theirs are free."""
     given = parse_costs(costs, placement)
-    seconds = {kind: tuple(each / 1000 for each in row) for kind, row in given.seconds.items()}
+    seconds = {kind: tuple(ms / 1000 for ms in row) for kind, row in given.seconds.items()}
     host = given.host
     if host is not None:
-        copies = {kind: tuple(each / 1000 for each in row) for kind, row in host.seconds.items()}
+        copies = {kind: tuple(ms / 1000 for ms in row) for kind, row in host.seconds.items()}
         host = replace(host, seconds=copies)
-    whole = given.vocabulary
-    if whole is None:
+    vocabulary = given.vocabulary
+    if vocabulary is None:
         return Costs(seconds, host=host)
-    forward, input_gradient, weight_gradient = (each / 1000 for each in whole.head)
-    lookup, table_gradient = (each / 1000 for each in whole.embedding)
+    forward, input_gradient, weight_gradient = (ms / 1000 for ms in vocabulary.head)
+    lookup, table_gradient = (ms / 1000 for ms in vocabulary.embedding)
     head, embedding = (forward, input_gradient, weight_gradient), (lookup, table_gradient)
     return Costs(seconds, vocabulary=VocabularyCosts(head, embedding), host=host)
 

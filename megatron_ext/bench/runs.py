@@ -79,12 +79,15 @@ class Setting:
     @property
     def ours(self) -> list[tuple[str, VocabularyParallel, Offload, bool]]:
         """What of ours is measured. Post-validation goes with none of the others."""
-        ways = dict.fromkeys([VocabularyParallel.NONE, self.vocabulary])
-        copies = dict.fromkeys([Offload.NONE, self.offload])
-        combined = [(way, copy, False) for way, copy in itertools.product(ways, copies)]
+        vocabularies = dict.fromkeys([VocabularyParallel.NONE, self.vocabulary])
+        offloads = dict.fromkeys([Offload.NONE, self.offload])
+        combined = [
+            (vocabulary, offload, False)
+            for vocabulary, offload in itertools.product(vocabularies, offloads)
+        ]
         if self.post_validation:
             combined.append((VocabularyParallel.NONE, Offload.NONE, True))
-        return [(spec, *each) for spec in self.specs for each in combined]
+        return [(spec, *features) for spec in self.specs for features in combined]
 
 
 @dataclass(frozen=True)
@@ -134,15 +137,15 @@ class Report:
     @property
     def doubts(self) -> list[str]:
         """Why these figures are not to be believed; empty if they are."""
-        wide = max((row.spread for row in self.rows), default=0.0)
-        found = []
+        spread = max((row.spread for row in self.rows), default=0.0)
+        doubts = []
         if not self.real_time:
-            found.append("ranks may not run before everything else here (SCHED_RR needs root)")
+            doubts.append("ranks may not run before everything else here (SCHED_RR needs root)")
         if self.late > NOISY:
-            found.append(f"passes lasted up to {self.late:.1%} longer than asked")
-        if wide > NOISY:
-            found.append(f"launches differ by up to {wide:.1%}")
-        return found
+            doubts.append(f"passes lasted up to {self.late:.1%} longer than asked")
+        if spread > NOISY:
+            doubts.append(f"launches differ by up to {spread:.1%}")
+        return doubts
 
 
 @dataclass(frozen=True)

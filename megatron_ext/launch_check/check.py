@@ -65,13 +65,13 @@ def read_launch(words: Sequence[str]) -> Launch:
 def _read_torchrun(words: Sequence[str]) -> Launch:
     from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 
-    told = get_args_parser().parse_args(words)
-    rest = [told.training_script, *told.training_script_args]
-    launch = read_launch(["-m", *rest] if told.module else rest)
-    if not told.nproc_per_node.isdecimal():  # gpu, auto: as many as that node has
+    parsed = get_args_parser().parse_args(words)
+    rest = [parsed.training_script, *parsed.training_script_args]
+    launch = read_launch(["-m", *rest] if parsed.module else rest)
+    if not parsed.nproc_per_node.isdecimal():  # gpu, auto: as many as that node has
         return launch
-    _, nodes = parse_min_max_nnodes(told.nnodes)
-    return replace(launch, world_size=nodes * int(told.nproc_per_node))
+    _, nodes = parse_min_max_nnodes(parsed.nnodes)
+    return replace(launch, world_size=nodes * int(parsed.nproc_per_node))
 
 
 def check_launch(launch: Launch, world_size: int | None, gpu_memory: str | None) -> Report:
@@ -230,10 +230,10 @@ def unknown_words(
     return findings
 
 
-def _check_world_size(report: Report, args: Any, told: int | None, launch_line: Any) -> int:
-    if told is not None:
-        report.add(Verdict.RIGHT, "world size", f"{told} ranks")
-        return told
+def _check_world_size(report: Report, args: Any, world_size: int | None, launch_line: Any) -> int:
+    if world_size is not None:
+        report.add(Verdict.RIGHT, "world size", f"{world_size} ranks")
+        return world_size
     assumed: int = launch_line.least_world_size(args)
     report.add(
         Verdict.REMARK,

@@ -128,12 +128,12 @@ def parse(argv: Sequence[str]) -> Line:
         known.append(parser)
         return parser
 
-    told, sys.argv = sys.argv, [sys.argv[0], *argv]
+    argv_before, sys.argv = sys.argv, [sys.argv[0], *argv]
     try:
         args = arguments.parse_args(ours, ignore_unknown_args=True)
         _, unknown = known[0].parse_known_args(argv)
     finally:
-        sys.argv = told
+        sys.argv = argv_before
     return Line(args, tuple(unknown), tuple(known[0]._option_string_actions))
 
 
