@@ -162,11 +162,11 @@ def _trials(problem: Problem, memory: Memory, by_span: bool) -> Iterator[TimedOr
             ahead = tuple(min(m, math.ceil(1 + extra + lead * (p - 1 - r))) for r in range(p))
             if ahead not in tried and len(tried) * trials < affordable:
                 tried.add(ahead)
-                order = _in_time(problem, memory, ahead)
+                order = _greedy_order(problem, memory, ahead)
                 yield fill_best(order, problem, memory, trials=min(trials, 16), by_span=by_span)
 
 
-def _in_time(problem: Problem, memory: Memory, ahead: Sequence[int]) -> list[list[Action]]:
+def _greedy_order(problem: Problem, memory: Memory, ahead: Sequence[int]) -> list[list[Action]]:
     """F and I of each rank as they become possible, I first.
 
     Rank r has at most ``ahead[r]`` microbatches between F and I. W are done only to keep to the
@@ -176,7 +176,7 @@ def _in_time(problem: Problem, memory: Memory, ahead: Sequence[int]) -> list[lis
 
 
 class _Line:
-    """The ranks of `_in_time`, each with when its inputs come and how far it is."""
+    """The ranks of `_greedy_order`, each with when its inputs come and how far it is."""
 
     def __init__(self, problem: Problem, memory: Memory, ahead: Sequence[int]) -> None:
         self._placement, self._microbatches = problem.placement, problem.microbatches

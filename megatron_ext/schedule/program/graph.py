@@ -111,12 +111,12 @@ def batches_of(row: Sequence[Action]) -> Iterator[range]:
         if lane is Lane.SEND:
             yield range(position - receives, position + 1)
         else:
-            yield from _alone(position, receives)
+            yield from _receives_alone(position, receives)
         receives = 0
-    yield from _alone(len(row), receives)
+    yield from _receives_alone(len(row), receives)
 
 
-def _alone(position: int, receives: int) -> Iterator[range]:
+def _receives_alone(position: int, receives: int) -> Iterator[range]:
     return (range(at, at + 1) for at in range(position - receives, position))
 
 

@@ -71,10 +71,10 @@ def explain(measured: Timeline, predicted: Timeline) -> Explanation:
     # What is left when, one after the other, each is as it should be.
     left = {
         Part.MESSAGES: step.makespan(step.seconds, step.delay_without_messages),
-        Part.BETWEEN: step.makespan(step.seconds, _none),
-        Part.SLOW_PASSES: step.makespan(step.usual, _none),
-        Part.SLOW_RANKS: step.makespan(step.at_par, _none),
-        Part.COSTS: step.makespan(lambda action: costs[action] * scale, _none),
+        Part.BETWEEN: step.makespan(step.seconds, _no_delay),
+        Part.SLOW_PASSES: step.makespan(step.usual, _no_delay),
+        Part.SLOW_RANKS: step.makespan(step.at_par, _no_delay),
+        Part.COSTS: step.makespan(lambda action: costs[action] * scale, _no_delay),
         Part.SCHEDULE: work,
         Part.WORK: 0.0,
     }
@@ -85,7 +85,7 @@ def explain(measured: Timeline, predicted: Timeline) -> Explanation:
     return Explanation({part: parts[part] for part in Part}, tuple(worth[:TOP]))
 
 
-def _none(action: Action) -> float:
+def _no_delay(action: Action) -> float:
     return 0.0
 
 

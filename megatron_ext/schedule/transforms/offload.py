@@ -141,14 +141,14 @@ class _Leaving:
         for rank in ranks:
             absences = _longest_lived_first(_absences(rank, self.passes[rank], self.problem))
             halves = self.problem.extras.offload is Offload.HALF
-            of_ranks.append(_half(absences, self.problem) if halves else absences)
+            of_ranks.append(_longer_lived_half(absences, self.problem) if halves else absences)
         turns = itertools.chain.from_iterable(itertools.zip_longest(*of_ranks))
         return [absence for absence in turns if absence is not None]
 
     def rows(self, absences: Sequence[Absence], ranks: Sequence[int]) -> list[tuple[Action, ...]]:
         """Those of ``ranks``, with what of ``absences`` there is time for."""
         copies: dict[int, list[Booked]] = defaultdict(list)
-        for booked in _book(absences, self.host):
+        for booked in _book_copies(absences, self.host):
             copies[booked.absence.rank].append(booked)
         return [_insert(self.schedule.rows[r], self.passes[r], copies[r]) for r in ranks]
 
@@ -215,7 +215,7 @@ def _longest_lived_first(absences: Iterable[Absence]) -> list[Absence]:
     ]
 
 
-def _half(absences: list[Absence], problem: Problem) -> list[Absence]:
+def _longer_lived_half(absences: list[Absence], problem: Problem) -> list[Absence]:
     """Those of the longer-lived half of the chunks; of one chunk, every other microbatch. (What
     waits for W is not much: it may leave from all.)"""
     chunks = problem.placement.chunks
@@ -226,7 +226,7 @@ def _half(absences: list[Absence], problem: Problem) -> list[Absence]:
     return [a for a in absences if a.stage in stages or a not in activations]
 
 
-def _book(absences: Iterable[Absence], host: HostCosts) -> Iterator[Booked]:
+def _book_copies(absences: Iterable[Absence], host: HostCosts) -> Iterator[Booked]:
     """Copies to the host as early as they can be made, and back as late, one after the other of
     ``absences``; not of those that would not be away in between."""
     links: Mapping[object, _Link] = defaultdict(_Link)
