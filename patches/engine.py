@@ -100,7 +100,7 @@ def replace(
             have it (``{"0.18": ..., "0.19": ...}``); empty skips the check (the patch does not
             depend on the original's body).
     """
-    return Patch(target, How.REPLACE, reason, substitute, _each(signature), digests)
+    return Patch(target, How.REPLACE, reason, substitute, _as_tuple(signature), digests)
 
 
 def wrap(
@@ -116,7 +116,7 @@ def wrap(
     The arguments are those of `replace`. ``args`` begins with ``self`` for a method and with
     ``cls`` for a class method.
     """
-    return Patch(target, How.WRAP, reason, wrapper, _each(signature), digests)
+    return Patch(target, How.WRAP, reason, wrapper, _as_tuple(signature), digests)
 
 
 def expect(
@@ -126,10 +126,10 @@ def expect(
 
     The arguments are those of `replace`.
     """
-    return Patch(target, How.EXPECT, reason, None, _each(signature), digests)
+    return Patch(target, How.EXPECT, reason, None, _as_tuple(signature), digests)
 
 
-def _each(signature: Signature) -> tuple[str, ...]:
+def _as_tuple(signature: Signature) -> tuple[str, ...]:
     if signature is None:
         return ()
     return (signature,) if isinstance(signature, str) else (*signature,)

@@ -31,7 +31,7 @@ def layers_of_stages(settings: Any, placement: Placement) -> list[int]:
         segments = PipelineParallelLayerLayout.parse_str_to_list(layout)
         return [segment.count(LayerType.decoder) for segment in segments]
     stages = placement.stages
-    given = _given(settings, placement)
+    given = _given_layers(settings, placement)
     embedding = int(settings.account_for_embedding_in_pipeline_split)
     loss = int(settings.account_for_loss_in_pipeline_split)
     rest = settings.num_layers - sum(given.values()) + embedding + loss
@@ -56,7 +56,7 @@ def is_megatrons_own(placement: Placement) -> bool:
     return placement.rank_of == tuple(range(placement.ranks)) * placement.chunks
 
 
-def _given(settings: Any, placement: Placement) -> dict[int, int]:
+def _given_layers(settings: Any, placement: Placement) -> dict[int, int]:
     """The stages whose layers are given in a number of their own."""
     # a TransformerConfig's name, and an argument's
     names = {

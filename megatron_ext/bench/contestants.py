@@ -195,12 +195,12 @@ def torchs(ranks: int, microbatches: int, costs: str) -> Iterator[Contender]:
     """torch.distributed.pipelining's schedules, as far as they take these sizes."""
     for name, schedule_class in TORCH.items():
         try:
-            yield _torchs(name, schedule_class, ranks, microbatches, costs)
+            yield _torch_contenders(name, schedule_class, ranks, microbatches, costs)
         except ValueError:
             continue  # interleaving wants m to be a multiple of p, V's at least 2p
 
 
-def _torchs(
+def _torch_contenders(
     name: str, schedule_class: type, ranks: int, microbatches: int, costs: str
 ) -> Contender:
     rank = dist.get_rank()

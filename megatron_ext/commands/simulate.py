@@ -112,7 +112,7 @@ def simulate(
         if trace is not None:
             write_trace(_steps(program, steps), trace)
         if plot is not None:
-            beside = _beside(choice, problem)
+            beside = _reference_program(choice, problem)
             draw_steps([_steps(beside, steps), _steps(program, steps)], plot)
     except (ValueError, OSError) as error:
         fail(error)
@@ -150,7 +150,7 @@ def _certified(program: Program, seconds: float) -> dict[str, float | bool]:
     }
 
 
-def _beside(choice: Choice, problem: Problem) -> Program:
+def _reference_program(choice: Choice, problem: Problem) -> Program:
     """What the schedule is drawn beneath."""
     if problem.extras.post_validation:
         return build_program(choice, problem.with_extras(post_validation=False))

@@ -70,7 +70,7 @@ def on_gpus(args: Any) -> Iterator[None]:
     if is_ours:
         os.environ[CONNECTIONS] = "1"
     try:
-        with apply(_answers()):
+        with apply(_gpu_patches()):
             yield
     finally:
         if is_ours:
@@ -83,7 +83,7 @@ def wants_one_connection(args: Any) -> bool:
     return overlaps and not (args.use_megatron_fsdp or args.use_torch_fsdp2)
 
 
-def _answers() -> list[Patch]:
+def _gpu_patches() -> list[Patch]:
     reason = "there is no GPU here to ask"
     answers = [
         replace(

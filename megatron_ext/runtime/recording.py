@@ -72,7 +72,7 @@ class RecordedReduction:
             future = work.get_future()
         except (RuntimeError, AttributeError):
             return False
-        self._futures.append(future.then(self._done))
+        self._futures.append(future.then(self._mark_end))
         return True
 
     def was_awaited(self) -> None:
@@ -85,7 +85,7 @@ class RecordedReduction:
         for future in self._futures:
             future.wait()
 
-    def _done(self, future: torch.futures.Future[Any]) -> None:
+    def _mark_end(self, future: torch.futures.Future[Any]) -> None:
         # With NCCL this runs at once, on a stream that waits for the work.
         self.ends.append(self._clock.mark())
 

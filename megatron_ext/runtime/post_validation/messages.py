@@ -78,7 +78,7 @@ class ValidationMessages:
         if self._before is None:
             return PartialState()
         with self._calling(Kind.RECV_P, self._before, "from"):
-            numbers = _nothing()
+            numbers = _buffer_for_numbers()
             group.recv([numbers], self._before, 0).wait()
         return _state(numbers, self._steps)
 
@@ -102,7 +102,7 @@ class ValidationMessages:
             return
         group = self._open(self._down)
         if self._after is not None:
-            numbers = _nothing()
+            numbers = _buffer_for_numbers()
             with self._calling(Kind.RECV_V, self._after, "from"):
                 self._coming = group.recv([numbers], self._after, 0), numbers
         self._relay = _Relay(self)
@@ -225,7 +225,7 @@ def _numbers(step: int, state: PartialState) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64)
 
 
-def _nothing() -> Tensor:
+def _buffer_for_numbers() -> Tensor:
     """What `_numbers` will be received in. No step is NaN."""
     return torch.full((4,), math.nan, dtype=torch.float64)
 
