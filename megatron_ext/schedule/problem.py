@@ -64,7 +64,8 @@ class Extras:
 
 @dataclass(frozen=True)
 class Clash:
-    """Two of `Extras` that do not go together: why, and all that there is to say of a problem."""
+    """Two of `Extras` that do not go together. ``why``: the end of an error about two settings;
+    ``text``: the whole error about a `Problem`."""
 
     extras: tuple[str, str]
     why: str

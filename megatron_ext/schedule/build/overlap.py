@@ -6,7 +6,7 @@ from megatron_ext.schedule.build.registry import entries
 from megatron_ext.schedule.program.simulate import simulate, step_seconds
 from megatron_ext.schedule.program.verify import Program
 
-_LEAST = 1e-3  # of the makespan, below which there is no point in it
+_LEAST = 1e-3  # of the makespan: to gain less is not worth it
 
 
 def is_gain(makespan: float, step: float) -> bool:

@@ -134,7 +134,9 @@ def _best(
     def seconds(filled: TimedOrder) -> tuple[float, float]:
         return filled.order(True) if by_span else (makespan(schedule(filled), problem), filled.span)
 
-    unlimited = replace(problem, memory_limit=None)  # what fits anyway is to be had as it is
+    unlimited = replace(
+        problem, memory_limit=None
+    )  # asked of families that ignore costs: the limit is checked below
     best = min(_trials(problem, memory, by_span), key=lambda filled: filled.order(by_span))
     figures = seconds(best)
     for other in others:

@@ -348,7 +348,7 @@ def _wait_in_rows(schedule: Schedule, device: Device, before: list[list[int]]) -
 
 
 def _queue(action: Action, placement: Placement) -> Channel | Kind | Lane | None:
-    """What takes ``action`` only after those that its rank has given it before."""
+    """What runs the actions of a rank in order, ``action`` among them; None if nothing does."""
     rule = RULES[action.kind]
     if rule.is_message:
         return channel_of(action, placement)

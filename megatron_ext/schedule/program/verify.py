@@ -48,7 +48,7 @@ class Program:
 
     schedule: Schedule
     problem: Problem
-    seal: InitVar[object]  # not kept, or `dataclasses.replace` would take it along
+    seal: InitVar[object]  # no field, or `dataclasses.replace` would copy it and skip the proof
 
     def __post_init__(self, seal: object) -> None:
         if seal is not _SEAL:
