@@ -124,7 +124,7 @@ class _Execution:
             )
 
     def forget(self) -> None:
-        """What has run does not count."""
+        """The step begins again: drop what has run of it."""
         for owner in self.owners:
             owner.forget()
         self.recorder.forget()

@@ -1,6 +1,6 @@
 """Where a rank is in its program: for its watchdog, its error messages, profilers and traces.
 
-Here is the one place where host and device, all kinds of passes and all kinds of waits come by.
+Every pass and every wait, on the host and on the device, is noted in this one place.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class RecordedReduction:
         self.ends.append(self._clock.mark())
 
     def settle(self) -> None:
-        """Return when all is marked that will be; what tells when it is done has to be done."""
+        """Wait for the works that tell when they are done; no further mark will come then."""
         for future in self._futures:
             future.wait()
 

@@ -28,7 +28,8 @@ class Process:
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """Of a rank and its pipeline. ``processes``: by pipeline rank; none where nobody has asked."""
+    """Where a rank and those of its pipeline run. ``processes``: by pipeline rank; empty if the
+    ranks have not told one another."""
 
     rank: int
     processes: tuple[Process, ...] = ()

@@ -1,4 +1,4 @@
-"""Copies between a rank's memory and the host's: on a GPU, and where both are one."""
+"""Copies between a rank's memory and the host's: on a GPU, and on a CPU, where both are one."""
 
 from __future__ import annotations
 

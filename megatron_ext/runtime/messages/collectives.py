@@ -52,7 +52,7 @@ class Collectives:
         return work
 
     def sum(self, kind: Kind, tensor: Tensor, root: int) -> dist.Work:
-        """In place on ``root``; elsewhere ``tensor`` is spoilt."""
+        """Sum ``tensor`` in place on ``root``; elsewhere its content is undefined afterwards."""
         work = dist.reduce(
             tensor, self._global_ranks[root], group=self._groups[kind], async_op=True
         )

@@ -194,7 +194,9 @@ class _Relay:
     def __init__(self, messages: ValidationMessages) -> None:
         self._messages = messages
         self._has_come = messages.look()
-        self._runs = threading.Lock()  # and no Event, whose `wait` is Python
+        self._runs = (
+            threading.Lock()
+        )  # not a threading.Event, whose `wait` is slower: it is written in Python
         self._runs.acquire()
         self._thread = threading.Thread(target=self._run, name="megatron_ext verdict", daemon=True)
         self._thread.start()
@@ -202,7 +204,7 @@ class _Relay:
         atexit.register(self.stop)
 
     def stop(self) -> None:
-        """What it has not done is left to the caller."""
+        """End the thread. If it has not passed the verdict back yet, that is left to the caller."""
         atexit.unregister(self.stop)
         if self._runs.locked():  # nobody has stopped it before
             self._runs.release()
@@ -212,7 +214,7 @@ class _Relay:
         while not self._has_come():
             if self._runs.acquire(timeout=LOOK_SECONDS):
                 return
-        with contextlib.suppress(RuntimeError):  # who asks for the verdict comes to the same
+        with contextlib.suppress(RuntimeError):  # whoever asks for the verdict gets this error too
             self._messages.take()
             self._messages.pass_back()
 
@@ -226,7 +228,7 @@ def _numbers(step: int, state: PartialState) -> Tensor:
 
 
 def _buffer_for_numbers() -> Tensor:
-    """What `_numbers` will be received in. No step is NaN."""
+    """Memory to receive `_numbers` in. The step is NaN, as no step is, until they have come."""
     return torch.full((4,), math.nan, dtype=torch.float64)
 
 
