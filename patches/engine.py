@@ -313,7 +313,11 @@ class _Swap:
             delattr(owner, name)
 
     def _imported_late(self, aliases: Aliases) -> set[Alias]:
-        """Who took the substitute for the target; an alias named like a holder's took it itself."""
+        """The modules that imported the target while it was patched, and so hold the substitute.
+
+        Of those that hold it under a name that its own holders have, it is assumed that they
+        imported the substitute itself.
+        """
         if not (self.target.rebinds and callable(self.substitute)):
             return set()
         held_as = {alias for _, alias in self.holders} - {self.target.name}

@@ -57,7 +57,7 @@ def is_megatrons_own(placement: Placement) -> bool:
 
 
 def _given_layers(settings: Any, placement: Placement) -> dict[int, int]:
-    """The stages whose layers are given in a number of their own."""
+    """The numbers of layers that Megatron's options give for single stages, by stage."""
     # a TransformerConfig's name, and an argument's
     names = {
         0: ("num_layers_in_first_pipeline_stage", "decoder_first_pipeline_num_layers"),

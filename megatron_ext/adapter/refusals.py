@@ -1,7 +1,7 @@
 """What is refused beside our schedules and settings, a line each: what clashes, and what to write
 instead.
 
-Refused is the default for whatever nobody has made work together.
+The default is to refuse: only what has been made to work together is allowed.
 """
 
 from __future__ import annotations

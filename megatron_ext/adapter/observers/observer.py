@@ -1,4 +1,4 @@
-"""What watches training steps is told, before and after each."""
+"""The interface of what watches training steps: it is called before and after each."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def _on_one_clock(
 
 
 def _log(step: TracedStep) -> None:
-    """What Megatron's own writers are told, as often as it tells them."""
+    """Write the step's figures to Megatron's own writers, as often as Megatron writes its own."""
     if step.iteration % log_interval():
         return
     figures = {

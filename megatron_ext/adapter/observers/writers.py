@@ -19,7 +19,7 @@ def log_interval() -> int:
 
 
 def log(figures: Mapping[str, float], iteration: int) -> None:
-    """Tell ``figures`` to the writers there are."""
+    """Write ``figures`` to each of the writers that exist."""
     tensorboard = _training_global("_GLOBAL_TENSORBOARD_WRITER")
     wandb = _training_global("_GLOBAL_WANDB_WRITER")
     if tensorboard is not None:
@@ -30,5 +30,5 @@ def log(figures: Mapping[str, float], iteration: int) -> None:
 
 
 def _training_global(name: str) -> Any:
-    """A global of Megatron's training; None where nobody has imported or initialised that."""
+    """A global variable of Megatron's training; None where that is not imported or initialised."""
     return getattr(sys.modules.get("megatron.training.global_vars"), name, None)

@@ -203,7 +203,7 @@ def _parameters(module: Any, names: Sequence[str]) -> Weights:
 
 
 def _tensors_in(saved: Any) -> list[Tensor]:
-    """Not what stands for one and is none, as of quantised ones."""
+    """The tensors in ``saved``; what is no `Tensor`, as of quantised ones, is left out."""
     if isinstance(saved, list | tuple):
         return [tensor for part in saved for tensor in _tensors_in(part)]
     return [saved] if isinstance(saved, Tensor) else []
