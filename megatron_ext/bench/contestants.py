@@ -89,7 +89,7 @@ def ideal_after_bad(program: Program) -> float:
 
 
 def _seconds(costs: str, placement: Placement) -> Costs:
-    """``costs`` in milliseconds as seconds; messages are real here, so that theirs are free."""
+    """``costs`` in milliseconds as seconds, without those of messages: real ones are sent here."""
     given = parse_costs(costs, placement)
     seconds = {kind: tuple(ms / 1000 for ms in row) for kind, row in given.seconds.items()}
     host = given.host
@@ -106,7 +106,7 @@ def _seconds(costs: str, placement: Placement) -> Costs:
 
 
 def _passes(program: Program) -> int:
-    """Of a rank; all have as many."""
+    """The number of passes of each rank."""
     return len(program.schedule.compute_rows[0])
 
 

@@ -26,7 +26,7 @@ _TOKENS = (1, 1)  # batch, sequence: as many as `SHAPE` has hidden states
 
 
 class _Ends:
-    """`VocabularyEnds` of a model that reads nothing: one word, and the mean of its losses."""
+    """`VocabularyEnds` of a model without data: every token is 0, and the loss is the mean."""
 
     def tokens(self, microbatch: int) -> Tensor:
         return torch.zeros(_TOKENS, dtype=torch.int64)

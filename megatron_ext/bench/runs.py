@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 STEPS = 3  # timed, after one that is not
 STEPS_IN_A_ROW = 10  # the same, where steps may overlap
-SLEEPS = 25  # of 20 ms, to see how late this machine wakes a rank, and how cold
-NOISY = 0.03  # a spread, or a lateness of passes, from which figures are not to be believed
+SLEEPS = 25  # of 20 ms, to measure how late a rank wakes up, and how slow it is then
+NOISY = 0.03  # of spread, or of lateness of passes: with more, figures are not to be believed
 
-# Milliseconds: passes of no length, for what is beside them.
+# In milliseconds: passes that take no time, to measure what an executor takes besides.
 _FREE = "f=1e-6,i=1e-6,w=1e-6,d2h=1e-6"
 
 DEFAULT_SCHEDULES = "1f1b zb-h1 zb-auto interleaved gis zb-v v-half v-min v-auto dualpipe-v"
@@ -282,7 +282,7 @@ def _rank(rank: int, setting: Setting, folder: str) -> None:
 
 
 def _seconds_of(contender: Contender, setting: Setting) -> tuple[float, float | None]:
-    """Of a step, and of one after a bad verdict, if it knows any."""
+    """Seconds of a step, and of one after a bad verdict if the contender has such."""
     if not setting.post_validation:
         return _median_of(contender, setting.steps), None
     seconds = _in_a_row(contender, setting)

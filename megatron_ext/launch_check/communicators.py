@@ -19,7 +19,7 @@ from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import Program
 
 SETTINGS = "--nccl-communicator-config-path"
-NEGLIGIBLE = 0.0005  # of a step: it is printed as 0.0 %
+NEGLIGIBLE = 0.0005  # of a step: less is printed as 0.0 %
 
 
 def check_communicators(
