@@ -155,5 +155,5 @@ class Problem:
         return self.placement.ranks
 
     def with_extras(self, **changes: Any) -> Problem:
-        """The same with other `extras`, by their names."""
+        """The same problem with some of its `extras` replaced."""
         return replace(self, extras=replace(self.extras, **changes))

@@ -54,7 +54,7 @@ def place_again(choice: Choice, problem: Problem, before: Program) -> Program:
 
 
 def _better_placed(build: Callable[[Problem], Program], problem: Problem, splits: bool) -> Program:
-    """`place_output_layer` of what ``build`` makes; ``splits``: whether there is W at all."""
+    """`place_output_layer` for what ``build`` makes; ``splits``: whether there is W at all."""
     costs = problem.costs
     shared = problem.extras.vocabulary is not VocabularyParallel.NONE
     if shared or not splits or costs.vocabulary is None:

@@ -216,7 +216,7 @@ class _Line:
         return rows
 
     def _next(self, rank: int, now: float) -> Kind | None:
-        """What ``rank`` does now; None: it waits."""
+        """The kind of pass that ``rank`` does now; None if it waits."""
         f, i, w = (done[rank] for done in self._done.values())
         m, full = self._microbatches, self._full[rank]
         held = (f - i) * full + (i - w) * self._left[rank]

@@ -37,7 +37,7 @@ class Model:
     recompute: bool = False
 
     def on_stages(self, layers: Sequence[int], tensor_parallel: int) -> ModelDimensions:
-        """In bf16, with ``layers`` on each stage."""
+        """The dimensions of this model in bf16, with ``layers`` on each stage."""
         width = self.head_width or self.hidden // self.heads
         return ModelDimensions(
             layers=tuple(layers),

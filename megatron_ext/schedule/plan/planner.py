@@ -138,7 +138,7 @@ class Plan:
 
     @property
     def methods(self) -> tuple[VocabMethod, ...]:
-        """What there is to do about the vocabulary."""
+        """All that was tried for the vocabulary."""
         there_are = {candidate.method for candidate in self.candidates} | {
             method for _, method in self.refusals
         }

@@ -130,7 +130,7 @@ class _Step:
         return self.medians[action.stage, action.kind]
 
     def at_par(self, action: Action) -> float:
-        """As usual, on a rank no slower than others."""
+        """The seconds that ``action`` would take as usual, on a rank no slower than others."""
         return self.usual(action) * min(1.0, self.par / self.ratios[self.events[action].rank])
 
     def delay(self, action: Action) -> float:

@@ -1,4 +1,4 @@
-"""A program's promise in one line."""
+"""What a program is predicted to take and to hold, in one line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def program_of_1f1b(problem: Problem) -> Program:
 
 
 def stock_1f1b(problem: Problem) -> Timeline:
-    """Its timeline."""
+    """The timeline of `program_of_1f1b`."""
     program = program_of_1f1b(problem)
     return simulate(program, program.problem.costs)
 

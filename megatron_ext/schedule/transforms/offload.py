@@ -216,8 +216,8 @@ def _longest_lived_first(absences: Iterable[Absence]) -> list[Absence]:
 
 
 def _longer_lived_half(absences: list[Absence], problem: Problem) -> list[Absence]:
-    """Those of the longer-lived half of the chunks; of one chunk, every other microbatch. (What
-    waits for W is not much: it may leave from all.)"""
+    """The absences of the longer-lived half of the chunks; if there is one chunk, those of every
+    other microbatch. (What waits for W is not much, and may leave from all chunks.)"""
     chunks = problem.placement.chunks
     if chunks == 1:
         return [absence for absence in absences if absence.microbatch % 2 == 0]
