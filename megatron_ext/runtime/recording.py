@@ -24,7 +24,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """For passes that have ended when their call returns."""
+    """The clock for passes that have ended when their call returns."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -34,7 +34,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """For passes that a GPU runs later."""
+    """The clock for passes that a GPU runs later."""
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -104,12 +104,12 @@ class Recording:
         self._passes.append((action, began, self.clock.mark()))
 
     def forget(self) -> None:
-        """Leave out what was added so far."""
+        """Drop what was added so far."""
         self._passes.clear()
         self._reductions.clear()
 
     def begin_reduction(self, stage: int) -> RecordedReduction:
-        """A reduction that begins now."""
+        """Note a reduction that begins now."""
         reduction = RecordedReduction(stage, self.clock)
         self._reductions.append(reduction)
         return reduction
@@ -121,17 +121,17 @@ class Recording:
         """
         for reduction in self._reductions:
             reduction.settle()
-        ended = [reduction for reduction in self._reductions if reduction.ends]
+        with_end = [reduction for reduction in self._reductions if reduction.ends]
         marks = [
             *(mark for _, began, ended in self._passes for mark in (began, ended)),
-            *(mark for reduction in ended for mark in (reduction.began, *reduction.ends)),
+            *(mark for reduction in with_end for mark in (reduction.began, *reduction.ends)),
         ]
         times = iter(self.clock.read(marks))
         events = [
             Event(self._rank, action, next(times), next(times)) for action, _, _ in self._passes
         ]
         reductions = []
-        for reduction in ended:
+        for reduction in with_end:
             start = next(times)
             end = max(next(times) for _ in reduction.ends)
             reductions.append(

@@ -81,7 +81,7 @@ class WeightGradients:
         self._waiting(weights, tensors).append(compute)
 
     def tensors(self, stage: int, microbatch: int) -> Sequence[Tensor]:
-        """What waits for a W pass."""
+        """The tensors that wait for the W pass of this stage and microbatch."""
         return self._tensors[stage, microbatch]
 
     def _waiting(self, weights: Weights, tensors: Iterable[Tensor]) -> list[Any]:

@@ -49,7 +49,7 @@ class Whereabouts:
 
 
 def whereabouts(pipeline: dist.ProcessGroup) -> Whereabouts:
-    """Of this rank. Collective over ``pipeline``."""
+    """The `Whereabouts` of this rank. Collective over ``pipeline``."""
     processes = [_this_process()] * pipeline.size()
     dist.all_gather_object(processes, _this_process(), group=pipeline)
     return Whereabouts(pipeline.rank(), tuple(processes))

@@ -99,7 +99,7 @@ def check_host_memory(row: tuple[Action, ...], costs: Costs) -> str:
 
 
 def short_of_memory(who_needs: str, available: int) -> str:
-    """An error's text: ``who_needs`` so many GiB."""
+    """The text of an error; ``who_needs`` is its beginning, up to the number of GiB."""
     return (
         f"{who_needs} GiB of host memory for offloaded activations, but only "
         f"{available / _GIB:.3g} GiB are available: offload less (--pipeline-activation-offload "

@@ -41,7 +41,7 @@ class Profile:
         self._recordings: list[Recording] = []
 
     def begin(self, recorder: Recorder) -> None:
-        """Before a step."""
+        """Call this before a step."""
         if self.steps < WARM_UP:
             recorder.counting = self._counting
         else:

@@ -72,7 +72,7 @@ class BatchedTransport(TransportBase):
         raise AssertionError("no step with batched messages begins again")
 
     def abandon(self) -> None:
-        """Give the step up."""
+        """Give the step up after an error."""
         self._next.clear()
         self._under_way.clear()
         self._group.close()

@@ -111,7 +111,7 @@ class Exchange:
         return tensors
 
     def finish(self) -> None:
-        """After the last action."""
+        """Call this after the last action: all collectives must have ended."""
         assert not self._under_way
 
     def abandon(self) -> None:

@@ -36,7 +36,10 @@ _Message = tuple[dist.Work, Tensor]  # on its way
 
 
 class ValidationMessages:
-    """Of one rank, over all steps. The ranks are a chain, in the order of their first stages."""
+    """The messages of one rank, over all steps.
+
+    The ranks are a chain, in the order of their first stages.
+    """
 
     def __init__(
         self, pipeline: dist.ProcessGroup, placement: Placement, recorder: Recorder

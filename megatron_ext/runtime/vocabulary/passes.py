@@ -138,7 +138,7 @@ class VocabularyPasses(Owner):
         return self._result(Kind.REDUCE_E, microbatch)
 
     def take_hidden_states(self, microbatch: int, hidden_states: Tensor) -> None:
-        """The last stage's output."""
+        """Take the last stage's output."""
         self._hidden_states[microbatch] = hidden_states.detach()
 
     def hidden_states_gradient(self, microbatch: int) -> Tensor:
