@@ -300,7 +300,7 @@ class PipelineConfig:
 
     @property
     def extras(self) -> Extras:
-        """What is asked of the schedule beside its order."""
+        """What is asked of the schedule besides the order of its passes."""
         return Extras(**{name: getattr(self, setting) for name, setting in _EXTRAS.items()})
 
     def problem(

@@ -15,7 +15,7 @@ from megatron_ext.runtime.weight_gradients import queue
 
 @dataclass(frozen=True)
 class Split:
-    """Of one rank in one step.
+    """What is split on one rank in one step.
 
     Attributes:
         waits: there are W passes.

@@ -145,7 +145,7 @@ def _print_plan(plan: Plan) -> None:
 
 
 def _print_refusals(refusals: Iterable[tuple[str, str]]) -> None:
-    """One line for all that have the same reason."""
+    """Print one line for all schedules that are refused for the same reason."""
     names: dict[str, list[str]] = {}
     for name, why in refusals:
         names.setdefault(why, []).append(name)

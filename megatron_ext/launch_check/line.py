@@ -227,7 +227,7 @@ def check_model(args: Any, config: PipelineConfig) -> Any:
 
 
 def multiprocessors() -> int:
-    """Of the GPU here, or of the one that is assumed."""
+    """The multiprocessors of the GPU here, or of the one that is assumed."""
     if not torch.cuda.is_available():
         return MULTIPROCESSORS
     return torch.cuda.get_device_properties(0).multi_processor_count

@@ -14,7 +14,7 @@ def current_iteration() -> int | None:
 
 
 def log_interval() -> int:
-    """Every how many iterations Megatron writes."""
+    """The interval, in iterations, at which Megatron writes its log."""
     return getattr(_training_global("_GLOBAL_ARGS"), "tensorboard_log_interval", 1)
 
 
