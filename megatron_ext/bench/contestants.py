@@ -82,9 +82,9 @@ def ideal_after_bad(program: Program) -> float:
     begins on all of them.
     """
     costs = program.problem.costs
-    *_, last, this = simulate_steps(program, costs, 8)
-    settled = max(event.end for event in this.events if event.action.kind is Kind.SETTLE)
-    ended = max(row[-1].end for row in last.compute)
+    *_, previous, last = simulate_steps(program, costs, 8)
+    settled = max(event.end for event in last.events if event.action.kind is Kind.SETTLE)
+    ended = max(row[-1].end for row in previous.compute)
     return settled - ended + simulate(program, costs).makespan
 
 
@@ -206,13 +206,13 @@ def _torch_contenders(
     rank = dist.get_rank()
     one_stage = name == "1F1B"
     goes_back = name in ("ZBVZeroBubble", "DualPipeV")  # a V that opens on rank 0
-    mine: Sequence[int] = [rank] if one_stage else [rank, rank + ranks]
+    numbers: Sequence[int] = [rank] if one_stage else [rank, rank + ranks]
     if goes_back:
-        mine = [rank, 2 * ranks - 1 - rank]
+        numbers = [rank, 2 * ranks - 1 - rank]
     total = ranks if one_stage else 2 * ranks
     per_chunk = _seconds(costs, choose("1f1b" if one_stage else "interleaved").place(ranks))
     stages = []
-    for number in mine:
+    for number in numbers:
         stages.append(
             pipelining.PipelineStage(
                 EmulatedChunk(number, per_chunk),
@@ -240,7 +240,7 @@ def _torch_contenders(
         seconds = _seconds(costs, table.placement)
         program = complete(table, Problem(table.placement, microbatches, seconds))
     batch = torch.ones(microbatches, *SHAPE[1:], dtype=DTYPE, requires_grad=True)
-    is_first, is_last = 0 in mine, total - 1 in mine
+    is_first, is_last = 0 in numbers, total - 1 in numbers
 
     def step() -> None:
         arguments = (batch,) if is_first else ()

@@ -361,13 +361,13 @@ def _lateness() -> float:
     """How much longer than asked an emulated pass lasts on this rank, nearly at the worst."""
     from megatron_ext.bench.emulated import take
 
-    asked = 0.02
+    seconds = 0.02
     lasted = []
     for _ in range(SLEEPS):
         start = time.monotonic()
-        take(asked)
+        take(seconds)
         lasted.append(time.monotonic() - start)
-    return sorted(lasted)[-2] / asked - 1
+    return sorted(lasted)[-2] / seconds - 1
 
 
 def _autograd(sleep: float) -> float:

@@ -127,7 +127,7 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
         (
             "megatron_ext/adapter/observers/trace.py",
             "StepTrace.end",
-            "dist.all_gather_object(gathered, mine, group=pipeline)",
+            "dist.all_gather_object(gathered, recordings, group=pipeline)",
         ),
         (
             "patches/megatron/training/training/training_log.py",

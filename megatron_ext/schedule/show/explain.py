@@ -154,8 +154,8 @@ class _Step:
                 continue
 
             def as_others(action: Action, rank: int = rank, slowness: float = slowness) -> float:
-                mine = self.events[action].rank == rank
-                return self.seconds(action) / (slowness if mine else 1.0)
+                is_slow = self.events[action].rank == rank
+                return self.seconds(action) / (slowness if is_slow else 1.0)
 
             yield self._cause(
                 f"rank {rank} is slow: beside other ranks its passes take {slowness:.2f} times "

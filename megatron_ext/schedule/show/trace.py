@@ -167,7 +167,7 @@ def read_trace(path: Path) -> list[TracedStep]:
             iterations.setdefault(event["args"]["iteration"], []).append(event)
     if not iterations:
         raise ValueError(f"{file} has no measured step: it is not of a training run")
-    return [_step(iteration, mine) for iteration, mine in iterations.items()]
+    return [_step(iteration, slices) for iteration, slices in iterations.items()]
 
 
 def _step(iteration: int, events: Sequence[dict[str, Any]]) -> TracedStep:
