@@ -225,7 +225,7 @@ class PipelineConfig:
         if "schedule" not in given:
             for name, value in given.items():
                 raise ValueError(
-                    f"{_words(name, value)} is given without {flag('schedule')}: it acts "
+                    f"{_flag_with_value(name, value)} is given without {flag('schedule')}: it acts "
                     f"on a schedule of ours only; add one or drop it"
                 )
         parsed = {n: declared[n].metadata["parse"](n, value) for n, value in given.items()}
@@ -238,8 +238,8 @@ class PipelineConfig:
             _ = self.choice
         self._check_offload()
         if (clash := self.extras.clash) is not None:
-            one, other = (_EXTRAS[name] for name in clash.extras)
-            self._refuse(one, other, clash.why)
+            setting, other = (_EXTRAS[name] for name in clash.extras)
+            self._refuse(setting, other, clash.why)
         self._check_traces()
         self._check_profile()
 
@@ -284,7 +284,7 @@ class PipelineConfig:
             )
 
     def _refuse(self, name: str, beside: str, why: str) -> None:
-        words = [_words(setting, getattr(self, setting)) for setting in (name, beside)]
+        words = [_flag_with_value(setting, getattr(self, setting)) for setting in (name, beside)]
         raise ValueError(f"{words[0]} does not go with {words[1]}: {why}")
 
     @cached_property
@@ -300,7 +300,7 @@ class PipelineConfig:
 
     @property
     def extras(self) -> Extras:
-        """What is asked of the schedule beside its order."""
+        """What is asked of the schedule besides the order of its passes."""
         return Extras(**{name: getattr(self, setting) for name, setting in _EXTRAS.items()})
 
     def problem(
@@ -332,7 +332,7 @@ def _as_text(setting: Field[Any]) -> str | bool | None:
     return default if default is None or default is False else str(default)
 
 
-def _words(name: str, value: object) -> str:
+def _flag_with_value(name: str, value: object) -> str:
     return flag(name) + ("" if value is True else f" {value}")
 
 

@@ -49,7 +49,8 @@ def _existing_model() -> str | None:
     module = sys.modules.get("megatron.core.transformer.module")
     if module is None:
         return None
-    for thing in gc.get_objects():
-        if issubclass(type(thing), module.MegatronModule):  # asks nothing of the thing itself
-            return type(thing).__name__
+    for candidate in gc.get_objects():
+        # Not isinstance, which may run code of the object.
+        if issubclass(type(candidate), module.MegatronModule):
+            return type(candidate).__name__
     return None

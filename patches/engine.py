@@ -100,7 +100,7 @@ def replace(
             have it (``{"0.18": ..., "0.19": ...}``); empty skips the check (the patch does not
             depend on the original's body).
     """
-    return Patch(target, How.REPLACE, reason, substitute, _each(signature), digests)
+    return Patch(target, How.REPLACE, reason, substitute, _as_tuple(signature), digests)
 
 
 def wrap(
@@ -116,7 +116,7 @@ def wrap(
     The arguments are those of `replace`. ``args`` begins with ``self`` for a method and with
     ``cls`` for a class method.
     """
-    return Patch(target, How.WRAP, reason, wrapper, _each(signature), digests)
+    return Patch(target, How.WRAP, reason, wrapper, _as_tuple(signature), digests)
 
 
 def expect(
@@ -126,10 +126,10 @@ def expect(
 
     The arguments are those of `replace`.
     """
-    return Patch(target, How.EXPECT, reason, None, _each(signature), digests)
+    return Patch(target, How.EXPECT, reason, None, _as_tuple(signature), digests)
 
 
-def _each(signature: Signature) -> tuple[str, ...]:
+def _as_tuple(signature: Signature) -> tuple[str, ...]:
     if signature is None:
         return ()
     return (signature,) if isinstance(signature, str) else (*signature,)
@@ -204,20 +204,20 @@ def mismatch(patch: Patch, original: Any) -> str | None:
     if patch.signatures:
         known = " or ".join(patch.signatures)
         try:
-            found = plain_signature(original)
+            signature = plain_signature(original)
         except (TypeError, ValueError):
             return f"{patch.target} has no signature, the patch was written for {known}"
-        if found not in patch.signatures:
-            return f"{patch.target} takes {found}, the patch was written for {known}"
+        if signature not in patch.signatures:
+            return f"{patch.target} takes {signature}, the patch was written for {known}"
     if patch.digests and os.environ.get(ALLOW_UNKNOWN) != "1":
         try:
-            found = source_digest(original)
+            digest = source_digest(original)
         except (OSError, TypeError, SyntaxError):
-            found = "unreadable"
-        if found not in patch.digests.values():
+            digest = "unreadable"
+        if digest not in patch.digests.values():
             known = ", ".join(patch.digests.values())
             return (
-                f"{patch.target} has source digest {found}, known are {known}; "
+                f"{patch.target} has source digest {digest}, known are {known}; "
                 f"set {ALLOW_UNKNOWN}=1 to patch it all the same"
             )
     return None
@@ -242,13 +242,13 @@ class Aliases:
         self._scan(objects)
 
     def _scan(self, objects: Iterable[Any]) -> None:
-        found: dict[int, set[Alias]] = {id(value): set() for value in objects}
+        holders: dict[int, set[Alias]] = {id(value): set() for value in objects}
         for module in list(sys.modules.values()):
-            if isinstance(module, types.ModuleType) and holds_any(module, found.keys()):
+            if isinstance(module, types.ModuleType) and holds_any(module, holders.keys()):
                 for name, value in vars(module).copy().items():
-                    if id(value) in found:
-                        found[id(value)].add((module, name))
-        self._holders |= found
+                    if id(value) in holders:
+                        holders[id(value)].add((module, name))
+        self._holders |= holders
 
     def of(self, value: Any) -> frozenset[Alias]:
         """The module attributes that are ``value`` itself."""
@@ -313,7 +313,11 @@ class _Swap:
             delattr(owner, name)
 
     def _imported_late(self, aliases: Aliases) -> set[Alias]:
-        """Who took the substitute for the target; an alias named like a holder's took it itself."""
+        """The modules that imported the target while it was patched, and so hold the substitute.
+
+        Of those that hold it under a name that its own holders have, it is assumed that they
+        imported the substitute itself.
+        """
         if not (self.target.rebinds and callable(self.substitute)):
             return set()
         held_as = {alias for _, alias in self.holders} - {self.target.name}

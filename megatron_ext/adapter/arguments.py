@@ -30,7 +30,8 @@ _VIRTUAL_STAGES = (
 
 
 def add_virtual_stages(args: Any, config: PipelineConfig) -> None:
-    """Give ``args``, not validated yet, the schedule's virtual stages where they say nothing."""
+    """Give ``args``, which are not validated yet, the schedule's virtual stages unless they name
+    some themselves."""
     ranks = args.pipeline_model_parallel_size
     if ranks > 1 and all(getattr(args, name) is None for name in _VIRTUAL_STAGES):
         chunks = config.choice.place(ranks).chunks

@@ -85,8 +85,9 @@ def _refuse_settings(
 
 
 def refuse_order(settings: Any, schedule: Schedule) -> None:
-    """Raise ValueError where Transformer Engine keeps what a forward pass leaves in an order that
-    the other passes of ``schedule`` have not. (Of a file: our families have one order for all.)"""
+    """Raise ValueError if Transformer Engine relies on an order of microbatches that ``schedule``
+    does not keep. (Only a schedule file can break it: our families run the microbatches in one
+    order in all their passes.)"""
     if settings.transformer_impl != "transformer_engine":
         return
     if settings.gradient_accumulation_fusion:
@@ -97,8 +98,8 @@ def refuse_order(settings: Any, schedule: Schedule) -> None:
 
 
 def _refuse_first_weight_gradient(schedule: Schedule) -> None:
-    """The weight gradient of a stage's first forward pass is written over ``main_grad``, and the
-    others are added to it."""
+    """Transformer Engine writes the weight gradient of a stage's first forward pass over
+    ``main_grad`` and adds the others to it, so that one has to come first."""
     forwards = _in_order(schedule, Kind.FORWARD)
     for stage, (first, *_) in _in_order(schedule, Kind.BACKWARD_WEIGHT).items():
         begun = forwards[stage][0].microbatch
@@ -112,7 +113,7 @@ def _refuse_first_weight_gradient(schedule: Schedule) -> None:
 
 
 def _refuse_recompute_order(schedule: Schedule) -> None:
-    """The scales of forward passes wait in a queue for their recompute."""
+    """Forward passes put their FP8 scales into a queue, and recomputes take them in that order."""
     forwards = _in_order(schedule, Kind.FORWARD)
     for stage, backwards in _in_order(schedule, Kind.BACKWARD_INPUT).items():
         for forward, backward in zip(forwards[stage], backwards, strict=True):
@@ -139,7 +140,7 @@ def _with_chunks(choice: Choice, chunks: int) -> str:
 
 
 def _refuse_placement(choice: Choice, placement: Placement) -> None:
-    """For a file, whose stages can be anywhere."""
+    """Needed for a schedule file, which may put its stages on any ranks."""
     counts = [len(stages) for stages in placement.stages_of]
     if len(set(counts)) > 1:
         raise ValueError(

@@ -31,21 +31,21 @@ def layers_of_stages(settings: Any, placement: Placement) -> list[int]:
         segments = PipelineParallelLayerLayout.parse_str_to_list(layout)
         return [segment.count(LayerType.decoder) for segment in segments]
     stages = placement.stages
-    given = _given(settings, placement)
+    given = _given_layers(settings, placement)
     embedding = int(settings.account_for_embedding_in_pipeline_split)
     loss = int(settings.account_for_loss_in_pipeline_split)
     rest = settings.num_layers - sum(given.values()) + embedding + loss
     others = stages - len(given)
-    each, left = divmod(rest, others) if others else (0, rest)
-    if left or each < max(embedding, loss):
-        told = "".join(f", stage {stage} has {layers}" for stage, layers in given.items())
-        told += ", the embedding counts as one" * embedding + ", the loss counts as one" * loss
+    per_stage, more = divmod(rest, others) if others else (0, rest)
+    if more or per_stage < max(embedding, loss):
+        uneven = "".join(f", stage {stage} has {layers}" for stage, layers in given.items())
+        uneven += ", the embedding counts as one" * embedding + ", the loss counts as one" * loss
         raise ValueError(
-            f"{settings.num_layers} layers do not divide over {stages} stages{told}; say which "
+            f"{settings.num_layers} layers do not divide over {stages} stages{uneven}; say which "
             f"stage has which: --pipeline-model-parallel-layout "
             f"'{_even_layout(settings.num_layers, stages)}'"
         )
-    layers = [given.get(stage, each) for stage in range(stages)]
+    layers = [given.get(stage, per_stage) for stage in range(stages)]
     layers[0] -= embedding
     layers[-1] -= loss
     return layers
@@ -56,8 +56,8 @@ def is_megatrons_own(placement: Placement) -> bool:
     return placement.rank_of == tuple(range(placement.ranks)) * placement.chunks
 
 
-def _given(settings: Any, placement: Placement) -> dict[int, int]:
-    """The stages whose layers are given in a number of their own."""
+def _given_layers(settings: Any, placement: Placement) -> dict[int, int]:
+    """The numbers of layers that Megatron's options give for single stages, by stage."""
     # a TransformerConfig's name, and an argument's
     names = {
         0: ("num_layers_in_first_pipeline_stage", "decoder_first_pipeline_num_layers"),
@@ -82,5 +82,5 @@ def layout_of(layers: Sequence[int]) -> str:
 
 def _even_layout(layers: int, stages: int) -> str:
     """As even as it goes: the first stages have one layer more."""
-    each, more = divmod(layers, stages)
-    return layout_of([each + (stage < more) for stage in range(stages)])
+    per_stage, more = divmod(layers, stages)
+    return layout_of([per_stage + (stage < more) for stage in range(stages)])

@@ -30,15 +30,15 @@ def bytes_of_ranks(
         layers: transformer layers of each stage.
     """
     first_layer = [0, *accumulate(layers)]
-    found = []
+    rank_bytes = []
     for stages in placement.stages_of:
         of_rank = [range(*first_layer[s : s + 2]) for s in stages]
         model = _model_of(args, placement, stages, of_rank)
         if vocabulary is not VocabularyParallel.NONE:
             model.padded_vocab_size = (args.padded_vocab_size or 0) // placement.ranks
             model.untie_embeddings_and_output_weights = args.untie_embeddings_and_output_weights
-        found.append(float(compute_weight_and_optimizer_memory(model)))
-    return found
+        rank_bytes.append(float(compute_weight_and_optimizer_memory(model)))
+    return rank_bytes
 
 
 def checkpoint_bytes(args: Any, placement: Placement, layers: Sequence[int]) -> float | None:

@@ -38,7 +38,7 @@ class Programs:
         self._config = config
         self._choice = config.choice
         self._programs: dict[tuple[Shape, int, bool, bool], Program] = {}
-        self._run = ""  # told apart from others that the same store has seen
+        self._run = ""  # a key that no other run with the same store has
         self._measured = 0  # how often costs have changed
         self.costs: dict[Shape, Costs] = {}
 

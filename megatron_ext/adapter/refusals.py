@@ -1,7 +1,7 @@
 """What is refused beside our schedules and settings, a line each: what clashes, and what to write
 instead.
 
-Refused is the default for whatever nobody has made work together.
+The default is to refuse: only what has been made to work together is allowed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Refusal:
 
 
 def _drop(setting: str, why: str = "", by: Callable[[Choice], bool] = _every_schedule) -> Refusal:
-    """For a switch whose flag is its setting's name."""
+    """The refusal of a switch, whose flag is named as its setting: what to do is to drop it."""
     flag = f"--{setting.replace('_', '-')}"
     return Refusal(setting, bool, f"drop {flag}: {why}" if why else f"drop {flag}", by)
 

@@ -15,7 +15,7 @@ from megatron_ext.runtime.weight_gradients import queue
 
 @dataclass(frozen=True)
 class Split:
-    """Of one rank in one step.
+    """What is split on one rank in one step.
 
     Attributes:
         waits: there are W passes.
@@ -38,8 +38,8 @@ def head_weights(models: Sequence[torch.nn.Module]) -> frozenset[Tensor]:
 
 @contextlib.contextmanager
 def splitting(split: Split) -> Iterator[None]:
-    """Tell split layers that W passes will come, if they do; leave nothing behind, whatever
-    happens."""
+    """Within, split layers are told that W passes will come, if they will. Afterwards the queue is
+    empty, also after an error."""
     queue.splitting = split.waits
     queue.at_once = split.at_once
     try:

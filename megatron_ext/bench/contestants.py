@@ -82,31 +82,31 @@ def ideal_after_bad(program: Program) -> float:
     begins on all of them.
     """
     costs = program.problem.costs
-    *_, last, this = simulate_steps(program, costs, 8)
-    settled = max(event.end for event in this.events if event.action.kind is Kind.SETTLE)
-    ended = max(row[-1].end for row in last.compute)
+    *_, previous, last = simulate_steps(program, costs, 8)
+    settled = max(event.end for event in last.events if event.action.kind is Kind.SETTLE)
+    ended = max(row[-1].end for row in previous.compute)
     return settled - ended + simulate(program, costs).makespan
 
 
 def _seconds(costs: str, placement: Placement) -> Costs:
-    """``costs`` in milliseconds as seconds; messages are real here, so that theirs are free."""
+    """``costs`` in milliseconds as seconds, without those of messages: real ones are sent here."""
     given = parse_costs(costs, placement)
-    seconds = {kind: tuple(each / 1000 for each in row) for kind, row in given.seconds.items()}
+    seconds = {kind: tuple(ms / 1000 for ms in row) for kind, row in given.seconds.items()}
     host = given.host
     if host is not None:
-        copies = {kind: tuple(each / 1000 for each in row) for kind, row in host.seconds.items()}
+        copies = {kind: tuple(ms / 1000 for ms in row) for kind, row in host.seconds.items()}
         host = replace(host, seconds=copies)
-    whole = given.vocabulary
-    if whole is None:
+    vocabulary = given.vocabulary
+    if vocabulary is None:
         return Costs(seconds, host=host)
-    forward, input_gradient, weight_gradient = (each / 1000 for each in whole.head)
-    lookup, table_gradient = (each / 1000 for each in whole.embedding)
+    forward, input_gradient, weight_gradient = (ms / 1000 for ms in vocabulary.head)
+    lookup, table_gradient = (ms / 1000 for ms in vocabulary.embedding)
     head, embedding = (forward, input_gradient, weight_gradient), (lookup, table_gradient)
     return Costs(seconds, vocabulary=VocabularyCosts(head, embedding), host=host)
 
 
 def _passes(program: Program) -> int:
-    """Of a rank; all have as many."""
+    """The number of passes of each rank."""
     return len(program.schedule.compute_rows[0])
 
 
@@ -195,24 +195,24 @@ def torchs(ranks: int, microbatches: int, costs: str) -> Iterator[Contender]:
     """torch.distributed.pipelining's schedules, as far as they take these sizes."""
     for name, schedule_class in TORCH.items():
         try:
-            yield _torchs(name, schedule_class, ranks, microbatches, costs)
+            yield _torch_contenders(name, schedule_class, ranks, microbatches, costs)
         except ValueError:
             continue  # interleaving wants m to be a multiple of p, V's at least 2p
 
 
-def _torchs(
+def _torch_contenders(
     name: str, schedule_class: type, ranks: int, microbatches: int, costs: str
 ) -> Contender:
     rank = dist.get_rank()
     one_stage = name == "1F1B"
     goes_back = name in ("ZBVZeroBubble", "DualPipeV")  # a V that opens on rank 0
-    mine: Sequence[int] = [rank] if one_stage else [rank, rank + ranks]
+    numbers: Sequence[int] = [rank] if one_stage else [rank, rank + ranks]
     if goes_back:
-        mine = [rank, 2 * ranks - 1 - rank]
+        numbers = [rank, 2 * ranks - 1 - rank]
     total = ranks if one_stage else 2 * ranks
     per_chunk = _seconds(costs, choose("1f1b" if one_stage else "interleaved").place(ranks))
     stages = []
-    for number in mine:
+    for number in numbers:
         stages.append(
             pipelining.PipelineStage(
                 EmulatedChunk(number, per_chunk),
@@ -240,7 +240,7 @@ def _torchs(
         seconds = _seconds(costs, table.placement)
         program = complete(table, Problem(table.placement, microbatches, seconds))
     batch = torch.ones(microbatches, *SHAPE[1:], dtype=DTYPE, requires_grad=True)
-    is_first, is_last = 0 in mine, total - 1 in mine
+    is_first, is_last = 0 in numbers, total - 1 in numbers
 
     def step() -> None:
         arguments = (batch,) if is_first else ()

@@ -63,7 +63,7 @@ def _run(copies: queue.SimpleQueue[_Copy], link: Path | None) -> None:
                 time.sleep(copy.seconds)
             for to, source in copy.pieces:
                 to.copy_(source)
-        except Exception as error:  # for who waits
+        except Exception as error:  # raised again in the thread that waits for the copy
             copy.error = error
         copy.is_done.set()
 

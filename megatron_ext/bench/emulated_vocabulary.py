@@ -26,7 +26,7 @@ _TOKENS = (1, 1)  # batch, sequence: as many as `SHAPE` has hidden states
 
 
 class _Ends:
-    """`VocabularyEnds` of a model that reads nothing: one word, and the mean of its losses."""
+    """`VocabularyEnds` of a model without data: every token is 0, and the loss is the mean."""
 
     def tokens(self, microbatch: int) -> Tensor:
         return torch.zeros(_TOKENS, dtype=torch.int64)
@@ -52,7 +52,7 @@ class EmulatedVocabulary:
         self._shard = VocabularyShard(embedding, output, pipeline.rank(), None, False)
 
     def step(self) -> VocabularyPasses:
-        """What the executor takes for a step."""
+        """The vocabulary's passes of a new step, for the executor."""
         return _EmulatedPasses(
             self._costs,
             self._program,

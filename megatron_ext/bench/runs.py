@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 STEPS = 3  # timed, after one that is not
 STEPS_IN_A_ROW = 10  # the same, where steps may overlap
-SLEEPS = 25  # of 20 ms, to see how late this machine wakes a rank, and how cold
-NOISY = 0.03  # a spread, or a lateness of passes, from which figures are not to be believed
+SLEEPS = 25  # of 20 ms, to measure how late a rank wakes up, and how slow it is then
+NOISY = 0.03  # of spread, or of lateness of passes: with more, figures are not to be believed
 
-# Milliseconds: passes of no length, for what is beside them.
+# In milliseconds: passes that take no time, to measure what an executor takes besides.
 _FREE = "f=1e-6,i=1e-6,w=1e-6,d2h=1e-6"
 
 DEFAULT_SCHEDULES = "1f1b zb-h1 zb-auto interleaved gis zb-v v-half v-min v-auto dualpipe-v"
@@ -79,12 +79,15 @@ class Setting:
     @property
     def ours(self) -> list[tuple[str, VocabularyParallel, Offload, bool]]:
         """What of ours is measured. Post-validation goes with none of the others."""
-        ways = dict.fromkeys([VocabularyParallel.NONE, self.vocabulary])
-        copies = dict.fromkeys([Offload.NONE, self.offload])
-        combined = [(way, copy, False) for way, copy in itertools.product(ways, copies)]
+        vocabularies = dict.fromkeys([VocabularyParallel.NONE, self.vocabulary])
+        offloads = dict.fromkeys([Offload.NONE, self.offload])
+        combined = [
+            (vocabulary, offload, False)
+            for vocabulary, offload in itertools.product(vocabularies, offloads)
+        ]
         if self.post_validation:
             combined.append((VocabularyParallel.NONE, Offload.NONE, True))
-        return [(spec, *each) for spec in self.specs for each in combined]
+        return [(spec, *features) for spec in self.specs for features in combined]
 
 
 @dataclass(frozen=True)
@@ -134,15 +137,15 @@ class Report:
     @property
     def doubts(self) -> list[str]:
         """Why these figures are not to be believed; empty if they are."""
-        wide = max((row.spread for row in self.rows), default=0.0)
-        found = []
+        spread = max((row.spread for row in self.rows), default=0.0)
+        doubts = []
         if not self.real_time:
-            found.append("ranks may not run before everything else here (SCHED_RR needs root)")
+            doubts.append("ranks may not run before everything else here (SCHED_RR needs root)")
         if self.late > NOISY:
-            found.append(f"passes lasted up to {self.late:.1%} longer than asked")
-        if wide > NOISY:
-            found.append(f"launches differ by up to {wide:.1%}")
-        return found
+            doubts.append(f"passes lasted up to {self.late:.1%} longer than asked")
+        if spread > NOISY:
+            doubts.append(f"launches differ by up to {spread:.1%}")
+        return doubts
 
 
 @dataclass(frozen=True)
@@ -279,7 +282,7 @@ def _rank(rank: int, setting: Setting, folder: str) -> None:
 
 
 def _seconds_of(contender: Contender, setting: Setting) -> tuple[float, float | None]:
-    """Of a step, and of one after a bad verdict, if it knows any."""
+    """Seconds of a step, and of one after a bad verdict if the contender has such."""
     if not setting.post_validation:
         return _median_of(contender, setting.steps), None
     seconds = _in_a_row(contender, setting)
@@ -358,13 +361,13 @@ def _lateness() -> float:
     """How much longer than asked an emulated pass lasts on this rank, nearly at the worst."""
     from megatron_ext.bench.emulated import take
 
-    asked = 0.02
+    seconds = 0.02
     lasted = []
     for _ in range(SLEEPS):
         start = time.monotonic()
-        take(asked)
+        take(seconds)
         lasted.append(time.monotonic() - start)
-    return sorted(lasted)[-2] / asked - 1
+    return sorted(lasted)[-2] / seconds - 1
 
 
 def _autograd(sleep: float) -> float:

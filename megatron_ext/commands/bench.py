@@ -75,17 +75,17 @@ def bench(
             post_validation,
             bad_every,
         )
-        found = measure(setting, lambda text: typer.echo(text, err=True))
+        measured = measure(setting, lambda text: typer.echo(text, err=True))
         if plot is not None:
-            draw_report(found, plot)
+            draw_report(measured, plot)
     except (ValueError, OSError) as error:
         fail(error)
     if as_json:
         report = {
             **asdict(setting),
-            "rows": [asdict(row) for row in found.rows],
-            "autograd_microseconds": found.autograd_microseconds,
-            "doubts": found.doubts,
+            "rows": [asdict(row) for row in measured.rows],
+            "autograd_microseconds": measured.autograd_microseconds,
+            "doubts": measured.doubts,
         }
         typer.echo(json.dumps(report, indent=2))
         return
@@ -94,18 +94,18 @@ def bench(
         f"{', in a row' * post_validation}, {launches} launches; seconds of a step, median over "
         f"launches"
     )
-    rows = [_bench_row(row) for row in found.rows]
+    rows = [_bench_row(row) for row in measured.rows]
     if bad_every:
-        for cells, row in zip(rows, found.rows, strict=True):
+        for cells, row in zip(rows, measured.rows, strict=True):
             cells["after a bad verdict, ideal"] = row.ideal_after_bad or ""
             cells["after a bad verdict, measured"] = row.after_bad or ""
     print_table(rows)
-    cold, warm = found.autograd_microseconds
+    cold, warm = measured.autograd_microseconds
     typer.echo(
         f"autograd alone takes {cold:.0f} us a pass here after a sleep, {warm:.0f} us without one: "
         f"that much of every pass is the machine's"
     )
-    for doubt in found.doubts:
+    for doubt in measured.doubts:
         typer.echo(f"not to be believed: {doubt}")
 
 

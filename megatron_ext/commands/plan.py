@@ -110,15 +110,15 @@ def plan(
             draw_plan(plan_made, plot)
     except (ValueError, OSError) as error:
         fail(error)
-    told = plan_report(plan_made, layers)
+    report = plan_report(plan_made, layers)
     if as_json:
-        typer.echo(json.dumps(told.as_data(), indent=2))
+        typer.echo(json.dumps(report.as_data(), indent=2))
     else:
         _print_plan(plan_made)
-        _print_vocabulary(told.vocabulary)
-        if told.recommended is not None:
-            _print_recommended(told.recommended)
-    if told.recommended is None:
+        _print_vocabulary(report.vocabulary)
+        if report.recommended is not None:
+            _print_recommended(report.recommended)
+    if report.recommended is None:
         fail(ValueError("no schedule fits; the reasons are above"))
 
 
@@ -145,7 +145,7 @@ def _print_plan(plan: Plan) -> None:
 
 
 def _print_refusals(refusals: Iterable[tuple[str, str]]) -> None:
-    """One line for all that have the same reason."""
+    """Print one line for all schedules that are refused for the same reason."""
     names: dict[str, list[str]] = {}
     for name, why in refusals:
         names.setdefault(why, []).append(name)

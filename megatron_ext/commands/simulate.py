@@ -112,8 +112,8 @@ def simulate(
         if trace is not None:
             write_trace(_steps(program, steps), trace)
         if plot is not None:
-            beside = _beside(choice, problem)
-            draw_steps([_steps(beside, steps), _steps(program, steps)], plot)
+            reference = _reference_program(choice, problem)
+            draw_steps([_steps(reference, steps), _steps(program, steps)], plot)
     except (ValueError, OSError) as error:
         fail(error)
     if as_json:
@@ -150,8 +150,8 @@ def _certified(program: Program, seconds: float) -> dict[str, float | bool]:
     }
 
 
-def _beside(choice: Choice, problem: Problem) -> Program:
-    """What the schedule is drawn beneath."""
+def _reference_program(choice: Choice, problem: Problem) -> Program:
+    """The program that is drawn above the schedule's, to compare with."""
     if problem.extras.post_validation:
         return build_program(choice, problem.with_extras(post_validation=False))
     return program_of_1f1b(problem)

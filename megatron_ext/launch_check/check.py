@@ -66,13 +66,13 @@ def read_launch(words: Sequence[str]) -> Launch:
 def _read_torchrun(words: Sequence[str]) -> Launch:
     from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 
-    told = get_args_parser().parse_args(words)
-    rest = [told.training_script, *told.training_script_args]
-    launch = read_launch(["-m", *rest] if told.module else rest)
-    if not told.nproc_per_node.isdecimal():  # gpu, auto: as many as that node has
+    parsed = get_args_parser().parse_args(words)
+    rest = [parsed.training_script, *parsed.training_script_args]
+    launch = read_launch(["-m", *rest] if parsed.module else rest)
+    if not parsed.nproc_per_node.isdecimal():  # gpu, auto: as many as that node has
         return launch
-    _, nodes = parse_min_max_nnodes(told.nnodes)
-    return replace(launch, world_size=nodes * int(told.nproc_per_node))
+    _, nodes = parse_min_max_nnodes(parsed.nnodes)
+    return replace(launch, world_size=nodes * int(parsed.nproc_per_node))
 
 
 def check_launch(launch: Launch, world_size: int | None, gpu_memory: str | None) -> Report:
@@ -217,13 +217,13 @@ def unknown_words(
             continue
         like = name.replace("_", "-")
         closest = difflib.get_close_matches(like, flags, n=1, cutoff=PERHAPS_MEANT)
-        asked = f"did you mean {closest[0]}?" if closest else ""
+        suggestion = f"did you mean {closest[0]}?" if closest else ""
         if closest and difflib.SequenceMatcher(None, like, closest[0]).ratio() >= SURELY_MEANT:
             text = f"there is no flag {name}"
-            findings.append(Finding(Verdict.WRONG, "flags", text, asked))
+            findings.append(Finding(Verdict.WRONG, "flags", text, suggestion))
         else:
             text = f"{name} is neither Megatron's nor ours: the script's own, perhaps"
-            fix = asked or "drop it if the script does not add it: Megatron would refuse it"
+            fix = suggestion or "drop it if the script does not add it: Megatron would refuse it"
             findings.append(Finding(Verdict.REMARK, "flags", text, fix))
     if not any(finding.verdict is Verdict.WRONG for finding in findings):
         text = "all others are Megatron's or ours" if findings else "all are Megatron's or ours"
@@ -231,10 +231,10 @@ def unknown_words(
     return findings
 
 
-def _check_world_size(report: Report, args: Any, told: int | None, launch_line: Any) -> int:
-    if told is not None:
-        report.add(Verdict.RIGHT, "world size", f"{told} ranks")
-        return told
+def _check_world_size(report: Report, args: Any, world_size: int | None, launch_line: Any) -> int:
+    if world_size is not None:
+        report.add(Verdict.RIGHT, "world size", f"{world_size} ranks")
+        return world_size
     assumed: int = launch_line.least_world_size(args)
     report.add(
         Verdict.REMARK,
@@ -322,15 +322,22 @@ def _check_communicators(
     launch_line: Any,
 ) -> None:
     fix = "correct the path, or what is in the file"
-    said = report.attempt("communicators", lambda: launch_line.pipeline_communicator(args), fix)
-    if said is None:
+    nccl_settings = report.attempt(
+        "communicators", lambda: launch_line.pipeline_communicator(args), fix
+    )
+    if nccl_settings is None:
         return
     left = None
     if room is not None and report.prediction is not None and report.prediction.ranks:
         left = room - max(rank.total_bytes for rank in report.prediction.ranks)
     report.findings.append(
         check_communicators(
-            config, program, launch_line.multiprocessors(), said, left, args.variable_seq_lengths
+            config,
+            program,
+            launch_line.multiprocessors(),
+            nccl_settings,
+            left,
+            args.variable_seq_lengths,
         )
     )
 

@@ -19,14 +19,14 @@ from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import Program
 
 SETTINGS = "--nccl-communicator-config-path"
-NEGLIGIBLE = 0.0005  # of a step: it is printed as 0.0 %
+NEGLIGIBLE = 0.0005  # of a step: less is printed as 0.0 %
 
 
 def check_communicators(
     config: PipelineConfig,
     program: Program,
     multiprocessors: int,
-    said: Mapping[str, int],
+    nccl_settings: Mapping[str, int],
     room: float | None,
     shapes_vary: bool,
 ) -> Finding:
@@ -35,7 +35,7 @@ def check_communicators(
     Args:
         config: the settings that ``program`` is made with.
         multiprocessors: of a GPU.
-        said: what the user's file for NCCL says of the pipeline's communicators.
+        nccl_settings: what the user's file for NCCL says of the pipeline's communicators.
         room: bytes of a GPU that the prediction leaves; None where they are not known.
         shapes_vary: those of the tensors that pass between stages.
     """
@@ -46,7 +46,7 @@ def check_communicators(
     of_ranks = communicators(program)
     busiest = max(of_ranks, key=lambda of_rank: of_rank.total)
     fewest = ctas_of_each(busiest.total, multiprocessors)
-    ctas = ctas_used(said.get("max_ctas", max(fewest, said.get("min_ctas", 0))))
+    ctas = ctas_used(nccl_settings.get("max_ctas", max(fewest, nccl_settings.get("min_ctas", 0))))
     taken = ctas * busiest.total
     memory = max(of_rank.buffer_bytes(ctas) for of_rank in of_ranks)
     text = (

@@ -57,26 +57,28 @@ def diagnose(config: PipelineConfig) -> Diagnosis:
 
 
 def _environment() -> dict[str, str]:
-    found = {
+    versions = {
         "megatron_ext": megatron_ext.__version__,
         "python": platform.python_version(),
         "megatron-core": _megatron(),
     }
     for package in PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
+            versions[package] = "not installed"
     try:
         import torch
     except ImportError:
-        return found
-    found["CUDA"] = torch.version.cuda or "none in this torch"
-    found["ROCm"] = f"{torch.version.hip}: {ON_ROCM}" if torch.version.hip else "none in this torch"
-    found["GPUs"] = ", ".join(
+        return versions
+    versions["CUDA"] = torch.version.cuda or "none in this torch"
+    versions["ROCm"] = (
+        f"{torch.version.hip}: {ON_ROCM}" if torch.version.hip else "none in this torch"
+    )
+    versions["GPUs"] = ", ".join(
         torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())
     ) or ("none: the CPU platform would be used")
-    return found
+    return versions
 
 
 def _megatron() -> str:

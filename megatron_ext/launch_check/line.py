@@ -70,7 +70,7 @@ def on_gpus(args: Any) -> Iterator[None]:
     if is_ours:
         os.environ[CONNECTIONS] = "1"
     try:
-        with apply(_answers()):
+        with apply(_gpu_patches()):
             yield
     finally:
         if is_ours:
@@ -83,7 +83,7 @@ def wants_one_connection(args: Any) -> bool:
     return overlaps and not (args.use_megatron_fsdp or args.use_torch_fsdp2)
 
 
-def _answers() -> list[Patch]:
+def _gpu_patches() -> list[Patch]:
     reason = "there is no GPU here to ask"
     answers = [
         replace(
@@ -123,12 +123,12 @@ def parse(argv: Sequence[str]) -> Line:
         known.append(parser)
         return parser
 
-    told, sys.argv = sys.argv, [sys.argv[0], *argv]
+    argv_before, sys.argv = sys.argv, [sys.argv[0], *argv]
     try:
         args = arguments.parse_args(ours, ignore_unknown_args=True)
         _, unknown = known[0].parse_known_args(argv)
     finally:
-        sys.argv = told
+        sys.argv = argv_before
     return Line(args, tuple(unknown), tuple(known[0]._option_string_actions))
 
 
@@ -222,7 +222,7 @@ def check_model(args: Any, config: PipelineConfig) -> Any:
 
 
 def multiprocessors() -> int:
-    """Of the GPU here, or of the one that is assumed."""
+    """The multiprocessors of the GPU here, or of the one that is assumed."""
     if not torch.cuda.is_available():
         return MULTIPROCESSORS
     return torch.cuda.get_device_properties(0).multi_processor_count

@@ -40,8 +40,8 @@ def _check_dataset(args: Any, prefix: str) -> list[Finding]:
         return [Finding(Verdict.REMARK, "datasets", f"{prefix} is remote, and not looked for")]
     if args.sft:
         return [_exists("datasets", prefix)]
-    found = [_exists("datasets", f"{prefix}{ending}") for ending in (".bin", ".idx")]
-    wrong = [finding for finding in found if finding.verdict is Verdict.WRONG]
+    findings = [_exists("datasets", f"{prefix}{ending}") for ending in (".bin", ".idx")]
+    wrong = [finding for finding in findings if finding.verdict is Verdict.WRONG]
     if wrong:
         if Path(prefix).is_file():
             fix = "leave the ending out: a dataset is named without .bin and .idx"
@@ -80,12 +80,12 @@ def check_checkpoints(args: Any, needed: float | None) -> list[Finding]:
     if args.pretrained_checkpoint is not None:
         findings.append(_check_load("--pretrained-checkpoint", args.pretrained_checkpoint, None))
     if args.load is not None:
-        found = _check_load("--load", args.load, args.ckpt_step)
+        load = _check_load("--load", args.load, args.ckpt_step)
         resumes = args.load == args.save and not args.exit_on_missing_checkpoint
-        if found.verdict is Verdict.WRONG and resumes and not (Path(args.load) / TRACKER).exists():
+        if load.verdict is Verdict.WRONG and resumes and not (Path(args.load) / TRACKER).exists():
             text = f"nothing to load in {args.load} yet: this run starts from scratch"
-            found = Finding(Verdict.REMARK, "checkpoints", text)
-        findings.append(found)
+            load = Finding(Verdict.REMARK, "checkpoints", text)
+        findings.append(load)
     if args.save is not None:
         findings.append(_check_save(args, needed))
     return findings
@@ -102,30 +102,30 @@ def _check_load(flag: str, folder: str, step: int | None) -> Finding:
         text = f"{flag} {folder} has no {TRACKER}: Megatron would start from scratch"
         fix = "name the folder above that of an iteration"
         return Finding(Verdict.WRONG, "checkpoints", text, fix)
-    told = str(step) if step is not None else tracker.read_text().strip()
-    if told != "release" and not told.isdecimal():
-        text = f"{tracker} says {told!r}, which is no iteration"
+    iteration = str(step) if step is not None else tracker.read_text().strip()
+    if iteration != "release" and not iteration.isdecimal():
+        text = f"{tracker} says {iteration!r}, which is no iteration"
         return Finding(Verdict.WRONG, "checkpoints", text, "write the last whole iteration there")
-    name = told if told == "release" else f"iter_{int(told):07d}"
+    name = iteration if iteration == "release" else f"iter_{int(iteration):07d}"
     if not (tracker.parent / name).is_dir():
         text = f"{flag} {folder} has no {name}, which is to be loaded"
-        there = ", ".join(sorted(path.name for path in tracker.parent.glob("iter_*"))[-3:])
-        return Finding(Verdict.WRONG, "checkpoints", text, f"there are: {there or 'none'}")
+        iterations = ", ".join(sorted(path.name for path in tracker.parent.glob("iter_*"))[-3:])
+        return Finding(Verdict.WRONG, "checkpoints", text, f"there are: {iterations or 'none'}")
     return Finding(Verdict.RIGHT, "checkpoints", f"{flag} {folder} has {name}")
 
 
 def _check_save(args: Any, needed: float | None) -> Finding:
-    found = _check_folder("--save", args.save)
-    if found.verdict is not Verdict.RIGHT or "://" in args.save:
-        return found
+    folder = _check_folder("--save", args.save)
+    if folder.verdict is not Verdict.RIGHT or "://" in args.save:
+        return folder
     free = shutil.disk_usage(_existing(Path(args.save))).free
-    text = f"{found.text}; {free / 2**30:.3g} GiB free"
+    text = f"{folder.text}; {free / 2**30:.3g} GiB free"
     if needed is None:
-        return Finding(Verdict.RIGHT, found.subject, text)
+        return Finding(Verdict.RIGHT, folder.subject, text)
     text += f", a checkpoint takes about {needed / 2**30:.3g} GiB"
     if free < needed:
-        return Finding(Verdict.WRONG, found.subject, text, "make room, or save elsewhere")
-    return Finding(Verdict.RIGHT, found.subject, text)
+        return Finding(Verdict.WRONG, folder.subject, text, "make room, or save elsewhere")
+    return Finding(Verdict.RIGHT, folder.subject, text)
 
 
 def _check_folder(flag: str, folder: str) -> Finding:

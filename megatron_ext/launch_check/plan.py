@@ -105,7 +105,7 @@ class _Launch:
                 continue  # an order that Transformer Engine refuses, or another batch size
             # A limit of the user's is on the line already.
             flags = flags_of(candidate if limit else replace(candidate, limit=None), None)
-            return Chosen((*flags, *limit_flags), _why(candidate, plan, bound))
+            return Chosen((*flags, *limit_flags), _reason(candidate, plan, bound))
         whys = dict.fromkeys(plan.refusals.values())
         raise ValueError(f"{flag('schedule')} plan finds no schedule {bound}: {'; '.join(whys)}")
 
@@ -160,7 +160,7 @@ def _state(args: Any) -> TrainingState:
     )
 
 
-def _why(candidate: Candidate, plan: Plan, bound: str) -> str:
+def _reason(candidate: Candidate, plan: Plan, bound: str) -> str:
     others = [other for other in plan.best_of_each if other.schedule != candidate.schedule]
     text = f"the shortest step of {len(plan.best_of_each)} schedules {bound}"
     for other in others[:1]:

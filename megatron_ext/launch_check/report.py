@@ -40,7 +40,7 @@ class RankPrediction:
 
     @property
     def total_bytes(self) -> float:
-        """As far as they are known."""
+        """The sum of those bytes that are known."""
         return self.model_bytes + (self.activation_bytes or 0)
 
 

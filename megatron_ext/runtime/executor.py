@@ -43,7 +43,7 @@ def execute(
     """
     handover = Handover(program.schedule.placement, stages, transport, vocabulary)
     passes = StagePasses(stages, handover, recorder, offload)
-    owners = [handover, passes, *(each for each in (vocabulary, offload) if each), *others]
+    owners = [handover, passes, *(owner for owner in (vocabulary, offload) if owner), *others]
     _Execution(program, transport.rank, stages, recorder, owners).run()
 
 
@@ -124,7 +124,7 @@ class _Execution:
             )
 
     def forget(self) -> None:
-        """What has run does not count."""
+        """The step begins again: drop what has run of it."""
         for owner in self.owners:
             owner.forget()
         self.recorder.forget()

@@ -1,4 +1,4 @@
-"""What a pass makes and the next stage's takes: from message to message, or on this rank."""
+"""What one stage's pass makes and the next stage's takes, by a message or on the same rank."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class Handover(Owner):
         transport: Messages,
         vocabulary: VocabularyPasses | None,
     ) -> None:
-        """``vocabulary``, where it is divided, is beyond the first and the last stage."""
+        """``vocabulary``: where it is divided, its passes come before the first stage and after the
+        last."""
         self.outputs: dict[tuple[int, int], Tensor] = {}
         self.gradients: dict[tuple[int, int], Tensor] = {}
         self._placement = placement

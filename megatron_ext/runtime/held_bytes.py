@@ -33,7 +33,7 @@ class HeldBytes(Protocol):
     """Counts around the passes of one step."""
 
     def around(self, action: Action) -> AbstractContextManager[None]:
-        """Around a pass."""
+        """Count within, around a pass."""
         ...
 
     def per_microbatch(self) -> dict[tuple[int, Held], float]:

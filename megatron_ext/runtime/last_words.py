@@ -57,7 +57,7 @@ class LastWords:
     def stop(self) -> None:
         """Look no more. Where this process keeps the store it stays until others have looked."""
         atexit.unregister(self.stop)
-        if self._left_at is not None and _keeps(self._store):
+        if self._left_at is not None and _ends_with_this_process(self._store):
             time.sleep(max(0.0, self._left_at + 2 * LOOK_SECONDS - time.monotonic()))
         self._is_stopped = True
         self._wake.set()
@@ -105,7 +105,7 @@ def connect_last_words() -> LastWords | None:
     return LastWords(store.clone() if hasattr(store, "clone") else store, key[0])
 
 
-def _keeps(store: dist.Store) -> bool:
+def _ends_with_this_process(store: dist.Store) -> bool:
     """Whether ``store`` ends with this process."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store

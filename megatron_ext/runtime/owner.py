@@ -10,11 +10,11 @@ Handler = Callable[[Action], None]
 
 
 class BeginAgain(Exception):
-    """What has run of a step does not count: it begins again, once."""
+    """Raised once in a step: what has run of it is dropped, and it begins again."""
 
 
 class Owner:
-    """Of some kinds, for one step.
+    """Runs the actions of some kinds in one step.
 
     It does not keep the handlers it gives: its own bound methods would be a cycle of references,
     which keeps the step's stages, and through them Megatron's data loaders, until Python collects
@@ -22,7 +22,7 @@ class Owner:
     """
 
     def handlers(self) -> Mapping[Kind, Handler]:
-        """By kind, what runs an action; `BeginAgain` may come of it."""
+        """By kind, the function that runs an action. It may raise `BeginAgain`."""
         raise NotImplementedError
 
     def forget(self) -> None:

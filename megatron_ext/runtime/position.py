@@ -42,7 +42,7 @@ class Position(NamedTuple):
 
 
 def whom(peer: int, direction: str) -> str:
-    """Who is at the other end."""
+    """The words for who is at the other end."""
     if direction == "with":
         return "with the other pipeline ranks"
     return f"{direction} pipeline rank {peer}"

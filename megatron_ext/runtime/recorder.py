@@ -1,6 +1,6 @@
 """Where a rank is in its program: for its watchdog, its error messages, profilers and traces.
 
-Here is the one place where host and device, all kinds of passes and all kinds of waits come by.
+Every pass and every wait, on the host and on the device, is noted in this one place.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Recorder:
         self._records_reductions = False
 
     def begin(self, iteration: int) -> None:
-        """What comes is of ``iteration``."""
+        """What follows belongs to ``iteration``."""
         self.whereabouts = replace(self.whereabouts, iteration=iteration)
 
     def record(self, clock: Clock, *, with_reductions: bool = False) -> Recording:
@@ -75,11 +75,11 @@ class Recorder:
         return self._recording.begin_reduction(stage)
 
     def end(self) -> None:
-        """What comes is not recorded, unless somebody asks again."""
+        """What follows is not recorded, unless somebody asks for it again."""
         self._recording, self._records_reductions = None, False
 
     def computing(self, action: Action) -> AbstractContextManager[None]:
-        """Around a pass."""
+        """Within, the rank is in the pass ``action``."""
         position = Position(self.rank, action, None, "", time.monotonic())
         stay = _Stay(self, position)
         if self._recording is not None:
@@ -89,12 +89,12 @@ class Recorder:
         return stay
 
     def forget(self) -> None:
-        """The step begins again: what was recorded of it did not count."""
+        """The step begins again: what was recorded of it is dropped."""
         if self._recording is not None:
             self._recording.forget()
 
     def waiting(self, action: Action, peer: int, direction: str) -> AbstractContextManager[None]:
-        """Around a blocking wait for the message ``action``; see `Position`."""
+        """Within, the rank is blocked in a wait for the message ``action``; see `Position`."""
         return _Stay(self, Position(self.rank, action, peer, direction, time.monotonic()))
 
     def failed(self, error: BaseException, action: Action | str) -> None:
@@ -107,7 +107,7 @@ class Recorder:
             self.last_words.leave(f"{where}: {type(error).__name__}: {error}")
 
     def report(self) -> str:
-        """Where host and device are."""
+        """Where host and device are, in words."""
         position, device = self.position, self.device.position
         host = f"pipeline rank {self.rank} between passes" if position is None else str(position)
         its_device = "" if device is None else f"; its device {device}"
@@ -116,7 +116,7 @@ class Recorder:
 
 
 class _Stay:
-    """A rank stays at a position. (Once an action: a class costs less than a generator.)"""
+    """Within, a rank is at a position. (One for each action: a generator would cost more.)"""
 
     __slots__ = ("_position", "_recorder")
 

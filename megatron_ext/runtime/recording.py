@@ -24,7 +24,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """For passes that have ended when their call returns."""
+    """The clock for passes that have ended when their call returns."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -34,7 +34,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """For passes that a GPU runs later."""
+    """The clock for passes that a GPU runs later."""
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -72,7 +72,7 @@ class RecordedReduction:
             future = work.get_future()
         except (RuntimeError, AttributeError):
             return False
-        self._futures.append(future.then(self._done))
+        self._futures.append(future.then(self._mark_end))
         return True
 
     def was_awaited(self) -> None:
@@ -81,11 +81,11 @@ class RecordedReduction:
         self.ends.append(self._clock.mark())
 
     def settle(self) -> None:
-        """Return when all is marked that will be; what tells when it is done has to be done."""
+        """Wait for the works that tell when they are done; no further mark will come then."""
         for future in self._futures:
             future.wait()
 
-    def _done(self, future: torch.futures.Future[Any]) -> None:
+    def _mark_end(self, future: torch.futures.Future[Any]) -> None:
         # With NCCL this runs at once, on a stream that waits for the work.
         self.ends.append(self._clock.mark())
 
@@ -104,12 +104,12 @@ class Recording:
         self._passes.append((action, began, self.clock.mark()))
 
     def forget(self) -> None:
-        """Leave out what was added so far."""
+        """Drop what was added so far."""
         self._passes.clear()
         self._reductions.clear()
 
     def begin_reduction(self, stage: int) -> RecordedReduction:
-        """A reduction that begins now."""
+        """Note a reduction that begins now."""
         reduction = RecordedReduction(stage, self.clock)
         self._reductions.append(reduction)
         return reduction
@@ -119,20 +119,22 @@ class Recording:
 
         A reduction of which no end is known is left out.
         """
-        for each in self._reductions:
-            each.settle()
-        known = [each for each in self._reductions if each.ends]
+        for reduction in self._reductions:
+            reduction.settle()
+        with_end = [reduction for reduction in self._reductions if reduction.ends]
         marks = [
             *(mark for _, began, ended in self._passes for mark in (began, ended)),
-            *(mark for each in known for mark in (each.began, *each.ends)),
+            *(mark for reduction in with_end for mark in (reduction.began, *reduction.ends)),
         ]
         times = iter(self.clock.read(marks))
         events = [
             Event(self._rank, action, next(times), next(times)) for action, _, _ in self._passes
         ]
         reductions = []
-        for each in known:
+        for reduction in with_end:
             start = next(times)
-            end = max(next(times) for _ in each.ends)
-            reductions.append(Reduction(self._rank, each.stage, start, end, each.is_exact))
+            end = max(next(times) for _ in reduction.ends)
+            reductions.append(
+                Reduction(self._rank, reduction.stage, start, end, reduction.is_exact)
+            )
         return events, reductions

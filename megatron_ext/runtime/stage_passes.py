@@ -16,7 +16,7 @@ from megatron_ext.schedule.action import Action, Kind
 
 
 class StagePasses(Owner):
-    """Of one step; what they make goes to ``handover``."""
+    """Runs the passes of one step; what they make goes to ``handover``."""
 
     def __init__(
         self,

@@ -81,7 +81,7 @@ class WeightGradients:
         self._waiting(weights, tensors).append(compute)
 
     def tensors(self, stage: int, microbatch: int) -> Sequence[Tensor]:
-        """What waits for a W pass."""
+        """The tensors that wait for the W pass of this stage and microbatch."""
         return self._tensors[stage, microbatch]
 
     def _waiting(self, weights: Weights, tensors: Iterable[Tensor]) -> list[Any]:
@@ -100,9 +100,9 @@ class WeightGradients:
             while pending:
                 weights = next(iter(pending))
                 computes = pending.pop(weights)
-                gradients = _several(computes.pop(0)())
+                gradients = _as_tuple(computes.pop(0)())
                 for compute in computes:
-                    gradients = tuple(map(_sum, gradients, _several(compute())))
+                    gradients = tuple(map(_sum, gradients, _as_tuple(compute())))
                 for weight, gradient in zip(weights, gradients, strict=True):
                     if gradient is not None:
                         accumulate(weight, gradient)
@@ -115,7 +115,7 @@ class WeightGradients:
         self.at_once = frozenset()
 
 
-def _several(made: Contribution | tuple[Contribution, ...]) -> tuple[Contribution, ...]:
+def _as_tuple(made: Contribution | tuple[Contribution, ...]) -> tuple[Contribution, ...]:
     return made if isinstance(made, tuple) else (made,)
 
 

@@ -28,7 +28,8 @@ class Process:
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """Of a rank and its pipeline. ``processes``: by pipeline rank; none where nobody has asked."""
+    """Where a rank and those of its pipeline run. ``processes``: by pipeline rank; empty if the
+    ranks have not told one another."""
 
     rank: int
     processes: tuple[Process, ...] = ()
@@ -48,7 +49,7 @@ class Whereabouts:
 
 
 def whereabouts(pipeline: dist.ProcessGroup) -> Whereabouts:
-    """Of this rank. Collective over ``pipeline``."""
+    """The `Whereabouts` of this rank. Collective over ``pipeline``."""
     processes = [_this_process()] * pipeline.size()
     dist.all_gather_object(processes, _this_process(), group=pipeline)
     return Whereabouts(pipeline.rank(), tuple(processes))

@@ -56,12 +56,12 @@ class HostCosts:
 
     @property
     def to_host(self) -> tuple[float, ...]:
-        """Of all that a microbatch leaves for its backward pass, per stage."""
+        """Seconds to copy all that a microbatch leaves for its backward pass, per stage."""
         return self.seconds[Kind.OFFLOAD_F]
 
     @property
     def from_host(self) -> tuple[float, ...]:
-        """Of the same, back."""
+        """Seconds to copy the same back, per stage."""
         return self.seconds[Kind.RELOAD_F]
 
     @property

@@ -217,7 +217,9 @@ def save_costs(costs: Costs, path: Path) -> None:
         data |= {key: _rounded(figures) for key, figures in _copies(costs.host).items()}
         data |= {"link": costs.host.ranks_per_link, "duplex": int(costs.host.duplex)}
     if layers.held_bytes is not None:
-        data["bytes"] = {held.value: _whole(figures) for held, figures in layers.held_bytes.items()}
+        data["bytes"] = {
+            held.value: _integers(figures) for held, figures in layers.held_bytes.items()
+        }
         data["bytes"][Held.LOGITS.value] = round(vocabulary.logits_bytes)
         data["bytes"][Held.MESSAGE.value] = round(costs.message_bytes)
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in data.items()]
@@ -228,7 +230,7 @@ def _rounded(figures: Sequence[float]) -> list[float]:
     return [float(f"{figure:.6g}") for figure in figures]
 
 
-def _whole(figures: Sequence[float]) -> list[int]:
+def _integers(figures: Sequence[float]) -> list[int]:
     return [round(figure) for figure in figures]
 
 

@@ -72,7 +72,9 @@ class Need:
 
     kinds: tuple[Kind, ...]
     source: Source = Source.OWN
-    neighbour: Neighbour | None = None  # at the pipeline's end nothing is needed of it
+    neighbour: Neighbour | None = (
+        None  # at an end of the pipeline, where there is none, nothing is needed
+    )
 
 
 @dataclass(frozen=True)

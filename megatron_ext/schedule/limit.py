@@ -49,7 +49,7 @@ class MemoryLimit:
         return _decimals(thousandths) + unit
 
     def as_written(self) -> MemoryLimit:
-        """What is read where this is written."""
+        """This limit as it is read back from its text, which is rounded."""
         return parse_limit(self.written, ranks=1, microbatches=1)
 
 

@@ -58,13 +58,14 @@ class Extras:
     @property
     def clash(self) -> Clash | None:
         """The first two of these that do not go together, if any do not."""
-        asked = {one.name for one in fields(self) if getattr(self, one.name) != one.default}
+        asked = {extra.name for extra in fields(self) if getattr(self, extra.name) != extra.default}
         return next((clash for clash in CLASHES if asked.issuperset(clash.extras)), None)
 
 
 @dataclass(frozen=True)
 class Clash:
-    """Two of `Extras` that do not go together: why, and all that there is to say of a problem."""
+    """Two of `Extras` that do not go together. ``why``: the end of an error about two settings;
+    ``text``: the whole error about a `Problem`."""
 
     extras: tuple[str, str]
     why: str
@@ -154,5 +155,5 @@ class Problem:
         return self.placement.ranks
 
     def with_extras(self, **changes: Any) -> Problem:
-        """The same with other `extras`, by their names."""
+        """The same problem with some of its `extras` replaced."""
         return replace(self, extras=replace(self.extras, **changes))

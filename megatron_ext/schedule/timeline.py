@@ -23,8 +23,8 @@ class Event:
 class Reduction:
     """The data-parallel reduction of ``stage``'s gradients, on ``rank`` (seconds).
 
-    ``end`` is the latest that it can have been done where nobody could tell the moment
-    (``is_exact`` is False): somebody waited for it, until then.
+    Where ``is_exact`` is False the moment of its end is not known. ``end`` is then when a wait for
+    it returned: it was done by then.
     """
 
     rank: int

@@ -301,7 +301,9 @@ def test_a_forward_that_throws(script: Script, schedule: str, stage: str) -> Non
     for rank, result in enumerate(results):
         if rank != failing:
             assert f"PeerFailure: pipeline rank {rank} was waiting for " in result.stderr
-            assert BROKEN not in result.stderr
+            # On a busy machine the store may tell before the connection breaks, and says which.
+            of_its_own, _, _ = result.stderr.partition("when another rank had failed: ")
+            assert BROKEN not in of_its_own
 
 
 # --- data that ends early

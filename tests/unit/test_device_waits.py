@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
         (
             "megatron_ext/runtime/host/memory.py",
             "check_host_memory",
-            "dist.all_gather_object(told, (socket.gethostname(), planned, available_bytes()))",
+            "dist.all_gather_object(reports, (socket.gethostname(), planned, available_bytes()))",
         ),
         (
             "megatron_ext/runtime/last_words.py",
@@ -127,7 +127,7 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
         (
             "megatron_ext/adapter/observers/trace.py",
             "StepTrace.end",
-            "dist.all_gather_object(gathered, mine, group=pipeline)",
+            "dist.all_gather_object(gathered, recordings, group=pipeline)",
         ),
         (
             "patches/megatron/training/training/training_log.py",

@@ -160,7 +160,7 @@ def test_search_ends_where_nothing_can_be_shorter(monkeypatch: pytest.MonkeyPatc
         packed.append(shop)
         return double_justify(shop, *args, **kwargs)
 
-    monkeypatch.setattr(v_search, "justify", counted)
+    monkeypatch.setattr(v_search, "double_justify", counted)
     shop = v_shop(2, 8, 2.0)
     search(shop, [], least=0.0, passes=0)
     improved = len(packed)

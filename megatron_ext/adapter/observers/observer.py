@@ -1,4 +1,4 @@
-"""What watches training steps is told, before and after each."""
+"""The interface of what watches training steps: it is called before and after each."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class StepObserver:
     """Watches training steps, and changes nothing of what they compute."""
 
     def begin(self, step: Step) -> None:
-        """Before the passes."""
+        """Called before the passes."""
 
     def end(self, step: Step) -> None:
-        """After the passes and the reductions. Not after a step that has failed."""
+        """Called after the passes and the reductions, but not after a step that has failed."""
 
     def finish(self, iteration: int) -> None:
-        """The training has ended with ``iteration``."""
+        """Called when the training has ended with ``iteration``."""

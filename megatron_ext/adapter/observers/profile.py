@@ -1,7 +1,7 @@
 """Costs that a training measures itself (``--pipeline-costs profile``), from its first step to its
 last, when the prediction made with them is compared with what was measured then.
 
-Not patched: anything. Whoever runs the steps asks.
+This patches nothing: whoever runs the steps calls it.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from megatron_ext.runtime.weight_gradients import queue
 
 
 class SplitReport(StepObserver):
-    """Of the first training step that ends; one line a rank, by one rank."""
+    """Logs the `split_report` of all ranks, on one of them, after the first training step."""
 
     def __init__(self) -> None:
         self._is_done = False
@@ -28,7 +28,7 @@ class SplitReport(StepObserver):
         queue.weights = None if self._is_done else set()
 
     def end(self, step: Step) -> None:
-        """Collective over the pipeline, of the first."""
+        """Collective over the pipeline after the first training step; later ones do nothing."""
         if queue.weights is None:
             return
         put_off, queue.weights = queue.weights | step.split.apart, None
@@ -43,8 +43,10 @@ class SplitReport(StepObserver):
 def split_report(
     chunks: Sequence[torch.nn.Module], put_off: Collection[Tensor], at_once: Collection[Tensor]
 ) -> str:
-    """One line on the weights of ``chunks``, of which those in ``put_off`` have their own W, and
-    the output layer's, in ``at_once``, would keep too much.
+    """One line on the weights of ``chunks``: which of their gradients wait for W.
+
+    Those of ``put_off`` do. Those of ``at_once``, the output layer's, do not, since too much memory
+    would be kept until then.
 
     A weight's work is counted in its elements: its gradient is a matrix product with two operations
     for each of them and token, as many as the input's gradient has.

@@ -64,9 +64,9 @@ class StepTrace(StepObserver):
             return
         pipeline, program = step.call.pipeline, step.program
         recorded, self._recorded = self._recorded, {}
-        mine = [recording.read() for recording in recorded.values()]
+        recordings = [recording.read() for recording in recorded.values()]
         gathered: list[list[_Recorded]] = [[]] * pipeline.size()
-        dist.all_gather_object(gathered, mine, group=pipeline)
+        dist.all_gather_object(gathered, recordings, group=pipeline)
         offsets = clock_offsets(pipeline, torch.device(torch.cuda.current_device()))
         if dist.get_rank() != dist.get_world_size() - 1:
             return
@@ -95,16 +95,17 @@ def _on_one_clock(
 ) -> Timeline:
     """What all ranks recorded, as rank 0's clock would have shown it."""
     events, reductions = [], []
-    for (passes, mine), ahead in zip(recorded, offsets, strict=True):
+    for (passes, own_reductions), ahead in zip(recorded, offsets, strict=True):
         events += [Event(e.rank, e.action, e.start - ahead, e.end - ahead) for e in passes]
         reductions += [
-            Reduction(r.rank, r.stage, r.start - ahead, r.end - ahead, r.is_exact) for r in mine
+            Reduction(r.rank, r.stage, r.start - ahead, r.end - ahead, r.is_exact)
+            for r in own_reductions
         ]
     return Timeline(program.schedule, tuple(events), tuple(reductions))
 
 
 def _log(step: TracedStep) -> None:
-    """What Megatron's own writers are told, as often as it tells them."""
+    """Write the step's figures to Megatron's own writers, as often as Megatron writes its own."""
     if step.iteration % log_interval():
         return
     figures = {

@@ -9,19 +9,19 @@ from typing import Any
 
 def current_iteration() -> int | None:
     """The iteration as Megatron's log will count it; None where its training loop does not run."""
-    iteration: int | None = getattr(_megatrons("_GLOBAL_ARGS"), "curr_iteration", None)
+    iteration: int | None = getattr(_training_global("_GLOBAL_ARGS"), "curr_iteration", None)
     return None if iteration is None else iteration + 1
 
 
 def log_interval() -> int:
-    """Every how many iterations Megatron writes."""
-    return getattr(_megatrons("_GLOBAL_ARGS"), "tensorboard_log_interval", 1)
+    """The interval, in iterations, at which Megatron writes its log."""
+    return getattr(_training_global("_GLOBAL_ARGS"), "tensorboard_log_interval", 1)
 
 
 def log(figures: Mapping[str, float], iteration: int) -> None:
-    """Tell ``figures`` to the writers there are."""
-    tensorboard = _megatrons("_GLOBAL_TENSORBOARD_WRITER")
-    wandb = _megatrons("_GLOBAL_WANDB_WRITER")
+    """Write ``figures`` to each of the writers that exist."""
+    tensorboard = _training_global("_GLOBAL_TENSORBOARD_WRITER")
+    wandb = _training_global("_GLOBAL_WANDB_WRITER")
     if tensorboard is not None:
         for name, figure in figures.items():
             tensorboard.add_scalar(name, figure, iteration)
@@ -29,6 +29,6 @@ def log(figures: Mapping[str, float], iteration: int) -> None:
         wandb.log(figures, iteration)
 
 
-def _megatrons(name: str) -> Any:
-    """A global of Megatron's training; None where nobody has imported or initialised that."""
+def _training_global(name: str) -> Any:
+    """A global variable of Megatron's training; None where that is not imported or initialised."""
     return getattr(sys.modules.get("megatron.training.global_vars"), name, None)

@@ -58,7 +58,7 @@ class Result:
 
 @dataclass
 class _Pending:
-    """A step that no verdict has been passed on."""
+    """A step that has been taken and not been validated yet."""
 
     iteration: int
     optimizer: Any  # Megatron's
@@ -242,7 +242,7 @@ class PostValidation:
         return replace(result, is_redone=True)
 
     def _remember(self, result: Result, iteration: int, optimizer: Any) -> None:
-        """A validated step: it may arm or disarm."""
+        """Note a validated step: the next may then be armed, or no longer."""
         was_armed = self._history.is_armed
         self._latest_norm = result.grad_norm
         self._history = self._history.then(result.is_quiet(optimizer.config.clip_grad))

@@ -29,7 +29,7 @@ class ScheduledStep:
         self._step()
 
     def take_back(self) -> None:
-        """Have everything as it was before the step."""
+        """Put everything back to what it was before the step."""
         self._scheduler.num_steps = self._num_steps
         for group, learning_rate, weight_decay in self._groups:
             if isinstance(learning_rate, torch.Tensor):

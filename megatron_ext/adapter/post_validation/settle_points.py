@@ -1,10 +1,10 @@
 """The iterations after which Megatron's training loop reads or saves what has to be validated.
 
 Read off `train`, `training_log`, `post_training_step_callbacks` and `checkpoint_and_decide_exit`.
-What they do at an interval and on a rank's own (collecting garbage, the profiler,
+What a rank does at an interval without asking the others (collecting garbage, the profiler,
 ``train_sync_interval``) is not among them.
 
-Not patched: anything. The wrapper of `training_log`, which comes first in the loop, asks.
+This patches nothing: the wrapper of `training_log`, which comes first in the loop, calls it.
 """
 
 from __future__ import annotations

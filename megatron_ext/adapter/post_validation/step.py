@@ -51,7 +51,7 @@ class SpeculativeStep(Validation):
         self.iterators = iterators
         if validation.is_pending:
             self._random = _random_states()
-            self.iterators = [None if each is None else Rereadable(each) for each in iterators]
+            self.iterators = [None if data is None else Rereadable(data) for data in iterators]
 
     def expect(self) -> None:
         self._messages.expect()
@@ -60,9 +60,9 @@ class SpeculativeStep(Validation):
         if not self._validation.is_pending:
             return True
         stands = self._validation.verdict(self._messages.verdict())
-        for each in self.iterators:
-            if each is not None:
-                each.settle(read_again=not stands)
+        for data in self.iterators:
+            if data is not None:
+                data.settle(read_again=not stands)
         if not stands:
             _restore(self._random)
         return stands

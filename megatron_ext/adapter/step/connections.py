@@ -70,8 +70,8 @@ class Connections:
     def heard_if_it_fails(
         self, where: str, kind: type[BaseException] = BaseException
     ) -> Iterator[None]:
-        """An error within of this ``kind`` ends the other ranks too. (One in a pass has been told,
-        by the executor.)"""
+        """End the other ranks too if an error of this ``kind`` is raised within. (The executor has
+        already told them of an error in a pass.)"""
         try:
             yield
         except kind as error:
@@ -82,7 +82,7 @@ class Connections:
             raise
 
     def listen(self) -> None:
-        """Hear of ranks that fail, from now on. Collective over the world."""
+        """From now on learn when another rank fails, and end with it. Collective over the world."""
         words = self.recorder.last_words = connect_last_words()
         if words is not None:
             words.start(Interruption(self.recorder, self._closable()))

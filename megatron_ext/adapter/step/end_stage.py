@@ -75,11 +75,11 @@ class EndStage(ModelStage):
     def tokens_of(self, microbatch: int) -> Tensor:
         """The tokens, int64 [b, s], of a microbatch whose forward step begins now."""
         self._begun[microbatch] = call = self._begin()
-        return _given("input_ids", call)
+        return _argument("input_ids", call)
 
     def labels_of(self, microbatch: int) -> Tensor:
         """The labels, int64 [b, s], of a microbatch whose forward pass was the last stage's."""
-        return _given("labels", self._awaiting_loss[microbatch])
+        return _argument("labels", self._awaiting_loss[microbatch])
 
     def gradient_of_losses(self, microbatch: int, losses: Tensor) -> Tensor | None:
         """The gradient of the scaled loss by each of ``losses``, fp32 [b, s].
@@ -151,7 +151,7 @@ class EndStage(ModelStage):
         return call
 
 
-def _given(name: str, call: ModelCall) -> Tensor:
+def _argument(name: str, call: ModelCall) -> Tensor:
     tensor = call.named.get(name)
     if tensor is None:
         raise ValueError(

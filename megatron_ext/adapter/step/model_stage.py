@@ -112,7 +112,7 @@ class ModelStage:
             timers("backward-compute").stop()
 
     def forget(self) -> None:
-        """What F has counted and kept of this step."""
+        """Drop what F has counted and kept in this step."""
         self._between.clear()
         self._has_begun = False
         self.losses.clear()

@@ -205,7 +205,7 @@ def _observers(config: PipelineConfig, programs: Programs) -> list[StepObserver]
 
 @contextlib.contextmanager
 def _timed(config: Any) -> Iterator[None]:
-    """Megatron's own timer of a step, around it."""
+    """Within, Megatron's own timer of a step runs."""
     if config.timers is None:
         yield
         return

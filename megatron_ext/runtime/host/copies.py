@@ -1,4 +1,4 @@
-"""Copies between a rank's memory and the host's: on a GPU, and where both are one."""
+"""Copies between a rank's memory and the host's: on a GPU, and on a CPU, where both are one."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Done:
 
 
 class DirectCopies:
-    """At once, where a rank's memory is the host's."""
+    """Copies made at once, for a rank whose memory is the host's."""
 
     def host_buffer(self, size: int) -> Tensor:
         return whole_pages(size)
@@ -132,5 +132,5 @@ def pinned(size: int) -> Tensor:
 
 
 def copies_on(device: torch.device) -> HostCopies:
-    """Those of a rank on ``device``."""
+    """The `HostCopies` for a rank on ``device``."""
     return CudaCopies(device) if device.type == "cuda" else DirectCopies()

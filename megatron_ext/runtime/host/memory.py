@@ -76,11 +76,11 @@ def check_host_memory(row: tuple[Action, ...], costs: Costs) -> str:
     planned = planned_bytes(row, costs)
     if planned is None:
         return "offload: host memory is not known before the first step, as the costs have no bytes"
-    told: list[tuple[str, float, int]] = [("", 0.0, 0)] * dist.get_world_size()
-    dist.all_gather_object(told, (socket.gethostname(), planned, available_bytes()))
+    reports: list[tuple[str, float, int]] = [("", 0.0, 0)] * dist.get_world_size()
+    dist.all_gather_object(reports, (socket.gethostname(), planned, available_bytes()))
     ranks: dict[str, list[float]] = defaultdict(list)
     free: dict[str, int] = {}
-    for host, bytes_of_rank, available in told:
+    for host, bytes_of_rank, available in reports:
         ranks[host].append(bytes_of_rank)
         free[host] = min(available, free.get(host, available))
     for host, of_ranks in ranks.items():
@@ -92,14 +92,14 @@ def check_host_memory(row: tuple[Action, ...], costs: Costs) -> str:
             )
     host = max(ranks, key=lambda host: sum(ranks[host]))
     return (
-        f"offload: up to {max(figure for _, figure, _ in told) / _GIB:.3g} GiB of host memory a "
+        f"offload: up to {max(figure for _, figure, _ in reports) / _GIB:.3g} GiB of host memory a "
         f"rank, {sum(ranks[host]) / _GIB:.3g} GiB on {host}, which has {free[host] / _GIB:.3g} GiB "
         f"available"
     )
 
 
 def short_of_memory(who_needs: str, available: int) -> str:
-    """An error's text: ``who_needs`` so many GiB."""
+    """The text of an error; ``who_needs`` is its beginning, up to the number of GiB."""
     return (
         f"{who_needs} GiB of host memory for offloaded activations, but only "
         f"{available / _GIB:.3g} GiB are available: offload less (--pipeline-activation-offload "

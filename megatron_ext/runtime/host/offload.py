@@ -124,7 +124,7 @@ class OffloadedStep(Owner):
                 _wait(*coming)
 
     def forget(self) -> None:
-        """Of a step of which nothing leaves; no other begins again."""
+        """Nothing has left for the host: a step with offload never begins again."""
         self.finish()
 
     def finish(self) -> None:
@@ -140,7 +140,7 @@ class OffloadedStep(Owner):
                 away.slot.last = away.transfer
                 self._offload.buffers.give_back((stage, held), away.slot)
         for transfer in transfers:
-            with contextlib.suppress(Exception):  # the step's own error is the one to tell
+            with contextlib.suppress(Exception):  # the step's own error is the one to raise
                 transfer.wait()
         self._saved.clear()
         self._away.clear()

@@ -28,11 +28,11 @@ class MeasuredSteps:
         self._recordings: deque[Recording] = deque(maxlen=KEPT)
 
     def begin(self, recorder: Recorder) -> None:
-        """Before a step."""
+        """Call this before a step."""
         self._recording = recorder.record(self._clock)
 
     def end(self, program: Program) -> None:
-        """After a step of ``program``. Nothing is read yet, so that nobody waits for a device."""
+        """Call this after a step of ``program``. Nothing is read yet, as that would wait."""
         if program is not self._program:
             self._program = program
             self._recordings.clear()

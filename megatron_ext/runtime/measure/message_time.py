@@ -29,21 +29,21 @@ def message_seconds(
     Collective over the pipeline: every rank calls it with the same ``channels``. Pairs go one after
     the other as far as they share a rank. It is half of the median round.
     """
-    way = {(channel.sender, channel.receiver): channel for channel in sorted(channels)}
+    channel_of = {(channel.sender, channel.receiver): channel for channel in sorted(channels)}
     data = torch.zeros(shape, dtype=dtype, device=connection.device)
-    mine = [pair for pair in sorted(way) if pair[0] < pair[1] and connection.rank in pair]
-    seconds = {pair: _of_pair(connection, way, pair, data, clock) for pair in mine}
+    pairs = [pair for pair in sorted(channel_of) if pair[0] < pair[1] and connection.rank in pair]
+    seconds = {pair: _of_pair(connection, channel_of, pair, data, clock) for pair in pairs}
     return [figure for (lower, _), figure in seconds.items() if lower == connection.rank]
 
 
 def _of_pair(
     connection: Channels | PipelineGroup,
-    way: Mapping[tuple[int, int], Channel],
+    channel_of: Mapping[tuple[int, int], Channel],
     pair: tuple[int, int],
     data: Tensor,
     clock: Clock,
 ) -> float:
-    there, back = way[pair], way[pair[1], pair[0]]
+    there, back = channel_of[pair], channel_of[pair[1], pair[0]]
     marks = [clock.mark()]
     for _ in range(1 + ROUNDS):
         _move(connection, there, data)

@@ -41,7 +41,7 @@ class Profile:
         self._recordings: list[Recording] = []
 
     def begin(self, recorder: Recorder) -> None:
-        """Before a step."""
+        """Call this before a step."""
         if self.steps < WARM_UP:
             recorder.counting = self._counting
         else:
@@ -76,7 +76,7 @@ class Profile:
         assert self._program is not None and boundary.shape is not None
         ways = channels(self._program.schedule)
         figures = RankFigures(
-            medians(event for each in self._recordings for event in each.read()[0]),
+            medians(event for recording in self._recordings for event in recording.read()[0]),
             self._counting.per_microbatch(),
             message_seconds(connection, ways, boundary.shape, boundary.dtype, self._clock),
         )

@@ -72,7 +72,7 @@ class BatchedTransport(TransportBase):
         raise AssertionError("no step with batched messages begins again")
 
     def abandon(self) -> None:
-        """Give the step up."""
+        """Give the step up after an error."""
         self._next.clear()
         self._under_way.clear()
         self._group.close()
@@ -115,7 +115,7 @@ class BatchedTransport(TransportBase):
         """For all of ``batch``. A failure names the message that failed where each has a work, and
         else ``action``, which is wanted."""
         actions = batch.actions if len(batch.works) > 1 else (action,)
-        for each, work in zip(actions, batch.works, strict=False):
-            with self._calling_peer(each):
+        for message, work in zip(actions, batch.works, strict=False):
+            with self._calling_peer(message):
                 work.wait()
         batch.works.clear()

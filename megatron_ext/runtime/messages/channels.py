@@ -77,7 +77,7 @@ class Channels:
         return group.recv([tensor], 1 - group.rank(), 0)
 
     def send_shape(self, channel: Channel, header: Tensor) -> dist.Work:
-        """From host to host, ``header`` on the CPU, after `connect_hosts`."""
+        """Send ``header``, on the CPU, from host to host, after `connect_hosts`."""
         group = self._shapes[channel]
         return group.send([header], 1 - group.rank(), 0)
 

@@ -52,7 +52,7 @@ class Collectives:
         return work
 
     def sum(self, kind: Kind, tensor: Tensor, root: int) -> dist.Work:
-        """In place on ``root``; elsewhere ``tensor`` is spoilt."""
+        """Sum ``tensor`` in place on ``root``; elsewhere its content is undefined afterwards."""
         work = dist.reduce(
             tensor, self._global_ranks[root], group=self._groups[kind], async_op=True
         )
@@ -111,7 +111,7 @@ class Exchange:
         return tensors
 
     def finish(self) -> None:
-        """After the last action."""
+        """Call this after the last action: all collectives must have ended."""
         assert not self._under_way
 
     def abandon(self) -> None:

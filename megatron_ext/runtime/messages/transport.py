@@ -34,7 +34,7 @@ class Boundary:
 
 
 class Closable(Protocol):
-    """What can be cut, by any thread."""
+    """Connections that any thread can cut."""
 
     def close(self) -> None: ...
 
@@ -54,7 +54,7 @@ def check_open(connection: Connection) -> None:
 
 
 def closed(rank: int) -> RuntimeError:
-    """What ``rank`` tells whoever goes on after its failure."""
+    """The error for whoever runs another step on ``rank`` after its failure."""
     return RuntimeError(
         f"pipeline rank {rank} has failed in an earlier step, and its channels are closed: end "
         f"this process, and start all ranks again"

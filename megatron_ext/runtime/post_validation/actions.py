@@ -9,7 +9,7 @@ from megatron_ext.schedule.action import Action, Kind
 
 
 class Validation(Owner):
-    """Of the step before the one that runs."""
+    """Validates the step before the one that runs."""
 
     def expect(self) -> None:
         """The verdict on the last step may come from now on; it is passed back as it comes."""
@@ -31,7 +31,7 @@ class Validation(Owner):
         }
 
     def forget(self) -> None:
-        """The verdict has come, and is not kept."""
+        """Nothing to drop: the verdict has come, and is not kept here."""
 
     def _expect(self, action: Action) -> None:
         self.expect()

@@ -36,7 +36,10 @@ _Message = tuple[dist.Work, Tensor]  # on its way
 
 
 class ValidationMessages:
-    """Of one rank, over all steps. The ranks are a chain, in the order of their first stages."""
+    """The messages of one rank, over all steps.
+
+    The ranks are a chain, in the order of their first stages.
+    """
 
     def __init__(
         self, pipeline: dist.ProcessGroup, placement: Placement, recorder: Recorder
@@ -78,7 +81,7 @@ class ValidationMessages:
         if self._before is None:
             return PartialState()
         with self._calling(Kind.RECV_P, self._before, "from"):
-            numbers = _nothing()
+            numbers = _buffer_for_numbers()
             group.recv([numbers], self._before, 0).wait()
         return _state(numbers, self._steps)
 
@@ -102,7 +105,7 @@ class ValidationMessages:
             return
         group = self._open(self._down)
         if self._after is not None:
-            numbers = _nothing()
+            numbers = _buffer_for_numbers()
             with self._calling(Kind.RECV_V, self._after, "from"):
                 self._coming = group.recv([numbers], self._after, 0), numbers
         self._relay = _Relay(self)
@@ -194,7 +197,9 @@ class _Relay:
     def __init__(self, messages: ValidationMessages) -> None:
         self._messages = messages
         self._has_come = messages.look()
-        self._runs = threading.Lock()  # and no Event, whose `wait` is Python
+        self._runs = (
+            threading.Lock()
+        )  # not a threading.Event, whose `wait` is slower: it is written in Python
         self._runs.acquire()
         self._thread = threading.Thread(target=self._run, name="megatron_ext verdict", daemon=True)
         self._thread.start()
@@ -202,7 +207,7 @@ class _Relay:
         atexit.register(self.stop)
 
     def stop(self) -> None:
-        """What it has not done is left to the caller."""
+        """End the thread. If it has not passed the verdict back yet, that is left to the caller."""
         atexit.unregister(self.stop)
         if self._runs.locked():  # nobody has stopped it before
             self._runs.release()
@@ -212,7 +217,7 @@ class _Relay:
         while not self._has_come():
             if self._runs.acquire(timeout=LOOK_SECONDS):
                 return
-        with contextlib.suppress(RuntimeError):  # who asks for the verdict comes to the same
+        with contextlib.suppress(RuntimeError):  # whoever asks for the verdict gets this error too
             self._messages.take()
             self._messages.pass_back()
 
@@ -225,8 +230,8 @@ def _numbers(step: int, state: PartialState) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64)
 
 
-def _nothing() -> Tensor:
-    """What `_numbers` will be received in. No step is NaN."""
+def _buffer_for_numbers() -> Tensor:
+    """Memory to receive `_numbers` in. The step is NaN, as no step is, until they have come."""
     return torch.full((4,), math.nan, dtype=torch.float64)
 
 

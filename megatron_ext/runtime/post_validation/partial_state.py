@@ -20,7 +20,7 @@ class PartialState:
     tokens: int = 0
 
     def plus(self, other: PartialState) -> PartialState:
-        """The state of both."""
+        """The state of the ranks of both."""
         return PartialState(
             self.squared_norm + other.squared_norm,
             self.found_inf or other.found_inf,

@@ -135,15 +135,15 @@ class VocabularyPasses(Owner):
 
     def embeddings(self, microbatch: int) -> Tensor:
         """The first stage's input, [b, s, h]: a tensor-parallel rank's part of the sum."""
-        return self._brought(Kind.REDUCE_E, microbatch)
+        return self._result(Kind.REDUCE_E, microbatch)
 
     def take_hidden_states(self, microbatch: int, hidden_states: Tensor) -> None:
-        """The last stage's output."""
+        """Take the last stage's output."""
         self._hidden_states[microbatch] = hidden_states.detach()
 
     def hidden_states_gradient(self, microbatch: int) -> Tensor:
         """The gradient of the last stage's output."""
-        gradient = self._brought(Kind.REDUCE_SI, microbatch)
+        gradient = self._result(Kind.REDUCE_SI, microbatch)
         by_loss = self._scales.pop(microbatch)
         return scaled(self._shard, gradient, by_loss, self._boundary.dtype)
 
@@ -166,10 +166,10 @@ class VocabularyPasses(Owner):
         if self._is_on(self._first_rank):
             assert self._ends is not None
             tokens = self._ends.tokens(action.microbatch)
-        self._share(action, [(tokens, self._tokens_shape, torch.int64)], self._first_rank)
+        self._broadcast(action, [(tokens, self._tokens_shape, torch.int64)], self._first_rank)
 
     def _look_up(self, action: Action) -> None:
-        tokens = self._brought(Kind.BCAST_E, action.microbatch)
+        tokens = self._result(Kind.BCAST_E, action.microbatch)
         with self._recorder.computing(action), torch.no_grad():
             self._looked_up[action.microbatch] = look_up(self._shard, tokens)
         if self._trains:
@@ -183,10 +183,10 @@ class VocabularyPasses(Owner):
         gradient = self._embedding_gradients.pop(action.microbatch, None)
         table = self._shard.embedding
         shape = (*self._tokens_shape, table.shape[1])
-        self._share(action, [(gradient, shape, table.dtype)], self._first_rank)
+        self._broadcast(action, [(gradient, shape, table.dtype)], self._first_rank)
 
     def _add_embedding_gradient(self, action: Action) -> None:
-        gradient = self._brought(Kind.BCAST_EW, action.microbatch)
+        gradient = self._result(Kind.BCAST_EW, action.microbatch)
         tokens = self._tokens.pop(action.microbatch)
         with self._recorder.computing(action), torch.no_grad():
             add_embedding_gradient(self._shard, tokens, gradient)
@@ -200,7 +200,7 @@ class VocabularyPasses(Owner):
             labels = self._labels[action.microbatch] = self._ends.labels(action.microbatch)
         hidden_states = self._hidden_states.pop(action.microbatch, None)
         assert self._boundary.shape is not None
-        self._share(
+        self._broadcast(
             action,
             [
                 (hidden_states, self._boundary.shape, self._boundary.dtype),
@@ -239,7 +239,7 @@ class VocabularyPasses(Owner):
 
     def _share_loss_gradient(self, action: Action) -> None:
         gradient = self._loss_gradients.pop(action.microbatch, None)
-        self._share(action, [(gradient, self._tokens_shape, torch.float32)], self._last_rank)
+        self._broadcast(action, [(gradient, self._tokens_shape, torch.float32)], self._last_rank)
 
     def _make_gradient(self, action: Action) -> None:
         microbatch = action.microbatch
@@ -256,7 +256,7 @@ class VocabularyPasses(Owner):
 
     def _add_output_gradient(self, action: Action) -> None:
         microbatch = action.microbatch
-        by_loss = self._brought(Kind.BCAST_SW, microbatch)
+        by_loss = self._result(Kind.BCAST_SW, microbatch)
         statistics = self._statistics.pop(microbatch)
         with self._recorder.computing(action), torch.no_grad():
             add_output_gradient(self._shard, self._logits.pop(microbatch), statistics, by_loss)
@@ -270,16 +270,16 @@ class VocabularyPasses(Owner):
     def _combined(self, microbatch: int) -> Tensor:
         """The statistics of the whole vocabulary."""
         if microbatch not in self._statistics:
-            self._statistics[microbatch] = combine(self._brought(Kind.GATHER_S, microbatch))
+            self._statistics[microbatch] = combine(self._result(Kind.GATHER_S, microbatch))
         return self._statistics[microbatch]
 
-    def _brought(self, kind: Kind, microbatch: int) -> Tensor:
+    def _result(self, kind: Kind, microbatch: int) -> Tensor:
         return self._exchange.result(Action(self._stage, kind, microbatch))[0]
 
     def _is_on(self, rank: int) -> bool:
         return self._exchange.rank == rank
 
-    def _share(
+    def _broadcast(
         self,
         action: Action,
         tensors: list[tuple[Tensor | None, tuple[int, ...], torch.dtype]],

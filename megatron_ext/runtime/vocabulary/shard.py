@@ -132,7 +132,7 @@ def losses_of(statistics: Tensor, labels: Tensor, vocabulary: int) -> Tensor:
 
     A label [b, s] outside the ``vocabulary`` counts as the likeliest token, as in Megatron.
     """
-    largest, total, of_label = (each.t() for each in statistics)
+    largest, total, of_label = (statistic.t() for statistic in statistics)
     is_none = (labels < 0) | (labels >= vocabulary)
     return total.log() - (of_label - largest).masked_fill_(is_none, 0.0)
 

@@ -110,7 +110,7 @@ def _with_room_for_messages(
 
 
 def _compute(choice: Choice, problem: Problem, limit: MemoryLimit | None) -> Schedule:
-    """What the family makes within ``limit``."""
+    """The compute actions that the family makes within ``limit``."""
     schedule = choice.build(replace(_for_family(problem), memory_limit=limit))
     _check_passes(schedule, problem)
     return schedule

@@ -32,7 +32,7 @@ def place_output_layer(choice: Choice, problem: Problem) -> Program:
     Raises:
         InvalidSchedule: as `build_program`, when it comes with I.
     """
-    return _placed(partial(build_program, choice), problem, choice.splits_backward)
+    return _better_placed(partial(build_program, choice), problem, choice.splits_backward)
 
 
 def place_again(choice: Choice, problem: Problem, before: Program) -> Program:
@@ -47,14 +47,14 @@ def place_again(choice: Choice, problem: Problem, before: Program) -> Program:
         return now  # the rows of ``before`` have the vocabulary's passes in them
     passes = replace(before.schedule, rows=before.schedule.compute_rows)
     try:
-        again = _placed(partial(complete, passes), problem, choice.splits_backward)
+        again = _better_placed(partial(complete, passes), problem, choice.splits_backward)
     except InvalidSchedule:
         return now
     return again if _seconds(again) < _seconds(now) else now
 
 
-def _placed(build: Callable[[Problem], Program], problem: Problem, splits: bool) -> Program:
-    """`place_output_layer` of what ``build`` makes; ``splits``: whether there is W at all."""
+def _better_placed(build: Callable[[Problem], Program], problem: Problem, splits: bool) -> Program:
+    """`place_output_layer` for what ``build`` makes; ``splits``: whether there is W at all."""
     costs = problem.costs
     shared = problem.extras.vocabulary is not VocabularyParallel.NONE
     if shared or not splits or costs.vocabulary is None:

@@ -6,7 +6,7 @@ from megatron_ext.schedule.build.registry import entries
 from megatron_ext.schedule.program.simulate import simulate, step_seconds
 from megatron_ext.schedule.program.verify import Program
 
-_LEAST = 1e-3  # of the makespan, below which there is no point in it
+_LEAST = 1e-3  # of the makespan: to gain less is not worth it
 
 
 def is_gain(makespan: float, step: float) -> bool:
@@ -22,7 +22,7 @@ def what_overlapping_gains(program: Program) -> str:
         name = program.schedule.name
         return (
             f"post-validation: {name}'s steps cannot overlap, its span is its makespan of "
-            f"{makespan:.4g}; those of {_that_can()} can, on more than one rank"
+            f"{makespan:.4g}; those of {_overlapping_families()} can, on more than one rank"
         )
     return (
         f"post-validation: in the long run a step costs {step:.4g}, {1 - step / makespan:.1%} less "
@@ -38,11 +38,11 @@ def check_overlaps(program: Program) -> None:
             f"post-validation gains nothing with {program.schedule.name} on "
             f"{program.problem.ranks} ranks and {program.problem.microbatches} microbatches: a "
             f"step costs {step:.4g} with it and {makespan:.4g} without, as its steps cannot "
-            f"overlap; use a schedule whose steps can ({_that_can()}), or drop it"
+            f"overlap; use a schedule whose steps can ({_overlapping_families()}), or drop it"
         )
 
 
-def _that_can() -> str:
+def _overlapping_families() -> str:
     """The families whose steps overlap: of fewer chunks first, those that search last."""
     able = [entry for entry in entries().values() if entry.steps_overlap]
     able.sort(key=lambda entry: (entry.place(2).chunks, entry.searches, entry.name))

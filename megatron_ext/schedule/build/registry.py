@@ -230,15 +230,15 @@ def _from_python_file(path: Path) -> FamilyEntry:
 @functools.cache  # which keeps no failures: a file that has been put right is read again
 def _import_family(path: Path) -> FamilyEntry:
     """The one family that the file at ``path`` registers."""
-    found = _families_in(path)
-    if len(found) != 1:
-        names = ", ".join(entry.name for entry in found) or "none"
+    added = _families_in(path)
+    if len(added) != 1:
+        names = ", ".join(entry.name for entry in added) or "none"
         raise ValueError(
-            f"schedule file {path} registers {len(found)} families ({names}), and a file is one "
+            f"schedule file {path} registers {len(added)} families ({names}), and a file is one "
             f"schedule: decorate exactly one function with @family(name, placement, source=...) "
             f"of {__name__}"
         )
-    entry = found[0]
+    entry = added[0]
     for ours in entries().values():
         if entry.name == ours.name or entry.name in ours.aliases:
             raise ValueError(
@@ -259,8 +259,8 @@ def _families_in(path: Path) -> list[FamilyEntry]:
     # As a module, or dataclasses and pickle would not find where the file's classes are.
     module = types.ModuleType(str(path))
     module.__file__ = str(path)
-    found: list[FamilyEntry] = []
-    _REGISTERED.append(found)
+    registered: list[FamilyEntry] = []
+    _REGISTERED.append(registered)
     sys.modules[module.__name__] = module
     try:
         exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
@@ -274,7 +274,7 @@ def _families_in(path: Path) -> list[FamilyEntry]:
         ) from error
     finally:
         _REGISTERED.pop()
-    return found
+    return registered
 
 
 def _checked(entry: FamilyEntry, path: Path) -> Callable[..., Schedule]:

@@ -49,7 +49,7 @@ class ScheduleReport:
 
     @property
     def peak(self) -> float:
-        """The largest of a rank, in microbatches."""
+        """The largest peak of a rank, in microbatches."""
         return max(self.peak_activation_microbatches)
 
 

@@ -95,7 +95,7 @@ def interleaved_zb(problem: Problem, *, group: int = 0) -> Schedule:
         2  .   .   2F0 2F1 2F2 5F0 5I0 5F1 5I1 5F2 5I2 2I0 2I1 2I2 5W0 5W1 5W2 2W0 2W1 2W2
     """
     order = _interleaved("interleaved-zb", problem, group, _SPLIT)
-    return _filled("interleaved-zb", problem, order)
+    return _with_weight_gradients("interleaved-zb", problem, order)
 
 
 @family(
@@ -152,7 +152,7 @@ def _gis(name: str, problem: Problem, group: int) -> Schedule:
             f"write {name}:group={p} (or 0, which is the same)"
         )
     ahead = [(problem.placement.chunks - 1) * group + p - rank for rank in range(p)]
-    return _filled(name, problem, _rows(name, problem, group, ahead, _SPLIT))
+    return _with_weight_gradients(name, problem, _rows(name, problem, group, ahead, _SPLIT))
 
 
 _WHOLE, _SPLIT = Kind.FULL_BACKWARD, Kind.BACKWARD_INPUT
@@ -194,7 +194,7 @@ def _rows(name: str, problem: Problem, group: int, ahead: list[int], backward: K
     return tuple(rows)
 
 
-def _filled(name: str, problem: Problem, order: Rows) -> Schedule:
+def _with_weight_gradients(name: str, problem: Problem, order: Rows) -> Schedule:
     """``order`` with its W within what it needs anyway, on the rank that needs most."""
     ahead = 0.0
     for row in order:

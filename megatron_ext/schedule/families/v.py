@@ -59,7 +59,7 @@ def zb_v(problem: Problem) -> Schedule:
         yield from [(1, _W)] * device
         yield from [(0, _W)] * device
 
-    return _numbered("zb-v", problem, passes, least)
+    return _from_device_passes("zb-v", problem, passes, least)
 
 
 @family("v-half", v, source=f"{_CONTROLLABLE_MEMORY}, section 3.2, V-Half", splits_backward=True)
@@ -81,10 +81,10 @@ def v_half(problem: Problem) -> Schedule:
     p = problem.ranks
     t = 3 if p % 2 == 0 else 0
     block = {
-        _F: _along(p, lambda i: 2 * i, lambda i: 3 * p - i - 2),
-        _I: _along(p, lambda i: 6 * p + t - i - 2, lambda i: 3 * p + t + 2 * i - 1),
+        _F: _per_stage(p, lambda i: 2 * i, lambda i: 3 * p - i - 2),
+        _I: _per_stage(p, lambda i: 6 * p + t - i - 2, lambda i: 3 * p + t + 2 * i - 1),
     }
-    return _repeated("v-half", problem, block, peak=(p + 2) // 2)
+    return _from_block("v-half", problem, block, peak=(p + 2) // 2)
 
 
 @family("v-min", v, source=f"{_CONTROLLABLE_MEMORY}, section 3.2, V-Min", splits_backward=True)
@@ -105,10 +105,10 @@ def v_min(problem: Problem) -> Schedule:
     p = problem.ranks
     t = 2 if p % 3 == 0 else 0
     block = {
-        _F: _along(p, lambda i: i, lambda i: 2 * p - i - 1),
-        _I: _along(p, lambda i: 4 * p + t - i - 1, lambda i: 2 * p + t + i),
+        _F: _per_stage(p, lambda i: i, lambda i: 2 * p - i - 1),
+        _I: _per_stage(p, lambda i: 4 * p + t - i - 1, lambda i: 2 * p + t + i),
     }
-    return _repeated("v-min", problem, block, peak=(p + 4) // 3)
+    return _from_block("v-min", problem, block, peak=(p + 4) // 3)
 
 
 @family("1f1b-v", v, source=f"{_CONTROLLABLE_MEMORY}, 1F1B-V")
@@ -134,7 +134,7 @@ def one_forward_one_backward_v(problem: Problem) -> Schedule:
         return first + 2 * before + 3 * ((before + delayed) // 3)
 
     block = {_F: tuple(range(2 * p)), _B: tuple(map(backward, range(2 * p)))}
-    return _repeated("1f1b-v", problem, block, peak=2 * p // 3 + 1)
+    return _from_block("1f1b-v", problem, block, peak=2 * p // 3 + 1)
 
 
 @family(
@@ -177,10 +177,10 @@ def dualpipe_v(problem: Problem) -> Schedule:
             yield from (weight, backward)
         yield from weights[ahead:]
 
-    return _numbered("dualpipe-v", problem, passes, least)
+    return _from_device_passes("dualpipe-v", problem, passes, least)
 
 
-def _numbered(
+def _from_device_passes(
     name: str, problem: Problem, passes: Callable[[int], Iterator[Pass]], least: int
 ) -> Schedule:
     """The schedule whose ``passes`` on the paper's devices are given, microbatches in order.
@@ -204,12 +204,14 @@ def _numbered(
     return Schedule(name, problem.placement, rows)
 
 
-def _along(p: int, chunk_0: Callable[[int], int], chunk_1: Callable[[int], int]) -> tuple[int, ...]:
+def _per_stage(
+    p: int, chunk_0: Callable[[int], int], chunk_1: Callable[[int], int]
+) -> tuple[int, ...]:
     """A figure for each stage from one for each chunk on the paper's device i."""
     return (*map(chunk_0, range(p)), *map(chunk_1, reversed(range(p))))
 
 
-def _repeated(
+def _from_block(
     name: str, problem: Problem, starts: dict[Kind, tuple[int, ...]], peak: int
 ) -> Schedule:
     """The schedule of a building block, at most ``peak`` microbatches held."""

@@ -64,7 +64,7 @@ def v_auto(problem: Problem) -> Schedule:
 
 def _best(problem: Problem, amounts: dict[Held, tuple[float, ...]], allowed: float) -> Schedule:
     costs = problem.costs
-    known = list(_known(problem))
+    known = list(_programs_without_search(problem))
     seconds = [step_seconds(program, costs) for program in known]
     least = lower_bound(problem, splits_backward=True) * (1 + 1e-9)
     if min(seconds) > least:
@@ -82,7 +82,7 @@ def _without_messages(program: Program) -> Schedule:
     return replace(program.schedule, name=NAME, rows=program.schedule.compute_rows)
 
 
-def _known(problem: Problem) -> Iterator[Program]:
+def _programs_without_search(problem: Problem) -> Iterator[Program]:
     """What is in order and within the limit without a search."""
     for entry in entries().values():
         if entry.name == NAME or entry.place(problem.ranks).rank_of != problem.placement.rank_of:

@@ -44,14 +44,14 @@ def hanayo(problem: Problem) -> Schedule:
         make_ready(0, Kind.FORWARD, k)
     while True:
         for rank in sorted(idle):
-            other = _other(turn[rank])
+            other = _other_kind(turn[rank])
             kind = turn[rank] if ready[rank][turn[rank]] else other
             if ready[rank][kind]:
                 k, stage = heapq.heappop(ready[rank][kind])
                 rows[rank].append(Action(stage, kind, k))
                 heapq.heappush(running, (now + _SLOTS[kind], rows[rank][-1]))
                 idle.remove(rank)
-                turn[rank] = _other(kind)
+                turn[rank] = _other_kind(kind)
         if not running:
             return Schedule("hanayo", placement, tuple(map(tuple, rows)))
         now = running[0][0]
@@ -68,5 +68,5 @@ def hanayo(problem: Problem) -> Schedule:
                 make_ready(0, Kind.FORWARD, k + under_way)
 
 
-def _other(kind: Kind) -> Kind:
+def _other_kind(kind: Kind) -> Kind:
     return Kind.FULL_BACKWARD if kind is Kind.FORWARD else Kind.FORWARD

@@ -134,7 +134,9 @@ def _best(
     def seconds(filled: TimedOrder) -> tuple[float, float]:
         return filled.order(True) if by_span else (makespan(schedule(filled), problem), filled.span)
 
-    unlimited = replace(problem, memory_limit=None)  # what fits anyway is to be had as it is
+    unlimited = replace(
+        problem, memory_limit=None
+    )  # asked of families that ignore costs: the limit is checked below
     best = min(_trials(problem, memory, by_span), key=lambda filled: filled.order(by_span))
     figures = seconds(best)
     for other in others:
@@ -162,11 +164,11 @@ def _trials(problem: Problem, memory: Memory, by_span: bool) -> Iterator[TimedOr
             ahead = tuple(min(m, math.ceil(1 + extra + lead * (p - 1 - r))) for r in range(p))
             if ahead not in tried and len(tried) * trials < affordable:
                 tried.add(ahead)
-                order = _in_time(problem, memory, ahead)
+                order = _greedy_order(problem, memory, ahead)
                 yield fill_best(order, problem, memory, trials=min(trials, 16), by_span=by_span)
 
 
-def _in_time(problem: Problem, memory: Memory, ahead: Sequence[int]) -> list[list[Action]]:
+def _greedy_order(problem: Problem, memory: Memory, ahead: Sequence[int]) -> list[list[Action]]:
     """F and I of each rank as they become possible, I first.
 
     Rank r has at most ``ahead[r]`` microbatches between F and I. W are done only to keep to the
@@ -176,7 +178,7 @@ def _in_time(problem: Problem, memory: Memory, ahead: Sequence[int]) -> list[lis
 
 
 class _Line:
-    """The ranks of `_in_time`, each with when its inputs come and how far it is."""
+    """The ranks of `_greedy_order`, each with when its inputs come and how far it is."""
 
     def __init__(self, problem: Problem, memory: Memory, ahead: Sequence[int]) -> None:
         self._placement, self._microbatches = problem.placement, problem.microbatches
@@ -214,7 +216,7 @@ class _Line:
         return rows
 
     def _next(self, rank: int, now: float) -> Kind | None:
-        """What ``rank`` does now; None: it waits."""
+        """The kind of pass that ``rank`` does now; None if it waits."""
         f, i, w = (done[rank] for done in self._done.values())
         m, full = self._microbatches, self._full[rank]
         held = (f - i) * full + (i - w) * self._left[rank]

@@ -96,8 +96,8 @@ def _over_ranks[Key](
 
 
 def _seconds(kind: Kind, stage: int, passes: _Passes, in_passes: Costs) -> float:
-    """Seconds of ``kind``: those of the pass that does it and the least beside it, divided as
-    estimated."""
+    """Seconds of ``kind``: its estimated share of the pass that does it with the fewest other
+    kinds."""
     doing = [other for at, other in passes if at == stage and kind in RULES[other].covers]
     if not doing:
         return 0.0
@@ -111,7 +111,8 @@ def _seconds(kind: Kind, stage: int, passes: _Passes, in_passes: Costs) -> float
 def _held_bytes(
     held: Mapping[tuple[int, Held], float], in_passes: Costs
 ) -> dict[Held, tuple[float, ...]] | None:
-    """Per kind of memory and stage; what W needs is in proportion where there was no W."""
+    """Bytes per kind of memory and stage. What W needs is in the estimate's proportion to the
+    activations where there was no W to measure."""
     stages = range(in_passes.stages)
     if any((stage, Held.ACTIVATION) not in held for stage in stages):
         return None

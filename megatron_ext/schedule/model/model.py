@@ -37,7 +37,7 @@ class Model:
     recompute: bool = False
 
     def on_stages(self, layers: Sequence[int], tensor_parallel: int) -> ModelDimensions:
-        """In bf16, with ``layers`` on each stage."""
+        """The dimensions of this model in bf16, with ``layers`` on each stage."""
         width = self.head_width or self.hidden // self.heads
         return ModelDimensions(
             layers=tuple(layers),
@@ -60,10 +60,10 @@ class Model:
         Raises:
             ValueError: they do not divide.
         """
-        each, left = divmod(self.layers, stages)
-        if left:
+        per_stage, remainder = divmod(self.layers, stages)
+        if remainder:
             raise ValueError(f"{self.layers} layers do not divide over {stages} stages")
-        return [each] * stages
+        return [per_stage] * stages
 
 
 _BOOLEANS = {"true": True, "false": False}

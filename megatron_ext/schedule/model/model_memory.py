@@ -55,17 +55,17 @@ def bytes_of_ranks(
     of_stages = parameters_of_stages(model, placement, vocabulary, tied=state.tied)
     moments = 2 * _FP32
     master = _FP32 if model.element_bytes < _FP32 else 0
-    found = []
+    rank_bytes = []
     for stages in placement.stages_of:
         parameters = sum(of_stages[stage] for stage in stages)
-        found.append(
+        rank_bytes.append(
             ModelBytes(
                 weights=parameters * model.element_bytes,
                 gradients=parameters * state.gradient_bytes,
                 optimizer=parameters * (master + moments) / state.optimizer_ranks,
             )
         )
-    return found
+    return rank_bytes
 
 
 def parameters_of_stages(

@@ -28,7 +28,7 @@ class Training:
     Attributes:
         ranks: pipeline ranks.
         limit: of activations; None: none.
-        measured: costs that are known better than `estimate` knows them.
+        measured: the costs on a placement, instead of estimated ones.
         post_validation: whether steps overlap, where they can.
     """
 

@@ -138,7 +138,7 @@ class Plan:
 
     @property
     def methods(self) -> tuple[VocabMethod, ...]:
-        """What there is to do about the vocabulary."""
+        """All that was tried for the vocabulary."""
         there_are = {candidate.method for candidate in self.candidates} | {
             method for _, method in self.refusals
         }
@@ -216,16 +216,16 @@ def consider(
         return _without_offload(variant, method, room)
     except ValueError:
         problem = variant.problem
-        limit = problem.memory_limit or _left(variant, room)
+        limit = problem.memory_limit or _limit_left(variant, room)
         if not may_offload or limit is None or problem.costs.host is None:
             raise
         with contextlib.suppress(ValueError):
             leaving = replace(problem, memory_limit=limit).with_extras(offload=Offload.FIT)
-            return _made(replace(variant, problem=leaving), method)
+            return _candidate(replace(variant, problem=leaving), method)
         raise
 
 
-def _left(variant: Variant, room: float | None) -> MemoryLimit | None:
+def _limit_left(variant: Variant, room: float | None) -> MemoryLimit | None:
     """What the model leaves of ``room`` on the rank where it takes most; None: not known, or
     nothing."""
     if room is None or variant.model is None:
@@ -235,14 +235,14 @@ def _left(variant: Variant, room: float | None) -> MemoryLimit | None:
 
 
 def _without_offload(variant: Variant, method: VocabMethod, room: float | None) -> Candidate:
-    left = _left(variant, room)
+    left = _limit_left(variant, room)
     if left is not None and variant.problem.memory_limit is None:
         # One limit is for all ranks, and the fullest may be one that holds little.
         with contextlib.suppress(ValueError):
-            return _made(
+            return _candidate(
                 replace(variant, problem=replace(variant.problem, memory_limit=left)), method
             )
-    made = _made(variant, method)
+    made = _candidate(variant, method)
     if room is not None and made.memory is not None:
         totals = [rank.total for rank in made.memory]
         fullest = max(totals)
@@ -292,7 +292,7 @@ def _least_time(problem: Problem, splits_backward: bool) -> float:
     return max(lower_bound(layers, splits_backward), *work)
 
 
-def _made(variant: Variant, method: VocabMethod) -> Candidate:
+def _candidate(variant: Variant, method: VocabMethod) -> Candidate:
     problem = variant.problem
     if problem.costs.held_bytes is None:
         _, made = report(variant.choice, problem)

@@ -71,7 +71,7 @@ def redistributed_layers(layers: int, stages: int) -> list[int]:
     else:
         raise ValueError(
             f"{layers} layers and the output layer do not divide over {stages} stages, nor with "
-            f"the embedding: Megatron redistributes {_near(layers, stages)} layers"
+            f"the embedding: Megatron redistributes {_numbers_that_divide(layers, stages)} layers"
         )
     counts = [on_each] * stages
     counts[0] -= embeddings
@@ -100,7 +100,7 @@ def redistribute(costs: Costs, layers: int) -> Costs:
     return moved if costs.vocabulary is None else moved.with_vocabulary(costs.vocabulary)
 
 
-def _near(layers: int, stages: int) -> str:
+def _numbers_that_divide(layers: int, stages: int) -> str:
     """Numbers of layers that can be redistributed, below and above ``layers``."""
     fit = [
         n for n in range(1, layers + stages + 1) if (n + 1) % stages == 0 or (n + 2) % stages == 0

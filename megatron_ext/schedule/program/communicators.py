@@ -33,7 +33,7 @@ BUFFER_BYTES = 2**19 + 8 * 8 * 120 * 640 + 2**22
 
 @dataclass(frozen=True)
 class Communicators:
-    """Of one rank.
+    """The communicators of one rank.
 
     Attributes:
         channels: those of messages, each shared with one other rank.
@@ -50,7 +50,7 @@ class Communicators:
         return self.channels + self.collectives
 
     def buffer_bytes(self, ctas: int) -> int:
-        """Of the device, if all that comes in comes over NVLink and each uses ``ctas`` CTAs."""
+        """Bytes on the device if all incoming channels use NVLink and each has ``ctas`` CTAs."""
         return (self.incoming + self.collectives) * ctas * BUFFER_BYTES
 
 

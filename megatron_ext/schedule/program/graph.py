@@ -111,12 +111,12 @@ def batches_of(row: Sequence[Action]) -> Iterator[range]:
         if lane is Lane.SEND:
             yield range(position - receives, position + 1)
         else:
-            yield from _alone(position, receives)
+            yield from _receives_alone(position, receives)
         receives = 0
-    yield from _alone(len(row), receives)
+    yield from _receives_alone(len(row), receives)
 
 
-def _alone(position: int, receives: int) -> Iterator[range]:
+def _receives_alone(position: int, receives: int) -> Iterator[range]:
     return (range(at, at + 1) for at in range(position - receives, position))
 
 
@@ -348,7 +348,7 @@ def _wait_in_rows(schedule: Schedule, device: Device, before: list[list[int]]) -
 
 
 def _queue(action: Action, placement: Placement) -> Channel | Kind | Lane | None:
-    """What takes ``action`` only after those that its rank has given it before."""
+    """What runs the actions of a rank in order, ``action`` among them; None if nothing does."""
     rule = RULES[action.kind]
     if rule.is_message:
         return channel_of(action, placement)

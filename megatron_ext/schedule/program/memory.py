@@ -65,7 +65,7 @@ def in_microbatches(schedule: Schedule) -> Amount:
 
 
 def in_bytes(costs: Costs) -> Amount:
-    """Bytes, as ``costs`` gives them."""
+    """Count in bytes, as ``costs`` gives them."""
     held_bytes, message = costs.held_bytes, costs.message_bytes
     assert held_bytes is not None
     return lambda held, stage: message if held is Held.MESSAGE else held_bytes[held][stage]

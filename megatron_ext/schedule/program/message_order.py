@@ -60,7 +60,7 @@ def order_messages(schedule: Schedule, problem: Problem) -> Schedule:
 def _in_sequence(graph: Graph, costs: Costs) -> Iterator[_Key]:
     """A key for each node: the two ends of a message share theirs, and so do a collective's."""
     starts, ends = _times(graph, costs, _LEAST_HOP)
-    made = _made(graph, ends)
+    made = _last_pass_ends(graph, ends)
     place = {node: place for place, node in enumerate(graph.order)}
     leaders = {
         (action.kind, action.microbatch): node
@@ -82,7 +82,7 @@ def _in_sequence(graph: Graph, costs: Costs) -> Iterator[_Key]:
 def _batched(graph: Graph, costs: Costs) -> Iterator[_Key]:
     """A key for each node, where messages share one communicator."""
     _, ends = _times(graph, costs, least_hop=0.0)
-    made = _made(graph, ends)
+    made = _last_pass_ends(graph, ends)
     by_name = {action: place for place, action in enumerate(sorted(graph.actions))}
     for node, action in enumerate(graph.actions):
         lane = RULES[action.kind].lane
@@ -102,7 +102,7 @@ def _times(graph: Graph, costs: Costs, least_hop: float) -> tuple[list[float], l
     return graph.longest_paths(ticks)
 
 
-def _made(graph: Graph, ends: list[float]) -> list[float]:
+def _last_pass_ends(graph: Graph, ends: list[float]) -> list[float]:
     """For each node, when the last pass of its rank up to it ends."""
     made: list[float] = []
     now, rank = 0.0, 0

@@ -84,7 +84,7 @@ def simulate_unproved(schedule: Schedule, problem: Problem) -> Timeline:
 
 
 def simulate_messages(schedule: Schedule, problem: Problem) -> Timeline:
-    """The same for one that has its messages."""
+    """The same for a schedule that has its messages."""
     return _run(build_graph(schedule, problem.extras.p2p), schedule, problem.costs)
 
 

@@ -48,7 +48,7 @@ class Program:
 
     schedule: Schedule
     problem: Problem
-    seal: InitVar[object]  # not kept, or `dataclasses.replace` would take it along
+    seal: InitVar[object]  # no field, or `dataclasses.replace` would copy it and skip the proof
 
     def __post_init__(self, seal: object) -> None:
         if seal is not _SEAL:
@@ -171,7 +171,9 @@ def _reject_microbatch(
     _reject(schedule, f"{action}: microbatches are 0 to {last}{but}", [action, *missing])
 
 
-def _to_do(schedule: Schedule, problem: Problem, lanes: set[Lane]) -> dict[int, dict[Kind, Kind]]:
+def _required_work(
+    schedule: Schedule, problem: Problem, lanes: set[Lane]
+) -> dict[int, dict[Kind, Kind]]:
     """What each stage has to do per microbatch, and the kind of action that would do it: one that
     the schedule uses, if there is one. What may be left out (`Rule.all_or_none`) is among it."""
     used = {action.kind for row in schedule.rows for action in row}
@@ -219,7 +221,7 @@ _Done = dict[tuple[int, Kind], bytearray]
 
 def _check_all_done_once(schedule: Schedule, problem: Problem, lanes: set[Lane]) -> None:
     done = _done(schedule, problem)
-    for stage, to_do in _to_do(schedule, problem, lanes).items():
+    for stage, to_do in _required_work(schedule, problem, lanes).items():
         if all(all(done[stage, kind]) for kind in to_do):
             continue
         for microbatch, kind in product(range(problem.microbatches), to_do):
@@ -355,7 +357,7 @@ def _check_memory(schedule: Schedule, problem: Problem) -> None:
             row = schedule.rows[rank]
             held_by = zip(row, held_during(row, amount), strict=True)
             over = [action for action, now in held_by if not fits(now, allowed)]
-            first = next((action for action in over if _takes(action, amount)), over[0])
+            first = next((action for action in over if _takes_memory(action, amount)), over[0])
             _reject(
                 schedule,
                 f"{first} brings rank {rank} over the memory limit of {limit}: the schedule's "
@@ -365,7 +367,7 @@ def _check_memory(schedule: Schedule, problem: Problem) -> None:
             )
 
 
-def _takes(action: Action, amount: Amount) -> bool:
+def _takes_memory(action: Action, amount: Amount) -> bool:
     return is_compute(action) or any(
         amount(held, action.stage) for held in RULES[action.kind].acquires
     )

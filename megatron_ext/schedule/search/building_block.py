@@ -90,7 +90,7 @@ class _Ranks:
         self.placement = placement
         self.starts = starts
         self.moved: Starts = {}
-        self.latest = [-1] * placement.ranks  # of the moved passes
+        self.latest = [-1] * placement.ranks  # slot of the latest moved pass, by rank
         # Twice the time: room for every pass behind the last.
         self.idle = np.ones((placement.ranks, 2 * (max(starts.values()) + 2)), dtype=bool)
         changes = np.zeros(self.idle.shape, dtype=int)

@@ -198,23 +198,23 @@ def _shifted(packed: tuple[float, Starts], random: Random) -> Starts:
     plan = [list(row) for row in starts]
     m, lanes = len(plan[0]), len(plan)
     far = random.choice((0.1, 0.2, 0.4, 0.8))
-    what = random.random()
-    if what < 0.35:
+    draw = random.random()
+    if draw < 0.35:
         opens = random.uniform(-0.1, 1) * makespan
         closes = opens + random.choice((0.1, 0.2, 0.4)) * makespan
         for row in plan:
             for k, start in enumerate(row):
                 if opens < start < closes:
                     row[k] += random.uniform(-far, far)
-    elif what < 0.8:
-        some = (
+    elif draw < 0.8:
+        moved_lanes = (
             [random.randrange(lanes) for _ in range(random.choice((1, 2, 4)))]
-            if what < 0.6
+            if draw < 0.6
             else range(random.randrange(LANES), lanes, LANES)
         )
         first, length = random.randrange(m), random.choice((1, 2, 4, 8, m))
         shift = random.uniform(-2 * far, 2 * far)
-        for lane in some:
+        for lane in moved_lanes:
             for k in range(first, min(first + length, m)):
                 plan[lane][k] += shift
     else:

@@ -55,7 +55,7 @@ class TimedOrder:
     span: float
 
     def order(self, by_span: bool) -> tuple[float, float]:
-        """What to compare two by."""
+        """The key by which two orders are compared."""
         return (self.span, self.makespan) if by_span else (self.makespan, self.span)
 
 
@@ -71,7 +71,7 @@ class Memory:
         return fits(held, self.allowed[rank])
 
     def of(self, stage: int) -> float:
-        """What a microbatch takes on ``stage`` from F to I."""
+        """The memory a microbatch takes on ``stage`` from F to I."""
         # Should W need more than the activations, there must be room for it when I comes.
         return max(self.amount(held, stage) for held in (Held.ACTIVATION, Held.WEIGHT_INPUTS))
 

@@ -33,7 +33,7 @@ COLOURS = {
     Kind.EMBEDDING: "#F0E442",
     Kind.EMBEDDING_WEIGHT: "#A6A044",
 }
-SHORTER = {  # in the legend, than in the table of kinds
+SHORTER = {  # names for the legend, shorter than those in the table of kinds
     Kind.FULL_BACKWARD: "backward (I and W)",
     Kind.LOGITS_INPUT: "their input gradient",
     Kind.LOGITS_WEIGHT: "their weight gradient",
@@ -50,7 +50,7 @@ WIDTH = 12  # of the timelines' figure, in inches
 LABEL = 7  # of a pass, in points
 
 Pair = tuple[float, float]
-Box = tuple[int, float, float]  # rank, from when and till when
+Box = tuple[int, float, float]  # rank, start, end
 
 
 def draw(timelines: Sequence[Timeline], path: Path) -> None:

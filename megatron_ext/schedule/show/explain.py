@@ -71,10 +71,10 @@ def explain(measured: Timeline, predicted: Timeline) -> Explanation:
     # What is left when, one after the other, each is as it should be.
     left = {
         Part.MESSAGES: step.makespan(step.seconds, step.delay_without_messages),
-        Part.BETWEEN: step.makespan(step.seconds, _none),
-        Part.SLOW_PASSES: step.makespan(step.usual, _none),
-        Part.SLOW_RANKS: step.makespan(step.at_par, _none),
-        Part.COSTS: step.makespan(lambda action: costs[action] * scale, _none),
+        Part.BETWEEN: step.makespan(step.seconds, _no_delay),
+        Part.SLOW_PASSES: step.makespan(step.usual, _no_delay),
+        Part.SLOW_RANKS: step.makespan(step.at_par, _no_delay),
+        Part.COSTS: step.makespan(lambda action: costs[action] * scale, _no_delay),
         Part.SCHEDULE: work,
         Part.WORK: 0.0,
     }
@@ -85,7 +85,7 @@ def explain(measured: Timeline, predicted: Timeline) -> Explanation:
     return Explanation({part: parts[part] for part in Part}, tuple(worth[:TOP]))
 
 
-def _none(action: Action) -> float:
+def _no_delay(action: Action) -> float:
     return 0.0
 
 
@@ -100,7 +100,7 @@ class _Step:
         self.delays = {a: event.start - max(ready[a]) for a, event in self.events.items()}
         self.sender: dict[Action, int] = {}  # of the message a pass waits for, if there is one
         for action, event in self.events.items():
-            makers = [self.events[each] for each in self.replay.inputs[action]]
+            makers = [self.events[maker] for maker in self.replay.inputs[action]]
             others = [maker for maker in makers if maker.rank != event.rank]
             if others:
                 self.sender[action] = max(others, key=lambda maker: maker.end).rank
@@ -130,7 +130,7 @@ class _Step:
         return self.medians[action.stage, action.kind]
 
     def at_par(self, action: Action) -> float:
-        """As usual, on a rank no slower than others."""
+        """The seconds that ``action`` would take as usual, on a rank no slower than others."""
         return self.usual(action) * min(1.0, self.par / self.ratios[self.events[action].rank])
 
     def delay(self, action: Action) -> float:
@@ -154,8 +154,8 @@ class _Step:
                 continue
 
             def as_others(action: Action, rank: int = rank, slowness: float = slowness) -> float:
-                mine = self.events[action].rank == rank
-                return self.seconds(action) / (slowness if mine else 1.0)
+                is_slow = self.events[action].rank == rank
+                return self.seconds(action) / (slowness if is_slow else 1.0)
 
             yield self._cause(
                 f"rank {rank} is slow: beside other ranks its passes take {slowness:.2f} times "
@@ -195,11 +195,11 @@ class _Step:
 
             worst = max(actions, key=self.delay)  # the first of equals, in every process
             total = _ms(sum(map(self.delay, actions)))
-            told = f"{total} in all, most before {worst}: {_ms(self.delays[worst])}"
+            amounts = f"{total} in all, most before {worst}: {_ms(self.delays[worst])}"
             if sender is None:
-                text = f"rank {rank} did nothing between passes, waiting for no other: {told}"
+                text = f"rank {rank} did nothing between passes, waiting for no other: {amounts}"
             else:
-                text = f"messages from rank {sender} to rank {rank} came late: {told}"
+                text = f"messages from rank {sender} to rank {rank} came late: {amounts}"
             yield self._cause(text, self.seconds, at_once)
 
 

@@ -43,7 +43,7 @@ class Comparison:
         )
 
     def lines(self) -> list[str]:
-        """One for each rank."""
+        """A line of text for each rank."""
         error = f"{self.error:+.1%}"
         step = f"step predicted {_ms(self.predicted)}, measured {_ms(self.measured)} ({error})"
         pairs = zip(self.predicted_busy, self.measured_busy, strict=True)

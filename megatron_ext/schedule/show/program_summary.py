@@ -1,4 +1,4 @@
-"""A program's promise in one line."""
+"""What a program is predicted to take and to hold, in one line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def program_of_1f1b(problem: Problem) -> Program:
 
 
 def stock_1f1b(problem: Problem) -> Timeline:
-    """Its timeline."""
+    """The timeline of `program_of_1f1b`."""
     program = program_of_1f1b(problem)
     return simulate(program, program.problem.costs)
 
@@ -66,7 +66,7 @@ def summarize(program: Program) -> str:
     return (
         f"{program.schedule.name} on {problem.ranks} ranks, {problem.microbatches} microbatches: "
         f"predicted bubble {bubble:.1%} of the makespan (1f1b {stock:.1%}), "
-        f"peak {peak:g} microbatches{held}{_what_leaves(program)}{_what_overlaps(program)}; "
+        f"peak {peak:g} microbatches{held}{_offloaded_part(program)}{_what_overlaps(program)}; "
         f"costs {costs.origin}: {format_costs(costs)}"
     )
 
@@ -75,7 +75,7 @@ def _what_overlaps(program: Program) -> str:
     return f"; {what_overlapping_gains(program)}" if program.problem.extras.post_validation else ""
 
 
-def _what_leaves(program: Program) -> str:
+def _offloaded_part(program: Program) -> str:
     """How much of what passes leave goes to the host, with offload."""
     if program.problem.extras.offload is Offload.NONE:
         return ""

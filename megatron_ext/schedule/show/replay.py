@@ -44,7 +44,7 @@ class Replay:
             rank = ready.popleft()
             while rows[rank]:
                 action = rows[rank][0]
-                missing = next((each for each in self.inputs[action] if each not in done), None)
+                missing = next((maker for maker in self.inputs[action] if maker not in done), None)
                 if missing is not None:
                     waiters.setdefault(missing, []).append(rank)
                     break
@@ -60,12 +60,12 @@ class Replay:
         needs was made. (The start of the step for what waits for nothing.)"""
         start = min(event.start for event in measured.values())
         free = [start] * len(self.schedule.rows)
-        found = {}
+        ready_at = {}
         for rank, action in self.order:
-            made = max((measured[each].end for each in self.inputs[action]), default=start)
-            found[action] = free[rank], made
+            made = max((measured[maker].end for maker in self.inputs[action]), default=start)
+            ready_at[action] = free[rank], made
             free[rank] = measured[action].end
-        return found
+        return ready_at
 
     def run(self, seconds: Seconds, delay: Seconds = lambda action: 0.0) -> Timeline:
         """Start each pass ``delay`` after its rank is free and all it needs is made."""
@@ -73,7 +73,7 @@ class Replay:
         end: dict[Action, float] = {}
         rows: list[list[Event]] = [[] for _ in free]
         for rank, action in self.order:
-            start = max([free[rank], *(end[each] for each in self.inputs[action])])
+            start = max([free[rank], *(end[maker] for maker in self.inputs[action])])
             start += delay(action)
             end[action] = free[rank] = start + seconds(action)
             rows[rank].append(Event(rank, action, start, end[action]))
@@ -88,8 +88,8 @@ def _makers(action: Action, placement: Placement) -> Iterator[Action]:
         ends.append(partner_of(action, placement))
     elif lane is Lane.COLLECTIVE:
         ends = [action._replace(stage=stages[0]) for stages in placement.stages_of]
-    for each in (each for end in ends for _, some in needed(end, placement) for each in some):
-        if is_compute(each):
-            yield each
+    for need in (need for end in ends for _, needs in needed(end, placement) for need in needs):
+        if is_compute(need):
+            yield need
         else:
-            yield from _makers(each, placement)
+            yield from _makers(need, placement)

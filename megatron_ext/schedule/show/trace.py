@@ -69,12 +69,12 @@ def beside_all(
     return [
         TracedStep(
             iteration,
-            found,
+            measured_step,
             step.moved(start + (step.start - first) * factor, factor),
             factor,
             clock_error,
         )
-        for iteration, found, step in zip(iterations, measured, simulated, strict=True)
+        for iteration, measured_step, step in zip(iterations, measured, simulated, strict=True)
     ]
 
 
@@ -167,7 +167,7 @@ def read_trace(path: Path) -> list[TracedStep]:
             iterations.setdefault(event["args"]["iteration"], []).append(event)
     if not iterations:
         raise ValueError(f"{file} has no measured step: it is not of a training run")
-    return [_step(iteration, mine) for iteration, mine in iterations.items()]
+    return [_step(iteration, slices) for iteration, slices in iterations.items()]
 
 
 def _step(iteration: int, events: Sequence[dict[str, Any]]) -> TracedStep:
@@ -183,20 +183,20 @@ def _step(iteration: int, events: Sequence[dict[str, Any]]) -> TracedStep:
 
 def _timeline(events: Sequence[dict[str, Any]], category: str) -> Timeline:
     """The passes of ``category``, and with them the reductions of a measured step."""
-    found: list[list[Event]] = [[] for _ in range(1 + max(event["pid"] for event in events))]
+    of_ranks: list[list[Event]] = [[] for _ in range(1 + max(event["pid"] for event in events))]
     reductions = []
     for event in events:
         rank, start, end = event["pid"], event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
         if event["cat"] == category:
-            found[rank].append(Event(rank, parse(event["name"]), start, end))
+            of_ranks[rank].append(Event(rank, parse(event["name"]), start, end))
         elif event["cat"] == _REDUCTION and category == _PASS:
             args = event["args"]
             reductions.append(Reduction(rank, args["stage"], start, end, args["is_exact"]))
-    rows = tuple(tuple(event.action for event in row) for row in found)
+    rows = tuple(tuple(event.action for event in row) for row in of_ranks)
     rank_of = {action.stage: rank for rank, row in enumerate(rows) for action in row}
     placement = Placement("trace", tuple(rank_of[stage] for stage in range(len(rank_of))))
     schedule = Schedule(events[0]["args"]["schedule"], placement, rows)
-    return Timeline(schedule, tuple(event for row in found for event in row), tuple(reductions))
+    return Timeline(schedule, tuple(event for row in of_ranks for event in row), tuple(reductions))
 
 
 def _slices(timeline: Timeline, prefix: str, about: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -225,11 +225,11 @@ def _slices(timeline: Timeline, prefix: str, about: dict[str, Any]) -> Iterator[
 
 
 def _reductions(timeline: Timeline, about: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    for each in timeline.reductions:
-        name = f"reduction of stage {each.stage}"
-        args = {"stage": each.stage, "is_exact": each.is_exact} | about
-        known = "" if each.is_exact else " (at the latest)"
-        yield _slice(each, name + known, name, _REDUCTION, args)
+    for reduction in timeline.reductions:
+        name = f"reduction of stage {reduction.stage}"
+        args = {"stage": reduction.stage, "is_exact": reduction.is_exact} | about
+        doubt = "" if reduction.is_exact else " (at the latest)"
+        yield _slice(reduction, name + doubt, name, _REDUCTION, args)
 
 
 def _held(timeline: Timeline) -> Iterator[dict[str, Any]]:

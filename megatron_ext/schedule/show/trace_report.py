@@ -12,7 +12,7 @@ from megatron_ext.schedule.timeline import Timeline
 
 @dataclass(frozen=True)
 class StepFigures:
-    """Of one step, measured or predicted."""
+    """Figures of one step, measured or predicted."""
 
     makespan: float
     span: float

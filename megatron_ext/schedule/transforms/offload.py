@@ -116,7 +116,7 @@ def _most_that_cost_nothing(schedule: Schedule, problem: Problem) -> Schedule:
 
 
 class _Leaving:
-    """A schedule of which some activations leave."""
+    """Makes schedules in which some activations leave for the host."""
 
     def __init__(self, schedule: Schedule, problem: Problem, slower: float) -> None:
         host = problem.costs.host
@@ -127,7 +127,7 @@ class _Leaving:
         self.passes = simulate_messages(schedule, slow).compute
 
     def of_each_link(self, count: Callable[[Sequence[Absence]], int]) -> Schedule:
-        """With as many as ``count`` says of those that share a link, the longest-lived."""
+        """The schedule in which ``count`` of those that share a link leave, the longest-lived."""
         rows = []
         ranks = range(self.problem.ranks)
         for sharing in itertools.batched(ranks, self.host.ranks_per_link):
@@ -136,19 +136,19 @@ class _Leaving:
         return replace(self.schedule, rows=tuple(rows))
 
     def absences(self, ranks: Sequence[int]) -> list[Absence]:
-        """What may leave ``ranks``, in turns."""
+        """What may leave ``ranks``, the longest-lived first; the ranks take turns."""
         of_ranks = []
         for rank in ranks:
             absences = _longest_lived_first(_absences(rank, self.passes[rank], self.problem))
             halves = self.problem.extras.offload is Offload.HALF
-            of_ranks.append(_half(absences, self.problem) if halves else absences)
+            of_ranks.append(_longer_lived_half(absences, self.problem) if halves else absences)
         turns = itertools.chain.from_iterable(itertools.zip_longest(*of_ranks))
         return [absence for absence in turns if absence is not None]
 
     def rows(self, absences: Sequence[Absence], ranks: Sequence[int]) -> list[tuple[Action, ...]]:
-        """Those of ``ranks``, with what of ``absences`` there is time for."""
+        """The rows of ``ranks``, with the copies of those ``absences`` that there is time for."""
         copies: dict[int, list[Booked]] = defaultdict(list)
-        for booked in _book(absences, self.host):
+        for booked in _book_copies(absences, self.host):
             copies[booked.absence.rank].append(booked)
         return [_insert(self.schedule.rows[r], self.passes[r], copies[r]) for r in ranks]
 
@@ -166,7 +166,7 @@ class _Leaving:
         return all(fits(peak(row, amount), allowed) for row in rows)
 
 
-# By what is held between two passes: the copies and the wait, and which passes they are.
+# For each thing that can leave: its copies and wait, the pass that makes it, those that use it.
 _LEAVES = (
     (
         (Kind.OFFLOAD_F, Kind.FREE_F, Kind.RELOAD_F),
@@ -182,7 +182,7 @@ _LEAVES = (
 
 
 def _absences(rank: int, row: Sequence[Event], problem: Problem) -> Iterator[Absence]:
-    """All on ``rank`` that there is a use in: a pass runs between the two copies."""
+    """All absences on ``rank`` that are of use: a pass runs while the memory is free."""
     made_at = {event.action: position for position, event in enumerate(row)}
     starts, ends = [event.start for event in row], [event.end for event in row]
     for used, event in enumerate(row):
@@ -202,8 +202,8 @@ def _absences(rank: int, row: Sequence[Event], problem: Problem) -> Iterator[Abs
 
 
 def _longest_lived_first(absences: Iterable[Absence]) -> list[Absence]:
-    """Stage by stage, by how long theirs can be away; the microbatches of a stage so that any
-    number of the first are evenly spread."""
+    """The stages first whose activations can be away for longest; within a stage the microbatches
+    in an order in which the first n, for any n, are evenly spread over the step."""
     groups: dict[tuple[int, Kind], list[Absence]] = defaultdict(list)
     for absence in absences:
         groups[absence.stage, absence.kinds[0]].append(absence)
@@ -215,9 +215,9 @@ def _longest_lived_first(absences: Iterable[Absence]) -> list[Absence]:
     ]
 
 
-def _half(absences: list[Absence], problem: Problem) -> list[Absence]:
-    """Those of the longer-lived half of the chunks; of one chunk, every other microbatch. (What
-    waits for W is not much: it may leave from all.)"""
+def _longer_lived_half(absences: list[Absence], problem: Problem) -> list[Absence]:
+    """The absences of the longer-lived half of the chunks; if there is one chunk, those of every
+    other microbatch. (What waits for W is not much, and may leave from all chunks.)"""
     chunks = problem.placement.chunks
     if chunks == 1:
         return [absence for absence in absences if absence.microbatch % 2 == 0]
@@ -226,9 +226,9 @@ def _half(absences: list[Absence], problem: Problem) -> list[Absence]:
     return [a for a in absences if a.stage in stages or a not in activations]
 
 
-def _book(absences: Iterable[Absence], host: HostCosts) -> Iterator[Booked]:
-    """Copies to the host as early as they can be made, and back as late, one after the other of
-    ``absences``; not of those that would not be away in between."""
+def _book_copies(absences: Iterable[Absence], host: HostCosts) -> Iterator[Booked]:
+    """Book copies for one after the other of ``absences``: to the host as early as they can be
+    made, and back as late. An absence that would be back before it has gone gets none."""
     links: Mapping[object, _Link] = defaultdict(_Link)
     for absence in absences:
         out = links[host.link(absence.rank, Lane.TO_HOST)]
@@ -245,7 +245,7 @@ def _book(absences: Iterable[Absence], host: HostCosts) -> Iterator[Booked]:
 
 
 class _Link:
-    """When a link to the host is taken: intervals without a gap between them are one."""
+    """The intervals in which a link to the host is taken. Adjoining ones are merged."""
 
     def __init__(self) -> None:
         self._starts: list[float] = []
@@ -281,7 +281,8 @@ class _Link:
 
 
 def _positions(booked: Booked, starts: Sequence[float], ends: Sequence[float]) -> tuple[int, ...]:
-    """Before which passes of the rank the copy out, the wait for it and the copy back come."""
+    """The passes of the rank, by position, before which the copy out, its wait and the copy back
+    come."""
     absence = booked.absence
     soon = 1e-9 * ends[-1]
     first, last = absence.made + 1, absence.used

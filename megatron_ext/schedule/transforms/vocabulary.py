@@ -53,7 +53,7 @@ def divide_vocabulary(schedule: Schedule, problem: Problem) -> Schedule:
     placement, costs = problem.placement, _in_ticks(problem.costs)
     base = simulate_unproved(schedule, replace(problem, costs=costs))
     interval = max(sum(e.end - e.start for e in row) for row in base.compute) / problem.microbatches
-    starts = _later(base, problem, interval)
+    starts = _delayed_starts(base, problem, interval)
 
     rows: list[list[tuple[float, Action]]] = [[] for _ in schedule.rows]
     for microbatch in range(problem.microbatches):
@@ -83,7 +83,7 @@ def _in_ticks(costs: Costs) -> Costs:
     return replace(costs, seconds=seconds, hop=round(costs.hop / tick))
 
 
-def _later(base: Timeline, problem: Problem, interval: float) -> _Times:
+def _delayed_starts(base: Timeline, problem: Problem, interval: float) -> _Times:
     """When the passes of ``base`` start, the backward ones as many microbatches later as it takes.
 
     The last microbatches have none behind them; theirs run so much later than they did that all

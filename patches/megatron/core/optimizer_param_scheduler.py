@@ -1,4 +1,5 @@
-"""The scheduler of learning rate and weight decay steps as after success, and can be told better.
+"""The scheduler of learning rate and weight decay steps before the verdict, as after success; if
+the optimizer's step turns out to have been skipped, this is taken back.
 
 Not patched: what it computes; whoever steps it while no verdict is pending.
 """

@@ -203,16 +203,16 @@ def _parameters(module: Any, names: Sequence[str]) -> Weights:
 
 
 def _tensors_in(saved: Any) -> list[Tensor]:
-    """Not what stands for one and is none, as of quantised ones."""
+    """The tensors in ``saved``; what is no `Tensor`, as of quantised ones, is left out."""
     if isinstance(saved, list | tuple):
-        return [tensor for each in saved for tensor in _tensors_in(each)]
+        return [tensor for part in saved for tensor in _tensors_in(part)]
     return [saved] if isinstance(saved, Tensor) else []
 
 
 def _cut_off(saved: Any) -> Any:
     """``saved`` without the graph, which holds the stage's input and its gradient."""
     if isinstance(saved, list | tuple):
-        return [_cut_off(each) for each in saved]
+        return [_cut_off(part) for part in saved]
     if isinstance(saved, Tensor) and saved.requires_grad:
         return saved.detach()
     return saved
