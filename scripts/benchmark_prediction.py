@@ -42,7 +42,7 @@ from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.build.output_layer import place_output_layer
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs, uniform
-from megatron_ext.schedule.costs_text import parse_costs
+from megatron_ext.schedule.costs_text import format_costs, parse_costs
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.graph import channels
@@ -159,7 +159,7 @@ def _run(spec: str, microbatches: int, text: str) -> Result:
         recorder.end()
     comparison = steps.compare(world)
     assert comparison is not None
-    return Result(spec, str(slept), str(found), comparison.error, comparison)
+    return Result(spec, format_costs(slept), format_costs(found), comparison.error, comparison)
 
 
 def _milliseconds(text: str, placement: Placement) -> Costs:
