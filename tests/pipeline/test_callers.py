@@ -33,7 +33,7 @@ from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.show.trace import NAME, read_trace
-from tests.helpers.ranks import run_ranks, values
+from tests.helpers.ranks import run_ranks, running_ranks, values
 
 RANKS = 4
 SEQUENCE, BATCH, VOCABULARY, MICROBATCHES = 8, 2, 32, 6
@@ -280,7 +280,9 @@ def test_an_error_beside_the_passes_ends_the_other_ranks() -> None:
                 time.sleep(600)
             step(own_groups=False)
 
-    results = run_ranks(RANKS, failing, timeout=30)
+    with running_ranks(RANKS, failing) as running:
+        running.wait_until_ended(0, 2, 3)
+        results = running.wait(timeout=0)
     assert [result.exit_code is None for result in results] == [False, True, False, False]
 
 

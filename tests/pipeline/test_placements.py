@@ -32,7 +32,7 @@ from tests.helpers.megatron_runs import (
 from tests.helpers.ranks import lasting_folder
 
 SCHEDULES = (
-    *("zb-v", "v-half", "v-min", "v-auto", "1f1b-v", "dualpipe-v", "hanayo"),
+    *("zb-v", "v-half", "v-auto", "v-min", "1f1b-v", "dualpipe-v", "hanayo"),
     *("interleaved", "breadth-first", "interleaved-zb", "gis", "gis-h"),
 )
 SAVED_AT = 2
