@@ -41,11 +41,11 @@ elif (($#)); then
   check pytest "$@"
 else
   # A file's tests share what they build, and stay together. The other folders fork ranks of their
-  # own, which wait for one another: three files at once keep two cores busy, the longest first.
+  # own, which wait for one another: two files at once keep two cores busy, the longest first.
   check pytest tests/unit -n auto --maxprocesses 4 \
     --dist loadfile --no-loadscope-reorder --durations 10
   check pytest tests --ignore tests/unit --ignore tests/slurm \
-    -n 3 --dist loadfile --no-loadscope-reorder --durations 20
+    -n 2 --dist loadfile --no-loadscope-reorder --durations 20
   # A cluster of two nodes takes longer than SLURM waits to launch a job beside all that.
   check pytest tests/slurm
 fi
