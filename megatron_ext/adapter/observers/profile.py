@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core.utils import log_single_rank
 
 from megatron_ext.adapter.observers.observer import Step, StepObserver
-from megatron_ext.adapter.observers.writers import log
+from megatron_ext.adapter.observers.writers import log_step
 from megatron_ext.adapter.programs import Programs, Shape
 from megatron_ext.logger import logger
 from megatron_ext.runtime.held_bytes import Allocated, HeldBytes, SavedTensors
@@ -108,14 +108,11 @@ class StepProfile(StepObserver):
             return
         for line in comparison.lines():
             logger.info(line)
-        predicted, measured = comparison.bubble_shares
-        figures = {
-            "pipeline/bubble share": measured,
-            "pipeline/bubble share, predicted": predicted,
-            "pipeline/step seconds": comparison.measured,
-            "pipeline/step seconds, predicted": comparison.predicted,
-        }
-        log(figures, iteration)
+        log_step(
+            iteration,
+            bubble_shares=comparison.bubble_shares,
+            seconds=(comparison.predicted, comparison.measured),
+        )
 
     def _write(self, costs: Costs) -> None:
         try:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.adapter.observers.observer import Step, StepObserver
-from megatron_ext.adapter.observers.writers import current_iteration, log, log_interval
+from megatron_ext.adapter.observers.writers import current_iteration, log_interval, log_step
 from megatron_ext.logger import logger
 from megatron_ext.runtime.measure.clocks import clock_offsets
 from megatron_ext.runtime.recording import Recording, clock_of
@@ -108,10 +108,9 @@ def _log(step: TracedStep) -> None:
     """Write the step's figures to Megatron's own writers, as often as Megatron writes its own."""
     if step.iteration % log_interval():
         return
-    figures = {
-        "pipeline/bubble share": step.measured.bubble_share_makespan,
-        "pipeline/bubble share, predicted": step.predicted.bubble_share_makespan,
-        "pipeline/step seconds": step.measured.makespan,
-        "pipeline/step seconds, predicted": step.predicted.makespan,
-    }
-    log(figures, step.iteration)
+    predicted, measured = step.predicted, step.measured
+    log_step(
+        step.iteration,
+        bubble_shares=(predicted.bubble_share_makespan, measured.bubble_share_makespan),
+        seconds=(predicted.makespan, measured.makespan),
+    )

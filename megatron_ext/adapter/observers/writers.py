@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 
@@ -18,8 +17,17 @@ def log_interval() -> int:
     return getattr(_training_global("_GLOBAL_ARGS"), "tensorboard_log_interval", 1)
 
 
-def log(figures: Mapping[str, float], iteration: int) -> None:
-    """Write ``figures`` to each of the writers that exist."""
+def log_step(
+    iteration: int, *, bubble_shares: tuple[float, float], seconds: tuple[float, float]
+) -> None:
+    """Write a step's bubble share and its seconds, each as (predicted, measured), to each of the
+    writers that exist."""
+    figures: dict[str, float] = {}
+    for name, (predicted, measured) in (
+        ("pipeline/bubble share", bubble_shares),
+        ("pipeline/step seconds", seconds),
+    ):
+        figures |= {name: measured, f"{name}, predicted": predicted}
     tensorboard = _training_global("_GLOBAL_TENSORBOARD_WRITER")
     wandb = _training_global("_GLOBAL_WANDB_WRITER")
     if tensorboard is not None:
