@@ -72,9 +72,8 @@ class Need:
 
     kinds: tuple[Kind, ...]
     source: Source = Source.OWN
-    neighbour: Neighbour | None = (
-        None  # at an end of the pipeline, where there is none, nothing is needed
-    )
+    # At an end of the pipeline, where there is none, nothing is needed.
+    neighbour: Neighbour | None = None
 
 
 @dataclass(frozen=True)

@@ -197,9 +197,8 @@ class _Relay:
     def __init__(self, messages: ValidationMessages) -> None:
         self._messages = messages
         self._has_come = messages.look()
-        self._runs = (
-            threading.Lock()
-        )  # not a threading.Event, whose `wait` is slower: it is written in Python
+        # Not a threading.Event, whose `wait` is slower: it is written in Python.
+        self._runs = threading.Lock()
         self._runs.acquire()
         self._thread = threading.Thread(target=self._run, name="megatron_ext verdict", daemon=True)
         self._thread.start()
