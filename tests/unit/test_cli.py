@@ -93,7 +93,7 @@ def test_simulate_draws_and_writes_a_table_that_it_reads_back(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (("simulate", "zb-h9", "--pp", "2", "-m", "2"), "known are"),
+        (("simulate", "zb-h9", "--pp", "2", "-m", "2"), "did you mean zb-h1 or zb-h2? Known are"),
         (("simulate", "1f1b", "--pp", "4", "-m", "8", "--memory-limit", "3"), "0F3 brings rank 0"),
         (("simulate", "1f1b", "--pp", "4", "-m", "0"), "microbatches is 0"),
         (("simulate", "1f1b", "--pp", "0", "-m", "4"), "pipeline ranks is 0"),

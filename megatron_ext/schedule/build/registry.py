@@ -10,7 +10,7 @@ import re
 import sys
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Family, Schedule
-from megatron_ext.schedule.schedule_csv import from_csv
+from megatron_ext.schedule.schedule_csv import load_csv
+from megatron_ext.schedule.words import counted, meant_by
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,8 @@ class Choice:
     build: Family
     splits_backward: bool
     searches: bool = False
-    ranks: int | None = None  # that a file is for; None: any number
+    ranks: int | None = None  # that a table is for; None: any number
+    microbatches: int | None = None  # the same
 
     @property
     def example(self) -> Placement:
@@ -128,7 +130,7 @@ def choose(spec: str) -> Choice:
     Raises:
         ValueError: no such family, option or file, or a file that is no schedule.
     """
-    if spec.endswith(".csv"):
+    if spec.lower().endswith(".csv"):
         return _from_csv_file(Path(spec))
     if python := _PYTHON_FILE.fullmatch(spec):
         entry = _from_python_file(Path(python[1]))
@@ -152,8 +154,21 @@ def _find(name: str) -> FamilyEntry:
     for entry in entries().values():
         if name == entry.name or name in entry.aliases:
             return entry
-    names = ", ".join(entries())
-    raise ValueError(f"there is no schedule {name!r}; known are {names}, or a .csv or .py file")
+    known = f"known are {', '.join(entries())}, or a .csv or .py file"
+    raise ValueError(f"there is no schedule {name!r}; {_perhaps(name, _all_names(), known)}")
+
+
+def _all_names() -> list[str]:
+    """The names of our families, and then their other names."""
+    return [*entries(), *(alias for entry in entries().values() for alias in entry.aliases)]
+
+
+def _perhaps(name: str, known: Iterable[str], all_known: str) -> str:
+    """The end of an error about a ``name`` that is not among ``known``."""
+    meant = meant_by(name, known)
+    if not meant:
+        return all_known
+    return f"did you mean {' or '.join(meant)}? {all_known[0].upper()}{all_known[1:]}"
 
 
 def _options_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -167,6 +182,7 @@ def _accepted(function: Callable[..., Any], options: dict[str, Any]) -> dict[str
 
 
 _BOOLEANS = {"true": True, "false": False}  # bool("false") is True
+_WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
 def _parse_options(entry: FamilyEntry, text: str) -> dict[str, Any]:
@@ -177,15 +193,17 @@ def _parse_options(entry: FamilyEntry, text: str) -> dict[str, Any]:
     for part in filter(None, text.split(",")):
         key, _, value = part.partition("=")
         if key not in parameters:
-            known = ", ".join(parameters) or "none"
-            raise ValueError(f"schedule {entry.name} has no option {key!r}; it has: {known}")
+            known = f"its options are {', '.join(parameters)}" if parameters else "it has none"
+            raise ValueError(
+                f"schedule {entry.name} has no option {key!r}; {_perhaps(key, parameters, known)}"
+            )
         if key in options:
             raise ValueError(f"schedule {entry.name}: {key} is given twice in {text!r}; keep one")
         kind = type(parameters[key].default)
         try:
             options[key] = _BOOLEANS[value] if kind is bool else kind(value)
         except (KeyError, ValueError):
-            wanted = " or ".join(_BOOLEANS) if kind is bool else kind.__name__
+            wanted = _WANTED[kind]
             raise ValueError(
                 f"schedule {entry.name}: {key} must be {wanted}, not {value!r}"
             ) from None
@@ -193,11 +211,8 @@ def _parse_options(entry: FamilyEntry, text: str) -> dict[str, Any]:
 
 
 def _from_csv_file(path: Path) -> Choice:
-    try:
-        text = path.read_text()
-    except OSError as error:
-        raise ValueError(f"schedule file {path} cannot be read: {error}") from None
-    schedule = from_csv(text, path.name)
+    schedule = load_csv(path)
+    microbatches = 1 + max(action.microbatch for row in schedule.rows for action in row)
 
     def place(ranks: int) -> Placement:
         if ranks != len(schedule.rows):
@@ -208,10 +223,16 @@ def _from_csv_file(path: Path) -> Choice:
         return schedule.placement
 
     def build(problem: Problem) -> Schedule:
+        if problem.microbatches != microbatches:
+            raise ValueError(
+                f"schedule file {path} is for {counted(microbatches, 'microbatch')}, and this step "
+                f"has {problem.microbatches}: change the batch size, or the file"
+            )
         return schedule
 
     splits = any(a.kind is Kind.BACKWARD_WEIGHT for row in schedule.rows for a in row)
-    return Choice(str(path), place, build, splits, ranks=len(schedule.rows))
+    rows = len(schedule.rows)
+    return Choice(str(path), place, build, splits, ranks=rows, microbatches=microbatches)
 
 
 _PYTHON_FILE = re.compile(r"(.+\.py)(?::(.*))?")  # a path may hold a colon of its own
