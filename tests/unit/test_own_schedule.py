@@ -161,6 +161,11 @@ IMPORTS = (
     "from megatron_ext.schedule.placement import line\n"
     "from megatron_ext.schedule.build.registry import family\n"
 )
+PLACED = (
+    "from megatron_ext.families import Placement, family\n"
+    "@family('a', lambda ranks: Placement('own', {}), source='ours')\n"
+    "def a(problem): return problem\n"
+)
 EAGER = EXAMPLES["my_schedule.py"]
 
 
@@ -192,6 +197,18 @@ EAGER = EXAMPLES["my_schedule.py"]
             EAGER.replace("FULL_BACKWARD", "BACKWARD_INPUT"),
             r"makes \d+I0, .*write @family\(..., splits_backward=True\)",
         ),
+        (
+            IMPORTS + "from megatron_ext.families import Schedule\n"
+            "@family('a', line, source='ours')\n"
+            "def a(problem): return Schedule('a', problem.placement, (((0, 'F', 0),),))\n",
+            r"a has \(0, 'F', 0\) in its rows, which is no Action",
+        ),
+        (PLACED.format("(0, 999999999999)"), "for 2 ranks is wrong about rank 1: each of 0 to 1"),
+        (PLACED.format("(0, 1, 2)"), "for 2 ranks is wrong about rank 2: each of 0 to 1 needs"),
+        (
+            PLACED.replace("Placement('own', {})", "None"),
+            "the placement of a returned NoneType; return a Placement",
+        ),
     ],
     ids=[
         "raises",
@@ -204,13 +221,19 @@ EAGER = EXAMPLES["my_schedule.py"]
         "no default",
         "no schedule",
         "not split",
+        "no actions",
+        "a rank that takes all memory",
+        "a rank too many",
+        "no placement",
     ],
 )
 def test_bad_files(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "own.py"
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
-        choose(str(path)).build(line_problem(2, 2))
+        choice = choose(str(path))
+        choice.place(2)
+        choice.build(line_problem(2, 2))
     choose("1f1b").build(line_problem(2, 2))  # and ours are as they were
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Family, Schedule
@@ -257,7 +257,7 @@ def _import_family(path: Path) -> FamilyEntry:
         raise ValueError(
             f"schedule file {path} registers {len(added)} families ({names}), and a file is one "
             f"schedule: decorate exactly one function with @family(name, placement, source=...) "
-            f"of {__name__}"
+            f"of megatron_ext.families"
         )
     entry = added[0]
     for ours in entries().values():
@@ -272,7 +272,7 @@ def _import_family(path: Path) -> FamilyEntry:
                 f"schedule file {path}: option {key} has no default that is a bool, an int, a "
                 f"float or a str, from which its type is read; write {key}: int = 0 or the like"
             )
-    return replace(entry, build=_checked(entry, path))
+    return replace(entry, place=_checked_placement(entry, path), build=_checked_build(entry, path))
 
 
 def _families_in(path: Path) -> list[FamilyEntry]:
@@ -298,7 +298,30 @@ def _families_in(path: Path) -> list[FamilyEntry]:
     return registered
 
 
-def _checked(entry: FamilyEntry, path: Path) -> Callable[..., Schedule]:
+def _checked_placement(entry: FamilyEntry, path: Path) -> Callable[..., Placement]:
+    """``entry.place``, which has to return a placement on all ranks and no others."""
+
+    @functools.wraps(entry.place)  # its options are read off the signature
+    def place(ranks: int, **options: Any) -> Placement:
+        placement = entry.place(ranks, **options)
+        if not isinstance(placement, Placement):
+            raise ValueError(
+                f"schedule file {path}: the placement of {entry.name} returned "
+                f"{type(placement).__name__}; return a Placement(name, rank_of)"
+            )
+        wrong = set(placement.rank_of) ^ set(range(ranks))
+        if wrong:
+            raise ValueError(
+                f"schedule file {path}: the placement of {entry.name} for "
+                f"{counted(ranks, 'rank')} is wrong about rank {min(wrong)}: each of 0 to "
+                f"{ranks - 1} needs a stage, and there are no others"
+            )
+        return placement
+
+    return place
+
+
+def _checked_build(entry: FamilyEntry, path: Path) -> Callable[..., Schedule]:
     """``entry.build``, which has to return what the file says of it."""
 
     @functools.wraps(entry.build)  # its options are read off the signature
@@ -309,7 +332,14 @@ def _checked(entry: FamilyEntry, path: Path) -> Callable[..., Schedule]:
                 f"schedule file {path}: {entry.name} returned {type(schedule).__name__}; return "
                 f"a Schedule(name, problem.placement, rows)"
             )
-        late = next((a for row in schedule.rows for a in row if a.kind in _SPLIT), None)
+        actions = [action for row in schedule.rows for action in row]
+        stranger = next((a for a in actions if not isinstance(a, Action)), None)
+        if stranger is not None:
+            raise ValueError(
+                f"schedule file {path}: {entry.name} has {stranger!r} in its rows, which is no "
+                f"Action(stage, kind, microbatch)"
+            )
+        late = next((a for a in actions if a.kind in _SPLIT), None)
         if late is not None and not entry.splits_backward:
             raise ValueError(
                 f"schedule file {path}: {entry.name} makes {late}, a part of a split backward "
