@@ -20,6 +20,7 @@ from megatron_ext.commands.options import (
     Schedule,
 )
 from megatron_ext.commands.output import fail, print_table
+from megatron_ext.commands.progress import showing_progress
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.overlap import what_overlapping_gains
 from megatron_ext.schedule.build.registry import Choice, choose, with_option
@@ -31,6 +32,7 @@ from megatron_ext.schedule.program.graph import Device
 from megatron_ext.schedule.program.simulate import simulate as simulate_program
 from megatron_ext.schedule.program.simulate import simulate_steps
 from megatron_ext.schedule.program.verify import Program
+from megatron_ext.schedule.progress import task
 from megatron_ext.schedule.schedule_csv import to_csv
 from megatron_ext.schedule.search.certify import certify as certify_program
 from megatron_ext.schedule.show.draw import draw_steps
@@ -100,11 +102,13 @@ def simulate(
                 p2p=p2p, vocabulary=vocab_parallel, offload=offload, post_validation=post_validation
             ),
         )
-        program, made = report(choice, problem)
-        waiting = simulate_program(program, program.problem.costs, Device.WAITS_AT_PASSES)
-        figures = asdict(made) | {"makespan_if_passes_wait": waiting.makespan}
-        if certify:
-            figures |= _certified(program, seconds)
+        with showing_progress():
+            program, made = report(choice, problem)
+            with task("simulating a device that waits at passes"):
+                waiting = simulate_program(program, program.problem.costs, Device.WAITS_AT_PASSES)
+            figures = asdict(made) | {"makespan_if_passes_wait": waiting.makespan}
+            if certify:
+                figures |= _certified(program, seconds)
         if csv is not None:
             csv.write_text(to_csv(program.schedule))
         if program_file is not None:
