@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,26 @@ def test_simulate_shows_what_one_communicator_costs() -> None:
         json.loads(run(*words, "--p2p", p2p, "--json"))["makespan"] for p2p in ("async", "batched")
     )
     assert together > alone
+
+
+def test_simulate_is_for_people() -> None:
+    """Names of variables, None as a column, True and False, and times without a unit."""
+    said = run("simulate", "1f1b", "--pp", "4", "-m", "8", "--costs", "f=2,i=2,w=2")
+    assert "None" not in said and "True" not in said and "_" not in said
+    assert re.search(r"bubble +27.3% of the makespan, 27.3% of the span", said)
+    assert re.search(r"peak activations +4, 3, 2, 1 microbatches, rank by rank", said)
+    assert "times are in the unit of the costs (f=2,i=2,w=2)" in said
+    alone = run("simulate", "1f1b", "--pp", "1", "-m", "1", "--memory-limit", "1")
+    assert "1 microbatches" not in alone and re.search(r"memory limit +1 microbatch\b", alone)
+    many = run("simulate", "1f1b", "--pp", "20", "-m", "40")
+    assert re.search(r"peak activations +1 to 20 microbatches on a rank", many)
+
+
+def test_simulate_says_what_a_certificate_is_worth() -> None:
+    words = ("simulate", "1f1b", "--pp", "4", "-m", "8", "--certify", "--seconds", "1")
+    assert "proved: no schedule with this placement and backward pass has a shorter" in run(*words)
+    words = ("simulate", "v-min", "--pp", "2", "-m", "4", "--certify", "--seconds", "0")
+    assert "no schedule with this placement and backward pass has a makespan under" in run(*words)
 
 
 HEAD = ("--costs", "f=10,i=12,w=8,comm=1,head=10/12/8,embedding=1/2")
@@ -97,6 +118,11 @@ def test_simulate_draws_and_writes_a_table_that_it_reads_back(tmp_path: Path) ->
     [
         (("simulate", "zb-h9", "--pp", "2", "-m", "2"), "did you mean zb-h1 or zb-h2? Known are"),
         (("simulate", "1f1b", "--pp", "4", "-m", "8", "--memory-limit", "3"), "0F3 brings rank 0"),
+        (("simulate", "1f1b", "--pp", "4", "-m", "8", "--memory-limit", ""), "memory limit ''"),
+        (("plan", "--pp", "4", "-m", "8", "--memory-limit", ""), "memory limit ''"),
+        (("simulate", "1f1b", "--pp", "4", "-m", "8", "--seconds", "-5"), "'--seconds'"),
+        (("simulate", "1f1b", "--pp", "4", "-m", "8", "--seconds", "nan"), "'--seconds'"),
+        (("simulate", "1f1b", "--pp", "4", "-m", "8", "--steps", "0"), "'--steps'"),
         (("simulate", "1f1b", "--pp", "4", "-m", "0"), "microbatches is 0"),
         (("simulate", "1f1b", "--pp", "0", "-m", "4"), "pipeline ranks is 0"),
         (("simulate", "1f1b", "--pp", "4", "-m", "8", "--costs", "f=1"), "missing ['i', 'w']"),
