@@ -28,8 +28,14 @@ def run(*words: str, code: int = 0) -> str:
 def test_schedules_lists_every_family() -> None:
     rows = json.loads(run("schedules", "--json"))
     assert {"gpipe", "1f1b", "zb-h1"} <= {row["name"] for row in rows}
-    keys = {"name", "placement", "chunks", "uses_costs", "source"}
+    keys = {"name", "mark", "placement", "chunks", "uses_costs", "source"}
     assert all(row.keys() == keys for row in rows)
+    marks = {row["name"]: row["mark"] for row in rows}
+    assert (marks["zb-h1"], marks["v-min"], marks["2bp"]) == (
+        "stable",
+        "experimental",
+        "laboratory",
+    )
     assert "zb-h1" in run("schedules")
 
 

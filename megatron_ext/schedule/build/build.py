@@ -20,6 +20,7 @@ from megatron_ext.schedule.transforms.offload import offload
 from megatron_ext.schedule.transforms.post_validation import validate_afterwards
 from megatron_ext.schedule.transforms.vocabulary import INTERVALS, divide_vocabulary
 from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
+from megatron_ext.schedule.words import counted
 
 _TRIES = 4  # how often what messages hold is taken off what passes may
 _MANY = 500_000  # passes
@@ -45,7 +46,9 @@ def build_program(choice: Choice, problem: Problem) -> Program:
 
 def _size(problem: Problem) -> str:
     """How large ``problem`` is, and if it is very large what that takes."""
-    text = f"{problem.ranks:,} ranks and {problem.microbatches:,} microbatches"
+    text = f"{counted(problem.ranks, 'rank')} and {counted(problem.microbatches, 'microbatch')}"
+    if problem.extras.vocabulary is not VocabularyParallel.NONE:
+        text += f" with vocabulary parallelism {problem.extras.vocabulary}"
     passes = 3 * problem.placement.stages * problem.microbatches
     if passes < _MANY:
         return text

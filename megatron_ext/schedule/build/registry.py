@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import importlib
 import inspect
@@ -23,6 +24,25 @@ from megatron_ext.schedule.schedule_csv import load_csv
 from megatron_ext.schedule.words import counted, meant_by
 
 
+class Mark(enum.StrEnum):
+    """How far a schedule has been tried, and whether `plan` recommends it.
+
+    All of them are proved for every size that `scripts/sweep_schedules.py` has, and train in
+    tests to stock's bits.
+
+    - stable: trained in tests beside something that launches have too (checkpoints, tensor or
+      expert parallelism, vocabulary parallelism, offload), its time and memory are on its page and
+      compared with it by a test, and some launch is best off with it. Two that are one search with
+      another limit count as one.
+    - experimental: it may be what a launch wants, but has hardly been trained beside anything.
+    - laboratory: to compare with. Others take less time in no more memory.
+    """
+
+    STABLE = "stable"
+    EXPERIMENTAL = "experimental"
+    LABORATORY = "laboratory"
+
+
 @dataclass(frozen=True)
 class FamilyEntry:
     """A registered family. ``build`` takes the problem, ``place`` the number of ranks, and each
@@ -32,6 +52,7 @@ class FamilyEntry:
     build: Callable[..., Schedule]
     place: Callable[..., Placement]
     source: str
+    mark: Mark = Mark.EXPERIMENTAL
     splits_backward: bool = False
     uses_costs: bool = False
     searches: bool = False
@@ -49,6 +70,7 @@ def family(
     place: Callable[..., Placement],
     *,
     source: str,
+    mark: Mark = Mark.EXPERIMENTAL,
     splits_backward: bool = False,
     uses_costs: bool = False,
     searches: bool = False,
@@ -60,6 +82,7 @@ def family(
     Args:
         place: the placement for so many ranks.
         source: the paper, and where in it.
+        mark: how far it has been tried.
         splits_backward: whether there are I and W, and not B alone.
         uses_costs: whether another cost gives another schedule.
         searches: whether making it is a search of seconds to minutes.
@@ -74,6 +97,7 @@ def family(
                 build,
                 place,
                 source,
+                mark,
                 splits_backward=splits_backward,
                 uses_costs=uses_costs,
                 searches=searches,
