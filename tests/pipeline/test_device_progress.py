@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -158,13 +158,6 @@ def run_ahead_of_a_stuck_device(rank: int) -> None:
     signal.signal(signal.SIGUSR1, lambda signum, frame: setattr(device, "ended", next(ends)))
     say(HERE)
     stay()
-
-
-@pytest.fixture(scope="module")
-def script() -> Iterator[Script]:
-    script = Script()
-    yield script
-    script.close()
 
 
 TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FrameType
 
@@ -36,13 +36,6 @@ from tests.helpers.stages import Pipeline, alone, program_for, world  # noqa: E4
 RANKS = 3
 HERE = "here it is"
 NOTE = r"\[.*\d\d:\d\d:\d\d\]"  # whereabouts
-
-
-@pytest.fixture(scope="module")
-def script() -> Iterator[Script]:
-    script = Script()
-    yield script
-    script.close()
 
 
 def nothing() -> None:

@@ -7,7 +7,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -42,13 +42,6 @@ AFTER_STATE = "after its state was passed on"
 SPECULATION = "in the first pass of the next step"
 SETTLE = "when it asks for the verdict"
 REDO = "when it does the step again"
-
-
-@pytest.fixture(scope="module")
-def script() -> Iterator[Script]:
-    script = Script()
-    yield script
-    script.close()
 
 
 class Faulty(StepAtOnce):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -256,13 +256,6 @@ class Step:
             with pytest.raises(RuntimeError, match="has failed in an earlier step, and its"):
                 pipeline.step()
             wait_until_told()
-
-
-@pytest.fixture(scope="module")
-def script() -> Iterator[Script]:
-    script = Script()
-    yield script
-    script.close()
 
 
 def check_cut_off(rank: int, result: RankResult) -> None:
