@@ -112,7 +112,7 @@ def test_nothing_is_left_behind() -> None:
         ({"micro_batch_size": None}, ("--micro_batch_siz", "1"), "flags", "--micro-batch-size?"),
         ({}, ("--mock-data", "yes"), "flags", "'yes' belongs to no flag"),
         ({"num_layers": "four"}, (), "flags", "--num-layers: invalid int value: 'four'"),
-        ({"pipeline_schedule": "zb-h9"}, (), "flags", "known are"),
+        ({"pipeline_schedule": "zb-h9"}, (), "flags", "did you mean zb-h1"),
         ({"num_layers": 6}, (), "model", "6 layers do not divide over 8 stages"),
         (
             {"pipeline_schedule": None, "num_layers": 6},

@@ -432,15 +432,15 @@ def test_the_bound_holds_of_steps_that_overlap(name: str, p: int, m: int, comm: 
 
 
 def test_what_cannot_overlap_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"nothing with 1f1b on 4 .* 346 with it and 346 without"):
+    with pytest.raises(ValueError, match=r"nothing with 1f1b on 4 .* takes as long as without"):
         check_overlaps(program("1f1b", 4, 8, USUAL))
     check_overlaps(program("zb-2p", 4, 8, USUAL))
-    assert "its span is its makespan of 346" in what_overlapping_gains(program("1f1b", 4, 8, USUAL))
+    assert "its span is its makespan;" in what_overlapping_gains(program("1f1b", 4, 8, USUAL))
 
 
 def test_the_promise_of_a_launch_tells_both() -> None:
     made = program("zb-2p", 4, 8, USUAL)
-    assert "in the long run a step costs 256, 6.2% less than its makespan of 273" in summarize(made)
+    assert "in the long run a step takes 6.2% less than the makespan" in summarize(made)
     assert "long run" not in summarize(program("zb-2p", 4, 8, USUAL, validated=False))
 
 
@@ -457,7 +457,7 @@ def test_simulate_tells_what_a_step_costs(tmp_path: Path) -> None:
     assert found["post_validation"] is True
     trace, picture = tmp_path / "trace.json", tmp_path / "picture.svg"
     text = run(*words, "--steps", "2", "--trace", str(trace), "--plot", str(picture))
-    assert "in the long run a step costs 256, 6.2% less than its makespan of 273" in text
+    assert "in the long run a step takes 6.2% less than the makespan" in text
     events = json.loads(trace.read_text())["traceEvents"]
     passes = [event for event in events if event.get("cat") == "compute"]
     assert len(passes) == 2 * 4 * 3 * 8
