@@ -47,8 +47,8 @@ def checked(
 
 
 def told(report: Report, verdict: Verdict) -> list[str]:
-    found = [finding for finding in report.findings if finding.verdict is verdict]
-    return [f"{finding.subject}: {finding.text}; {finding.fix}" for finding in found]
+    findings = [finding for finding in report.findings if finding.verdict is verdict]
+    return [f"{finding.subject}: {finding.text}; {finding.fix}" for finding in findings]
 
 
 def test_a_right_line() -> None:

@@ -187,5 +187,5 @@ def test_a_device_that_waits_is_named_with_action_peer_and_age(script: Script) -
         rf"got SIGTERM: pipeline rank 3 between passes; its device {together} for \d\.\d s "
         rf"\[{OWN}; iteration 12; {TIME}\]",
     ):
-        found = re.findall(rf"^megatron_ext: {line}$", result.stderr, re.MULTILINE)
-        assert len(found) == 1, result.stderr
+        lines = re.findall(rf"^megatron_ext: {line}$", result.stderr, re.MULTILINE)
+        assert len(lines) == 1, result.stderr

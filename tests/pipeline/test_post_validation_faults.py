@@ -105,13 +105,13 @@ class Steps:
 def check_cut_off(rank: int, result: RankResult) -> None:
     """The rank has ended by an error that says what it waited for, and from whom."""
     assert result.exit_code == 1, (rank, result.exit_code, result.stderr)
-    found = re.search(
+    match = re.search(
         rf"PeerFailure: pipeline rank {rank} was waiting for {rank}(SEND_|RECV_|)([FBPV]|SETTLE)\d "
         r"\((to|from) pipeline rank (\d)\)",
         result.stderr,
     )
-    assert found, result.stderr
-    lane, what, direction, peer = found.groups()
+    assert match, result.stderr
+    lane, what, direction, peer = match.groups()
     sends = lane == "SEND_"
     assert direction == ("to" if sends else "from")
     onwards = sends == (what in "FP")

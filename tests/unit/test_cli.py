@@ -82,15 +82,17 @@ HEAD = ("--costs", "f=10,i=12,w=8,comm=1,head=10/12/8,embedding=1/2")
 def test_simulate_divides_the_vocabulary(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     words = ("simulate", "zb-h1", "--pp", "4", "-m", "16", *HEAD)
-    whole, one, two = (
+    whole, variant_1, variant_2 = (
         json.loads(run(*words, "--vocab-parallel", how, "--trace", str(trace), "--json"))
         for how in ("none", "1", "2")
     )
-    assert [found["vocabulary"] for found in (whole, one, two)] == ["none", "1", "2"]
-    assert max(one["makespan"], two["makespan"]) < 0.75 * whole["makespan"]
-    assert [found["peak_activation_microbatches"][0] for found in (whole, one, two)] == [4, 6, 5]
+    assert [report["vocabulary"] for report in (whole, variant_1, variant_2)] == ["none", "1", "2"]
+    assert max(variant_1["makespan"], variant_2["makespan"]) < 0.75 * whole["makespan"]
+    assert [
+        report["peak_activation_microbatches"][0] for report in (whole, variant_1, variant_2)
+    ] == [4, 6, 5]
     # The embedding's two passes and the head's three are the same work, divided.
-    assert one["work"] == two["work"] == pytest.approx(whole["work"])
+    assert variant_1["work"] == variant_2["work"] == pytest.approx(whole["work"])
     names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
     assert {"0S0", "3SW15", "0GATHER_S0"} <= names
 
@@ -98,13 +100,13 @@ def test_simulate_divides_the_vocabulary(tmp_path: Path) -> None:
 def test_plan_compares_what_can_be_done_about_a_head() -> None:
     words = ("plan", "--pp", "2", "-m", "4", "--memory-limit", "2")
     assert json.loads(run(*words, "--json"))["vocabulary"] == []
-    found = json.loads(run(*words, *HEAD, "--layers", "7", "--json"))
-    rows = {row["schedule"]: row for row in found["vocabulary"]}
-    assert rows.keys() == {row["schedule"] for row in found["schedules"]}
-    one = rows["1f1b"]
-    assert one["redistributed"] < one["naive"]
+    report = json.loads(run(*words, *HEAD, "--layers", "7", "--json"))
+    rows = {row["schedule"]: row for row in report["vocabulary"]}
+    assert rows.keys() == {row["schedule"] for row in report["schedules"]}
+    row = rows["1f1b"]
+    assert row["redistributed"] < row["naive"]
     # Two ranks hold two microbatches; one more is over the limit.
-    assert one["2"] is None and "least feasible limit for it is 3" in one["refused"]["2"]
+    assert row["2"] is None and "least feasible limit for it is 3" in row["refused"]["2"]
 
 
 def test_simulate_draws_and_writes_a_table_that_it_reads_back(tmp_path: Path) -> None:
@@ -211,17 +213,17 @@ def test_verify_bounds_a_typo_before_it_takes_memory(tmp_path: Path) -> None:
 
 
 def test_doctor_with_no_flag_of_ours_wants_no_patch() -> None:
-    found = json.loads(run("doctor", "--json"))
-    assert found["environment"]["megatron-core"].startswith("0.19")
-    assert found["patches"] and {patch["state"] for patch in found["patches"]} == {"not wanted"}
+    report = json.loads(run("doctor", "--json"))
+    assert report["environment"]["megatron-core"].startswith("0.19")
+    assert report["patches"] and {patch["state"] for patch in report["patches"]} == {"not wanted"}
 
 
 def test_doctor_shows_what_a_flag_would_apply() -> None:
-    found = json.loads(run("doctor", "--json", "--pipeline-schedule", "1f1b"))
-    states = {patch["feature"]: patch["state"] for patch in found["patches"]}
+    report = json.loads(run("doctor", "--json", "--pipeline-schedule", "1f1b"))
+    states = {patch["feature"]: patch["state"] for patch in report["patches"]}
     assert states["schedule"] == states["flags"] == "would be applied"
     assert states["split backward of local linear layers"] == "not wanted"
-    assert all(patch["reason"] and patch["target"] for patch in found["patches"])
+    assert all(patch["reason"] and patch["target"] for patch in report["patches"])
 
 
 def test_doctor_knows_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
