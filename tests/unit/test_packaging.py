@@ -162,6 +162,21 @@ def test_what_a_star_brings() -> None:
     assert {"__version__", "install"} == brought.keys() - {"__builtins__"}
 
 
+def test_the_image_keeps_what_nvidia_put_in_it_and_asks_doctor() -> None:
+    dockerfile = (ROOT / "Dockerfile").read_text().splitlines()
+    assert re.fullmatch(r"ARG IMAGE=nvcr\.io/nvidia/nemo:\d\d\.\d\d", dockerfile[1])
+    install, doctor = dockerfile[-2:]
+    # A list of versions in the image forbids what builds us; ours asks for no version of anything.
+    assert "PIP_CONSTRAINT= python -m pip install" in install and "[" not in install
+    assert doctor == "RUN python -m megatron_ext doctor"
+
+
+def test_an_image_gets_nothing_that_git_ignores() -> None:
+    """.venv alone has several GB."""
+    left_out = (ROOT / ".dockerignore").read_text().splitlines()
+    assert {".git", ".venv", "build", "dist", "runs"} <= set(left_out)
+
+
 def check_import(python: str | Path, env: dict[str, str], home: Path, cwd: Path) -> None:
     lines = run(python, "-c", IMPORT, cwd=cwd, env=env).splitlines()
     for file in lines[:2]:
