@@ -25,11 +25,17 @@ COMMANDS = typer.main.get_group(app).commands
 def code(page: Path) -> list[str]:
     """What is set as code on a page: in a line, as a block, indented."""
     text = page.read_text()
+    text = re.sub(r"^```console\n.*?^```", commands_alone, text, flags=re.DOTALL | re.MULTILINE)
     blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     text = re.sub(r"^```\w*\n.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     indented = re.findall(r"^ {4}(.*)$", text, re.MULTILINE)
     lines = [" ".join(words.split()) for words in re.findall(r"`([^`]+)`", text)]
     return [*lines, *indented, *(line for block in blocks for line in block.splitlines())]
+
+
+def commands_alone(block: re.Match[str]) -> str:
+    """A block without the outputs, which are the commands' own words."""
+    return "\n".join(["```", *re.findall(r"^\$ ((?:.*\\\n)*.*)", block[0], re.MULTILINE), "```"])
 
 
 @ON_EACH_PAGE
