@@ -41,7 +41,7 @@ _BLOCK = re.compile(
 _COMMAND = re.compile(r"^\$ ((?:.*\\\n)*.*)\n", re.MULTILINE)
 _FILE = re.compile(r"^```\w+\n(# ([\w.-]+\.(?:py|sh))\n.*?)^```$", re.DOTALL | re.MULTILINE)
 _MEGATRON_EXT = "megatron-ext() { python -c 'from megatron_ext.cli import app; app()' \"$@\"; }"
-_END = "--- end of an output, exit status"
+_END = "=== end of an output, exit status"
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ def with_outputs(page: str, *, quick: bool) -> str:
 
 def outputs(commands: Sequence[str], page: str) -> list[str]:
     """What each of a page's commands prints, one after the other in one shell."""
-    ends = (f"{command}\necho '{_END}' ${{PIPESTATUS[0]}}" for command in commands)
-    script = "\n".join([_MEGATRON_EXT, *ends])
+    status = f"printf '\\n{_END} %s\\n' ${{PIPESTATUS[0]}}"
+    script = "\n".join([_MEGATRON_EXT, *(f"{command}\n{status}" for command in commands)])
     with tempfile.TemporaryDirectory() as folder:
         write_files(page, Path(folder))
         ended = subprocess.run(
@@ -111,7 +111,7 @@ def outputs(commands: Sequence[str], page: str) -> list[str]:
     for command, status in zip(commands, printed[1::2], strict=True):
         if int(status) > 1:
             raise ValueError(f"$ {command}\nended with {status}: {ended.stderr}{rest}")
-    return printed[::2]
+    return [text.removesuffix("\n") for text in printed[::2]]
 
 
 def shortened(printed: str, command: str | None) -> str:
