@@ -189,8 +189,8 @@ def read_trace(path: Path) -> list[TracedStep]:
     iterations: dict[int, list[_Slice]] = {}
     for number, event in enumerate(events):
         if _is_of_a_step(event):
-            found = _read_slice(event, f"{file}, event {number}")
-            iterations.setdefault(found.args.count("iteration"), []).append(found)
+            slice_ = _read_slice(event, f"{file}, event {number}")
+            iterations.setdefault(slice_.args.count("iteration"), []).append(slice_)
     if not iterations:
         raise ValueError(f"{file} has no measured step: it is not of a training run")
     return [
@@ -247,16 +247,16 @@ def _timeline(slices: Sequence[_Slice], category: str, where: str) -> Timeline:
     """The passes of ``category``, and with them the reductions of a measured step."""
     of_rank: dict[int, list[Event]] = {}
     reductions = []
-    for found in slices:
-        if found.category == category:
+    for slice_ in slices:
+        if slice_.category == category:
             try:
-                event = Event(found.rank, parse(found.name), found.start, found.end)
+                event = Event(slice_.rank, parse(slice_.name), slice_.start, slice_.end)
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from None
-            of_rank.setdefault(found.rank, []).append(event)
-        elif found.category == _REDUCTION and category == _PASS:
-            stage, is_exact = found.args.count("stage"), found.args.truth("is_exact")
-            reductions.append(Reduction(found.rank, stage, found.start, found.end, is_exact))
+            of_rank.setdefault(slice_.rank, []).append(event)
+        elif slice_.category == _REDUCTION and category == _PASS:
+            stage, is_exact = slice_.args.count("stage"), slice_.args.truth("is_exact")
+            reductions.append(Reduction(slice_.rank, stage, slice_.start, slice_.end, is_exact))
     rows = [tuple(of_rank[rank]) for rank in sorted(of_rank)]
     _check_rows(rows, where)
     rank_of = {event.action.stage: event.rank for row in rows for event in row}
