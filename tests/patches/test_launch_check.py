@@ -17,8 +17,9 @@ from typer.testing import CliRunner
 from megatron_ext.adapter.model_bytes import bytes_of_ranks
 from megatron_ext.cli import app
 from megatron_ext.launch_check import line as launch_line
-from megatron_ext.launch_check.check import Launch, check_launch, read_launch
+from megatron_ext.launch_check.check import check_launch
 from megatron_ext.launch_check.report import Report, Verdict
+from megatron_ext.launch_check.words import Launch
 from megatron_ext.patches.engine import applied
 from megatron_ext.schedule.placement import line, v
 from megatron_ext.schedule.problem import VocabularyParallel
@@ -310,31 +311,13 @@ def test_ranks_share_the_model(untied: bool, experts: int | None) -> None:
     assert on_v[3] > on_v[0] == on_v[1] == on_v[2]
 
 
-@pytest.mark.parametrize(
-    ("words", "launch"),
-    [
-        ("x.py --a 1", Launch("x.py", False, ("--a", "1"))),
-        ("-m mine --a", Launch("mine", True, ("--a",))),
-        ("-m megatron_ext x.py --a", Launch("x.py", False, ("--a",))),
-        ("torchrun --nproc-per-node 8 x.py -m", Launch("x.py", False, ("-m",), 8)),
-        (
-            "bin/torchrun --nnodes 1:2 --nproc_per_node=4 -m megatron_ext -m mine",
-            Launch("mine", True, (), 8),
-        ),
-        ("torchrun --nproc-per-node gpu x.py", Launch("x.py", False, ())),
-    ],
-)
-def test_how_launch_lines_begin(words: str, launch: Launch) -> None:
-    assert read_launch(words.split()) == launch
-
-
 def test_the_command() -> None:
     line = ["--", str(SCRIPT), *model_flags(**FLAGS)]
     result = CliRunner().invoke(app, ["doctor", "--json", "--world-size", "4", *line])
     assert result.exit_code == 0 and json.loads(result.stdout)["right"], result.output
     result = CliRunner().invoke(app, ["doctor", *line, "--num-layer", "3"])
     assert result.exit_code == 1 and "did you mean --num-layers?" in result.output
-    assert "1 is wrong" in result.output and "pipeline rank" in result.output
+    assert "to correct before the launch: 1" in result.output and "pipeline rank" in result.output
     result = CliRunner().invoke(app, ["doctor", "--", "pretrain", "--num-layers", "3"])
     assert result.exit_code == 2 and "begins no launch line" in result.output
 
