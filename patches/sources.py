@@ -29,7 +29,7 @@ class UnknownSource:
         digest: `source_digest` of it.
         known_of: the versions whose sources the patch was read against.
         we: what we do with it, and why.
-        file, lines: where it is, the first and the last line.
+        file, lines: where it is, the first and the last line; an empty name where no file is.
         diff: a command that shows what has changed since the nearest known version; empty where
             nobody knows one.
     """
@@ -49,11 +49,8 @@ class UnknownSource:
 
     def __str__(self) -> str:
         first, last = self.lines
-        lines = [
-            f"{self.target} is not as in {self.known_of}",
-            f"    {self.we}",
-            f"    it is here: {self.file}, lines {first} to {last}",
-        ]
+        where = f"{self.file}, lines {first} to {last}" if self.file else "no file can be read"
+        lines = [f"{self.target} is not as in {self.known_of}", f"    {self.we}", f"    {where}"]
         return "\n".join([*lines, f"    what has changed: {self.diff}"] if self.diff else lines)
 
 
@@ -100,30 +97,26 @@ def unknown_source(
     """What there is to say of the source of ``original``, whose ``digest`` is not ``known`` (by the
     versions that have it)."""
     versions = sorted({version for key in known for version in key.split(", ")})
-    file, lines = "a file that cannot be read", (0, 0)
-    diff = ""
+    package = re.split("[.:]", target)[0]
+    known_of = f"{package} {' and '.join(versions)}"
     try:
-        path = inspect.getsourcefile(inspect.unwrap(original)) or ""
+        file = inspect.getsourcefile(inspect.unwrap(original)) or ""
         text, first = inspect.getsourcelines(original)
     except (OSError, TypeError):
-        pass
-    else:
-        file, lines = path, (first, first + len(text) - 1)
-        diff = _diff(target, Path(path), versions)
-    package = "Megatron" if target.startswith("megatron.") else target.partition(".")[0]
-    return UnknownSource(
-        target, digest, f"{package} {' and '.join(versions)}", we, file, lines, diff
-    )
+        return UnknownSource(target, digest, known_of, we, "", (0, 0), "")
+    lines = first, first + len(text) - 1
+    diff = _diff(package, Path(file), versions) if package == "megatron" else ""
+    return UnknownSource(target, digest, known_of, we, file, lines, diff)
 
 
-def _diff(target: str, file: Path, versions: list[str]) -> str:
-    """The command that compares ``file`` with that of upstream's version nearest to it."""
-    top = target.partition(".")[0]
-    if top != "megatron" or top not in file.parts or not versions:
+def _diff(package: str, file: Path, versions: list[str]) -> str:
+    """The command that compares ``file`` with that of upstream's version nearest to it; empty where
+    it is no file of the package."""
+    if package not in file.parts:
         return ""
-    depth = file.parts[::-1].index(top)
+    depth = file.parts[::-1].index(package)
     root, path = file.parents[depth], Path(*file.parts[-depth - 1 :])
-    here = sys.modules[f"{top}.core"].__version__
+    here = sys.modules[f"{package}.core"].__version__
     version = next((known for known in versions if here.startswith(f"{known}.")), versions[-1])
     tag = f"core_v{version}.0"
     if (root / ".git").exists():
