@@ -22,6 +22,10 @@ ON_ROCM = (
 )
 
 
+# Features list their patches for a schedule; without one asked for, all that there can be.
+_WITH_ALL_PATCHES = PipelineConfig.parse(schedule="zb-h1", trace="traces", trace_iters="1:2")
+
+
 class State(StrEnum):
     """How a patch stands to what is here.
 
@@ -124,8 +128,7 @@ def _megatron() -> str:
 
 
 def _patches(config: PipelineConfig) -> Iterator[PatchState]:
-    # Without a schedule its patches are listed for a typical one.
-    example = config if config.schedule else PipelineConfig(schedule="zb-h1")
+    example = config if config.schedule else _WITH_ALL_PATCHES
     in_force = {patch.target for patch in applied()}
     for feature in FEATURES:
         wanted = config.schedule is None or feature.is_wanted(config)
