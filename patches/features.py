@@ -47,7 +47,11 @@ FEATURES = (
     Feature("flags", ("megatron.training.arguments",), None),
     Feature(
         "schedule",
-        ("megatron.core.pipeline_parallel.schedules", "megatron.training.checkpointing"),
+        (
+            "megatron.core.pipeline_parallel.schedules",
+            "megatron.core.parallel_state.ending",
+            "megatron.training.checkpointing",
+        ),
         lambda choice: True,
     ),
     Feature(
@@ -75,7 +79,10 @@ FEATURES = (
     ),
     Feature(
         "virtual stages",
-        ("megatron.core.transformer.transformer_config", "megatron.core.parallel_state"),
+        (
+            "megatron.core.transformer.transformer_config",
+            "megatron.core.parallel_state.first_stage",
+        ),
         lambda choice: choice.example.chunks > 1,
     ),
     Feature(
