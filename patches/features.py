@@ -100,6 +100,13 @@ FEATURES = (
         ),
         lambda choice: choice.moves_first_stage,
     ),
+    # After the one above, whose wrapper of the same function is then within: nobody trains together
+    # who has not been compared.
+    Feature(
+        "ranks that are launched alike",
+        ("megatron.core.parallel_state.agreement",),
+        lambda choice: True,
+    ),
     Feature(
         "measured costs",
         ("megatron.training.training.training_end",),

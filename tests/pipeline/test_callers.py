@@ -199,7 +199,7 @@ def test_varying_sequence_lengths_cannot_be_batched() -> None:
 @pytest.mark.parametrize(
     ("size", "stale", "listed"),
     [
-        (RANKS, [2], "global ranks 0, 1, 3; .* on global rank 2;"),
+        (RANKS, [2], "global ranks 0-1, 3; .* on global rank 2;"),
         (2, [1, 3], "global ranks 0, 2; .* on global ranks 1, 3;"),  # all of the second pipeline
     ],
 )
