@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import fields
@@ -12,7 +13,6 @@ import megatron.core
 import torch
 import torch.distributed as dist
 
-import megatron_ext
 from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.runtime.agreement import Fact, agree
 from megatron_ext.schedule.build.registry import file_of
@@ -44,7 +44,7 @@ def launch_facts(config: PipelineConfig) -> dict[str, Fact]:
     }
     facts |= {f"the file {path}": _contents(path) for path in _files(config)}
     versions = {
-        "megatron_ext": megatron_ext.__version__,
+        "megatron_ext": sys.modules["megatron_ext"].__version__,  # not imported: it imports this
         "Megatron": megatron.core.__version__,
         "torch": torch.__version__,
     }
