@@ -12,6 +12,7 @@ import typer
 
 from megatron_ext.commands.options import Json
 from megatron_ext.commands.output import fail, gib, print_table
+from megatron_ext.commands.progress import showing_progress
 from megatron_ext.config import PipelineConfig
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ def _check_launch_line(
     from megatron_ext.patches.engine import PatchError
 
     try:
-        report = check_launch(read_launch(words), world_size, gpu_memory)
+        with showing_progress():
+            report = check_launch(read_launch(words), world_size, gpu_memory)
     except (ValueError, PatchError) as error:
         fail(error)
     if as_json:

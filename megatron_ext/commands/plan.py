@@ -76,7 +76,7 @@ def plan(
     """Compare every schedule for one model, and say which to take."""
     room = None
     try:
-        limit = parse_limit(memory_limit, pp, microbatches) if memory_limit else None
+        limit = None if memory_limit is None else parse_limit(memory_limit, pp, microbatches)
         if model is None:
             if gpu is not None or tp > 1 or dp > 1 or distributed_optimizer:
                 raise ValueError(

@@ -12,10 +12,15 @@ from megatron_ext.schedule.build.registry import entries
 
 
 def schedules(as_json: Json = False) -> None:
-    """List the schedules there are."""
+    """List the schedules there are.
+
+    mark: plan recommends stable ones. Experimental ones train too, and have hardly been tried with
+    anything else; those of the laboratory are there to compare with.
+    """
     rows = [
         {
             "name": entry.name,
+            "mark": entry.mark,
             "placement": entry.place(4).name,
             "chunks": entry.place(4).chunks,
             "uses_costs": entry.uses_costs,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,23 +11,50 @@ from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.build.report import report
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.schedule_csv import from_csv
+from megatron_ext.schedule.words import counted
 
 
-def verify(file: Annotated[Path, typer.Argument(help="Compute actions, a line per rank.")]) -> None:
+def verify(
+    spec: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE",
+            help="A .csv file of compute actions, a line per rank, or a .py file with a family "
+            "(FILE:key=value,... sets its options).",
+        ),
+    ],
+    pp: Annotated[
+        int | None,
+        typer.Option(help="Pipeline ranks. A .csv file has them in it, a .py file needs them."),
+    ] = None,
+    microbatches: Annotated[
+        int | None, typer.Option("-m", "--microbatches", help="Of one step, likewise.")
+    ] = None,
+) -> None:
     """Prove a schedule file: complete, in order, free of deadlock."""
     try:
-        choice = choose(str(file))
-        schedule = from_csv(file.read_text(), file.name)
-        microbatches = 1 + max(action.microbatch for row in schedule.rows for action in row)
-        placement = schedule.placement
-        problem = Problem(placement, microbatches, uniform(placement, 1, 1, 1))
+        choice = choose(spec)
+        ranks = choice.ranks if pp is None else pp
+        of_step = choice.microbatches if microbatches is None else microbatches
+        if ranks is None or of_step is None:
+            raise ValueError(
+                f"{spec} makes a schedule for any number of ranks and microbatches: add --pp P "
+                f"and -m M, those of your launch"
+            )
+        placement = choice.place(ranks)
+        problem = Problem(placement, of_step, uniform(placement, 1, 1, 1))
         _, made = report(choice, problem)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         fail(error)
-    order = "in" if made.bitwise_order else "not in"
     typer.echo(
-        f"{file} is valid: {placement.ranks} ranks, {placement.stages} stages, {microbatches} "
-        f"microbatches, {order} microbatch order, peak "
-        f"{made.peak:g} microbatches"
+        f"{spec} is valid: {counted(ranks, 'rank')}, {counted(placement.stages, 'stage')}, "
+        f"{counted(of_step, 'microbatch')}; a rank holds at most "
+        f"{counted(made.peak, 'microbatch')}"
+    )
+    typer.echo(
+        "every stage takes its microbatches in order: training gives stock Megatron's numbers to "
+        "the last bit"
+        if made.bitwise_order
+        else "a stage takes its microbatches out of order: gradients are summed in another order "
+        "than stock Megatron's, and their last bits differ"
     )

@@ -92,6 +92,7 @@ class Action(NamedTuple):
 
 
 _TEXT = re.compile(r"(\d+)([A-Z_]+)(\d+)")
+_LONGEST = 40  # of what is no action, shown in an error
 
 
 def parse(text: str) -> Action:
@@ -100,10 +101,9 @@ def parse(text: str) -> Action:
     Raises:
         ValueError: ``text`` is no action.
     """
-    match = _TEXT.fullmatch(text.strip())
+    text = text.strip()
+    match = _TEXT.fullmatch(text)
     if match is None or match[2] not in set(Kind):
-        kinds = ", ".join(Kind)
-        raise ValueError(
-            f"{text!r} is no action: write stage, kind, microbatch as in 3F7; kinds are {kinds}"
-        )
+        shown = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+        raise ValueError(f"{shown!r} is no action: write stage, kind and microbatch, as in 3F7")
     return Action(int(match[1]), Kind(match[2]), int(match[3]))

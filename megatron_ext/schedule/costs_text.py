@@ -11,6 +11,7 @@ from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import Costs, HostCosts, VocabularyCosts
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.text_file import read_text_file
 
 FILE_VERSION = 1
 
@@ -157,10 +158,9 @@ def load_costs(path: Path, placement: Placement) -> Costs:
         ValueError: no such file, not JSON, another version, lists of another length, or keys that
             are missing or unknown.
     """
+    text = _text_of(path)
     try:
-        data = json.loads(path.read_text())
-    except OSError as error:
-        raise ValueError(f"costs file {path} cannot be read: {error}; {_EXAMPLE}") from None
+        data = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"costs file {path} is not JSON: {error}") from None
     if not isinstance(data, dict) or data.get("version") != FILE_VERSION:
@@ -201,6 +201,13 @@ def load_costs(path: Path, placement: Placement) -> Costs:
     costs = Costs(seconds, float(hop), held, origin, message_bytes=message_bytes)
     costs = _with_vocabulary(costs, data, float(single[Held.LOGITS.value]), str(path))
     return _with_host(costs, data, placement, str(path))
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return read_text_file(path, "costs file")
+    except ValueError as error:
+        raise ValueError(f"{error}; {_EXAMPLE}") from None
 
 
 def save_costs(costs: Costs, path: Path) -> None:

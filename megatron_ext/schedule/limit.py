@@ -6,7 +6,10 @@ import math
 import re
 from dataclasses import dataclass
 
+from megatron_ext.schedule.words import counted
+
 _BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_LARGEST = 1e15  # in whatever unit
 _TEXT = re.compile(r"(\d+(?:\.\d+)?)(x|[KMGT]iB)?")
 
 
@@ -23,7 +26,8 @@ class MemoryLimit:
     def __str__(self) -> str:
         if self.bytes is not None:
             return f"{self.bytes / 2**30:.3g}GiB"
-        return f"{self.microbatches:g} microbatches"
+        assert self.microbatches is not None
+        return counted(self.microbatches, "microbatch")
 
     def at_least(self, amount: float) -> str:
         """The least limit in the unit of this one that allows ``amount``, as `parse_limit` reads
@@ -83,13 +87,13 @@ def parse_limit(text: str, ranks: int, microbatches: int) -> MemoryLimit:
     """``5``: microbatches of a rank; ``0.5x``: relative to 1F1B's peak; ``60GiB``: bytes.
 
     Raises:
-        ValueError: ``text`` is none of these, or zero.
+        ValueError: ``text`` is none of these, zero, or beyond any machine.
     """
     match = _TEXT.fullmatch(text.strip())
-    if match is None or float(match[1]) == 0:
+    if match is None or not 0 < float(match[1]) < _LARGEST:
         raise ValueError(
             f"memory limit {text!r} is not understood: write microbatches of a rank (5), "
-            f"a share of 1F1B's peak (0.5x), or bytes (60GiB)"
+            f"a share of 1F1B's peak (0.5x), or bytes (60GiB); leave it out for no limit"
         )
     number, unit = float(match[1]), match[2]
     if unit is None:

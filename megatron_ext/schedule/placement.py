@@ -94,7 +94,7 @@ def line(ranks: int) -> Placement:
 def loop(ranks: int, *, vpp: int = 2) -> Placement:
     """``vpp`` chunks a rank, Megatron's interleaving: chunk c of rank r is stage c*p + r."""
     _check(ranks, "pipeline ranks")
-    _check(vpp, "chunks of a rank (vpp)")
+    _check(vpp, "chunks of a rank (vpp)", ranks)
     return Placement("loop", tuple(range(ranks)) * vpp)
 
 
@@ -109,7 +109,7 @@ def v(ranks: int) -> Placement:
 def wave(ranks: int, *, waves: int = 2) -> Placement:
     """``waves`` V's one after the other: 2*waves chunks a rank (Hanayo)."""
     _check(ranks, "pipeline ranks")
-    _check(waves, "waves")
+    _check(waves, "waves", 2 * ranks)
     there, back = tuple(reversed(range(ranks))), tuple(range(ranks))
     return Placement("wave", (there + back) * waves)
 
@@ -119,6 +119,12 @@ def is_line_or_v(placement: Placement) -> bool:
     return placement.rank_of in (line(placement.ranks).rank_of, v(placement.ranks).rank_of)
 
 
-def _check(number: int, what: str) -> None:
+_MOST_STAGES = 10**6  # more than any model has layers: a number beyond is a mistake
+
+
+def _check(number: int, what: str, stages: int = 1) -> None:
+    """``stages`` come with each of them."""
     if number < 1:
         raise ValueError(f"the number of {what} is {number}; at least one is needed")
+    if number * stages > _MOST_STAGES:
+        raise ValueError(f"the number of {what} is {number}; no model has {number * stages} stages")

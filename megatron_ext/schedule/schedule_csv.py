@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from megatron_ext.schedule.action import Action, parse
 from megatron_ext.schedule.flip import (
@@ -13,9 +15,10 @@ from megatron_ext.schedule.flip import (
     flipped,
     opens_on_first_rank,
 )
-from megatron_ext.schedule.kinds import RULES, Where
+from megatron_ext.schedule.kinds import RULES, Lane, Where
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.schedule import Schedule, is_compute
+from megatron_ext.schedule.text_file import read_text_file
 
 
 def to_csv(schedule: Schedule) -> str:
@@ -31,57 +34,91 @@ def to_csv(schedule: Schedule) -> str:
     return text.getvalue()
 
 
+def load_csv(path: Path) -> Schedule:
+    """The schedule in the file at ``path``.
+
+    Raises:
+        ValueError: it cannot be read, is not UTF-8, or as `from_csv`.
+    """
+    return from_csv(read_text_file(path, "schedule file"), path.name)
+
+
 def from_csv(text: str, name: str) -> Schedule:
     """The schedule that ``text`` holds: the inverse of `to_csv`. Empty cells are idle time.
 
-    A compound such as ``(0F1;4B0)OVERLAP_F_B`` is its parts, one after the other. A V or wave that
+    Cells may also be parted by semicolons or tabs, as Excel writes them in many countries. A
+    compound such as ``(0F1;4B0)OVERLAP_F_B`` is its parts, one after the other. A V or wave that
     opens on rank 0 is flipped (`flip`).
 
     The placement is read off the table: a stage is on the rank that first names it. (That a stage
     stays there, and all else, is for `prove` to say.)
 
     Raises:
-        ValueError: a cell is no compute action, a line is empty, or a stage is missing.
+        ValueError: a cell is no compute action, a line is empty, or a stage or microbatch is
+            missing below the largest.
     """
+    lines = csv.reader(io.StringIO(text.rstrip()), delimiter=_delimiter(text))
     rows: list[tuple[Action, ...]] = []
-    for number, cells in enumerate(csv.reader(io.StringIO(text)), start=1):
-        try:
-            row = tuple(parse(part) for cell in cells for part in _parts(cell))
-        except ValueError as error:
-            raise ValueError(f"{name}, line {number}: {error}") from None
-        for action in row:
-            if not is_compute(action):
-                raise ValueError(
-                    f"{name}, line {number}: {action} is no pass; messages and waits are inserted "
-                    f"by us, leave them out"
-                )
-            if RULES[action.kind].where is not Where.STAGE:
-                raise ValueError(
-                    f"{name}, line {number}: {action} is a pass of vocabulary parallelism; those "
-                    f"are inserted by us, leave them out"
-                )
-        if not row:
-            raise ValueError(
-                f"{name}, line {number} holds no action; there is one line per rank, and every "
-                f"rank has a stage"
-            )
-        rows.append(row)
+    while (cells := _next_line(lines, name, len(rows) + 1)) is not None:
+        rows.append(_row(cells, f"{name}, line {len(rows) + 1}"))
+    if not rows:
+        raise ValueError(f"{name} holds no action")
+    _check_numbers(rows, name)
     rank_of: dict[int, int] = {}
     for rank, row in enumerate(rows):
         for action in row:
             rank_of.setdefault(action.stage, rank)
-    if not rank_of:
-        raise ValueError(f"{name} holds no action")
-    missing = sorted(set(range(max(rank_of) + 1)) - set(rank_of))
-    if missing:
-        raise ValueError(f"{name} names stage {max(rank_of)} but no action of stage {missing[0]}")
     placement = Placement("file", tuple(rank_of[stage] for stage in range(len(rank_of))))
     if placement.ranks == len(rows) and opens_on_first_rank(placement.rank_of):
         return Schedule(name, flipped(placement), flip_rows(tuple(rows)))
     return Schedule(name, placement, tuple(rows))
 
 
-_COMPOUND = re.compile(r"\((.*)\)OVERLAP_F_B")
+_COMPOUND = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+# What a file, or a family, may hold, and what it does: passes of a stage.
+KINDS_IN_FILES = {
+    kind: rule.does
+    for kind, rule in RULES.items()
+    if rule.lane is Lane.COMPUTE and rule.where is Where.STAGE
+}
+_KINDS = ", ".join(f"{kind} ({does})" for kind, does in KINDS_IN_FILES.items())
+
+
+def _delimiter(text: str) -> str:
+    """What parts the cells of ``text``."""
+    outside = _COMPOUND.sub("", text)
+    return "," if "," in outside else next((d for d in ";\t" if d in outside), ",")
+
+
+def _next_line(lines: Iterator[list[str]], name: str, number: int) -> list[str] | None:
+    try:
+        return next(lines, None)
+    except csv.Error as error:
+        raise ValueError(f"{name}, line {number} is no CSV: {error}") from None
+
+
+def _row(cells: Sequence[str], where: str) -> tuple[Action, ...]:
+    """What a rank does. ``where`` its line is, for errors."""
+    try:
+        row = tuple(parse(part) for cell in cells for part in _parts(cell))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}; the kinds in a file are {_KINDS}") from None
+    for action in row:
+        if not is_compute(action):
+            raise ValueError(
+                f"{where}: {action} is no pass; leave messages and waits out, they are inserted "
+                f"for you; the kinds in a file are {_KINDS}"
+            )
+        if action.kind not in KINDS_IN_FILES:
+            raise ValueError(
+                f"{where}: {action} is a pass of vocabulary parallelism; leave those out, they are "
+                f"inserted for you; the kinds in a file are {_KINDS}"
+            )
+    if not row:
+        raise ValueError(
+            f"{where} holds no action; there is one line per rank, and every rank has a stage"
+        )
+    return row
 
 
 def _parts(cell: str) -> list[str]:
@@ -90,3 +127,22 @@ def _parts(cell: str) -> list[str]:
     if compound:
         return compound[1].split(";")
     return [cell] if cell.strip() else []
+
+
+def _check_numbers(rows: Sequence[tuple[Action, ...]], name: str) -> None:
+    """Raise ValueError if stages or microbatches do not count up from 0.
+
+    So there are no more of either than actions in the file: what is allocated afterwards for each
+    of them is no more than the file allows, whatever number a typing error makes.
+    """
+    lines = list(enumerate(rows, start=1))
+    for what in ("stage", "microbatch"):
+        numbers = {getattr(action, what) for row in rows for action in row}
+        missing = next((n for n in range(len(numbers)) if n not in numbers), None)
+        if missing is not None:
+            most = max(numbers)
+            line, action = next((n, a) for n, r in lines for a in r if getattr(a, what) == most)
+            raise ValueError(
+                f"{name}, line {line}: {action} is of {what} {most}, but no action is of {what} "
+                f"{missing}; they count from 0 and leave no number out"
+            )

@@ -45,8 +45,8 @@ def test_every_binding_is_changed_and_put_back() -> None:
                 assert module.get_forward_backward_func is schedules.get_forward_backward_func
             for patch in diagnose(PipelineConfig()).patches:
                 states.setdefault(patch.target, set()).add(patch.state)
-    for target, found in states.items():
-        assert "applied" in found and found <= {"applied", "not wanted"}, (target, found)
+    for target, seen in states.items():
+        assert "applied" in seen and seen <= {"applied", "not wanted"}, (target, seen)
     for module in (schedules, pipeline_parallel, training):
         assert module.get_forward_backward_func is stock
     assert "applied" not in {p.state for p in diagnose(PipelineConfig()).patches}
@@ -119,8 +119,8 @@ def test_a_megatron_that_lacks_what_patches_import_is_refused(
 def test_doctor_tells_the_megatron_that_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkout of another version on the path was reported as the wheel it hides."""
     monkeypatch.setattr(megatron.core, "__version__", "9.9.9+0a1b2c3")
-    told = diagnose(PipelineConfig()).environment["megatron-core"]
-    assert told == f"9.9.9 ({Path(megatron.core.__file__).parent})"
+    reported = diagnose(PipelineConfig()).environment["megatron-core"]
+    assert reported == f"9.9.9 ({Path(megatron.core.__file__).parent})"
 
 
 def test_a_pipeline_of_one_rank_is_refused() -> None:

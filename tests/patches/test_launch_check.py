@@ -47,8 +47,8 @@ def checked(
 
 
 def told(report: Report, verdict: Verdict) -> list[str]:
-    found = [finding for finding in report.findings if finding.verdict is verdict]
-    return [f"{finding.subject}: {finding.text}; {finding.fix}" for finding in found]
+    findings = [finding for finding in report.findings if finding.verdict is verdict]
+    return [f"{finding.subject}: {finding.text}; {finding.fix}" for finding in findings]
 
 
 def test_a_right_line() -> None:
@@ -112,7 +112,7 @@ def test_nothing_is_left_behind() -> None:
         ({"micro_batch_size": None}, ("--micro_batch_siz", "1"), "flags", "--micro-batch-size?"),
         ({}, ("--mock-data", "yes"), "flags", "'yes' belongs to no flag"),
         ({"num_layers": "four"}, (), "flags", "--num-layers: invalid int value: 'four'"),
-        ({"pipeline_schedule": "zb-h9"}, (), "flags", "known are"),
+        ({"pipeline_schedule": "zb-h9"}, (), "flags", "did you mean zb-h1"),
         ({"num_layers": 6}, (), "model", "6 layers do not divide over 8 stages"),
         (
             {"pipeline_schedule": None, "num_layers": 6},

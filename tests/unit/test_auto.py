@@ -56,7 +56,7 @@ def test_an_empty_variable_and_a_switch_that_is_off_change_nothing() -> None:
         ({}, "MEGATRON_EXT_SCHEDULE is not set: export MEGATRON_EXT_SCHEDULE=zb-h1"),
         ({"SCHEDULE": ""}, "MEGATRON_EXT_SCHEDULE is not set"),
         ({"MEMORY_LIMIT": "0.5x"}, "MEGATRON_EXT_SCHEDULE is not set"),
-        ({"SCHEDULE": "zb-h3"}, r"MEGATRON_EXT_X\): there is no schedule 'zb-h3'; known are gpipe"),
+        ({"SCHEDULE": "zb-h3"}, r"MEGATRON_EXT_X\): there is no schedule 'zb-h3'; did you mean"),
         (
             {"SCHEDULE": "zb-h1", "MEMORY_LIMITS": "0.5x"},
             "MEGATRON_EXT_MEMORY_LIMITS is no setting: write one of .*MEGATRON_EXT_MEMORY_LIMIT,",

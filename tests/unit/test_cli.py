@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,8 +28,14 @@ def run(*words: str, code: int = 0) -> str:
 def test_schedules_lists_every_family() -> None:
     rows = json.loads(run("schedules", "--json"))
     assert {"gpipe", "1f1b", "zb-h1"} <= {row["name"] for row in rows}
-    keys = {"name", "placement", "chunks", "uses_costs", "source"}
+    keys = {"name", "mark", "placement", "chunks", "uses_costs", "source"}
     assert all(row.keys() == keys for row in rows)
+    marks = {row["name"]: row["mark"] for row in rows}
+    assert (marks["zb-h1"], marks["v-min"], marks["2bp"]) == (
+        "stable",
+        "experimental",
+        "laboratory",
+    )
     assert "zb-h1" in run("schedules")
 
 
@@ -47,21 +56,43 @@ def test_simulate_shows_what_one_communicator_costs() -> None:
     assert together > alone
 
 
+def test_simulate_is_for_people() -> None:
+    """Names of variables, None as a column, True and False, and times without a unit."""
+    said = run("simulate", "1f1b", "--pp", "4", "-m", "8", "--costs", "f=2,i=2,w=2")
+    assert "None" not in said and "True" not in said and "_" not in said
+    assert re.search(r"bubble +27.3% of the makespan, 27.3% of the span", said)
+    assert re.search(r"peak activations +4, 3, 2, 1 microbatches, rank by rank", said)
+    assert "times are in the unit of the costs (f=2,i=2,w=2)" in said
+    alone = run("simulate", "1f1b", "--pp", "1", "-m", "1", "--memory-limit", "1")
+    assert "1 microbatches" not in alone and re.search(r"memory limit +1 microbatch\b", alone)
+    many = run("simulate", "1f1b", "--pp", "20", "-m", "40")
+    assert re.search(r"peak activations +1 to 20 microbatches on a rank", many)
+
+
+def test_simulate_says_what_a_certificate_is_worth() -> None:
+    words = ("simulate", "1f1b", "--pp", "4", "-m", "8", "--certify", "--seconds", "1")
+    assert "proved: no schedule with this placement and backward pass has a shorter" in run(*words)
+    words = ("simulate", "v-min", "--pp", "2", "-m", "4", "--certify", "--seconds", "0")
+    assert "no schedule with this placement and backward pass has a makespan under" in run(*words)
+
+
 HEAD = ("--costs", "f=10,i=12,w=8,comm=1,head=10/12/8,embedding=1/2")
 
 
 def test_simulate_divides_the_vocabulary(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     words = ("simulate", "zb-h1", "--pp", "4", "-m", "16", *HEAD)
-    whole, one, two = (
+    whole, variant_1, variant_2 = (
         json.loads(run(*words, "--vocab-parallel", how, "--trace", str(trace), "--json"))
         for how in ("none", "1", "2")
     )
-    assert [found["vocabulary"] for found in (whole, one, two)] == ["none", "1", "2"]
-    assert max(one["makespan"], two["makespan"]) < 0.75 * whole["makespan"]
-    assert [found["peak_activation_microbatches"][0] for found in (whole, one, two)] == [4, 6, 5]
+    assert [report["vocabulary"] for report in (whole, variant_1, variant_2)] == ["none", "1", "2"]
+    assert max(variant_1["makespan"], variant_2["makespan"]) < 0.75 * whole["makespan"]
+    assert [
+        report["peak_activation_microbatches"][0] for report in (whole, variant_1, variant_2)
+    ] == [4, 6, 5]
     # The embedding's two passes and the head's three are the same work, divided.
-    assert one["work"] == two["work"] == pytest.approx(whole["work"])
+    assert variant_1["work"] == variant_2["work"] == pytest.approx(whole["work"])
     names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
     assert {"0S0", "3SW15", "0GATHER_S0"} <= names
 
@@ -69,13 +100,13 @@ def test_simulate_divides_the_vocabulary(tmp_path: Path) -> None:
 def test_plan_compares_what_can_be_done_about_a_head() -> None:
     words = ("plan", "--pp", "2", "-m", "4", "--memory-limit", "2")
     assert json.loads(run(*words, "--json"))["vocabulary"] == []
-    found = json.loads(run(*words, *HEAD, "--layers", "7", "--json"))
-    rows = {row["schedule"]: row for row in found["vocabulary"]}
-    assert rows.keys() == {row["schedule"] for row in found["schedules"]}
-    one = rows["1f1b"]
-    assert one["redistributed"] < one["naive"]
+    report = json.loads(run(*words, *HEAD, "--layers", "7", "--json"))
+    rows = {row["schedule"]: row for row in report["vocabulary"]}
+    assert rows.keys() == {row["schedule"] for row in report["schedules"]}
+    row = rows["1f1b"]
+    assert row["redistributed"] < row["naive"]
     # Two ranks hold two microbatches; one more is over the limit.
-    assert one["2"] is None and "least feasible limit for it is 3" in one["refused"]["2"]
+    assert row["2"] is None and "least feasible limit for it is 3" in row["refused"]["2"]
 
 
 def test_simulate_draws_and_writes_a_table_that_it_reads_back(tmp_path: Path) -> None:
@@ -93,8 +124,13 @@ def test_simulate_draws_and_writes_a_table_that_it_reads_back(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (("simulate", "zb-h9", "--pp", "2", "-m", "2"), "known are"),
+        (("simulate", "zb-h9", "--pp", "2", "-m", "2"), "did you mean zb-h1 or zb-h2? Known are"),
         (("simulate", "1f1b", "--pp", "4", "-m", "8", "--memory-limit", "3"), "0F3 brings rank 0"),
+        (("simulate", "1f1b", "--pp", "4", "-m", "8", "--memory-limit", ""), "memory limit ''"),
+        (("plan", "--pp", "4", "-m", "8", "--memory-limit", ""), "memory limit ''"),
+        (("simulate", "1f1b", "--pp", "4", "-m", "8", "--seconds", "-5"), "'--seconds'"),
+        (("simulate", "1f1b", "--pp", "4", "-m", "8", "--seconds", "nan"), "'--seconds'"),
+        (("simulate", "1f1b", "--pp", "4", "-m", "8", "--steps", "0"), "'--steps'"),
         (("simulate", "1f1b", "--pp", "4", "-m", "0"), "microbatches is 0"),
         (("simulate", "1f1b", "--pp", "0", "-m", "4"), "pipeline ranks is 0"),
         (("simulate", "1f1b", "--pp", "4", "-m", "8", "--costs", "f=1"), "missing ['i', 'w']"),
@@ -116,18 +152,78 @@ def test_a_mistake_exits_2_and_says_why(words: tuple[str, ...], text: str) -> No
     assert text in run(*words, code=2)
 
 
+def test_verify_takes_a_table_and_says_what_is_in_it(tmp_path: Path) -> None:
+    table = tmp_path / "mine.csv"
+    table.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    for words in ((), ("--pp", "2"), ("--pp", "2", "-m", "2")):
+        said = run("verify", str(table), *words)
+        assert "is valid: 2 ranks, 2 stages, 2 microbatches; a rank holds at most 2 micro" in said
+        assert "in order: training gives stock Megatron's numbers to the last bit" in said
+    table.write_text("0F0,0F1,0B1,0B0\n")
+    said = run("verify", str(table))
+    assert "is valid: 1 rank, 1 stage, 2 microbatches" in said and "out of order" in said
+
+
+def test_verify_takes_a_family_in_python(tmp_path: Path) -> None:
+    """It read the file as a table, and refused its first line."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from megatron_ext.families import Action, Kind, Schedule, family, line\n"
+        "@family('mine', line, source='ours')\n"
+        "def mine(problem, *, again: bool = False):\n"
+        "    rows = []\n"
+        "    for rank in range(problem.ranks):\n"
+        "        passes = [Action(rank, k, m) for k in 'FB' for m in range(problem.microbatches)]\n"
+        "        rows.append((*passes, *passes[:again]))\n"
+        "    rows = [[Action(a.stage, Kind(a.kind), a.microbatch) for a in row] for row in rows]\n"
+        "    return Schedule('mine', problem.placement, tuple(map(tuple, rows)))\n"
+    )
+    said = run("verify", str(file), "--pp", "3", "-m", "4")
+    assert "mine.py is valid: 3 ranks, 3 stages, 4 microbatches; a rank holds at most 4" in said
+    assert "add --pp P and -m M" in run("verify", str(file), code=2)
+    said = run("verify", f"{file}:again=true", "--pp", "2", "-m", "2", code=2)
+    assert "0F0 does the forward a second time" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("--pp", "3"), "has 2 rows, the pipeline has 3 ranks"),
+        (("-m", "5"), "is for 1 microbatch, and this step has 5"),
+        (("-m", "0"), "microbatches is 0"),
+    ],
+)
+def test_verify_compares_a_table_with_the_launch(
+    words: tuple[str, ...], text: str, tmp_path: Path
+) -> None:
+    table = tmp_path / "mine.csv"
+    table.write_text("0F0,0B0\n1F0,1B0\n")
+    assert text in run("verify", str(table), *words, code=2)
+
+
+def test_verify_bounds_a_typo_before_it_takes_memory(tmp_path: Path) -> None:
+    """999999999999 microbatches took all memory, and the command was killed without a word."""
+    table = tmp_path / "mine.csv"
+    table.write_text("0F0,0F1,0B0,0B999999999999\n")
+    run_it = "from megatron_ext.cli import app; app()"
+    command = f"ulimit -v 2000000; exec {sys.executable} -c '{run_it}' verify {table}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "line 1: 0B999999999999 is of microbatch 999999999999, but no" in done.stderr
+
+
 def test_doctor_with_no_flag_of_ours_wants_no_patch() -> None:
-    found = json.loads(run("doctor", "--json"))
-    assert found["environment"]["megatron-core"].startswith("0.19")
-    assert found["patches"] and {patch["state"] for patch in found["patches"]} == {"not wanted"}
+    report = json.loads(run("doctor", "--json"))
+    assert report["environment"]["megatron-core"].startswith("0.19")
+    assert report["patches"] and {patch["state"] for patch in report["patches"]} == {"not wanted"}
 
 
 def test_doctor_shows_what_a_flag_would_apply() -> None:
-    found = json.loads(run("doctor", "--json", "--pipeline-schedule", "1f1b"))
-    states = {patch["feature"]: patch["state"] for patch in found["patches"]}
+    report = json.loads(run("doctor", "--json", "--pipeline-schedule", "1f1b"))
+    states = {patch["feature"]: patch["state"] for patch in report["patches"]}
     assert states["schedule"] == states["flags"] == "would be applied"
     assert states["split backward of local linear layers"] == "not wanted"
-    assert all(patch["reason"] and patch["target"] for patch in found["patches"])
+    assert all(patch["reason"] and patch["target"] for patch in report["patches"])
 
 
 def test_doctor_knows_rocm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,8 @@
 """Schedules as CSV: an exact inverse, in the grammar that torch.distributed.pipelining loads."""
 
 import itertools
+import re
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,16 +81,19 @@ def test_placement_is_read_off_the_table() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0F0,0B0\n1F0,1Q0\n", "x.csv, line 2: '1Q0' is no action: write stage, kind, microbatch"),
+        ("0F0,0B0\n1F0,1Q0\n", "x.csv, line 2: '1Q0' is no action: write stage, kind and microb"),
         ("0F0,0B0\n1F0 1B0\n", "x.csv, line 2: '1F0 1B0' is no action"),
         ("0F0,0B0\n\n1F0,1B0\n", "x.csv, line 2 holds no action"),
         ("0F0,0B0\n,,\n", "x.csv, line 2 holds no action"),
-        ("0F0,0B0\n2F0,2B0\n", "x.csv names stage 2 but no action of stage 1"),
+        (
+            "0F0,0B0\n2F0,2B0\n",
+            "x.csv, line 2: 2F0 is of stage 2, but no action is of stage 1; they count from 0",
+        ),
         ("", "x.csv holds no action"),
         (",,\n", "x.csv, line 1 holds no action"),
         (
             "0F0,0SEND_F0,0B0\n1F0,1B0\n",
-            "x.csv, line 1: 0SEND_F0 is no pass; messages and waits are inserted by us, leave them",
+            "x.csv, line 1: 0SEND_F0 is no pass; leave messages and waits out, they are inserted",
         ),
         ("0F0,0S0,0B0\n1F0,1B0\n", "x.csv, line 1: 0S0 is a pass of vocabulary parallelism"),
     ],
@@ -97,6 +102,94 @@ def test_bad_files(text: str, message: str) -> None:
     with pytest.raises(ValueError) as refusal:
         from_csv(text, "x.csv")
     assert message in str(refusal.value)
+
+
+def test_an_error_lists_the_kinds_that_a_file_may_have() -> None:
+    """It listed all thirty, of which most are refused in a file."""
+    for text in ("0f0,0B0\n", "0F0,0RECV_B0,0B0\n", "0F0,0L0,0B0\n"):
+        with pytest.raises(ValueError) as refusal:
+            from_csv(text, "x.csv")
+        _, _, kinds = str(refusal.value).partition("the kinds in a file are ")
+        assert [kind[0] for kind in kinds.split(", ")] == ["F", "I", "W", "B"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "0F0,0B0,999999999999F0\n1F0,1B0\n",
+            "line 1: 999999999999F0 is of stage 999999999999, but no action is of stage 2",
+        ),
+        (
+            "0F0,0B0\n1F0,1B0,1F999999999999\n",
+            "line 2: 1F999999999999 is of microbatch 999999999999, but no action is of microbatch",
+        ),
+        ("0F0,0B0,0F3\n1F0,1B0\n", "line 1: 0F3 is of microbatch 3, but no action is of microb"),
+        (f"0F0,0B0,0F{'9' * 5000}\n", "line 1: "),
+    ],
+    ids=["stage", "microbatch", "small", "no int"],
+)
+def test_a_wrong_number_takes_no_memory(text: str, message: str, tmp_path: Path) -> None:
+    """All memory was taken for so many stages, and the process killed without a word."""
+    path = tmp_path / "typo.csv"
+    path.write_text(text)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=re.escape(f"typo.csv, {message}")):
+            choose(str(path))
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+
+
+# ---- Files of other programs
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\xef\xbb\xbf0F0,0F1,0B0,0B1\r\n1F0,1B0,1F1,1B1\r\n",
+        b"\xef\xbb\xbf0F0;0F1;0B0;0B1;;\r\n1F0;1B0;;1F1;1B1;\r\n",
+        b"0F0\t0F1\t0B0\t0B1\n1F0\t1B0\t1F1\t1B1\n\n",
+        b'0F0;0F1;0B0;0B1\n1F0;"(1B0;1F1)OVERLAP_F_B";1B1\n',
+        b"0F0,0F1,0B0,0B1\n1F0,(1B0;1F1)OVERLAP_F_B,1B1\n",
+    ],
+    ids=["byte order mark", "semicolons", "tabs", "semicolons and a compound", "compound"],
+)
+def test_files_as_spreadsheets_write_them(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "EXCEL.CSV"
+    path.write_bytes(content)
+    choice = choose(str(path))
+    assert (choice.ranks, choice.microbatches) == (2, 2)
+    built = choice.build(line_problem(2, 2))
+    assert built.rows == rows_of("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            "0F0,0B0\n".encode("utf-16"),
+            "other.csv is not UTF-8 text (byte 0xff at position 0)",
+        ),
+        (b"0F0,0B0 \xe9\n", "other.csv is not UTF-8 text (byte 0xe9 at position 8)"),
+        (b'0F0,"' + b"0" * 140_000, "other.csv, line 1 is no CSV: field larger than"),
+        (b"", "other.csv holds no action"),
+    ],
+    ids=["utf-16", "latin-1", "a field without end", "empty"],
+)
+def test_what_is_no_table_is_named(content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "other.csv"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        choose(str(path))
+
+
+def test_a_file_for_another_number_of_microbatches(tmp_path: Path) -> None:
+    path = tmp_path / "two.csv"
+    path.write_text("0F0,0F1,0B0,0B1\n")
+    with pytest.raises(ValueError, match=r"two\.csv is for 2 microbatches, and this step has 3"):
+        choose(str(path)).build(line_problem(1, 3))
 
 
 def test_a_stage_on_two_ranks_is_for_the_proof_to_refuse() -> None:

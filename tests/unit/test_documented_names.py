@@ -58,7 +58,7 @@ def test_commands_and_their_options_exist(page: Path) -> None:
         for rest in re.findall(r"megatron-ext ([a-z]\S*(?: [^#|]*)?)", words):
             name, *given = re.sub(r" -- .*", "", rest).split()
             assert name in COMMANDS, words
-            known = {option for each in COMMANDS[name].params for option in each.opts} | {"--help"}
+            known = {option for p in COMMANDS[name].params for option in p.opts} | {"--help"}
             assert {word for word in given if re.match(r"--?[a-z]", word)} <= known, words
 
 

@@ -120,8 +120,8 @@ def test_patches_come_before_the_script_and_only_with_a_flag_of_ours(
     [
         (("no_such.py",), "there is no script no_such.py"),
         (("-m",), "-m needs the name of a module"),
-        (("x.py", "--pipeline-schedule", "zb-h9"), "there is no schedule 'zb-h9'; known are"),
-        (("x.py", "--pipeline-schedule", "zb-h1:a=1"), "zb-h1 has no option 'a'; it has: none"),
+        (("x.py", "--pipeline-schedule", "zb-h9"), "there is no schedule 'zb-h9'; did you mean"),
+        (("x.py", "--pipeline-schedule", "zb-h1:a=1"), "zb-h1 has no option 'a'; it has none"),
         (("x.py", "--pipeline-costs", "f=1"), "without --pipeline-schedule"),
         (("x.py", "--pipeline-schedule", "none.csv"), "none.csv cannot be read"),
         (("x.py", "--pipeline-trace", "t"), "without --pipeline-schedule"),

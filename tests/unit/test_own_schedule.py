@@ -12,9 +12,11 @@ from typer.testing import CliRunner
 
 from megatron_ext.cli import app
 from megatron_ext.config import from_argv
+from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.schedule import bitwise_order
+from megatron_ext.schedule.schedule_csv import KINDS_IN_FILES
 from tests.helpers.schedules import line_problem, program, runs_to_end
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "your-own-schedule.md"
@@ -47,11 +49,20 @@ def test_the_page_has_its_examples() -> None:
 def test_the_page_tells_what_a_family_is_given() -> None:
     """Post-validation is in `Problem.extras`; the page sent its readers to where it had been."""
     page, problem = PAGE.read_text(), line_problem(2, 2)
-    cells = re.findall(r"^\| (`.*?) \|", page.partition("## What it is given")[2], re.MULTILINE)
+    _, _, given = page.partition("## What it is given")
+    cells = re.findall(r"^\| (`.*?) \|", given.partition("`Schedule(")[0], re.MULTILINE)
     names = [name for cell in cells for name in re.findall(r"`([\w.]+)`", cell)]
     assert "microbatches" in names
     for name in [*names, *re.findall(r"\bproblem\.([\w.]+)", page)]:
         operator.attrgetter(name)(problem)
+
+
+def test_the_page_names_the_kinds_that_one_may_write() -> None:
+    """Names and letters had to be looked up in the code."""
+    rows = re.findall(r"^\| `Kind\.(\w+)` \| `(\w)` \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
+    assert [letter for _, letter, _ in rows] == [*KINDS_IN_FILES]
+    for name, letter, does in rows:
+        assert Kind[name] == letter and does.startswith(KINDS_IN_FILES[Kind(letter)])
 
 
 @pytest.mark.parametrize(
@@ -161,6 +172,11 @@ IMPORTS = (
     "from megatron_ext.schedule.placement import line\n"
     "from megatron_ext.schedule.build.registry import family\n"
 )
+PLACED = (
+    "from megatron_ext.families import Placement, family\n"
+    "@family('a', lambda ranks: Placement('own', {}), source='ours')\n"
+    "def a(problem): return problem\n"
+)
 EAGER = EXAMPLES["my_schedule.py"]
 
 
@@ -192,6 +208,18 @@ EAGER = EXAMPLES["my_schedule.py"]
             EAGER.replace("FULL_BACKWARD", "BACKWARD_INPUT"),
             r"makes \d+I0, .*write @family\(..., splits_backward=True\)",
         ),
+        (
+            IMPORTS + "from megatron_ext.families import Schedule\n"
+            "@family('a', line, source='ours')\n"
+            "def a(problem): return Schedule('a', problem.placement, (((0, 'F', 0),),))\n",
+            r"a has \(0, 'F', 0\) in its rows, which is no Action",
+        ),
+        (PLACED.format("(0, 999999999999)"), "for 2 ranks is wrong about rank 1: each of 0 to 1"),
+        (PLACED.format("(0, 1, 2)"), "for 2 ranks is wrong about rank 2: each of 0 to 1 needs"),
+        (
+            PLACED.replace("Placement('own', {})", "None"),
+            "the placement of a returned NoneType; return a Placement",
+        ),
     ],
     ids=[
         "raises",
@@ -204,13 +232,19 @@ EAGER = EXAMPLES["my_schedule.py"]
         "no default",
         "no schedule",
         "not split",
+        "no actions",
+        "a rank that takes all memory",
+        "a rank too many",
+        "no placement",
     ],
 )
 def test_bad_files(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "own.py"
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
-        choose(str(path)).build(line_problem(2, 2))
+        choice = choose(str(path))
+        choice.place(2)
+        choice.build(line_problem(2, 2))
     choose("1f1b").build(line_problem(2, 2))  # and ours are as they were
 
 

@@ -62,9 +62,9 @@ def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def patch_files(tree: Path) -> set[str]:
-    found = {path.relative_to(tree).as_posix() for path in (tree / "patches").rglob("*.py")}
-    assert "patches/engine.py" in found
-    return {f"megatron_ext/{name}" for name in found}
+    names = {path.relative_to(tree).as_posix() for path in (tree / "patches").rglob("*.py")}
+    assert "patches/engine.py" in names
+    return {f"megatron_ext/{name}" for name in names}
 
 
 def test_patches_is_a_relative_symlink(tree: Path) -> None:

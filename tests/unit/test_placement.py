@@ -1,5 +1,7 @@
 """Who holds which stage, and who is whose neighbour."""
 
+from collections.abc import Callable
+
 import pytest
 
 from megatron_ext.schedule.placement import Neighbour, Placement, line, loop, v, wave
@@ -24,3 +26,17 @@ def test_stages_are_neighbours_in_their_order(placement: Placement) -> None:
         hops = placement.rank_of[stage] != placement.rank_of[after]
         assert placement.is_remote(stage, NEXT) is placement.is_remote(after, PREVIOUS) is hops
     assert placement.previous(0) is None and placement.is_remote(0, PREVIOUS) is None
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: line(10**12),
+        lambda: v(10**12),
+        lambda: loop(4, vpp=10**12),
+        lambda: wave(4, waves=10**12),
+    ],
+)
+def test_a_number_beyond_any_model_takes_no_memory(make: Callable[[], Placement]) -> None:
+    with pytest.raises(ValueError, match=r"is 1000000000000; no model has \d+ stages"):
+        make()

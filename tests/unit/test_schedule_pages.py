@@ -179,9 +179,9 @@ def test_figures_of_the_vocabulary_table(name: str) -> None:
     page = (DOCS / "vocabulary-parallelism.md").read_text()
     written = {row[0]: row[1:] for row in _WAYS_ROW.findall(page)}
     variant_of = variants_of(8, 32, costs, None, layers=31)
-    found = []
+    steps = []
     for method in VocabMethod:
         variant = variant_of(name, method)
         assert variant is not None
-        found.append(consider(variant, method).step)
-    assert found == pytest.approx([float(figure) for figure in written[name]], abs=0.5)
+        steps.append(consider(variant, method).step)
+    assert steps == pytest.approx([float(figure) for figure in written[name]], abs=0.5)

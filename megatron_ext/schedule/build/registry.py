@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import importlib
 import inspect
@@ -10,16 +11,36 @@ import re
 import sys
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Family, Schedule
-from megatron_ext.schedule.schedule_csv import from_csv
+from megatron_ext.schedule.schedule_csv import load_csv
+from megatron_ext.schedule.words import counted, meant_by
+
+
+class Mark(enum.StrEnum):
+    """How far a schedule has been tried, and whether `plan` recommends it.
+
+    All of them are proved for every size that `scripts/sweep_schedules.py` has, and train in
+    tests to stock's bits.
+
+    - stable: trained in tests beside something that launches have too (checkpoints, tensor or
+      expert parallelism, vocabulary parallelism, offload), its time and memory are on its page and
+      compared with it by a test, and some launch is best off with it. Two that are one search with
+      another limit count as one.
+    - experimental: it may be what a launch wants, but has hardly been trained beside anything.
+    - laboratory: to compare with. Others take less time in no more memory.
+    """
+
+    STABLE = "stable"
+    EXPERIMENTAL = "experimental"
+    LABORATORY = "laboratory"
 
 
 @dataclass(frozen=True)
@@ -31,6 +52,7 @@ class FamilyEntry:
     build: Callable[..., Schedule]
     place: Callable[..., Placement]
     source: str
+    mark: Mark = Mark.EXPERIMENTAL
     splits_backward: bool = False
     uses_costs: bool = False
     searches: bool = False
@@ -48,6 +70,7 @@ def family(
     place: Callable[..., Placement],
     *,
     source: str,
+    mark: Mark = Mark.EXPERIMENTAL,
     splits_backward: bool = False,
     uses_costs: bool = False,
     searches: bool = False,
@@ -59,6 +82,7 @@ def family(
     Args:
         place: the placement for so many ranks.
         source: the paper, and where in it.
+        mark: how far it has been tried.
         splits_backward: whether there are I and W, and not B alone.
         uses_costs: whether another cost gives another schedule.
         searches: whether making it is a search of seconds to minutes.
@@ -73,6 +97,7 @@ def family(
                 build,
                 place,
                 source,
+                mark,
                 splits_backward=splits_backward,
                 uses_costs=uses_costs,
                 searches=searches,
@@ -106,7 +131,8 @@ class Choice:
     build: Family
     splits_backward: bool
     searches: bool = False
-    ranks: int | None = None  # that a file is for; None: any number
+    ranks: int | None = None  # that a table is for; None: any number
+    microbatches: int | None = None  # the same
 
     @property
     def example(self) -> Placement:
@@ -128,7 +154,7 @@ def choose(spec: str) -> Choice:
     Raises:
         ValueError: no such family, option or file, or a file that is no schedule.
     """
-    if spec.endswith(".csv"):
+    if spec.lower().endswith(".csv"):
         return _from_csv_file(Path(spec))
     if python := _PYTHON_FILE.fullmatch(spec):
         entry = _from_python_file(Path(python[1]))
@@ -160,8 +186,21 @@ def _find(name: str) -> FamilyEntry:
     for entry in entries().values():
         if name == entry.name or name in entry.aliases:
             return entry
-    names = ", ".join(entries())
-    raise ValueError(f"there is no schedule {name!r}; known are {names}, or a .csv or .py file")
+    known = f"known are {', '.join(entries())}, or a .csv or .py file"
+    raise ValueError(f"there is no schedule {name!r}; {_perhaps(name, _all_names(), known)}")
+
+
+def _all_names() -> list[str]:
+    """The names of our families, and then their other names."""
+    return [*entries(), *(alias for entry in entries().values() for alias in entry.aliases)]
+
+
+def _perhaps(name: str, known: Iterable[str], all_known: str) -> str:
+    """The end of an error about a ``name`` that is not among ``known``."""
+    meant = meant_by(name, known)
+    if not meant:
+        return all_known
+    return f"did you mean {' or '.join(meant)}? {all_known[0].upper()}{all_known[1:]}"
 
 
 def _options_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -175,6 +214,7 @@ def _accepted(function: Callable[..., Any], options: dict[str, Any]) -> dict[str
 
 
 _BOOLEANS = {"true": True, "false": False}  # bool("false") is True
+_WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
 def _parse_options(entry: FamilyEntry, text: str) -> dict[str, Any]:
@@ -185,15 +225,17 @@ def _parse_options(entry: FamilyEntry, text: str) -> dict[str, Any]:
     for part in filter(None, text.split(",")):
         key, _, value = part.partition("=")
         if key not in parameters:
-            known = ", ".join(parameters) or "none"
-            raise ValueError(f"schedule {entry.name} has no option {key!r}; it has: {known}")
+            known = f"its options are {', '.join(parameters)}" if parameters else "it has none"
+            raise ValueError(
+                f"schedule {entry.name} has no option {key!r}; {_perhaps(key, parameters, known)}"
+            )
         if key in options:
             raise ValueError(f"schedule {entry.name}: {key} is given twice in {text!r}; keep one")
         kind = type(parameters[key].default)
         try:
             options[key] = _BOOLEANS[value] if kind is bool else kind(value)
         except (KeyError, ValueError):
-            wanted = " or ".join(_BOOLEANS) if kind is bool else kind.__name__
+            wanted = _WANTED[kind]
             raise ValueError(
                 f"schedule {entry.name}: {key} must be {wanted}, not {value!r}"
             ) from None
@@ -201,11 +243,8 @@ def _parse_options(entry: FamilyEntry, text: str) -> dict[str, Any]:
 
 
 def _from_csv_file(path: Path) -> Choice:
-    try:
-        text = path.read_text()
-    except OSError as error:
-        raise ValueError(f"schedule file {path} cannot be read: {error}") from None
-    schedule = from_csv(text, path.name)
+    schedule = load_csv(path)
+    microbatches = 1 + max(action.microbatch for row in schedule.rows for action in row)
 
     def place(ranks: int) -> Placement:
         if ranks != len(schedule.rows):
@@ -216,10 +255,16 @@ def _from_csv_file(path: Path) -> Choice:
         return schedule.placement
 
     def build(problem: Problem) -> Schedule:
+        if problem.microbatches != microbatches:
+            raise ValueError(
+                f"schedule file {path} is for {counted(microbatches, 'microbatch')}, and this step "
+                f"has {problem.microbatches}: change the batch size, or the file"
+            )
         return schedule
 
     splits = any(a.kind is Kind.BACKWARD_WEIGHT for row in schedule.rows for a in row)
-    return Choice(str(path), place, build, splits, ranks=len(schedule.rows))
+    rows = len(schedule.rows)
+    return Choice(str(path), place, build, splits, ranks=rows, microbatches=microbatches)
 
 
 _PYTHON_FILE = re.compile(r"(.+\.py)(?::(.*))?")  # a path may hold a colon of its own
@@ -244,7 +289,7 @@ def _import_family(path: Path) -> FamilyEntry:
         raise ValueError(
             f"schedule file {path} registers {len(added)} families ({names}), and a file is one "
             f"schedule: decorate exactly one function with @family(name, placement, source=...) "
-            f"of {__name__}"
+            f"of megatron_ext.families"
         )
     entry = added[0]
     for ours in entries().values():
@@ -259,7 +304,7 @@ def _import_family(path: Path) -> FamilyEntry:
                 f"schedule file {path}: option {key} has no default that is a bool, an int, a "
                 f"float or a str, from which its type is read; write {key}: int = 0 or the like"
             )
-    return replace(entry, build=_checked(entry, path))
+    return replace(entry, place=_checked_placement(entry, path), build=_checked_build(entry, path))
 
 
 def _families_in(path: Path) -> list[FamilyEntry]:
@@ -285,7 +330,30 @@ def _families_in(path: Path) -> list[FamilyEntry]:
     return registered
 
 
-def _checked(entry: FamilyEntry, path: Path) -> Callable[..., Schedule]:
+def _checked_placement(entry: FamilyEntry, path: Path) -> Callable[..., Placement]:
+    """``entry.place``, which has to return a placement on all ranks and no others."""
+
+    @functools.wraps(entry.place)  # its options are read off the signature
+    def place(ranks: int, **options: Any) -> Placement:
+        placement = entry.place(ranks, **options)
+        if not isinstance(placement, Placement):
+            raise ValueError(
+                f"schedule file {path}: the placement of {entry.name} returned "
+                f"{type(placement).__name__}; return a Placement(name, rank_of)"
+            )
+        wrong = set(placement.rank_of) ^ set(range(ranks))
+        if wrong:
+            raise ValueError(
+                f"schedule file {path}: the placement of {entry.name} for "
+                f"{counted(ranks, 'rank')} is wrong about rank {min(wrong)}: each of 0 to "
+                f"{ranks - 1} needs a stage, and there are no others"
+            )
+        return placement
+
+    return place
+
+
+def _checked_build(entry: FamilyEntry, path: Path) -> Callable[..., Schedule]:
     """``entry.build``, which has to return what the file says of it."""
 
     @functools.wraps(entry.build)  # its options are read off the signature
@@ -296,7 +364,14 @@ def _checked(entry: FamilyEntry, path: Path) -> Callable[..., Schedule]:
                 f"schedule file {path}: {entry.name} returned {type(schedule).__name__}; return "
                 f"a Schedule(name, problem.placement, rows)"
             )
-        late = next((a for row in schedule.rows for a in row if a.kind in _SPLIT), None)
+        actions = [action for row in schedule.rows for action in row]
+        stranger = next((a for a in actions if not isinstance(a, Action)), None)
+        if stranger is not None:
+            raise ValueError(
+                f"schedule file {path}: {entry.name} has {stranger!r} in its rows, which is no "
+                f"Action(stage, kind, microbatch)"
+            )
+        late = next((a for a in actions if a.kind in _SPLIT), None)
         if late is not None and not entry.splits_backward:
             raise ValueError(
                 f"schedule file {path}: {entry.name} makes {late}, a part of a split backward "

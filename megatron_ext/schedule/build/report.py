@@ -12,6 +12,7 @@ from megatron_ext.schedule.problem import Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.program.memory import in_microbatches, peak_on_host, peaks
 from megatron_ext.schedule.program.simulate import simulate, step_seconds
 from megatron_ext.schedule.program.verify import Program
+from megatron_ext.schedule.progress import task
 from megatron_ext.schedule.schedule import bitwise_order
 
 
@@ -65,7 +66,9 @@ def report(
     program = build(choice, problem)
     seconds = time.perf_counter() - start
     problem = program.problem
-    timeline = simulate(program, problem.costs)
+    with task(f"simulating {choice.spec}"):
+        timeline = simulate(program, problem.costs)
+        step = step_seconds(program, problem.costs)
     schedule = program.schedule
     return program, ScheduleReport(
         schedule=choice.spec,
@@ -77,7 +80,7 @@ def report(
         post_validation=problem.extras.post_validation,
         makespan=timeline.makespan,
         span=timeline.span,
-        step=step_seconds(program, problem.costs),
+        step=step,
         work=timeline.work,
         bubble_share_makespan=timeline.bubble_share_makespan,
         bubble_share_span=timeline.bubble_share_span,

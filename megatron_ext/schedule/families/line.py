@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.build.registry import family
+from megatron_ext.schedule.build.registry import Mark, family
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
 
 
-@family("gpipe", line, source="Huang et al. 2019, arXiv:1811.06965", aliases=("ScheduleGPipe",))
+@family(
+    "gpipe",
+    line,
+    source="Huang et al. 2019, arXiv:1811.06965",
+    mark=Mark.STABLE,
+    aliases=("ScheduleGPipe",),
+)
 def gpipe(problem: Problem) -> Schedule:
     """All forwards, then all backwards. Bubble (p-1)(F+I+W), peak m microbatches.
 
@@ -35,6 +41,7 @@ def gpipe(problem: Problem) -> Schedule:
     "1f1b",
     line,
     source="Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1 (PipeDream-flush)",
+    mark=Mark.STABLE,
     aliases=("Schedule1F1B",),
 )
 def one_forward_one_backward(problem: Problem) -> Schedule:

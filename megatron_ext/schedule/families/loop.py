@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.build.registry import family
+from megatron_ext.schedule.build.registry import Mark, family
 from megatron_ext.schedule.placement import loop
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
@@ -29,6 +29,7 @@ Rows = tuple[tuple[Action, ...], ...]
     "interleaved",
     loop,
     source="Narayanan et al. 2021, arXiv:2104.04473, section 2.2.2",
+    mark=Mark.STABLE,
     aliases=("ScheduleInterleaved1F1B", "Interleaved1F1B"),
 )
 def interleaved(problem: Problem, *, group: int = 0) -> Schedule:
@@ -77,6 +78,7 @@ def breadth_first(problem: Problem) -> Schedule:
     "interleaved-zb",
     loop,
     source="Narayanan et al. 2021, arXiv:2104.04473, with W as in Qi et al. 2024, arXiv:2401.10241",
+    mark=Mark.STABLE,
     splits_backward=True,
     uses_costs=True,
     aliases=("ScheduleInterleavedZeroBubble", "InterleavedZeroBubble"),
@@ -102,6 +104,7 @@ def interleaved_zb(problem: Problem, *, group: int = 0) -> Schedule:
     "gis",
     loop,
     source="Wan et al. 2025, arXiv:2503.01328 (PipeOffload), section 3.1",
+    mark=Mark.STABLE,
     splits_backward=True,
     uses_costs=True,
 )
@@ -127,6 +130,7 @@ def gis(problem: Problem, *, group: int = 0) -> Schedule:
     "gis-h",
     loop,
     source="Wan et al. 2025, arXiv:2503.01328 (PipeOffload), section 3.2",
+    mark=Mark.STABLE,
     splits_backward=True,
     uses_costs=True,
 )

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.build.registry import entries, family
+from megatron_ext.schedule.build.registry import Mark, entries, family
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
 
 
-@family("2bp", line, source="Rae et al. 2024, arXiv:2405.18047", splits_backward=True)
+@family(
+    "2bp",
+    line,
+    source="Rae et al. 2024, arXiv:2405.18047",
+    mark=Mark.LABORATORY,
+    splits_backward=True,
+)
 def two_bp(problem: Problem, *, base: str = "1f1b") -> Schedule:
     """The order of ``base`` (1f1b or gpipe) with I for B, and all W after it.
 

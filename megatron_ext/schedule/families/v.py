@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.build.registry import family
+from megatron_ext.schedule.build.registry import Mark, family
 from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.placement import v
 from megatron_ext.schedule.problem import Problem
@@ -28,6 +28,7 @@ Pass = tuple[int, Kind]  # chunk, kind
     "zb-v",
     v,
     source="Qi et al. 2024, arXiv:2401.10241, section 6",
+    mark=Mark.STABLE,
     splits_backward=True,
     steps_overlap=True,
     aliases=("ScheduleZBVZeroBubble", "ZBVZeroBubble"),
@@ -62,7 +63,13 @@ def zb_v(problem: Problem) -> Schedule:
     return _from_device_passes("zb-v", problem, passes, least)
 
 
-@family("v-half", v, source=f"{_CONTROLLABLE_MEMORY}, section 3.2, V-Half", splits_backward=True)
+@family(
+    "v-half",
+    v,
+    source=f"{_CONTROLLABLE_MEMORY}, section 3.2, V-Half",
+    mark=Mark.STABLE,
+    splits_backward=True,
+)
 def v_half(problem: Problem) -> Schedule:
     """Half of 1F1B's memory: peak (p+2)//2 microbatches. At equal costs the steady phase has no
     bubble.

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.build import complete
-from megatron_ext.schedule.build.registry import entries, family
+from megatron_ext.schedule.build.registry import Mark, entries, family
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit, with_rounding
 from megatron_ext.schedule.placement import v
@@ -35,6 +35,7 @@ NAME = "v-auto"
     NAME,
     v,
     source="ours; the V is that of Qi et al. 2024, arXiv:2405.15362",
+    mark=Mark.STABLE,
     splits_backward=True,
     uses_costs=True,
     searches=True,

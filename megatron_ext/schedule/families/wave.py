@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.build.registry import family
+from megatron_ext.schedule.build.registry import Mark, family
 from megatron_ext.schedule.placement import wave
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
@@ -13,7 +13,7 @@ from megatron_ext.schedule.schedule import Schedule
 _SLOTS = {Kind.FORWARD: 1, Kind.FULL_BACKWARD: 2}
 
 
-@family("hanayo", wave, source="Liu et al. 2023, arXiv:2308.15762")
+@family("hanayo", wave, source="Liu et al. 2023, arXiv:2308.15762", mark=Mark.LABORATORY)
 def hanayo(problem: Problem) -> Schedule:
     """1F1B along a snake of ``waves`` V's: forward and backward in turn, the oldest first.
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.build import complete
-from megatron_ext.schedule.build.registry import entries, family
+from megatron_ext.schedule.build.registry import Mark, entries, family
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Problem
@@ -34,7 +34,15 @@ _LEADS = (1, 2, 1.75, 1.5, 2.25, 1.25)  # microbatches a rank is further ahead t
 _ACTIONS = 100_000  # to be placed in trials altogether: what is tried depends on nothing else
 
 
-@family("zb-auto", line, source=_SOURCE, splits_backward=True, uses_costs=True, steps_overlap=True)
+@family(
+    "zb-auto",
+    line,
+    source=_SOURCE,
+    mark=Mark.STABLE,
+    splits_backward=True,
+    uses_costs=True,
+    steps_overlap=True,
+)
 def zb_auto(problem: Problem) -> Schedule:
     """The least makespan found within the memory limit; without one, within 2p microbatches. With
     post-validation, that or the least span, whichever makes a step cost less.
@@ -63,7 +71,7 @@ def _step(schedule: Schedule, problem: Problem) -> float:
     return step_seconds(complete(schedule, problem), problem.costs)
 
 
-@family("zb-1p", line, source=_SOURCE, splits_backward=True, uses_costs=True)
+@family("zb-1p", line, source=_SOURCE, mark=Mark.STABLE, splits_backward=True, uses_costs=True)
 def zb_1p(problem: Problem) -> Schedule:
     """The same within p microbatches, 1F1B's peak, for the least span.
 
@@ -79,7 +87,15 @@ def zb_1p(problem: Problem) -> Schedule:
     return _best("zb-1p", problem, memory, _published(), by_span=True)
 
 
-@family("zb-2p", line, source=_SOURCE, splits_backward=True, uses_costs=True, steps_overlap=True)
+@family(
+    "zb-2p",
+    line,
+    source=_SOURCE,
+    mark=Mark.STABLE,
+    splits_backward=True,
+    uses_costs=True,
+    steps_overlap=True,
+)
 def zb_2p(problem: Problem, *, paper_count: bool = False) -> Schedule:
     """The same within 2p microbatches, for the least span: near zero when costs are near equal.
 

@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.build.registry import family
+from megatron_ext.schedule.build.registry import Mark, family
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
 
 
-@family("zb-h1", line, source="Qi et al. 2024, arXiv:2401.10241, section 2.1", splits_backward=True)
+@family(
+    "zb-h1",
+    line,
+    source="Qi et al. 2024, arXiv:2401.10241, section 2.1",
+    mark=Mark.STABLE,
+    splits_backward=True,
+)
 def zb_h1(problem: Problem) -> Schedule:
     """1F1B's order with W put off: rank r starts its weight gradients r microbatches late.
 
@@ -31,7 +37,13 @@ def zb_h1(problem: Problem) -> Schedule:
     return Schedule("zb-h1", problem.placement, tuple(map(tuple, rows)))
 
 
-@family("zb-h2", line, source="Qi et al. 2024, arXiv:2401.10241, section 2.2", splits_backward=True)
+@family(
+    "zb-h2",
+    line,
+    source="Qi et al. 2024, arXiv:2401.10241, section 2.2",
+    mark=Mark.STABLE,
+    splits_backward=True,
+)
 def zb_h2(problem: Problem) -> Schedule:
     """Twice as far ahead as `zb_h1`, so that at equal costs no rank idles from its first pass to
     its last: 2(p-r)-1 forwards before the first I, weight gradients 2r microbatches late.

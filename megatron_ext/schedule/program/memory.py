@@ -12,6 +12,7 @@ from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule, is_compute
+from megatron_ext.schedule.words import counted
 
 Amount = Callable[[Held, int], float]  # of what, on which stage -> how much
 
@@ -110,7 +111,7 @@ def leaving_room(limit: MemoryLimit, microbatches: int, problem: Problem) -> Mem
     if left < microbatch:
         raise ValueError(
             f"the memory limit is {limit}, and vocabulary parallelism {problem.extras.vocabulary} "
-            f"holds {microbatches} microbatch{'es' * (microbatches > 1)} more than a schedule "
+            f"holds {counted(microbatches, 'microbatch')} more than a schedule "
             f"alone, which holds at least one; give at least {limit.at_least(microbatch + more)}"
         )
     if limit.microbatches is not None:

@@ -19,6 +19,7 @@ from megatron_ext.schedule.problem import Offload, VocabularyParallel
 from megatron_ext.schedule.program.graph import needed, partner_of
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import Program
+from megatron_ext.schedule.progress import task
 from megatron_ext.schedule.search.bounds import lower_bound
 
 TICKS = 100_000  # of the makespan, in which CP-SAT counts where costs have no common unit
@@ -112,7 +113,8 @@ def _search(program: Program, makespan: float, seconds: float) -> float:
     model.minimize(end)
     solver: Any = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
-    solver.solve(model)
+    with task("searching for a shorter schedule", seconds=seconds):
+        solver.solve(model)
     return float(solver.best_objective_bound) * tick
 
 

@@ -1,17 +1,18 @@
 """Results that took a while to compute, kept in the user's cache directory.
 
-A cache may vanish, be broken or unwritable at any time: then the work is done again, and nothing
-else happens.
+A cache may vanish, be broken or unwritable at any time: then the work is done again, and who waits
+for it is told once that nothing can be kept.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import os
 import tempfile
 from pathlib import Path
+
+from megatron_ext.schedule.progress import remark
 
 
 def directory() -> Path:
@@ -46,13 +47,22 @@ def load(name: str, inputs: str) -> str | None:
 def store(name: str, inputs: str, text: str) -> None:
     """Keep ``text``. Readers see the whole of it or nothing."""
     path = _path(name, inputs)
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        try:
-            with os.fdopen(handle, "w") as file:
-                file.write(text)
-            os.replace(temporary, path)
-        except OSError:
-            os.unlink(temporary)
-            raise
+    try:
+        _write(path, text)
+    except OSError as error:
+        remark(
+            f"what a search finds cannot be kept in {path.parent} ({error.strerror}): it is made "
+            f"anew each time; set XDG_CACHE_HOME to a folder that can be written"
+        )
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except OSError:
+        os.unlink(temporary)
+        raise

@@ -22,6 +22,7 @@ from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import Neighbour
 from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.progress import Task, task
 from megatron_ext.schedule.search.double_justification import (
     F_INNER,
     F_OUTER,
@@ -159,39 +160,62 @@ def search(
         passes: how many to pack in improving the best, about; by default so many that sixteen
             ranks and 64 microbatches take less than a minute.
     """
-    mirrored = shop.mirrored()
-    plans = (*known, *_periodic_plans(shop))
-    packed = [double_justify(shop, mirrored, plan, rounds=1) for plan in plans]
-    schedules = sorted((pair for pair in packed if pair is not None), key=_makespan)
-    promising = schedules[:_PROMISING]
-    again = [double_justify(shop, mirrored, pair[1], _ROUNDS) or pair for pair in promising]
-    best = sorted(again, key=_makespan)[:_RESULTS]
-    if not best:
-        return []
     if passes is None:
         passes = PASSES * len(shop.room) ** 2
         passes = min(max(passes, _LEAST_PASSES), _MOST_PASSES)
-    random = Random(0)
-    current, recent = best[0], [best[0][0]] * _MEMORY
     steps = max(passes // (2 * len(shop.seconds) * shop.microbatches), _STEPS)
+    plans = (*known, *_periodic_plans(shop))
+    packings = len(plans) + _PROMISING * _ROUNDS + steps
+    with task("packing plans", packings, alike=True) as work:
+        best = _best_of(shop, plans, work)
+        if best:
+            best = _improved(shop, best, least, steps, work)
+    return [starts for _, starts in best]
+
+
+_Packed = tuple[float, Starts]  # a makespan, and the schedule that has it
+
+
+def _best_of(shop: Shop, plans: Sequence[Starts], work: Task) -> list[_Packed]:
+    """The best schedules that ``plans`` become, best first."""
+    mirrored, schedules = shop.mirrored(), []
+    for plan in plans:
+        packed = double_justify(shop, mirrored, plan, rounds=1)
+        work.done += 1
+        if packed is not None:
+            schedules.append(packed)
+    again = []
+    for packed in sorted(schedules, key=_makespan)[:_PROMISING]:
+        again.append(double_justify(shop, mirrored, packed[1], _ROUNDS) or packed)
+        work.done += _ROUNDS
+    return sorted(again, key=_makespan)[:_RESULTS]
+
+
+def _improved(
+    shop: Shop, best: list[_Packed], least: float, steps: int, work: Task
+) -> list[_Packed]:
+    """``best`` and what shifting its passes ``steps`` times makes of it, best first."""
+    mirrored, random = shop.mirrored(), Random(0)
+    current, recent = best[0], [best[0][0]] * _MEMORY
     for step in range(steps):
         if best[0][0] <= least:
             break
         new = double_justify(shop, mirrored, _shifted(current, random), rounds=1)
+        work.done += 1
         slot = step % _MEMORY
         if new is not None and new[0] <= max(current[0], recent[slot]):
             current = new
         recent[slot] = current[0]
         if current[0] < best[0][0]:
             best = [current, *best[: _RESULTS - 1]]
-    return [starts for _, starts in best]
+    return best
 
 
-def _makespan(packed: tuple[float, Starts]) -> float:
+def _makespan(packed: _Packed) -> float:
     return packed[0]
 
 
-def _shifted(packed: tuple[float, Starts], random: Random) -> Starts:
+def _shifted(packed: _Packed, random: Random) -> Starts:
     """Start times with some of them moved: all passes of a time or of a microbatch, or a run of
     microbatches on one lane or on one lane of every rank."""
     makespan, starts = packed

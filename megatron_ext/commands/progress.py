@@ -1,0 +1,36 @@
+"""Long work of a command told on stderr: a line that changes, on a pipe a line now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+from rich.console import Console
+from rich.status import Status
+from rich.text import Text
+
+from megatron_ext.schedule.progress import reporting
+
+_REFRESHED = 0.5  # seconds
+
+
+@contextmanager
+def showing_progress() -> Iterator[None]:
+    """Tell of what takes long in the block, and nothing of what does not."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        with reporting(lambda line: typer.echo(f"megatron-ext: {line}", err=True)):
+            yield
+        return
+    status = Status("", console=console)
+
+    def show(line: str) -> None:
+        status.update(Text(line))  # no markup
+        status.start()
+
+    try:
+        with reporting(show, lambda line: console.print(Text(line)), every=_REFRESHED):
+            yield
+    finally:
+        status.stop()

@@ -1,0 +1,146 @@
+"""What long work does and how far it is, for whoever waits for it.
+
+Work that may take seconds names itself (`task`) and counts its steps. Nobody hears of it unless
+somebody listens: `reporting` says a line after two seconds and then now and then, from a thread of
+its own, so that a step which takes long is heard of too, and the work never waits.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+Say = Callable[[str], None]
+
+FIRST, EVERY = 2.0, 12.0  # seconds until the first line, and from one to the next
+_LOOKS = 0.1  # seconds
+
+
+@dataclass
+class Task:
+    """Work under way.
+
+    Attributes:
+        what: it does, as a line of a report begins: ``v-auto packs plans``.
+        steps: how many there are at the most; 0: not known.
+        alike: whether all steps take about the same time, so that those done tell how long the
+            rest takes.
+        seconds: after which it gives up; None: it does not look at the clock.
+        done: steps.
+    """
+
+    what: str
+    steps: int = 0
+    alike: bool = False
+    seconds: float | None = None
+    done: int = 0
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def elapsed(self) -> float:
+        return time.perf_counter() - self.started
+
+    @property
+    def left(self) -> float | None:
+        """Seconds after which it has ended at the latest; None: that cannot be told."""
+        if self.seconds is not None:
+            return max(self.seconds - self.elapsed, 0.0)
+        if not self.alike or not self.done:
+            return None
+        return self.elapsed / self.done * (self.steps - self.done)
+
+    def __str__(self) -> str:
+        return f"{self.what}, {self.done:,} of {self.steps:,}" if self.steps else self.what
+
+
+@dataclass
+class _Listener:
+    remark: Say
+    tasks: list[Task] = field(default_factory=list)  # each a part of the one before
+
+
+_LISTENER: ContextVar[_Listener | None] = ContextVar("listener", default=None)
+_REMARKS: set[str] = set()
+
+
+@contextmanager
+def task(
+    what: str, steps: int = 0, *, alike: bool = False, seconds: float | None = None
+) -> Iterator[Task]:
+    """Work that may take seconds; who does it adds to ``done``. Arguments as in `Task`."""
+    work, listener = Task(what, steps, alike, seconds), _LISTENER.get()
+    if listener is None:
+        yield work
+        return
+    listener.tasks.append(work)
+    try:
+        yield work
+    finally:
+        listener.tasks.pop()
+
+
+def remark(text: str) -> None:
+    """Say ``text`` to who listens, once in a process."""
+    listener = _LISTENER.get()
+    if listener is not None and text not in _REMARKS:
+        _REMARKS.add(text)
+        listener.remark(text)
+
+
+@contextmanager
+def reporting(
+    say: Say, remarks: Say | None = None, *, first: float = FIRST, every: float = EVERY
+) -> Iterator[None]:
+    """Give ``say`` a line on the tasks of the block that take longer than ``first`` seconds, and
+    another each ``every`` seconds. It is called from another thread.
+
+    ``remarks`` is given what `remark` says; None: ``say`` is.
+
+    Inside another `reporting` it does nothing: that one tells of all.
+    """
+    if _LISTENER.get() is not None:
+        yield
+        return
+    listener, over = _Listener(remarks or say), threading.Event()
+
+    def watch() -> None:
+        due = 0.0
+        while not over.wait(_LOOKS):
+            tasks, now = tuple(listener.tasks), time.perf_counter()
+            if tasks and now >= max(due, tasks[0].started + first):
+                say(_line(tasks))
+                due = now + every
+
+    token = _LISTENER.set(listener)
+    thread = threading.Thread(target=watch, name="megatron_ext progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        _LISTENER.reset(token)
+        over.set()
+        thread.join()
+
+
+def _line(tasks: Sequence[Task]) -> str:
+    """Where ``tasks`` are: ``... packs plans, 312 of 1,300; 12 s so far, 40 s more at the most``.
+
+    The end is that of the innermost task; those around it have other steps to come.
+    """
+    left = tasks[-1].left
+    text = f"{': '.join(map(str, tasks))}; {duration(tasks[0].elapsed)} so far"
+    if left is None:
+        return text
+    ending = f"{duration(left)} more at the most"
+    is_part = any(around.steps - around.done > 1 for around in tasks[:-1])
+    return f"{text}, {'this part ' * is_part}{ending}"
+
+
+def duration(seconds: float) -> str:
+    """``seconds`` for people: 40 s, 2 min 5 s."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

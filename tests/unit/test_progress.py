@@ -1,0 +1,147 @@
+"""Long work is heard of: what it does, how far it is, and when it has ended at the latest."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_ext.cli import app
+from megatron_ext.commands import progress as shown
+from megatron_ext.schedule import progress
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.registry import choose
+from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.placement import v
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.progress import EVERY, FIRST, Task, reporting, task
+from tests.helpers.short_search import shorten_search
+
+SOON = 0.02  # seconds
+
+
+@contextmanager
+def hearing(first: float = FIRST, every: float = EVERY) -> Iterator[list[str]]:
+    heard: list[str] = []
+    with reporting(heard.append, first=first, every=every):
+        yield heard
+
+
+def wait_for(heard: list[str], lines: int = 1) -> None:
+    deadline = time.monotonic() + 10
+    while len(heard) < lines and time.monotonic() < deadline:
+        time.sleep(SOON)
+    assert len(heard) >= lines
+
+
+def test_short_work_is_not_heard_of() -> None:
+    with hearing() as heard, task("adding"):
+        pass
+    assert not heard
+
+
+def test_nobody_listens_nothing_runs() -> None:
+    threads = threading.active_count()
+    with task("searching", 10) as work:
+        work.done += 1
+        assert threading.active_count() == threads
+
+
+def test_line_says_what_how_far_and_when_it_ends() -> None:
+    with hearing(first=0.0) as heard, task("building zb-v"), task("packing plans", 4000) as work:
+        work.done = 1000
+        wait_for(heard)
+    assert heard[0].startswith("building zb-v: packing plans, 1,000 of 4,000; 0 s so far")
+    assert "at the most" not in heard[0]  # its steps are not alike: nothing tells when it ends
+
+
+def test_steps_that_are_alike_tell_when_it_ends() -> None:
+    work = Task("packing", 4000, alike=True, started=time.perf_counter() - 10)
+    assert work.left is None  # nothing is done yet
+    work.done = 1000
+    assert work.left == pytest.approx(30, abs=0.5)
+
+
+def test_work_by_the_clock_ends_by_the_clock() -> None:
+    work = Task("searching", seconds=60, started=time.perf_counter() - 20)
+    assert work.left == pytest.approx(40, abs=0.5)
+
+
+def test_end_of_a_part_is_not_that_of_the_whole() -> None:
+    with hearing(first=0.0) as heard, task("schedules", 10), task("packing", 2, alike=True) as work:
+        work.done = 1
+        wait_for(heard)
+    assert "this part" in heard[0]
+
+
+def test_first_line_waits_and_others_come_now_and_then() -> None:
+    with hearing(first=0.3, every=0.3) as heard, task("searching"):
+        start = time.monotonic()
+        wait_for(heard, 2)
+        assert time.monotonic() - start > 0.5
+    assert len(heard) == 2
+
+
+def test_only_the_outermost_listens() -> None:
+    """`doctor` reports and calls what reports itself: a line is said once."""
+    with hearing(first=0.0) as heard, hearing(first=0.0) as inner, task("searching"):
+        wait_for(heard)
+    assert not inner
+
+
+def test_durations_are_for_people() -> None:
+    assert [progress.duration(s) for s in (0.4, 59.6, 125)] == ["0 s", "1 min 0 s", "2 min 5 s"]
+
+
+def test_search_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    shorten_search(monkeypatch)
+    monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(tmp_path))
+    tasks: list[Task] = []
+    monkeypatch.setattr(progress._Listener, "__init__", _listener_that_keeps(tasks))
+    with reporting(lambda line: None):
+        build_program(choose("v-auto"), Problem(v(3), 7, uniform(v(3), 10, 12, 8, 1)))
+    packing = next(work for work in tasks if work.what == "packing plans")
+    assert packing.alike and 0 < packing.done <= packing.steps
+
+
+def _listener_that_keeps(kept: list[Task]) -> object:
+    class Keeping(list[Task]):
+        def append(self, work: Task) -> None:
+            kept.append(work)
+            super().append(work)
+
+    def init(self: progress._Listener, remark: progress.Say) -> None:
+        self.remark, self.tasks = remark, Keeping()
+
+    return init
+
+
+def test_cache_that_cannot_be_written_is_mentioned_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each start searched anew on a cluster whose home was full, and nothing said why."""
+    shorten_search(monkeypatch)
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(blocked))
+    with hearing() as heard:
+        for m in (4, 5):
+            build_program(choose("v-auto"), Problem(v(2), m, uniform(v(2), 10, 12, 8, 1)))
+    assert len(heard) == 1 and str(blocked) in heard[0] and "XDG_CACHE_HOME" in heard[0]
+
+
+def test_stdout_stays_clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script reads what ``--json`` prints; progress goes to stderr."""
+    monkeypatch.setattr(shown, "reporting", functools.partial(reporting, first=0.0))
+    words = ["simulate", "zb-auto", "--pp", "8", "-m", "32", "--json"]
+    result = CliRunner().invoke(app, words)
+    assert json.loads(result.stdout)["schedule"] == "zb-auto"
+    assert "building zb-auto for 8 ranks and 32 microbatches" in result.stderr
