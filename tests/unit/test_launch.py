@@ -116,6 +116,86 @@ def test_patches_come_before_the_script_and_only_with_a_flag_of_ours(
 
 
 @pytest.mark.parametrize(
+    ("flags", "env", "argv", "said"),
+    [
+        ([], {"SCHEDULE": "zb-v"}, ["--pipeline-schedule", "zb-v"], "from the environment: --pip"),
+        (["--pipeline-schedule", "zb-v"], {"SCHEDULE": "zb-v"}, [], None),
+        (
+            ["--pipeline-schedule", "zb-h1"],
+            {"SCHEDULE": "zb-v"},
+            [],
+            "--pipeline-schedule zb-h1 counts, not MEGATRON_EXT_SCHEDULE=zb-v",
+        ),
+        (
+            ["--pipeline-schedule=zb-h1"],
+            {"MEMORY_LIMIT": "4", "REPORT_SPLIT": "1", "COSTS": "", "POST_VALIDATION": "0"},
+            ["--pipeline-memory-limit", "4", "--pipeline-report-split"],
+            "from the environment: --pipeline-memory-limit 4 --pipeline-report-split",
+        ),
+        (
+            ["--pipeline-schedule", "zb-h1", "--pipeline-report-split"],
+            {"REPORT_SPLIT": "0"},
+            [],
+            "--pipeline-report-split counts, not MEGATRON_EXT_REPORT_SPLIT=0",
+        ),
+        ([], {"NIGHTLY": "1", "ALLOW_UNKNOWN": "1"}, [], None),
+    ],
+)
+def test_variables_stand_for_flags_and_a_flag_counts(
+    flags: list[str],
+    env: dict[str, str],
+    argv: list[str],
+    said: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """They were for `megatron_ext.auto` alone, and a launch with them trained under Megatron's own
+    schedule without a word."""
+    script = tmp_path / "train.py"
+    script.write_text("import sys; print(sys.argv[1:])")
+    monkeypatch.setattr("megatron_ext.launch.install", lambda config: print("patches"))
+    monkeypatch.setattr("megatron_ext.launch._has_gpu", lambda: True)
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("RANK", "0")
+    for name, value in env.items():
+        monkeypatch.setenv(f"MEGATRON_EXT_{name}", value)
+    main([str(script), *flags])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == str([*flags, *argv])
+    assert ("patches" in lines) == bool(flags or argv)
+    told = [line for line in lines if line.startswith("megatron_ext: ")]
+    assert len(told) == (said is not None) and (said is None or said in told[0])
+
+
+@pytest.mark.parametrize(
+    ("env", "text"),
+    [
+        ({"SHEDULE": "zb-v"}, "MEGATRON_EXT_SHEDULE is no setting: did you mean MEGATRON_EXT_SCHE"),
+        ({"SCHEDULE": "zb-v", "REPORT_SPLIT": "yes"}, "write 1, or 0"),
+        ({"COSTS": "f=1"}, "--pipeline-costs f=1 is given without --pipeline-schedule"),
+    ],
+)
+def test_a_mistake_in_a_variable_ends_the_launch(
+    env: dict[str, str],
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("raise AssertionError('ran')")
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setenv("RANK", "0")
+    for name, value in env.items():
+        monkeypatch.setenv(f"MEGATRON_EXT_{name}", value)
+    with pytest.raises(SystemExit, match="2"):
+        main([str(script)])
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("words", "text"),
     [
         (("no_such.py",), "there is no script no_such.py"),
