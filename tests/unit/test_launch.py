@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import socket
 import subprocess
 import sys
 from dataclasses import fields
@@ -15,6 +16,7 @@ import pytest
 
 from megatron_ext.__main__ import main
 from megatron_ext.config import PipelineConfig, add_flags, flag
+from megatron_ext.errors import exit_for
 from megatron_ext.launch import first_host, is_launch, slurm_ranks
 
 SRUN = {
@@ -275,3 +277,30 @@ def test_a_setting_that_there_is_not() -> None:
 def test_none_is_a_default() -> None:
     nothing = {setting.name: None for setting in fields(PipelineConfig)}
     assert PipelineConfig.parse(**nothing) == PipelineConfig()
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "said"),
+    [
+        ("0", "0", "megatron_ext: error: no such file"),
+        ("8", "0", f"megatron_ext: error on {socket.gethostname()}: no such file"),
+        ("9", "1", ""),
+        ("1", None, ""),
+    ],
+)
+def test_a_mistake_of_one_node_is_said_by_that_node(
+    rank: str,
+    local_rank: str | None,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Global rank 0 alone spoke, and a schedule file that another node lacked ended the launch with
+    status 2 and not one word."""
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    with pytest.raises(SystemExit, match="2"):
+        exit_for(ValueError("no such file"))
+    assert capsys.readouterr().err.strip() == said
