@@ -48,7 +48,11 @@ FEATURES = (
     Feature("flags", ("megatron.training.arguments",), None),
     Feature(
         "schedule",
-        ("megatron.core.pipeline_parallel.schedules", "megatron.training.checkpointing"),
+        (
+            "megatron.core.pipeline_parallel.schedules",
+            "megatron.core.parallel_state.ending",
+            "megatron.training.checkpointing",
+        ),
         lambda choice: True,
     ),
     Feature(
@@ -76,7 +80,10 @@ FEATURES = (
     ),
     Feature(
         "virtual stages",
-        ("megatron.core.transformer.transformer_config", "megatron.core.parallel_state"),
+        (
+            "megatron.core.transformer.transformer_config",
+            "megatron.core.parallel_state.first_stage",
+        ),
         lambda choice: choice.example.chunks > 1,
     ),
     Feature(
@@ -93,6 +100,13 @@ FEATURES = (
             "megatron.training.training.tied_models",
         ),
         lambda choice: choice.moves_first_stage,
+    ),
+    # After the one above, whose wrapper of the same function is then within: nobody trains together
+    # who has not been compared.
+    Feature(
+        "ranks that are launched alike",
+        ("megatron.core.parallel_state.agreement",),
+        lambda choice: True,
     ),
     Feature(
         "measured costs",

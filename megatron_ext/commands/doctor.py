@@ -14,6 +14,7 @@ from megatron_ext.commands.options import Json
 from megatron_ext.commands.output import fail, gib, print_table
 from megatron_ext.commands.progress import showing_progress
 from megatron_ext.config import ALLOW_UNKNOWN, PipelineConfig, flag
+from megatron_ext.schedule.words import counted
 
 if TYPE_CHECKING:
     from megatron_ext.launch_check.doctor import Diagnosis
@@ -115,8 +116,7 @@ def _check_launch_line(
 
 
 def _memory_row(rank: RankPrediction) -> dict[str, Any]:
-    microbatches = rank.activation_microbatches
-    activations = f"{microbatches:g} microbatch{'' if microbatches == 1 else 'es'}"
+    activations = counted(rank.activation_microbatches, "microbatch")
     if rank.activation_bytes is not None:
         activations += f", {gib(rank.activation_bytes)}"
     return {

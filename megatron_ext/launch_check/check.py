@@ -14,7 +14,12 @@ from megatron_ext.adapter.untried import untried
 from megatron_ext.config import ALLOW_UNKNOWN, PLAN, PROFILE, PipelineConfig, flag, from_argv
 from megatron_ext.launch_check.communicators import check_communicators
 from megatron_ext.launch_check.doctor import diagnose
-from megatron_ext.launch_check.flags import check_installation, settings_of, unknown_words
+from megatron_ext.launch_check.flags import (
+    check_installation,
+    settings_of,
+    unknown_words,
+    with_variables,
+)
 from megatron_ext.launch_check.importing import as_on, quickly, silently
 from megatron_ext.launch_check.paths import check_checkpoints, check_data, check_tokenizer_files
 from megatron_ext.launch_check.report import Prediction, RankPrediction, Report, Verdict
@@ -51,6 +56,10 @@ def check_launch(launch: Launch, world_size: int | None, gpu_memory: str | None)
     environment = {"HF_HUB_OFFLINE": "1"} | dict(launch.environment)
     with silently(), as_on(folder.absolute(), environment):
         script = _check_script(report, launch)
+        with_flags = report.attempt("flags", lambda: with_variables(launch, script))
+        if with_flags is not None:
+            launch = with_flags[0]
+            report.findings += with_flags[1]
         report.findings += check_installation(launch, script)
         _check(report, launch, script, world_size, room)
     return report

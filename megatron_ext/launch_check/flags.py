@@ -5,25 +5,50 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import shlex
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from megatron_ext.config import (
     PipelineConfig,
     flag,
+    flags_from_environment,
     from_argv,
     from_environment,
     settings_given,
+    variable,
 )
 from megatron_ext.launch_check.report import Finding, Verdict
 from megatron_ext.launch_check.words import Launch
+from megatron_ext.schedule.words import meant_by
 
-SURELY_MEANT = 0.9  # difflib's likeness from which an unknown flag is a known one misspelt
-OURS_MEANT = 0.76  # the same of a flag of ours, which nobody else names like that
-PERHAPS_MEANT = 0.7
+SURELY_MEANT = 0.9  # difflib's likeness from which an unknown flag is one of Megatron's misspelt
 
 _IMPORTS_US = re.compile(r"^\s*(?:import|from)\s+megatron_ext\b", re.MULTILINE)
 _AUTO = "megatron_ext.auto"
+
+
+def with_variables(launch: Launch, script: str | None) -> tuple[Launch, list[Finding]]:
+    """``launch`` with the flags that variables stand for, where it goes by ``-m megatron_ext``, and
+    what there is to say of them.
+
+    Raises:
+        ValueError: a variable is not understood.
+    """
+    schedule = variable("schedule")
+    if _is_automatic(launch, script):
+        return launch, []
+    if launch.installs is False:
+        if not os.environ.get(schedule):
+            return launch, []
+        text = f"nothing on the line reads {schedule}: this is Megatron's own pipeline"
+        return launch, [Finding(Verdict.REMARK, "flags", text, "write -m megatron_ext before it")]
+    added, overruled = flags_from_environment(launch.arguments, os.environ)
+    findings = [Finding(Verdict.REMARK, "flags", text) for text in overruled]
+    if added:
+        text = f"from variables: {shlex.join(added)}"
+        findings.append(Finding(Verdict.RIGHT, "flags", text))
+    return replace(launch, arguments=(*launch.arguments, *added)), findings
 
 
 def settings_of(launch: Launch, script: str | None) -> PipelineConfig:
@@ -96,17 +121,14 @@ def unknown_words(
 
 
 def _unknown_flag(name: str, flags: Sequence[str]) -> Finding:
-    like = name.replace("_", "-")
-    ours = [flag(setting.name) for setting in fields(PipelineConfig)]
-    surely = (
-        like.startswith(flag(""))
-        or difflib.get_close_matches(like, ours, cutoff=OURS_MEANT)
-        or difflib.get_close_matches(like, flags, cutoff=SURELY_MEANT)
-    )
-    closest = difflib.get_close_matches(like, flags, n=1, cutoff=PERHAPS_MEANT)
-    suggestion = f"did you mean {closest[0]}?" if closest else ""
-    if surely:
-        return Finding(Verdict.WRONG, "flags", f"there is no flag {name}", suggestion)
+    ours = meant_by(name, (flag(setting.name) for setting in fields(PipelineConfig)))
+    meant = " or ".join(meant_by(name, flags) or ours)
+    surely = difflib.get_close_matches(name.replace("_", "-"), flags, cutoff=SURELY_MEANT)
+    if ours or surely or name.startswith(flag("")):
+        fix = f"did you mean {meant}?" if meant else ""
+        return Finding(Verdict.WRONG, "flags", f"there is no flag {name}", fix)
     text = f"{name} is neither Megatron's nor ours: the script's own, perhaps"
-    fix = suggestion or "drop it if the script does not add it: Megatron would refuse it"
-    return Finding(Verdict.REMARK, "flags", text, fix)
+    fix = "drop it if the script does not add it: Megatron would refuse it"
+    return Finding(
+        Verdict.REMARK, "flags", text, f"did you mean {meant}? If not, {fix}" if meant else fix
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import gc
 import importlib.metadata
@@ -154,6 +155,20 @@ def test_doctor_tells_the_megatron_that_is_imported(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(megatron.core, "__version__", "9.9.9+0a1b2c3")
     reported = diagnose(PipelineConfig()).environment["megatron-core"]
     assert reported == f"9.9.9 ({Path(megatron.core.__file__).parent})"
+
+
+def test_a_flag_that_nobody_knows_is_refused_with_the_one_that_was_meant(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from megatron.training import arguments
+
+    with megatron_ext.install(schedule="1f1b"):
+        parser = arguments.add_megatron_arguments(argparse.ArgumentParser(usage="none"))
+        with pytest.raises(SystemExit):
+            parser.parse_args(["--pipeline-shedule-memory-limit=4", "--elsewhere", "3"])
+    text = capsys.readouterr().err.strip()
+    meant = "--pipeline-shedule-memory-limit: did you mean --pipeline-memory-limit?"
+    assert text.endswith(f"--elsewhere 3; {meant}")
 
 
 def test_a_pipeline_of_one_rank_is_refused() -> None:

@@ -294,6 +294,20 @@ def test_variables_count_where_they_are_read(tmp_path: Path) -> None:
     report = from_line(line.replace("zb-h1", "zb-h9"), pipeline_schedule=None)
     assert any("zb-h9" in text for text in told(report, Verdict.WRONG))
 
+    line = "MEGATRON_EXT_SCHEDULE=zb-h1 MEGATRON_EXT_MEMORY_LIMIT=1x torchrun --nproc-per-node 4"
+    report = from_line(f"{line} -m megatron_ext {SCRIPT}", pipeline_schedule=None)
+    assert report.prediction is not None and report.prediction.schedule == "zb-h1"
+    right = told(report, Verdict.RIGHT)
+    assert any("--pipeline-schedule zb-h1 --pipeline-memory-limit 1x" in text for text in right)
+    report = from_line(f"{line} -m megatron_ext {SCRIPT}")
+    assert report.prediction is not None and report.prediction.schedule == "zb-v"
+    remarks = told(report, Verdict.REMARK)
+    assert any("zb-v counts, not MEGATRON_EXT_SCHEDULE=zb-h1" in text for text in remarks)
+    report = from_line(f"{line} {SCRIPT}", pipeline_schedule=None)
+    assert report.prediction is not None and report.prediction.schedule == "1f1b"
+    remarks = told(report, Verdict.REMARK)
+    assert any("nothing on the line reads MEGATRON_EXT_SCHEDULE" in text for text in remarks)
+
 
 def test_what_is_left_out_of_a_line_is_said() -> None:
     line = "srun -N 2 env CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 8 -m megatron_ext"
@@ -351,8 +365,8 @@ def test_restarts_begin_where_a_checkpoint_is(tmp_path: Path) -> None:
     line = f"torchrun --nproc-per-node 4 --max-restarts 2 -m megatron_ext {SCRIPT}"
 
     def of_restarts(verdict: Verdict, line: str = line, **overrides: object) -> list[str]:
-        found = told(from_line(line, **overrides), verdict)
-        return [text for text in found if text.startswith("restarts: ")]
+        findings = told(from_line(line, **overrides), verdict)
+        return [text for text in findings if text.startswith("restarts: ")]
 
     (text,) = of_restarts(Verdict.REMARK)
     assert "without --save each begins at iteration 0" in text
