@@ -113,6 +113,7 @@ def test_nothing_is_left_behind() -> None:
         ({}, ("--mock-data", "yes"), "flags", "'yes' belongs to no flag"),
         ({"num_layers": "four"}, (), "flags", "--num-layers: invalid int value: 'four'"),
         ({"pipeline_schedule": "zb-h9"}, (), "flags", "did you mean zb-h1"),
+        ({"eval_interval": None}, (), "training", "--eval-interval is missing"),
         ({"num_layers": 6}, (), "model", "6 layers do not divide over 8 stages"),
         (
             {"pipeline_schedule": None, "num_layers": 6},
