@@ -137,7 +137,7 @@ def test_nothing_is_left_behind() -> None:
             "model",
             "num_attention_heads (2) must be a multiple of tensor_model_parallel_size (4)",
         ),
-        ({"eval_interval": None}, (), "training", "in: total_eval_points = args.train_iters //"),
+        ({"eval_interval": None}, (), "training", "--eval-interval is missing"),
         (
             {"lr_warmup_iters": 5},
             (),
