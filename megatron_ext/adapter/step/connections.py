@@ -26,6 +26,7 @@ from megatron_ext.runtime.messages.collectives import Collectives
 from megatron_ext.runtime.messages.nccl import ctas_for
 from megatron_ext.runtime.messages.transport import Boundary, Transport
 from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.watchdog import Watchdog
 from megatron_ext.runtime.whereabouts import whereabouts
 from megatron_ext.schedule.problem import P2P, Offload, VocabularyParallel
 from megatron_ext.schedule.program.graph import channels
@@ -81,12 +82,22 @@ class Connections:
                     connection.close()
             raise
 
+    def watch(self) -> None:
+        """From now on say where this rank is stuck, or is ended from outside."""
+        Watchdog(self.recorder).start()
+
     def listen(self) -> None:
         """From now on learn when another rank fails, and end with it. Collective over the world."""
         words = self.recorder.last_words = connect_last_words()
         if words is not None:
             words.start(Interruption(self.recorder, self._closable()))
             weakref.finalize(self, words.stop)
+
+    def end(self) -> None:
+        """The process groups end: listen and watch no more. torch ends the groups themselves."""
+        if self.recorder.last_words is not None:
+            self.recorder.last_words.stop()
+        Watchdog.forget(self.recorder)
 
     def _closable(self) -> list[Channels | PipelineGroup | Collectives]:
         return [self.p2p] if self.collectives is None else [self.p2p, self.collectives]
