@@ -11,7 +11,7 @@ from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import Costs, HostCosts, VocabularyCosts
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.text_file import read_text_file
+from megatron_ext.schedule.text_file import read_text_file, write_text_file
 
 FILE_VERSION = 1
 
@@ -230,7 +230,7 @@ def save_costs(costs: Costs, path: Path) -> None:
         data["bytes"][Held.LOGITS.value] = round(vocabulary.logits_bytes)
         data["bytes"][Held.MESSAGE.value] = round(costs.message_bytes)
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in data.items()]
-    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    write_text_file(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def _rounded(figures: Sequence[float]) -> list[float]:
