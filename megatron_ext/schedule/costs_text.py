@@ -46,6 +46,26 @@ def format_costs(costs: Costs) -> str:
     return ",".join(parts)
 
 
+def outline_costs(costs: Costs, placement: Placement, *, with_copies: bool) -> str:
+    """``costs`` in short: of a microbatch of a full rank, from the least to the most where ranks
+    differ, with three digits. ``with_copies``: also of copies to the host and back."""
+    costs = costs.whole or costs
+    seconds = costs.without_vocabulary().seconds
+    figures = {key: seconds[kind] for key, kind in _PASSES.items()}
+    if with_copies and costs.host is not None:
+        figures |= _copies(costs.host)
+    parts = [f"{key}={_outlined(per_stage, placement)}" for key, per_stage in figures.items()]
+    parts.append(f"comm={costs.hop:.3g}")
+    if costs.vocabulary is not None and any(costs.vocabulary.head):
+        parts.append("head=" + "/".join(f"{figure:.3g}" for figure in costs.vocabulary.head))
+    return ",".join(parts)
+
+
+def _outlined(per_stage: Sequence[float], placement: Placement) -> str:
+    of_ranks = [sum(per_stage[stage] for stage in stages) for stages in placement.stages_of]
+    return "..".join(dict.fromkeys(f"{end:.3g}" for end in (min(of_ranks), max(of_ranks))))
+
+
 def _joined(figures: Sequence[float]) -> str:
     return "/".join(f"{figure:.4g}" for figure in figures)
 

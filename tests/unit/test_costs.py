@@ -15,7 +15,13 @@ from megatron_ext.schedule.build import registry
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import FamilyEntry, choose, entries
 from megatron_ext.schedule.costs import Costs, VocabularyCosts, uniform
-from megatron_ext.schedule.costs_text import format_costs, load_costs, parse_costs, save_costs
+from megatron_ext.schedule.costs_text import (
+    format_costs,
+    load_costs,
+    outline_costs,
+    parse_costs,
+    save_costs,
+)
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
 from megatron_ext.schedule.model.estimate import CPU, GPU, ModelDimensions, estimate
@@ -585,3 +591,12 @@ def test_costs_that_do_not_fit_on_the_disk_leave_the_file_before(tmp_path: Path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, usual)
     assert path.read_text() == before and [*tmp_path.iterdir()] == [path]
+
+
+def test_costs_in_short() -> None:
+    """What is equal was said for each stage, and copies where nothing is copied."""
+    alike = parse_costs("f=10.0123,i=12,w=8,comm=1,d2h=6,h2d=6", LOOP)
+    assert outline_costs(alike, LOOP, with_copies=False) == "f=10,i=12,w=8,comm=1"
+    assert outline_costs(alike, LOOP, with_copies=True) == "f=10,i=12,w=8,d2h=6,h2d=6,comm=1"
+    differing = parse_costs("f=1/2/3/5,i=12,w=8,head=1/2/0", LOOP)
+    assert outline_costs(differing, LOOP, with_copies=True) == "f=4..7,i=12,w=8,comm=0,head=1/2/0"
