@@ -12,8 +12,9 @@ from megatron_ext.adapter.arguments import check
 from megatron_ext.config import from_argv, from_environment
 from megatron_ext.installation import install
 from megatron_ext.launch_check import line as launch_line
-from megatron_ext.launch_check.check import Launch, check_launch
+from megatron_ext.launch_check.check import check_launch
 from megatron_ext.launch_check.plan import Chosen, choose_for
+from megatron_ext.launch_check.words import Launch
 from megatron_ext.patches.engine import applied
 from megatron_ext.schedule.build.registry import entries
 from megatron_ext.schedule.program.simulate import simulate
