@@ -275,11 +275,15 @@ def _gib(number: float | None) -> str:
     return "?" if number is None else f"{number / 2**30:.3g}"
 
 
+def _longer(share: float) -> str:
+    return f"{share:.1%} longer" if share >= 0.0005 else "about as long"
+
+
 def _reason(candidate: Candidate, plan: Plan, bound: _Bound) -> str:
     others = [other for other in plan.best_of_each if other.schedule != candidate.schedule]
     text = f"the shortest predicted step of {len(plan.best_of_each)} schedules {bound.text}"
     shown = [
-        f"{other.schedule} ({slower_by(other, candidate):.1%} longer)"
+        f"{other.schedule} ({_longer(slower_by(other, candidate))})"
         for rank, other in enumerate(others)
         if rank == 0 or other.schedule == "1f1b"
     ]
