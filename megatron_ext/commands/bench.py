@@ -32,7 +32,9 @@ def bench(
     schedules: Annotated[
         str, typer.Option(help="Ours to measure, separated by blanks.")
     ] = DEFAULT_SCHEDULES,
-    launches: Annotated[int, typer.Option(help="How often the ranks are started afresh.")] = 3,
+    launches: Annotated[
+        int, typer.Option(min=1, help="How often the ranks are started afresh.")
+    ] = 3,
     as_json: Json = False,
     vocab_parallel: Annotated[
         VocabularyParallel,
@@ -52,11 +54,11 @@ def bench(
         ),
     ] = False,
     bad_every: Annotated[
-        int, typer.Option(help="With --post-validation: every so many-th verdict is bad.")
+        int, typer.Option(min=0, help="With --post-validation: every so many-th verdict is bad.")
     ] = 0,
     steps: Annotated[
         int | None,
-        typer.Option(help=f"Timed in a launch: {STEPS}, or {STEPS_IN_A_ROW} in a row."),
+        typer.Option(min=1, help=f"Timed in a launch: {STEPS}, or {STEPS_IN_A_ROW} in a row."),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the bars, as .svg or .png.")] = None,
 ) -> None:

@@ -29,6 +29,10 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 
 
 def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, list | tuple):

@@ -80,7 +80,7 @@ def plan(
     """
     room = None
     try:
-        limit = parse_limit(memory_limit, pp, microbatches) if memory_limit else None
+        limit = None if memory_limit is None else parse_limit(memory_limit, pp, microbatches)
         if model is None:
             if gpu is not None or tp > 1 or dp > 1 or distributed_optimizer:
                 raise ValueError(

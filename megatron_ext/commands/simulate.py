@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -24,7 +25,7 @@ from megatron_ext.commands.progress import showing_progress
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.overlap import what_overlapping_gains
 from megatron_ext.schedule.build.registry import Choice, choose, with_option
-from megatron_ext.schedule.build.report import report
+from megatron_ext.schedule.build.report import ScheduleReport, report
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.problem import P2P, Extras, Offload, Problem, VocabularyParallel
@@ -34,11 +35,19 @@ from megatron_ext.schedule.program.simulate import simulate_steps
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.progress import task
 from megatron_ext.schedule.schedule_csv import to_csv
+from megatron_ext.schedule.search.certify import Certificate
 from megatron_ext.schedule.search.certify import certify as certify_program
 from megatron_ext.schedule.show.draw import draw_steps
 from megatron_ext.schedule.show.program_summary import program_of_1f1b
 from megatron_ext.schedule.show.trace import write_trace
 from megatron_ext.schedule.timeline import Timeline
+from megatron_ext.schedule.words import counted
+
+LONGEST = 86400.0  # seconds that may be asked for: a day
+MOST_RANKS = 16  # of which each is told alone
+
+_EXACT = "stock Megatron's to the last bit"
+_ROUNDED = "stock Megatron's but for rounding: sums are made in another order"
 
 
 def simulate(
@@ -62,9 +71,12 @@ def simulate(
         int, typer.Option(min=1, help="Consecutive ones, in what --plot and --trace write.")
     ] = 1,
     certify: Annotated[
-        bool, typer.Option("--certify", help="Bound the best there can be.")
+        bool,
+        typer.Option("--certify", help="Say how much shorter any schedule could be, at the most."),
     ] = False,
-    seconds: Annotated[float, typer.Option(help="What --certify may search.")] = 60.0,
+    seconds: Annotated[
+        float, typer.Option(min=0, max=LONGEST, help="For how long --certify may search.")
+    ] = 60.0,
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -83,16 +95,17 @@ def simulate(
         ),
     ] = None,
 ) -> None:
-    """Predict how long a schedule takes and what it holds.
+    """Predict how long a step takes under a schedule, and how much a rank holds.
 
-    makespan_if_passes_wait is the makespan on a device that, at every pass, waits for all that was
-    posted before it.
+    The makespan is the time from the first start to the last end over all ranks, which a step
+    takes; the span is the longest of one rank, which it takes where steps overlap. The makespan if
+    passes wait is that of a device which, at every pass, waits for all that was posted before it.
     """
     try:
         _check_options(csv, vocab_parallel, certify, post_validation)
         choice = choose(spec if vpp is None else with_option(spec, "vpp", vpp))
         placement = choice.place(pp)
-        limit = parse_limit(memory_limit, pp, microbatches) if memory_limit else None
+        limit = None if memory_limit is None else parse_limit(memory_limit, pp, microbatches)
         problem = Problem(
             placement,
             microbatches,
@@ -106,9 +119,7 @@ def simulate(
             program, made = report(choice, problem)
             with task("simulating a device that waits at passes"):
                 waiting = simulate_program(program, program.problem.costs, Device.WAITS_AT_PASSES)
-            figures = asdict(made) | {"makespan_if_passes_wait": waiting.makespan}
-            if certify:
-                figures |= _certified(program, seconds)
+            certificate = certify_program(program, seconds) if certify else None
         if csv is not None:
             csv.write_text(to_csv(program.schedule))
         if program_file is not None:
@@ -121,13 +132,70 @@ def simulate(
     except (ValueError, OSError) as error:
         fail(error)
     if as_json:
-        typer.echo(json.dumps(figures, indent=2))
+        figures = asdict(made) | {"makespan_if_passes_wait": waiting.makespan}
+        typer.echo(json.dumps(figures | _certified(certificate), indent=2))
         return
-    print_table([{"": key, spec: value} for key, value in figures.items()])
+    rows = {**_of_schedule(made), "makespan if passes wait": waiting.makespan}
+    print_table([{"": name, spec: value} for name, value in rows.items()])
+    typer.echo(f"times are in the unit of the costs ({costs})")
+    if certificate is not None:
+        typer.echo(_bound(certificate, made))
     if post_validation:
         typer.echo(what_overlapping_gains(program))
     if plot is not None:
         typer.echo(f"picture: {plot}")
+
+
+def _of_schedule(made: ScheduleReport) -> dict[str, Any]:
+    """What ``made`` says, by names for people; what was not asked for is left out."""
+    rows: dict[str, Any] = {
+        "pipeline ranks": made.pp,
+        "stages of a rank": made.vpp,
+        "microbatches": made.microbatches,
+    }
+    if made.vocabulary is not VocabularyParallel.NONE:
+        rows["vocabulary parallelism"] = made.vocabulary
+    if made.offload is not Offload.NONE:
+        rows["offload"] = made.offload
+    if made.memory_limit is not None:
+        rows["memory limit"] = made.memory_limit
+    rows["makespan"] = made.makespan
+    rows["span"] = made.span
+    if made.post_validation:
+        rows["step, where steps overlap"] = made.step
+    rows["compute of a rank"] = made.work
+    rows["bubble"] = (
+        f"{made.bubble_share_makespan:.1%} of the makespan, {made.bubble_share_span:.1%} of the "
+        f"span"
+    )
+    rows["peak activations"] = _of_ranks(made.peak_activation_microbatches)
+    if made.offload is not Offload.NONE:
+        rows["peak on the host"] = _of_ranks(made.host_microbatches)
+    rows["results"] = _EXACT if made.bitwise_order else _ROUNDED
+    rows["made in"] = f"{made.generation_seconds:.2g} s"
+    return rows
+
+
+def _of_ranks(held: Sequence[float]) -> str:
+    """The microbatches that each rank holds."""
+    most = max(held)
+    if min(held) == most:
+        return f"{counted(most, 'microbatch')} on every rank"
+    if len(held) > MOST_RANKS:
+        return f"{min(held):g} to {counted(most, 'microbatch')} on a rank"
+    return f"{', '.join(f'{amount:g}' for amount in held)} microbatches, rank by rank"
+
+
+def _bound(certificate: Certificate, made: ScheduleReport) -> str:
+    others = "this placement and backward pass"
+    if made.memory_limit is not None:
+        others = "this placement, backward pass and memory limit"
+    if certificate.optimal:
+        return f"proved: no schedule with {others} has a shorter makespan"
+    return (
+        f"no schedule with {others} has a makespan under {certificate.lower_bound:.6g}, which is "
+        f"{certificate.gap:.1%} less"
+    )
 
 
 def _check_options(
@@ -145,8 +213,9 @@ def _check_options(
         )
 
 
-def _certified(program: Program, seconds: float) -> dict[str, float | bool]:
-    certificate = certify_program(program, seconds)
+def _certified(certificate: Certificate | None) -> dict[str, float | bool]:
+    if certificate is None:
+        return {}
     return {
         "lower_bound": certificate.lower_bound,
         "gap": certificate.gap,

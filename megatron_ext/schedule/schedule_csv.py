@@ -75,12 +75,13 @@ def from_csv(text: str, name: str) -> Schedule:
 
 
 _COMPOUND = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
-_IN_FILES = {
+# What a file, or a family, may hold, and what it does: passes of a stage.
+KINDS_IN_FILES = {
     kind: rule.does
     for kind, rule in RULES.items()
     if rule.lane is Lane.COMPUTE and rule.where is Where.STAGE
 }
-_KINDS = ", ".join(f"{kind} ({does})" for kind, does in _IN_FILES.items())
+_KINDS = ", ".join(f"{kind} ({does})" for kind, does in KINDS_IN_FILES.items())
 
 
 def _delimiter(text: str) -> str:
@@ -108,7 +109,7 @@ def _row(cells: Sequence[str], where: str) -> tuple[Action, ...]:
                 f"{where}: {action} is no pass; leave messages and waits out, they are inserted "
                 f"for you; the kinds in a file are {_KINDS}"
             )
-        if action.kind not in _IN_FILES:
+        if action.kind not in KINDS_IN_FILES:
             raise ValueError(
                 f"{where}: {action} is a pass of vocabulary parallelism; leave those out, they are "
                 f"inserted for you; the kinds in a file are {_KINDS}"

@@ -48,7 +48,7 @@ _SETTINGS = (  # of which each has other patches
     "--pipeline-schedule 1f1b --pipeline-activation-offload full",
     "--pipeline-schedule zb-v --pipeline-post-validation",
 )
-_OF_THE_CLOCK = frozenset({"generation_seconds"})
+_OF_THE_CLOCK = frozenset({"generation_seconds", "made in"})
 _MEASURED = frozenset(
     {
         *("measured", "efficiency", "speedup", "spread", "host_microseconds"),
@@ -103,7 +103,7 @@ def _data(words: str, left_out: Set[str]) -> str:
     data = json.loads(
         printed,
         parse_float=lambda text: float(f"{float(text):.9g}"),
-        object_hook=lambda found: {k: "..." if k in left_out else v for k, v in found.items()},
+        object_hook=lambda fields: {k: "..." if k in left_out else v for k, v in fields.items()},
     )
     return "\n".join([*status, *_lines(data)])
 

@@ -13,9 +13,10 @@ from megatron_ext.adapter.arguments import check
 from megatron_ext.config import from_argv, from_environment
 from megatron_ext.installation import install
 from megatron_ext.launch_check import line as launch_line
-from megatron_ext.launch_check.check import Launch, check_launch
+from megatron_ext.launch_check.check import check_launch
 from megatron_ext.launch_check.plan import Chosen, choose_for
 from megatron_ext.launch_check.report import Finding, Verdict
+from megatron_ext.launch_check.words import Launch
 from megatron_ext.patches.engine import applied
 from megatron_ext.schedule.build.registry import Mark, entries
 from megatron_ext.schedule.model.gpus import USABLE
@@ -151,7 +152,7 @@ def fullest(schedule: str, gpu: str | None = None) -> tuple[float, list[Finding]
     return max(rank.total_bytes for rank in report.prediction.ranks), report.findings
 
 
-def found(subject: str, findings: list[Finding]) -> Finding:
+def finding_on(subject: str, findings: list[Finding]) -> Finding:
     (finding,) = [finding for finding in findings if finding.subject == subject]
     return finding
 
@@ -162,7 +163,7 @@ def test_no_more_than_1f1b_by_the_table_that_is_printed(monkeypatch: pytest.Monk
     shorten_search(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     taken, findings = fullest("plan")
-    assert "in no more memory than 1f1b" in found("plan", findings).text
+    assert "in no more memory than 1f1b" in finding_on("plan", findings).text
     assert taken <= fullest("1f1b")[0]
 
 
@@ -173,11 +174,11 @@ def test_choice_honours_the_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     gpu = 0.95 * of_1f1b / USABLE
     taken, findings = fullest("plan", f"{gpu / 2**20:.2f}MiB")
     assert taken <= USABLE * gpu
-    assert "of a GPU's" in found("plan", findings).text
-    assert found("memory", findings).verdict is Verdict.RIGHT
+    assert "of a GPU's" in finding_on("plan", findings).text
+    assert finding_on("memory", findings).verdict is Verdict.RIGHT
     taken, findings = fullest("plan", "1MiB")
-    assert "none is predicted to fit" in found("plan", findings).text
-    assert found("memory", findings).verdict is Verdict.WRONG and taken <= of_1f1b
+    assert "none is predicted to fit" in finding_on("plan", findings).text
+    assert finding_on("memory", findings).verdict is Verdict.WRONG and taken <= of_1f1b
 
 
 def test_flag_that_hides_a_better_choice_is_named() -> None:
@@ -187,7 +188,7 @@ def test_flag_that_hides_a_better_choice_is_named() -> None:
     _, fused = chosen(**large, cross_entropy_loss_fusion=True)
     assert "--pipeline-vocab-parallel" not in fused.flags
     hidden = fused.why.partition("Without --cross-entropy-loss-fusion: ")[2]
-    assert "--pipeline-vocab-parallel" in hidden and "of bubble, not " in hidden
+    assert "--pipeline-vocab-parallel" in hidden and " shorter (bubble " in hidden
     _, plain = chosen(**large)
     assert "--pipeline-vocab-parallel" in plain.flags and "Without" not in plain.why
 

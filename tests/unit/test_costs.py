@@ -394,10 +394,10 @@ def test_layers_are_counted_per_stage() -> None:
 
 
 def test_tensor_parallel_ranks_share_the_work() -> None:
-    one, four = estimate(GPT, GPU), estimate(replace(GPT, tensor_parallel=4), GPU)
+    alone, four = estimate(GPT, GPU), estimate(replace(GPT, tensor_parallel=4), GPU)
     for kind in (F, I, W):
-        assert four.seconds[kind] == pytest.approx([s / 4 for s in one.seconds[kind]])
-    assert four.hop == one.hop / 4
+        assert four.seconds[kind] == pytest.approx([s / 4 for s in alone.seconds[kind]])
+    assert four.hop == alone.hop / 4
 
 
 def test_a_slower_machine_takes_longer_and_holds_as_much() -> None:

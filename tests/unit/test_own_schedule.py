@@ -12,9 +12,11 @@ from typer.testing import CliRunner
 
 from megatron_ext.cli import app
 from megatron_ext.config import from_argv
+from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.schedule import bitwise_order
+from megatron_ext.schedule.schedule_csv import KINDS_IN_FILES
 from tests.helpers.schedules import line_problem, program, runs_to_end
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "your-own-schedule.md"
@@ -47,11 +49,20 @@ def test_the_page_has_its_examples() -> None:
 def test_the_page_tells_what_a_family_is_given() -> None:
     """Post-validation is in `Problem.extras`; the page sent its readers to where it had been."""
     page, problem = PAGE.read_text(), line_problem(2, 2)
-    cells = re.findall(r"^\| (`.*?) \|", page.partition("## What it is given")[2], re.MULTILINE)
+    _, _, given = page.partition("## What it is given")
+    cells = re.findall(r"^\| (`.*?) \|", given.partition("`Schedule(")[0], re.MULTILINE)
     names = [name for cell in cells for name in re.findall(r"`([\w.]+)`", cell)]
     assert "microbatches" in names
     for name in [*names, *re.findall(r"\bproblem\.([\w.]+)", page)]:
         operator.attrgetter(name)(problem)
+
+
+def test_the_page_names_the_kinds_that_one_may_write() -> None:
+    """Names and letters had to be looked up in the code."""
+    rows = re.findall(r"^\| `Kind\.(\w+)` \| `(\w)` \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
+    assert [letter for _, letter, _ in rows] == [*KINDS_IN_FILES]
+    for name, letter, does in rows:
+        assert Kind[name] == letter and does.startswith(KINDS_IN_FILES[Kind(letter)])
 
 
 @pytest.mark.parametrize(

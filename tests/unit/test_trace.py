@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import resource
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -65,8 +67,8 @@ def events_of(folder: Path) -> list[dict[str, Any]]:
     return events
 
 
-def same(one: Timeline, other: Timeline, shift: float) -> bool:
-    """Whether the passes and reductions of ``one`` are those of ``other``, ``shift`` later."""
+def same(actual: Timeline, expected: Timeline, shift: float) -> bool:
+    """Whether the passes and reductions of ``actual`` are ``expected``'s, ``shift`` later."""
 
     def times(timeline: Timeline) -> list[float]:
         passes = [(e.start, e.end) for row in timeline.compute for e in row]
@@ -77,16 +79,16 @@ def same(one: Timeline, other: Timeline, shift: float) -> bool:
         passes = [(e.rank, e.action) for row in timeline.compute for e in row]
         return [*passes, *((r.rank, r.stage, r.is_exact) for r in timeline.reductions)]
 
-    return names(one) == names(other) and times(one) == pytest.approx(
-        [time + shift for time in times(other)]
+    return names(actual) == names(expected) and times(actual) == pytest.approx(
+        [time + shift for time in times(expected)]
     )
 
 
 def test_steps_are_read_as_they_were_written(tmp_path: Path) -> None:
     steps = written(tmp_path)
-    found = read_trace(tmp_path / "new")
-    assert [(s.iteration, s.clock_error) for s in found] == [(7, 2e-5), (8, pytest.approx(1e-5))]
-    for step, expected in zip(found, steps, strict=True):
+    read = read_trace(tmp_path / "new")
+    assert [(s.iteration, s.clock_error) for s in read] == [(7, 2e-5), (8, pytest.approx(1e-5))]
+    for step, expected in zip(read, steps, strict=True):
         assert same(step.measured, expected.measured, -1000.0)
         assert same(step.predicted, expected.predicted, -1000.0)
         assert step.cost_factor == pytest.approx(expected.cost_factor)
@@ -157,8 +159,12 @@ def test_what_shares_a_track_does_not_overlap(
     ("content", "why"),
     [
         (None, "cannot be read"),
-        ("{", "is no trace"),
+        ("", "is no whole JSON file: Expecting value"),
+        ("{", "is no whole JSON file"),
+        ("[" * 100_000, "is no whole JSON file"),
         ('{"events": []}', "is no trace"),
+        ('{"traceEvents": {}}', "is no trace"),
+        ('{"traceEvents": [1, null, {}, {"ph": "X"}, {"ph": "X", "args": 3}]}', "no measured st"),
         ("[]", "is no trace"),
         ('{"traceEvents": []}', "no measured step"),
     ],
@@ -170,15 +176,117 @@ def test_no_trace(content: str | None, why: str, tmp_path: Path) -> None:
     assert result.exit_code == 2 and why in result.output, result.output
 
 
+def test_a_trace_that_was_cut_off(tmp_path: Path) -> None:
+    written(tmp_path)
+    file = tmp_path / "new" / NAME
+    text = file.read_text()
+    for length in range(1, len(text) - 2, 487):
+        file.write_text(text[:length])
+        with pytest.raises(ValueError, match=r"trace\.json is no whole JSON file: .* cut off"):
+            read_trace(file)
+
+
+Events = list[dict[str, Any]]
+
+
+def _first(events: Events, category: str) -> dict[str, Any]:
+    return next(event for event in events if event.get("cat") == category)
+
+
+def _without(category: str) -> Callable[[Events], Events]:
+    return lambda events: [event for event in events if event.get("cat") != category]
+
+
+def _with(key: str, value: Any, category: str = "compute") -> Callable[[Events], Events]:
+    def change(events: Events) -> Events:
+        _first(events, category)[key] = value
+        return events
+
+    return change
+
+
+def _with_args(key: str, value: Any, category: str = "compute") -> Callable[[Events], Events]:
+    def change(events: Events) -> Events:
+        _first(events, category)["args"][key] = value
+        return events
+
+    return change
+
+
+def _doubled(events: Events) -> Events:
+    return [event for event in events for _ in range(1 + (event is _first(events, "compute")))]
+
+
+def _timeless(events: Events) -> Events:
+    return [event | {"dur": 0} if "dur" in event else event for event in events]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (_with("ts", "soon"), r"event \d+: ts is 'soon'; a finite number is expected"),
+        (_with("ts", float("nan")), "ts is nan"),
+        (_with("dur", None), "dur is None"),
+        (_with("dur", -1), "dur is -1; none is negative"),
+        (_with("pid", "one"), "pid is 'one'; a whole number from 0 is expected"),
+        (_with("pid", 999999999999), "measured: rank 3 has no pass"),
+        (_with("pid", -1), "pid is -1"),
+        (_with("name", "gemm"), r"iteration 7, measured: 'gemm' is no action"),
+        (_with("name", ["0F0"]), "name is .*; a text is expected"),
+        (_with("name", "9F0"), "measured: stage 3 has no pass"),
+        (_with("name", "0F9"), "the predicted passes are not the measured ones"),
+        (_with("ts", 1e9), "the passes of rank 0 are not in order"),
+        (_with_args("iteration", "7"), "args: iteration is '7'"),
+        (_with_args("schedule", None), "args: schedule is None"),
+        (_with_args("cost_factor", "1"), "args: cost_factor is '1'"),
+        (_with_args("clock_error_us", True), "args: clock_error_us is True"),
+        (_with_args("stage", 0.5, "reduction"), "args: stage is 0.5"),
+        (_with_args("is_exact", 1, "reduction"), "args: is_exact is 1; true or false"),
+        (_without("compute"), "measured: rank 0 has no pass"),
+        (_without("predicted compute"), "predicted: rank 0 has no pass"),
+        (_doubled, "a pass is there twice"),
+        (_timeless, "the passes of rank 0 take no time"),
+    ],
+)
+def test_an_odd_trace_is_named_with_the_place(
+    change: Callable[[Events], Events], why: str, tmp_path: Path
+) -> None:
+    """What somebody has filtered, merged or written themselves was a traceback."""
+    written(tmp_path)
+    events = change(events_of(tmp_path))
+    (tmp_path / "new" / NAME).write_text(json.dumps({"traceEvents": events}))
+    result = CliRunner().invoke(app, ["trace", str(tmp_path / "new")])
+    assert result.exit_code == 2 and re.search(why, result.output), result.output
+    assert NAME in result.output
+
+
+def test_a_file_is_whole_when_the_disk_is_full(tmp_path: Path) -> None:
+    """It was cut off in the middle of an event, with a message that named no file."""
+    file = TraceFile(tmp_path / NAME)
+    file.add(beside(1, measured(1.0), SIMULATED, 0.0))
+    before = (tmp_path / NAME).read_bytes()
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # Python ignores the signal: writing beyond is an error, as on a full disk.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 1000, usual[1]))
+    try:
+        with pytest.raises(OSError, match=NAME):
+            file.add(beside(2, measured(2.0), SIMULATED, 0.0))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    assert (tmp_path / NAME).read_bytes() == before
+    file.add(beside(3, measured(3.0), SIMULATED, 0.0))
+    assert [step.iteration for step in read_trace(tmp_path)] == [1, 3]
+
+
 def test_the_command_tells_of_the_median_step(tmp_path: Path) -> None:
     written(tmp_path)
     folder = str(tmp_path / "new")
-    found = json.loads(CliRunner().invoke(app, ["trace", folder, "--json"]).stdout)
-    assert found["iteration"] == 7 and [row["iteration"] for row in found["iterations"]] == [7, 8]
-    assert (found["schedule"], found["pp"], found["microbatches"]) == ("zb-h1", 3, 4)
+    report = json.loads(CliRunner().invoke(app, ["trace", folder, "--json"]).stdout)
+    assert report["iteration"] == 7 and [row["iteration"] for row in report["iterations"]] == [7, 8]
+    assert (report["schedule"], report["pp"], report["microbatches"]) == ("zb-h1", 3, 4)
     for key in ("makespan", "span", "bubble_share_makespan", "bubble_share_span"):
-        assert found["measured"][key] == pytest.approx(found["predicted"][key])
-    assert sum(found["parts"].values()) == pytest.approx(found["measured"]["makespan"])
+        assert report["measured"][key] == pytest.approx(report["predicted"][key])
+    assert sum(report["parts"].values()) == pytest.approx(report["measured"]["makespan"])
     text = CliRunner().invoke(app, ["trace", folder]).stdout
     assert "iteration 7, the median of 2" in text and "the schedule's own bubble" in text
 

@@ -87,7 +87,7 @@ class StepProfile(StepObserver):
         if step.shape is not None:
             what += f", micro batch {step.shape[0]}, sequence {step.shape[1]}"
         return profile.costs(
-            step.connections.ways, step.boundary, self._programs.costs[step.shape], what
+            step.connections.p2p, step.boundary, self._programs.costs[step.shape], what
         )
 
     def finish(self, iteration: int) -> None:

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.adapter.observers.observer import Step, StepObserver
-from megatron_ext.adapter.observers.writers import current_iteration, log_interval, log_step
+from megatron_ext.adapter.observers.writers import log_step
+from megatron_ext.adapter.training_globals import current_iteration, log_interval
 from megatron_ext.logger import logger
 from megatron_ext.runtime.measure.clocks import clock_offsets
 from megatron_ext.runtime.recording import Recording, clock_of

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_ext.schedule.build.registry import entries
 from megatron_ext.schedule.program.simulate import simulate, step_seconds
 from megatron_ext.schedule.program.verify import Program
+from megatron_ext.schedule.words import counted
 
 _LEAST = 1e-3  # of the makespan: to gain less is not worth it
 
@@ -19,14 +20,13 @@ def what_overlapping_gains(program: Program) -> str:
     """What post-validation, which ``program`` has, makes of its makespan, in words."""
     makespan, step = _figures(program)
     if not is_gain(makespan, step):
-        name = program.schedule.name
         return (
-            f"post-validation: {name}'s steps cannot overlap, its span is its makespan of "
-            f"{makespan:.4g}; those of {_overlapping_families()} can, on more than one rank"
+            f"post-validation: {program.schedule.name}'s steps cannot overlap, its span is its "
+            f"makespan; those of {_overlapping_families()} can, on more than one rank"
         )
     return (
-        f"post-validation: in the long run a step costs {step:.4g}, {1 - step / makespan:.1%} less "
-        f"than its makespan of {makespan:.4g}, which it costs without"
+        f"post-validation: in the long run a step takes {1 - step / makespan:.1%} less than the "
+        f"makespan, which it takes without"
     )
 
 
@@ -36,9 +36,10 @@ def check_overlaps(program: Program) -> None:
     if not is_gain(makespan, step):
         raise ValueError(
             f"post-validation gains nothing with {program.schedule.name} on "
-            f"{program.problem.ranks} ranks and {program.problem.microbatches} microbatches: a "
-            f"step costs {step:.4g} with it and {makespan:.4g} without, as its steps cannot "
-            f"overlap; use a schedule whose steps can ({_overlapping_families()}), or drop it"
+            f"{counted(program.problem.ranks, 'rank')} and "
+            f"{counted(program.problem.microbatches, 'microbatch')}: its steps cannot overlap, so "
+            f"that a step takes as long as without; take a schedule whose steps can "
+            f"({_overlapping_families()}), or drop it"
         )
 
 

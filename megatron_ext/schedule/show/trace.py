@@ -7,10 +7,12 @@ tracks of its own, since a track shows slices one after the other.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.program.graph import channel_of
 from megatron_ext.schedule.program.memory import in_microbatches, memory_curve
 from megatron_ext.schedule.schedule import Schedule
+from megatron_ext.schedule.show.json_record import Record
+from megatron_ext.schedule.text_file import read_text_file
 from megatron_ext.schedule.timeline import Event, Reduction, Timeline
 
 NAME = "trace.json"  # in the folder that a training run is given
@@ -128,10 +132,22 @@ class TraceFile:
                 placed["tid"] = self._tracks[rank, title]
             lines.append(json.dumps(event | placed))
         text = ("\n" if self._is_empty else ",\n") + ",\n".join(lines) + _END
-        with self._path.open("r+b") as file:
-            file.seek(-len(_END), os.SEEK_END)
-            file.write(text.encode())
+        with self._path.open("r+b", buffering=0) as file:
+            end = file.seek(-len(_END), os.SEEK_END)
+            try:
+                _write_all(file, text.encode())
+            except OSError as error:  # a full disk, perhaps
+                file.seek(end)
+                file.write(_END.encode())  # on what was the file's already
+                file.truncate()
+                raise OSError(error.errno, error.strerror, str(self._path)) from error
         self._is_empty = False
+
+
+def _write_all(file: io.RawIOBase, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
 
 
 def write_trace(steps: Sequence[Timeline], path: Path, seconds_per_unit: float = 1e-3) -> None:
@@ -149,54 +165,124 @@ def read_trace(path: Path) -> list[TracedStep]:
     """The steps that a training run has written to ``path``, or to `NAME` in that folder.
 
     Raises:
-        ValueError: there is no such file, it is not JSON, or it has no measured step.
+        ValueError: there is no such file, it is not JSON, it has no measured step, or a step of it
+            is not as `TraceFile` writes one.
     """
     file = path / NAME if path.is_dir() else path
     try:
-        events = json.loads(file.read_text())["traceEvents"]
-    except OSError as error:
+        text = read_text_file(file, "trace")
+    except ValueError as error:
         raise ValueError(
-            f"{file} cannot be read: {error}; --pipeline-trace DIR --pipeline-trace-iters A:B "
-            f"writes a trace there while it trains"
+            f"{error}; --pipeline-trace DIR --pipeline-trace-iters A:B writes a trace while it "
+            f"trains"
         ) from None
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is no trace: {error!r}") from None
-    iterations: dict[int, list[dict[str, Any]]] = {}
-    for event in events:
-        if event["ph"] == "X" and "iteration" in event["args"]:
-            iterations.setdefault(event["args"]["iteration"], []).append(event)
+    try:
+        data = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(
+            f"{file} is no whole JSON file: {error}; a trace that was cut off has to be written "
+            f"again"
+        ) from None
+    events = data.get("traceEvents") if isinstance(data, dict) else None
+    if not isinstance(events, list):
+        raise ValueError(f"{file} is no trace: it has no list 'traceEvents' at the top")
+    iterations: dict[int, list[_Slice]] = {}
+    for number, event in enumerate(events):
+        if _is_of_a_step(event):
+            slice_ = _read_slice(event, f"{file}, event {number}")
+            iterations.setdefault(slice_.args.count("iteration"), []).append(slice_)
     if not iterations:
         raise ValueError(f"{file} has no measured step: it is not of a training run")
-    return [_step(iteration, slices) for iteration, slices in iterations.items()]
+    return [
+        _step(iteration, slices, f"{file}, iteration {iteration}")
+        for iteration, slices in iterations.items()
+    ]
 
 
-def _step(iteration: int, events: Sequence[dict[str, Any]]) -> TracedStep:
-    about = events[0]["args"]
+@dataclass(frozen=True)
+class _Slice:
+    """One slice of a step, as it was read."""
+
+    rank: int
+    name: str
+    category: str
+    start: float
+    end: float
+    args: Record
+
+
+def _is_of_a_step(event: Any) -> bool:
+    if not isinstance(event, dict) or event.get("ph") != "X":
+        return False
+    args = event.get("args")
+    return isinstance(args, dict) and "iteration" in args
+
+
+def _read_slice(event: dict[str, Any], where: str) -> _Slice:
+    record = Record(event, where)
+    start, seconds = record.number("ts") / 1e6, record.number("dur") / 1e6
+    if seconds < 0:
+        raise ValueError(f"{where}: dur is {seconds * 1e6:g}; none is negative")
+    args = Record(event["args"], f"{where}, args")
+    rank, name, category = record.count("pid"), record.text("name"), record.text("cat")
+    return _Slice(rank, name, category, start, start + seconds, args)
+
+
+def _step(iteration: int, slices: Sequence[_Slice], where: str) -> TracedStep:
+    about = slices[0].args
+    measured = _timeline(slices, _PASS, f"{where}, measured")
+    predicted = _timeline(slices, _PREDICTED_PASS, f"{where}, predicted")
+    if measured.schedule.rows != predicted.schedule.rows:
+        raise ValueError(f"{where}: the predicted passes are not the measured ones")
     return TracedStep(
         iteration,
-        _timeline(events, _PASS),
-        _timeline(events, _PREDICTED_PASS),
-        about["cost_factor"],
-        about["clock_error_us"] / 1e6,
+        measured,
+        predicted,
+        about.number("cost_factor"),
+        about.number("clock_error_us") / 1e6,
     )
 
 
-def _timeline(events: Sequence[dict[str, Any]], category: str) -> Timeline:
+def _timeline(slices: Sequence[_Slice], category: str, where: str) -> Timeline:
     """The passes of ``category``, and with them the reductions of a measured step."""
-    of_ranks: list[list[Event]] = [[] for _ in range(1 + max(event["pid"] for event in events))]
+    of_rank: dict[int, list[Event]] = {}
     reductions = []
-    for event in events:
-        rank, start, end = event["pid"], event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
-        if event["cat"] == category:
-            of_ranks[rank].append(Event(rank, parse(event["name"]), start, end))
-        elif event["cat"] == _REDUCTION and category == _PASS:
-            args = event["args"]
-            reductions.append(Reduction(rank, args["stage"], start, end, args["is_exact"]))
-    rows = tuple(tuple(event.action for event in row) for row in of_ranks)
-    rank_of = {action.stage: rank for rank, row in enumerate(rows) for action in row}
+    for slice_ in slices:
+        if slice_.category == category:
+            try:
+                event = Event(slice_.rank, parse(slice_.name), slice_.start, slice_.end)
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from None
+            of_rank.setdefault(slice_.rank, []).append(event)
+        elif slice_.category == _REDUCTION and category == _PASS:
+            stage, is_exact = slice_.args.count("stage"), slice_.args.truth("is_exact")
+            reductions.append(Reduction(slice_.rank, stage, slice_.start, slice_.end, is_exact))
+    rows = [tuple(of_rank[rank]) for rank in sorted(of_rank)]
+    _check_rows(rows, where)
+    rank_of = {event.action.stage: event.rank for row in rows for event in row}
     placement = Placement("trace", tuple(rank_of[stage] for stage in range(len(rank_of))))
-    schedule = Schedule(events[0]["args"]["schedule"], placement, rows)
-    return Timeline(schedule, tuple(event for row in of_ranks for event in row), tuple(reductions))
+    actions = tuple(tuple(event.action for event in row) for row in rows)
+    schedule = Schedule(slices[0].args.text("schedule"), placement, actions)
+    return Timeline(schedule, tuple(event for row in rows for event in row), tuple(reductions))
+
+
+def _check_rows(rows: Sequence[tuple[Event, ...]], where: str) -> None:
+    """Raise ValueError unless all ranks and stages have passes, one after the other, each once."""
+    events = [event for row in rows for event in row]
+    for what, numbers in (
+        ("rank", {event.rank for event in events}),
+        ("stage", {event.action.stage for event in events}),
+    ):
+        missing = next(n for n in range(len(numbers) + 1) if n not in numbers)
+        if missing < len(numbers) or not numbers:
+            raise ValueError(f"{where}: {what} {missing} has no pass")
+    if len({event.action for event in events}) < len(events):
+        raise ValueError(f"{where}: a pass is there twice")
+    for row in rows:
+        if any(later.start < event.start for event, later in pairwise(row)):
+            raise ValueError(f"{where}: the passes of rank {row[0].rank} are not in order")
+        if not any(event.end > event.start for event in row):
+            raise ValueError(f"{where}: the passes of rank {row[0].rank} take no time")
 
 
 def _slices(timeline: Timeline, prefix: str, about: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,47 @@
+"""An object of a JSON file that others may have written: what is asked of it is checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Record:
+    """``data``, and ``where`` it stands, for errors.
+
+    Each method returns the value of a key, and raises ValueError where there is none or another.
+    """
+
+    data: Mapping[str, Any]
+    where: str
+
+    def number(self, key: str) -> float:
+        return float(self._value(key, _is_number, "a finite number"))
+
+    def count(self, key: str) -> int:
+        return int(self._value(key, _is_count, "a whole number from 0"))
+
+    def text(self, key: str) -> str:
+        return str(self._value(key, lambda value: isinstance(value, str), "a text"))
+
+    def truth(self, key: str) -> bool:
+        return bool(self._value(key, lambda value: isinstance(value, bool), "true or false"))
+
+    def _value(self, key: str, is_right: Callable[[Any], bool], expected: str) -> Any:
+        value = self.data.get(key)
+        if not is_right(value):
+            is_now = f"is {value!r:.60}" if key in self.data else "is missing"
+            raise ValueError(f"{self.where}: {key} {is_now}; {expected} is expected")
+        return value
+
+
+def _is_number(value: Any) -> bool:
+    is_one = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_one and math.isfinite(value) and abs(value) < 1e18
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
