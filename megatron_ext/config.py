@@ -15,6 +15,7 @@ from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import P2P, Extras, Offload, Problem, VocabularyParallel
+from megatron_ext.schedule.words import meant_by
 
 ESTIMATE = "estimate"
 PLAN = "plan"
@@ -108,8 +109,8 @@ def _switch(text: str) -> dict[str, Any]:
 class PipelineConfig:
     """The pipeline settings of a run.
 
-    A field ``x`` is the flag ``--pipeline-x``, the keyword ``x`` of `megatron_ext.install` and, for
-    `megatron_ext.auto`, the variable ``MEGATRON_EXT_X``. `parse` makes it of what users write.
+    A field ``x`` is the flag ``--pipeline-x``, the keyword ``x`` of `megatron_ext.install` and the
+    variable ``MEGATRON_EXT_X``. `parse` makes it of what users write.
 
     Raises ValueError for a schedule that there is not, and for settings that do not go together.
     """
@@ -351,17 +352,59 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def from_argv(argv: Sequence[str]) -> PipelineConfig:
     """The settings in a script's command line, whatever else is in it."""
+    return PipelineConfig.parse(**_arguments(argv))
+
+
+def _arguments(argv: Sequence[str]) -> dict[str, str | bool | None]:
+    """The values of all settings in a script's command line, as they are written there."""
     parser = add_flags(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
     arguments = vars(parser.parse_known_args(argv)[0])
-    return PipelineConfig.parse(
-        **{name.removeprefix(_PREFIX): value for name, value in arguments.items()}
-    )
+    return {name.removeprefix(_PREFIX): value for name, value in arguments.items()}
 
 
 def settings_given(argv: Sequence[str]) -> bool:
     """Whether one of our flags is in a script's command line."""
-    flags = {flag(setting.name) for setting in fields(PipelineConfig)}
-    return any(word.split("=")[0] in flags for word in argv)
+    return any(_is_flag(word, name) for name in _settings() for word in argv)
+
+
+def _is_flag(word: str, name: str) -> bool:
+    return word.split("=")[0] == flag(name)
+
+
+def flags_from_environment(
+    argv: Sequence[str], env: Mapping[str, str]
+) -> tuple[list[str], list[str]]:
+    """What variables in ``env`` add to a script's command line, for `megatron_ext.launch`.
+
+    Returns:
+        The flags of settings that ``argv`` does not have, and a line for each that it has with
+        another value, which counts.
+
+    Raises:
+        ValueError: a variable is no setting, but looks like one; or a switch is neither 1 nor 0.
+    """
+    values = _variables(env)
+    for name in _unknown_variables(env):
+        if meant := meant_by(name, map(variable, _settings())):
+            raise ValueError(f"{name} is no setting: did you mean {' or '.join(meant)}?")
+    written = _arguments(argv)
+    added: list[str] = []
+    overruled: list[str] = []
+    for name, value in values.items():
+        if not any(_is_flag(word, name) for word in argv):
+            added += _as_words(name, value)
+        elif written[name] != value:
+            overruled.append(
+                f"{_flag_with_value(name, written[name])} counts, not "
+                f"{variable(name)}={env[variable(name)]}"
+            )
+    return added, overruled
+
+
+def _as_words(name: str, value: str | bool) -> list[str]:
+    if isinstance(value, str):
+        return [flag(name), value]
+    return [flag(name)] if value else []
 
 
 def from_environment(env: Mapping[str, str]) -> PipelineConfig:
@@ -371,24 +414,41 @@ def from_environment(env: Mapping[str, str]) -> PipelineConfig:
         ValueError: there is no schedule among them, a variable ``MEGATRON_EXT_*`` is no setting, or
             a setting is not understood.
     """
-    settings = {variable(setting.name): setting for setting in fields(PipelineConfig)}
-    given = {name: value for name, value in env.items() if name.startswith(_VARIABLES) and value}
-    for name in sorted(given.keys() - settings.keys() - {ALLOW_UNKNOWN}):
-        raise ValueError(f"{name} is no setting: write one of {', '.join(settings)}")
-    if variable("schedule") not in given:
+    for name in _unknown_variables(env):
+        known = ", ".join(map(variable, _settings()))
+        raise ValueError(f"{name} is no setting: write one of {known}")
+    values = _variables(env)
+    if "schedule" not in values:
         raise ValueError(
             f"{variable('schedule')} is not set: export {variable('schedule')}=zb-h1, or another "
             f"of 'megatron-ext schedules', or do not import megatron_ext.auto"
         )
-    values = {
-        setting.name: _value(setting, given[name])
-        for name, setting in settings.items()
-        if name in given
-    }
     try:
         return PipelineConfig.parse(**values)
     except ValueError as error:
         raise ValueError(f"in {_VARIABLES}* (--pipeline-x is {variable('x')}): {error}") from error
+
+
+def _settings() -> dict[str, Field[Any]]:
+    return {setting.name: setting for setting in fields(PipelineConfig)}
+
+
+def _variables(env: Mapping[str, str]) -> dict[str, str | bool]:
+    """The values of settings in ``env``. An empty variable is not given."""
+    return {
+        name: _value(setting, text)
+        for name, setting in _settings().items()
+        if (text := env.get(variable(name)))
+    }
+
+
+def _unknown_variables(env: Mapping[str, str]) -> list[str]:
+    known = {*map(variable, _settings()), ALLOW_UNKNOWN}
+    return sorted(
+        name
+        for name, value in env.items()
+        if name.startswith(_VARIABLES) and value and name not in known
+    )
 
 
 def _value(setting: Field[object], text: str) -> str | bool:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from typing import NoReturn
 
 
 def exit_for(error: Exception) -> NoReturn:
-    """Exit with status 2, like a command line's parser; global rank 0 says why, for all."""
-    if os.environ.get("RANK", "0") == "0":
+    """Exit with status 2, like a command line's parser. Global rank 0 says why for all, and of each
+    other node its first rank, as the mistake may be that node's alone (a file it does not have)."""
+    rank, local_rank = os.environ.get("RANK", "0"), os.environ.get("LOCAL_RANK")
+    if rank == "0":
         sys.stderr.write(f"megatron_ext: error: {error}\n")
+    elif local_rank == "0":
+        sys.stderr.write(f"megatron_ext: error on {socket.gethostname()}: {error}\n")
     raise SystemExit(2)

@@ -14,7 +14,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from megatron_ext.config import PLAN, PipelineConfig, from_argv, settings_given
+from megatron_ext.adapter.progress import telling_of_long_work
+from megatron_ext.config import (
+    PLAN,
+    PipelineConfig,
+    flags_from_environment,
+    from_argv,
+    settings_given,
+)
 from megatron_ext.errors import exit_for
 from megatron_ext.installation import install
 from megatron_ext.logger import logger
@@ -35,8 +42,9 @@ ChoosePlan = Callable[[Sequence[str], PipelineConfig, int], tuple[tuple[str, ...
 def launch(argv: Sequence[str], choose: ChoosePlan) -> None:
     """Run the script or module that ``argv`` starts with, as ``__main__``, with its arguments.
 
-    Patches are applied if one of our flags, or ``--help``, is among the arguments; with none,
-    Megatron is left as it is. Without a GPU the CPU platform is put under it.
+    Patches are applied if one of our flags, or ``--help``, is among the arguments, or a variable
+    ``MEGATRON_EXT_X`` stands for a flag; with none, Megatron is left as it is. Without a GPU the
+    CPU platform is put under it.
 
     ``choose`` is asked where the schedule is ``plan``.
 
@@ -52,13 +60,14 @@ def launch(argv: Sequence[str], choose: ChoosePlan) -> None:
     os.environ.update(slurm_ranks(os.environ))
     sys.argv = [script, *arguments]
     try:
-        config = from_argv(arguments)
+        sys.argv += _from_environment(arguments)
+        config = from_argv(sys.argv[1:])
         if not _has_gpu():
             _use_cpu()
         if config.schedule == PLAN:
             sys.argv += _planned(config, choose)
             config = from_argv(sys.argv[1:])
-        if settings_given(arguments) or {"-h", "--help"} & set(arguments):
+        if settings_given(sys.argv[1:]) or {"-h", "--help"} & set(arguments):
             install(config)
     except (ValueError, PatchError) as error:
         exit_for(error)
@@ -70,13 +79,23 @@ def launch(argv: Sequence[str], choose: ChoosePlan) -> None:
         runpy.run_path(script, run_name="__main__")
 
 
+def _from_environment(arguments: Sequence[str]) -> list[str]:
+    """The flags that ``MEGATRON_EXT_*`` stand for, where ``arguments`` do not say otherwise."""
+    added, overruled = flags_from_environment(arguments, os.environ)
+    if os.environ.get("RANK", "0") == "0":
+        for line in overruled:
+            logger.warning(line)
+        if added:
+            logger.info(f"from the environment: {' '.join(added)}")
+    return added
+
+
 def _planned(config: PipelineConfig, choose: ChoosePlan) -> tuple[str, ...]:
     """The flags, for the end of the command line, that name what is to be trained under."""
-    is_first = os.environ.get("RANK", "0") == "0"
-    if is_first:
-        logger.info("plan compares schedules; with many ranks for minutes")
-    flags, why = choose(sys.argv[1:], config, int(os.environ.get("WORLD_SIZE", "1")))
-    if is_first:
+    rank = int(os.environ.get("RANK", "0"))
+    with telling_of_long_work(rank):
+        flags, why = choose(sys.argv[1:], config, int(os.environ.get("WORLD_SIZE", "1")))
+    if rank == 0:
         logger.info(f"plan takes {' '.join(flags)}: {why}")
     return flags
 

@@ -15,16 +15,12 @@ so that a caller who patches late can refuse instead of half working.
 
 from __future__ import annotations
 
-import ast
 import enum
 import functools
 import gc
-import hashlib
 import importlib
 import inspect
-import os
 import sys
-import textwrap
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
@@ -32,6 +28,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ext.config import ALLOW_UNKNOWN
+from megatron_ext.patches.sources import (
+    UnknownSource,
+    allowance,
+    is_allowed,
+    source_digest,
+    unknown_source,
+)
 
 Alias = tuple[types.ModuleType, str]
 Signature = str | Iterable[str] | None
@@ -191,36 +194,43 @@ def plain_signature(function: Any) -> str:
     return str(inspect.Signature(bare))
 
 
-def source_digest(original: Any) -> str:
-    """Twelve hex digits over the source of ``original``: its code, not its comments or layout."""
-    source = textwrap.dedent(inspect.getsource(original))
-    if source[0].isspace():  # a string literal at the margin keeps dedent from working
-        source = "if True:\n" + source
-    return hashlib.sha256(ast.unparse(ast.parse(source)).encode()).hexdigest()[:12]
+@dataclass(frozen=True)
+class Misfit:
+    """Why a patch does not fit; ``unknown`` is the source that it was not read against, where that
+    is all."""
+
+    text: str
+    unknown: UnknownSource | None = None
 
 
-def mismatch(patch: Patch, original: Any) -> str | None:
-    """Why ``patch`` does not fit ``original``, or None when it fits."""
+def mismatch(patch: Patch, original: Any) -> Misfit | None:
+    """Why ``patch`` does not fit ``original``, or None when it fits.
+
+    Raises:
+        ValueError: what the user allows is not understood.
+    """
     if patch.signatures:
         known = " or ".join(patch.signatures)
         try:
             signature = plain_signature(original)
         except (TypeError, ValueError):
-            return f"{patch.target} has no signature, the patch was written for {known}"
+            text = f"{patch.target} has no signature, the patch was written for {known}"
+            return Misfit(text)
         if signature not in patch.signatures:
-            return f"{patch.target} takes {signature}, the patch was written for {known}"
-    if patch.digests and os.environ.get(ALLOW_UNKNOWN) != "1":
-        try:
-            digest = source_digest(original)
-        except (OSError, TypeError, SyntaxError):
-            digest = "unreadable"
-        if digest not in patch.digests.values():
-            known = ", ".join(patch.digests.values())
-            return (
-                f"{patch.target} has source digest {digest}, known are {known}; "
-                f"set {ALLOW_UNKNOWN}=1 to patch it all the same"
-            )
-    return None
+            text = f"{patch.target} takes {signature}, the patch was written for {known}"
+            return Misfit(text)
+    if not patch.digests:
+        return None
+    try:
+        digest = source_digest(original)
+    except (OSError, TypeError, SyntaxError):
+        digest = "unreadable"
+    if digest in patch.digests.values() or is_allowed(patch.target, digest):
+        return None
+    verb = "rely on" if patch.how is How.EXPECT else patch.how
+    we = f"we {verb} it: {patch.reason}"
+    unknown = unknown_source(patch.target, original, digest, patch.digests, we)
+    return Misfit(str(unknown), unknown)
 
 
 def holds_any(module: types.ModuleType, ids: Set[int]) -> bool:
@@ -361,8 +371,10 @@ def apply(patches: Sequence[Patch]) -> Handle:
     Raises:
         PatchError: a target is missing, has another signature or an unknown source, or two
             patches exclude each other. Lists all that do not fit. Nothing has been changed then.
+        ValueError: what the user allows is not understood.
     """
     problems = []
+    unknown = []
     wanted: list[Any] = []
     taken: dict[tuple[object, ...], Patch] = {}
     for patch in patches:
@@ -371,8 +383,9 @@ def apply(patches: Sequence[Patch]) -> Handle:
         except PatchError as error:
             problems.append(str(error))
             continue
-        if (problem := mismatch(patch, target.original)) is not None:
-            problems.append(problem)
+        if (misfit := mismatch(patch, target.original)) is not None:
+            problems.append(misfit.text)
+            unknown += [misfit.unknown] if misfit.unknown else []
         if patch.how is How.EXPECT:
             continue
         if target.rebinds:
@@ -385,7 +398,13 @@ def apply(patches: Sequence[Patch]) -> Handle:
             )
         taken.setdefault(target.identity, patch)
     if problems:
-        raise PatchError("no patch was applied:\n  " + "\n  ".join(problems))
+        text = "no patch was applied:\n  " + "\n  ".join(problems)
+        if unknown:
+            text += (
+                f"\nwhere what we do still holds, allow these sources, until they change again:\n"
+                f"  export {ALLOW_UNKNOWN}={allowance(unknown)}"
+            )
+        raise PatchError(text)
 
     handle = Handle(patches)
     aliases = Aliases(wanted)

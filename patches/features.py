@@ -38,8 +38,9 @@ class Feature:
         package = "megatron_ext.patches"
         try:
             modules = [importlib.import_module(f"{package}.{name}") for name in self.modules]
-        except ImportError as error:
-            raise PatchError(f"{self.name}: what its patches need is missing: {error}") from error
+        except Exception as error:  # a module may raise anything while it is imported
+            reason = f"{type(error).__name__}: {error}"
+            raise PatchError(f"{self.name}: what its patches need is missing: {reason}") from error
         return [patch for module in modules for patch in module.patches(config)]
 
 
@@ -47,7 +48,11 @@ FEATURES = (
     Feature("flags", ("megatron.training.arguments",), None),
     Feature(
         "schedule",
-        ("megatron.core.pipeline_parallel.schedules", "megatron.training.checkpointing"),
+        (
+            "megatron.core.pipeline_parallel.schedules",
+            "megatron.core.parallel_state.ending",
+            "megatron.training.checkpointing",
+        ),
         lambda choice: True,
     ),
     Feature(
@@ -75,7 +80,10 @@ FEATURES = (
     ),
     Feature(
         "virtual stages",
-        ("megatron.core.transformer.transformer_config", "megatron.core.parallel_state"),
+        (
+            "megatron.core.transformer.transformer_config",
+            "megatron.core.parallel_state.first_stage",
+        ),
         lambda choice: choice.example.chunks > 1,
     ),
     Feature(
@@ -92,6 +100,13 @@ FEATURES = (
             "megatron.training.training.tied_models",
         ),
         lambda choice: choice.moves_first_stage,
+    ),
+    # After the one above, whose wrapper of the same function is then within: nobody trains together
+    # who has not been compared.
+    Feature(
+        "ranks that are launched alike",
+        ("megatron.core.parallel_state.agreement",),
+        lambda choice: True,
     ),
     Feature(
         "measured costs",

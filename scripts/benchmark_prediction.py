@@ -55,11 +55,11 @@ SCHEDULES = "1f1b zb-h1 zb-auto interleaved-zb zb-v v-half"
 
 @dataclass(frozen=True)
 class Result:
-    """One schedule. ``asked``: what the passes slept for; ``found``: what was measured of them."""
+    """One schedule. ``asked``: what the passes slept for; ``measured``: what they took."""
 
     schedule: str
     asked: str
-    found: str
+    measured: str
     error: float
     comparison: Comparison
 
@@ -149,8 +149,8 @@ def _run(spec: str, microbatches: int, text: str) -> Result:
         step(program)
         profile.end(recorder, program)
         recorder.end()
-    found = profile.costs(ways, boundary, wrong, spec)
-    program = place_output_layer(choice, Problem(placement, microbatches, found))
+    measured = profile.costs(ways, boundary, wrong, spec)
+    program = place_output_layer(choice, Problem(placement, microbatches, measured))
     steps = MeasuredSteps(CPU)
     for _ in range(KEPT):
         steps.begin(recorder)
@@ -159,12 +159,12 @@ def _run(spec: str, microbatches: int, text: str) -> Result:
         recorder.end()
     comparison = steps.compare(world)
     assert comparison is not None
-    return Result(spec, format_costs(slept), format_costs(found), comparison.error, comparison)
+    return Result(spec, format_costs(slept), format_costs(measured), comparison.error, comparison)
 
 
 def _milliseconds(text: str, placement: Placement) -> Costs:
     given = parse_costs(text, placement)
-    return Costs({kind: tuple(each / 1e3 for each in row) for kind, row in given.seconds.items()})
+    return Costs({kind: tuple(ms / 1e3 for ms in row) for kind, row in given.seconds.items()})
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.communication import communicate
+from megatron_ext.schedule.program.message_order import order_messages
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import prove
 from megatron_ext.schedule.program.waits import await_sends
@@ -71,7 +72,9 @@ def measure(family: str, ranks: int, microbatches: int) -> Measured:
         return result
 
     schedule = timed(lambda: choice.build(problem))
-    full = timed(lambda: await_sends(communicate(schedule, problem), problem))
+    full = timed(
+        lambda: await_sends(order_messages(communicate(schedule, problem), problem), problem)
+    )
     program = timed(lambda: prove(full, problem))
     timed(lambda: simulate(program, problem.costs))
     actions = sum(map(len, program.schedule.rows))
@@ -80,7 +83,7 @@ def measure(family: str, ranks: int, microbatches: int) -> Measured:
 
 def exponent(series: Sequence[Measured], seconds: Callable[[Measured], float]) -> float | None:
     """Of the growth of ``seconds`` with the number of actions; None: too fast to tell."""
-    points = [(one.actions, seconds(one)) for one in series if seconds(one) >= AT_LEAST]
+    points = [(row.actions, seconds(row)) for row in series if seconds(row) >= AT_LEAST]
     if len({actions for actions, _ in points}) < 2:
         return None
     actions, times = np.log(np.array(points, dtype=float)).T
@@ -123,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}",
     }
     if arguments.json:
-        rows = [asdict(one) | {"total": one.total} for one in results]
+        rows = [asdict(row) | {"total": row.total} for row in results]
         print(json.dumps({"settings": settings, "results": rows}, indent=2))
     else:
         print_tables(settings, results)
@@ -138,27 +141,27 @@ def print_tables(settings: dict[str, object], results: Sequence[Measured]) -> No
         console.print(f"{key}: {value}")
     columns = ("generation", "communication", "proof", "simulation", "total", "us per action")
     sizes = Table("family", "p", "m", "actions", *columns, box=None)
-    for one in results:
-        seconds = [one.generation, one.communication, one.proof, one.simulation, one.total]
+    for row in results:
+        seconds = [row.generation, row.communication, row.proof, row.simulation, row.total]
         sizes.add_row(
-            one.family,
-            str(one.ranks),
-            str(one.microbatches),
-            str(one.actions),
+            row.family,
+            str(row.ranks),
+            str(row.microbatches),
+            str(row.actions),
             *(f"{figure:.2f}" for figure in seconds),
-            f"{one.total / one.actions * 1e6:.0f}",
+            f"{row.total / row.actions * 1e6:.0f}",
         )
     console.print(sizes)
     growth = Table("family", "e of generation", "e of the total", "with p: generation", "total")
     growth.box = None
-    for family in dict.fromkeys(one.family for one in results):
-        own = [one for one in results if one.family == family]
-        with_m = [one for one in own if one.ranks == 8]
-        with_p = [one for one in own if one.microbatches == 8 * one.ranks]
+    for family in dict.fromkeys(row.family for row in results):
+        own = [row for row in results if row.family == family]
+        with_m = [row for row in own if row.ranks == 8]
+        with_p = [row for row in own if row.microbatches == 8 * row.ranks]
         fits = [
             exponent(series, seconds)
             for series in (with_m, with_p)
-            for seconds in (lambda one: one.generation, lambda one: one.total)
+            for seconds in (lambda row: row.generation, lambda row: row.total)
         ]
         growth.add_row(family, *("-" if fit is None else str(fit) for fit in fits))
     console.print(growth)

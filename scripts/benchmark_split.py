@@ -98,7 +98,8 @@ def measure(hidden: int, sequence: int, repetitions: int) -> dict[str, float]:
                 if repetition >= 3:
                     costs[name].append(cost)
     median = {
-        name: Cost(*map(statistics.median, zip(*each, strict=True))) for name, each in costs.items()
+        name: Cost(*map(statistics.median, zip(*samples, strict=True)))
+        for name, samples in costs.items()
     }
     both = [i.seconds + w.seconds for i, w in zip(costs["I"], costs["W"], strict=True)]
     result = {f"{name}, ms": round(1000 * cost.seconds, 3) for name, cost in median.items()}

@@ -185,11 +185,11 @@ def run(program: Program, ways: Channels, recorder: Recorder) -> None:
 
 def all_channels(ranks: int) -> set[Channel]:
     """Those of every family: each has messages for every neighbour that it has."""
-    found: set[Channel] = set()
+    union: set[Channel] = set()
     for name in entries():
         if name != SEARCHES_LONG:  # a V, as others are
-            found |= set(channels(build(name, ranks, ranks, 1, 1, 1).schedule))
-    return found
+            union |= set(channels(build(name, ranks, ranks, 1, 1, 1).schedule))
+    return union
 
 
 def resident() -> int:

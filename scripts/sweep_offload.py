@@ -70,25 +70,25 @@ def main() -> None:
     arguments = parser.parse_args()
     total = len(LINKS) * len(SPECS) * len(KS) * len(Offload)
     console = Console(stderr=True)
-    found = list(track(rows(KS), "schedules", total=total, console=console, transient=True))
+    results = list(track(rows(KS), "schedules", total=total, console=console, transient=True))
     if arguments.plot is not None:
-        draw(found, arguments.plot)
+        draw(results, arguments.plot)
     if arguments.json:
-        print(json.dumps([asdict(row) for row in found], indent=2))
+        print(json.dumps([asdict(row) for row in results], indent=2))
         return
     for link in LINKS:
-        print_table(link, [row for row in found if row.link == link])
+        print_table(link, [row for row in results if row.link == link])
 
 
-def print_table(link: str, found: list[Row]) -> None:
+def print_table(link: str, results: list[Row]) -> None:
     """Peaks, and where it is not 1 the time, by schedule and k."""
     table = Table(title=f"{link}: peak microbatches (and time, where it is longer)", box=None)
-    columns = list(dict.fromkeys((row.spec, row.offload) for row in found))
+    columns = list(dict.fromkeys((row.spec, row.offload) for row in results))
     table.add_column("k")
     for spec, offload in columns:
         table.add_column(spec if offload == "none" else offload)
     for k in KS:
-        here = {(row.spec, row.offload): row for row in found if row.k == k}
+        here = {(row.spec, row.offload): row for row in results if row.k == k}
         cells = []
         for column in columns:
             row = here[column]
@@ -98,7 +98,7 @@ def print_table(link: str, found: list[Row]) -> None:
     Console(width=200).print(table)
 
 
-def draw(found: list[Row], path: Path) -> None:
+def draw(results: list[Row], path: Path) -> None:
     """Peaks over k, a panel for each sort of link."""
     from matplotlib.figure import Figure
 
@@ -109,7 +109,7 @@ def draw(found: list[Row], path: Path) -> None:
     for axes, link in zip(panels, LINKS, strict=True):
         for spec in SPECS:
             for offload, style in styles.items():
-                line = [r for r in found if (r.link, r.spec, r.offload) == (link, spec, offload)]
+                line = [r for r in results if (r.link, r.spec, r.offload) == (link, spec, offload)]
                 axes.plot(
                     [row.k for row in line],
                     [row.peak for row in line],

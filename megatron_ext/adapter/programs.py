@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import uuid
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,8 +18,10 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_ext.adapter.compatibility import refuse_order
 from megatron_ext.adapter.dimensions import estimated_costs
+from megatron_ext.adapter.progress import telling_of_long_work
 from megatron_ext.adapter.vocabulary_rows import embedding_part
 from megatron_ext.config import PipelineConfig
+from megatron_ext.runtime.agreement import listed
 from megatron_ext.schedule.build.output_layer import place_again, place_output_layer
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import parse_costs
@@ -27,8 +29,6 @@ from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.program.verify import Program
 
 Shape = tuple[int, int] | None  # micro batch, sequence; None where microbatches vary
-
-_SHOWN = 8  # ranks that an error lists
 
 
 class Programs:
@@ -118,10 +118,11 @@ class Programs:
         """
         placement = self._choice.place(pipeline.size())
         problem = self._config.problem(placement, microbatches, self.costs[shape], forward_only)
-        if before is None:
-            program = place_output_layer(self._choice, problem)
-        else:
-            program = place_again(self._choice, problem, before)
+        with telling_of_long_work(dist.get_rank()):
+            if before is None:
+                program = place_output_layer(self._choice, problem)
+            else:
+                program = place_again(self._choice, problem, before)
         refuse_order(config, program.schedule)
         self._compare(program.digest, shape, microbatches, forward_only)
         self._programs[shape, microbatches, forward_only, config.variable_seq_lengths] = program
@@ -171,17 +172,11 @@ def check_digests(schedule: str, digests: Mapping[int, str]) -> None:
     for rank, digest in sorted(digests.items()):
         ranks[digest].append(rank)
     if len(ranks) > 1:
-        built = "; ".join(f"{digest[:12]} on {_listed(where)}" for digest, where in ranks.items())
+        built = "; ".join(f"{digest[:12]} on {listed(where)}" for digest, where in ranks.items())
         raise RuntimeError(
             f"ranks built different programs from {schedule}: {built}; do all of them run one "
             f"version of megatron_ext and numpy, and read one file?"
         )
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_SHOWN]))
-    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
-    return f"global rank{'s' * (len(ranks) > 1)} {shown}{more}"
 
 
 def gather(group: dist.ProcessGroup, value: Any) -> list[Any]:

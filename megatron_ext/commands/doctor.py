@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,9 +13,11 @@ import typer
 from megatron_ext.commands.options import Json
 from megatron_ext.commands.output import fail, gib, print_table
 from megatron_ext.commands.progress import showing_progress
-from megatron_ext.config import PipelineConfig
+from megatron_ext.config import ALLOW_UNKNOWN, PipelineConfig, flag
+from megatron_ext.schedule.words import counted
 
 if TYPE_CHECKING:
+    from megatron_ext.launch_check.doctor import Diagnosis
     from megatron_ext.launch_check.report import RankPrediction
 
 
@@ -28,40 +30,66 @@ def doctor(
     gpu_memory: Annotated[
         str | None, typer.Option(help="What a GPU has, as 80GiB, to judge the launch line's by.")
     ] = None,
+    patches: Annotated[bool, typer.Option("--patches", help="List each patch and its state.")] = (
+        False
+    ),
 ) -> None:
-    """Show the environment and each patch's state, or check a launch line before it is launched."""
+    """Show whether our patches fit what is installed, or check a launch line before its launch."""
     if context.args and (context.args[0] == "-m" or not context.args[0].startswith("-")):
         _check_launch_line(context.args, world_size, gpu_memory, as_json)
     else:
-        _show_environment(context.args, as_json)
+        _show_environment(context.args, patches, as_json)
 
 
-def _show_environment(words: Sequence[str], as_json: bool) -> None:
+def _show_environment(words: Sequence[str], patches: bool, as_json: bool) -> None:
     from megatron_ext.config import from_argv
     from megatron_ext.launch_check.doctor import diagnose
+    from megatron_ext.launch_check.importing import as_on, quickly, silently
 
     try:
         config: PipelineConfig = from_argv(words)
+        with silently(), as_on(Path.cwd(), {}), quickly():
+            diagnosis = diagnose(config)
     except ValueError as error:
         fail(error)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what Megatron misses here is in the table
-        diagnosis = diagnose(config)
     if as_json:
-        typer.echo(json.dumps(asdict(diagnosis), indent=2))
+        data = {**asdict(diagnosis), "allow_unknown": diagnosis.allowance}
+        typer.echo(json.dumps(data, indent=2))
     else:
         print_table([{"": key, "found": value} for key, value in diagnosis.environment.items()])
-        for patch in diagnosis.patches:
-            typer.echo(f"\n{patch.state}: {patch.how} {patch.target}")
-            typer.echo(f"  {patch.feature}: {patch.reason}")
-    if any(not patch.fits for patch in diagnosis.patches):
+        _print_summary(diagnosis, config)
+        if patches:
+            for patch in diagnosis.patches:
+                typer.echo(f"\n{patch.state}: {patch.how} {patch.target}")
+                typer.echo(f"  {patch.feature}: {patch.reason}")
+        else:
+            typer.echo("--patches lists them all")
+    if diagnosis.misfits:
         raise typer.Exit(1)
+
+
+def _print_summary(diagnosis: Diagnosis, config: PipelineConfig) -> None:
+    wanted = [patch for patch in diagnosis.patches if patch.wanted]
+    what = f"that {flag('schedule')} {config.schedule} needs" if config.schedule else "of ours"
+    misfits = diagnosis.misfits
+    if not misfits:
+        typer.echo(f"\nall {len(wanted)} patches {what} fit this Megatron")
+        return
+    typer.echo(f"\n{len(misfits)} of the {len(wanted)} patches {what} do not fit this Megatron:")
+    for patch in misfits:
+        typer.echo(f"\n{patch.why}")
+    if diagnosis.allowance:
+        typer.echo(
+            f"\nwhere what we do still holds, allow these sources, until they change again:\n"
+            f"  export {ALLOW_UNKNOWN}={diagnosis.allowance}\n"
+        )
 
 
 def _check_launch_line(
     words: Sequence[str], world_size: int | None, gpu_memory: str | None, as_json: bool
 ) -> None:
-    from megatron_ext.launch_check.check import check_launch, read_launch
+    from megatron_ext.launch_check.check import check_launch
+    from megatron_ext.launch_check.words import read_launch
     from megatron_ext.patches.engine import PatchError
 
     try:
@@ -81,19 +109,20 @@ def _check_launch_line(
         if report.prediction is not None and report.prediction.ranks:
             typer.echo("\npredicted memory")
             print_table([_memory_row(rank) for rank in report.prediction.ranks])
-        wrong = [f for f in report.findings if f.verdict == "wrong"]
-        typer.echo(f"\n{len(wrong) or 'nothing'} {'are' if len(wrong) > 1 else 'is'} wrong")
+        wrong = sum(finding.verdict == "wrong" for finding in report.findings)
+        typer.echo(f"\nto correct before the launch: {wrong}" if wrong else "\nnothing is wrong")
     if not report.is_right:
         raise typer.Exit(1)
 
 
 def _memory_row(rank: RankPrediction) -> dict[str, Any]:
-    activations = rank.activation_bytes
+    activations = counted(rank.activation_microbatches, "microbatch")
+    if rank.activation_bytes is not None:
+        activations += f", {gib(rank.activation_bytes)}"
     return {
         "pipeline rank": rank.rank,
         "layers": rank.layers,
         "parameters, gradients, optimizer": gib(rank.model_bytes),
-        "peak activations": f"{rank.activation_microbatches:g} microbatches",
-        "of": "not known" if activations is None else gib(activations),
+        "activations at the peak": activations,
         "together": gib(rank.total_bytes),
     }

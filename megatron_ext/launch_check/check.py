@@ -2,77 +2,37 @@
 
 from __future__ import annotations
 
-import difflib
-import logging
 import os
-import warnings
+import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.adapter.transformer_engine import can_split
+from megatron_ext.adapter.untried import untried
 from megatron_ext.config import PLAN, PROFILE, PipelineConfig, flag, from_argv
 from megatron_ext.launch_check.communicators import check_communicators
 from megatron_ext.launch_check.doctor import diagnose
+from megatron_ext.launch_check.flags import (
+    check_installation,
+    settings_of,
+    unknown_words,
+    with_variables,
+)
+from megatron_ext.launch_check.importing import as_on, quickly, silently
 from megatron_ext.launch_check.paths import check_checkpoints, check_data, check_tokenizer_files
-from megatron_ext.launch_check.report import Finding, Prediction, RankPrediction, Report, Verdict
+from megatron_ext.launch_check.report import Prediction, RankPrediction, Report, Verdict
+from megatron_ext.launch_check.restarts import check_restarts
+from megatron_ext.launch_check.words import Launch
 from megatron_ext.patches.engine import PatchError
-from megatron_ext.patches.features import FEATURES
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.problem import Offload
 from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, peaks
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.show.program_summary import stock_1f1b
-
-SURELY_MEANT = 0.9  # difflib's likeness from which an unknown flag is a known one misspelt
-PERHAPS_MEANT = 0.8
-
-
-@dataclass(frozen=True)
-class Launch:
-    """The words of a launch line: the script or module, what it is given, and on how many ranks."""
-
-    script: str
-    is_module: bool
-    arguments: tuple[str, ...]
-    world_size: int | None = None
-
-
-def read_launch(words: Sequence[str]) -> Launch:
-    """``words`` as a launch line: SCRIPT.py ARGS, -m MODULE ARGS, or either behind torchrun.
-
-    ``-m megatron_ext`` before the script may be there or not.
-
-    Raises:
-        ValueError: they are none of these.
-    """
-    match words:
-        case [first, *rest] if Path(first).name == "torchrun":
-            return _read_torchrun(rest)
-        case ["-m", "megatron_ext", *rest]:
-            return read_launch(rest)
-        case ["-m", module, *rest]:
-            return Launch(module, True, tuple(rest))
-        case [script, *rest] if script.endswith(".py"):
-            return Launch(script, False, tuple(rest))
-    raise ValueError(
-        f"{' '.join(words[:3])!r} begins no launch line: give it from SCRIPT.py, -m MODULE or "
-        f"torchrun on"
-    )
-
-
-def _read_torchrun(words: Sequence[str]) -> Launch:
-    from torch.distributed.run import get_args_parser, parse_min_max_nnodes
-
-    parsed = get_args_parser().parse_args(words)
-    rest = [parsed.training_script, *parsed.training_script_args]
-    launch = read_launch(["-m", *rest] if parsed.module else rest)
-    if not parsed.nproc_per_node.isdecimal():  # gpu, auto: as many as that node has
-        return launch
-    _, nodes = parse_min_max_nnodes(parsed.nnodes)
-    return replace(launch, world_size=nodes * int(parsed.nproc_per_node))
+from megatron_ext.schedule.words import counted
 
 
 def check_launch(launch: Launch, world_size: int | None, gpu_memory: str | None) -> Report:
@@ -90,42 +50,65 @@ def check_launch(launch: Launch, world_size: int | None, gpu_memory: str | None)
     if gpu_memory is not None and room is None:
         raise ValueError(f"--gpu-memory {gpu_memory}: write bytes, as 80GiB")
     report = Report()
-    text = _check_script(report, launch)
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a check fetches nothing
-    disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            _check(report, launch, text, world_size, room)
-    finally:
-        logging.disable(disabled)
+    _say_what_is_left_out(report, launch)
+    folder = Path(launch.script).parent if launch.installs is False else Path()
+    folder = Path() if launch.is_module else folder
+    # A check fetches nothing.
+    environment = {"HF_HUB_OFFLINE": "1"} | dict(launch.environment)
+    with silently(), as_on(folder.absolute(), environment):
+        script = _check_script(report, launch)
+        with_flags = report.attempt("flags", lambda: with_variables(launch, script))
+        if with_flags is not None:
+            launch = with_flags[0]
+            report.findings += with_flags[1]
+        report.findings += check_installation(launch, script)
+        _check(report, launch, script, world_size, room)
     return report
 
 
-def _check_script(report: Report, launch: Launch) -> str:
-    """The script's text, empty if it cannot be read."""
+def _say_what_is_left_out(report: Report, launch: Launch) -> None:
+    if launch.left_out:
+        text = f"left out, and not looked at: {shlex.join(launch.left_out)}"
+        report.add(Verdict.REMARK, "launch line", text)
+    if launch.environment:
+        names = ", ".join(launch.environment)
+        text = f"set while the line is checked: {names}"
+        report.add(Verdict.RIGHT, "launch line", text)
+    words = [word for word in launch.arguments if "$" in word]
+    if words:
+        text = f"nothing is expanded: {shlex.join(words)} is taken as it stands"
+        fix = "write what the shell would put there"
+        report.add(Verdict.REMARK, "launch line", text, fix)
+
+
+def _check_script(report: Report, launch: Launch) -> str | None:
+    """The script's text, None if it cannot be read."""
+    path = Path(launch.script)
     if launch.is_module:
-        report.add(Verdict.REMARK, "script", f"module {launch.script} is not looked for")
-        return ""
+        path = Path(*launch.script.split(".")).with_suffix(".py")
+        if not path.is_file():
+            text = f"module {launch.script} is not in this folder, and not looked for elsewhere"
+            report.add(Verdict.REMARK, "script", text)
+            return None
     try:
-        text = Path(launch.script).read_text()
+        text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         report.add(Verdict.WRONG, "script", str(error), "correct the path of the script")
-        return ""
-    report.add(Verdict.RIGHT, "script", f"{launch.script} is there; it is not run")
+        return None
+    report.add(Verdict.RIGHT, "script", f"{path} is there; it is not run")
     return text
 
 
 def _check(
-    report: Report, launch: Launch, script: str, world_size: int | None, room: int | None
+    report: Report, launch: Launch, script: str | None, world_size: int | None, room: int | None
 ) -> None:
     try:
-        from megatron_ext.launch_check import line as launch_line
+        with quickly():
+            from megatron_ext.launch_check import line as launch_line
     except ImportError as error:
         raise PatchError(f"no Megatron is here to check with: {error}") from error
 
-    config = report.attempt("flags", lambda: from_argv(launch.arguments)) or PipelineConfig()
+    config = report.attempt("flags", lambda: settings_of(launch, script)) or PipelineConfig()
     if config.schedule != PLAN:  # which patches it wants is seen below
         _check_patches(report, config)
     line = report.attempt("flags", lambda: launch_line.parse(launch.arguments))
@@ -144,7 +127,7 @@ def _check(
     _say_what_is_assumed(report, args, launch_line)
     if config.schedule == PLAN:
         with launch_line.on_gpus(args):
-            chosen = report.attempt("plan", lambda: _chosen(launch.arguments, config, ranks))
+            chosen = report.attempt("plan", lambda: _chosen(launch.arguments, config, ranks, room))
         if chosen is None:
             return
         text = f"takes {' '.join(chosen.flags)}: {chosen.why}"
@@ -153,7 +136,7 @@ def _check(
         _check_patches(report, config)
     needed = None
     with launch_line.on_gpus(args):
-        stops = "Megatron stops here: mend it and check again, what comes after is not checked"
+        stops = "Megatron stops here, and so does this check: correct it, then check again"
         valid = report.attempt(
             "arguments", lambda: launch_line.validate(args, config, ranks), stops
         )
@@ -166,16 +149,19 @@ def _check(
             )
             _check_tokenizer(report, args, launch_line)
             needed = _check_training(report, args, config, room, launch_line)
+            if config.schedule is not None:
+                _say_what_is_untried(report, args)
     prefixes = report.attempt("datasets", lambda: launch_line.data_prefixes(args))
     if prefixes is not None:
         report.findings += check_data(args, prefixes)
     report.findings += check_checkpoints(args, needed)
+    report.findings += check_restarts(args, launch.max_restarts)
 
 
-def _chosen(argv: Sequence[str], config: PipelineConfig, world_size: int) -> Any:
+def _chosen(argv: Sequence[str], config: PipelineConfig, world_size: int, room: int | None) -> Any:
     from megatron_ext.launch_check.plan import choose_for
 
-    return choose_for(argv, config, world_size)
+    return choose_for(argv, config, world_size, room)
 
 
 def _check_patches(report: Report, config: PipelineConfig) -> None:
@@ -183,64 +169,30 @@ def _check_patches(report: Report, config: PipelineConfig) -> None:
         text = f"without {flag('schedule')} nothing is patched: this is Megatron's own pipeline"
         report.add(Verdict.RIGHT, "patches", text)
         return
-    wanted = {feature.name for feature in FEATURES if feature.is_wanted(config)}
-    patches = [patch for patch in diagnose(config).patches if patch.feature in wanted]
-    misfits = [patch for patch in patches if not patch.fits]
-    for patch in misfits:
-        text = f"{patch.target or patch.feature} {patch.state}"
+    diagnosis = diagnose(config)
+    for patch in diagnosis.misfits:
         fix = "docs/compatibility.md names the versions that fit"
-        report.add(Verdict.WRONG, "patches", text, fix)
-    if not misfits:
-        report.add(Verdict.RIGHT, "patches", f"{len(patches)} would be applied, and fit")
-
-
-def unknown_words(
-    argv: Sequence[str], unknown: Sequence[str], flags: Sequence[str], script: str
-) -> list[Finding]:
-    """What to say of each of the ``unknown`` words of ``argv``, given the ``flags`` there are.
-
-    A word that is very like a flag is that flag misspelt; another may be the script's own.
-    """
-    findings = []
-    for word in unknown:
-        name = word.split("=")[0]
-        if not name.startswith("--"):
-            before = [argv[i - 1] for i in range(1, len(argv)) if argv[i] == word]
-            if not any(other in unknown for other in before):
-                text = f"{word!r} belongs to no flag"
-                fix = "drop it: the flag before it takes no value, or fewer"
-                findings.append(Finding(Verdict.WRONG, "flags", text, fix))
-            continue
-        if name in script:
-            text = f"{name} is the script's own"
-            findings.append(Finding(Verdict.RIGHT, "flags", text))
-            continue
-        like = name.replace("_", "-")
-        closest = difflib.get_close_matches(like, flags, n=1, cutoff=PERHAPS_MEANT)
-        suggestion = f"did you mean {closest[0]}?" if closest else ""
-        if closest and difflib.SequenceMatcher(None, like, closest[0]).ratio() >= SURELY_MEANT:
-            text = f"there is no flag {name}"
-            findings.append(Finding(Verdict.WRONG, "flags", text, suggestion))
-        else:
-            text = f"{name} is neither Megatron's nor ours: the script's own, perhaps"
-            fix = suggestion or "drop it if the script does not add it: Megatron would refuse it"
-            findings.append(Finding(Verdict.REMARK, "flags", text, fix))
-    if not any(finding.verdict is Verdict.WRONG for finding in findings):
-        text = "all others are Megatron's or ours" if findings else "all are Megatron's or ours"
-        findings.append(Finding(Verdict.RIGHT, "flags", text))
-    return findings
+        if patch.unknown is not None:
+            command = f"megatron-ext doctor {flag('schedule')} {config.schedule}"
+            fix = f"read what has changed; {command} prints how to allow it"
+        report.add(Verdict.WRONG, "patches", patch.why, fix)
+    if not diagnosis.misfits:
+        count = sum(patch.wanted for patch in diagnosis.patches)
+        megatron = diagnosis.environment["megatron-core"]
+        text = f"{count} are needed, and fit Megatron {megatron}"
+        report.add(Verdict.RIGHT, "patches", text)
 
 
 def _check_world_size(report: Report, args: Any, world_size: int | None, launch_line: Any) -> int:
     if world_size is not None:
-        report.add(Verdict.RIGHT, "world size", f"{world_size} ranks")
+        report.add(Verdict.RIGHT, "world size", counted(world_size, "rank"))
         return world_size
     assumed: int = launch_line.least_world_size(args)
     report.add(
         Verdict.REMARK,
         "world size",
-        f"{assumed} ranks assumed: the parallel sizes, and one copy of the model",
-        "say --world-size N before --, or give the line from torchrun on",
+        f"{counted(assumed, 'rank')} assumed: one copy of the model",
+        "write --world-size N before the --, or give the line with its torchrun",
     )
     return assumed
 
@@ -251,14 +203,21 @@ def _say_what_is_assumed(report: Report, args: Any, launch_line: Any) -> None:
     if torch.cuda.is_available():
         return
     major, minor = launch_line.CAPABILITY
-    text = f"there is none here: one of compute capability {major}.{minor} is assumed"
+    text = f"none is here: one of compute capability {major}.{minor} is assumed"
     if args.transformer_impl == "transformer_engine" and not can_split():
         text += ", with the newest Transformer Engine, which is not here either"
-    report.add(Verdict.REMARK, "GPU", text, "megatron-ext doctor tells it on the GPU's node")
+    report.add(Verdict.REMARK, "GPU", text, "run this check on a node with GPUs to ask them")
     name = launch_line.CONNECTIONS
     if launch_line.wants_one_connection(args) and name not in os.environ:
-        text = f"{name} is not set here: tensor and context parallel want 1 before Blackwell"
+        text = f"{name} is not set here; Megatron demands 1 on GPUs before Blackwell with TP or CP"
         report.add(Verdict.REMARK, "environment", text, f"export {name}=1 in the batch script")
+
+
+def _say_what_is_untried(report: Report, args: Any) -> None:
+    for entry in untried(args):
+        text = f"{entry.setting}={getattr(args, entry.setting)}: {entry.text}"
+        fix = "compare the first losses with a run without our flags"
+        report.add(Verdict.REMARK, "untried", text, fix)
 
 
 def _check_tokenizer(report: Report, args: Any, launch_line: Any) -> None:
@@ -289,7 +248,9 @@ def _check_training(
 
     microbatches = report.attempt("batch size", lambda: launch_line.count_microbatches(args))
     if microbatches is not None:
-        report.add(Verdict.RIGHT, "batch size", f"{microbatches} microbatches in the first step")
+        report.add(
+            Verdict.RIGHT, "batch size", f"{counted(microbatches, 'microbatch')} in the first step"
+        )
         samples = report.attempt("training", lambda: launch_line.check_course(args))
         if samples is not None:
             text = "{} samples to train on, {} to validate on, {} to test on".format(*samples)
@@ -368,11 +329,11 @@ def _predict(
     report.add(
         Verdict.RIGHT,
         "schedule",
-        f"{program.schedule.name}, {problem.microbatches} microbatches: predicted bubble "
+        f"{program.schedule.name}, {counted(problem.microbatches, 'microbatch')}: predicted bubble "
         f"{prediction.bubble:.1%} (1f1b {prediction.bubble_1f1b:.1%}), costs {costs.origin}",
     )
     if args.num_experts is not None and spec.costs.is_estimate:
-        text = "the estimate takes experts for one dense layer: its times and activations are off"
+        text = "times and activations are off: the estimate counts experts as one dense layer"
         fix = "" if spec.costs.profile else f"have them measured: {flag('costs')} {PROFILE}"
         report.add(Verdict.REMARK, "schedule", text, fix)
     if getattr(args, "hybrid_layer_pattern", None) is not None:
@@ -387,7 +348,7 @@ def _predict(
         RankPrediction(
             rank,
             sum(layers[stage] for stage in placement.stages_of[rank]),
-            model[rank],
+            model[rank].total,
             microbatches[rank],
             held[rank],
         )
@@ -397,8 +358,8 @@ def _predict(
     _judge_memory(report, [rank.total_bytes for rank in ranks], room)
     if problem.extras.offload is not Offload.NONE and costs.held_bytes is not None:
         planned = [planned_bytes(row, costs) or 0.0 for row in program.schedule.rows]
-        text = f"offload takes up to {max(planned) / 2**30:.3g} GiB a rank"
-        report.add(Verdict.RIGHT, "host memory", text, "the ranks of a node add up")
+        text = f"offload takes up to {max(planned) / 2**30:.3g} GiB per rank"
+        report.add(Verdict.RIGHT, "host memory", text, "add up the ranks of a node")
     return model_bytes.checkpoint_bytes(args, placement, layers)
 
 
@@ -409,7 +370,9 @@ def _judge_memory(report: Report, totals: Sequence[float], room: int | None) -> 
         f"beside what CUDA, NCCL and temporaries take"
     )
     if room is None:
-        report.add(Verdict.RIGHT, "memory", text, "--gpu-memory 80GiB judges it")
+        report.add(
+            Verdict.RIGHT, "memory", text, "write --gpu-memory 80GiB before the -- to compare"
+        )
     elif largest > room:
         text += f"; a GPU has {room / 2**30:.3g} GiB"
         fix = f"{flag('memory-limit')}, recompute, or more tensor or pipeline ranks"

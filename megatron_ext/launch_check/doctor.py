@@ -6,12 +6,14 @@ import importlib.metadata
 import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 import megatron_ext
 from megatron_ext.config import PipelineConfig
-from megatron_ext.patches.engine import Patch, PatchError, applied, mismatch, resolve
+from megatron_ext.patches.engine import Misfit, Patch, PatchError, applied, mismatch, resolve
 from megatron_ext.patches.features import FEATURES
+from megatron_ext.patches.sources import UnknownSource, allowance
 
 PACKAGES = ("transformer-engine", "torch", "numpy")
 ON_ROCM = (
@@ -20,27 +22,45 @@ ON_ROCM = (
 )
 
 
+# Features list their patches for a schedule; without one asked for, all that there can be.
+_WITH_ALL_PATCHES = PipelineConfig.parse(schedule="zb-h1", trace="traces", trace_iters="1:2")
+
+
+class State(StrEnum):
+    """How a patch stands to what is here.
+
+    FITS: it could be applied, and is not asked for; WOULD_BE_APPLIED: it is; APPLIED: it is in
+    force in this process.
+    """
+
+    FITS = "fits"
+    WOULD_BE_APPLIED = "would be applied"
+    APPLIED = "applied"
+    MISFIT = "does not fit"
+
+
 @dataclass(frozen=True)
 class PatchState:
     """A patch of a feature, or a feature whose patches cannot be told.
 
     Attributes:
-        state: "applied" (in this process), "would be applied" (it is wanted and fits), "not
-            wanted", or "does not fit: " and why.
+        wanted: whether the settings ask for it; with none, all are.
+        why: of a misfit.
+        unknown: the source that it was not read against, where that is why.
     """
 
     feature: str
     target: str
     how: str
     reason: str
-    state: str
+    state: State
+    wanted: bool
+    why: str = ""
+    unknown: UnknownSource | None = None
 
     @property
     def fits(self) -> bool:
-        return not self.state.startswith(_MISFIT)
-
-
-_MISFIT = "does not fit: "
+        return self.state is not State.MISFIT
 
 
 @dataclass(frozen=True)
@@ -50,9 +70,25 @@ class Diagnosis:
     environment: Mapping[str, str]
     patches: tuple[PatchState, ...]
 
+    @property
+    def misfits(self) -> tuple[PatchState, ...]:
+        """The wanted patches that do not fit."""
+        return tuple(patch for patch in self.patches if patch.wanted and not patch.fits)
+
+    @property
+    def allowance(self) -> str:
+        """What the variable ALLOW_UNKNOWN would have to be for all of them; empty where no unknown
+        source is among them."""
+        unknown = [patch.unknown for patch in self.misfits if patch.unknown is not None]
+        return allowance(unknown) if unknown else ""
+
 
 def diagnose(config: PipelineConfig) -> Diagnosis:
-    """The environment, and how the patches stand to it with ``config``."""
+    """The environment, and how the patches stand to it with ``config``.
+
+    Raises:
+        ValueError: what the user allows is not understood.
+    """
     return Diagnosis(_environment(), tuple(_patches(config)))
 
 
@@ -92,28 +128,37 @@ def _megatron() -> str:
 
 
 def _patches(config: PipelineConfig) -> Iterator[PatchState]:
-    # Without a schedule its patches are listed for a typical one.
-    example = config if config.schedule else PipelineConfig(schedule="zb-h1")
-    ours = config.schedule is not None  # without a flag of ours nothing is patched at all
+    example = config if config.schedule else _WITH_ALL_PATCHES
     in_force = {patch.target for patch in applied()}
     for feature in FEATURES:
+        wanted = config.schedule is None or feature.is_wanted(config)
         try:
             patches = feature.patches(example)
         except PatchError as error:
-            yield PatchState(feature.name, "", "", "", f"{_MISFIT}{error}")
+            yield PatchState(feature.name, "", "", "", State.MISFIT, wanted, str(error))
             continue
         for patch in patches:
-            state = _state(patch, in_force, wanted=ours and feature.is_wanted(config))
-            yield PatchState(feature.name, patch.target, patch.how.value, patch.reason, state)
+            misfit = None
+            if patch.target in in_force:
+                state = State.APPLIED
+            elif (misfit := _misfit(patch)) is not None:
+                state = State.MISFIT
+            else:
+                state = State.WOULD_BE_APPLIED if config.schedule and wanted else State.FITS
+            yield PatchState(
+                feature.name,
+                patch.target,
+                patch.how.value,
+                patch.reason,
+                state,
+                wanted,
+                misfit.text if misfit else "",
+                misfit.unknown if misfit else None,
+            )
 
 
-def _state(patch: Patch, in_force: set[str], wanted: bool) -> str:
-    if patch.target in in_force:
-        return "applied"
+def _misfit(patch: Patch) -> Misfit | None:
     try:
-        problem = mismatch(patch, resolve(patch.target).original)
+        return mismatch(patch, resolve(patch.target).original)
     except PatchError as error:
-        problem = str(error)
-    if problem is not None:
-        return f"{_MISFIT}{problem}"
-    return "would be applied" if wanted else "not wanted"
+        return Misfit(str(error))

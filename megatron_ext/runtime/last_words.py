@@ -32,7 +32,7 @@ class LastWords:
         self._key = key
         self._hear: Callable[[str], None] | None = None
         self._own: str | None = None
-        self._left_at: float | None = None
+        self._stays_until = 0.0  # `time.monotonic` seconds: others look at a store that is here
         self._wake = threading.Event()
         self._has_left = threading.Event()
         self._is_stopped = False
@@ -57,8 +57,7 @@ class LastWords:
     def stop(self) -> None:
         """Look no more. Where this process keeps the store it stays until others have looked."""
         atexit.unregister(self.stop)
-        if self._left_at is not None and _ends_with_this_process(self._store):
-            time.sleep(max(0.0, self._left_at + 2 * LOOK_SECONDS - time.monotonic()))
+        time.sleep(max(0.0, self._stays_until - time.monotonic()))
         self._is_stopped = True
         self._wake.set()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -82,7 +81,8 @@ class LastWords:
         while not self._is_stopped:
             if self._own is not None:
                 self._store.compare_set(self._key, "", self._own)
-                self._left_at = time.monotonic()
+                if _ends_with_this_process(self._store):
+                    self._stays_until = time.monotonic() + 2 * LOOK_SECONDS
                 return None
             if self._store.check([self._key]):
                 return self._store.get(self._key).decode(errors="replace")

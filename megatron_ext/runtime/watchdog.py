@@ -36,7 +36,7 @@ _DEFAULTS: dict[int, _Handler | signal.Handlers] = {
 
 
 class Watchdog:
-    """Watches a `Recorder` from `start` to the end of the process.
+    """Watches a `Recorder` from `start` until it is to `forget` it.
 
     There is one a process: the first watchdog that is started watches for the later ones, too. A
     signal is taken only if nobody else has taken it: Megatron takes SIGTERM with
@@ -70,9 +70,20 @@ class Watchdog:
             ):
                 threading.Thread(target=target, name=name, daemon=True).start()
         else:
-            running._recorders += self._recorders
+            running._recorders = [*running._recorders, *self._recorders]
         if threading.current_thread() is threading.main_thread():
             running._take_signals()
+
+    @classmethod
+    def forget(cls, recorder: Recorder) -> None:
+        """The steps that ``recorder`` is told of have ended for good."""
+        if (running := cls._running) is None:
+            return
+        # New ones, not these changed: the threads go through them meanwhile.
+        running._recorders = [other for other in running._recorders if other is not recorder]
+        running._reported = {
+            key: since for key, since in running._reported.items() if key[0] is not recorder
+        }
 
     def _take_signals(self) -> None:
         previous = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
@@ -118,8 +129,10 @@ class Watchdog:
     def _signalled(self, signum: int) -> None:
         if not self._is_ours(signum):
             return  # somebody else's handler decides what the signal means
-        reports = [r.report() for r in self._recorders if r.position or r.device.position]
-        report = "; ".join(reports) or self._recorders[0].report()
+        recorders = self._recorders
+        reports = [r.report() for r in recorders if r.position or r.device.position]
+        idle = recorders[0].report() if recorders else "no training is under way"
+        report = "; ".join(reports) or idle
         say(f"got {signal.Signals(signum).name}: {report}")
         time.sleep(GRACE_SECONDS)
         if signum == signal.SIGINT and self._interrupted:

@@ -41,11 +41,11 @@ def main(words: Sequence[str] | None = None) -> int:
             continue
         if not file.is_file():
             parser.error(f"there is no record {file}: write it first")
-        found = differences(from_text(file.read_text()), record)
-        print(f"{name}: {len(found)} of {len(record)} entries differ")
-        for text in found:
+        texts = differences(from_text(file.read_text()), record)
+        print(f"{name}: {len(texts)} of {len(record)} entries differ")
+        for text in texts:
             print("\n  ".join(text.splitlines()))
-        changes += len(found)
+        changes += len(texts)
     return int(changes > 0)
 
 

@@ -103,7 +103,7 @@ def _data(words: str, left_out: Set[str]) -> str:
     data = json.loads(
         printed,
         parse_float=lambda text: float(f"{float(text):.9g}"),
-        object_hook=lambda found: {k: "..." if k in left_out else v for k, v in found.items()},
+        object_hook=lambda fields: {k: "..." if k in left_out else v for k, v in fields.items()},
     )
     return "\n".join([*status, *_lines(data)])
 

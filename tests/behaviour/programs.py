@@ -80,17 +80,17 @@ def _simulated(words: str) -> str:
     said = run(f"simulate {words} --json --program program.txt")
     if not said.startswith("{"):
         return said
-    found = json.loads(said)
+    report = json.loads(said)
     figures = {
-        "makespan": found["makespan"],
-        "where passes wait": found["makespan_if_passes_wait"],
-        "span": found["span"],
-        "step": found["step"],
-        "holds": found["peak_activation_microbatches"],
+        "makespan": report["makespan"],
+        "where passes wait": report["makespan_if_passes_wait"],
+        "span": report["span"],
+        "step": report["step"],
+        "holds": report["peak_activation_microbatches"],
     }
-    if any(found["host_microbatches"]):
-        figures["on the host"] = found["host_microbatches"]
-    order = "in" if found["bitwise_order"] else "not in"
+    if any(report["host_microbatches"]):
+        figures["on the host"] = report["host_microbatches"]
+    order = "in" if report["bitwise_order"] else "not in"
     return ", ".join(
         [
             _described(Path("program.txt").read_text()),
@@ -101,7 +101,7 @@ def _simulated(words: str) -> str:
 
 
 def _written(figure: float | list[float]) -> str:
-    return "/".join(f"{each:.9g}" for each in (figure if isinstance(figure, list) else [figure]))
+    return "/".join(f"{value:.9g}" for value in (figure if isinstance(figure, list) else [figure]))
 
 
 def _described(text: str) -> str:

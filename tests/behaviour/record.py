@@ -81,8 +81,8 @@ def from_text(text: str) -> Record:
 
 def differences(before: Record, now: Record) -> list[str]:
     """What is no longer as it was, in words: one text for each entry."""
-    found = [f"{name}: is no longer there" for name in sorted(before.keys() - now.keys())]
-    found += [f"{name}: is new" for name in sorted(now.keys() - before.keys())]
+    texts = [f"{name}: is no longer there" for name in sorted(before.keys() - now.keys())]
+    texts += [f"{name}: is new" for name in sorted(now.keys() - before.keys())]
     for name in sorted(before.keys() & now.keys()):
         if before[name] != now[name]:
             changes = [
@@ -90,5 +90,5 @@ def differences(before: Record, now: Record) -> list[str]:
                 for line in difflib.ndiff(before[name].splitlines(), now[name].splitlines())
                 if line[0] in "-+"
             ]
-            found.append("\n".join([f"{name}: is not the same", *changes]))
-    return found
+            texts.append("\n".join([f"{name}: is not the same", *changes]))
+    return texts

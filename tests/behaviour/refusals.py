@@ -285,9 +285,9 @@ def _of_settings() -> Subject:
 
 def _beside(words: Sequence[str]) -> Iterator[str]:
     yield from words
-    for one, other in combinations(words, 2):
-        if one.split()[0] != other.split()[0]:
-            yield f"{one} {other}"
+    for flag, other in combinations(words, 2):
+        if flag.split()[0] != other.split()[0]:
+            yield f"{flag} {other}"
 
 
 def _complaint(command: str) -> str:

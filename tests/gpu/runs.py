@@ -65,10 +65,10 @@ def losses(schedule: str | None, **overrides: str | int | bool | None) -> tuple[
         "train_iters": ITERATIONS,
     }
     printed = torchrun(RANKS, "-m", "megatron_ext", str(SCRIPT), *model_flags(**flags | overrides))
-    found = tuple(re.findall(r"lm loss: (\S+)", printed))
+    texts = tuple(re.findall(r"lm loss: (\S+)", printed))
     first = int(overrides.get("ckpt_step") or 0) + 1
     last = int(overrides.get("train_iters") or ITERATIONS)
     interval = int(overrides.get("log_interval") or 1)
     logged = [i for i in range(first, last + 1) if i == first or i % interval == 0]
-    assert len(found) == len(logged), printed[-3000:]
-    return found
+    assert len(texts) == len(logged), printed[-3000:]
+    return texts

@@ -304,14 +304,14 @@ def check(seen: Sequence[Seen], program: Program, device: str) -> None:
     assert all(rank.gradients_are_stocks for rank in seen)
     expected = expected_peaks(program, seen, boundary_bytes(device))
     name, p2p = program.schedule.name, program.problem.extras.p2p
-    for rank, (found, peak) in enumerate(zip(seen, expected, strict=True)):
-        print(f"{name}, {p2p}, {device}, rank {rank} of {len(seen)}: {found.peak} of {peak:.0f}")
+    for rank, (result, peak) in enumerate(zip(seen, expected, strict=True)):
+        print(f"{name}, {p2p}, {device}, rank {rank} of {len(seen)}: {result.peak} of {peak:.0f}")
     differences = relative_errors([rank.peak for rank in seen], expected)
     assert max(map(abs, differences)) <= TOLERANCE, differences
 
 
-def relative_errors(found: Sequence[float], expected: Sequence[float]) -> list[float]:
-    return [got / wanted - 1 for got, wanted in zip(found, expected, strict=True)]
+def relative_errors(measured: Sequence[float], expected: Sequence[float]) -> list[float]:
+    return [got / wanted - 1 for got, wanted in zip(measured, expected, strict=True)]
 
 
 def boundary_bytes(device: str) -> int:
@@ -322,7 +322,7 @@ def boundary_bytes(device: str) -> int:
 
 def expected_peaks(program: Program, seen: Sequence[Seen], boundary: int) -> list[float]:
     """The simulator's, by what a stage holds of one microbatch, and what is on its way then."""
-    held = {number: figures for one in seen for number, figures in one.held.items()}
+    held = {number: figures for result in seen for number, figures in result.held.items()}
     per_stage = [held[number] for number in range(program.schedule.placement.stages)]
     costs = replace(
         program.problem.costs,

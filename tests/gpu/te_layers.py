@@ -49,10 +49,10 @@ def differences(name: str, precision: str, fused: bool, kind: str = "cuda") -> l
     for x, y, dy in _steps(stock, te, recipe, kind):
         y.backward(dy)
         expected.append(x.grad)
-    found = _split(ours, te, recipe, kind)
+    gradients = _split(ours, te, recipe, kind)
     different = [
         f"dx of microbatch {microbatch}"
-        for microbatch, (dx, wanted) in enumerate(zip(found, expected, strict=True))
+        for microbatch, (dx, wanted) in enumerate(zip(gradients, expected, strict=True))
         if not torch.equal(dx, wanted)
     ]
     for (words, parameter), other in zip(stock.named_parameters(), ours.parameters(), strict=True):
@@ -65,20 +65,20 @@ def differences(name: str, precision: str, fused: bool, kind: str = "cuda") -> l
 
 def _split(layer: Any, te: Any, recipe: Any, kind: str) -> list[Any]:
     """dx by microbatch; W of each runs after the I of the next."""
-    found = []
+    gradients = []
     with apply(_common.patches(PipelineConfig(schedule="zb-h1"))):
         queue.splitting = True
         try:
             for microbatch, (x, y, dy) in enumerate(_steps(layer, te, recipe, kind)):
                 with queue.collecting(0, microbatch):
                     y.backward(dy)
-                found.append(x.grad)
+                gradients.append(x.grad)
                 if microbatch:
                     queue.run(0, microbatch - 1)
             queue.run(0, MICROBATCHES - 1)
         finally:
             queue.clear()
-    return found
+    return gradients
 
 
 def _steps(layer: Any, te: Any, recipe: Any, kind: str) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

@@ -31,13 +31,13 @@ CASES = [
 @pytest.mark.parametrize(("device", "spec", "ranks"), CASES)
 def test_gradients_are_stocks_and_the_peak_falls(device: str, spec: str, ranks: int) -> None:
     without, with_offload = (step(spec, ranks, device, way) for way in (Offload.NONE, Offload.FULL))
-    for way, found in (("without", without), ("with offload", with_offload)):
-        assert all(rank.gradients_are_stocks for rank in found.seen)
-        assert any(rank.left for rank in found.seen) == (found is with_offload)
-        print(f"{spec}, {ranks} ranks, {device}, {way}: {found.peaks} of {found.expected}")
+    for way, result in (("without", without), ("with offload", with_offload)):
+        assert all(rank.gradients_are_stocks for rank in result.seen)
+        assert any(rank.left for rank in result.seen) == (result is with_offload)
+        print(f"{spec}, {ranks} ranks, {device}, {way}: {result.peaks} of {result.expected}")
         # The samples of the first stage stay: nothing saves them, but they have gradients here.
         error = TOLERANCE * max(without.peaks)
-        assert found.peaks == pytest.approx(found.expected, abs=error)
+        assert result.peaks == pytest.approx(result.expected, abs=error)
     assert max(with_offload.peaks) < 0.9 * max(without.peaks)
 
 

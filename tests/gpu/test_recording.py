@@ -36,8 +36,8 @@ def test_what_the_device_does_is_timed_and_not_its_host() -> None:
     events, _ = recording.read()
     assert [event.action for event in events] == actions
     assert begin - 1e-3 <= events[0].start and events[-1].end <= end + 1e-3
-    for one, other in pairwise(events):
-        assert one.end <= other.start + 1e-4
+    for earlier, later in pairwise(events):
+        assert earlier.end <= later.start + 1e-4
     took = [event.end - event.start for event in events]
     assert sum(took) == pytest.approx(end - begin, rel=0.1)
     assert min(took) == pytest.approx(max(took), rel=0.1)

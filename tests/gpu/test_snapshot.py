@@ -45,8 +45,8 @@ def test_copies_are_exact_though_nothing_waits_for_them(
         for tensor in (main, moment, count):
             tensor.mul_(0.5)
         snapshot.restore()
-        found = main.clone(), moment.clone(), count.clone()
+        restored = main.clone(), moment.clone(), count.clone()
         for tensor in (main, moment, count):
             tensor.zero_()
-        assert all(map(torch.equal, found, expected))
+        assert all(map(torch.equal, restored, expected))
     assert str(snapshot).startswith(words)

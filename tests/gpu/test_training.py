@@ -54,9 +54,9 @@ def test_a_divided_vocabulary_has_stocks_losses(
     schedule: str, variant: str, resumed: dict[str, Any]
 ) -> None:
     """Close, as sums over the vocabulary have another order. Its collectives are NCCL's here."""
-    found = losses(schedule, pipeline_vocab_parallel=variant, **resumed)
+    ours = losses(schedule, pipeline_vocab_parallel=variant, **resumed)
     expected = [float(loss) for loss in losses(None, **resumed)]
-    assert [float(loss) for loss in found] == pytest.approx(expected, rel=1e-5)
+    assert [float(loss) for loss in ours] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("schedule", ["zb-2p", "zb-v"])

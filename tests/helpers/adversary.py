@@ -287,7 +287,7 @@ class Late:
         shares = [stand_ins]
         if len(works) > 1:  # a work for each
             shares = [[stand_in] for stand_in in stand_ins]
-        posted = [_LateWork(action, *each) for each in zip(works, shares, strict=True)]
+        posted = [_LateWork(action, *pair) for pair in zip(works, shares, strict=True)]
         self._under_way += posted
         return posted
 

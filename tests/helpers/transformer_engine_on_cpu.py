@@ -163,13 +163,13 @@ def te_general_grouped_gemm(
     *rest: Any,
 ) -> list[Tensor]:
     outputs = list(out[0].split(splits)) if single_output else out
-    for each in range(len(a)):
-        made = _multiply(a[each], transpose_a, b[each], transpose_b)
-        if bias[each].numel() and grad:
-            bias[each].copy_(b[each].sum(0))
-        elif bias[each].numel():
-            made = made + bias[each]
-        _write(made, outputs[each], accumulate, None)
+    for index in range(len(a)):
+        made = _multiply(a[index], transpose_a, b[index], transpose_b)
+        if bias[index].numel() and grad:
+            bias[index].copy_(b[index].sum(0))
+        elif bias[index].numel():
+            made = made + bias[index]
+        _write(made, outputs[index], accumulate, None)
     return bias
 
 

@@ -288,7 +288,10 @@ def alone(model: Model, stages: int, microbatches: int) -> Reference:
     for number in range(stages):
         stage = model.stage(number, stages)
         layers.append(
-            tuple(each.detach().double().requires_grad_() for each in (stage.weight, stage.bias))
+            tuple(
+                parameter.detach().double().requires_grad_()
+                for parameter in (stage.weight, stage.bias)
+            )
         )
     losses = {}
     for microbatch in range(microbatches):
@@ -297,16 +300,16 @@ def alone(model: Model, stages: int, microbatches: int) -> Reference:
         for weight, bias in layers:
             x = functional.linear(torch.tanh(x), weight, bias)
         logits = functional.linear(x, output)
-        each = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-        losses[microbatch] = each.view(SHAPE).detach()
-        (each.view(SHAPE) * weights_of(microbatch)).sum().backward()
+        loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        losses[microbatch] = loss.view(SHAPE).detach()
+        (loss.view(SHAPE) * weights_of(microbatch)).sum().backward()
     return Reference(
         losses, _gradient(embedding), _gradient(output), [_in_one(layer) for layer in layers]
     )
 
 
 def _in_one(parameters: Iterable[Tensor]) -> Tensor:
-    return torch.cat([_gradient(each).flatten() for each in parameters])
+    return torch.cat([_gradient(parameter).flatten() for parameter in parameters])
 
 
 def _gradient(parameter: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import gc
 import importlib.metadata
@@ -24,6 +25,7 @@ from megatron_ext.config import ALLOW_UNKNOWN, PipelineConfig
 from megatron_ext.launch_check.doctor import diagnose
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.patches.features import wanted_patches
+from megatron_ext.patches.sources import UnknownSource
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.schedule_csv import from_csv
 
@@ -45,8 +47,8 @@ def test_every_binding_is_changed_and_put_back() -> None:
                 assert module.get_forward_backward_func is schedules.get_forward_backward_func
             for patch in diagnose(PipelineConfig()).patches:
                 states.setdefault(patch.target, set()).add(patch.state)
-    for target, found in states.items():
-        assert "applied" in found and found <= {"applied", "not wanted"}, (target, found)
+    for target, seen in states.items():
+        assert "applied" in seen and seen <= {"applied", "fits"}, (target, seen)
     for module in (schedules, pipeline_parallel, training):
         assert module.get_forward_backward_func is stock
     assert "applied" not in {p.state for p in diagnose(PipelineConfig()).patches}
@@ -97,11 +99,43 @@ def test_an_unknown_megatron_is_refused_whole(monkeypatch: pytest.MonkeyPatch) -
     stock = schedules.get_forward_backward_func
     monkeypatch.setattr(schedules, "forward_step", forward_step)
     monkeypatch.delenv(ALLOW_UNKNOWN, raising=False)  # the nightly run sets it
-    with pytest.raises(PatchError, match=rf"schedules:forward_step has source.*{ALLOW_UNKNOWN}=1"):
+    with pytest.raises(PatchError, match="schedules:forward_step is not as in") as caught:
         megatron_ext.install(schedule="1f1b")
     assert schedules.get_forward_backward_func is stock
-    monkeypatch.setenv(ALLOW_UNKNOWN, "1")
+    (misfit,) = diagnose(PipelineConfig()).misfits
+    assert misfit.unknown is not None
+    assert misfit.unknown.file == __file__ and "we rely on it: a stage's forward" in misfit.why
+    assert misfit.why in str(caught.value)
+    allowed = diagnose(PipelineConfig()).allowance
+    assert allowed == misfit.unknown.entry and f"{ALLOW_UNKNOWN}={allowed}" in str(caught.value)
+    monkeypatch.setenv(ALLOW_UNKNOWN, allowed)
     megatron_ext.install(schedule="1f1b").undo()
+
+
+def test_a_fork_is_compared_with_the_upstream_that_it_is_nearest_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "megatron" / "core" / "pipeline_parallel" / "schedules.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("# theirs\n\ndef forward_step():\n    return 1\n")
+    code = compile(file.read_text(), file, "exec")
+    namespace: dict[str, Any] = {}
+    exec(code, namespace)
+    monkeypatch.setattr(schedules, "forward_step", namespace["forward_step"])
+    monkeypatch.setattr(megatron.core, "__version__", "0.18.7+fork")
+
+    def told() -> UnknownSource:
+        (misfit,) = diagnose(PipelineConfig()).misfits
+        assert misfit.unknown is not None
+        return misfit.unknown
+
+    assert told().file == str(file) and told().lines == (3, 4)
+    path = "megatron/core/pipeline_parallel/schedules.py"
+    assert told().diff.startswith(f"git show core_v0.18.0:{path} | git diff --no-index - {file}")
+    (tmp_path / ".git").mkdir()
+    assert told().diff == f"git -C {tmp_path} diff core_v0.18.0 -- {path}"
+    monkeypatch.setattr(megatron.core, "__version__", "0.21.0")
+    assert told().diff == f"git -C {tmp_path} diff core_v0.19.0 -- {path}"
 
 
 def test_a_megatron_that_lacks_what_patches_import_is_refused(
@@ -113,14 +147,28 @@ def test_a_megatron_that_lacks_what_patches_import_is_refused(
     with pytest.raises(PatchError, match=rf"flags: what its patches need is missing: .*{module}"):
         megatron_ext.install(schedule="1f1b")
     states = {patch.feature: patch.state for patch in diagnose(PipelineConfig()).patches}
-    assert states["flags"].startswith("does not fit: ") and states["schedule"] == "not wanted"
+    assert states["flags"] == "does not fit" and states["schedule"] == "fits"
 
 
 def test_doctor_tells_the_megatron_that_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkout of another version on the path was reported as the wheel it hides."""
     monkeypatch.setattr(megatron.core, "__version__", "9.9.9+0a1b2c3")
-    told = diagnose(PipelineConfig()).environment["megatron-core"]
-    assert told == f"9.9.9 ({Path(megatron.core.__file__).parent})"
+    reported = diagnose(PipelineConfig()).environment["megatron-core"]
+    assert reported == f"9.9.9 ({Path(megatron.core.__file__).parent})"
+
+
+def test_a_flag_that_nobody_knows_is_refused_with_the_one_that_was_meant(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from megatron.training import arguments
+
+    with megatron_ext.install(schedule="1f1b"):
+        parser = arguments.add_megatron_arguments(argparse.ArgumentParser(usage="none"))
+        with pytest.raises(SystemExit):
+            parser.parse_args(["--pipeline-shedule-memory-limit=4", "--elsewhere", "3"])
+    text = capsys.readouterr().err.strip()
+    meant = "--pipeline-shedule-memory-limit: did you mean --pipeline-memory-limit?"
+    assert text.endswith(f"--elsewhere 3; {meant}")
 
 
 def test_a_pipeline_of_one_rank_is_refused() -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,9 @@ from typer.testing import CliRunner
 from megatron_ext.adapter.model_bytes import bytes_of_ranks
 from megatron_ext.cli import app
 from megatron_ext.launch_check import line as launch_line
-from megatron_ext.launch_check.check import Launch, check_launch, read_launch
+from megatron_ext.launch_check.check import check_launch
 from megatron_ext.launch_check.report import Report, Verdict
+from megatron_ext.launch_check.words import Launch, read_launch
 from megatron_ext.patches.engine import applied
 from megatron_ext.schedule.placement import line, v
 from megatron_ext.schedule.problem import VocabularyParallel
@@ -47,8 +51,8 @@ def checked(
 
 
 def told(report: Report, verdict: Verdict) -> list[str]:
-    found = [finding for finding in report.findings if finding.verdict is verdict]
-    return [f"{finding.subject}: {finding.text}; {finding.fix}" for finding in found]
+    findings = [finding for finding in report.findings if finding.verdict is verdict]
+    return [f"{finding.subject}: {finding.text}; {finding.fix}" for finding in findings]
 
 
 def test_a_right_line() -> None:
@@ -133,7 +137,7 @@ def test_nothing_is_left_behind() -> None:
             "model",
             "num_attention_heads (2) must be a multiple of tensor_model_parallel_size (4)",
         ),
-        ({"eval_interval": None}, (), "training", "in: total_eval_points = args.train_iters //"),
+        ({"eval_interval": None}, (), "training", "--eval-interval is missing"),
         (
             {"lr_warmup_iters": 5},
             (),
@@ -212,7 +216,7 @@ def test_communicators_as_the_user_has_set_them(tmp_path: Path) -> None:
     file.write_text("dp: {max_ctas: 2}\npp: {max_ctas: 12, cga_cluster_size: 2}")
     (text,) = communicators_of(checked(nccl_communicator_config_path=file), Verdict.REMARK)
     assert "16 CTAs each: they take 128 of a GPU's 132 multiprocessors" in text
-    assert "4 CTAs each: mend max_ctas and min_ctas of pp" in text
+    assert "write 4 for max_ctas and min_ctas of pp" in text
     file.write_text("pp: {max_ctas: 2}")
     (text,) = communicators_of(checked(nccl_communicator_config_path=file), Verdict.RIGHT)
     assert "they take 16 of" in text
@@ -242,6 +246,154 @@ def test_flags_that_may_be_the_scripts_own(tmp_path: Path) -> None:
     assert any("--elsewhere is neither" in text for text in told(report, Verdict.REMARK))
     missing = check_launch(Launch("no.py", False, words), None, None)
     assert any(text.startswith("script: ") for text in told(missing, Verdict.WRONG))
+
+
+def from_line(line: str, **overrides: object) -> Report:
+    """Of the launch line that begins so, with the flags behind it."""
+    words = (*shlex.split(line), *model_flags(**(FLAGS | overrides)))
+    return check_launch(read_launch(words), None, None)
+
+
+def test_our_flags_need_us_on_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing was wrong with such a line, and the launch died of unrecognized arguments."""
+    (wrong,) = told(from_line(f"torchrun --nproc-per-node 4 {SCRIPT}"), Verdict.WRONG)
+    assert "our flags need -m megatron_ext before" in wrong
+    assert f"write -m megatron_ext {SCRIPT} in place of {SCRIPT}" in wrong
+    assert not from_line(f"python {SCRIPT}").is_right
+    assert from_line(f"torchrun --nproc-per-node 4 {SCRIPT}", pipeline_schedule=None).is_right
+    assert from_line(f"torchrun --nproc-per-node 4 -m megatron_ext {SCRIPT}").is_right
+    report = from_line(str(SCRIPT))
+    assert report.is_right, "it may be behind what is not shown"
+    assert any(f"launch it as -m megatron_ext {SCRIPT}" in r for r in told(report, Verdict.REMARK))
+
+    monkeypatch.chdir(tmp_path)
+    mine = tmp_path / "mine.py"
+    for text, right in (
+        ("import megatron_ext\n", True),
+        ("if True:\n    from megatron_ext import install\n", True),
+        ("# launch it with -m megatron_ext\nimport megatron\n", False),
+    ):
+        mine.write_text(text)
+        assert from_line("torchrun --nproc-per-node 4 mine.py").is_right is right, text
+        assert from_line("torchrun --nproc-per-node 4 -m mine").is_right is right, text
+    report = from_line("torchrun --nproc-per-node 4 -m elsewhere.mine")
+    assert report.is_right
+    assert any("-m elsewhere.mine cannot be read here" in r for r in told(report, Verdict.REMARK))
+    report = from_line("V=megatron_ext.auto torchrun --nproc-per-node 4 -m elsewhere.mine")
+    assert any("the environment names megatron_ext.auto" in r for r in told(report, Verdict.RIGHT))
+
+
+def test_variables_count_where_they_are_read(tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text("import megatron_ext.auto\n")
+    line = f"MEGATRON_EXT_SCHEDULE=zb-h1 torchrun --nproc-per-node 4 {script}"
+    report = from_line(line, pipeline_schedule=None)
+    assert report.is_right, told(report, Verdict.WRONG)
+    assert report.prediction is not None and report.prediction.schedule == "zb-h1"
+    assert "MEGATRON_EXT_SCHEDULE" not in os.environ
+    report = from_line(line.replace("zb-h1", "zb-h9"), pipeline_schedule=None)
+    assert any("zb-h9" in text for text in told(report, Verdict.WRONG))
+
+    line = "MEGATRON_EXT_SCHEDULE=zb-h1 MEGATRON_EXT_MEMORY_LIMIT=1x torchrun --nproc-per-node 4"
+    report = from_line(f"{line} -m megatron_ext {SCRIPT}", pipeline_schedule=None)
+    assert report.prediction is not None and report.prediction.schedule == "zb-h1"
+    right = told(report, Verdict.RIGHT)
+    assert any("--pipeline-schedule zb-h1 --pipeline-memory-limit 1x" in text for text in right)
+    report = from_line(f"{line} -m megatron_ext {SCRIPT}")
+    assert report.prediction is not None and report.prediction.schedule == "zb-v"
+    remarks = told(report, Verdict.REMARK)
+    assert any("zb-v counts, not MEGATRON_EXT_SCHEDULE=zb-h1" in text for text in remarks)
+    report = from_line(f"{line} {SCRIPT}", pipeline_schedule=None)
+    assert report.prediction is not None and report.prediction.schedule == "1f1b"
+    remarks = told(report, Verdict.REMARK)
+    assert any("nothing on the line reads MEGATRON_EXT_SCHEDULE" in text for text in remarks)
+
+
+def test_what_is_left_out_of_a_line_is_said() -> None:
+    line = "srun -N 2 env CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 8 -m megatron_ext"
+    flags: dict[str, Any] = {"tensor_model_parallel_size": 2, "num_attention_heads": 4}
+    report = from_line(f"{line} {SCRIPT} --log-interval '$EVERY'", **flags)
+    remarks = told(report, Verdict.REMARK)
+    assert any("left out, and not looked at: srun -N 2 env;" in text for text in remarks)
+    assert any("nothing is expanded: '$EVERY' is taken as it stands" in text for text in remarks)
+    assert not any("CUDA_DEVICE_MAX_CONNECTIONS" in text for text in remarks)
+    assert any(
+        "set while the line is checked: CUDA_DEVICE_MAX_CONNECTIONS" in text
+        for text in told(report, Verdict.RIGHT)
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        ({"context_parallel_size": 2}, "context_parallel_size=2: context parallel is untried"),
+        ({"fp8_format": "hybrid", "bf16": True, "transformer_impl": None}, "fp8=hybrid: FP8 is"),
+        ({"transformer_impl": None}, "Transformer Engine's own kernels are untried"),
+        ({"inprocess_restart": True}, "untried with nvidia-resiliency-ext"),
+    ],
+)
+def test_what_is_untried_is_said(overrides: dict[str, Any], text: str) -> None:
+    """Of context parallel and FP8 there was no word."""
+    report = checked(**overrides)
+    assert report.is_right, told(report, Verdict.WRONG)
+    assert any(t.startswith("untried: ") and text in t for t in told(report, Verdict.REMARK))
+    stock = checked(pipeline_schedule=None, **overrides)
+    assert not any(t.startswith("untried: ") for t in told(stock, Verdict.REMARK))
+
+
+def test_a_tried_line_has_no_such_remark() -> None:
+    assert not any(text.startswith("untried: ") for text in told(checked(), Verdict.REMARK))
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("--pipeline-shedule-memory-limit", "--pipeline-memory-limit"),
+        ("--pipeline_schedul", "--pipeline-schedule"),
+        ("--pipeline-offload", "--pipeline-activation-offload"),
+        ("--pipline-trace-iters", "--pipeline-trace-iters"),
+        ("--pipeline-model-parallel-siz", "--pipeline-model-parallel-size"),
+    ],
+)
+def test_a_flag_like_one_of_ours_is_one_misspelt(word: str, meant: str) -> None:
+    """--pipeline-shedule-memory-limit was taken for the script's own, perhaps."""
+    (wrong,) = told(checked(word, "4"), Verdict.WRONG)
+    assert wrong == f"flags: there is no flag {word}; did you mean {meant}?"
+
+
+def test_restarts_begin_where_a_checkpoint_is(tmp_path: Path) -> None:
+    line = f"torchrun --nproc-per-node 4 --max-restarts 2 -m megatron_ext {SCRIPT}"
+
+    def of_restarts(verdict: Verdict, line: str = line, **overrides: object) -> list[str]:
+        findings = told(from_line(line, **overrides), verdict)
+        return [text for text in findings if text.startswith("restarts: ")]
+
+    (text,) = of_restarts(Verdict.REMARK)
+    assert "without --save each begins at iteration 0" in text
+    save: dict[str, Any] = {"save": tmp_path, "save_interval": 5}
+    (text,) = of_restarts(Verdict.REMARK, **save)
+    assert (
+        "each begins at iteration 0, not from what" in text and f"write --load {tmp_path}" in text
+    )
+    (text,) = of_restarts(Verdict.RIGHT, **save, load=tmp_path)
+    assert (
+        f"up to 2, each with new processes on all ranks, from the last checkpoint in {tmp_path}"
+        in text
+    )
+    assert of_restarts(
+        Verdict.RIGHT, line.replace("torchrun", "ft_launcher"), **save, load=tmp_path
+    )
+    assert not of_restarts(Verdict.REMARK, line.replace("--max-restarts 2", ""))
+
+
+def test_the_megatron_of_the_ranks_is_the_one_that_is_checked(tmp_path: Path) -> None:
+    """A checkout that the launch would import was passed over for the installed one."""
+    fork = tmp_path / "megatron" / "core"
+    fork.mkdir(parents=True)
+    (fork / "__init__.py").write_text("raise RuntimeError('the fork is here')")
+    program = "from megatron_ext.cli import app; app(['doctor', '--json'])"
+    ran = subprocess.run([sys.executable, "-P", "-c", program], cwd=tmp_path, capture_output=True)
+    assert b"the fork is here" in ran.stdout, ran.stderr
 
 
 def test_datasets(tmp_path: Path) -> None:
@@ -296,9 +448,12 @@ def test_ranks_share_the_model(untied: bool, experts: int | None) -> None:
         launch_line.validate(args, config, 4)
     args.padded_vocab_size = 128
     args.untie_embeddings_and_output_weights = untied
-    on_line = bytes_of_ranks(args, line(4), [2, 2, 2, 2])
-    on_v = bytes_of_ranks(args, v(4), [1] * 8)
-    divided = bytes_of_ranks(args, v(4), [1] * 8, VocabularyParallel.TWO)
+
+    def totals(*given: Any) -> list[float]:
+        return [rank.total for rank in bytes_of_ranks(args, *given)]
+
+    on_line, on_v = totals(line(4), [2, 2, 2, 2]), totals(v(4), [1] * 8)
+    divided = totals(v(4), [1] * 8, VocabularyParallel.TWO)
     assert divided[0] == divided[1] == divided[2] == divided[3]
     tables = 2 if untied else 1
     assert sum(divided) == pytest.approx(sum(on_v) - (2 - tables) * 18 * 128 * args.hidden_size)
@@ -310,31 +465,13 @@ def test_ranks_share_the_model(untied: bool, experts: int | None) -> None:
     assert on_v[3] > on_v[0] == on_v[1] == on_v[2]
 
 
-@pytest.mark.parametrize(
-    ("words", "launch"),
-    [
-        ("x.py --a 1", Launch("x.py", False, ("--a", "1"))),
-        ("-m mine --a", Launch("mine", True, ("--a",))),
-        ("-m megatron_ext x.py --a", Launch("x.py", False, ("--a",))),
-        ("torchrun --nproc-per-node 8 x.py -m", Launch("x.py", False, ("-m",), 8)),
-        (
-            "bin/torchrun --nnodes 1:2 --nproc_per_node=4 -m megatron_ext -m mine",
-            Launch("mine", True, (), 8),
-        ),
-        ("torchrun --nproc-per-node gpu x.py", Launch("x.py", False, ())),
-    ],
-)
-def test_how_launch_lines_begin(words: str, launch: Launch) -> None:
-    assert read_launch(words.split()) == launch
-
-
 def test_the_command() -> None:
     line = ["--", str(SCRIPT), *model_flags(**FLAGS)]
     result = CliRunner().invoke(app, ["doctor", "--json", "--world-size", "4", *line])
     assert result.exit_code == 0 and json.loads(result.stdout)["right"], result.output
     result = CliRunner().invoke(app, ["doctor", *line, "--num-layer", "3"])
     assert result.exit_code == 1 and "did you mean --num-layers?" in result.output
-    assert "1 is wrong" in result.output and "pipeline rank" in result.output
+    assert "to correct before the launch: 1" in result.output and "pipeline rank" in result.output
     result = CliRunner().invoke(app, ["doctor", "--", "pretrain", "--num-layers", "3"])
     assert result.exit_code == 2 and "begins no launch line" in result.output
 

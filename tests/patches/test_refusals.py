@@ -20,6 +20,7 @@ from megatron_ext.adapter.refusals import (
     VOCABULARY_REFUSALS,
     Refusal,
 )
+from megatron_ext.adapter.untried import UNTRIED
 
 
 def who(refusal: Refusal) -> str:
@@ -38,6 +39,11 @@ def who(refusal: Refusal) -> str:
 def test_the_docs_tell_what_is_refused() -> None:
     rows = [[f"`{refusal.setting}`", who(refusal), refusal.instead] for refusal in REFUSALS]
     check_written("refusals", table(["setting", "refused by", "because, or instead"], rows))
+
+
+def test_the_docs_tell_what_is_untried() -> None:
+    rows = [[f"`{entry.setting}`", entry.text] for entry in UNTRIED]
+    check_written("untried", table(["setting", ""], rows))
 
 
 def test_the_docs_tell_what_a_divided_vocabulary_refuses() -> None:

@@ -19,7 +19,7 @@ from megatron_ext.adapter.post_validation.settle_points import (
 from tests.helpers.megatron_runs import model_flags
 
 
-def settings(**some: Any) -> SimpleNamespace:
+def settings(**overrides: Any) -> SimpleNamespace:
     """Megatron's defaults, but for an interval of the log that never comes."""
     none = dict.fromkeys(INTERVALS)
     others: dict[str, Any] = {
@@ -30,7 +30,7 @@ def settings(**some: Any) -> SimpleNamespace:
         "train_iters": 100,
         "log_interval": 1000,
     }
-    return SimpleNamespace(**none | others | some)
+    return SimpleNamespace(**none | others | overrides)
 
 
 def points(args: SimpleNamespace) -> list[int]:

@@ -268,19 +268,19 @@ class Training:
     def everything(self) -> dict[str, Any]:
         """What a step may change: tensors as their bytes, values as they are."""
         with self._gathered():
-            found: dict[str, Any] = dict(self.model.named_parameters())
+            entries: dict[str, Any] = dict(self.model.named_parameters())
         for p, part in enumerate(self.parts):
             scaler = getattr(part, "grad_scaler", None)
-            found |= (
+            entries |= (
                 {f"{p} {name}": value for name, value in vars(scaler).items()} if scaler else {}
             )
             for g, group in enumerate(part.optimizer.param_groups):
-                found |= {f"{p} {g} {key}": group[key] for key in group if key != "params"}
+                entries |= {f"{p} {g} {key}": group[key] for key in group if key != "params"}
                 for i, parameter in enumerate(group["params"]):
-                    found[f"{p} {g} {i}"] = parameter
+                    entries[f"{p} {g} {i}"] = parameter
                     states = part.optimizer.state.get(parameter, {"absent": True})
-                    found |= {f"{p} {g} {i} {name}": value for name, value in states.items()}
-        return {name: _plain(value) for name, value in found.items()}
+                    entries |= {f"{p} {g} {i} {name}": value for name, value in states.items()}
+        return {name: _plain(value) for name, value in entries.items()}
 
     @contextlib.contextmanager
     def _gathered(self) -> Iterator[None]:
@@ -300,11 +300,11 @@ def _plain(value: Any) -> Any:
     return value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+def differing(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
     return [
         name
-        for name in one | other
-        if name not in one or name not in other or one[name] != other[name]
+        for name in first | other
+        if name not in first or name not in other or first[name] != other[name]
     ]
 
 

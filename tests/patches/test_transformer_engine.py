@@ -83,8 +83,8 @@ def outcomes(version: str) -> dict[str, str]:
         parallel_state.initialize_model_parallel()
         return {name: outcome(te, run) for name, run in CASES.items()}
 
-    (found,) = values(run_ranks(1, run))
-    return found
+    (texts,) = values(run_ranks(1, run))
+    return texts
 
 
 def outcome(te: Te, run: Callable[[Te], None]) -> str:
@@ -169,12 +169,12 @@ def gradients(layer: torch.nn.Module) -> dict[str, Tensor | None]:
 def assert_same(ours: dict[str, Tensor | None], stock: dict[str, Tensor | None]) -> None:
     assert ours.keys() == stock.keys()
     for name, expected in stock.items():
-        found = ours[name]
-        if expected is None or found is None:
-            assert found is expected, f"{name} has {found}, expected {expected}"
+        gradient = ours[name]
+        if expected is None or gradient is None:
+            assert gradient is expected, f"{name} has {gradient}, expected {expected}"
         else:
             assert expected.count_nonzero(), f"nothing is tested: {name} has no gradient"
-            assert torch.equal(found, expected), f"{name} differs"
+            assert torch.equal(gradient, expected), f"{name} differs"
 
 
 def whole(layer: torch.nn.Module, rows: Sequence[int] = ALIKE) -> list[Tensor]:
@@ -209,8 +209,8 @@ def gradients_are_stocks(te: Te, name: str, how: str) -> None:
         with_main_grad(ours)
     expected = whole(stock)
     with Split():
-        found = split(ours)
-    assert all(map(torch.equal, found, expected))
+        input_gradients = split(ours)
+    assert all(map(torch.equal, input_gradients, expected))
     assert_same(gradients(ours), gradients(stock))
 
 
@@ -218,7 +218,7 @@ def gradients_are_stocks(te: Te, name: str, how: str) -> None:
 def experts_may_get_no_tokens(te: Te, name: str, how: str) -> None:
     """A GroupedLinear is as many experts, a Linear is one; a rank's may get nothing at all."""
     tokens = ([ROWS, 0], [0, 0], [1, ROWS - 1])
-    rows = [sum(each) for each in tokens]
+    rows = [sum(counts) for counts in tokens]
     stock, ours = same_layers(te, name, fuse_wgrad_accumulation=how == "fused")
     if how != "grad":
         with_main_grad(stock)
@@ -229,8 +229,8 @@ def experts_may_get_no_tokens(te: Te, name: str, how: str) -> None:
             layer.forward = lambda x, *unused, plain=plain, splits=splits: plain(x, next(splits))
     expected = whole(stock, rows)
     with Split():
-        found = split(ours, rows)
-    assert all(map(torch.equal, found, expected))
+        input_gradients = split(ours, rows)
+    assert all(map(torch.equal, input_gradients, expected))
     assert_same(gradients(ours), gradients(stock))
 
 
@@ -274,8 +274,8 @@ def a_bias_may_be_frozen(te: Te, name: str) -> None:
     """Its gradient is made with the weight's all the same."""
     stock, ours = same_layers(te, name)
     for layer in (stock, ours):
-        for each, parameter in layer.named_parameters():
-            parameter.requires_grad_("bias" not in each)
+        for key, parameter in layer.named_parameters():
+            parameter.requires_grad_("bias" not in key)
     whole(stock)
     with Split():
         split(ours)
@@ -291,8 +291,8 @@ def gradients_wait_for_w(te: Te, name: str) -> None:
         y = forward(layer, x)
         with queue.collecting(0, 0):
             backward(y, dy)
-        early = {each for each, gradient in gradients(layer).items() if gradient is not None}
-        assert not {each for each in early if "weight" in each and "norm" not in each}
+        early = {key for key, gradient in gradients(layer).items() if gradient is not None}
+        assert not {key for key in early if "weight" in key and "norm" not in key}
         queue.run(0, 0)
     assert None not in gradients(layer).values()
 
@@ -329,31 +329,31 @@ def hooks_fire_once(te: Te, name: str) -> None:
     stock, ours = same_layers(te, name)
     whole(stock)
     expected = gradients(stock)
-    weights = [each for each in expected if "weight" in each and "norm" not in each]
-    moved: dict[str, list[Tensor]] = {each: [] for each in weights}
+    weights = [key for key in expected if "weight" in key and "norm" not in key]
+    moved: dict[str, list[Tensor]] = {key: [] for key in weights}
 
     def take() -> None:
-        for each in weights:
-            parameter = ours.get_parameter(each)
+        for key in weights:
+            parameter = ours.get_parameter(key)
             assert parameter.grad is not None
-            moved[each].append(parameter.grad)
+            moved[key].append(parameter.grad)
             parameter.grad = None
 
     ours.register_wgrad_accumulation_and_reduce_hooks(take)  # type: ignore[operator]
     with Split():
         split(ours)
-    for each, parts in moved.items():
+    for key, parts in moved.items():
         assert len(parts) == MICROBATCHES
         total = functools.reduce(torch.Tensor.add, parts)
-        assert torch.equal(total, expected[each])  # type: ignore[arg-type]
+        assert torch.equal(total, expected[key])  # type: ignore[arg-type]
 
 
 @case_for(("Linear",), ("LayerNormLinear",), ("GroupedLinear",))
 def a_frozen_weight_has_no_w(te: Te, name: str) -> None:
     stock, ours = same_layers(te, name)
     for layer in (stock, ours):
-        for each, parameter in layer.named_parameters():
-            parameter.requires_grad_("norm" in each)
+        for key, parameter in layer.named_parameters():
+            parameter.requires_grad_("norm" in key)
     expected = whole(stock)
     with Split():
         pairs = list(inputs())

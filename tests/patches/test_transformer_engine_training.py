@@ -106,8 +106,8 @@ def use_transformer_engine(version: str) -> None:
         ("fp8", "FP8GlobalStateManager"),
         ("fp8", "fp8_autocast"),
     ):
-        found = getattr(importlib.import_module(f"transformer_engine.pytorch.{module}"), name)
-        setattr(random, name, found)
+        attribute = getattr(importlib.import_module(f"transformer_engine.pytorch.{module}"), name)
+        setattr(random, name, attribute)
     kernels = SimpleNamespace(wgrad_gemm_accum_fp32=add_product, wgrad_gemm_accum_fp16=add_product)
     layers.fused_weight_gradient_mlp_cuda = kernels
     layers._grad_accum_fusion_available = True

@@ -50,7 +50,7 @@ def test_resumed_training_is_stock_to_the_last_bit(ranks: int, schedule: str) ->
         pipeline_schedule=schedule,
         pipeline_p2p="batched",
     )
-    assert {one.schedule for one in runs} == {"PipelineStep"}
+    assert {result.schedule for result in runs} == {"PipelineStep"}
     assert len(losses(runs)) == len(losses(reference)) - SAVED_AT
     assert evaluations(runs)
     assert_same(runs, reference)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -160,13 +160,6 @@ def run_ahead_of_a_stuck_device(rank: int) -> None:
     stay()
 
 
-@pytest.fixture(scope="module")
-def script() -> Iterator[Script]:
-    script = Script()
-    yield script
-    script.close()
-
-
 TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 OWN = "pipeline rank 3 is global rank 27, local rank 3 on node3"
 
@@ -194,5 +187,5 @@ def test_a_device_that_waits_is_named_with_action_peer_and_age(script: Script) -
         rf"got SIGTERM: pipeline rank 3 between passes; its device {together} for \d\.\d s "
         rf"\[{OWN}; iteration 12; {TIME}\]",
     ):
-        found = re.findall(rf"^megatron_ext: {line}$", result.stderr, re.MULTILINE)
-        assert len(found) == 1, result.stderr
+        lines = re.findall(rf"^megatron_ext: {line}$", result.stderr, re.MULTILINE)
+        assert len(lines) == 1, result.stderr

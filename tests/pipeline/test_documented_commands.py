@@ -57,7 +57,7 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = model_flags(pipeline_model_parallel_size=4, transformer_impl="local")
     run = [command for command in dict.fromkeys(ALL) if command not in NOT_RUN]
     assert QUICKSTART in run
-    for command in sorted(run, key=lambda each: each != QUICKSTART):
+    for command in sorted(run, key=lambda text: text != QUICKSTART):
         print(f"$ {command}")
         words = shlex.split(command.replace("$YOUR_FLAGS", shlex.join(flags)))
         if words[0] == "megatron-ext":

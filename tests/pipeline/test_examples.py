@@ -98,9 +98,9 @@ def stock_steps(example: Example) -> list[str]:
 
 def steps(lines: list[str]) -> list[str]:
     """The lines that tell the losses, every digit of them."""
-    found = [line for line in lines if line.startswith("step ")]
-    assert len(found) >= 5
-    return found
+    of_steps = [line for line in lines if line.startswith("step ")]
+    assert len(of_steps) >= 5
+    return of_steps
 
 
 def schedules(lines: list[str]) -> set[str]:

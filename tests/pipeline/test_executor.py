@@ -241,8 +241,8 @@ def test_any_valid_schedule_runs(ranks: int) -> None:
     made = {p2p: programs(p2p) for p2p in P2P}
 
     def run(rank: int) -> None:
-        for each in made.values():
-            run_programs(each)(rank)
+        for series in made.values():
+            run_programs(series)(rank)
         run_programs(made[P2P.ASYNC], varies=True)(rank)
 
     values(run_ranks(ranks, run))

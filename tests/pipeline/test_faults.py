@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FrameType
 
@@ -36,13 +36,6 @@ from tests.helpers.stages import Pipeline, alone, program_for, world  # noqa: E4
 RANKS = 3
 HERE = "here it is"
 NOTE = r"\[.*\d\d:\d\d:\d\d\]"  # whereabouts
-
-
-@pytest.fixture(scope="module")
-def script() -> Iterator[Script]:
-    script = Script()
-    yield script
-    script.close()
 
 
 def nothing() -> None:
@@ -114,10 +107,10 @@ def stop() -> None:
 
 
 def wait_until_told() -> None:
-    told: list[int] = []
-    signal.signal(signal.SIGUSR1, lambda signum, frame: told.append(signum))
+    signals: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda signum, frame: signals.append(signum))
     say(HERE)
-    while not told:
+    while not signals:
         time.sleep(0.02)
     time.sleep(0.3)  # for gloo's thread to see that the neighbour has gone
 
@@ -125,13 +118,13 @@ def wait_until_told() -> None:
 def check_cut_off(rank: int, result: RankResult) -> None:
     """The rank has ended by an error that says what it waited for, and from whom."""
     assert result.exit_code == 1, (rank, result.exit_code, result.stderr)
-    found = re.search(
+    match = re.search(
         rf"PeerFailure: pipeline rank {rank} was waiting for {rank}(SEND|RECV)_([FB])\d "
         r"\((to|from) pipeline rank (\d)\)",
         result.stderr,
     )
-    assert found, result.stderr
-    lane, tensor, direction, peer = found.groups()
+    assert match, result.stderr
+    lane, tensor, direction, peer = match.groups()
     assert direction == {"SEND": "to", "RECV": "from"}[lane]
     forwards = (lane == "SEND") == (tensor == "F")
     assert int(peer) == rank + (1 if forwards else -1)

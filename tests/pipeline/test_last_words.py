@@ -9,7 +9,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,13 +39,6 @@ from tests.pipeline.test_faults import HERE, say, throw, wait_until_told  # noqa
 
 RANKS = 3
 SOON = 10.0  # seconds, on a busy machine; torch's own timeout is 30 minutes
-
-
-@pytest.fixture(scope="module")
-def script() -> Iterator[Script]:
-    script = Script()
-    yield script
-    script.close()
 
 
 class NoWaits(Transport):

@@ -102,9 +102,9 @@ RESULTS: dict[Case, str] = {}
 
 def test_any_two_settings_meet() -> None:
     choices = SCHEDULES, *map(tuple, (PARALLELISM, EMBEDDINGS, RECOMPUTE, PRECISION))
-    for one, other in itertools.combinations(range(len(choices)), 2):
-        met = {(astuple(case)[one], astuple(case)[other]) for case in CASES}
-        assert met == set(itertools.product(choices[one], choices[other]))
+    for first, second in itertools.combinations(range(len(choices)), 2):
+        met = {(astuple(case)[first], astuple(case)[second]) for case in CASES}
+        assert met == set(itertools.product(choices[first], choices[second]))
 
 
 def flags(parallelism: str, embeddings: str, precision: str, more: Flags) -> list[str]:

@@ -133,10 +133,10 @@ def predicted(
 
 
 def table(name: str, expected: list[int], ranks: list[Measured]) -> Iterator[str]:
-    for rank, (figure, found) in enumerate(zip(expected, ranks, strict=True)):
+    for rank, (figure, result) in enumerate(zip(expected, ranks, strict=True)):
         yield (
-            f"| {name} | {rank} | {figure} | {found.peak} | {found.peak / figure - 1:+.3%} "
-            f"| {found.peak_on_its_way // BOUNDARY} |"
+            f"| {name} | {rank} | {figure} | {result.peak} | {result.peak / figure - 1:+.3%} "
+            f"| {result.peak_on_its_way // BOUNDARY} |"
         )
 
 

@@ -137,10 +137,10 @@ def test_states_go_along_the_chain_and_the_verdict_comes_back(
         messages.pass_on(state)
         return [state, messages.verdict()]
 
-    found = values(run_ranks(4, run))
+    results = values(run_ranks(4, run))
     sums = [0.1, 0.1 + 0.2, 0.1 + 0.2 + 0.3, 0.1 + 0.2 + 0.3 + 1e17]
     whole = PartialState(sums[3], True, 7)
-    for rank, (state, verdict) in enumerate(found):
+    for rank, (state, verdict) in enumerate(results):
         position = place(4).stages_of[rank][0]
         tokens = 7 if position == 3 else 0
         assert state == PartialState(sums[position], position >= 2, tokens)

@@ -7,7 +7,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -42,13 +42,6 @@ AFTER_STATE = "after its state was passed on"
 SPECULATION = "in the first pass of the next step"
 SETTLE = "when it asks for the verdict"
 REDO = "when it does the step again"
-
-
-@pytest.fixture(scope="module")
-def script() -> Iterator[Script]:
-    script = Script()
-    yield script
-    script.close()
 
 
 class Faulty(StepAtOnce):
@@ -112,13 +105,13 @@ class Steps:
 def check_cut_off(rank: int, result: RankResult) -> None:
     """The rank has ended by an error that says what it waited for, and from whom."""
     assert result.exit_code == 1, (rank, result.exit_code, result.stderr)
-    found = re.search(
+    match = re.search(
         rf"PeerFailure: pipeline rank {rank} was waiting for {rank}(SEND_|RECV_|)([FBPV]|SETTLE)\d "
         r"\((to|from) pipeline rank (\d)\)",
         result.stderr,
     )
-    assert found, result.stderr
-    lane, what, direction, peer = found.groups()
+    assert match, result.stderr
+    lane, what, direction, peer = match.groups()
     sends = lane == "SEND_"
     assert direction == ("to" if sends else "from")
     onwards = sends == (what in "FP")

@@ -229,13 +229,13 @@ def test_megatrons_own_writers_are_told(tmp_path: Path, monkeypatch: pytest.Monk
     run(4, profiled(tmp_path / "costs.json", "zb-v", 2), script)
     for name in ("tensorboard", "wandb"):
         lines = map(json.loads, (tmp_path / f"{name}-3").read_text().splitlines())
-        told = {what: (value, at) for what, value, at in lines if what.startswith("pipeline/")}
-        assert told.keys() == {
+        written = {what: (value, at) for what, value, at in lines if what.startswith("pipeline/")}
+        assert written.keys() == {
             *("pipeline/bubble share", "pipeline/bubble share, predicted"),
             *("pipeline/step seconds", "pipeline/step seconds, predicted"),
         }
-        assert {at for _, at in told.values()} == {ITERATIONS}
-        assert told["pipeline/step seconds"][0] > 0
+        assert {at for _, at in written.values()} == {ITERATIONS}
+        assert written["pipeline/step seconds"][0] > 0
 
 
 # ---- In a loop of one's own
@@ -335,17 +335,17 @@ def test_bytes_are_those_that_ranks_hold(
     """
     path = tmp_path / "costs.json"
     run(2, MODEL | profiled(path, spec, 2))
-    found = costs_in(path, spec, 2)
-    assert found.held_bytes is not None and found.vocabulary is not None
+    costs = costs_in(path, spec, 2)
+    assert costs.held_bytes is not None and costs.vocabulary is not None
     counted = counted_bytes(spec)
     stages = choose(spec).place(2).stages
     for stage in range(stages):
         inputs = counted[f"{stage}I0"]
         if stage == stages - 1 and not output_layer_waits:
-            inputs += round(found.vocabulary.logits_bytes)
-        activation = found.held_bytes[Held.ACTIVATION][stage]
+            inputs += round(costs.vocabulary.logits_bytes)
+        activation = costs.held_bytes[Held.ACTIVATION][stage]
         assert activation == pytest.approx(counted[f"{stage}F0"], rel=0.01)
-        assert found.held_bytes[Held.WEIGHT_INPUTS][stage] == pytest.approx(inputs, rel=0.01)
+        assert costs.held_bytes[Held.WEIGHT_INPUTS][stage] == pytest.approx(inputs, rel=0.01)
 
 
 def counted_bytes(spec: str) -> dict[str, int]:
@@ -408,7 +408,7 @@ def test_messages_are_timed_between_all_neighbours(spec: str, p2p: P2P) -> None:
         ways = channels(program.schedule)
         seconds = message_seconds(pipeline.connection, ways, (3, 8), torch.float32, HostClock())
         pipeline.step()
-        assert all(each > 0 for each in seconds)
+        assert all(duration > 0 for duration in seconds)
         return len(seconds)
 
     expected = [2, 1, 0] if spec == "interleaved" else [1, 1, 0]
@@ -424,12 +424,12 @@ def test_the_measured_costs_are_those_of_the_passes(spec: str) -> None:
     result = benchmark_prediction.measure(spec, 2, 4, "f=6,i=8,w=4")
     placement = choose(spec).place(2)
     asked = benchmark_prediction._milliseconds("f=6,i=8,w=4", placement)
-    found = parse_costs(result.found, placement)
+    measured = parse_costs(result.measured, placement)
     least = 0.999  # of figures that are printed
     for stage in range(placement.stages):
-        assert found.seconds[Kind.FORWARD][stage] > least * asked.seconds[Kind.FORWARD][stage]
+        assert measured.seconds[Kind.FORWARD][stage] > least * asked.seconds[Kind.FORWARD][stage]
         backward = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-        assert sum(found.seconds[kind][stage] for kind in backward) > least * sum(
+        assert sum(measured.seconds[kind][stage] for kind in backward) > least * sum(
             asked.seconds[kind][stage] for kind in backward
         )
     for busy in (result.comparison.predicted_busy, result.comparison.measured_busy):

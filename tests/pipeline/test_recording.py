@@ -68,7 +68,7 @@ def test_a_pass_is_recorded_and_not_what_waits_for_it(p2p: P2P) -> None:
     for row, rank in ((first, 0), (second, 1)):
         assert {event.rank for event in row} == {rank}
         assert all(event.start < event.end for event in row)
-        assert all(one.end <= other.start for one, other in pairwise(row))
+        assert all(earlier.end <= later.start for earlier, later in pairwise(row))
     passes = {event.action: event for event in (*first, *second)}
     for microbatch in range(3):
         forward, backward = (
@@ -89,14 +89,14 @@ def emulated_steps(rank: int, program: Program, steps: int) -> list[list[Event]]
         for number in placement.stages_of[rank]
     }
     queue.splitting = True
-    found = []
+    recorded = []
     for _ in range(steps):
         recording = recorder.record(HostClock())
         transport = Transport(ways, Boundary(SHAPE, DTYPE), placement, recorder)
         execute(program, stages, transport, recorder)
         recorder.end()
-        found.append(recording.read()[0])
-    return found
+        recorded.append(recording.read()[0])
+    return recorded
 
 
 def test_passes_of_known_length_are_recorded_with_it() -> None:
@@ -134,11 +134,11 @@ def skewed_offsets(rank: int, ahead: float) -> tuple[list[Offset], list[float]]:
 
 @pytest.mark.parametrize("ahead", [0.0, 3.5, -1000.0])
 def test_clocks_that_differ(ahead: float) -> None:
-    found = values(run_ranks(3, lambda rank: skewed_offsets(rank, ahead)))
-    (first, rounds), *others = found
+    results = values(run_ranks(3, lambda rank: skewed_offsets(rank, ahead)))
+    (first, rounds), *others = results
     assert len(rounds) == clocks.ROUNDS
     assert all(offsets == first for offsets, _ in others), "ranks disagree"
-    for offset, truth, (_, own) in zip(first, (0.0, ahead, 0.0), found, strict=True):
+    for offset, truth, (_, own) in zip(first, (0.0, ahead, 0.0), results, strict=True):
         assert abs(offset.seconds - truth) <= offset.error + 1e-9
         best = min(map(operator.add, rounds, own))
         assert offset.error <= best / 2 + 1e-9, "a round tells more"

@@ -89,11 +89,11 @@ def test_the_command_explains_the_last_iteration_of_a_resumed_run(tmp_path: Path
     run(2, pipeline(2) | {"save": tmp_path / "saved", "save_interval": 2})
     resumed: Flags = {"load": tmp_path / "saved", "ckpt_step": 2}
     run(2, pipeline(2) | resumed | traced(tmp_path, "4:5"))
-    found = json.loads(CliRunner().invoke(app, ["trace", str(tmp_path), "--json"]).stdout)
-    assert (found["schedule"], found["pp"], found["microbatches"]) == ("zb-v", 2, 8)
-    assert [step["iteration"] for step in found["iterations"]] == [4]
-    assert sum(found["parts"].values()) == pytest.approx(found["measured"]["makespan"])
-    assert 0 < found["measured"]["bubble_share_makespan"] < 1
+    report = json.loads(CliRunner().invoke(app, ["trace", str(tmp_path), "--json"]).stdout)
+    assert (report["schedule"], report["pp"], report["microbatches"]) == ("zb-v", 2, 8)
+    assert [step["iteration"] for step in report["iterations"]] == [4]
+    assert sum(report["parts"].values()) == pytest.approx(report["measured"]["makespan"])
+    assert 0 < report["measured"]["bubble_share_makespan"] < 1
 
 
 OVERLAP: Flags = {"overlap_grad_reduce": True}
@@ -169,8 +169,8 @@ def test_megatrons_own_writers_are_told(tmp_path: Path, monkeypatch: pytest.Monk
     (step,) = [step for step in read_trace(tmp_path) if step.iteration == 2]
     for name in ("tensorboard", "wandb"):
         lines = map(json.loads, (tmp_path / f"{name}-3").read_text().splitlines())
-        told = {what: (value, at) for what, value, at in lines if what.startswith("pipeline/")}
-        assert told == {
+        written = {what: (value, at) for what, value, at in lines if what.startswith("pipeline/")}
+        assert written == {
             "pipeline/bubble share": (pytest.approx(step.measured.bubble_share_makespan), 2),
             "pipeline/bubble share, predicted": (
                 pytest.approx(step.predicted.bubble_share_makespan),

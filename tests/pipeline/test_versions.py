@@ -54,9 +54,9 @@ def run_under(megatron: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 def test_doctor_finds_that_every_patch_fits(other_megatron: Path) -> None:
     result = run_under(other_megatron, "megatron_ext", "doctor", "--json")
-    found = json.loads(result.stdout)
-    assert found["environment"]["megatron-core"] == f"{VERSION} ({other_megatron}/megatron/core)"
-    assert {patch["state"] for patch in found["patches"]} == {"not wanted"}
+    report = json.loads(result.stdout)
+    assert report["environment"]["megatron-core"] == f"{VERSION} ({other_megatron}/megatron/core)"
+    assert {patch["state"] for patch in report["patches"]} == {"fits"}
     assert result.returncode == 0
 
 

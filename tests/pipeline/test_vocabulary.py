@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -68,7 +68,7 @@ def check_step(pipeline: VocabularyPipeline) -> None:
     for name, parameter in (("embedding", shard.embedding), ("output", shard.output)):
         errors[name] = error_of(parameter.grad, getattr(reference, name)[rows])
     for number, stage in pipeline.stages.items():
-        got = torch.cat([each.flatten() for each in stage.gradients])
+        got = torch.cat([gradient.flatten() for gradient in stage.gradients])
         if model.sequence_parallel:
             got = pipeline.connections.whole(got, divides=False)
         errors[f"stage {number}"] = error_of(got, reference.stages[number])
@@ -216,7 +216,7 @@ def test_what_is_held(name: str, how: VocabularyParallel) -> None:
         assert waiting == set(range(4))
         tables = 2 * pipeline.shard.rows * WIDTH * 2
         ours = {address for address, maker in live.maker_of.items() if maker is not None}
-        kept = {each._cdata for each in storages(list(pipeline.ends.losses.values()))}
+        kept = {storage._cdata for storage in storages(list(pipeline.ends.losses.values()))}
 
         def left_over() -> int:
             sizes = live.sizes()
@@ -256,13 +256,6 @@ class Step:
             with pytest.raises(RuntimeError, match="has failed in an earlier step, and its"):
                 pipeline.step()
             wait_until_told()
-
-
-@pytest.fixture(scope="module")
-def script() -> Iterator[Script]:
-    script = Script()
-    yield script
-    script.close()
 
 
 def check_cut_off(rank: int, result: RankResult) -> None:

@@ -128,8 +128,8 @@ def gradients(model: GPTModel) -> dict[str, Tensor]:
     everyone: list[Any] = [None] * RANKS
     dist.all_gather_object(everyone, own)
     return {
-        name: torch.cat([each[name] for each in everyone if name in each])
-        for name in {name for each in everyone for name in each}
+        name: torch.cat([of_rank[name] for of_rank in everyone if name in of_rank])
+        for name in {name for of_rank in everyone for name in of_rank}
     }
 
 
@@ -150,8 +150,8 @@ def test_gradients_and_losses_are_stocks(schedule: str, variant: str) -> None:
             losses, ours = trained()
         assert len(losses) == (2 * MICROBATCHES if rank == RANKS - 1 else 0)
         assert losses == pytest.approx(expected_losses, rel=2**-21)
-        assert {name: one.shape for name, one in ours.items()} == {
-            name: one.shape for name, one in expected.items()
+        assert {name: gradient.shape for name, gradient in ours.items()} == {
+            name: gradient.shape for name, gradient in expected.items()
         }
         for name, gradient in ours.items():
             largest = expected[name].abs().max()
@@ -226,7 +226,7 @@ def test_it_is_refused(case: str) -> None:
 
     errors = values(run_ranks(RANKS, on_rank))
     assert all(error.startswith(("ValueError: ", "PeerFailure: ")) for error in errors), errors
-    told = [error for error in errors if error.startswith("ValueError")]
-    assert told
-    for error in told:
+    refusals = [error for error in errors if error.startswith("ValueError")]
+    assert refusals
+    for error in refusals:
         assert re.search(text, error), error

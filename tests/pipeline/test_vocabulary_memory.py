@@ -90,13 +90,13 @@ def count(monkeypatch: pytest.MonkeyPatch, folder: Path, rows: int) -> None:
         (inner,) = getattr(outer, "chained_optimizers", [outer])
         masters = [p for group in inner.optimizer.param_groups for p in group["params"]]
         states = [t for state in inner.optimizer.state.values() for t in state.values()]
-        found = {
+        held = {
             "weights": size(chunk.parameters()),
             "gradients": size(buffer.grad_data for buffer in chunk.buffers),
             "optimizer": size([*masters, *(t for t in states if t.dim())]),
             "logits": logits.most,
         }
-        (folder / str(dist.get_rank())).write_text(json.dumps(found))
+        (folder / str(dist.get_rank())).write_text(json.dumps(held))
         return log(*args, **kwargs)
 
     monkeypatch.setattr(training, "setup_model_and_optimizer", begin)
@@ -115,19 +115,19 @@ def test_what_each_rank_holds(
     count(monkeypatch, tmp_path, rows)
     words = model_flags(**FLAGS, vocab_size=tokens - 1, pipeline_vocab_parallel=way.value)
     train(RANKS, [*words, "--make-vocab-size-divisible-by", "8"])
-    found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(RANKS)]
-    for rank, held in enumerate(found):
+    figures = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(RANKS)]
+    for rank, held in enumerate(figures):
         held_by_model = sum(held.values()) - held["logits"]
         print(f"| {vocabulary}k | {way} | {rank} | {held_by_model} | {held['logits']} |")
 
     model = Model(RANKS, HIDDEN, 2, SEQUENCE, tokens)
     expected = bytes_of_ranks(model.on_stages([1] * RANKS, 1), line(RANKS), way, TrainingState())
-    for held, bytes_ in zip(found, expected, strict=True):
+    for held, bytes_ in zip(figures, expected, strict=True):
         assert (held["weights"], held["gradients"], held["optimizer"]) == (
             bytes_.weights,
             bytes_.gradients,
             bytes_.optimizer,
         )
-    one = SEQUENCE * rows * torch.float32.itemsize
-    assert [held["logits"] >= one for held in found] == [is_divided] * (RANKS - 1) + [True]
-    assert all(held["logits"] <= 3 * one for held in found)
+    whole = SEQUENCE * rows * torch.float32.itemsize
+    assert [held["logits"] >= whole for held in figures] == [is_divided] * (RANKS - 1) + [True]
+    assert all(held["logits"] <= 3 * whole for held in figures)

@@ -181,9 +181,9 @@ def test_it_trains_as_stock_does(setting: str, schedule: str, variant: int) -> N
     if setting == "clipped":
         assert min(reference[0].norms) > 0.5, "nothing was clipped"
 
-    ours, stocks = (tensors(each, SAVED_AT + 1) for each in (folder, stocks_folder))
-    assert {key: one.shape for key, one in ours.items()} == {
-        key: one.shape for key, one in stocks.items()
+    ours, stocks = (tensors(path, SAVED_AT + 1) for path in (folder, stocks_folder))
+    assert {key: tensor.shape for key, tensor in ours.items()} == {
+        key: tensor.shape for key, tensor in stocks.items()
     }, "keys and shapes of a checkpoint"
     gradients = [key for key in stocks if ".exp_avg." in key]
     assert len(gradients) == len([key for key in stocks if "optimizer" not in key])

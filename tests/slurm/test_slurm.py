@@ -97,8 +97,8 @@ class Job:
     def losses(self) -> list[tuple[int, str]]:
         """Each iteration that was trained, in the log's order, with its loss to the last bit."""
         text = self.log.read_text() if self.log.exists() else ""
-        found = re.findall(r"^loss of iteration (\d+): (\S+)$", text, re.MULTILINE)
-        return [(int(iteration), loss) for iteration, loss in found]
+        matches = re.findall(r"^loss of iteration (\d+): (\S+)$", text, re.MULTILINE)
+        return [(int(iteration), loss) for iteration, loss in matches]
 
     def resumed_at(self) -> list[int]:
         """The iterations of the checkpoints that its later starts have loaded."""

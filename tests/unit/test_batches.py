@@ -44,8 +44,8 @@ def test_a_send_moves_with_the_receives_before_it_and_other_receives_alone() -> 
         "1RECV_F0 1RECV_B0 1F0 1RECV_F1 1RECV_B1 1SEND_F0 1SEND_B0 1RECV_F2 1WAIT_F0 1SEND_F1 "
         "1RECV_F3"
     )
-    found = [" ".join(str(row[position]) for position in batch) for batch in batches_of(row)]
-    assert found == [
+    batches = [" ".join(str(row[position]) for position in batch) for batch in batches_of(row)]
+    assert batches == [
         "1RECV_F0",
         "1RECV_B0",
         "1RECV_F1 1RECV_B1 1SEND_F0",
@@ -143,8 +143,8 @@ def test_activations_and_gradients_to_one_rank_may_not_cross() -> None:
 def test_ranks_tell_by_their_digests_that_one_batches_and_one_does_not() -> None:
     """With two ranks and one microbatch both have the same rows."""
     problem = line_problem(2, 1, forward_only=True)
-    one, other = program("gpipe", problem), program("gpipe", batched(problem))
-    assert one.schedule.rows == other.schedule.rows and one.digest != other.digest
+    plain, other = program("gpipe", problem), program("gpipe", batched(problem))
+    assert plain.schedule.rows == other.schedule.rows and plain.digest != other.digest
 
 
 # ---- Any schedule

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -82,15 +83,17 @@ HEAD = ("--costs", "f=10,i=12,w=8,comm=1,head=10/12/8,embedding=1/2")
 def test_simulate_divides_the_vocabulary(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     words = ("simulate", "zb-h1", "--pp", "4", "-m", "16", *HEAD)
-    whole, one, two = (
+    whole, variant_1, variant_2 = (
         json.loads(run(*words, "--vocab-parallel", how, "--trace", str(trace), "--json"))
         for how in ("none", "1", "2")
     )
-    assert [found["vocabulary"] for found in (whole, one, two)] == ["none", "1", "2"]
-    assert max(one["makespan"], two["makespan"]) < 0.75 * whole["makespan"]
-    assert [found["peak_activation_microbatches"][0] for found in (whole, one, two)] == [4, 6, 5]
+    assert [report["vocabulary"] for report in (whole, variant_1, variant_2)] == ["none", "1", "2"]
+    assert max(variant_1["makespan"], variant_2["makespan"]) < 0.75 * whole["makespan"]
+    assert [
+        report["peak_activation_microbatches"][0] for report in (whole, variant_1, variant_2)
+    ] == [4, 6, 5]
     # The embedding's two passes and the head's three are the same work, divided.
-    assert one["work"] == two["work"] == pytest.approx(whole["work"])
+    assert variant_1["work"] == variant_2["work"] == pytest.approx(whole["work"])
     names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
     assert {"0S0", "3SW15", "0GATHER_S0"} <= names
 
@@ -98,13 +101,13 @@ def test_simulate_divides_the_vocabulary(tmp_path: Path) -> None:
 def test_plan_compares_what_can_be_done_about_a_head() -> None:
     words = ("plan", "--pp", "2", "-m", "4", "--memory-limit", "2")
     assert json.loads(run(*words, "--json"))["vocabulary"] == []
-    found = json.loads(run(*words, *HEAD, "--layers", "7", "--json"))
-    rows = {row["schedule"]: row for row in found["vocabulary"]}
-    assert rows.keys() == {row["schedule"] for row in found["schedules"]}
-    one = rows["1f1b"]
-    assert one["redistributed"] < one["naive"]
+    report = json.loads(run(*words, *HEAD, "--layers", "7", "--json"))
+    rows = {row["schedule"]: row for row in report["vocabulary"]}
+    assert rows.keys() == {row["schedule"] for row in report["schedules"]}
+    row = rows["1f1b"]
+    assert row["redistributed"] < row["naive"]
     # Two ranks hold two microbatches; one more is over the limit.
-    assert one["2"] is None and "least feasible limit for it is 3" in one["refused"]["2"]
+    assert row["2"] is None and "least feasible limit for it is 3" in row["refused"]["2"]
 
 
 def test_a_picture_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
@@ -162,6 +165,32 @@ def test_simulate_draws_and_writes_a_table_that_it_reads_back(tmp_path: Path) ->
 )
 def test_a_mistake_exits_2_and_says_why(words: tuple[str, ...], text: str) -> None:
     assert text in run(*words, code=2)
+
+
+def test_doctor_with_no_flag_of_ours_tells_whether_all_patches_fit() -> None:
+    report = json.loads(run("doctor", "--json"))
+    assert report["environment"]["megatron-core"].startswith("0.19")
+    assert report["patches"] and {patch["state"] for patch in report["patches"]} == {"fits"}
+    assert report["allow_unknown"] == ""
+    count = len(report["patches"])
+    text = run("doctor")
+    assert text.index("torch") < text.index(f"all {count} patches of ours fit this Megatron")
+    assert "fits: " not in text and run("doctor", "--patches").count("\nfits: ") == count
+    assert "zb-h1" not in run("doctor", "--patches"), "nobody has asked for it"
+
+
+def test_doctor_takes_no_more_than_it_needs() -> None:
+    """It took 13 CPU seconds, nine of them for torch's compiler, which compiled nothing."""
+    program = (
+        "import sys; from megatron_ext.cli import app\n"
+        "app(['doctor'], standalone_mode=False)\n"
+        "assert 'torch._inductor.compile_fx' not in sys.modules\n"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert seconds < 8, "four on a machine that does nothing else"
 
 
 def test_verify_takes_a_table_and_says_what_is_in_it(tmp_path: Path) -> None:
@@ -224,18 +253,15 @@ def test_verify_bounds_a_typo_before_it_takes_memory(tmp_path: Path) -> None:
     assert "line 1: 0B999999999999 is of microbatch 999999999999, but no" in done.stderr
 
 
-def test_doctor_with_no_flag_of_ours_wants_no_patch() -> None:
-    found = json.loads(run("doctor", "--json"))
-    assert found["environment"]["megatron-core"].startswith("0.19")
-    assert found["patches"] and {patch["state"] for patch in found["patches"]} == {"not wanted"}
-
-
 def test_doctor_shows_what_a_flag_would_apply() -> None:
-    found = json.loads(run("doctor", "--json", "--pipeline-schedule", "1f1b"))
-    states = {patch["feature"]: patch["state"] for patch in found["patches"]}
+    report = json.loads(run("doctor", "--json", "--pipeline-schedule", "1f1b"))
+    states = {patch["feature"]: patch["state"] for patch in report["patches"]}
     assert states["schedule"] == states["flags"] == "would be applied"
-    assert states["split backward of local linear layers"] == "not wanted"
-    assert all(patch["reason"] and patch["target"] for patch in found["patches"])
+    assert states["split backward of local linear layers"] == "fits"
+    assert all(patch["reason"] and patch["target"] for patch in report["patches"])
+    wanted = sum(patch["wanted"] for patch in report["patches"])
+    text = f"all {wanted} patches that --pipeline-schedule 1f1b needs fit this Megatron"
+    assert text in run("doctor", "--pipeline-schedule", "1f1b")
 
 
 def test_doctor_knows_rocm(monkeypatch: pytest.MonkeyPatch) -> None:

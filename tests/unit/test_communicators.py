@@ -127,11 +127,11 @@ def test_few_waves(ranks: int) -> None:
 
 
 def check_waves(ways: set[Channel]) -> None:
-    found = waves([(way.sender, way.receiver) for way in ways])
-    for pairs in found:
+    all_waves = waves([(way.sender, way.receiver) for way in ways])
+    for pairs in all_waves:
         ranks = [rank for pair in pairs for rank in pair]
         assert len(ranks) == len(set(ranks)), "a rank is in two pairs of one wave"
-    pairs_of_all = [pair for pairs in found for pair in pairs]
+    pairs_of_all = [pair for pairs in all_waves for pair in pairs]
     assert len(pairs_of_all) == len(set(pairs_of_all))
     assert {frozenset(pair) for pair in pairs_of_all} == {frozenset(way[:2]) for way in ways}
     order = in_waves(ways)

@@ -56,13 +56,13 @@ def test_svg_of_two_timelines(tmp_path: Path) -> None:
     texts = texts_of(path.read_text())
     passes = [event for timeline in timelines for row in timeline.compute for event in row]
     assert len(passes) == 3 * 4 * (2 + 3)
-    found, wanted = Counter(texts), Counter(str(event.action.microbatch) for event in passes)
-    assert all(found[label] >= count for label, count in wanted.items())
+    drawn, wanted = Counter(texts), Counter(str(event.action.microbatch) for event in passes)
+    assert all(drawn[label] >= count for label, count in wanted.items())
     for timeline in timelines:
         (title,) = [text for text in texts if text.startswith(timeline.schedule.name)]
         assert f"bubble {timeline.bubble_share_makespan:.1%} of the makespan" in title
         assert "peak 3 microbatches" in title
-    assert {"rank 0", "rank 1", "rank 2", "time"} <= found.keys()
+    assert {"rank 0", "rank 1", "rank 2", "time"} <= drawn.keys()
     legend = {
         "F forward",
         "I input gradient",
@@ -119,9 +119,9 @@ def test_every_pass_has_its_box(name: str, tmp_path: Path, figures: list[Any]) -
     passes, memory = figure.axes
     events = [event for row in timeline.compute for event in row]
     wanted = [(e.rank, e.start, e.end, COLOURS[e.action.kind].upper()) for e in events]
-    found = boxes_of(passes, timeline)
-    assert [box[3] for box in found] == [box[3] for box in wanted]
-    for box, event in zip(found, wanted, strict=True):
+    boxes = boxes_of(passes, timeline)
+    assert [box[3] for box in boxes] == [box[3] for box in wanted]
+    for box, event in zip(boxes, wanted, strict=True):
         assert box[:3] == pytest.approx(event[:3])
     kinds = {event.action.kind for event in events}
     assert len(passes.patches) == len(kinds) + 1, "a shape a kind, and the bubbles'"
@@ -138,8 +138,8 @@ def test_a_measured_timeline_begins_at_zero(tmp_path: Path, figures: list[Any]) 
     events = tuple(Event(e.rank, e.action, e.start + 1e6, e.end + 1e6) for e in predicted.events)
     measured = Timeline(predicted.schedule, events)
     draw([predicted, measured], tmp_path / "picture.png")
-    one, _, other, _ = figures[0].axes
-    for box, same in zip(boxes_of(one, predicted), boxes_of(other, measured), strict=True):
+    axes, _, other, _ = figures[0].axes
+    for box, same in zip(boxes_of(axes, predicted), boxes_of(other, measured), strict=True):
         assert box[:3] == pytest.approx(same[:3])
 
 

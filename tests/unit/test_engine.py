@@ -242,7 +242,8 @@ def test_every_problem_is_listed_and_nothing_changed(theirs: Any, make_module: M
             ]
         )
     assert_same(before, state(theirs))
-    first, *problems = str(error.value).splitlines()
+    told = str(error.value).partition("\nwhere what we do still holds")[0]
+    first, *problems = (line for line in told.splitlines() if not line.startswith("    "))
     assert first == "no patch was applied:"
     for problem, expected in zip(
         problems,
@@ -251,9 +252,9 @@ def test_every_problem_is_listed_and_nothing_changed(theirs: Any, make_module: M
             "fake_theirs:gone cannot be found here: AttributeError",
             "fake_theirs:Layer.gone cannot be found here: AttributeError",
             "fake_theirs:train takes (steps, *, rate=0.1), the patch was written for (steps)",
-            "fake_theirs:Layer.forward has source digest ",
+            "fake_theirs:Layer.forward is not as in fake_theirs 1",
             "fake_theirs:FLAG has no signature",
-            "builtins:len has source digest unreadable",
+            "builtins:len is not as in builtins 1",
         ],
         strict=True,
     ):
@@ -276,17 +277,28 @@ def test_target_must_belong_to_a_module_or_class(theirs: Any) -> None:
         apply([wrap("fake_theirs:layer.forward", ours, reason="test")])
 
 
-def test_override_admits_an_unknown_source_but_no_other_signature(
+def test_an_unknown_source_is_allowed_until_it_changes(
     theirs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One variable stood for every source there was, and for those to come."""
     unknown = wrap("fake_theirs:train", ours, reason="test", digests={"1": "0" * 12})
-    with pytest.raises(PatchError, match=f"set {ALLOW_UNKNOWN}=1"):
+    digest = source_digest(theirs.train)
+    with pytest.raises(PatchError, match="is not as in fake_theirs 1") as caught:
         apply([unknown])
-    monkeypatch.setenv(ALLOW_UNKNOWN, "1")
+    allowing = f"{ALLOW_UNKNOWN}=fake_theirs:train@{digest}"
+    assert f"export {allowing}" in str(caught.value) and "we wrap it: test" in str(caught.value)
+    monkeypatch.setenv(ALLOW_UNKNOWN, f" fake_other:f@{digest}, fake_theirs:train@{digest},")
     with apply([unknown]):
         assert theirs.train(1)[0] == "ours"
     with pytest.raises(PatchError, match="takes"):
         apply([wrap("fake_theirs:train", ours, reason="test", signature="()")])
+    monkeypatch.setenv(ALLOW_UNKNOWN, f"fake_other:f@{digest},fake_theirs:train@{'1' * 12}")
+    with pytest.raises(PatchError) as caught:
+        apply([unknown])
+    assert f"=fake_other:f@{digest},fake_theirs:train@{digest}" in str(caught.value)
+    monkeypatch.setenv(ALLOW_UNKNOWN, "1")
+    with pytest.raises(ValueError, match="'1' is no TARGET@DIGEST; 'megatron-ext doctor' prints"):
+        apply([unknown])
 
 
 def test_a_patch_for_several_versions_fits_each_and_no_other(theirs: Any) -> None:

@@ -36,9 +36,9 @@ def path(tmp_path: Path) -> Path:
     folder = tmp_path / "bin"
     folder.mkdir()
     for tool in ("bash", "dirname"):
-        found = shutil.which(tool)
-        assert found is not None
-        (folder / tool).symlink_to(found)
+        executable = shutil.which(tool)
+        assert executable is not None
+        (folder / tool).symlink_to(executable)
     return folder
 
 
@@ -66,17 +66,17 @@ def test_passes_over_what_does_not_work(path: Path) -> None:
     put(path / "python3.12", SHIM)
     put(path / "python3.13", OLD)
     put(path / "python3", GOOD)
-    code, found, said = find(path)
+    code, python, said = find(path)
     assert code == 0
-    assert Path(found).samefile(BASE_PYTHON)
+    assert Path(python).samefile(BASE_PYTHON)
     assert said.startswith("environment: found Python 3.")
 
 
 def test_named_python_comes_first(path: Path, tmp_path: Path) -> None:
     put(path / "python3.12", SHIM)
-    code, found, _ = find(path, PYTHON=str(put(tmp_path / "mine" / "python", GOOD)))
+    code, python, _ = find(path, PYTHON=str(put(tmp_path / "mine" / "python", GOOD)))
     assert code == 0
-    assert Path(found).samefile(BASE_PYTHON)
+    assert Path(python).samefile(BASE_PYTHON)
 
 
 def test_says_why_the_named_python_is_not_used(path: Path, tmp_path: Path) -> None:
@@ -97,9 +97,9 @@ def test_versions_of_pyenv_are_found_though_none_is_selected(
     put(path / "python3.12", SHIM)
     if with_command:
         put(path / "pyenv", f"#!/bin/sh\necho '{root}'\n")
-    code, found, _ = find(path)
+    code, python, _ = find(path)
     assert code == 0
-    assert Path(found).samefile(BASE_PYTHON)
+    assert Path(python).samefile(BASE_PYTHON)
 
 
 def test_uv_is_asked_last_and_fetches_only_when_it_has_none(path: Path, tmp_path: Path) -> None:
@@ -112,9 +112,9 @@ case "$2" in
 esac
 """
     put(path / "uv", uv)
-    code, found, said = find(path)
+    code, python, said = find(path)
     assert code == 0
-    assert Path(found).samefile(BASE_PYTHON)
+    assert Path(python).samefile(BASE_PYTHON)
     assert "uv fetches Python 3.12" in said
     calls = (tmp_path / "calls").read_text().splitlines()
     assert [call.split()[1] for call in calls] == ["find", "install", "find"]
@@ -124,9 +124,9 @@ def test_error_names_every_candidate_and_the_fix(path: Path, tmp_path: Path) -> 
     put(path / "python3.12", SHIM)
     put(path / "python3", BARE)
     pyenv = put(tmp_path / ".pyenv" / "versions" / "3.11.7" / "bin" / "python", OLD)
-    code, found, said = find(path)
+    code, python, said = find(path)
     assert code == 1
-    assert found == ""
+    assert python == ""
     version = ".".join(map(str, sys.version_info[:3]))
     for line in (
         "no Python >= 3.12 with venv and ensurepip was found. Tried:",

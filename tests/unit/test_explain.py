@@ -74,33 +74,33 @@ PAUSE = """
     ],
 )
 def test_one_thing_is_wrong(drawing: str, part: Part, seconds: float, words: str) -> None:
-    found = explain(step(drawing), PREDICTED)
-    assert found.parts == pytest.approx(dict.fromkeys(Part, 0.0) | OWN | {part: seconds})
-    assert [cause.seconds for cause in found.causes] == pytest.approx([seconds])
-    assert found.causes[0].text.startswith(words)
+    explanation = explain(step(drawing), PREDICTED)
+    assert explanation.parts == pytest.approx(dict.fromkeys(Part, 0.0) | OWN | {part: seconds})
+    assert [cause.seconds for cause in explanation.causes] == pytest.approx([seconds])
+    assert explanation.causes[0].text.startswith(words)
 
 
 def test_two_things_are_wrong() -> None:
     """The message is late, but its rank would have had to wait for the slow pass anyway."""
-    found = explain(
+    explanation = explain(
         step("""
             0 F0 F1 .  . .  . B0 = F2 . B1 = .  B2 =
             1 .  F0 B0 = F1 = =  = B1 = F2 B2 = .  .
         """),
         PREDICTED,
     )
-    assert found.parts[Part.SLOW_PASSES] == pytest.approx(3)
-    assert found.parts[Part.MESSAGES] == pytest.approx(0)
-    assert [cause.text.split(" was")[0] for cause in found.causes] == ["1F1 on rank 1"]
+    assert explanation.parts[Part.SLOW_PASSES] == pytest.approx(3)
+    assert explanation.parts[Part.MESSAGES] == pytest.approx(0)
+    assert [cause.text.split(" was")[0] for cause in explanation.causes] == ["1F1 on rank 1"]
 
 
 @pytest.mark.parametrize("factor", [1.0, 2.5])
 def test_nothing_is_wrong(factor: float) -> None:
     """All passes as predicted, in whatever unit: what is idle is the schedule's own."""
-    found = explain(PREDICTED.moved(7.0, factor), PREDICTED)
+    explanation = explain(PREDICTED.moved(7.0, factor), PREDICTED)
     expected = {part: seconds * factor for part, seconds in OWN.items()}
-    assert found.parts == pytest.approx(dict.fromkeys(Part, 0.0) | expected)
-    assert found.causes == ()
+    assert explanation.parts == pytest.approx(dict.fromkeys(Part, 0.0) | expected)
+    assert explanation.causes == ()
 
 
 def test_passes_in_other_proportions() -> None:
@@ -114,8 +114,8 @@ def test_passes_in_other_proportions() -> None:
         1 .  F0 F1 F2 B0 = = B1 = = B2 = = .  . .
     """)
     expected = {Part.WORK: 12.0, Part.SCHEDULE: 4.0, Part.COSTS: 4.0}
-    found = explain(measured, predicted)
-    assert found.parts == pytest.approx(dict.fromkeys(Part, 0.0) | expected)
+    explanation = explain(measured, predicted)
+    assert explanation.parts == pytest.approx(dict.fromkeys(Part, 0.0) | expected)
 
 
 def randomly_measured(seed: int) -> tuple[Timeline, Timeline]:
@@ -132,10 +132,10 @@ def randomly_measured(seed: int) -> tuple[Timeline, Timeline]:
 @given(st.integers(0, 2**32))
 def test_the_parts_add_up(seed: int) -> None:
     predicted, measured = randomly_measured(seed)
-    found: Explanation = explain(measured, predicted)
-    assert list(found.parts) == list(Part)
-    assert sum(found.parts.values()) == pytest.approx(measured.makespan)
-    saved = [cause.seconds for cause in found.causes]
+    explanation: Explanation = explain(measured, predicted)
+    assert list(explanation.parts) == list(Part)
+    assert sum(explanation.parts.values()) == pytest.approx(measured.makespan)
+    saved = [cause.seconds for cause in explanation.causes]
     assert len(saved) <= TOP and saved == sorted(saved, reverse=True)
     assert all(0 < seconds < measured.makespan for seconds in saved)
 

@@ -49,8 +49,8 @@ def test_two_runs_write_the_same_bytes(tmp_path: Path) -> None:
     for folder in ("one", "other"):
         (tmp_path / folder).mkdir()
         draw_images.main(["hanayo", "--into", str(tmp_path / folder)])
-    one, other = ((tmp_path / folder / "hanayo.svg").read_bytes() for folder in ("one", "other"))
-    assert one == other
+    first, other = ((tmp_path / folder / "hanayo.svg").read_bytes() for folder in ("one", "other"))
+    assert first == other
 
 
 def test_an_unknown_picture_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

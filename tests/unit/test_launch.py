@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import socket
 import subprocess
 import sys
 from dataclasses import fields
@@ -15,6 +16,7 @@ import pytest
 
 from megatron_ext.__main__ import main
 from megatron_ext.config import PipelineConfig, add_flags, flag
+from megatron_ext.errors import exit_for
 from megatron_ext.launch import first_host, is_launch, slurm_ranks
 
 SRUN = {
@@ -116,6 +118,86 @@ def test_patches_come_before_the_script_and_only_with_a_flag_of_ours(
 
 
 @pytest.mark.parametrize(
+    ("flags", "env", "argv", "said"),
+    [
+        ([], {"SCHEDULE": "zb-v"}, ["--pipeline-schedule", "zb-v"], "from the environment: --pip"),
+        (["--pipeline-schedule", "zb-v"], {"SCHEDULE": "zb-v"}, [], None),
+        (
+            ["--pipeline-schedule", "zb-h1"],
+            {"SCHEDULE": "zb-v"},
+            [],
+            "--pipeline-schedule zb-h1 counts, not MEGATRON_EXT_SCHEDULE=zb-v",
+        ),
+        (
+            ["--pipeline-schedule=zb-h1"],
+            {"MEMORY_LIMIT": "4", "REPORT_SPLIT": "1", "COSTS": "", "POST_VALIDATION": "0"},
+            ["--pipeline-memory-limit", "4", "--pipeline-report-split"],
+            "from the environment: --pipeline-memory-limit 4 --pipeline-report-split",
+        ),
+        (
+            ["--pipeline-schedule", "zb-h1", "--pipeline-report-split"],
+            {"REPORT_SPLIT": "0"},
+            [],
+            "--pipeline-report-split counts, not MEGATRON_EXT_REPORT_SPLIT=0",
+        ),
+        ([], {"NIGHTLY": "1", "ALLOW_UNKNOWN": "1"}, [], None),
+    ],
+)
+def test_variables_stand_for_flags_and_a_flag_counts(
+    flags: list[str],
+    env: dict[str, str],
+    argv: list[str],
+    said: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """They were for `megatron_ext.auto` alone, and a launch with them trained under Megatron's own
+    schedule without a word."""
+    script = tmp_path / "train.py"
+    script.write_text("import sys; print(sys.argv[1:])")
+    monkeypatch.setattr("megatron_ext.launch.install", lambda config: print("patches"))
+    monkeypatch.setattr("megatron_ext.launch._has_gpu", lambda: True)
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("RANK", "0")
+    for name, value in env.items():
+        monkeypatch.setenv(f"MEGATRON_EXT_{name}", value)
+    main([str(script), *flags])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == str([*flags, *argv])
+    assert ("patches" in lines) == bool(flags or argv)
+    told = [line for line in lines if line.startswith("megatron_ext: ")]
+    assert len(told) == (said is not None) and (said is None or said in told[0])
+
+
+@pytest.mark.parametrize(
+    ("env", "text"),
+    [
+        ({"SHEDULE": "zb-v"}, "MEGATRON_EXT_SHEDULE is no setting: did you mean MEGATRON_EXT_SCHE"),
+        ({"SCHEDULE": "zb-v", "REPORT_SPLIT": "yes"}, "write 1, or 0"),
+        ({"COSTS": "f=1"}, "--pipeline-costs f=1 is given without --pipeline-schedule"),
+    ],
+)
+def test_a_mistake_in_a_variable_ends_the_launch(
+    env: dict[str, str],
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("raise AssertionError('ran')")
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setenv("RANK", "0")
+    for name, value in env.items():
+        monkeypatch.setenv(f"MEGATRON_EXT_{name}", value)
+    with pytest.raises(SystemExit, match="2"):
+        main([str(script)])
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("words", "text"),
     [
         (("no_such.py",), "there is no script no_such.py"),
@@ -195,3 +277,30 @@ def test_a_setting_that_there_is_not() -> None:
 def test_none_is_a_default() -> None:
     nothing = {setting.name: None for setting in fields(PipelineConfig)}
     assert PipelineConfig.parse(**nothing) == PipelineConfig()
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "said"),
+    [
+        ("0", "0", "megatron_ext: error: no such file"),
+        ("8", "0", f"megatron_ext: error on {socket.gethostname()}: no such file"),
+        ("9", "1", ""),
+        ("1", None, ""),
+    ],
+)
+def test_a_mistake_of_one_node_is_said_by_that_node(
+    rank: str,
+    local_rank: str | None,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Global rank 0 alone spoke, and a schedule file that another node lacked ended the launch with
+    status 2 and not one word."""
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    with pytest.raises(SystemExit, match="2"):
+        exit_for(ValueError("no such file"))
+    assert capsys.readouterr().err.strip() == said

@@ -19,12 +19,12 @@ LINE = "megatron_ext: the line\n"
 def as_before() -> Iterator[None]:
     """A test's settings of the root and of ours end with it."""
     root = logging.getLogger()
-    kept = [(each, each.level, each.propagate, list(each.handlers)) for each in (root, logger)]
+    kept = [(log, log.level, log.propagate, list(log.handlers)) for log in (root, logger)]
     yield
     logging.disable(logging.NOTSET)
-    for each, level, propagate, handlers in kept:
-        each.setLevel(level)
-        each.propagate, each.handlers[:] = propagate, handlers
+    for log, level, propagate, handlers in kept:
+        log.setLevel(level)
+        log.propagate, log.handlers[:] = propagate, handlers
 
 
 def nothing() -> None:

@@ -58,7 +58,7 @@ def real(costs: Costs) -> Costs:
     """A machine whose stages are slower than ``costs`` say, each by another factor."""
     factors = [1.5 + 0.1 * stage for stage in range(costs.stages)]
     seconds = {
-        kind: tuple(factor * each for factor, each in zip(factors, row, strict=True))
+        kind: tuple(factor * cost for factor, cost in zip(factors, row, strict=True))
         for kind, row in costs.seconds.items()
     }
     assert costs.vocabulary is not None
@@ -80,15 +80,15 @@ def recorded(program: Program, truth: Costs) -> list[RankFigures]:
     """What the ranks of a machine with costs ``truth`` measure."""
     in_passes = costs_in(program, truth)
     assert in_passes.held_bytes is not None
-    found = []
+    figures = []
     for rank, row in enumerate(simulate(program, in_passes).compute):
         held: dict[tuple[int, Held], float] = {}
         for event in row:
             for kind in RULES[event.action.kind].acquires:
                 if kind is not Held.LOGITS:
                     held[event.action.stage, kind] = in_passes.held_bytes[kind][event.action.stage]
-        found.append(RankFigures(medians(row), held, [truth.hop] if rank < RANKS - 1 else []))
-    return found
+        figures.append(RankFigures(medians(row), held, [truth.hop] if rank < RANKS - 1 else []))
+    return figures
 
 
 @pytest.mark.parametrize("rows", [50, 2000], ids=["a small head", "a large head"])
@@ -110,16 +110,16 @@ def test_what_the_passes_cost_is_found_again(
     if vocabulary is not NONE:  # its shards are on all ranks, and of one speed here
         assert guess.vocabulary is not None and truth.vocabulary is not None
         truth = truth.without_vocabulary().with_vocabulary(guess.vocabulary)
-    found = measured_costs(before, guess, recorded(before, truth), "here")
+    measured = measured_costs(before, guess, recorded(before, truth), "here")
     for kind in (F, I, W):
-        assert found.seconds[kind] == pytest.approx(truth.seconds[kind]), kind
-    assert found.hop == pytest.approx(truth.hop)
-    assert found.vocabulary is not None and truth.vocabulary is not None
-    assert found.vocabulary.head == pytest.approx(truth.vocabulary.head)
-    assert found.held_bytes is not None and truth.held_bytes is not None
-    for held, figures in found.held_bytes.items():
+        assert measured.seconds[kind] == pytest.approx(truth.seconds[kind]), kind
+    assert measured.hop == pytest.approx(truth.hop)
+    assert measured.vocabulary is not None and truth.vocabulary is not None
+    assert measured.vocabulary.head == pytest.approx(truth.vocabulary.head)
+    assert measured.held_bytes is not None and truth.held_bytes is not None
+    for held, figures in measured.held_bytes.items():
         assert figures == pytest.approx(truth.held_bytes[held]), held
-    assert found.origin.startswith("measured: here")
+    assert measured.origin.startswith("measured: here")
 
 
 def test_a_head_is_found_again_wherever_its_weight_gradient_is() -> None:
@@ -136,17 +136,17 @@ def test_of_several_ranks_of_a_stage_the_median_and_the_most_bytes_count() -> No
         for rank in recorded(before, guess):
             ranks.append(
                 RankFigures(
-                    {key: factor * each for key, each in rank.seconds.items()},
-                    {key: factor * each for key, each in rank.held.items()},
+                    {key: factor * value for key, value in rank.seconds.items()},
+                    {key: factor * value for key, value in rank.held.items()},
                     [factor * hop for hop in rank.hops],
                 )
             )
-    found = measured_costs(before, guess, ranks, "here")
-    assert found.seconds[F] == pytest.approx([2 * each for each in guess.seconds[F]])
-    assert found.hop == pytest.approx(4 * guess.hop)
-    assert found.held_bytes is not None and guess.held_bytes is not None
-    expected = [9 * each for each in guess.held_bytes[Held.ACTIVATION]]
-    assert found.held_bytes[Held.ACTIVATION] == pytest.approx(expected)
+    measured = measured_costs(before, guess, ranks, "here")
+    assert measured.seconds[F] == pytest.approx([2 * cost for cost in guess.seconds[F]])
+    assert measured.hop == pytest.approx(4 * guess.hop)
+    assert measured.held_bytes is not None and guess.held_bytes is not None
+    expected = [9 * size for size in guess.held_bytes[Held.ACTIVATION]]
+    assert measured.held_bytes[Held.ACTIVATION] == pytest.approx(expected)
 
 
 def test_bytes_that_are_not_known_are_not_made_up() -> None:
@@ -220,8 +220,8 @@ def test_a_line_says_what_measured_costs_have_changed() -> None:
     now = place_output_layer(choose("zb-auto"), replace(problem, costs=truth))
     stock = stock_1f1b(replace(problem, costs=truth)).makespan
     gains = []
-    for each in (now, before):
-        makespan = simulate(each, costs_in(each, truth)).makespan
+    for program in (now, before):
+        makespan = simulate(program, costs_in(program, truth)).makespan
         gain = stock / makespan - 1
         pace = "faster" if gain > 0 else "slower"
         gains.append(f"{abs(gain):.1%} {pace} than 1F1B, peak 4 microbatches")
@@ -243,7 +243,7 @@ def test_an_order_that_is_better_stays_where_it_may() -> None:
     guess = estimated(line(RANKS))
     problem = Problem(line(RANKS), MICROBATCHES, guess, MemoryLimit(microbatches=3))
     before = place_output_layer(choose("zb-auto"), problem)
-    slow = {**guess.seconds, I: tuple(3 * each for each in guess.seconds[I])}
+    slow = {**guess.seconds, I: tuple(3 * cost for cost in guess.seconds[I])}
     other = replace(problem, costs=replace(guess, seconds=slow))
 
     def makespan(program: Program) -> float:
@@ -267,13 +267,13 @@ def test_a_comparison_is_of_medians_over_steps_and_makespans_over_ranks() -> Non
     predicted = simulate(program, program.problem.costs)
     first = [RankStep(0, 8, 5), RankStep(10, 19, 6), RankStep(20, 40, 7)]
     other = [RankStep(1, 10, 4), RankStep(11, 20, 4), RankStep(21, 60, 4)]
-    found = compare(predicted, [first, other, other, other])
-    assert (found.measured, found.steps) == (10, 3)
-    assert found.measured_busy == (6, 4, 4, 4)
-    assert found.predicted == predicted.makespan
-    assert found.error == pytest.approx(10 / predicted.makespan - 1)
-    assert found.bubble_shares == pytest.approx((predicted.bubble_share_makespan, 0.55))
-    lines = found.lines()
+    comparison = compare(predicted, [first, other, other, other])
+    assert (comparison.measured, comparison.steps) == (10, 3)
+    assert comparison.measured_busy == (6, 4, 4, 4)
+    assert comparison.predicted == predicted.makespan
+    assert comparison.error == pytest.approx(10 / predicted.makespan - 1)
+    assert comparison.bubble_shares == pytest.approx((predicted.bubble_share_makespan, 0.55))
+    lines = comparison.lines()
     assert len(lines) == RANKS
     assert lines[0].startswith("pipeline rank 0: step predicted ")
     assert "measured 1e+04 ms" in lines[0] and lines[0].endswith(
@@ -289,7 +289,7 @@ def test_the_whole_vocabulary_is_what_its_shards_take() -> None:
     layers = guess.without_vocabulary()
     vocabulary = VocabularyCosts((4.0, 8.0, 12.0), (1.0, 2.0), 1000.0)
     ranks = recorded(before, layers.with_vocabulary(vocabulary))
-    found = measured_costs(before, guess, ranks, "here").vocabulary
-    assert found is not None
-    assert found.head == pytest.approx((4.0, 8.0, 12.0))
-    assert found.embedding == pytest.approx((1.0, 2.0))
+    measured = measured_costs(before, guess, ranks, "here").vocabulary
+    assert measured is not None
+    assert measured.head == pytest.approx((4.0, 8.0, 12.0))
+    assert measured.embedding == pytest.approx((1.0, 2.0))

@@ -146,17 +146,17 @@ def test_two_pipelines_with_programs_of_their_own_could_hang() -> None:
     """Why costs come from global rank 0, and digests are compared over the world. (Each program is
     sound alone; its rows depend on its costs.)"""
     placement = choose("v-half").place(4)
-    one, other = (
+    first, other = (
         build_program(choose("v-half"), Problem(placement, 8, parse_costs(costs, placement)))
         for costs in ("f=10,i=12,w=8,comm=1", "f=10,i=8,w=14,comm=3")
     )
-    assert tied(one, other).cycle()
+    assert tied(first, other).cycle()
 
 
-def tied(one: Program, other: Program) -> Graph:
+def tied(first: Program, other: Program) -> Graph:
     """The graph of two pipelines in which the n-th pass of a rank ends in both together. Each rank
     is held up by all that it posts."""
-    graphs = [build_graph(each.schedule, device=Device.ONE_QUEUE) for each in (one, other)]
+    graphs = [build_graph(made.schedule, device=Device.ONE_QUEUE) for made in (first, other)]
     offset = len(graphs[0].actions)
     before = [list(nodes) for nodes in graphs[0].before]
     before += [[node + offset for node in nodes] for nodes in graphs[1].before]
@@ -196,7 +196,7 @@ def moved(made: Program, action: str, before: str) -> Schedule:
     for row in made.schedule.rows:
         if moves in row:
             assert row.index(stays) < row.index(moves)
-            rest = [each for each in row if each != moves]
+            rest = [other for other in row if other != moves]
             at = rest.index(stays)
             row = (*rest[:at], moves, *rest[at:])
         rows.append(row)

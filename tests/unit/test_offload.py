@@ -332,8 +332,8 @@ def test_those_that_share_a_link_take_turns(more: str, k: float) -> None:
     assert links
     for events in links.values():
         events.sort(key=lambda event: event.start)
-        for one, other in itertools.pairwise(events):
-            assert one.end <= other.start + 1e-9
+        for earlier, later in itertools.pairwise(events):
+            assert earlier.end <= later.start + 1e-9
     without = makespan(built("gis:vpp=2", problem_of("gis:vpp=2", 8, k)))
     assert makespan(program) <= 1.01 * without
 
@@ -465,8 +465,8 @@ def simulated(*words: str) -> dict[str, object]:
     given = ["simulate", "gis:vpp=2", "--pp", "4", "-m", "16", "--costs", costs, *words, "--json"]
     result = CliRunner().invoke(app, given)
     assert result.exit_code == 0, result.output
-    found: dict[str, object] = json.loads(result.stdout)
-    return found
+    report: dict[str, object] = json.loads(result.stdout)
+    return report
 
 
 def test_the_command(tmp_path: Path) -> None:

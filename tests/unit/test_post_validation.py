@@ -314,11 +314,11 @@ def test_without_it_a_step_costs_the_makespan(name: str) -> None:
 def test_steps_follow_one_another_on_every_rank() -> None:
     made = program("zb-2p", 4, 8, USUAL)
     steps = simulate_steps(made, made.problem.costs, 4)
-    for one, other in pairwise(steps):
-        for before, after in zip(one.compute, other.compute, strict=True):
+    for earlier, later in pairwise(steps):
+        for before, after in zip(earlier.compute, later.compute, strict=True):
             assert before[-1].end <= after[0].start
-        latest = max(row[-1].end for row in one.compute)
-        assert other.start < latest  # and overlap
+        latest = max(row[-1].end for row in earlier.compute)
+        assert later.start < latest  # and overlap
 
 
 def test_the_verdict_comes_after_every_step_and_before_what_lasts() -> None:
@@ -353,9 +353,9 @@ def test_memory_is_that_of_one_step(name: str, m: int) -> None:
 @pytest.mark.parametrize("costs", [EQUAL, USUAL, "f=10,i=9,w=12,comm=3"])
 def test_zb_auto_looks_for_the_least_step(costs: str) -> None:
     """No more than the others on a line, within the same memory."""
-    found = step_of("zb-auto", costs)
+    least = step_of("zb-auto", costs)
     for other in ("zb-h1", "zb-h2", "zb-1p", "zb-2p", "1f1b"):
-        assert found <= step_of(other, costs) * (1 + 1e-9), other
+        assert least <= step_of(other, costs) * (1 + 1e-9), other
 
 
 def test_zb_auto_may_find_it_by_the_makespan() -> None:
@@ -452,9 +452,9 @@ def run(*words: str, code: int = 0) -> str:
 
 def test_simulate_tells_what_a_step_costs(tmp_path: Path) -> None:
     words = ["simulate", "zb-2p", "--pp", "4", "-m", "8", "--costs", USUAL, "--post-validation"]
-    found = json.loads(run(*words, "--json"))
-    assert (found["makespan"], found["span"], found["step"]) == (273, 256, pytest.approx(256))
-    assert found["post_validation"] is True
+    report = json.loads(run(*words, "--json"))
+    assert (report["makespan"], report["span"], report["step"]) == (273, 256, pytest.approx(256))
+    assert report["post_validation"] is True
     trace, picture = tmp_path / "trace.json", tmp_path / "picture.svg"
     text = run(*words, "--steps", "2", "--trace", str(trace), "--plot", str(picture))
     assert "in the long run a step takes 6.2% less than the makespan" in text
@@ -484,12 +484,12 @@ def test_plan_compares_what_steps_cost(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     shorten_search(monkeypatch)
     words = ["plan", "--pp", "4", "-m", "8", "--costs", USUAL]
-    found = json.loads(run(*words, "--post-validation", "--json"))
-    rows = {row["schedule"]: row for row in found["schedules"]}
-    steps = [row["step"] for row in found["schedules"]]
+    report = json.loads(run(*words, "--post-validation", "--json"))
+    rows = {row["schedule"]: row for row in report["schedules"]}
+    steps = [row["step"] for row in report["schedules"]]
     assert steps == sorted(steps) and rows["zb-2p"]["step"] == pytest.approx(256)
     assert rows["zb-2p"]["step"] < rows["interleaved-zb"]["step"] < rows["zb-2p"]["makespan"]
-    best = found["recommended"]
+    best = report["recommended"]
     assert best["step"] == steps[0] and "--pipeline-post-validation" in best["flags"]
     without = json.loads(run(*words, "--json"))
     assert without["schedules"][0]["makespan"] == without["schedules"][0]["step"]
@@ -524,6 +524,6 @@ def test_each_step_has_its_shade(tmp_path: Path) -> None:
     steps = simulate_steps(made, made.problem.costs, 2)
     for shown in (1, 2):
         draw_steps([steps[:shown]], tmp_path / f"{shown}.svg")
-    one, two = ((tmp_path / f"{shown}.svg").read_text() for shown in (1, 2))
+    first, both = ((tmp_path / f"{shown}.svg").read_text() for shown in (1, 2))
     kinds_and_chunks = 3 * 2
-    assert " opacity: 0.45" not in one and two.count(" opacity: 0.45") == kinds_and_chunks
+    assert " opacity: 0.45" not in first and both.count(" opacity: 0.45") == kinds_and_chunks

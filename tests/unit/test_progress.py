@@ -22,16 +22,16 @@ from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.placement import v
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.progress import Task, reporting, task
+from megatron_ext.schedule.progress import EVERY, FIRST, Task, reporting, task
 from tests.helpers.short_search import shorten_search
 
 SOON = 0.02  # seconds
 
 
 @contextmanager
-def hearing(**seconds: float) -> Iterator[list[str]]:
+def hearing(first: float = FIRST, every: float = EVERY) -> Iterator[list[str]]:
     heard: list[str] = []
-    with reporting(heard.append, **seconds):
+    with reporting(heard.append, first=first, every=every):
         yield heard
 
 

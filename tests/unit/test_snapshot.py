@@ -118,7 +118,7 @@ def test_the_device_is_chosen_where_its_memory_is_enough(monkeypatch: pytest.Mon
 
 
 def test_partial_states_add_up() -> None:
-    one, other = PartialState(1.5, False), PartialState(2.0, True, tokens=3)
-    assert one.plus(one) == PartialState(3.0, False)
-    assert one.plus(other) == other.plus(one) == PartialState(3.5, True, tokens=3)
-    assert math.isnan(one.plus(PartialState(math.nan, False)).squared_norm)
+    state, other = PartialState(1.5, False), PartialState(2.0, True, tokens=3)
+    assert state.plus(state) == PartialState(3.0, False)
+    assert state.plus(other) == other.plus(state) == PartialState(3.5, True, tokens=3)
+    assert math.isnan(state.plus(PartialState(math.nan, False)).squared_norm)

@@ -67,8 +67,8 @@ def events_of(folder: Path) -> list[dict[str, Any]]:
     return events
 
 
-def same(one: Timeline, other: Timeline, shift: float) -> bool:
-    """Whether the passes and reductions of ``one`` are those of ``other``, ``shift`` later."""
+def same(actual: Timeline, expected: Timeline, shift: float) -> bool:
+    """Whether the passes and reductions of ``actual`` are ``expected``'s, ``shift`` later."""
 
     def times(timeline: Timeline) -> list[float]:
         passes = [(e.start, e.end) for row in timeline.compute for e in row]
@@ -79,16 +79,16 @@ def same(one: Timeline, other: Timeline, shift: float) -> bool:
         passes = [(e.rank, e.action) for row in timeline.compute for e in row]
         return [*passes, *((r.rank, r.stage, r.is_exact) for r in timeline.reductions)]
 
-    return names(one) == names(other) and times(one) == pytest.approx(
-        [time + shift for time in times(other)]
+    return names(actual) == names(expected) and times(actual) == pytest.approx(
+        [time + shift for time in times(expected)]
     )
 
 
 def test_steps_are_read_as_they_were_written(tmp_path: Path) -> None:
     steps = written(tmp_path)
-    found = read_trace(tmp_path / "new")
-    assert [(s.iteration, s.clock_error) for s in found] == [(7, 2e-5), (8, pytest.approx(1e-5))]
-    for step, expected in zip(found, steps, strict=True):
+    read = read_trace(tmp_path / "new")
+    assert [(s.iteration, s.clock_error) for s in read] == [(7, 2e-5), (8, pytest.approx(1e-5))]
+    for step, expected in zip(read, steps, strict=True):
         assert same(step.measured, expected.measured, -1000.0)
         assert same(step.predicted, expected.predicted, -1000.0)
         assert step.cost_factor == pytest.approx(expected.cost_factor)
@@ -278,15 +278,31 @@ def test_a_file_is_whole_when_the_disk_is_full(tmp_path: Path) -> None:
     assert [step.iteration for step in read_trace(tmp_path)] == [1, 3]
 
 
+def test_tracks_are_named_though_the_first_step_did_not_fit(tmp_path: Path) -> None:
+    """The names were taken to be in the file, in which nothing was."""
+    file = TraceFile(tmp_path / NAME)
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, usual[1]))
+    try:
+        with pytest.raises(OSError, match=NAME):
+            file.add(beside(1, measured(1.0), SIMULATED, 0.0))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    file.add(beside(2, measured(2.0), SIMULATED, 0.0))
+    events = json.loads((tmp_path / NAME).read_text())["traceEvents"]
+    names = [event for event in events if event["name"] == "process_name"]
+    assert len(names) >= 3
+
+
 def test_the_command_tells_of_the_median_step(tmp_path: Path) -> None:
     written(tmp_path)
     folder = str(tmp_path / "new")
-    found = json.loads(CliRunner().invoke(app, ["trace", folder, "--json"]).stdout)
-    assert found["iteration"] == 7 and [row["iteration"] for row in found["iterations"]] == [7, 8]
-    assert (found["schedule"], found["pp"], found["microbatches"]) == ("zb-h1", 3, 4)
+    report = json.loads(CliRunner().invoke(app, ["trace", folder, "--json"]).stdout)
+    assert report["iteration"] == 7 and [row["iteration"] for row in report["iterations"]] == [7, 8]
+    assert (report["schedule"], report["pp"], report["microbatches"]) == ("zb-h1", 3, 4)
     for key in ("makespan", "span", "bubble_share_makespan", "bubble_share_span"):
-        assert found["measured"][key] == pytest.approx(found["predicted"][key])
-    assert sum(found["parts"].values()) == pytest.approx(found["measured"]["makespan"])
+        assert report["measured"][key] == pytest.approx(report["predicted"][key])
+    assert sum(report["parts"].values()) == pytest.approx(report["measured"]["makespan"])
     text = CliRunner().invoke(app, ["trace", folder]).stdout
     assert "iteration 7, the median of 2" in text and "the schedule's own bubble" in text
 

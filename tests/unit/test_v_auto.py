@@ -245,16 +245,16 @@ def test_any_plan_packs_soundly(seed: int, p: int, m: int, halves: int) -> None:
     random, placement = Random(seed), v(p)
     shop = v_shop(p, m, halves / 2)
     plan = [sorted(random.uniform(0, 20) for _ in range(m)) for _ in shop.seconds]
-    found = double_justify(shop, shop.mirrored(), plan, rounds=3)
-    assert found is not None
-    rows = rows_of(found[1])
+    packed = double_justify(shop, shop.mirrored(), plan, rounds=3)
+    assert packed is not None
+    rows = rows_of(packed[1])
     limit = MemoryLimit(microbatches=halves / 2)
     problem = Problem(placement, m, uniform(placement, 10, 12, 8, 1), limit)
     schedule = Schedule("packed", placement, rows)
     assert v_auto._proved(schedule, problem) is not None
     instant = Problem(placement, m, uniform(placement, 10, 12, 8, 0), limit)
     ran = v_auto._proved(schedule, instant)
-    assert ran is not None and makespan(ran) <= found[0] * 30 + 1e-6
+    assert ran is not None and makespan(ran) <= packed[0] * 30 + 1e-6
 
 
 @settings(PROPERTY, max_examples=20)
@@ -263,9 +263,9 @@ def test_plan_of_a_schedule_gives_it_back(seed: int, p: int, m: int) -> None:
     random, placement = Random(seed), v(p)
     shop = v_shop(p, m, 2.0)
     plan = [sorted(random.uniform(0, 20) for _ in range(m)) for _ in shop.seconds]
-    found = double_justify(shop, shop.mirrored(), plan, rounds=1)
-    assert found is not None
-    schedule = Schedule("packed", placement, rows_of(found[1]))
+    packed = double_justify(shop, shop.mirrored(), plan, rounds=1)
+    assert packed is not None
+    schedule = Schedule("packed", placement, rows_of(packed[1]))
     ran = v_auto._proved(schedule, v_problem(p, m))
     assert ran is not None
     assert rows_of(plan_of(simulate(ran, ran.problem.costs), 30.0)) == schedule.rows

@@ -312,10 +312,10 @@ def test_digest_tells_programs_apart() -> None:
 
 
 def test_digest_tells_placements_apart() -> None:
-    one, other = Placement("x", (0, 0, 1, 1)), Placement("x", (0, 1, 1, 0))
-    costs = random_costs(Random(0), one)
+    first, other = Placement("x", (0, 0, 1, 1)), Placement("x", (0, 1, 1, 0))
+    costs = random_costs(Random(0), first)
     digests = set()
-    for placement in (one, other):
+    for placement in (first, other):
         problem = Problem(placement, 1, costs)
         schedule = random_schedule(Random(0), problem)
         digests.add(prove(with_messages(schedule, problem), problem).digest)
@@ -427,8 +427,8 @@ def disordered(case: Case, seed: int) -> Schedule:
     random = Random(seed)
     rows = [list(row) for row in case.schedule.rows]
     row = random.choice(rows)
-    one, other = random.randrange(len(row)), random.randrange(len(row))
-    row[one], row[other] = row[other], row[one]
+    position, other = random.randrange(len(row)), random.randrange(len(row))
+    row[position], row[other] = row[other], row[position]
     return replace(case.schedule, rows=tuple(map(tuple, rows)))
 
 
@@ -452,12 +452,12 @@ def test_prove_refuses_exactly_the_orders_that_cannot_run(case: Case, seed: int)
 
 def test_damage_is_of_all_sorts() -> None:
     """The two properties above would hold of nothing if no schedule ran, or none hung."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for seed in range(500):
         case = random_case(seed)
-        found[verdict(damaged(case, seed), case.problem)] += 1
+        counts[verdict(damaged(case, seed), case.problem)] += 1
     kinds = ("runs", "refused", "hangs", "hangs on a device")
-    assert min(found[kind] for kind in kinds) >= 5, found
+    assert min(counts[kind] for kind in kinds) >= 5, counts
 
 
 def test_a_file_that_would_hang_is_refused_and_not_crashed_on() -> None:

@@ -65,8 +65,8 @@ class Case:
         """Losses, gradient of the hidden states and of the table, shard after shard."""
         shards = self.parts()
         with torch.no_grad():
-            kept = [make_logits(each, self.hidden_states, self.labels, early) for each in shards]
-            statistics = combine(torch.stack([each.statistics for each in kept]))
+            kept = [make_logits(shard, self.hidden_states, self.labels, early) for shard in shards]
+            statistics = combine(torch.stack([logits.statistics for logits in kept]))
             total = torch.zeros(SEQUENCE, BATCH, HIDDEN)
             for shard, logits in zip(shards, kept, strict=True):
                 total += hidden_states_gradient(shard, logits, statistics)
@@ -158,8 +158,8 @@ def test_embedding(dtype: torch.dtype) -> None:
     tokens = case.labels.clone()
     tokens[:, ::2] = 5
     with torch.no_grad():
-        found = torch.stack([look_up(shard, tokens) for shard in shards]).sum(0)
-    assert torch.equal(found, case.table[tokens])
+        embedded = torch.stack([look_up(shard, tokens) for shard in shards]).sum(0)
+    assert torch.equal(embedded, case.table[tokens])
     gradient = case.hidden_states.transpose(0, 1).contiguous()
     with torch.no_grad():
         for shard in shards:

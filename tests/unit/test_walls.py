@@ -297,14 +297,14 @@ def files() -> Iterator[tuple[Path, str]]:
 @pytest.mark.parametrize("name", WALLS)
 def test_wall_holds(name: str) -> None:
     wall = WALLS[name]
-    found = [
+    lines = [
         f"{path.relative_to(ROOT)}, {breach}"
         for path, module in files()
         for breach in breaches(
             wall, path.read_text(), module, is_package=path.name == "__init__.py"
         )
     ]
-    assert not found, f"the rule: {wall.rule}\n  " + "\n  ".join(found)
+    assert not lines, f"the rule: {wall.rule}\n  " + "\n  ".join(lines)
 
 
 def test_no_circle() -> None:

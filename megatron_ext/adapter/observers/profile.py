@@ -87,7 +87,7 @@ class StepProfile(StepObserver):
         if step.shape is not None:
             what += f", micro batch {step.shape[0]}, sequence {step.shape[1]}"
         return profile.costs(
-            step.connections.ways, step.boundary, self._programs.costs[step.shape], what
+            step.connections.p2p, step.boundary, self._programs.costs[step.shape], what
         )
 
     def finish(self, iteration: int) -> None:
@@ -119,7 +119,7 @@ class StepProfile(StepObserver):
             save_costs(costs, self._path)
         except OSError as error:  # a full disk is no reason to end a training
             self._is_written = False
-            logger.error(f"costs are not written: {error}")
+            logger.error(f"costs are not written to {self._path}: {error}")
         else:
             self._is_written = True
 

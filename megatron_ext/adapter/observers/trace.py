@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.adapter.observers.observer import Step, StepObserver
-from megatron_ext.adapter.observers.writers import current_iteration, log_interval, log_step
+from megatron_ext.adapter.observers.writers import log_step
+from megatron_ext.adapter.training_globals import current_iteration, log_interval
 from megatron_ext.logger import logger
 from megatron_ext.runtime.measure.clocks import clock_offsets
 from megatron_ext.runtime.recording import Recording, clock_of
@@ -87,7 +88,9 @@ class StepTrace(StepObserver):
                 self._file = TraceFile(self._path)
             self._file.add(step)
         except OSError as error:  # a full disk is no reason to end a training
-            logger.error(f"iteration {step.iteration} is missing in the trace: {error}")
+            logger.error(
+                f"iteration {step.iteration} is missing in the trace {self._path}: {error}"
+            )
 
 
 def _on_one_clock(

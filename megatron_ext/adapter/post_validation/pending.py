@@ -23,9 +23,9 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.utils import log_single_rank
 
-from megatron_ext.adapter.observers.writers import current_iteration
 from megatron_ext.adapter.post_validation.optimizer import SpeculativeOptimizer
 from megatron_ext.adapter.post_validation.scheduled_step import ScheduledStep
+from megatron_ext.adapter.training_globals import current_iteration
 from megatron_ext.logger import logger
 from megatron_ext.runtime.post_validation.arming import History
 from megatron_ext.runtime.post_validation.messages import ValidationMessages
@@ -73,7 +73,7 @@ class _Connection:
 
 
 class PostValidation:
-    """The one step that may be pending, and what depends on it. Lives as long as the training."""
+    """The one step that may be pending, and what depends on it."""
 
     def __init__(self) -> None:
         self._connection: _Connection | None = None
@@ -98,6 +98,11 @@ class PostValidation:
         ``speculate`` makes a `SpeculativeOptimizer` of Megatron's.
         """
         self._connection = _Connection(messages, speculate)
+        self._start()
+
+    def disconnect(self) -> None:
+        """The training has ended, and with it whatever was pending."""
+        self._connection = None
         self._start()
 
     @property

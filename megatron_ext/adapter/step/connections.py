@@ -26,6 +26,7 @@ from megatron_ext.runtime.messages.collectives import Collectives
 from megatron_ext.runtime.messages.nccl import ctas_for
 from megatron_ext.runtime.messages.transport import Boundary, Transport
 from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.watchdog import Watchdog
 from megatron_ext.runtime.whereabouts import whereabouts
 from megatron_ext.schedule.problem import P2P, Offload, VocabularyParallel
 from megatron_ext.schedule.program.graph import channels
@@ -37,13 +38,13 @@ class Connections:
     """Of one rank, from its first step on.
 
     Attributes:
-        ways: what messages between stages travel on.
+        p2p: what messages between stages travel on.
         collectives: of a vocabulary that is divided.
         offload: of activations that leave for the host.
         recorder: told what runs.
     """
 
-    ways: Channels | PipelineGroup
+    p2p: Channels | PipelineGroup
     collectives: Collectives | None
     offload: ActivationOffload | None
     recorder: Recorder
@@ -52,8 +53,8 @@ class Connections:
         """Steps of ``program`` will come, in which shapes vary or do not. Collective over the
         pipeline."""
         if varies:
-            assert isinstance(self.ways, Channels)
-            self.ways.connect_hosts()
+            assert isinstance(self.p2p, Channels)
+            self.p2p.connect_hosts()
         if self.offload is not None and not program.problem.forward_only:
             row = program.schedule.rows[self.offload.rank]
             host_memory = check_host_memory(row, program.problem.costs)
@@ -62,9 +63,9 @@ class Connections:
 
     def transport(self, program: Program, boundary: Boundary) -> Messages:
         """The messages of one step."""
-        if isinstance(self.ways, PipelineGroup):
-            return BatchedTransport(self.ways, boundary, program, self.recorder)
-        return Transport(self.ways, boundary, program.schedule.placement, self.recorder)
+        if isinstance(self.p2p, PipelineGroup):
+            return BatchedTransport(self.p2p, boundary, program, self.recorder)
+        return Transport(self.p2p, boundary, program.schedule.placement, self.recorder)
 
     @contextlib.contextmanager
     def heard_if_it_fails(
@@ -81,6 +82,10 @@ class Connections:
                     connection.close()
             raise
 
+    def watch(self) -> None:
+        """From now on say where this rank is stuck, or is ended from outside."""
+        Watchdog(self.recorder).start()
+
     def listen(self) -> None:
         """From now on learn when another rank fails, and end with it. Collective over the world."""
         words = self.recorder.last_words = connect_last_words()
@@ -88,8 +93,14 @@ class Connections:
             words.start(Interruption(self.recorder, self._closable()))
             weakref.finalize(self, words.stop)
 
+    def end(self) -> None:
+        """The process groups end: listen and watch no more. torch ends the groups themselves."""
+        if self.recorder.last_words is not None:
+            self.recorder.last_words.stop()
+        Watchdog.forget(self.recorder)
+
     def _closable(self) -> list[Channels | PipelineGroup | Collectives]:
-        return [self.ways] if self.collectives is None else [self.ways, self.collectives]
+        return [self.p2p] if self.collectives is None else [self.p2p, self.collectives]
 
 
 def connect(config: PipelineConfig, program: Program, pipeline: dist.ProcessGroup) -> Connections:
@@ -99,15 +110,15 @@ def connect(config: PipelineConfig, program: Program, pipeline: dist.ProcessGrou
     if dist.get_rank() == 0:
         say_unverified(device, program.problem)
     ctas = ctas_for(program, pipeline, device)
-    ways: Channels | PipelineGroup
+    p2p: Channels | PipelineGroup
     if config.p2p is P2P.BATCHED:
-        ways = PipelineGroup(pipeline, device)
+        p2p = PipelineGroup(pipeline, device)
     else:
-        ways = Channels(pipeline, channels(program.schedule), device, ctas)
+        p2p = Channels(pipeline, channels(program.schedule), device, ctas)
     collectives = offload = None
     if config.vocab_parallel is not VocabularyParallel.NONE:
         collectives = Collectives(pipeline, device, ctas)
     if config.activation_offload is not Offload.NONE:
         offload = ActivationOffload(pipeline.rank(), device)
     recorder = Recorder(pipeline.rank(), whereabouts(pipeline))
-    return Connections(ways, collectives, offload, recorder)
+    return Connections(p2p, collectives, offload, recorder)

@@ -169,6 +169,14 @@ def choose(spec: str) -> Choice:
     return Choice(spec, place, build, entry.splits_backward, entry.searches)
 
 
+def file_of(spec: str) -> Path | None:
+    """The file that ``spec`` names, if it names one."""
+    python = _PYTHON_FILE.fullmatch(spec)
+    if python is not None:
+        return Path(python[1])
+    return Path(spec) if spec.endswith(".csv") else None
+
+
 def with_option(spec: str, key: str, value: object) -> str:
     """``spec`` with one more option."""
     return f"{spec}{',' if ':' in spec else ':'}{key}={value}"

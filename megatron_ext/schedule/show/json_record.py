@@ -33,8 +33,8 @@ class Record:
     def _value(self, key: str, is_right: Callable[[Any], bool], expected: str) -> Any:
         value = self.data.get(key)
         if not is_right(value):
-            found = f"is {value!r:.60}" if key in self.data else "is missing"
-            raise ValueError(f"{self.where}: {key} {found}; {expected} is expected")
+            is_now = f"is {value!r:.60}" if key in self.data else "is missing"
+            raise ValueError(f"{self.where}: {key} {is_now}; {expected} is expected")
         return value
 
 

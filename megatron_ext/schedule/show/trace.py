@@ -23,7 +23,7 @@ from megatron_ext.schedule.program.graph import channel_of
 from megatron_ext.schedule.program.memory import in_microbatches, memory_curve
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.show.json_record import Record
-from megatron_ext.schedule.text_file import read_text_file
+from megatron_ext.schedule.text_file import read_text_file, write_text_file
 from megatron_ext.schedule.timeline import Event, Reduction, Timeline
 
 NAME = "trace.json"  # in the folder that a training run is given
@@ -88,7 +88,7 @@ class TraceFile:
     def __init__(self, path: Path) -> None:
         """Start ``path`` afresh; its folder is made if there is none."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text('{"displayTimeUnit": "ms", "traceEvents": [' + _END)
+        write_text_file(path, '{"displayTimeUnit": "ms", "traceEvents": [' + _END)
         self._path = path
         self._is_empty = True
         self._origin: float | None = None  # what time 0 of the trace is
@@ -96,8 +96,7 @@ class TraceFile:
 
     def add(self, step: TracedStep) -> None:
         """Write ``step``: its passes and reductions, and what was predicted beside them."""
-        if self._origin is None:
-            self._origin = step.measured.start
+        origin = step.measured.start if self._origin is None else self._origin
         about = {
             "iteration": step.iteration,
             "schedule": step.measured.schedule.name,
@@ -110,7 +109,8 @@ class TraceFile:
             *_slices(step.predicted, "predicted ", about),
             *_held(step.measured),
         ]
-        self._write(events, self._origin, 1.0)
+        self._write(events, origin, 1.0)
+        self._origin = origin
 
     def add_simulated(self, steps: Sequence[Timeline], seconds_per_unit: float) -> None:
         """Write consecutive ``steps`` alone."""
@@ -120,16 +120,17 @@ class TraceFile:
 
     def _write(self, events: Sequence[dict[str, Any]], origin: float, scale: float) -> None:
         lines: list[str] = []
+        tracks = dict(self._tracks)
         for event in events:
             placed = {"ts": (event["ts"] - origin) * scale * 1e6}
             if "dur" in event:
                 placed["dur"] = event["dur"] * scale * 1e6
             if "track" in event:
                 rank, title = event["pid"], event.pop("track")
-                if (rank, title) not in self._tracks:
-                    self._tracks[rank, title] = len(self._tracks)
-                    lines += map(json.dumps, _names(rank, title, self._tracks[rank, title]))
-                placed["tid"] = self._tracks[rank, title]
+                if (rank, title) not in tracks:
+                    tracks[rank, title] = len(tracks)
+                    lines += map(json.dumps, _names(rank, title, tracks[rank, title]))
+                placed["tid"] = tracks[rank, title]
             lines.append(json.dumps(event | placed))
         text = ("\n" if self._is_empty else ",\n") + ",\n".join(lines) + _END
         with self._path.open("r+b", buffering=0) as file:
@@ -141,7 +142,7 @@ class TraceFile:
                 file.write(_END.encode())  # on what was the file's already
                 file.truncate()
                 raise OSError(error.errno, error.strerror, str(self._path)) from error
-        self._is_empty = False
+        self._is_empty, self._tracks = False, tracks
 
 
 def _write_all(file: io.RawIOBase, data: bytes) -> None:
@@ -189,8 +190,8 @@ def read_trace(path: Path) -> list[TracedStep]:
     iterations: dict[int, list[_Slice]] = {}
     for number, event in enumerate(events):
         if _is_of_a_step(event):
-            found = _read_slice(event, f"{file}, event {number}")
-            iterations.setdefault(found.args.count("iteration"), []).append(found)
+            slice_ = _read_slice(event, f"{file}, event {number}")
+            iterations.setdefault(slice_.args.count("iteration"), []).append(slice_)
     if not iterations:
         raise ValueError(f"{file} has no measured step: it is not of a training run")
     return [
@@ -247,16 +248,16 @@ def _timeline(slices: Sequence[_Slice], category: str, where: str) -> Timeline:
     """The passes of ``category``, and with them the reductions of a measured step."""
     of_rank: dict[int, list[Event]] = {}
     reductions = []
-    for found in slices:
-        if found.category == category:
+    for slice_ in slices:
+        if slice_.category == category:
             try:
-                event = Event(found.rank, parse(found.name), found.start, found.end)
+                event = Event(slice_.rank, parse(slice_.name), slice_.start, slice_.end)
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from None
-            of_rank.setdefault(found.rank, []).append(event)
-        elif found.category == _REDUCTION and category == _PASS:
-            stage, is_exact = found.args.count("stage"), found.args.truth("is_exact")
-            reductions.append(Reduction(found.rank, stage, found.start, found.end, is_exact))
+            of_rank.setdefault(slice_.rank, []).append(event)
+        elif slice_.category == _REDUCTION and category == _PASS:
+            stage, is_exact = slice_.args.count("stage"), slice_.args.truth("is_exact")
+            reductions.append(Reduction(slice_.rank, stage, slice_.start, slice_.end, is_exact))
     rows = [tuple(of_rank[rank]) for rank in sorted(of_rank)]
     _check_rows(rows, where)
     rank_of = {event.action.stage: event.rank for row in rows for event in row}

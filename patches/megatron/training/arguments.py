@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_ext.adapter.arguments import add_virtual_stages, check, pad_vocabulary
 from megatron_ext.adapter.post_validation.settle_points import warn_of_settling
@@ -16,6 +16,7 @@ from megatron_ext.config import PipelineConfig, add_flags
 from megatron_ext.errors import exit_for
 from megatron_ext.patches.engine import Patch, wrap
 from megatron_ext.schedule.problem import VocabularyParallel
+from megatron_ext.schedule.words import meant_by
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
@@ -24,7 +25,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
     def add_our_flags(
         original: Callable[..., argparse.ArgumentParser], parser: argparse.ArgumentParser
     ) -> argparse.ArgumentParser:
-        return add_flags(_printable(original(parser)))
+        return _suggesting(add_flags(_printable(original(parser))))
 
     def validate(original: Callable[..., Any], args: Any, defaults: dict[str, Any]) -> Any:
         if config.schedule is None:
@@ -57,6 +58,22 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             signature="(args, defaults={})",
         ),
     )
+
+
+def _suggesting(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Have the error of a flag that nobody knows name the flag that it resembles."""
+    refuse = parser.error
+
+    def refuse_with_suggestions(message: str) -> NoReturn:
+        _, _, unknown = message.partition("unrecognized arguments: ")
+        for word in unknown.split():
+            name = word.split("=")[0]
+            if name.startswith("--") and (meant := meant_by(name, parser._option_string_actions)):
+                message += f"; {name}: did you mean {' or '.join(meant)}?"
+        refuse(message)
+
+    parser.error = refuse_with_suggestions  # type: ignore[method-assign]
+    return parser
 
 
 def _printable(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

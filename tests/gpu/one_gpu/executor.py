@@ -47,15 +47,15 @@ def tell_step(name: str, seen: Sequence[Seen], program: Program, kind: str) -> N
 
 
 def tell_gradients(name: str, seen: Sequence[Seen]) -> None:
-    different = [rank for rank, found in enumerate(seen) if not found.gradients_are_stocks]
+    different = [rank for rank, result in enumerate(seen) if not result.gradients_are_stocks]
     how = f"ranks {different} differ from one process" if different else "bitwise one process's"
     tell(f"{name}: gradients", how, not different)
 
 
-def _beside(found: Sequence[float], expected: Sequence[float]) -> str:
+def _beside(measured: Sequence[float], expected: Sequence[float]) -> str:
     """MiB found, of MiB predicted, by rank."""
-    errors = relative_errors(found, expected)
-    figures = zip(found, expected, errors, strict=True)
+    errors = relative_errors(measured, expected)
+    figures = zip(measured, expected, errors, strict=True)
     return "; ".join(
         f"{got / 2**20:.1f} MiB of {wanted / 2**20:.1f} ({error:+.1%})"
         for got, wanted, error in figures
@@ -69,19 +69,19 @@ def offload(kind: str, spec: str, ranks: str) -> None:
     name = f"offload, {spec}, {ranks} ranks"
     tell_gradients(name, with_offload.seen)
     most = max(without.peaks)
-    for words, found in (("without", without), ("with", with_offload)):
-        pairs = zip(found.peaks, found.expected, strict=True)
+    for words, result in (("without", without), ("with", with_offload)):
+        pairs = zip(result.peaks, result.expected, strict=True)
         is_close = all(abs(got - wanted) <= TOLERANCE * most for got, wanted in pairs)
-        figures = _beside(found.peaks, found.expected)
+        figures = _beside(result.peaks, result.expected)
         tell(f"{name}: peak {words} it, active bytes", figures, is_close)
 
 
 def copies(kind: str) -> None:
-    found: Copies
-    (found,) = values(run_ranks(1, partial(measure_copies, kind=kind), timeout=60))
-    bandwidth = f"{found.to_host:.1f}, {found.from_host:.1f}, {found.both:.1f} GB/s"
+    measured: Copies
+    (measured,) = values(run_ranks(1, partial(measure_copies, kind=kind), timeout=60))
+    bandwidth = f"{measured.to_host:.1f}, {measured.from_host:.1f}, {measured.both:.1f} GB/s"
     tell("copies to pinned host memory, from it, both at once", bandwidth)
-    ratio = found.with_compute / found.compute
+    ratio = measured.with_compute / measured.compute
     tell("matmuls with a copy beside them", f"{ratio:.2f} times as long as alone")
 
 

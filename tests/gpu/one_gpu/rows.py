@@ -37,8 +37,8 @@ def parse(line: str) -> Row | None:
     """The row that a line of output tells, if it tells one."""
     if not line.startswith(_MARK):
         return None
-    told = json.loads(line[len(_MARK) :])
-    return Row(told["case"], told["figure"], State(told["state"]))
+    fields = json.loads(line[len(_MARK) :])
+    return Row(fields["case"], fields["figure"], State(fields["state"]))
 
 
 def names_error(line: str) -> bool:

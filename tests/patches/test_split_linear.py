@@ -1,4 +1,7 @@
-"""Megatron's fused gradient accumulation in local linear layers, with a stand-in for its kernel."""
+"""The local linear layers' split backward: what is put off to W, and what is not.
+
+Megatron's fused gradient accumulation has a stand-in for its kernel.
+"""
 
 from __future__ import annotations
 
@@ -57,3 +60,23 @@ def test_w_adds_what_stocks_backward_adds(
     assert ours.grad is None
     assert ours.main_grad.count_nonzero()  # type: ignore[attr-defined]
     assert torch.equal(ours.main_grad, stock.main_grad)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("without", ["weight", "input"])
+def test_where_there_is_nothing_to_put_off_stock_runs(
+    monkeypatch: pytest.MonkeyPatch, without: str
+) -> None:
+    """A frozen weight has no gradient to compute. An input that needs none would take the split
+    layer out of the graph: its weight would never be trained."""
+    monkeypatch.setattr(queue, "splitting", True)
+    x = torch.ones(3, 2, 4, requires_grad=without != "input")
+    weight = torch.nn.Parameter(torch.ones(5, 4), requires_grad=without != "weight")
+    rest = (None, False, False, False, None, None, None, 1)
+    function = layers.LinearWithGradAccumulationAndAsyncCommunication
+    with queue.collecting(0, 0):
+        split_apply(function.apply, x, weight, *rest).sum().backward()
+        assert not queue.tensors(0, 0)
+    queue.run(0, 0)
+    expected = {"weight": x.grad, "input": weight.grad}[without]
+    assert expected is not None and expected.count_nonzero() == expected.numel()
+    assert (weight if without == "weight" else x).grad is None

@@ -1,0 +1,78 @@
+"""What all ranks of a launch must have in common, lest they wait for one another for ever."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import megatron.core
+import torch
+import torch.distributed as dist
+
+from megatron_ext.config import PipelineConfig, flag
+from megatron_ext.runtime.agreement import Fact, agree
+from megatron_ext.schedule.build.registry import file_of
+
+# Each rank may have a folder of its own; --pipeline-trace-iters tells whether there is a trace.
+_MAY_DIFFER = "trace"
+
+
+def refuse_other_launches(config: PipelineConfig) -> None:
+    """Raise ValueError unless all ranks of the world are launched alike. Collective over it.
+
+    Nothing is compared where torch has no store (MPI), or has no processes behind it.
+    """
+    ranks = dist.get_world_size()
+    store = dist.distributed_c10d._get_default_store()
+    if store is None or ranks == 1 or dist.get_backend() == "fake":
+        return
+    world = dist.distributed_c10d._get_default_group()
+    timeout = world._get_backend(world._device_types[0]).options._timeout
+    agree(store, dist.get_rank(), ranks, launch_facts(config), timeout)
+
+
+def launch_facts(config: PipelineConfig) -> dict[str, Fact]:
+    """What this rank is launched with, by what people call it."""
+    facts = {
+        flag(setting.name): Fact(_words(getattr(config, setting.name)))
+        for setting in fields(config)
+        if setting.name != _MAY_DIFFER
+    }
+    facts |= {f"the file {path}": _contents(path) for path in _files(config)}
+    versions = {
+        "megatron_ext": sys.modules["megatron_ext"].__version__,  # not imported: it imports this
+        "Megatron": megatron.core.__version__,
+        "torch": torch.__version__,
+    }
+    return facts | {name: Fact(str(version)) for name, version in versions.items()}
+
+
+def _words(value: object) -> str:
+    if value is None or value is False:
+        return "not given"
+    if isinstance(value, range):
+        return f"{value.start}:{value.stop}"
+    return "given" if value is True else str(value)
+
+
+def _files(config: PipelineConfig) -> Iterator[Path]:
+    """The files that the schedule and its costs are read from."""
+    if config.schedule is not None and (schedule := file_of(config.schedule)) is not None:
+        yield schedule
+    costs = config.costs
+    if not costs.is_estimate and "=" not in costs.text:
+        yield Path(costs.text)
+
+
+def _contents(path: Path) -> Fact:
+    try:
+        contents, changed = path.read_bytes(), path.stat().st_mtime
+    except OSError as error:
+        return Fact(f"cannot be read: {error.strerror}")
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(changed))
+    digest = hashlib.sha256(contents).hexdigest()
+    return Fact(f"{len(contents)} bytes, changed {when}", digest)

@@ -1,0 +1,195 @@
+"""What the steps of one training share, and how one of them runs.
+
+A process may train more than once: it destroys its process groups, makes new ones and begins anew,
+as Megatron's --inprocess-restart does. What belongs to a training ends with its groups.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.utils import log_single_rank
+from torch import Tensor
+
+from megatron_ext.adapter.observers.observer import Step, StepObserver
+from megatron_ext.adapter.observers.profile import StepProfile
+from megatron_ext.adapter.observers.split_report import SplitReport
+from megatron_ext.adapter.observers.trace import StepTrace
+from megatron_ext.adapter.post_validation.pending import post_validation
+from megatron_ext.adapter.post_validation.step import SpeculativeStep, connect_validation
+from megatron_ext.adapter.programs import Programs, Shape
+from megatron_ext.adapter.splitting import Split, head_weights
+from megatron_ext.adapter.step.call import Call
+from megatron_ext.adapter.step.connections import Connections, connect
+from megatron_ext.adapter.step.gradients import finalize_gradients, tokens_of
+from megatron_ext.adapter.step.model_stage import ModelStage
+from megatron_ext.adapter.step.passes import run_passes
+from megatron_ext.adapter.tied import refuse_different_copies
+from megatron_ext.adapter.training_globals import current_iteration, restarts_in_process
+from megatron_ext.adapter.vocabulary_rows import shard_of
+from megatron_ext.config import PipelineConfig
+from megatron_ext.logger import logger
+from megatron_ext.schedule.build.output_layer import output_layer_waits
+from megatron_ext.schedule.costs_text import format_costs
+from megatron_ext.schedule.problem import VocabularyParallel
+from megatron_ext.schedule.program.verify import Program
+from megatron_ext.schedule.show.program_summary import summarize
+
+
+class Training:
+    """The steps of one schedule over one set of process groups."""
+
+    def __init__(self, config: PipelineConfig) -> None:
+        self._config = config
+        self._divides = config.vocab_parallel is not VocabularyParallel.NONE
+        self._programs = Programs(config)
+        self._observers = _observers(config, self._programs)
+        self._connections: Connections | None = None
+        self._calls = 0
+        self._world = dist.group.WORLD
+        self._has_ended = False
+        _trainings.add(self)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the process groups that it began with are gone."""
+        return self._has_ended or self._world is not dist.group.WORLD
+
+    def end(self) -> None:
+        """The process groups are gone, or about to go: nothing of this training stays behind."""
+        self._has_ended = True
+        connections, self._connections = self._connections, None
+        if connections is not None:
+            connections.end()
+        post_validation.disconnect()
+
+    def finish(self, iteration: int) -> None:
+        """Its last iteration was ``iteration``."""
+        for observer in self._observers:
+            observer.finish(iteration)
+
+    def run(self, call: Call) -> list[Any]:
+        """One step, with the result of Megatron's schedule functions."""
+        if call.forward_only:
+            post_validation.settle()
+        shape = None
+        if self._config.costs.profile is not None and not call.config.variable_seq_lengths:
+            shape = call.micro_batch_size, call.seq_length
+        self._programs.agree_on_costs(
+            call.pipeline, call.config, call.models, shape, call.seq_length, call.micro_batch_size
+        )
+        program = self._program(call, shape)
+        connections = self._connections
+        assert connections is not None
+        self._calls += 1
+        connections.recorder.begin(current_iteration() or self._calls)
+        with connections.heard_if_it_fails("a step, beside its passes"):
+            step = self._step(call, connections, program, shape)
+            return _evaluate(step) if call.forward_only else self._train(step)
+
+    def _train(self, step: Step) -> list[Any]:
+        call, speculative, others = step.call, None, []
+        iterators = call.iterators
+        if self._config.post_validation:
+            speculative = SpeculativeStep(post_validation, iterators)
+            iterators, others = speculative.iterators, [speculative]
+        with _timed(call.config):
+            for observer in self._observers:
+                observer.begin(step)
+            stages = run_passes(step, iterators, others)
+            tokens = tokens_of(call, stages)
+            if tokens is not None and speculative is not None:
+                tokens = speculative.put_off_scaling(tokens, call.models, call.groups)
+            finalize_gradients(call, tokens)
+        for observer in self._observers:
+            observer.end(step)
+        step.connections.recorder.end()
+        return _losses(stages)
+
+    def _step(self, call: Call, connections: Connections, program: Program, shape: Shape) -> Step:
+        shard, at_once = None, frozenset[Tensor]()
+        if self._divides:
+            shard = shard_of(call.models, call.config, call.pipeline, call.groups.tp)
+        elif not output_layer_waits(program):
+            at_once = head_weights(call.models)
+        waits = self._config.choice.splits_backward and not call.forward_only
+        apart = frozenset[Tensor]() if shard is None else frozenset([shard.output])
+        split = Split(waits, at_once, apart)
+        return Step(call, connections, program, shape, call.boundary(), shard, split)
+
+    def _program(self, call: Call, shape: Shape) -> Program:
+        """The program for this step, the same on every rank of the job; cached."""
+        asked = call.config, shape, call.num_microbatches, call.forward_only
+        known = self._programs.known(*asked)
+        if known is not None:
+            return known
+        if self._connections is None:
+            refuse_different_copies(call.pipeline, call.models)
+            program = self._programs.make(call.pipeline, *asked)
+            self._connections = self._connect(call, program)
+        else:  # ranks may differ, and some not see it
+            with self._connections.heard_if_it_fails("the making of a program", RuntimeError):
+                program = self._programs.make(call.pipeline, *asked)
+        if not call.forward_only:
+            log_single_rank(logger, logging.INFO, summarize(program))
+            costs = format_costs(program.problem.costs)
+            log_single_rank(logger, logging.DEBUG, f"costs of each stage: {costs}")
+        self._connections.expect(program, varies=call.config.variable_seq_lengths)
+        return program
+
+    def _connect(self, call: Call, program: Program) -> Connections:
+        connections = connect(self._config, program, call.pipeline)
+        if self._config.post_validation:
+            placement, recorder = program.schedule.placement, connections.recorder
+            connect_validation(call.pipeline, placement, recorder, call.models)
+        connections.watch()
+        if not restarts_in_process():  # else whoever restarts the ranks tells them of a failure
+            connections.listen()
+        return connections
+
+
+_trainings: weakref.WeakSet[Training] = weakref.WeakSet()
+
+
+def end_trainings() -> None:
+    """End all trainings of this process: its process groups are being destroyed."""
+    for training in list(_trainings):
+        training.end()
+
+
+def _evaluate(step: Step) -> list[Any]:
+    with _timed(step.call.config):
+        stages = run_passes(step, step.call.iterators)
+    return _losses(stages)
+
+
+def _losses(stages: Sequence[ModelStage]) -> list[Any]:
+    return [loss for stage in stages for loss in stage.losses]
+
+
+def _observers(config: PipelineConfig, programs: Programs) -> list[StepObserver]:
+    observers: list[StepObserver] = []
+    if config.report_split:
+        observers.append(SplitReport())
+    if config.trace is not None and config.trace_iters is not None:
+        overlap = config.post_validation
+        observers.append(StepTrace(config.trace, config.trace_iters, overlap=overlap))
+    if (path := config.costs.profile) is not None:
+        observers.append(StepProfile(path, programs))
+    return observers
+
+
+@contextlib.contextmanager
+def _timed(config: Any) -> Iterator[None]:
+    """Within, Megatron's own timer of a step runs."""
+    if config.timers is None:
+        yield
+        return
+    config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    yield
+    config.timers("forward-backward").stop()

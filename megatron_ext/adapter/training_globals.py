@@ -1,0 +1,27 @@
+"""What Megatron's training loop keeps in its global variables, where it runs."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+def current_iteration() -> int | None:
+    """The iteration as Megatron's log will count it; None where its training loop does not run."""
+    iteration: int | None = getattr(training_global("_GLOBAL_ARGS"), "curr_iteration", None)
+    return None if iteration is None else iteration + 1
+
+
+def log_interval() -> int:
+    """The interval, in iterations, at which Megatron writes its log."""
+    return getattr(training_global("_GLOBAL_ARGS"), "tensorboard_log_interval", 1)
+
+
+def restarts_in_process() -> bool:
+    """Whether a failure of a rank has all of them train again in the same processes."""
+    return bool(getattr(training_global("_GLOBAL_ARGS"), "inprocess_restart", False))
+
+
+def training_global(name: str) -> Any:
+    """A global variable of Megatron's training; None where that is not imported or initialised."""
+    return getattr(sys.modules.get("megatron.training.global_vars"), name, None)

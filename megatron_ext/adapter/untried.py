@@ -1,0 +1,68 @@
+"""What is allowed beside our schedules and has not been tried with them, a line each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Untried:
+    """A setting that is not refused. ``setting`` is its name in Megatron's arguments, ``is_on``
+    tells of a value whether it is meant, ``text`` how far it has been tried."""
+
+    setting: str
+    is_on: Callable[[Any], bool]
+    text: str
+
+
+UNTRIED = (
+    Untried("context_parallel_size", lambda value: value > 1, "context parallel is untried"),
+    *(
+        Untried(name, bool, f"{name.upper()} is untried: no schedule has run with it")
+        for name in ("fp8", "fp4")
+    ),
+    Untried(
+        "transformer_impl",
+        lambda value: value == "transformer_engine",
+        "Transformer Engine's own kernels are untried: its layers are tested on the CPU, with "
+        "torch's operations in their place",
+    ),
+    Untried("multi_latent_attention", bool, "multi-latent attention is untried"),
+    Untried("experimental_attention_variant", bool, "experimental attention is untried"),
+    Untried("hybrid_layer_pattern", bool, "hybrid models are untried"),
+    Untried("heterogeneous_layers_config_path", bool, "heterogeneous layers are untried"),
+    Untried(
+        "moe_token_dispatcher_type",
+        lambda value: value == "flex",
+        "the flex dispatcher is untried: all-to-all is tested",
+    ),
+    Untried("sft", bool, "packed sequences are untried"),
+    Untried(
+        "optimizer",
+        lambda value: value not in ("adam", "sgd"),
+        "optimizers other than adam and sgd are untried",
+    ),
+    Untried(
+        "num_distributed_optimizer_instances",
+        lambda value: value > 1,
+        "several instances of the distributed optimizer are untried",
+    ),
+    Untried(
+        "inprocess_restart",
+        bool,
+        "restarts within the process are untried with nvidia-resiliency-ext: what is tested is a "
+        "second training in one process. A rank that does not come out of a step three seconds "
+        "after another has failed ends its process",
+    ),
+)
+
+
+def untried(args: Any) -> list[Untried]:
+    """Those that are on in ``args``, Megatron's arguments."""
+    return [
+        entry
+        for entry in UNTRIED
+        if (value := getattr(args, entry.setting, None)) is not None and entry.is_on(value)
+    ]

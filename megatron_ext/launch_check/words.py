@@ -1,0 +1,136 @@
+"""A launch line as people have it, taken apart: what starts the ranks, the script, its arguments.
+
+Nothing is expanded and nothing is run. What stands before the launcher is left out, but for
+assignments: they count, as they would for the ranks.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NoReturn
+
+_TORCHRUN = ("torchrun", "ft_launcher")
+_TORCHRUN_MODULES = (
+    "torch.distributed.run",
+    "torch.distributed.launch",
+    "nvidia_resiliency_ext.fault_tolerance.launcher",
+)
+_PYTHON = re.compile(r"python[\d.]*")
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
+_TAKE_A_VALUE = ("-W", "-X")  # of Python's own options
+# What ft_launcher has beside torchrun's own; each takes a value.
+_OF_FT_LAUNCHER = re.compile(r"--(ft|fault[-_]tol|term|workers[-_]stop|restart)[-_].*")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The words of a launch line: the script or module, what it is given, and on how many ranks.
+
+    Attributes:
+        world_size: None where the line does not tell.
+        installs: whether ``-m megatron_ext`` stands before the script; None where the line begins
+            at the script, and so does not tell.
+        max_restarts: how often the launcher starts the ranks again.
+        environment: the assignments in front of the launcher.
+        left_out: the words in front of the launcher that are not looked at.
+    """
+
+    script: str
+    is_module: bool
+    arguments: tuple[str, ...]
+    world_size: int | None = None
+    installs: bool | None = None
+    max_restarts: int = 0
+    environment: Mapping[str, str] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+
+
+def read_launch(words: Sequence[str]) -> Launch:
+    """``words`` as a launch line: SCRIPT.py ARGS or -m MODULE ARGS, alone or behind python,
+    torchrun, python -m torch.distributed.run or ft_launcher, and that behind assignments, srun, a
+    container's command or ``bash -c``.
+
+    ``-m megatron_ext`` before the script may be there or not.
+
+    Raises:
+        ValueError: they are none of these, or torchrun refuses its own.
+    """
+    match words:
+        case [first, *rest] if _ASSIGNMENT.fullmatch(first):
+            name, _, value = first.partition("=")
+            launch = read_launch(rest)
+            return replace(launch, environment={name: value, **launch.environment})
+        case [first, *rest] if Path(first).name in _TORCHRUN:
+            return _read_torchrun(rest)
+        case [first, *rest] if _PYTHON.fullmatch(Path(first).name):
+            return _read_python(rest)
+        case ["-m", module, *rest]:
+            return _read_module(module, rest)
+        case [script, *rest] if script.endswith(".py"):
+            return Launch(script, False, tuple(rest))
+    return _read_behind(words)
+
+
+def _read_behind(words: Sequence[str]) -> Launch:
+    """The launch behind words that are another program's, as srun's, up to the launcher."""
+    for index, word in enumerate(words[1:], 1):
+        if words[index - 1] in ("-c", "-lc") and " " in word:
+            launch = read_launch(shlex.split(word))
+            return replace(launch, left_out=(*words[:index], *launch.left_out))
+        if Path(word).name in _TORCHRUN or _PYTHON.fullmatch(Path(word).name):
+            break
+    else:
+        scripts = (i for i, word in enumerate(words) if word.endswith(".py"))
+        index = next(scripts, 0)
+    if not index:
+        raise ValueError(
+            f"{' '.join(words[:3])!r} begins no launch line: give it from SCRIPT.py, -m MODULE, "
+            f"torchrun, srun or the like on"
+        )
+    while index > 1 and _ASSIGNMENT.fullmatch(words[index - 1]):
+        index -= 1
+    return replace(read_launch(words[index:]), left_out=tuple(words[:index]))
+
+
+def _read_python(words: Sequence[str]) -> Launch:
+    """Python's own options, then a script or module."""
+    match words:
+        case [option, _, *rest] if option in _TAKE_A_VALUE:
+            return _read_python(rest)
+        case [option, *rest] if option.startswith("-") and option != "-m":
+            return _read_python(rest)
+    launch = read_launch(words)
+    return replace(launch, installs=bool(launch.installs))
+
+
+def _read_module(module: str, rest: Sequence[str]) -> Launch:
+    if module == "megatron_ext":
+        return replace(read_launch(rest), installs=True)
+    if module in _TORCHRUN_MODULES:
+        return _read_torchrun(rest)
+    return Launch(module, True, tuple(rest))
+
+
+def _read_torchrun(words: Sequence[str]) -> Launch:
+    from torch.distributed.run import get_args_parser, parse_min_max_nnodes
+
+    def refuse(message: str) -> NoReturn:
+        raise ValueError(f"torchrun's own words: {message}")
+
+    parser = get_args_parser()
+    parser.error = refuse  # type: ignore[method-assign]
+    for flag in {word.split("=")[0] for word in words if _OF_FT_LAUNCHER.fullmatch(word)}:
+        parser.add_argument(flag)
+    parsed = parser.parse_args(words)
+    rest = [parsed.training_script, *parsed.training_script_args]
+    launch = read_launch(["-m", *rest] if parsed.module else rest)
+    launch = replace(launch, installs=bool(launch.installs), max_restarts=parsed.max_restarts)
+    try:
+        _, nodes = parse_min_max_nnodes(parsed.nnodes)
+        return replace(launch, world_size=nodes * int(parsed.nproc_per_node))
+    except ValueError:  # gpu, auto: as many as that node has; or a variable of the shell's
+        return launch

@@ -1,0 +1,36 @@
+"""Before Megatron makes its process groups, all ranks tell how they are launched.
+
+Ranks that differ in the schedule make different groups, and would wait for one another until
+torch's timeout. Whoever makes groups without `initialize_model_parallel` is not asked; there the
+programs are compared, before the first step.
+
+Not patched: torch's init_process_group, which others call too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_ext.adapter.launch_facts import refuse_other_launches
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches.engine import Patch, wrap
+
+
+def patches(config: PipelineConfig) -> tuple[Patch, ...]:
+    """The patch that compares the ranks."""
+
+    def compare_first(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if dist.is_initialized():  # else Megatron says what is missing
+            refuse_other_launches(config)
+        original(*args, **kwargs)
+
+    return (
+        wrap(
+            "megatron.core.parallel_state:initialize_model_parallel",
+            compare_first,
+            reason="ranks that are launched differently are told, and do not hang",
+        ),
+    )

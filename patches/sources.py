@@ -1,0 +1,124 @@
+"""The sources of what is patched: told by a digest, and what to read where one is not known."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import inspect
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.config import ALLOW_UNKNOWN
+
+_ENTRY = re.compile(r"[\w.]+:[\w.]+@\w+")
+_UPSTREAM = "NVIDIA/Megatron-LM"
+
+
+@dataclass(frozen=True)
+class UnknownSource:
+    """A source that a patch was not read against.
+
+    Attributes:
+        digest: `source_digest` of it.
+        known_of: the versions whose sources the patch was read against.
+        we: what we do with it, and why.
+        file, lines: where it is, the first and the last line; an empty name where no file is.
+        diff: a command that shows what has changed since the nearest known version; empty where
+            nobody knows one.
+    """
+
+    target: str
+    digest: str
+    known_of: str
+    we: str
+    file: str
+    lines: tuple[int, int]
+    diff: str
+
+    @property
+    def entry(self) -> str:
+        """What allows it, in `ALLOW_UNKNOWN`."""
+        return f"{self.target}@{self.digest}"
+
+    def __str__(self) -> str:
+        first, last = self.lines
+        where = f"{self.file}, lines {first} to {last}" if self.file else "no file can be read"
+        lines = [f"{self.target} is not as in {self.known_of}", f"    {self.we}", f"    {where}"]
+        return "\n".join([*lines, f"    what has changed: {self.diff}"] if self.diff else lines)
+
+
+def source_digest(original: Any) -> str:
+    """Twelve hex digits over the source of ``original``: its code, not its comments or layout."""
+    source = textwrap.dedent(inspect.getsource(original))
+    if source[0].isspace():  # a string literal at the margin keeps dedent from working
+        source = "if True:\n" + source
+    return hashlib.sha256(ast.unparse(ast.parse(source)).encode()).hexdigest()[:12]
+
+
+def is_allowed(target: str, digest: str) -> bool:
+    """Whether the user allows this source of ``target``, by `ALLOW_UNKNOWN`.
+
+    Raises:
+        ValueError: the variable is not understood.
+    """
+    return f"{target}@{digest}" in _allowed(os.environ.get(ALLOW_UNKNOWN, ""))
+
+
+def allowance(unknown: list[UnknownSource]) -> str:
+    """The value of `ALLOW_UNKNOWN` that allows these and what is allowed already."""
+    allowed = _allowed(os.environ.get(ALLOW_UNKNOWN, ""))
+    targets = {source.target for source in unknown}
+    kept = [entry for entry in allowed if entry.partition("@")[0] not in targets]
+    return ",".join((*kept, *dict.fromkeys(source.entry for source in unknown)))
+
+
+@functools.cache
+def _allowed(text: str) -> tuple[str, ...]:
+    entries = tuple(filter(None, map(str.strip, text.split(","))))
+    for entry in entries:
+        if not _ENTRY.fullmatch(entry):
+            raise ValueError(
+                f"{ALLOW_UNKNOWN}: {entry!r} is no TARGET@DIGEST; 'megatron-ext doctor' prints "
+                f"what to write, for each source that it does not know"
+            )
+    return entries
+
+
+def unknown_source(
+    target: str, original: Any, digest: str, known: Mapping[str, str], we: str
+) -> UnknownSource:
+    """What there is to say of the source of ``original``, whose ``digest`` is not ``known`` (by the
+    versions that have it)."""
+    versions = sorted({version for key in known for version in key.split(", ")})
+    package = re.split("[.:]", target)[0]
+    known_of = f"{package} {' and '.join(versions)}"
+    try:
+        file = inspect.getsourcefile(inspect.unwrap(original)) or ""
+        text, first = inspect.getsourcelines(original)
+    except (OSError, TypeError):
+        return UnknownSource(target, digest, known_of, we, "", (0, 0), "")
+    lines = first, first + len(text) - 1
+    diff = _diff(package, Path(file), versions) if package == "megatron" else ""
+    return UnknownSource(target, digest, known_of, we, file, lines, diff)
+
+
+def _diff(package: str, file: Path, versions: list[str]) -> str:
+    """The command that compares ``file`` with that of upstream's version nearest to it; empty where
+    it is no file of the package."""
+    if package not in file.parts:
+        return ""
+    depth = file.parts[::-1].index(package)
+    root, path = file.parents[depth], Path(*file.parts[-depth - 1 :])
+    here = sys.modules[f"{package}.core"].__version__
+    version = next((known for known in versions if here.startswith(f"{known}.")), versions[-1])
+    tag = f"core_v{version}.0"
+    if (root / ".git").exists():
+        return f"git -C {root} diff {tag} -- {path}"
+    return f"git show {tag}:{path} | git diff --no-index - {file} (in a clone of {_UPSTREAM})"

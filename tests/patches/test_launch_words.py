@@ -1,0 +1,92 @@
+"""Launch lines as people have them: where they begin, and what of them is left out."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from megatron_ext.launch_check.words import Launch, read_launch
+
+
+@pytest.mark.parametrize(
+    ("line", "launch"),
+    [
+        ("x.py --a 1", Launch("x.py", False, ("--a", "1"))),
+        ("-m mine --a", Launch("mine", True, ("--a",))),
+        ("-m megatron_ext x.py --a", Launch("x.py", False, ("--a",), installs=True)),
+        ("torchrun --nproc-per-node 8 x.py -m", Launch("x.py", False, ("-m",), 8, installs=False)),
+        (
+            "bin/torchrun --nnodes 1:2 --nproc_per_node=4 -m megatron_ext -m mine",
+            Launch("mine", True, (), 8, installs=True),
+        ),
+        ("torchrun --nproc-per-node gpu x.py", Launch("x.py", False, (), installs=False)),
+        ("torchrun --nnodes '$N' x.py", Launch("x.py", False, (), installs=False)),
+        (
+            "torchrun --no-python python -u -m megatron_ext x.py",
+            Launch("x.py", False, (), 1, installs=True),
+        ),
+        ("python3.12 -u -X dev x.py --a", Launch("x.py", False, ("--a",), installs=False)),
+        (
+            "/usr/bin/python -m torch.distributed.run --nproc-per-node 2 -m megatron_ext x.py",
+            Launch("x.py", False, (), 2, installs=True),
+        ),
+        (
+            "ft_launcher --nproc-per-node 4 --max-restarts=3 --ft-rank-heartbeat-timeout 600 "
+            "--ft_log_level=INFO --term-timeout 5 -m megatron_ext x.py --ft-a 1",
+            Launch("x.py", False, ("--ft-a", "1"), 4, installs=True, max_restarts=3),
+        ),
+        (
+            "A=1 MEGATRON_EXT_SCHEDULE=zb-v torchrun x.py",
+            Launch(
+                "x.py",
+                False,
+                (),
+                1,
+                installs=False,
+                environment={"A": "1", "MEGATRON_EXT_SCHEDULE": "zb-v"},
+            ),
+        ),
+        (
+            "B=2 srun -N 2 --container-image=a.sqsh -m block env A=x=1 torchrun x.py",
+            Launch(
+                "x.py",
+                False,
+                (),
+                1,
+                installs=False,
+                environment={"B": "2", "A": "x=1"},
+                left_out=("srun", "-N", "2", "--container-image=a.sqsh", "-m", "block", "env"),
+            ),
+        ),
+        (
+            "srun -n 4 bash -c 'cd /there && A=1 torchrun --nproc-per-node 2 x.py --a'",
+            Launch(
+                "x.py",
+                False,
+                ("--a",),
+                2,
+                installs=False,
+                environment={"A": "1"},
+                left_out=("srun", "-n", "4", "bash", "-c", "cd", "/there", "&&"),
+            ),
+        ),
+        ("srun -n 4 ./x.py --a", Launch("./x.py", False, ("--a",), left_out=("srun", "-n", "4"))),
+    ],
+)
+def test_where_a_launch_line_begins(line: str, launch: Launch) -> None:
+    assert read_launch(shlex.split(line)) == launch
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("pretrain --num-layers 3", "'pretrain --num-layers 3' begins no launch line"),
+        ("srun -N 2 train.sh", "'srun -N 2' begins no launch line: give it from SCRIPT.py"),
+        ("", "begins no launch line"),
+        ("torchrun --nproc-per 2 --no-such x.py", "torchrun's own words: "),
+    ],
+)
+def test_what_is_no_launch_line(line: str, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        read_launch(line.split())

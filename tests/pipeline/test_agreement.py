@@ -1,0 +1,145 @@
+"""Ranks that are launched differently say so before they make process groups.
+
+Rank 0 with zb-h1 and rank 1 with zb-v, because flags or variables differed between nodes, made
+other groups, and each waited without a word for ranks that would not come.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron_ext.adapter.launch_facts import launch_facts
+from megatron_ext.config import PipelineConfig
+from megatron_ext.runtime import agreement
+from megatron_ext.runtime.agreement import Fact, Told, agree, difference, listed
+from tests.helpers.megatron_runs import SCRIPT, _train_rank, model_flags
+from tests.helpers.ranks import RankResult, agent_store, run_ranks, values
+
+RANKS = 3
+SECONDS = timedelta(seconds=2)
+ALIKE = {"--pipeline-schedule": Fact("zb-h1"), "the file h.csv": Fact("9 bytes", "0123")}
+
+
+def ask(told: Callable[[int], Mapping[str, Fact] | None], twice: bool = False) -> list[RankResult]:
+    """Ranks that tell what ``told`` has of them, but those of which it has nothing. How they end;
+    their value is what was wrong."""
+
+    def asked(rank: int) -> str:
+        store = dist.distributed_c10d._get_default_store()
+        if (facts := told(rank)) is None:
+            time.sleep((SECONDS + agreement.STAYS).total_seconds() + 1)
+            return "silent"
+        if twice:
+            agree(store, rank, RANKS, ALIKE, SECONDS)
+        try:
+            agree(store, rank, RANKS, facts, SECONDS)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    return run_ranks(RANKS, asked)
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_ranks_that_are_alike(twice: bool) -> None:
+    assert values(ask(lambda rank: ALIKE, twice)) == [""] * RANKS
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_every_rank_says_what_differs(twice: bool) -> None:
+    other = ALIKE | {"--pipeline-schedule": Fact("zb-v")}
+    results = values(ask(lambda rank: other if rank == 1 else ALIKE, twice))
+    assert len(set(results)) == 1
+    assert "--pipeline-schedule: zb-h1 on global ranks 0, 2 (" in results[0]
+    assert "; zb-v on global rank 1 (" in results[0]
+    assert "h.csv" not in results[0]
+
+
+@pytest.mark.parametrize("silent", [0, 2])
+def test_a_rank_without_megatron_ext_is_not_waited_for_in_silence(
+    silent: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is in Megatron's groups meanwhile, and the others would wait for it until torch's timeout,
+    which names nobody."""
+    monkeypatch.setattr(agreement, "NOTICE", timedelta(seconds=0.5))
+    monkeypatch.setattr(agreement, "STAYS", timedelta(seconds=1))
+    results = values(ask(lambda rank: None if rank == silent else ALIKE))
+    for rank, result in enumerate(results):
+        if rank != silent:
+            assert result.startswith(f"global rank {silent} did not tell")
+    assert capfd.readouterr().out.count(f"waiting for global rank {silent} to tell") == 1
+
+
+def test_a_thousand_ranks_take_no_time() -> None:
+    ranks = 1000
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    facts = {name: {"text": fact.text, "digest": fact.digest} for name, fact in ALIKE.items()}
+    for rank in range(1, ranks):
+        told = json.dumps({"host": f"node{rank // 8}", "facts": facts})
+        store.set(f"megatron_ext/agreement/1/{rank}", told)
+    start = time.monotonic()
+    agree(store, 0, ranks, ALIKE, SECONDS)
+    assert time.monotonic() - start < 2
+
+
+def test_ranks_and_hosts_are_listed_in_short() -> None:
+    assert listed([3]) == "global rank 3"
+    assert listed([0, 1, 2, 5, 7, 8]) == "global ranks 0-2, 5, 7-8"
+    assert listed(range(0, 40, 2)).endswith(" and 12 more")
+    ranks = [
+        Told(f"node{n // 8}", {"torch": Fact("2.9" if n < 1000 else "2.8")}) for n in range(2000)
+    ]
+    text = difference(ranks)
+    assert "2.9 on global ranks 0-999 (node0, node1" in text and "and 117 more)" in text
+    assert len(text) < 600
+
+
+def test_a_file_is_compared_by_its_contents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same path on every node, and another copy behind it; when it was written is no matter."""
+    facts: list[dict[str, Fact]] = []
+    for node, figure in (("a", 1), ("b", 1), ("c", 2)):
+        (tmp_path / node).mkdir()
+        monkeypatch.chdir(tmp_path / node)
+        Path("costs.json").write_text(json.dumps({"f": figure}))
+        os.utime("costs.json", (0, 86400 * len(facts)))
+        facts.append(launch_facts(PipelineConfig.parse(schedule="zb-h1", costs="costs.json")))
+    assert not difference([Told("a", facts[0]), Told("b", facts[1])])
+    text = difference([Told("a", facts[0]), Told("c", facts[2])])
+    assert "the file costs.json: 8 bytes, changed 1970-" in text
+
+
+def test_a_folder_of_traces_may_be_each_ranks_own() -> None:
+    one, other = (
+        PipelineConfig.parse(schedule="zb-h1", trace=folder, trace_iters="2:3")
+        for folder in ("a", "b")
+    )
+    assert launch_facts(one) == launch_facts(other)
+    assert launch_facts(one)["--pipeline-trace-iters"].text == "2:3"
+
+
+def test_a_launch_with_two_schedules_ends_at_once() -> None:
+    flags = {
+        rank: model_flags(pipeline_model_parallel_size=2, pipeline_schedule=schedule)
+        for rank, schedule in enumerate(("zb-h1", "zb-v"))
+    }
+
+    def launched(rank: int, port: int) -> Any:
+        return _train_rank(rank, 2, port, SCRIPT, flags[rank], {}, None)
+
+    with agent_store() as port:
+        results = run_ranks(2, lambda rank: launched(rank, port), connect=False)
+    for result in results:
+        assert result.exit_code == 1 and result.seconds < 60
+        text = "--pipeline-schedule: zb-h1 on global rank 0 ("
+        assert text in result.error and "; zb-v on global rank 1 (" in result.error
