@@ -152,7 +152,7 @@ def _gis(name: str, problem: Problem, group: int) -> Schedule:
     p = problem.ranks
     if not -(-p // 2) <= group <= p:
         raise ValueError(
-            f"{name}: group is {group}, and with {p} pipeline ranks it is {-(-p // 2)} to {p}; "
+            f"{name}: group is {group}, with {p} pipeline ranks it is {-(-p // 2)} to {p}; "
             f"write {name}:group={p} (or 0, which is the same)"
         )
     ahead = [(problem.placement.chunks - 1) * group + p - rank for rank in range(p)]
