@@ -216,7 +216,7 @@ def test_communicators_as_the_user_has_set_them(tmp_path: Path) -> None:
     file.write_text("dp: {max_ctas: 2}\npp: {max_ctas: 12, cga_cluster_size: 2}")
     (text,) = communicators_of(checked(nccl_communicator_config_path=file), Verdict.REMARK)
     assert "16 CTAs each: they take 128 of a GPU's 132 multiprocessors" in text
-    assert "4 CTAs each: mend max_ctas and min_ctas of pp" in text
+    assert "write 4 for max_ctas and min_ctas of pp" in text
     file.write_text("pp: {max_ctas: 2}")
     (text,) = communicators_of(checked(nccl_communicator_config_path=file), Verdict.RIGHT)
     assert "they take 16 of" in text
@@ -448,9 +448,12 @@ def test_ranks_share_the_model(untied: bool, experts: int | None) -> None:
         launch_line.validate(args, config, 4)
     args.padded_vocab_size = 128
     args.untie_embeddings_and_output_weights = untied
-    on_line = bytes_of_ranks(args, line(4), [2, 2, 2, 2])
-    on_v = bytes_of_ranks(args, v(4), [1] * 8)
-    divided = bytes_of_ranks(args, v(4), [1] * 8, VocabularyParallel.TWO)
+
+    def totals(*given: Any) -> list[float]:
+        return [rank.total for rank in bytes_of_ranks(args, *given)]
+
+    on_line, on_v = totals(line(4), [2, 2, 2, 2]), totals(v(4), [1] * 8)
+    divided = totals(v(4), [1] * 8, VocabularyParallel.TWO)
     assert divided[0] == divided[1] == divided[2] == divided[3]
     tables = 2 if untied else 1
     assert sum(divided) == pytest.approx(sum(on_v) - (2 - tables) * 18 * 128 * args.hidden_size)
