@@ -60,7 +60,7 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
     ),
     "a layout for another number of stages": (
         {"pipeline_schedule": "zb-v", "pipeline_model_parallel_layout": "Et|t|t|tL"},
-        "zb-v puts 2 stages on each rank, and Megatron's virtual-stage flags or the layout ask for 1",
+        "zb-v puts 2 stages on each rank, and Megatron's virtual-stage flags or the layout ask",
     ),
     "checkpoints that stay where they are": (
         {"pipeline_schedule": "zb-v", "num_layers": 8, "ckpt_format": "torch"},
