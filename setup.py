@@ -2,30 +2,83 @@
 
 The base package depends on numpy and typer only: training containers bring their own torch and
 Megatron, and an installation must never replace them. Everything else is an extra.
+
+Where the sources are published stands nowhere in the repository: who builds a release says it in
+REPOSITORY_URL, as the release workflow does, and links in README then lead there.
 """
 
+import os
 import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
-init = Path(__file__).with_name("megatron_ext") / "__init__.py"
-version = re.search(r'^__version__ = "(.+)"$', init.read_text(), re.MULTILINE)
-if version is None:
-    raise SystemExit(f"{init} declares no __version__")
+HERE = Path(__file__).parent
+REPOSITORY_URL = os.environ.get("REPOSITORY_URL", "")
+
+INIT = HERE / "megatron_ext" / "__init__.py"
+declared = re.search(r'^__version__ = "(.+)"$', INIT.read_text(), re.MULTILINE)
+if declared is None:
+    raise SystemExit(f"{INIT} declares no __version__")
+VERSION = declared[1]
+
+
+def readme() -> str:
+    """README, whose links to files of the repository lead to those of this version."""
+
+    def published(link: re.Match[str]) -> str:
+        kind = "raw" if link[1].endswith(".svg") else "blob"
+        return f"]({REPOSITORY_URL}/{kind}/v{VERSION}/{link[1]})"
+
+    text = (HERE / "README.md").read_text()
+    return re.sub(r"\]\((?!https?:|#)([^)]+)\)", published, text) if REPOSITORY_URL else text
+
 
 setup(
     name="megatron_ext",
-    version=version[1],
+    version=VERSION,
     description="Better pipeline schedules for stock Megatron-LM, without a fork",
-    license="Apache-2.0",
+    long_description=readme(),
+    long_description_content_type="text/markdown",
+    author="the megatron_ext developers",
+    license_expression="Apache-2.0",
     license_files=["LICENSE"],
+    keywords=[
+        "Megatron-LM",
+        "large language models",
+        "pipeline parallelism",
+        "pretraining",
+        "zero bubble",
+    ],
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Environment :: Console",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Topic :: System :: Distributed Computing",
+        "Typing :: Typed",
+    ],
+    project_urls={
+        "Source": REPOSITORY_URL,
+        "Issues": f"{REPOSITORY_URL}/issues",
+        "Changelog": f"{REPOSITORY_URL}/blob/v{VERSION}/CHANGELOG.md",
+    }
+    if REPOSITORY_URL
+    else {},
     python_requires=">=3.12",
     # megatron_ext/patches is a symlink to ../patches; find_packages walks through it.
     packages=find_packages(include=["megatron_ext", "megatron_ext.*"]),
+    package_data={"megatron_ext": ["py.typed"]},
     install_requires=["numpy", "typer"],
     extras_require={
         "megatron": ["megatron-core[training]>=0.19,<0.20"],
+        # Where there is CUDA: it is built against the torch that is there (--no-build-isolation).
+        "te": ["transformer-engine[pytorch]>=2.8"],
         "plot": ["matplotlib"],
         "certify": ["ortools"],
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10"],

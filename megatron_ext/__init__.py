@@ -4,19 +4,25 @@
 `install` serves code that calls Megatron itself.
 """
 
-from __future__ import annotations
-
+import sys
 from typing import TYPE_CHECKING
+
+if sys.version_info < (3, 12):  # noqa: UP036  (older ones run this much of a checkout)
+    raise ImportError(
+        f"megatron_ext needs Python 3.12 or later; {sys.executable} is {sys.version.split()[0]}",
+        name=__name__,  # so that python -m prints this line, and no traceback
+    )
 
 from megatron_ext import logger  # noqa: F401  (sets it up before anybody logs)
 
 if TYPE_CHECKING:
     from megatron_ext.patches.engine import Handle
 
-__version__ = "0.1.0"
+__all__ = ["__version__", "install"]
+__version__ = "0.2.0"
 
 
-def install(schedule: str, **settings: str | bool | None) -> Handle:
+def install(schedule: str, **settings: str | bool | None) -> "Handle":
     """Make Megatron train under ``schedule``, in this process, from now on.
 
     Call it before the model is built. The settings are those of the flags (docs/flags.md has all):

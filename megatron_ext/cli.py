@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+from megatron_ext import __version__
 from megatron_ext.commands.bench import bench
 from megatron_ext.commands.doctor import doctor
 from megatron_ext.commands.plan import plan
@@ -19,6 +22,25 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(asked_for: bool) -> None:
+    if asked_for:
+        typer.echo(f"megatron_ext {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
+
 
 for command in (schedules, simulate, verify, plan, bench, trace):
     app.command()(command)

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from megatron_ext.adapter.progress import telling_of_long_work
 from megatron_ext.config import (
     PLAN,
     PipelineConfig,
@@ -91,11 +92,10 @@ def _from_environment(arguments: Sequence[str]) -> list[str]:
 
 def _planned(config: PipelineConfig, choose: ChoosePlan) -> tuple[str, ...]:
     """The flags, for the end of the command line, that name what is to be trained under."""
-    is_first = os.environ.get("RANK", "0") == "0"
-    if is_first:
-        logger.info("plan compares schedules; with many ranks for minutes")
-    flags, why = choose(sys.argv[1:], config, int(os.environ.get("WORLD_SIZE", "1")))
-    if is_first:
+    rank = int(os.environ.get("RANK", "0"))
+    with telling_of_long_work(rank):
+        flags, why = choose(sys.argv[1:], config, int(os.environ.get("WORLD_SIZE", "1")))
+    if rank == 0:
         logger.info(f"plan takes {' '.join(flags)}: {why}")
     return flags
 

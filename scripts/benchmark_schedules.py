@@ -30,6 +30,7 @@ from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.communication import communicate
+from megatron_ext.schedule.program.message_order import order_messages
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import prove
 from megatron_ext.schedule.program.waits import await_sends
@@ -71,7 +72,9 @@ def measure(family: str, ranks: int, microbatches: int) -> Measured:
         return result
 
     schedule = timed(lambda: choice.build(problem))
-    full = timed(lambda: await_sends(communicate(schedule, problem), problem))
+    full = timed(
+        lambda: await_sends(order_messages(communicate(schedule, problem), problem), problem)
+    )
     program = timed(lambda: prove(full, problem))
     timed(lambda: simulate(program, problem.costs))
     actions = sum(map(len, program.schedule.rows))

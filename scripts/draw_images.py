@@ -100,7 +100,7 @@ def pictures(own: Path) -> dict[str, Callable[[Path], None]]:
     commands["post_validation"] = ["simulate", "zb-2p", *line, USUAL, *two_steps]
     commands["eager-1f1b"] = ["simulate", str(own), *line, SLOW_MESSAGES]
     commands["plan"] = ["plan", "--pp", "8", "-m", "32", "--costs", USUAL]
-    of_a_model = block("planning.md", "    megatron-ext ", "\n\n")
+    (of_a_model,) = re.findall(r"^\$ megatron-ext (plan (?:.*\\\n)*.*)", read("planning.md"), re.M)
     commands["planning"] = shlex.split(of_a_model.replace("\\\n", ""))
     return {
         **{name: partial(plot, command) for name, command in commands.items()},
@@ -112,7 +112,11 @@ def pictures(own: Path) -> dict[str, Callable[[Path], None]]:
 
 def block(page: str, before: str, after: str) -> str:
     """What stands on ``page`` between the first ``before`` and the next ``after``."""
-    return (DOCS / page).read_text().split(before)[1].split(after)[0]
+    return read(page).split(before)[1].split(after)[0]
+
+
+def read(page: str) -> str:
+    return (DOCS / page).read_text()
 
 
 def plot(command: Sequence[str], path: Path) -> None:

@@ -8,6 +8,7 @@ writes PREFIX.bin and PREFIX.idx. Token 0-255 is the byte, 256 ends a document. 
 
 NullTokenizer takes the last of its ids, here 256, as the end of a document. Without --suffix
 every file that holds no NUL byte is taken. Hidden files and folders and empty files are left out.
+--tokens 1000000 takes no further file once it has that many.
 
 Megatron caches its sample indices under PREFIX/cache and does not notice that a dataset has
 changed, so an existing dataset is not overwritten.
@@ -62,19 +63,29 @@ def text_files(folder: Path, suffixes: Sequence[str]) -> list[Path]:
     return files
 
 
-def documents(files: Sequence[Path]) -> Iterator[np.ndarray]:
-    """The tokens of each file that is text and not empty, its end-of-document token included."""
+def documents(files: Sequence[Path], enough: int | None = None) -> Iterator[np.ndarray]:
+    """The tokens of each file that is text and not empty, its end-of-document token included.
+
+    No further file is read once there are ``enough`` tokens.
+    """
     from tqdm import tqdm
 
+    tokens_so_far = 0
     for path in tqdm(files, unit="file", disable=None):
+        if enough is not None and tokens_so_far >= enough:
+            return
         content = path.read_bytes()
         if content and b"\0" not in content:
             tokens = np.frombuffer(content, dtype=np.uint8).astype(np.uint16)
             yield np.append(tokens, np.uint16(END_OF_DOCUMENT))
+            tokens_so_far += len(tokens) + 1
 
 
-def write(files: Sequence[Path], prefix: Path) -> Summary:
-    """Write the dataset of ``files`` to ``prefix``, whole or not at all."""
+def write(files: Sequence[Path], prefix: Path, enough: int | None = None) -> Summary:
+    """Write the dataset of ``files`` to ``prefix``, whole or not at all.
+
+    With ``enough``, no further file is taken once the dataset has that many tokens.
+    """
     finished = [Path(f"{prefix}.bin"), Path(f"{prefix}.idx")]
     for path in finished:
         if path.exists():
@@ -87,7 +98,7 @@ def write(files: Sequence[Path], prefix: Path) -> Summary:
         data, index = Path(partial, "data.bin"), Path(partial, "data.idx")
         builder = _builder(data)
         count = tokens = 0
-        for document in documents(files):
+        for document in documents(files, enough):
             builder.add_document(document, [len(document)])
             count += 1
             tokens += len(document)
@@ -119,11 +130,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--suffix", nargs="+", default=[], metavar=".EXT", help="take only files that end so"
     )
+    parser.add_argument(
+        "--tokens", type=int, metavar="N", help="take no further file after N tokens; default: all"
+    )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     arguments = parser.parse_args(argv)
     prefix = arguments.output or Path(arguments.folder.resolve().name or "text")
     try:
-        summary = write(text_files(arguments.folder, arguments.suffix), prefix)
+        files = text_files(arguments.folder, arguments.suffix)
+        summary = write(files, prefix, arguments.tokens)
     except (ValueError, OSError) as error:
         print(f"prepare_text: {error}", file=sys.stderr)
         return 1

@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose
@@ -33,17 +33,19 @@ from megatron_ext.schedule.show.program_summary import stock_1f1b
 REPOSITORY = Path(__file__).resolve().parents[1]
 RUNS = REPOSITORY / "runs" / "quickstart"
 TEXT = RUNS / "stdlib"
+TOKENS = 4_000_000  # of text; an iteration reads 2,048
 
+# So small, and learning so fast, that the loss falls to about half within a minute on two cores.
 MODEL = {
     "--num-layers": "8",
-    "--hidden-size": "192",
-    "--num-attention-heads": "6",
+    "--hidden-size": "128",
+    "--num-attention-heads": "4",
     "--seq-length": "128",
     "--max-position-embeddings": "128",
     "--micro-batch-size": "2",
     "--global-batch-size": "16",
-    "--lr": "1e-3",
-    "--min-lr": "1e-4",
+    "--lr": "2e-3",
+    "--min-lr": "2e-4",
     "--lr-warmup-fraction": "0.05",
     "--lr-decay-style": "cosine",
     "--clip-grad": "1.0",
@@ -63,7 +65,7 @@ ITERATION = re.compile(
     r"iteration +(\d+)/ +(\d+) .*elapsed time per iteration \(ms\): ([\d.]+).*"
     r"global batch size: +(\d+) .*lm loss: ([\d.E+-]+)"
 )
-PREDICTION = re.compile(r"megatron_ext: .* (\d+) microbatches: .*: (f=\S+)$")
+PREDICTION = re.compile(r"megatron_ext: .* (\d+) microbatches: .*: (f=\S+)")
 FAILURE = re.compile(
     r"^(\[rank\d+\]: )?[\w.]*(?<!ChildFailed)(Error|Failure)\b"
     r"|megatron_ext: (error|got)|\(SIGKILL\)"
@@ -86,7 +88,7 @@ class Iteration:
 def main() -> None:
     ranks = int(os.environ.get("NPROC", "4"))
     schedule = os.environ.get("SCHEDULE", "zb-h1")
-    iterations = os.environ.get("ITERS", "100")
+    iterations = os.environ.get("ITERS", "40")
     RUNS.mkdir(parents=True, exist_ok=True)
     prepare_text()
     flags = {**MODEL, "--train-iters": iterations, "--pipeline-model-parallel-size": str(ranks)}
@@ -105,12 +107,19 @@ def prepare_text() -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if TEXT.with_suffix(".idx").exists():
             return
-        console.print("preparing text: the sources of Python's standard library, a token a byte")
+        console.print(
+            f"preparing text: {TOKENS / 1e6:.0f} million bytes of Python's standard library, "
+            "a token a byte"
+        )
         folder = sysconfig.get_path("stdlib")
         script = REPOSITORY / "scripts" / "prepare_text.py"
         subprocess.run(
-            [sys.executable, script, folder, "--output", TEXT, "--suffix", ".py"],
+            [
+                *(sys.executable, script, folder, "--output", TEXT),
+                *("--suffix", ".py", "--tokens", str(TOKENS)),
+            ],
             check=True,
+            stdout=subprocess.DEVNULL,  # how to train on it: that comes by itself
             env={**os.environ, "PYTHONWARNINGS": "ignore"},
         )
 
@@ -135,11 +144,10 @@ def train(command: list[str], log: Path) -> tuple[list[Iteration], re.Match[str]
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[loss]}"),
-        TimeRemainingColumn(),
+        TextColumn("{task.fields[state]}"),
     )
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("starting the ranks", total=None, loss="")
+        task = progress.add_task("starting the ranks", total=None, state="")
         for line in run(command, log):
             prediction = PREDICTION.search(line) or prediction
             if match := ITERATION.search(line):
@@ -151,16 +159,25 @@ def train(command: list[str], log: Path) -> tuple[list[Iteration], re.Match[str]
                     float(match[5]),
                 )
                 done.append(step)
-                loss = f"loss {step.loss:.3f}"
+                state = f"loss {step.loss:.3f}, {seconds_left(done):.0f} s left"
                 progress.update(
-                    task, description="training", total=step.of, completed=step.number, loss=loss
+                    task, description="training", total=step.of, completed=step.number, state=state
                 )
                 if not console.is_terminal and step.number % max(step.of // 10, 1) == 0:
-                    console.print(f"iteration {step.number}/{step.of}  {loss}")
+                    console.print(f"iteration {step.number}/{step.of}  {state}")
     if not done:
-        console.print("no iteration was trained; the end of the log:")
+        console.print("no iteration ended; the last lines of the log:")
         fail(log)
     return done, prediction
+
+
+def seconds_left(done: Sequence[Iteration]) -> float:
+    """What the iterations to come will take, at the pace of the last ten.
+
+    The first is left out where there are others: it starts what all of them use.
+    """
+    recent = done[1:][-10:] or done
+    return (done[-1].of - done[-1].number) * sum(step.seconds for step in recent) / len(recent)
 
 
 def run(command: list[str], log: Path) -> Iterator[str]:
@@ -202,7 +219,7 @@ def fail(log: Path) -> None:
     ]
     for line in errors[:8] or lines[-20:]:
         console.print(f"  {line}", markup=False, highlight=False)
-    console.print(f"all of it: {log}")
+    console.print(f"the whole log: {log}")
     raise SystemExit(1)
 
 
@@ -222,7 +239,7 @@ def summarise(
     """What was trained, how fast, and what the schedule promises on GPUs of equal costs."""
     steady = done[len(done) // 5 :]
     tokens = sum(step.batch * sequence for step in steady) / sum(step.seconds for step in steady)
-    console.print(f"\nloss             {done[0].loss:.3f} -> {done[-1].loss:.3f}")
+    console.print(f"\nloss              {done[0].loss:.3f} -> {done[-1].loss:.3f}")
     console.print(f"tokens per second {tokens:.0f}")
     if prediction is None:
         return
@@ -234,10 +251,10 @@ def summarise(
     picture = RUNS / "timeline.svg"
     draw([stock, timeline], picture)
     console.print(
-        f"predicted bubble {timeline.bubble_share_makespan:.1%} of a step "
-        f"(1f1b: {stock.bubble_share_makespan:.1%}); costs {prediction[2]}"
+        f"predicted bubble  {timeline.bubble_share_makespan:.1%} of a step "
+        f"(1f1b: {stock.bubble_share_makespan:.1%})"
     )
-    console.print(f"timeline         {picture}")
+    console.print(f"timeline          {picture}")
 
 
 if __name__ == "__main__":

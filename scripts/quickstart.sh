@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train a small GPT on the sources of Python's standard library, on this machine's CPU.
 #
-#   [NPROC=4] [SCHEDULE=zb-h1] [ITERS=100] scripts/quickstart.sh [Megatron flags]
+#   [NPROC=4] [SCHEDULE=zb-h1] [ITERS=40] scripts/quickstart.sh [Megatron flags]
 #
 # The first run sets up .venv and prepares the text; later ones start training in seconds.
 # SCHEDULE= (empty) trains under Megatron's own schedule.

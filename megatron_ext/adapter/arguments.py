@@ -10,6 +10,7 @@ from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatch
 from megatron_ext.adapter.compatibility import refuse, refuse_order
 from megatron_ext.adapter.dimensions import dimensions_of, rates
 from megatron_ext.adapter.layers import layers_of_stages
+from megatron_ext.adapter.progress import telling_of_long_work
 from megatron_ext.adapter.vocabulary_rows import check_divisible
 from megatron_ext.config import COSTS_FILE, PipelineConfig
 from megatron_ext.logger import logger
@@ -84,7 +85,8 @@ def programs(args: Any, config: PipelineConfig) -> list[Program]:
         ValueError: the schedule cannot be made for these sizes and limits.
     """
     choice = config.choice
-    return [place_output_layer(choice, problem) for problem in problems(args, config)]
+    with telling_of_long_work(args.rank):
+        return [place_output_layer(choice, problem) for problem in problems(args, config)]
 
 
 def problems(args: Any, config: PipelineConfig) -> list[Problem]:

@@ -18,6 +18,7 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_ext.adapter.compatibility import refuse_order
 from megatron_ext.adapter.dimensions import estimated_costs
+from megatron_ext.adapter.progress import telling_of_long_work
 from megatron_ext.adapter.vocabulary_rows import embedding_part
 from megatron_ext.config import PipelineConfig
 from megatron_ext.runtime.agreement import listed
@@ -117,10 +118,11 @@ class Programs:
         """
         placement = self._choice.place(pipeline.size())
         problem = self._config.problem(placement, microbatches, self.costs[shape], forward_only)
-        if before is None:
-            program = place_output_layer(self._choice, problem)
-        else:
-            program = place_again(self._choice, problem, before)
+        with telling_of_long_work(dist.get_rank()):
+            if before is None:
+                program = place_output_layer(self._choice, problem)
+            else:
+                program = place_again(self._choice, problem, before)
         refuse_order(config, program.schedule)
         self._compare(program.digest, shape, microbatches, forward_only)
         self._programs[shape, microbatches, forward_only, config.variable_seq_lengths] = program

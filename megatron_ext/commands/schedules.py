@@ -31,4 +31,12 @@ def schedules(as_json: Json = False) -> None:
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
-    print_table(rows)
+    print_table([{_HEADERS.get(key, key): value for key, value in row.items()} for row in rows])
+
+
+# Of the table, where they differ from the keys of --json.
+_HEADERS = {
+    "name": "schedule",
+    "chunks": "stages of a rank",
+    "uses_costs": "made for the costs",
+}

@@ -177,6 +177,11 @@ def check_course(args: Any) -> tuple[int, int, int]:
     Raises:
         ValueError: as `validate`.
     """
+    if not (args.eval_interval or args.full_validation or args.skip_train):
+        raise ValueError(
+            "--eval-interval is missing, and Megatron divides --train-iters by it: add "
+            "--eval-interval 1000, and --eval-iters 0 if nothing is to be evaluated"
+        )
     args = copy.copy(args)
     before = global_vars._GLOBAL_ARGS
     global_vars.set_args(args)

@@ -17,7 +17,7 @@
 
 SCRIPT=${SCRIPT:-pretrain_gpt.py}
 CHECKPOINTS=${CHECKPOINTS:-checkpoints}  # on a file system that all nodes share
-IMAGE=${IMAGE-}                          # a container for pyxis; empty: none
+IMAGE=${IMAGE-}                          # a container for pyxis, ./x.sqsh if a file; empty: none
 MOUNTS=${MOUNTS-$PWD:$PWD}               # what it sees of the host
 FLAGS=(
   --pipeline-model-parallel-size 8

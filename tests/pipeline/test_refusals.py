@@ -51,7 +51,8 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
             "num_layers": 12,
             "num_layers_per_virtual_pipeline_stage": 1,
         },
-        "say 3: drop them, or write interleaved:vpp=3",
+        "ask for 3: remove the flags, which the schedule does not need, or give the layout 8 "
+        "stages; or write interleaved:vpp=3",
     ),
     "layers that do not divide": (
         {"pipeline_schedule": "zb-v", "num_layers": 12},
@@ -60,7 +61,8 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
     ),
     "a layout for another number of stages": (
         {"pipeline_schedule": "zb-v", "pipeline_model_parallel_layout": "Et|t|t|tL"},
-        "zb-v puts 2 stages on each rank, and Megatron's virtual-stage flags or the layout ask",
+        "zb-v puts 2 stages on each rank, and Megatron's virtual-stage flags or the layout ask for "
+        "1",
     ),
     "checkpoints that stay where they are": (
         {"pipeline_schedule": "zb-v", "num_layers": 8, "ckpt_format": "torch"},

@@ -8,9 +8,13 @@ import sys
 import sysconfig
 import tarfile
 import zipfile
+from email import message_from_string
+from email.message import Message
 from pathlib import Path
 
 import pytest
+
+import megatron_ext
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -86,6 +90,7 @@ def test_wheel_holds_every_file(tree: Path, wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     ours = {path.relative_to(tree).as_posix() for path in (tree / "megatron_ext").rglob("*.py")}
     assert patch_files(tree) | ours <= names
+    assert "megatron_ext/py.typed" in names  # else a type checker takes all of it for Any
     tops = {name.partition("/")[0] for name in names if ".dist-info/" not in name}
     assert tops == {"megatron_ext"}, "nothing but the package itself may be installed"
     assert any(name.endswith("/LICENSE") for name in names)
@@ -103,19 +108,73 @@ def test_source_distribution_makes_the_same_wheel(tree: Path, wheel: Path, tmp_p
     assert zipfile.ZipFile(again).namelist() == zipfile.ZipFile(wheel).namelist()
 
 
-def test_base_package_needs_numpy_and_typer_only(wheel: Path) -> None:
+def metadata(wheel: Path) -> Message:
     with zipfile.ZipFile(wheel) as archive:
         (path,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        metadata = archive.read(path).decode()
+        return message_from_string(archive.read(path).decode())
+
+
+def test_base_package_needs_numpy_and_typer_only(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
         (path,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
         assert "megatron-ext = megatron_ext.cli:app" in archive.read(path).decode()
-    required = re.findall(r"^Requires-Dist: (.+)$", metadata, re.MULTILINE)
+    data = metadata(wheel)
+    required = data.get_all("Requires-Dist", [])
     assert sorted(line for line in required if "extra ==" not in line) == ["numpy", "typer"]
-    extras = re.findall(r"^Provides-Extra: (.+)$", metadata, re.MULTILINE)
-    assert sorted(extras) == ["certify", "dev", "docs", "megatron", "plot"]
+    extras = data.get_all("Provides-Extra", [])
+    assert sorted(extras) == ["certify", "dev", "docs", "megatron", "plot", "te"]
     # PyPI's apex is another project than NVIDIA's.
     assert not [line for line in required if re.match(r"(nvidia[-_])?apex\b", line)]
-    assert "Requires-Python: >=3.12" in metadata
+    assert data["Requires-Python"] == ">=3.12"
+
+
+def test_strangers_learn_what_it_is(wheel: Path) -> None:
+    """The wheel had a name, a version and nothing else."""
+    data = metadata(wheel)
+    assert data["Version"] == megatron_ext.__version__
+    assert data["Author"] == "the megatron_ext developers"
+    assert data["License-Expression"] == "Apache-2.0"
+    assert "Typing :: Typed" in data.get_all("Classifier", [])
+    assert data["Summary"] and data["Keywords"]
+    assert data["Description-Content-Type"] == "text/markdown"
+    assert data.get_payload() == (ROOT / "README.md").read_text()
+    assert data["Project-URL"] is None  # nobody has said where it is published
+
+
+def test_a_release_links_to_where_it_is_published(tree: Path, tmp_path: Path) -> None:
+    """On a package index a link to docs/flags.md leads nowhere."""
+    url = "https://example.invalid/somebody/megatron_ext"
+    build = (sys.executable, "-m", "pip", "wheel", *OFFLINE, "-w", tmp_path, tree)
+    run(*build, cwd=tmp_path, env={"REPOSITORY_URL": url})
+    (built,) = tmp_path.glob("*.whl")
+    data = metadata(built)
+    at = f"v{megatron_ext.__version__}"
+    assert f"Source, {url}" in data.get_all("Project-URL", [])
+    text = str(data.get_payload())
+    assert f"]({url}/blob/{at}/docs/flags.md)" in text
+    assert f"]({url}/raw/{at}/docs/images/zb-h1.svg)" in text
+    assert not re.findall(r"\]\((?!https?:|#)", text)
+
+
+def test_what_a_star_brings() -> None:
+    brought: dict[str, object] = {}
+    exec("from megatron_ext import *", brought)
+    assert {"__version__", "install"} == brought.keys() - {"__builtins__"}
+
+
+def test_the_image_keeps_what_nvidia_put_in_it_and_asks_doctor() -> None:
+    dockerfile = (ROOT / "Dockerfile").read_text().splitlines()
+    assert re.fullmatch(r"ARG IMAGE=nvcr\.io/nvidia/nemo:\d\d\.\d\d", dockerfile[1])
+    install, doctor = dockerfile[-2:]
+    # A list of versions in the image forbids what builds us; ours asks for no version of anything.
+    assert "PIP_CONSTRAINT= python -m pip install" in install and "[" not in install
+    assert doctor == "RUN python -m megatron_ext doctor"
+
+
+def test_an_image_gets_nothing_that_git_ignores() -> None:
+    """.venv alone has several GB."""
+    left_out = (ROOT / ".dockerignore").read_text().splitlines()
+    assert {".git", ".venv", "build", "dist", "runs"} <= set(left_out)
 
 
 def check_import(python: str | Path, env: dict[str, str], home: Path, cwd: Path) -> None:

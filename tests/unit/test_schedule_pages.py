@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.schedule.build.registry import choose, entries
+from megatron_ext.schedule.build.registry import Mark, choose, entries
 from megatron_ext.schedule.costs import Costs, uniform
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.placement import Placement
@@ -146,6 +146,20 @@ def test_every_family_has_its_place_on_the_page() -> None:
         assert re.search(rf"(^|[ ,]){re.escape(name)}($|[ ,])", headings), name
         assert f"[`{name}`]" in page
         assert name == "1f1b" or f"images/{name}.svg" in page
+
+
+def test_the_marks_on_the_page_are_the_registrys() -> None:
+    page = (DOCS / "schedules.md").read_text()
+    marks = dict(re.findall(r"^\| \[`(.+?)`\]\(.*?\) \| (\w+) \|", page, re.MULTILINE))
+    assert marks == {name: entry.mark for name, entry in entries().items()}
+
+
+@pytest.mark.parametrize("page", [DOCS.parent / "README.md", DOCS / "choosing-a-schedule.md"])
+def test_what_a_newcomer_is_told_to_write_is_stable(page: Path) -> None:
+    rows = page.read_text().partition("| memory | write |")[2].partition("\n\n")[0]
+    names = re.findall(r"`(?:--pipeline-schedule )?([\w-]+)[ `]", rows)
+    assert {"v-auto", "zb-h1"} <= set(names)
+    assert {entries()[name].mark for name in names} == {Mark.STABLE}
 
 
 # Those of searches are for their own tests: they may improve.

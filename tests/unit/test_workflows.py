@@ -1,4 +1,4 @@
-"""The workflows of .github: GitHub's schema, what they may do, and what they run."""
+"""What .github holds: GitHub's schemas; workflows: what they may do, and what they run."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+import megatron_ext
 from tests.unit.test_shell_scripts import shellcheck
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,16 +30,24 @@ def steps(file: Path) -> Iterator[dict[str, Any]]:
         yield from job.get("steps", [job])  # a job may be another workflow
 
 
-def test_github_s_schema() -> None:
+@pytest.mark.parametrize(
+    ("schema", "pattern"),
+    [
+        ("github-workflows", ".github/workflows/*.yml"),
+        ("github-issue-forms", ".github/ISSUE_TEMPLATE/w*.yml"),
+        ("github-issue-config", ".github/ISSUE_TEMPLATE/config.yml"),
+        ("dependabot", ".github/dependabot.yml"),
+        ("citation-file-format", "CITATION.cff"),
+    ],
+)
+def test_schema(schema: str, pattern: str) -> None:
+    files = [str(file) for file in ROOT.glob(pattern)]
     ended = subprocess.run(
-        [
-            *(sys.executable, "-m", "check_jsonschema"),
-            *("--builtin-schema", "vendor.github-workflows", *map(str, WORKFLOWS)),
-        ],
+        [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", *files],
         capture_output=True,
         text=True,
     )
-    assert WORKFLOWS and ended.returncode == 0, ended.stdout + ended.stderr
+    assert files and ended.returncode == 0, ended.stdout + ended.stderr
 
 
 @BY_NAME
@@ -51,11 +60,46 @@ def test_least_permissions_one_run_at_a_time_and_an_end(file: Path) -> None:
         assert "contents" not in job.get("permissions", {}), name
 
 
-@BY_NAME
-def test_actions_are_pinned_by_major_version(file: Path) -> None:
-    for step in steps(file):
-        if "uses" in step and not step["uses"].startswith("./"):
-            assert re.fullmatch(r"[\w-]+/[\w-]+@v\d+", step["uses"])
+def test_actions_are_pinned_by_commit_and_each_by_one() -> None:
+    """A tag can be moved to other code; the version beside the commit is for people."""
+    pins: dict[str, set[str]] = {}
+    for file in WORKFLOWS:
+        for used in re.findall(r"uses: (?!\./)(.+)", file.read_text()):
+            match = re.fullmatch(r"([\w-]+/[\w-]+)@([0-9a-f]{40} # v\d+\.\d+\.\d+)", used)
+            assert match, f"{file.name}: {used}"
+            pins.setdefault(match[1], set()).add(match[2])
+    assert pins and not [action for action, commits in pins.items() if len(commits) > 1]
+
+
+def test_a_runner_of_our_own_is_asked_for_only_where_there_is_one() -> None:
+    """The job waited a day for a runner that no clone of the repository has, and failed."""
+    for file in WORKFLOWS:
+        for name, job in read(file)["jobs"].items():
+            if "self-hosted" in job.get("runs-on", ""):
+                assert job.get("if") == "vars.HAS_GPU_RUNNER == 'true'", (file.name, name)
+
+
+def test_only_a_tag_is_published_once_its_wheel_has_trained() -> None:
+    jobs = read(ROOT / ".github" / "workflows" / "release.yml")["jobs"]
+    assert jobs["publish"]["if"] == "github.ref_type == 'tag'"
+    assert (jobs["publish"]["needs"], jobs["test"]["needs"]) == ("test", "build")
+    assert jobs["publish"]["permissions"] == {"id-token": "write"}  # trusted publishing: no token
+    trained = jobs["test"]["steps"][-1]["run"]
+    assert "dist/*.whl" in trained and "scripts/quickstart.py" in trained
+
+
+def test_the_changelog_and_the_citation_have_the_version() -> None:
+    version = megatron_ext.__version__
+    sections = re.findall(r"^## (\d\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert sections[0] == version
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_a_report_comes_with_what_doctor_says() -> None:
+    form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / "wrong.yml").read_text())
+    (doctor,) = (field for field in form["body"] if field["id"] == "doctor")
+    assert "megatron-ext doctor --json" in doctor["attributes"]["label"]
+    assert doctor["validations"]["required"]
 
 
 def test_pull_requests_stay_away_from_runners_of_our_own() -> None:

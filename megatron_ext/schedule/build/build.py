@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 from megatron_ext.schedule.build.registry import Choice
+from megatron_ext.schedule.build.size import check_size, size_of
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.problem import Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.program.communication import communicate
@@ -13,18 +14,15 @@ from megatron_ext.schedule.program.memory import bytes_for, in_bytes, leaving_ro
 from megatron_ext.schedule.program.message_order import order_messages
 from megatron_ext.schedule.program.verify import Program, check_compute, prove
 from megatron_ext.schedule.program.waits import await_sends
-from megatron_ext.schedule.progress import duration, task
+from megatron_ext.schedule.progress import task
 from megatron_ext.schedule.schedule import Schedule, Transform
 from megatron_ext.schedule.transforms.forward_only import keep_forward
 from megatron_ext.schedule.transforms.offload import offload
 from megatron_ext.schedule.transforms.post_validation import validate_afterwards
 from megatron_ext.schedule.transforms.vocabulary import INTERVALS, divide_vocabulary
 from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
-from megatron_ext.schedule.words import counted
 
 _TRIES = 4  # how often what messages hold is taken off what passes may
-_MANY = 500_000  # passes
-_SECONDS, _BYTES = 100e-6, 2100  # that a pass takes to be built, proved and simulated, about
 
 
 def build_program(choice: Choice, problem: Problem) -> Program:
@@ -34,26 +32,16 @@ def build_program(choice: Choice, problem: Problem) -> Program:
 
     Raises:
         InvalidSchedule: the schedule does not solve the problem, or not within its memory limit.
+        ValueError: this machine has not the memory to build one that large.
     """
+    check_size(problem)
     problem = _with_shared_vocabulary(problem)
     limit = _limit_of_passes(problem)
-    with task(f"building {choice.spec} for {_size(problem)}"):
+    with task(f"building {choice.spec} for {size_of(problem)}"):
         schedule = _transformed(_compute(choice, problem, limit), problem)
         if limit is not None and limit.bytes is not None:
             schedule = _with_room_for_messages(choice, problem, limit.bytes, schedule)
         return prove(schedule, problem)
-
-
-def _size(problem: Problem) -> str:
-    """How large ``problem`` is, and if it is very large what that takes."""
-    text = f"{counted(problem.ranks, 'rank')} and {counted(problem.microbatches, 'microbatch')}"
-    if problem.extras.vocabulary is not VocabularyParallel.NONE:
-        text += f" with vocabulary parallelism {problem.extras.vocabulary}"
-    passes = 3 * problem.placement.stages * problem.microbatches
-    if passes < _MANY:
-        return text
-    takes = f"{duration(passes * _SECONDS)} and {passes * _BYTES / 2**30:.2g} GiB of memory"
-    return f"{text} ({passes:,} passes: they take about {takes})"
 
 
 def complete(schedule: Schedule, problem: Problem) -> Program:

@@ -1,0 +1,61 @@
+"""How large a problem is, and what it takes to build its program: told before it begins."""
+
+from __future__ import annotations
+
+import os
+
+from megatron_ext.schedule.problem import Problem, VocabularyParallel
+from megatron_ext.schedule.progress import duration
+from megatron_ext.schedule.words import counted
+
+_MANY = 500_000  # passes
+# Measured of 1f1b, interleaved, zb-h1 and zb-v on 8 to 256 ranks: what a microbatch takes on a
+# stage, with its messages and waits, to be built, proved and simulated. Those actions are eight;
+# of each it is remembered how far every rank has come (`waits`).
+_SECONDS, _SECONDS_PER_RANK = 250e-6, 0.25e-6
+_BYTES, _BYTES_PER_RANK = 6000, 8 * 4
+
+
+def size_of(problem: Problem) -> str:
+    """``8 ranks and 32 microbatches``, and if that is very much what building its program takes."""
+    text = _counts(problem)
+    if problem.extras.vocabulary is not VocabularyParallel.NONE:
+        text += f", vocabulary parallelism {problem.extras.vocabulary}"
+    passes = 3 * _pairs(problem)
+    if passes < _MANY:
+        return text
+    seconds = _pairs(problem) * (_SECONDS + _SECONDS_PER_RANK * problem.ranks)
+    takes = f"{duration(seconds)} and {_gib(bytes_to_build(problem))} of memory"
+    return f"{text} ({passes:,} passes: they take about {takes})"
+
+
+def check_size(problem: Problem) -> None:
+    """Raise ValueError if this machine has less memory than it takes to build a program."""
+    takes, has = bytes_to_build(problem), _memory()
+    if takes > has:
+        raise ValueError(
+            f"to build a schedule for {_counts(problem)} takes about {_gib(takes)} of memory, and "
+            f"this machine has {_gib(has)}: take fewer microbatches or ranks"
+        )
+
+
+def bytes_to_build(problem: Problem) -> int:
+    """About what it takes to build a program, and to simulate it."""
+    return _pairs(problem) * (_BYTES + _BYTES_PER_RANK * problem.ranks)
+
+
+def _counts(problem: Problem) -> str:
+    return f"{counted(problem.ranks, 'rank')} and {counted(problem.microbatches, 'microbatch')}"
+
+
+def _pairs(problem: Problem) -> int:
+    """Of a stage and a microbatch."""
+    return problem.placement.stages * problem.microbatches
+
+
+def _memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _gib(number: int) -> str:
+    return f"{number / 2**30:,.0f} GiB" if number > 2**33 else f"{number / 2**30:.2g} GiB"

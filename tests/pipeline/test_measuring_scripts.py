@@ -1,0 +1,39 @@
+"""Scripts that print figures of docs/measurements.md still run, small."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from scripts import benchmark_schedules, benchmark_split, sweep_offload, sweep_schedules
+from tests.helpers.ranks import run_ranks, values
+
+
+def test_what_making_a_schedule_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    """It forgot to order the messages, and every proof refused."""
+    words = ["--family", "zb-h1", "v-min", "--ranks", "4", "--microbatches", "8", "--json"]
+    assert benchmark_schedules.main(words) == 0
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert {(row["family"], row["ranks"], row["microbatches"]) for row in results} == {
+        (family, *size) for family in ("zb-h1", "v-min") for size in ((4, 32), (8, 8))
+    }
+    assert all(row["actions"] > row["ranks"] * row["microbatches"] for row in results)
+
+
+def test_every_setting_of_a_family_is_swept(capsys: pytest.CaptureFixture[str]) -> None:
+    assert sweep_schedules.main(["--family", "zb-h1", "--ranks", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)
+
+
+def test_what_a_split_costs() -> None:
+    """In a rank: it patches Megatron, and leaves it so."""
+    words = ["--hidden", "64", "--sequence", "16", "--repetitions", "3"]
+    assert values(run_ranks(1, lambda rank: benchmark_split.main(words), connect=False)) == [0]
+
+
+def test_what_offload_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep_offload, "SPECS", ("gis:vpp=4",))
+    monkeypatch.setattr(sweep_offload, "LINKS", {"a link each": ""})
+    none, half, full = sweep_offload.rows((1.0,))
+    assert full.peak < half.peak < none.peak

@@ -1,0 +1,85 @@
+"""The outputs that stand in the documentation are those of their commands.
+
+docs/planning.md showed columns that `plan` had not printed for weeks.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from scripts import write_outputs
+from tests.helpers.combinations import IS_NIGHT
+
+MARKED = [page for page in write_outputs.PAGES if list(write_outputs.blocks(page.read_text()))]
+
+
+@pytest.mark.search
+@pytest.mark.parametrize("page", MARKED, ids=lambda page: page.stem)
+def test_outputs_are_those_of_their_commands(page: Path) -> None:
+    """Slow ones at night (MEGATRON_EXT_NIGHTLY=1)."""
+    text = page.read_text()
+    assert write_outputs.with_outputs(text, quick=not IS_NIGHT) == text, (
+        f"run scripts/write_outputs.py {page.relative_to(write_outputs.ROOT)}"
+    )
+
+
+@pytest.mark.parametrize("page", write_outputs.PAGES, ids=lambda page: page.stem)
+def test_an_output_has_its_mark(page: Path) -> None:
+    """A mark that is misspelt would leave its block as it stands for ever."""
+    text = page.read_text()
+    marks = re.findall(r"^<!-- .*output.*-->$", text, re.MULTILINE)
+    assert len(marks) == text.count("```console") == len(list(write_outputs.blocks(text)))
+
+
+def test_figures_of_the_worked_example_are_those_of_its_outputs() -> None:
+    """What is said of an output goes out of date with it."""
+    page = (write_outputs.ROOT / "docs" / "worked-example.md").read_text()
+    shown = "".join(block.text for block in write_outputs.blocks(page)).replace("\n", " ")
+    said = re.sub(r"^```.*?^```$", "", page, flags=re.DOTALL | re.MULTILINE)
+    figures = re.findall(r"\d+(?:\.\d+)? (?:%|GiB)|\d+\.\d+ microbatches", said)
+    assert len(figures) > 5
+    for figure in figures:
+        assert figure.replace(" %", "%") in shown, figure
+
+
+PAGE = """
+```bash
+# sizes.sh
+SIZES="--pp 2 -m 2"
+```
+
+<!-- output: written by scripts/write_outputs.py -->
+```console
+$ source sizes.sh
+$ megatron-ext simulate 1f1b $SIZES \\
+    --costs f=1,i=1,w=1 | grep makespan
+out of date
+$ ls
+```
+
+<!-- slow output | tail -1: written by scripts/write_outputs.py -->
+```console
+$ cat sizes.sh
+out of date
+```
+"""
+
+
+def test_outputs_are_written_anew() -> None:
+    """Commands of a page share a shell and the files that the page shows."""
+    quick = write_outputs.with_outputs(PAGE, quick=True)
+    assert re.search(r"grep makespan\nmakespan +9\n", quick)
+    assert "$ ls\npretrain_gpt.py\nsizes.sh\n```" in quick
+    assert quick.count("out of date") == 1
+    slow = write_outputs.with_outputs(PAGE, quick=False)
+    assert '$ cat sizes.sh\nSIZES="--pp 2 -m 2"\n```' in slow
+    assert "out of date" not in slow
+
+
+def test_a_command_that_cannot_run_ends_it() -> None:
+    page = PAGE.replace("1f1b", "no-such")
+    with pytest.raises(ValueError, match=r"simulate no-such(.|\n)*ended with 2: .*no-such"):
+        write_outputs.with_outputs(page, quick=True)

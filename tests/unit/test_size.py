@@ -1,0 +1,52 @@
+"""What a very large schedule takes is told, or refused, before it takes it."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import pytest
+
+from megatron_ext.schedule.build import size
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.registry import choose
+from megatron_ext.schedule.build.size import bytes_to_build, size_of
+from tests.helpers.schedules import line_problem, program
+
+
+def test_a_small_one_is_not_talked_about() -> None:
+    assert size_of(line_problem(8, 32)) == "8 ranks and 32 microbatches"
+    assert size_of(line_problem(1, 1)) == "1 rank and 1 microbatch"
+
+
+def test_a_large_one_says_what_it_takes() -> None:
+    """`simulate zb-h1 --pp 512 -m 4096` ran for minutes and took gigabytes without a word."""
+    told = size_of(line_problem(512, 4096))
+    assert "512 ranks and 4096 microbatches (6,291,456 passes: they take about 13 min" in told
+    assert "44 GiB of memory)" in told
+
+
+def test_what_this_machine_cannot_hold_is_refused_at_once() -> None:
+    """`-m 999999999999` was killed by the system."""
+    with pytest.raises(ValueError, match=r"takes about [\d,]+ GiB of memory, and this machine has"):
+        build_program(choose("zb-h1"), line_problem(4, 10**12))
+
+
+def test_what_it_can_hold_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = line_problem(4, 64)
+    monkeypatch.setattr(size, "_memory", lambda: bytes_to_build(problem))
+    program("zb-h1", problem)
+    with pytest.raises(ValueError, match="take fewer microbatches or ranks"):
+        program("zb-h1", line_problem(4, 65))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_the_estimate_is_of_the_right_size(name: str) -> None:
+    problem = line_problem(16, 128)
+    tracemalloc.start()
+    try:
+        made = program(name, problem)
+        assert made.graph
+        taken = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert bytes_to_build(problem) / 3 < taken < 2 * bytes_to_build(problem)
