@@ -10,10 +10,9 @@ from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatch
 from megatron_ext.adapter.compatibility import refuse, refuse_order
 from megatron_ext.adapter.dimensions import dimensions_of, rates
 from megatron_ext.adapter.layers import layers_of_stages
-from megatron_ext.adapter.progress import telling_of_long_work
 from megatron_ext.adapter.vocabulary_rows import check_divisible
 from megatron_ext.config import COSTS_FILE, PipelineConfig
-from megatron_ext.logger import logger
+from megatron_ext.logger import logger, telling_of_long_work
 from megatron_ext.runtime.measure import profile
 from megatron_ext.schedule.build.output_layer import place_output_layer
 from megatron_ext.schedule.build.overlap import check_overlaps

@@ -18,9 +18,9 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_ext.adapter.compatibility import refuse_order
 from megatron_ext.adapter.dimensions import estimated_costs
-from megatron_ext.adapter.progress import telling_of_long_work
 from megatron_ext.adapter.vocabulary_rows import embedding_part
 from megatron_ext.config import PipelineConfig
+from megatron_ext.logger import telling_of_long_work
 from megatron_ext.runtime.agreement import listed
 from megatron_ext.schedule.build.output_layer import place_again, place_output_layer
 from megatron_ext.schedule.costs import Costs
