@@ -65,7 +65,7 @@ ITERATION = re.compile(
     r"iteration +(\d+)/ +(\d+) .*elapsed time per iteration \(ms\): ([\d.]+).*"
     r"global batch size: +(\d+) .*lm loss: ([\d.E+-]+)"
 )
-PREDICTION = re.compile(r"megatron_ext: .* (\d+) microbatches: .*: (f=\S+)$")
+PREDICTION = re.compile(r"megatron_ext: .* (\d+) microbatches: .*: (f=\S+)")
 FAILURE = re.compile(
     r"^(\[rank\d+\]: )?[\w.]*(?<!ChildFailed)(Error|Failure)\b"
     r"|megatron_ext: (error|got)|\(SIGKILL\)"
@@ -107,7 +107,10 @@ def prepare_text() -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if TEXT.with_suffix(".idx").exists():
             return
-        console.print("preparing text: the sources of Python's standard library, a token a byte")
+        console.print(
+            f"preparing text: {TOKENS / 1e6:.0f} million bytes of Python's standard library, "
+            "a token a byte"
+        )
         folder = sysconfig.get_path("stdlib")
         script = REPOSITORY / "scripts" / "prepare_text.py"
         subprocess.run(
@@ -116,6 +119,7 @@ def prepare_text() -> None:
                 *("--suffix", ".py", "--tokens", str(TOKENS)),
             ],
             check=True,
+            stdout=subprocess.DEVNULL,  # how to train on it: that comes by itself
             env={**os.environ, "PYTHONWARNINGS": "ignore"},
         )
 
@@ -162,7 +166,7 @@ def train(command: list[str], log: Path) -> tuple[list[Iteration], re.Match[str]
                 if not console.is_terminal and step.number % max(step.of // 10, 1) == 0:
                     console.print(f"iteration {step.number}/{step.of}  {state}")
     if not done:
-        console.print("no iteration was trained; the end of the log:")
+        console.print("no iteration ended; the last lines of the log:")
         fail(log)
     return done, prediction
 
@@ -215,7 +219,7 @@ def fail(log: Path) -> None:
     ]
     for line in errors[:8] or lines[-20:]:
         console.print(f"  {line}", markup=False, highlight=False)
-    console.print(f"all of it: {log}")
+    console.print(f"the whole log: {log}")
     raise SystemExit(1)
 
 
@@ -235,7 +239,7 @@ def summarise(
     """What was trained, how fast, and what the schedule promises on GPUs of equal costs."""
     steady = done[len(done) // 5 :]
     tokens = sum(step.batch * sequence for step in steady) / sum(step.seconds for step in steady)
-    console.print(f"\nloss             {done[0].loss:.3f} -> {done[-1].loss:.3f}")
+    console.print(f"\nloss              {done[0].loss:.3f} -> {done[-1].loss:.3f}")
     console.print(f"tokens per second {tokens:.0f}")
     if prediction is None:
         return
@@ -247,10 +251,10 @@ def summarise(
     picture = RUNS / "timeline.svg"
     draw([stock, timeline], picture)
     console.print(
-        f"predicted bubble {timeline.bubble_share_makespan:.1%} of a step "
+        f"predicted bubble  {timeline.bubble_share_makespan:.1%} of a step "
         f"(1f1b: {stock.bubble_share_makespan:.1%})"
     )
-    console.print(f"timeline         {picture}")
+    console.print(f"timeline          {picture}")
 
 
 if __name__ == "__main__":

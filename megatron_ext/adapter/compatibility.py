@@ -18,6 +18,7 @@ from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.placement import Placement, is_line_or_v
 from megatron_ext.schedule.problem import Extras, Offload, VocabularyParallel
 from megatron_ext.schedule.schedule import Schedule
+from megatron_ext.schedule.words import counted
 
 _NO_EXTRAS = Extras()
 
@@ -32,9 +33,11 @@ def refuse(settings: Any, choice: Choice, extras: Extras = _NO_EXTRAS) -> None:
     chunks = settings.virtual_pipeline_model_parallel_size or 1
     if chunks != placement.chunks:
         raise ValueError(
-            f"--pipeline-schedule {choice.spec} has {placement.chunks} stages a rank, but the "
-            f"virtual-stage flags or the layout say {chunks}: drop them"
-            + (f", or write {_with_chunks(choice, chunks)}" if placement.name == "loop" else "")
+            f"--pipeline-schedule {choice.spec} puts {counted(placement.chunks, 'stage')} on each "
+            f"rank, and Megatron's virtual-stage flags or the layout ask for {chunks}: remove the "
+            f"flags, which the schedule does not need, or give the layout "
+            f"{len(placement.rank_of)} stages"
+            + (f"; or write {_with_chunks(choice, chunks)}" if placement.name == "loop" else "")
         )
     group = getattr(settings, "microbatch_group_size_per_vp_stage", None)
     if group not in (None, placement.ranks):
@@ -49,8 +52,8 @@ def refuse(settings: Any, choice: Choice, extras: Extras = _NO_EXTRAS) -> None:
         if not is_line_or_v(placement):
             raise ValueError(
                 f"{ours} does not go with --pipeline-schedule {choice.spec}, whose stages are on "
-                f"ranks {list(placement.rank_of)}: choose a schedule with one stage a rank, in "
-                f"order, or a V such as zb-v, v-half or v-auto"
+                f"ranks {list(placement.rank_of)}: choose a schedule with one stage on each rank, "
+                f"in order, or a V such as zb-v, v-half or v-auto"
             )
         _refuse_settings(settings, choice, VOCABULARY_REFUSALS, ours)
     if extras.offload is not Offload.NONE:
@@ -144,12 +147,12 @@ def _refuse_placement(choice: Choice, placement: Placement) -> None:
     counts = [len(stages) for stages in placement.stages_of]
     if len(set(counts)) > 1:
         raise ValueError(
-            f"--pipeline-schedule {choice.spec} puts {counts} stages on its ranks: Megatron's "
-            f"ranks all have the same number of stages; give each as many"
+            f"--pipeline-schedule {choice.spec} puts {counts} stages on its ranks: Megatron wants "
+            f"the same number on every rank; divide them evenly in the file"
         )
     if placement.rank_of[-1] != placement.ranks - 1:
         raise ValueError(
             f"--pipeline-schedule {choice.spec} puts the last stage on pipeline rank "
-            f"{placement.rank_of[-1]}: Megatron looks for the loss on the last one, "
-            f"{placement.ranks - 1}; renumber the ranks"
+            f"{placement.rank_of[-1]}, and Megatron looks for the loss on the last rank, "
+            f"{placement.ranks - 1}: renumber the ranks in the file"
         )

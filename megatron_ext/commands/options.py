@@ -8,19 +8,32 @@ import typer
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object or list.")]
 Schedule = Annotated[
-    str, typer.Argument(metavar="SPEC", help="NAME[:key=value,...] or a .csv or .py file")
+    str,
+    typer.Argument(
+        metavar="SPEC",
+        help="A name of 'megatron-ext schedules', NAME[:key=value,...], or a .csv or .py file.",
+    ),
 ]
 Ranks = Annotated[int, typer.Option(help="Pipeline ranks.")]
-Microbatches = Annotated[int, typer.Option("-m", "--microbatches", help="Of one step.")]
+Microbatches = Annotated[
+    int, typer.Option("-m", "--microbatches", help="Microbatches of one step.")
+]
 CostsText = Annotated[
     str,
     typer.Option(
-        help="f=10,i=12,w=8,comm=1 per microbatch of a rank, head=5/6/4,embedding=1/1 for all of "
-        "the output layer and of the embedding beside them; or a JSON file"
+        help="Times of passes, in any unit: f=10,i=12,w=8,comm=1 per microbatch of a rank, "
+        "head=5/6/4,embedding=1/1 for all of the output layer and of the embedding beside them; "
+        "or a JSON file."
     ),
 ]
 UNIT = "f=1,i=1,w=1,comm=0"
-Limit = Annotated[str | None, typer.Option(help="5, 0.5x or 60GiB")]
+Limit = Annotated[
+    str | None,
+    typer.Option(
+        help="What a rank's activations may take: 5 (microbatches), 0.5x (of 1F1B's peak) or "
+        "60GiB. Without it there is no limit."
+    ),
+]
 PostValidation = Annotated[
     bool,
     typer.Option(

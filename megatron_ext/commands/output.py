@@ -12,7 +12,10 @@ from rich.text import Text
 
 def fail(error: Exception) -> NoReturn:
     """End a command with status 2 and the error's text."""
-    typer.echo(f"megatron-ext: error: {error}", err=True)
+    text = str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        text = f"{error.filename}: {error.strerror}"
+    typer.echo(f"megatron-ext: error: {text}", err=True)
     raise typer.Exit(2)
 
 

@@ -57,7 +57,7 @@ def simulate(
     costs: CostsText = UNIT,
     memory_limit: Limit = None,
     as_json: Json = False,
-    vpp: Annotated[int | None, typer.Option(help="Chunks of a rank, for loops.")] = None,
+    vpp: Annotated[int | None, typer.Option(help="Stages of a rank, for loops.")] = None,
     p2p: Annotated[P2P, typer.Option(help="How messages share communicators.")] = P2P.ASYNC,
     vocab_parallel: Annotated[
         VocabularyParallel,

@@ -13,6 +13,7 @@ from megatron_ext.commands.options import Json
 from megatron_ext.commands.output import fail, print_table
 from megatron_ext.schedule.show.trace import read_trace
 from megatron_ext.schedule.show.trace_report import TraceReport, trace_report
+from megatron_ext.schedule.words import counted
 
 
 def trace(
@@ -33,9 +34,11 @@ def trace(
 
 
 def _print_trace(report: TraceReport) -> None:
+    of_several = f", the median of {len(report.iterations)} by its makespan"
     typer.echo(
-        f"{report.schedule} on {report.pp} ranks, {report.microbatches} microbatches; "
-        f"iteration {report.iteration}, the median of {len(report.iterations)} by its makespan"
+        f"{report.schedule} on {counted(report.pp, 'rank')}, "
+        f"{counted(report.microbatches, 'microbatch')}; iteration {report.iteration}"
+        f"{of_several * (len(report.iterations) > 1)}"
     )
     print_table(
         [
@@ -46,7 +49,7 @@ def _print_trace(report: TraceReport) -> None:
         ]
     )
     typer.echo(
-        f"prediction: the program's costs, times {report.cost_factor:.4g}, by which its passes "
+        f"prediction: with the program's costs times {report.cost_factor:.4g}, so that its passes "
         f"take as long as the measured ones; clocks agree to {report.clock_error * 1e6:.0f} us"
     )
     typer.echo("\nwhere the makespan went")
@@ -57,13 +60,13 @@ def _print_trace(report: TraceReport) -> None:
             for part, seconds in report.parts.items()
         ]
     )
-    typer.echo("\nthe largest causes, and what the step would be shorter by without each")
+    typer.echo("\nthe largest causes, and by how much the step would be shorter without each")
     for number, cause in enumerate(report.causes, start=1):
         typer.echo(
             f"{number}. {cause.text}: {_ms(cause.seconds)} ({_share(cause.seconds / makespan)})"
         )
     if not report.causes:
-        typer.echo("none stands out: the bubble is the schedule's own")
+        typer.echo("none stands out")
 
 
 def _ms(seconds: float) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_ext.adapter.transformer_engine import can_split
 from megatron_ext.adapter.untried import untried
-from megatron_ext.config import ALLOW_UNKNOWN, PLAN, PROFILE, PipelineConfig, flag, from_argv
+from megatron_ext.config import PLAN, PROFILE, PipelineConfig, flag, from_argv
 from megatron_ext.launch_check.communicators import check_communicators
 from megatron_ext.launch_check.doctor import diagnose
 from megatron_ext.launch_check.flags import (
@@ -32,6 +32,7 @@ from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, peak
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.show.program_summary import stock_1f1b
+from megatron_ext.schedule.words import counted
 
 
 def check_launch(launch: Launch, world_size: int | None, gpu_memory: str | None) -> Report:
@@ -169,31 +170,28 @@ def _check_patches(report: Report, config: PipelineConfig) -> None:
         report.add(Verdict.RIGHT, "patches", text)
         return
     diagnosis = diagnose(config)
-    fix = "docs/compatibility.md names the versions that fit"
-    if diagnosis.allowance:
-        fix = (
-            f"read what has changed; where what we do still holds: export {ALLOW_UNKNOWN}="
-            f"{diagnosis.allowance}"
-        )
     for patch in diagnosis.misfits:
+        fix = "docs/compatibility.md names the versions that fit"
+        if patch.unknown is not None:
+            command = f"megatron-ext doctor {flag('schedule')} {config.schedule}"
+            fix = f"read what has changed; {command} prints how to allow it"
         report.add(Verdict.WRONG, "patches", patch.why, fix)
-        fix = "" if diagnosis.allowance else fix
     if not diagnosis.misfits:
         count = sum(patch.wanted for patch in diagnosis.patches)
         megatron = diagnosis.environment["megatron-core"]
-        text = f"{count} would be applied to Megatron {megatron}, and fit"
+        text = f"{count} are needed, and fit Megatron {megatron}"
         report.add(Verdict.RIGHT, "patches", text)
 
 
 def _check_world_size(report: Report, args: Any, world_size: int | None, launch_line: Any) -> int:
     if world_size is not None:
-        report.add(Verdict.RIGHT, "world size", f"{world_size} ranks")
+        report.add(Verdict.RIGHT, "world size", counted(world_size, "rank"))
         return world_size
     assumed: int = launch_line.least_world_size(args)
     report.add(
         Verdict.REMARK,
         "world size",
-        f"{assumed} ranks assumed: the parallel sizes, and one copy of the model",
+        f"{counted(assumed, 'rank')} assumed: one copy of the model",
         "write --world-size N before the --, or give the line with its torchrun",
     )
     return assumed
@@ -205,13 +203,13 @@ def _say_what_is_assumed(report: Report, args: Any, launch_line: Any) -> None:
     if torch.cuda.is_available():
         return
     major, minor = launch_line.CAPABILITY
-    text = f"there is none here: one of compute capability {major}.{minor} is assumed"
+    text = f"none is here: one of compute capability {major}.{minor} is assumed"
     if args.transformer_impl == "transformer_engine" and not can_split():
         text += ", with the newest Transformer Engine, which is not here either"
-    report.add(Verdict.REMARK, "GPU", text, "megatron-ext doctor tells it on the GPU's node")
+    report.add(Verdict.REMARK, "GPU", text, "run this check on a node with GPUs to ask them")
     name = launch_line.CONNECTIONS
     if launch_line.wants_one_connection(args) and name not in os.environ:
-        text = f"{name} is not set here: tensor and context parallel want 1 before Blackwell"
+        text = f"{name} is not set here; Megatron demands 1 on GPUs before Blackwell with TP or CP"
         report.add(Verdict.REMARK, "environment", text, f"export {name}=1 in the batch script")
 
 
@@ -250,7 +248,9 @@ def _check_training(
 
     microbatches = report.attempt("batch size", lambda: launch_line.count_microbatches(args))
     if microbatches is not None:
-        report.add(Verdict.RIGHT, "batch size", f"{microbatches} microbatches in the first step")
+        report.add(
+            Verdict.RIGHT, "batch size", f"{counted(microbatches, 'microbatch')} in the first step"
+        )
         samples = report.attempt("training", lambda: launch_line.check_course(args))
         if samples is not None:
             text = "{} samples to train on, {} to validate on, {} to test on".format(*samples)
@@ -329,11 +329,11 @@ def _predict(
     report.add(
         Verdict.RIGHT,
         "schedule",
-        f"{program.schedule.name}, {problem.microbatches} microbatches: predicted bubble "
+        f"{program.schedule.name}, {counted(problem.microbatches, 'microbatch')}: predicted bubble "
         f"{prediction.bubble:.1%} (1f1b {prediction.bubble_1f1b:.1%}), costs {costs.origin}",
     )
     if args.num_experts is not None and spec.costs.is_estimate:
-        text = "the estimate takes experts for one dense layer: its times and activations are off"
+        text = "times and activations are off: the estimate counts experts as one dense layer"
         fix = "" if spec.costs.profile else f"have them measured: {flag('costs')} {PROFILE}"
         report.add(Verdict.REMARK, "schedule", text, fix)
     if getattr(args, "hybrid_layer_pattern", None) is not None:
@@ -358,8 +358,8 @@ def _predict(
     _judge_memory(report, [rank.total_bytes for rank in ranks], room)
     if problem.extras.offload is not Offload.NONE and costs.held_bytes is not None:
         planned = [planned_bytes(row, costs) or 0.0 for row in program.schedule.rows]
-        text = f"offload takes up to {max(planned) / 2**30:.3g} GiB a rank"
-        report.add(Verdict.RIGHT, "host memory", text, "the ranks of a node add up")
+        text = f"offload takes up to {max(planned) / 2**30:.3g} GiB per rank"
+        report.add(Verdict.RIGHT, "host memory", text, "add up the ranks of a node")
     return model_bytes.checkpoint_bytes(args, placement, layers)
 
 
@@ -370,7 +370,9 @@ def _judge_memory(report: Report, totals: Sequence[float], room: int | None) -> 
         f"beside what CUDA, NCCL and temporaries take"
     )
     if room is None:
-        report.add(Verdict.RIGHT, "memory", text, "--gpu-memory 80GiB judges it")
+        report.add(
+            Verdict.RIGHT, "memory", text, "write --gpu-memory 80GiB before the -- to compare"
+        )
     elif largest > room:
         text += f"; a GPU has {room / 2**30:.3g} GiB"
         fix = f"{flag('memory-limit')}, recompute, or more tensor or pipeline ranks"

@@ -60,7 +60,7 @@ def check_communicators(
         text += "; passes may wait for messages that take more than a quarter of a GPU"
         if ctas > fewest:
             file = f"max_ctas and min_ctas of pp in the file of {SETTINGS}"
-            return Finding(Verdict.REMARK, subject, text, f"{fewest} CTAs each: mend {file}")
+            return Finding(Verdict.REMARK, subject, text, f"write {fewest} for {file}")
         return Finding(Verdict.REMARK, subject, text, batched)
     if room is not None and memory > room:
         text += f", and the GPU has {max(0.0, room) / 2**20:.0f} MiB left"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,10 @@ def format_costs(costs: Costs) -> str:
     return ",".join(parts)
 
 
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
+
+
 def _joined(figures: Sequence[float]) -> str:
     return "/".join(f"{figure:.4g}" for figure in figures)
 
@@ -82,7 +86,7 @@ def parse_costs(text: str, placement: Placement) -> Costs:
     unknown = figures.keys() - {*_PASSES, "comm", *_PARTS, *_COPIES, *_LINK}
     missing = _PASSES.keys() - figures.keys()
     if unknown or missing:
-        what = f"unknown {sorted(unknown)}" if unknown else f"missing {sorted(missing)}"
+        what = _listed(unknown or missing) + (" is unknown" if unknown else " is missing")
         raise ValueError(f"costs {text!r}: {what}; {_EXAMPLE}")
     seconds = {kind: _per_stage(figures[key], placement, text) for key, kind in _PASSES.items()}
     hops = figures.get("comm", [0.0])
@@ -131,7 +135,7 @@ def _with_host(costs: Costs, given: Mapping[str, Any], placement: Placement, wha
     for key, allowed in (("link", "1 or more ranks"), ("duplex", "0 or 1")):
         value = figures.get(key, [1])
         if value not in ([0], [1]) if key == "duplex" else not _is_count(value):
-            raise ValueError(f"costs {what}: {key} is {allowed}, not {value}")
+            raise ValueError(f"costs {what}: {key} is {allowed}, not {_joined(value)}")
     per_stage = {
         key: _per_stage(figures.get(key, figures["d2h"]), placement, f"{what}, {key}")
         for key in _COPIES
@@ -167,12 +171,12 @@ def load_costs(path: Path, placement: Placement) -> Costs:
         raise ValueError(f'costs file {path}: "version": {FILE_VERSION} is expected at the top')
     missing = _PASSES.keys() - data.keys()
     if missing:
-        raise ValueError(f"costs file {path} lacks {sorted(missing)}; {_EXAMPLE}")
+        raise ValueError(f"costs file {path} lacks {_listed(missing)}; {_EXAMPLE}")
     known = ["version", "origin", *_PASSES, "comm", "bytes", *_PARTS, *_COPIES, *_LINK]
     unknown = data.keys() - set(known)
     if unknown:
         raise ValueError(
-            f"costs file {path} has unknown {sorted(unknown)}; known are {', '.join(known)}"
+            f"costs file {path}: {_listed(unknown)} is unknown; known are {', '.join(known)}"
         )
 
     def per_stage(value: Any, what: str) -> tuple[float, ...]:
@@ -258,4 +262,4 @@ def _check_figures(what: str, figures: Sequence[Any]) -> None:
     for figure in figures:
         is_number = isinstance(figure, int | float) and not isinstance(figure, bool)
         if not is_number or not 0 <= figure < 1e18:
-            raise ValueError(f"costs {what}: {figure!r} is no cost; costs are finite and >= 0")
+            raise ValueError(f"costs {what}: {figure!r} is no cost; a cost is a number from 0")

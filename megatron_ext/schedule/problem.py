@@ -76,8 +76,8 @@ CLASHES = (
     Clash(
         ("p2p", "vocabulary"),
         "collectives have communicators of their own; drop one",
-        "vocabulary parallelism {vocabulary} with messages {p2p}: its collectives need "
-        "communicators of their own; write messages async",
+        "vocabulary parallelism {vocabulary} does not go with messages {p2p}: its collectives need "
+        "communicators of their own; let messages be async, or drop it",
     ),
     Clash(
         ("post_validation", "p2p"),
@@ -122,7 +122,9 @@ class Problem:
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
-            raise ValueError(f"microbatches is {self.microbatches}; at least one is needed")
+            raise ValueError(
+                f"the number of microbatches is {self.microbatches}; at least one is needed"
+            )
         offload = self.extras.offload
         if offload is not Offload.NONE and self.costs.host is None:
             raise ValueError(

@@ -216,7 +216,7 @@ def test_communicators_as_the_user_has_set_them(tmp_path: Path) -> None:
     file.write_text("dp: {max_ctas: 2}\npp: {max_ctas: 12, cga_cluster_size: 2}")
     (text,) = communicators_of(checked(nccl_communicator_config_path=file), Verdict.REMARK)
     assert "16 CTAs each: they take 128 of a GPU's 132 multiprocessors" in text
-    assert "4 CTAs each: mend max_ctas and min_ctas of pp" in text
+    assert "write 4 for max_ctas and min_ctas of pp" in text
     file.write_text("pp: {max_ctas: 2}")
     (text,) = communicators_of(checked(nccl_communicator_config_path=file), Verdict.RIGHT)
     assert "they take 16 of" in text

@@ -43,7 +43,7 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
     ),
     "virtual stages": (
         {"num_layers": 8, "num_layers_per_virtual_pipeline_stage": 1},
-        "has 1 stages a rank, but the virtual-stage flags or the layout say 2: drop them",
+        "puts 1 stage on each rank, and Megatron's virtual-stage flags or the layout ask for 2",
     ),
     "virtual stages of a loop": (
         {
@@ -60,7 +60,7 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
     ),
     "a layout for another number of stages": (
         {"pipeline_schedule": "zb-v", "pipeline_model_parallel_layout": "Et|t|t|tL"},
-        "zb-v has 2 stages a rank, but the virtual-stage flags or the layout say 1",
+        "zb-v puts 2 stages on each rank, and Megatron's virtual-stage flags or the layout ask for 1",
     ),
     "checkpoints that stay where they are": (
         {"pipeline_schedule": "zb-v", "num_layers": 8, "ckpt_format": "torch"},

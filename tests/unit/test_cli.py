@@ -134,7 +134,7 @@ def test_simulate_draws_and_writes_a_table_that_it_reads_back(tmp_path: Path) ->
         (("simulate", "1f1b", "--pp", "4", "-m", "8", "--steps", "0"), "'--steps'"),
         (("simulate", "1f1b", "--pp", "4", "-m", "0"), "microbatches is 0"),
         (("simulate", "1f1b", "--pp", "0", "-m", "4"), "pipeline ranks is 0"),
-        (("simulate", "1f1b", "--pp", "4", "-m", "8", "--costs", "f=1"), "missing ['i', 'w']"),
+        (("simulate", "1f1b", "--pp", "4", "-m", "8", "--costs", "f=1"), "i, w is missing"),
         (("simulate", "1f1b", "--pp", "4", "-m", "8", "--plot", "x.pdf"), ".svg or .png"),
         (("simulate", "1f1b", "--pp", "4", "-m", "8", "--costs", "no.json"), "cannot be read"),
         (
@@ -215,7 +215,7 @@ def test_verify_takes_a_family_in_python(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (("--pp", "3"), "has 2 rows, the pipeline has 3 ranks"),
+        (("--pp", "3"), "is for 2 ranks, with a row for each, and the pipeline has 3"),
         (("-m", "5"), "is for 1 microbatch, and this step has 5"),
         (("-m", "0"), "microbatches is 0"),
     ],

@@ -136,6 +136,8 @@ def test_torchs_1f1b_lacks_a_forward(torch_schedules: Any) -> None:
             )
         return str(refused.value)
 
-    assert "3F8: microbatches are 0 to 7, and 3F0 is missing" in refusal(rows)
+    assert "3F8 is of microbatch 8, and the microbatches are 0 to 7; 3F0 is missing" in refusal(
+        rows
+    )
     rows[-1].remove("3F8")
     assert "3F0 is missing on rank 3: nothing does the forward" in refusal(rows)

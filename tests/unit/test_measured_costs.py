@@ -222,11 +222,12 @@ def test_a_line_says_what_measured_costs_have_changed() -> None:
     gains = []
     for program in (now, before):
         makespan = simulate(program, costs_in(program, truth)).makespan
-        gains.append(f"{stock / makespan - 1:.1%} over 1F1B, peak 4")
+        gain = stock / makespan - 1
+        pace = "faster" if gain > 0 else "slower"
+        gains.append(f"{abs(gain):.1%} {pace} than 1F1B, peak 4 microbatches")
     assert gains[0] != gains[1]
     assert summary_of_change(before, now, truth) == (
-        f"zb-auto, measured costs: predicted {gains[0]} microbatches "
-        f"(was {gains[1]} with estimated costs)"
+        f"zb-auto, measured costs: predicted {gains[0]} (was {gains[1]} with estimated costs)"
     )
 
 

@@ -177,7 +177,7 @@ def test_what_is_wrong_is_named(row: str, why: str) -> None:
 
 def test_a_problem_that_does_not_offload_has_no_copies() -> None:
     program = built("gis", problem_of("gis", 2, 0.1, FULL))
-    with pytest.raises(InvalidSchedule, match=r"offloads, and the problem does not"):
+    with pytest.raises(InvalidSchedule, match=r"belongs to offload, which is not asked for"):
         prove(program.schedule, program.problem.with_extras(offload=NONE))
 
 
@@ -441,7 +441,7 @@ def test_what_w_needs_takes_as_long_as_its_bytes(tmp_path: Path) -> None:
         ("d2h=1,link=1.5", "link is 1 or more ranks"),
         ("d2h=1,duplex=2", "duplex is 0 or 1"),
         ("d2h=1/2/3", "3 figures for 2 stages"),
-        ("d2h=-1", "costs are finite"),
+        ("d2h=-1", "a cost is a number from 0"),
     ],
 )
 def test_costs_of_copies_that_are_wrong(more: str, why: str) -> None:

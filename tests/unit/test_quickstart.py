@@ -7,6 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.registry import choose
+from megatron_ext.schedule.costs_text import parse_costs
+from megatron_ext.schedule.placement import line
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.show.program_summary import stock_1f1b, summarize
 from scripts import quickstart
 from scripts.prepare_text import documents
 
@@ -34,6 +40,17 @@ def test_time_left_is_told_by_the_last_ten_iterations() -> None:
     assert quickstart.seconds_left(iterations([5.0, 1.0])) == 38 * 1.0
     assert quickstart.seconds_left(iterations([5.0] * 10 + [2.0] * 10)) == 20 * 2.0
     assert quickstart.seconds_left(iterations([1.0] * 40)) == 0
+
+
+def test_the_picture_is_of_the_costs_in_the_start_up_line() -> None:
+    """It reads them from the line that a training prints: who changes that line, changes both."""
+    placement = line(4)
+    problem = Problem(placement, 8, parse_costs("f=1e-2,i=1.2e-2,w=8e-3,comm=1e-3", placement))
+    summary = summarize(build_program(choose("zb-h1"), problem))
+    match = quickstart.PREDICTION.search(f"[rank3]: megatron_ext: {summary}")
+    assert match and match[1] == "8"
+    again = Problem(placement, 8, parse_costs(match[2], placement))
+    assert stock_1f1b(again).makespan == pytest.approx(stock_1f1b(problem).makespan, rel=0.02)
 
 
 def test_the_text_lasts_for_the_iterations() -> None:

@@ -111,8 +111,8 @@ REFUSALS = {
     "wrong rank": (
         FUSED, "1F1 1B1", "0B1 1F1 1B1", "0B1 is on rank 1; stage 0 is on rank 0", ["0B1"],
     ),
-    "wrong stage": (FUSED, "1F1", "2F1", "2F1: stages are 0 to 1", ["2F1"]),
-    "wrong microbatch": (FUSED, "1F1", "1F2", "1F2: microbatches are 0 to 1", ["1F2", "1F1"]),
+    "wrong stage": (FUSED, "1F1", "2F1", "2F1 is of stage 2, and", ["2F1"]),
+    "wrong microbatch": (FUSED, "1F1", "1F2", "1F2 is of microbatch 2,", ["1F2", "1F1"]),
     "message beyond the end": (
         FUSED, "1F1", "1F1 1SEND_F1", "1SEND_F1 has no other rank to talk to", ["1SEND_F1"],
     ),
@@ -195,13 +195,16 @@ def test_cyclic_wait_of_blocking_sends_is_shown() -> None:
 
 def test_wrong_number_of_rows() -> None:
     schedule = replace(on_line(FUSED), rows=on_line(FUSED).rows[:1])
-    assert "it has 1 rows for 2 ranks" in str(refusal(schedule, PROBLEM))
+    assert "it has 1 row for 2 ranks" in str(refusal(schedule, PROBLEM))
 
 
 def test_another_placement() -> None:
     schedule = written(FUSED, (1, 0))
     error = refusal(schedule, PROBLEM)
-    assert "it puts stages on ranks (1, 0), the problem on (0, 1)" in str(error)
+    assert (
+        "its placement has the stages on ranks (1, 0), and that of the pipeline on ranks (0, 1)"
+        in str(error)
+    )
 
 
 def test_a_schedule_for_another_number_of_microbatches() -> None:
@@ -262,7 +265,7 @@ def test_limit_in_bytes() -> None:
     error = refusal(on_line(SPLIT), limited)
     assert error.actions == (parse("1W0"),)
     assert "1W0 brings rank 1 over the memory limit of 5.75GiB" in str(error)
-    assert "6.44245e+09 bytes" in str(error)
+    assert "peak there is 6GiB" in str(error)
 
 
 def test_limit_in_bytes_needs_bytes() -> None:

@@ -249,8 +249,8 @@ def _from_csv_file(path: Path) -> Choice:
     def place(ranks: int) -> Placement:
         if ranks != len(schedule.rows):
             raise ValueError(
-                f"schedule file {path} has {len(schedule.rows)} rows, the pipeline has {ranks} "
-                f"ranks: one row per rank is needed"
+                f"schedule file {path} is for {counted(len(schedule.rows), 'rank')}, with a row "
+                f"for each, and the pipeline has {ranks}"
             )
         return schedule.placement
 

@@ -77,7 +77,7 @@ def bytes_for(limit: MemoryLimit, costs: Costs) -> Mapping[Held, tuple[float, ..
     if costs.held_bytes is None:
         raise ValueError(
             f"the memory limit is {limit}, but the costs ({costs.origin}) have no "
-            f"bytes: give the limit in microbatches, or a costs file with bytes"
+            f"bytes: give the limit in microbatches (5 or 0.5x), or a costs file with bytes"
         )
     return costs.held_bytes
 

@@ -30,6 +30,7 @@ from megatron_ext.schedule.program.graph import (
 from megatron_ext.schedule.program.memory import Amount, amount_of, held_during, peaks
 from megatron_ext.schedule.program.speculation import can_be_undone, first_crossing, settles_at
 from megatron_ext.schedule.schedule import Schedule, is_compute
+from megatron_ext.schedule.words import counted
 
 _SEAL = object()
 
@@ -82,8 +83,8 @@ def check_compute(schedule: Schedule, problem: Problem) -> None:
     if schedule.placement.rank_of != problem.placement.rank_of:
         _reject(
             schedule,
-            f"it puts stages on ranks {schedule.placement.rank_of}, "
-            f"the problem on {problem.placement.rank_of}",
+            f"its placement has the stages on ranks {schedule.placement.rank_of}, and that of the "
+            f"pipeline on ranks {problem.placement.rank_of}",
         )
     _check_places(schedule, problem)
     _check_all_done_once(schedule, problem, {Lane.COMPUTE})
@@ -144,11 +145,19 @@ def _reject(schedule: Schedule, why: str, actions: Sequence[Action] = ()) -> NoR
 def _check_places(schedule: Schedule, problem: Problem) -> None:
     placement = schedule.placement
     if len(schedule.rows) != placement.ranks:
-        _reject(schedule, f"it has {len(schedule.rows)} rows for {placement.ranks} ranks")
+        _reject(
+            schedule,
+            f"it has {counted(len(schedule.rows), 'row')} for {counted(placement.ranks, 'rank')}",
+        )
     for rank, row in enumerate(schedule.rows):
         for action in row:
             if not 0 <= action.stage < placement.stages:
-                _reject(schedule, f"{action}: stages are 0 to {placement.last}", [action])
+                _reject(
+                    schedule,
+                    f"{action} is of stage {action.stage}, and the stages are 0 to "
+                    f"{placement.last}",
+                    [action],
+                )
             if not 0 <= action.microbatch < problem.microbatches:
                 _reject_microbatch(schedule, problem, action, row)
             home = placement.rank_of[action.stage]
@@ -166,9 +175,13 @@ def _reject_microbatch(
     """Name the microbatch that ``action`` seems to stand for, too, if one is missing."""
     own = [action._replace(microbatch=k) for k in range(problem.microbatches)]
     missing = [other for other in own if other not in row][:1]
-    but = f", and {missing[0]} is missing" if missing else ""
-    last = problem.microbatches - 1
-    _reject(schedule, f"{action}: microbatches are 0 to {last}{but}", [action, *missing])
+    but = f"; {missing[0]} is missing" if missing else ""
+    _reject(
+        schedule,
+        f"{action} is of microbatch {action.microbatch}, and the microbatches are 0 to "
+        f"{problem.microbatches - 1}{but}",
+        [action, *missing],
+    )
 
 
 def _required_work(
@@ -203,15 +216,15 @@ def _belongs(kind: Kind, stage: int, problem: Problem) -> bool:
 def _why_not(kind: Kind, problem: Problem) -> str:
     rule = RULES[kind]
     if rule.all_or_none is not None:
-        return "offloads, and the problem does not"
+        return "belongs to offload, which is not asked for"
     if rule.where is Where.RANK and not problem.extras.post_validation:
-        return "validates afterwards, and the problem does not"
+        return "belongs to post-validation, which is not asked for"
     if problem.forward_only and not rule.in_evaluation:
         return "has no place in an evaluation"
     if rule.neighbour is not None:
         return "has no other rank to talk to"
     if problem.extras.vocabulary is VocabularyParallel.NONE:
-        return "is vocabulary parallel, and the problem is not"
+        return "belongs to vocabulary parallelism, which is not asked for"
     return f"is on a stage that is not {rule.where.value}"
 
 
@@ -350,7 +363,6 @@ def _check_memory(schedule: Schedule, problem: Problem) -> None:
     if limit is None or problem.forward_only:
         return
     amount, allowed = amount_of(limit, schedule, problem.costs)
-    unit = "bytes" if limit.microbatches is None else "microbatches"
     held = peaks(schedule, amount)
     for rank, peak in enumerate(held):
         if not fits(peak, allowed):
@@ -361,8 +373,9 @@ def _check_memory(schedule: Schedule, problem: Problem) -> None:
             _reject(
                 schedule,
                 f"{first} brings rank {rank} over the memory limit of {limit}: the schedule's "
-                f"peak there is {peak:.6g} {unit}; the least feasible limit for it is "
-                f"{limit.at_least(max(held))}",
+                f"peak there is {limit.at_least(peak)}; the least feasible limit for it is "
+                f"{limit.at_least(max(held))}: give at least that, or take a schedule that holds "
+                f"less",
                 [first],
             )
 

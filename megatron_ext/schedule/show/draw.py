@@ -15,6 +15,7 @@ from megatron_ext.schedule.plan.planner import Candidate, Plan, VocabMethod
 from megatron_ext.schedule.program.memory import in_microbatches, memory_curve
 from megatron_ext.schedule.show.svg import save
 from megatron_ext.schedule.timeline import Timeline
+from megatron_ext.schedule.words import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -253,7 +254,7 @@ def _draw_passes(axes: Axes, run: Sequence[Timeline], readable: float) -> None:
         if any(event.action.kind is Kind.STEP for event in run[0].events):
             figure = f"post-validation, {figure}"
     axes.set_title(
-        f"{schedule.name}: {figure}, peak {peak:g} microbatches", loc="left", fontsize=10
+        f"{schedule.name}: {figure}, peak {counted(peak, 'microbatch')}", loc="left", fontsize=10
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_ext.schedule.timeline import Timeline
+from megatron_ext.schedule.words import counted
 
 
 class RankStep(NamedTuple):
@@ -44,12 +45,12 @@ class Comparison:
 
     def lines(self) -> list[str]:
         """A line of text for each rank."""
-        error = f"{self.error:+.1%}"
+        error = f"{abs(self.error):.1%} {'shorter' if self.error < 0 else 'longer'}"
         step = f"step predicted {_ms(self.predicted)}, measured {_ms(self.measured)} ({error})"
         pairs = zip(self.predicted_busy, self.measured_busy, strict=True)
         return [
             f"pipeline rank {rank}: {step}; idle {1 - predicted / self.predicted:.1%}, "
-            f"measured {1 - measured / self.measured:.1%}; median of {self.steps} steps"
+            f"measured {1 - measured / self.measured:.1%}; median of {counted(self.steps, 'step')}"
             for rank, (predicted, measured) in enumerate(pairs)
         ]
 

@@ -18,6 +18,7 @@ from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, peak
 from megatron_ext.schedule.program.simulate import simulate, step_seconds
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.timeline import Timeline
+from megatron_ext.schedule.words import counted
 
 
 def program_of_1f1b(problem: Problem) -> Program:
@@ -43,14 +44,16 @@ def summary_of_change(before: Program, now: Program, costs: Costs) -> str:
     def promise(program: Program) -> str:
         gain = stock / step_seconds(program, costs_in(program, costs)) - 1
         schedule = program.schedule
-        return f"{gain:.1%} over 1F1B, peak {max(peaks(schedule, in_microbatches(schedule))):g}"
+        pace = "slower" if gain < 0 else "faster"
+        peak = counted(max(peaks(schedule, in_microbatches(schedule))), "microbatch")
+        return f"{abs(gain):.1%} {pace} than 1F1B, peak {peak}"
 
     was = f"was {promise(before)} with estimated costs"
     passes = [(made.schedule.compute_rows, output_layer_waits(made)) for made in (before, now)]
     if passes[0] == passes[1]:
         was = "as with estimated costs"
     name = now.schedule.name
-    return f"{name}, measured costs: predicted {promise(now)} microbatches ({was})"
+    return f"{name}, measured costs: predicted {promise(now)} ({was})"
 
 
 def summarize(program: Program) -> str:
@@ -64,9 +67,11 @@ def summarize(program: Program) -> str:
     if costs.held_bytes is not None:
         held = f" ({max(peaks(program.schedule, in_bytes(costs))) / 2**30:.3g} GiB)"
     return (
-        f"{program.schedule.name} on {problem.ranks} ranks, {problem.microbatches} microbatches: "
+        f"{program.schedule.name} on {counted(problem.ranks, 'rank')}, "
+        f"{counted(problem.microbatches, 'microbatch')}: "
         f"predicted bubble {bubble:.1%} of the makespan (1f1b {stock:.1%}), "
-        f"peak {peak:g} microbatches{held}{_offloaded_part(program)}{_what_overlaps(program)}; "
+        f"peak {counted(peak, 'microbatch')}{held}"
+        f"{_offloaded_part(program)}{_what_overlaps(program)}; "
         f"costs {costs.origin}: {format_costs(costs)}"
     )
 
@@ -95,5 +100,5 @@ def _offloaded_part(program: Program) -> str:
     on_host = max(peak_on_host(row, placement) for row in program.schedule.rows)
     return (
         f"; offload {program.problem.extras.offload}: {' and '.join(shares)} leave, the rest stays "
-        f"(at most {on_host:g} microbatches of a rank on the host)"
+        f"(at most {counted(on_host, 'microbatch')} of a rank on the host)"
     )
