@@ -9,8 +9,11 @@ from typing import Any
 
 from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
+from megatron_ext.schedule.model.model_memory import ModelBytes
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import VocabularyParallel
+
+_WEIGHT, _GRADIENT, _BYTES = 2, 4, 18  # of a parameter: the optimizer has the rest of 18
 
 
 def bytes_of_ranks(
@@ -18,12 +21,13 @@ def bytes_of_ranks(
     placement: Placement,
     layers: Sequence[int],
     vocabulary: VocabularyParallel = VocabularyParallel.NONE,
-) -> list[float]:
+) -> list[ModelBytes]:
     """Bytes of parameters, gradients and optimizer states on each pipeline rank.
 
     Megatron counts for bf16 training with fp32 gradients and AdamW: 18 bytes a parameter, of which
     the distributed optimizer shares 12 among data-parallel ranks. It knows the most loaded rank of
-    its own placement only, so each rank is put to it as a model without a pipeline.
+    its own placement only, so each rank is put to it as a model without a pipeline; and the sum
+    only, so each is put to it a second time without the distributed optimizer, to be divided.
 
     Args:
         args: validated arguments, with their padded vocabulary (None counts as no vocabulary).
@@ -37,7 +41,16 @@ def bytes_of_ranks(
         if vocabulary is not VocabularyParallel.NONE:
             model.padded_vocab_size = (args.padded_vocab_size or 0) // placement.ranks
             model.untie_embeddings_and_output_weights = args.untie_embeddings_and_output_weights
-        rank_bytes.append(float(compute_weight_and_optimizer_memory(model)))
+        together = float(compute_weight_and_optimizer_memory(model))
+        model.use_distributed_optimizer = False
+        parameters = float(compute_weight_and_optimizer_memory(model)) / _BYTES
+        rank_bytes.append(
+            ModelBytes(
+                weights=_WEIGHT * parameters,
+                gradients=_GRADIENT * parameters,
+                optimizer=together - (_WEIGHT + _GRADIENT) * parameters,
+            )
+        )
     return rank_bytes
 
 
@@ -47,9 +60,10 @@ def checkpoint_bytes(args: Any, placement: Placement, layers: Sequence[int]) -> 
         return None
     whole = copy.copy(args)
     whole.use_distributed_optimizer = False
-    in_memory = sum(bytes_of_ranks(whole, placement, layers)) * args.tensor_model_parallel_size
-    saved = 2 if args.no_save_optim else 14  # of 18 bytes a parameter; a gradient has the other 4
-    return in_memory * saved / 18
+    ranks = bytes_of_ranks(whole, placement, layers)
+    saved = sum(rank.weights + (0 if args.no_save_optim else rank.optimizer) for rank in ranks)
+    size: int = args.tensor_model_parallel_size
+    return saved * size
 
 
 def _model_of(

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import track
 
 from megatron_ext.commands.options import UNIT, Json, Limit, Microbatches, PostValidation, Ranks
 from megatron_ext.commands.output import fail, gib, print_table
+from megatron_ext.commands.progress import showing_progress
+from megatron_ext.schedule.build.registry import Mark
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.model.estimate import GPU
@@ -73,7 +73,11 @@ def plan(
     ] = False,
     post_validation: PostValidation = False,
 ) -> None:
-    """Compare every schedule for one model, and say which to take."""
+    """Compare every schedule for one model, and say which to take.
+
+    Stable schedules are recommended, and the others shown apart: megatron-ext schedules has the
+    marks.
+    """
     room = None
     try:
         limit = None if memory_limit is None else parse_limit(memory_limit, pp, microbatches)
@@ -105,7 +109,8 @@ def plan(
                 measured,
                 post_validation,
             ).variant
-        plan_made = make_plan(variant, room, may_offload=model is not None, progress=_progress)
+        with showing_progress():
+            plan_made = make_plan(variant, room, may_offload=model is not None)
         if plot is not None:
             draw_plan(plan_made, plot)
     except (ValueError, OSError) as error:
@@ -115,46 +120,72 @@ def plan(
         typer.echo(json.dumps(report.as_data(), indent=2))
     else:
         _print_plan(plan_made)
+        _print_unit(is_estimate=model is not None and costs is None)
         _print_vocabulary(report.vocabulary)
         if report.recommended is not None:
             _print_recommended(report.recommended)
     if report.recommended is None:
-        fail(ValueError("no schedule fits; the reasons are above"))
+        fail(ValueError(_NOTHING_FITS if model else _NOTHING_FITS_THE_LIMIT))
 
 
-def _progress(names: Sequence[str]) -> Iterator[str]:
-    console = Console(stderr=True)
-    return iter(track(names, "schedules", console=console, transient=True))
+_NOTHING_FITS = (
+    "no schedule fits, for the reasons above. A rank holds less with more --tp or --pp, with "
+    "--distributed-optimizer and more --dp, with recompute=true or a smaller micro-batch in --model"
+)
+_NOTHING_FITS_THE_LIMIT = (
+    "no schedule fits into --memory-limit, for the reasons above: raise it to the least that they "
+    "name"
+)
 
 
 def _print_plan(plan: Plan) -> None:
-    """Each schedule with what is best done about the vocabulary."""
+    """Each schedule with what is best done about the vocabulary; apart, those less tried."""
     best = plan.best_of_each
-    rows = [_plan_row(candidate, plan) for candidate in best]
-    if rows:
-        kept = [key for key in rows[0] if any(row[key] is not None for row in rows)]
-        shown_rows = [{key: "" if row[key] is None else row[key] for key in kept} for row in rows]
-        print_table(shown_rows)
-        typer.echo("* none other is both faster and smaller")
+    recommendable = [candidate for candidate in best if candidate in plan.recommendable]
+    others = [candidate for candidate in best if candidate not in plan.recommendable]
+    if recommendable:
+        _print_candidates(recommendable, plan)
+        typer.echo("* no other schedule here takes less time in as little memory")
+    if others:
+        typer.echo("\nless tried, and so not recommended:")
+        _print_candidates(others, plan)
     shown = {candidate.schedule for candidate in best}
     _print_refusals(
-        (name if method is VocabMethod.NAIVE else f"{name} ({_VOCABULARY[method]})", why)
-        for (name, method), why in plan.refusals.items()
-        if name not in shown
+        (name, method, why) for (name, method), why in plan.refusals.items() if name not in shown
     )
 
 
-def _print_refusals(refusals: Iterable[tuple[str, str]]) -> None:
+def _print_unit(*, is_estimate: bool) -> None:
+    typer.echo(f"times are in {'seconds, as estimated' if is_estimate else 'the unit of --costs'}")
+
+
+def _print_candidates(candidates: Sequence[Candidate], plan: Plan) -> None:
+    rows = [_plan_row(candidate, plan) for candidate in candidates]
+    kept = [key for key in rows[0] if any(row[key] is not None for row in rows)]
+    print_table([{key: "" if row[key] is None else row[key] for key in kept} for row in rows])
+
+
+def _print_refusals(refusals: Iterable[tuple[str, VocabMethod, str]]) -> None:
     """Print one line for all schedules that are refused for the same reason."""
-    names: dict[str, list[str]] = {}
-    for name, why in refusals:
-        names.setdefault(why, []).append(name)
+    names: dict[str, dict[str, list[VocabMethod]]] = {}
+    for name, method, why in refusals:
+        reason = why.removeprefix(f"{name}: ")
+        names.setdefault(reason, {}).setdefault(name, []).append(method)
     for why, alike in names.items():
-        typer.echo(f"{', '.join(alike)}: {why}", err=True)
+        text = ", ".join(name + _in_brackets(methods) for name, methods in alike.items())
+        typer.echo(f"{text}: {why}", err=True)
+
+
+def _in_brackets(methods: Sequence[VocabMethod]) -> str:
+    if VocabMethod.NAIVE in methods:
+        return ""
+    if {VocabMethod.ONE, VocabMethod.TWO} <= set(methods):
+        return " (divided)"
+    return f" ({', '.join(_VOCABULARY[method] for method in methods)})"
 
 
 _VOCABULARY = {
-    VocabMethod.NAIVE: "",
+    VocabMethod.NAIVE: "at the ends",
     VocabMethod.REDISTRIBUTED: "layers moved",
     VocabMethod.ONE: "divided: 1",
     VocabMethod.TWO: "divided: 2",
@@ -167,16 +198,17 @@ def _plan_row(candidate: Candidate, plan: Plan) -> dict[str, Any]:
     is_best = candidate is plan.best
     return {
         "schedule": made.schedule,
+        "mark": None if candidate.mark is Mark.STABLE else candidate.mark,
         "vocabulary": _VOCABULARY[candidate.method] if len(plan.methods) > 1 else None,
         "offload": None if made.offload is Offload.NONE else made.offload.value,
         "step": made.step if made.post_validation else None,
         "makespan": made.makespan,
-        "": "" if is_best else f"+{slower_by(candidate, plan.best):.1%}",
+        "than the choice": "" if is_best else f"{slower_by(candidate, plan.best):+.1%}",
         "bubble": f"{made.bubble_share_makespan:.1%}",
         "span": made.span,
         "peak microbatches": made.peak,
         "fullest rank": None if fullest is None else gib(fullest),
-        " ": "choice" if is_best else "*" * (candidate in plan.front),
+        "": "choice" if is_best else "*" * (candidate in plan.front),
     }
 
 
@@ -196,22 +228,20 @@ def _print_vocabulary(rows: Sequence[VocabularyRow]) -> None:
     if not rows:
         return
     typer.echo(
-        "\nwhat a step costs with the output layer and the embedding on their stages, with layers\n"
-        "moved away from them, and with both divided over all ranks (vocabulary parallelism):"
+        "\nwhat a step takes with embedding and output layer at the ends of the pipeline, with "
+        "layers moved away\nfrom there, and with both divided over all ranks "
+        "(--pipeline-vocab-parallel 1 or 2):"
     )
-    names = {
-        method: f"vocabulary {method}" if method.isdigit() else method.value
-        for method in VocabMethod
-    }
     print_table(
         [
             {"schedule": row.schedule}
-            | {names[method]: "-" if step is None else step for method, step in row.steps.items()}
+            | {
+                _VOCABULARY[method]: "-" if step is None else step
+                for method, step in row.steps.items()
+            }
             for row in rows
         ]
     )
     _print_refusals(
-        (f"{row.schedule} ({names[method]})", why)
-        for row in rows
-        for method, why in row.refused.items()
+        (row.schedule, method, why) for row in rows for method, why in row.refused.items()
     )

@@ -127,7 +127,7 @@ def _check(
     _say_what_is_assumed(report, args, launch_line)
     if config.schedule == PLAN:
         with launch_line.on_gpus(args):
-            chosen = report.attempt("plan", lambda: _chosen(launch.arguments, config, ranks))
+            chosen = report.attempt("plan", lambda: _chosen(launch.arguments, config, ranks, room))
         if chosen is None:
             return
         text = f"takes {' '.join(chosen.flags)}: {chosen.why}"
@@ -158,10 +158,10 @@ def _check(
     report.findings += check_restarts(args, launch.max_restarts)
 
 
-def _chosen(argv: Sequence[str], config: PipelineConfig, world_size: int) -> Any:
+def _chosen(argv: Sequence[str], config: PipelineConfig, world_size: int, room: int | None) -> Any:
     from megatron_ext.launch_check.plan import choose_for
 
-    return choose_for(argv, config, world_size)
+    return choose_for(argv, config, world_size, room)
 
 
 def _check_patches(report: Report, config: PipelineConfig) -> None:
@@ -348,7 +348,7 @@ def _predict(
         RankPrediction(
             rank,
             sum(layers[stage] for stage in placement.stages_of[rank]),
-            model[rank],
+            model[rank].total,
             microbatches[rank],
             held[rank],
         )

@@ -1,7 +1,7 @@
 """``--pipeline-schedule plan``: which schedule a launch line takes, told before it is launched.
 
 Patches depend on the schedule, and Megatron builds the model for it, so the choice comes first:
-from the arguments alone, which all ranks share, so that all come to the same.
+from the arguments and the GPU's memory alone, which all ranks share, so that all come to the same.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_ext.adapter.arguments import (
-    check,
-    check_settings,
-    model_of,
-    problems,
-)
+import torch
+
+from megatron_ext.adapter import model_bytes
+from megatron_ext.adapter.arguments import check, check_settings, problems
+from megatron_ext.adapter.layers import layers_of_stages
 from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.launch_check import line as launch_line
-from megatron_ext.schedule.model.model_memory import TrainingState, bytes_of_ranks
+from megatron_ext.schedule.build.registry import Mark, entries
+from megatron_ext.schedule.model.gpus import USABLE
 from megatron_ext.schedule.plan.planner import (
     Candidate,
     Plan,
@@ -34,6 +34,19 @@ from megatron_ext.schedule.plan.recommendation import flags_of, slower_by
 
 AS_1F1B = "1x"  # the limit where bytes are not known: what 1F1B holds, in microbatches
 
+# Switches of Megatron's that some schedules refuse and that are about speed alone: without them the
+# same is trained.
+FOR_SPEED = (
+    "cross_entropy_loss_fusion",
+    "fp8_output_proj",
+    "moe_single_grouped_bias",
+    "moe_single_grouped_weight",
+    "tp_comm_overlap",
+    "use_grouped_gemm_for_shared_expert",
+    "use_transformer_engine_op_fuser",
+)
+WORTH_A_WORD = 0.005  # of a step
+
 
 @dataclass(frozen=True)
 class Chosen:
@@ -43,14 +56,20 @@ class Chosen:
     why: str
 
 
-def choose_for(argv: Sequence[str], config: PipelineConfig, world_size: int) -> Chosen:
-    """What to train under on the launch line with the arguments ``argv``.
+def choose_for(
+    argv: Sequence[str],
+    config: PipelineConfig,
+    world_size: int,
+    gpu_memory: float | None = None,
+) -> Chosen:
+    """What to train under on the launch line with the arguments ``argv``: of the stable schedules.
 
     A rank is given no more memory than Megatron's own 1F1B would take on the fullest rank, unless
-    ``config`` has a memory limit.
+    ``config`` has a memory limit; and no more than `USABLE` of a GPU's, if anything can do with it.
 
     Args:
         world_size: ranks of the launch.
+        gpu_memory: bytes of a GPU; None: of the one that is here, if one is.
 
     Raises:
         ValueError: no schedule can run so.
@@ -73,9 +92,34 @@ def choose_for(argv: Sequence[str], config: PipelineConfig, world_size: int) -> 
             tokens = launch_line.count_tokens(line.args)
             if not given and tokens is None and line.args.padded_vocab_size is None:
                 methods &= {VocabMethod.NAIVE}  # whether dividing it is worth while cannot be told
-            return _Launch(line.args, config, world_size, frozenset(methods), tokens).choose()
+            launch = _Launch(line.args, config, world_size, frozenset(methods), tokens)
+            return launch.choose(gpu_memory or _memory_here())
     finally:
         logging.disable(disabled)
+
+
+def _memory_here() -> float | None:
+    """Bytes of the GPU that is here, down to a GiB: those of a job may differ by a little."""
+    if not torch.cuda.is_available():
+        return None
+    return float(torch.cuda.get_device_properties(0).total_memory >> 30 << 30)
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """What a rank may take.
+
+    Attributes:
+        text: says so.
+        room: bytes; None: no bound.
+        limit: of activations, to be written with any schedule.
+        is_written: whether a schedule is to be written with the limit that it was made for.
+    """
+
+    text: str
+    room: float | None = None
+    limit: str | None = None
+    is_written: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,28 +130,44 @@ class _Launch:
     methods: frozenset[VocabMethod]
     tokens: int | None  # of the vocabulary, if it is known
 
-    def choose(self) -> Chosen:
-        launch, room = self, None
-        limit_flags: tuple[str, ...] = ()
-        bound = f"within {flag('memory_limit')} {self.config.memory_limit}"
-        if self.config.memory_limit is None:
-            room = self._taken_by_1f1b()
-            bound = "in no more memory than 1f1b"
-            if room is None:
-                limit_flags = (flag("memory_limit"), AS_1F1B)
-                launch = replace(self, config=replace(self.config, memory_limit=AS_1F1B))
-        plan = make_plan(launch.variant, room, only_promising=True)
-        for candidate in plan.candidates:
-            limit = None if room is None or candidate.limit is None else candidate.limit.written
-            try:
-                check(*launch._validated(candidate.schedule, candidate.method, limit))
-            except ValueError:
-                continue  # an order that Transformer Engine refuses, or another batch size
-            # A limit of the user's is on the line already.
-            flags = flags_of(candidate if limit else replace(candidate, limit=None), None)
-            return Chosen((*flags, *limit_flags), _reason(candidate, plan, bound))
-        whys = dict.fromkeys(plan.refusals.values())
-        raise ValueError(f"{flag('schedule')} plan finds no schedule {bound}: {'; '.join(whys)}")
+    def choose(self, gpu_memory: float | None) -> Chosen:
+        """Within the first of `_bounds` that leaves anything."""
+        whys: dict[str, None] = {}
+        for bound in self._bounds(gpu_memory):
+            launch = self
+            if bound.limit is not None:
+                launch = replace(self, config=replace(self.config, memory_limit=bound.limit))
+            plan = make_plan(launch.variant, bound.room, only_promising=True)
+            candidate = launch.first_that_starts(plan, bound)
+            if candidate is not None:
+                why = _reason(candidate, plan, bound)
+                why += launch.what_flags_hide(candidate, plan, bound)
+                return Chosen(_flags(candidate, bound), why)
+            whys |= dict.fromkeys(plan.refusals.values())
+        raise ValueError(
+            f"{flag('schedule')} plan finds no schedule {bound.text}: {'; '.join(whys)}"
+        )
+
+    def _bounds(self, gpu_memory: float | None) -> Iterator[_Bound]:
+        usable = None if gpu_memory is None else USABLE * gpu_memory
+        on_gpu = f"in the {_gib(usable)} GiB that can be used of a GPU's {_gib(gpu_memory)}"
+        too_large = f"; a GPU has {_gib(gpu_memory)} GiB, and none is predicted to fit"
+        if self.config.memory_limit is not None:
+            text = f"within {flag('memory_limit')} {self.config.memory_limit}"
+            if usable is None:
+                yield _Bound(text)
+            else:
+                yield _Bound(f"{text} and {on_gpu}", usable)
+                yield _Bound(text + too_large)
+            return
+        text, of_1f1b = "in no more memory than 1f1b", self._taken_by_1f1b()
+        if of_1f1b is None:
+            yield _Bound(text, usable, AS_1F1B)
+        elif usable is None or of_1f1b <= usable:
+            yield _Bound(text, of_1f1b, is_written=True)
+        else:
+            yield _Bound(on_gpu, usable, is_written=True)
+            yield _Bound(text + too_large, of_1f1b, is_written=True)
 
     def _taken_by_1f1b(self) -> float | None:
         """Bytes of the fullest rank; None if it cannot run, or bytes are not known."""
@@ -119,13 +179,68 @@ class _Launch:
         except ValueError:
             return None
 
+    def first_that_starts(self, plan: Plan, bound: _Bound) -> Candidate | None:
+        """The shortest of ``plan`` that a rank would not refuse: Transformer Engine may refuse an
+        order, and steps of other batch sizes may not be possible."""
+        for candidate in plan.candidates:
+            is_written = bound.is_written and candidate.limit is not None
+            limit = candidate.limit.written if is_written else None
+            try:
+                check(*self._validated(candidate.schedule, candidate.method, limit))
+            except ValueError:
+                continue
+            return candidate
+        return None
+
+    def what_flags_hide(self, taken: Candidate, plan: Plan, bound: _Bound) -> str:
+        """A better choice that is refused for flags which are about speed alone, in words."""
+        given = [name for name in FOR_SPEED if getattr(self.args, name, False)]
+        if not given:
+            return ""
+        without = self._without(given)
+
+        def variant(name: str, method: VocabMethod) -> Variant | None:
+            refused = (name, method) in plan.refusals and not entries()[name].searches
+            return without.variant(name, method) if refused else None
+
+        others = make_plan(variant, bound.room, only_promising=True, better_than=taken)
+        better = without.first_that_starts(others, bound)
+        if better is None or better.step > (1 - WORTH_A_WORD) * taken.step:
+            return ""
+        needed = [
+            f"--{name.replace('_', '-')}"
+            for name in given
+            if self._without([other for other in given if other != name]).refuses(better)
+        ]
+        words = " ".join(_flags(better, bound)[1:])
+        bubbles = [f"{c.report.bubble_share_makespan:.1%}" for c in (better, taken)]
+        return (
+            f". Without {' and '.join(needed)}: {words}, a step {1 - better.step / taken.step:.1%} "
+            f"shorter (bubble {bubbles[0]}, not {bubbles[1]}; what the flag itself saves is not "
+            f"counted)"
+        )
+
+    def _without(self, names: Sequence[str]) -> _Launch:
+        """This launch without the switches ``names``."""
+        args = copy.deepcopy(self.args)
+        for name in names:
+            setattr(args, name, False)
+        return replace(self, args=args)
+
+    def refuses(self, candidate: Candidate) -> bool:
+        try:
+            self.variant(candidate.schedule, candidate.method)
+        except ValueError:
+            return True
+        return False
+
     def variant(self, name: str, method: VocabMethod) -> Variant | None:
         """The problem of the family ``name``: that of the most microbatches.
 
         Raises:
             ValueError: Megatron or we refuse it with these arguments.
         """
-        if method not in self.methods:
+        if method not in self.methods or entries()[name].mark is not Mark.STABLE:
             return None
         args, config = self._validated(name, method)
         check_settings(args, config)
@@ -133,9 +248,8 @@ class _Launch:
         placement = problem.placement
         model = None
         if problem.costs.held_bytes is not None:
-            model = bytes_of_ranks(
-                model_of(args, placement), placement, method.vocabulary, _state(args)
-            )
+            layers = layers_of_stages(args, placement)
+            model = model_bytes.bytes_of_ranks(args, placement, layers, method.vocabulary)
         return Variant(config.choice, problem, model)
 
     def _validated(
@@ -152,20 +266,26 @@ class _Launch:
         return args, config
 
 
-def _state(args: Any) -> TrainingState:
-    return TrainingState(
-        tied=not args.untie_embeddings_and_output_weights,
-        optimizer_ranks=args.data_parallel_size if args.use_distributed_optimizer else 1,
-        gradient_bytes=4 if args.accumulate_allreduce_grads_in_fp32 or not args.bf16 else 2,
-    )
+def _flags(candidate: Candidate, bound: _Bound) -> tuple[str, ...]:
+    """What to write for ``candidate``. A limit of the user's is on the line already."""
+    words = flags_of(candidate if bound.is_written else replace(candidate, limit=None), None)
+    return words if bound.limit is None else (*words, flag("memory_limit"), bound.limit)
 
 
-def _reason(candidate: Candidate, plan: Plan, bound: str) -> str:
+def _gib(number: float | None) -> str:
+    return "?" if number is None else f"{number / 2**30:.3g}"
+
+
+def _longer(share: float) -> str:
+    return f"{share:.1%} longer" if share >= 0.0005 else "about as long"
+
+
+def _reason(candidate: Candidate, plan: Plan, bound: _Bound) -> str:
     others = [other for other in plan.best_of_each if other.schedule != candidate.schedule]
-    text = f"the shortest step of {len(plan.best_of_each)} schedules {bound}"
-    for other in others[:1]:
-        text += f"; then {other.schedule}, {slower_by(other, candidate):.1%} longer"
-    stock = next((other for other in others[1:] if other.schedule == "1f1b"), None)
-    if stock is not None:
-        text += f", and 1f1b, {slower_by(stock, candidate):.1%}"
-    return text
+    text = f"the shortest predicted step of {len(plan.best_of_each)} schedules {bound.text}"
+    shown = [
+        f"{other.schedule} ({_longer(slower_by(other, candidate))})"
+        for rank, other in enumerate(others)
+        if rank == 0 or other.schedule == "1f1b"
+    ]
+    return f"{text}; then {' and '.join(shown)}" if shown else text

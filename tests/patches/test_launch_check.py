@@ -448,9 +448,12 @@ def test_ranks_share_the_model(untied: bool, experts: int | None) -> None:
         launch_line.validate(args, config, 4)
     args.padded_vocab_size = 128
     args.untie_embeddings_and_output_weights = untied
-    on_line = bytes_of_ranks(args, line(4), [2, 2, 2, 2])
-    on_v = bytes_of_ranks(args, v(4), [1] * 8)
-    divided = bytes_of_ranks(args, v(4), [1] * 8, VocabularyParallel.TWO)
+
+    def totals(*given: Any) -> list[float]:
+        return [rank.total for rank in bytes_of_ranks(args, *given)]
+
+    on_line, on_v = totals(line(4), [2, 2, 2, 2]), totals(v(4), [1] * 8)
+    divided = totals(v(4), [1] * 8, VocabularyParallel.TWO)
     assert divided[0] == divided[1] == divided[2] == divided[3]
     tables = 2 if untied else 1
     assert sum(divided) == pytest.approx(sum(on_v) - (2 - tables) * 18 * 128 * args.hidden_size)

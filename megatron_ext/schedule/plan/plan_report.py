@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megatron_ext.schedule.build.registry import Mark
 from megatron_ext.schedule.build.report import ScheduleReport
-from megatron_ext.schedule.plan.planner import Plan, VocabMethod, pareto_front
+from megatron_ext.schedule.plan.planner import Plan, VocabMethod, pareto_front, stable_of
 from megatron_ext.schedule.plan.recommendation import Recommendation, recommendation
 
 
@@ -35,9 +36,10 @@ class PlanReport:
     """A plan; ``--json`` prints these names in this order.
 
     Attributes:
-        choice: the first of ``schedules``.
-        pareto: those of ``schedules`` that no other beats in both time and memory.
+        choice: the first of ``schedules`` that is stable; where none is, the first.
+        pareto: those of ``schedules`` like it that no other beats in both time and memory.
         schedules: as they are, nothing done about the vocabulary, shortest first.
+        marks: of each of ``schedules``.
         refused: why others are not among them.
         vocabulary: all that can be done about it, if there is more than one thing.
     """
@@ -45,6 +47,7 @@ class PlanReport:
     choice: str | None
     pareto: tuple[str, ...]
     schedules: tuple[ScheduleReport, ...]
+    marks: Mapping[str, Mark]
     refused: Mapping[str, str]
     vocabulary: tuple[VocabularyRow, ...]
     recommended: Recommendation | None
@@ -61,11 +64,13 @@ def plan_report(plan: Plan, layers: int | None) -> PlanReport:
         layers: of the model, for `recommendation`.
     """
     naive = [candidate for candidate in plan.candidates if candidate.method is VocabMethod.NAIVE]
-    front = pareto_front(naive, lambda candidate: candidate.report.peak)
+    recommendable = stable_of(naive) or tuple(naive)
+    front = pareto_front(recommendable, lambda candidate: candidate.report.peak)
     return PlanReport(
-        choice=naive[0].schedule if naive else None,
+        choice=recommendable[0].schedule if recommendable else None,
         pareto=tuple(candidate.schedule for candidate in front),
         schedules=tuple(candidate.report for candidate in naive),
+        marks={candidate.schedule: candidate.mark for candidate in naive},
         refused={
             name: why
             for (name, method), why in plan.refusals.items()
@@ -83,8 +88,7 @@ def side_by_side(plan: Plan) -> tuple[VocabularyRow, ...]:
     if len(methods) == 1:
         return ()
     steps = {
-        (candidate.schedule, candidate.method): candidate.step
-        for candidate in (*plan.candidates, *plan.simulated)
+        (candidate.schedule, candidate.method): candidate.step for candidate in plan.candidates
     }
     names = [c.schedule for c in plan.candidates if c.method is VocabMethod.NAIVE]
     return tuple(
@@ -94,7 +98,7 @@ def side_by_side(plan: Plan) -> tuple[VocabularyRow, ...]:
             {
                 method: plan.refusals[name, method]
                 for method in methods
-                if (name, method) in plan.refusals and (name, method) not in steps
+                if (name, method) in plan.refusals
             },
         )
         for name in names

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_ext.schedule.build.output_layer import place_output_layer
 from megatron_ext.schedule.build.overlap import is_gain
-from megatron_ext.schedule.build.registry import Choice, entries
+from megatron_ext.schedule.build.registry import Choice, Mark, entries
 from megatron_ext.schedule.build.report import ScheduleReport, report
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.model.model_memory import ModelBytes
 from megatron_ext.schedule.placement import is_line_or_v
 from megatron_ext.schedule.problem import Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.program.memory import in_bytes, peaks
+from megatron_ext.schedule.progress import task
 from megatron_ext.schedule.search.bounds import lower_bound
 from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
 
@@ -46,10 +47,11 @@ class Variant:
     problem: Problem
     model: Sequence[ModelBytes] | None = None
 
-    @property
-    def can_be_launched(self) -> bool:
+    def check_launch(self) -> None:
+        """Raise ValueError if it could be simulated, and no launch could run it."""
         is_divided = self.problem.extras.vocabulary is not VocabularyParallel.NONE
-        return not is_divided or is_line_or_v(self.problem.placement)
+        if is_divided and not is_line_or_v(self.problem.placement):
+            raise ValueError("its vocabulary cannot be divided: only that of a line or a V can")
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,10 @@ class Candidate:
         return self.report.schedule
 
     @property
+    def mark(self) -> Mark:
+        return entries()[self.schedule].mark
+
+    @property
     def step(self) -> float:
         """What a step costs: the makespan, or where steps overlap about the span."""
         return self.report.step
@@ -111,17 +117,21 @@ class Plan:
     Attributes:
         candidates: shortest step first.
         refusals: why others are not among them.
-        simulated: those of the others of which there is a prediction: no launch can run them yet.
     """
 
     candidates: tuple[Candidate, ...]
     refusals: Mapping[tuple[str, VocabMethod], str]
-    simulated: tuple[Candidate, ...] = ()
+
+    @property
+    def recommendable(self) -> tuple[Candidate, ...]:
+        """The stable ones; where there is none, all."""
+        return stable_of(self.candidates) or self.candidates
 
     @property
     def best(self) -> Candidate | None:
-        """The shortest step within the limit; of equals, the one that holds least."""
-        return self.candidates[0] if self.candidates else None
+        """The shortest step within the limit of what is `recommendable`; of equals, the one that
+        holds least."""
+        return next(iter(self.recommendable), None)
 
     @property
     def best_of_each(self) -> tuple[Candidate, ...]:
@@ -133,8 +143,8 @@ class Plan:
 
     @property
     def front(self) -> tuple[Candidate, ...]:
-        """Those that no other beats in both time and memory, shortest first."""
-        return pareto_front(self.candidates, lambda candidate: candidate.holds)
+        """Those `recommendable` that no other beats in both time and memory, shortest first."""
+        return pareto_front(self.recommendable, lambda candidate: candidate.holds)
 
     @property
     def methods(self) -> tuple[VocabMethod, ...]:
@@ -143,6 +153,10 @@ class Plan:
             method for _, method in self.refusals
         }
         return tuple(method for method in VocabMethod if method in there_are)
+
+
+def stable_of(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
+    return tuple(candidate for candidate in candidates if candidate.mark is Mark.STABLE)
 
 
 def pareto_front(
@@ -164,40 +178,41 @@ def make_plan(
     room: float | None = None,
     only_promising: bool = False,
     may_offload: bool = False,
-    progress: Callable[[Sequence[str]], Iterable[str]] = lambda names: names,
+    better_than: Candidate | None = None,
 ) -> Plan:
-    """Build and simulate every family with every method.
+    """Build and simulate every family with every method, what searches last.
 
     Args:
         room: bytes that a rank has for everything; None: as much as it takes.
-        only_promising: leave out, with its reason, what is proved to take longer than another,
-            and search with one method only, that of the best before.
+        only_promising: leave out, with its reason, what is proved to take longer than a stable
+            one, and search with one method only, that of the best before.
         may_offload: let activations of a schedule leave for the host where it does not fit without.
-        progress: wraps the names, to show which is being made.
+        better_than: what is known already, for ``only_promising`` to compare with.
     """
     candidates: list[Candidate] = []
-    simulated: list[Candidate] = []
     refusals: dict[tuple[str, VocabMethod], str] = {}
-    names = list(entries())
-    if only_promising:  # what searches last, when there is most to compare it with
-        names.sort(key=lambda name: entries()[name].searches)
-    for name in progress(names):
-        for method in VocabMethod:
+    pairs = list(_families_and_methods())
+    with task("comparing schedules", len(pairs)) as work:
+        for name, method in pairs:
+            known = stable_of(candidates) + ((better_than,) if better_than else ())
             try:
                 variant = variant_of(name, method)
-                if variant is None:
-                    continue
-                if only_promising and candidates:
-                    _check_promising(variant, method, room, min(candidates, key=_by_time))
-                candidate = consider(variant, method, room, may_offload)
-                if variant.can_be_launched:
-                    candidates.append(candidate)
-                else:
-                    simulated.append(candidate)
-                    refusals[name, method] = "simulated only: lines and V's can be trained so"
+                if variant is not None:
+                    variant.check_launch()
+                    if only_promising and known:
+                        _check_promising(variant, method, room, min(known, key=_by_time))
+                    candidates.append(consider(variant, method, room, may_offload))
             except ValueError as error:
                 refusals[name, method] = str(error)
-    return Plan(tuple(sorted(candidates, key=_by_time)), refusals, tuple(simulated))
+            work.done += 1
+    return Plan(tuple(sorted(candidates, key=_by_time)), refusals)
+
+
+def _families_and_methods() -> Iterator[tuple[str, VocabMethod]]:
+    """What searches comes last, when there is most to compare it with."""
+    for entry in sorted(entries().values(), key=lambda entry: entry.searches):
+        for method in VocabMethod:
+            yield entry.name, method
 
 
 def consider(
@@ -249,7 +264,7 @@ def _without_offload(variant: Variant, method: VocabMethod, room: float | None) 
         if fullest > room:
             raise ValueError(
                 f"rank {totals.index(fullest)} would hold {fullest / 2**30:.3g} GiB, "
-                f"{(fullest - room) / 2**30:.3g} GiB more than there are"
+                f"{(fullest - room) / 2**30:.3g} GiB more than it may"
             )
     return made
 
@@ -265,7 +280,7 @@ def _check_promising(
     that would have to be made with every method."""
     problem = variant.problem
     if variant.choice.searches and method is not best.method:
-        raise ValueError(f"searched only with the vocabulary as {best.schedule} has it best")
+        raise ValueError(f"searched for only with the vocabulary as {best.schedule} has it")
     if room is not None and variant.model is not None and problem.memory_limit is None:
         left = max(room - min(rank.total for rank in variant.model), 0.0)
         problem = replace(problem, memory_limit=MemoryLimit(bytes=int(left)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_ext.schedule.build.registry import Mark
 from megatron_ext.schedule.plan.planner import Candidate, Plan, RankMemory, VocabMethod
 from megatron_ext.schedule.problem import Offload, VocabularyParallel
 
@@ -33,6 +34,7 @@ class Recommended:
     """A candidate's settings and figures; ``fullest_rank`` is in bytes, None if not known."""
 
     schedule: str
+    mark: Mark
     vocabulary: VocabMethod
     offload: Offload
     memory_limit: str | None
@@ -44,14 +46,15 @@ class Recommended:
 
 @dataclass(frozen=True)
 class RunnerUp(Recommended):
-    """``slower_by``: the share of the best one's time that it takes more."""
+    """``slower_by``: the share of the best one's time that it takes more; less than 0 where it is
+    faster and not stable."""
 
     slower_by: float
 
 
 @dataclass(frozen=True)
 class Recommendation(Recommended):
-    """The best of a plan, then each other with what it takes more.
+    """The best of a plan, then each other, shortest first, with what it takes more.
 
     Attributes:
         flags: the words that make a launch train so.
@@ -101,20 +104,22 @@ def recommendation(plan: Plan, layers: int | None) -> Recommendation | None:
         ranks=None if best.memory is None else tuple(map(_bytes_of, best.memory)),
         runners_up=tuple(
             RunnerUp(**vars(_recommended(other)), slower_by=slower_by(other, best))
-            for other in plan.candidates[1:]
+            for other in plan.candidates
+            if other is not best
         ),
         refused=tuple(Refusal(name, method, why) for (name, method), why in plan.refusals.items()),
     )
 
 
 def slower_by(candidate: Candidate, best: Candidate) -> float:
-    """What share of the time of ``best`` it takes more."""
+    """What share of the time of ``best`` it takes more; less than 0 where it takes less."""
     return candidate.step / best.step - 1
 
 
 def _recommended(candidate: Candidate) -> Recommended:
     return Recommended(
         schedule=candidate.schedule,
+        mark=candidate.mark,
         vocabulary=candidate.method,
         offload=candidate.report.offload,
         memory_limit=None if candidate.limit is None else candidate.limit.written,
