@@ -279,3 +279,14 @@ def test_a_whole_program_is_written_for_others_to_check(tmp_path: Path) -> None:
     assert answer["makespan_if_passes_wait"] >= answer["makespan"]
     rows = [list(map(parse, line.split(","))) for line in file.read_text().splitlines()]
     assert rows == [list(row) for row in program("1f1b", line_problem(2, 2)).schedule.rows]
+
+
+def test_names_and_figures_stay_whole_on_a_narrow_terminal() -> None:
+    """`plan` had "breadth-fir" above "st", and "experiment" above "al"."""
+    terminal = {"FORCE_COLOR": "1", "TERM": "dumb", "COLUMNS": "80", "LINES": "50"}
+    plan = ("plan", "--pp", "2", "-m", "4", "--costs", "f=10,i=12,w=8,comm=1,head=1/1/1")
+    printed = runner.invoke(app, plan, env=terminal).stdout
+    assert re.search(r"^breadth-first .*\d\.\d% ", printed, re.MULTILINE)
+    listed = runner.invoke(app, ["schedules"], env=terminal).stdout
+    assert re.search(r"^breadth-first .*loop ", listed, re.MULTILINE)
+    assert max(map(len, listed.splitlines())) <= 80, "sentences go on in the next line"
