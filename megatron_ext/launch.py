@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from megatron_ext.adapter.progress import telling_of_long_work
 from megatron_ext.config import (
     PLAN,
     PipelineConfig,
@@ -24,7 +23,7 @@ from megatron_ext.config import (
 )
 from megatron_ext.errors import exit_for
 from megatron_ext.installation import install
-from megatron_ext.logger import logger
+from megatron_ext.logger import logger, telling_of_long_work
 from megatron_ext.patches.engine import PatchError, apply
 
 CPU_PLATFORM = "megatron_ext.patches.cpu"

@@ -18,9 +18,9 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_ext.adapter.compatibility import refuse_order
 from megatron_ext.adapter.dimensions import estimated_costs
-from megatron_ext.adapter.progress import telling_of_long_work
 from megatron_ext.adapter.vocabulary_rows import embedding_part
 from megatron_ext.config import PipelineConfig
+from megatron_ext.logger import telling_of_long_work
 from megatron_ext.runtime.agreement import listed
 from megatron_ext.schedule.build.output_layer import place_again, place_output_layer
 from megatron_ext.schedule.costs import Costs
@@ -174,8 +174,8 @@ def check_digests(schedule: str, digests: Mapping[int, str]) -> None:
     if len(ranks) > 1:
         built = "; ".join(f"{digest[:12]} on {listed(where)}" for digest, where in ranks.items())
         raise RuntimeError(
-            f"ranks built different programs from {schedule}: {built}; do all of them run one "
-            f"version of megatron_ext and numpy, and read one file?"
+            f"ranks built different programs from {schedule}: {built}; start all of them with "
+            f"one version of megatron_ext and numpy, and one schedule file"
         )
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.adapter import progress
-from megatron_ext.adapter.progress import telling_of_long_work
+from megatron_ext import logger
+from megatron_ext.logger import telling_of_long_work
 from megatron_ext.schedule.progress import reporting, task
 from tests.helpers.ranks import run_ranks, values
 from tests.pipeline.test_callers import installed, step
@@ -31,7 +31,7 @@ def slow(problem: Problem) -> Schedule:
 
 @pytest.fixture(autouse=True)
 def told_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "reporting", functools.partial(reporting, first=0.1))
+    monkeypatch.setattr(logger, "reporting", functools.partial(reporting, first=0.1))
 
 
 def test_a_step_says_that_it_builds(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
