@@ -51,7 +51,7 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
             "num_layers": 12,
             "num_layers_per_virtual_pipeline_stage": 1,
         },
-        "say 3: drop them, or write interleaved:vpp=3",
+        "or write interleaved:vpp=3",
     ),
     "layers that do not divide": (
         {"pipeline_schedule": "zb-v", "num_layers": 12},
@@ -85,7 +85,7 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
     ),
     "costs written to a folder": (
         {"pipeline_costs": "profile:/tmp"},
-        "/tmp is a folder; name a file in it, as profile:/tmp/costs.json",
+        "/tmp is a folder: name a file in it, as profile:/tmp/costs.json",
     ),
     "costs written to nowhere": (
         {"pipeline_costs": "profile:"},
