@@ -91,6 +91,8 @@ def parse_costs(text: str, placement: Placement) -> Costs:
     Raises:
         ValueError: neither, a figure missing, negative or given twice.
     """
+    if not text.strip():
+        raise ValueError(f"costs {text!r} are empty; {_EXAMPLE}")
     if "=" not in text:
         return load_costs(Path(text), placement)
     figures: dict[str, list[float]] = {}

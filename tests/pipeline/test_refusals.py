@@ -51,7 +51,8 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
             "num_layers": 12,
             "num_layers_per_virtual_pipeline_stage": 1,
         },
-        "or write interleaved:vpp=3",
+        "ask for 3: remove the flags, which the schedule does not need, or give the layout 8 "
+        "stages; or write interleaved:vpp=3",
     ),
     "layers that do not divide": (
         {"pipeline_schedule": "zb-v", "num_layers": 12},
