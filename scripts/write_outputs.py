@@ -12,7 +12,7 @@ An output stands beneath its command, in a block with this mark above it:
 ``<!-- slow output: ... -->`` marks what takes longer than some seconds; --quick leaves it as it
 stands. ``<!-- output | sed 9q: ... -->`` shortens what is shown. A page's commands run in one
 shell, in a folder with the files that the page shows (blocks whose first line is ``# NAME.py`` or
-``# NAME.sh``) and a ``pretrain_gpt.py``; outputs are what they print to stdout on a terminal of 110
+``# NAME.sh``) and a ``pretrain_gpt.py``; outputs are what they print to stdout on a terminal of 120
 columns, without a GPU.
 """
 
@@ -30,7 +30,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-COLUMNS = 110
+COLUMNS = 120
 
 _BLOCK = re.compile(
     r"^<!-- (?P<slow>slow )?output(?: \| (?P<filter>[^\n]+))?: "

@@ -74,6 +74,8 @@ def _model_of(
     model = copy.copy(args)
     model.world_size = args.world_size // args.pipeline_model_parallel_size
     model.pipeline_model_parallel_size = 1
+    # What shares optimizer states: Megatron's estimate leaves context-parallel ranks out.
+    model.data_parallel_size = args.data_parallel_size * args.context_parallel_size
     model.num_layers = sum(map(len, layers))
     if not head:
         model.mtp_num_layers = None

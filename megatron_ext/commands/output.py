@@ -19,16 +19,38 @@ def fail(error: Exception) -> NoReturn:
     raise typer.Exit(2)
 
 
+_SHORT = 20  # characters: names and figures; what is longer are sentences
+_GAP = 2  # between columns
+
+
 def print_table(rows: list[dict[str, Any]]) -> None:
-    table = Table(box=None, pad_edge=False)
-    for column in rows[0]:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(_cell(value)) for value in row.values()))  # no markup
+    """Print ``rows`` beneath their keys. Where they are wider than the terminal, sentences and keys
+    go on in the next line; names and figures stay whole."""
     console = Console()
-    if not console.is_terminal:
-        console = Console(width=200)  # a pipe has no width of its own
-    console.print(table)
+    width = console.width if console.is_terminal else 200  # a pipe has no width of its own
+    cells = [[_cell(value) for value in row.values()] for row in rows]
+    longest = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    heads = list(rows[0])
+    if _width(heads, longest) > width:
+        heads = [
+            head if size > _SHORT else "\n".join(head.split())
+            for head, size in zip(heads, longest, strict=True)
+        ]
+    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0))
+    for head, size in zip(heads, longest, strict=True):
+        table.add_column(head, overflow="fold", no_wrap=size <= _SHORT)
+    for row in cells:
+        table.add_row(*map(Text, row))  # no markup
+    least = _width(heads, [min(size, _SHORT) for size in longest])
+    Console(width=max(width, least)).print(table)
+
+
+def _width(heads: list[str], sizes: list[int]) -> int:
+    """Of a table with cells of these sizes."""
+    widths = (
+        max(size, *map(len, head.split("\n"))) for head, size in zip(heads, sizes, strict=True)
+    )
+    return sum(widths) + _GAP * (len(sizes) - 1)
 
 
 def _cell(value: Any) -> str:
