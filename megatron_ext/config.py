@@ -83,7 +83,7 @@ def _source(name: str, text: str) -> CostsSource:
 def _iterations(name: str, text: str) -> range:
     first, _, end = text.partition(":")
     if not (first.isdecimal() and end.isdecimal()):
-        raise ValueError(f"{flag(name)} {text} is no A:B with 1 <= A < B; {_TRACED}")
+        raise ValueError(f"{flag(name)} {text} is not A:B with 1 <= A < B; {_TRACED}")
     return range(int(first), int(end))
 
 
@@ -159,8 +159,8 @@ class PipelineConfig:
         metadata=_one_of(
             VocabularyParallel,
             "Divide embedding and output layer over all pipeline ranks, and make their passes "
-            "part of the schedule: 1 holds two microbatches more than without, 2 one. Default: "
-            "none, they are on the first and the last stage.",
+            "part of the schedule: 1 holds two more microbatches, 2 holds one more. Default: none, "
+            "they are on the first and the last stage.",
         ),
     )
     activation_offload: Offload = field(
@@ -168,23 +168,24 @@ class PipelineConfig:
         metadata=_one_of(
             Offload,
             "Copy activations to host memory until they are needed, on the schedule's own time: "
-            "half is the longer-lived half of a rank's chunks, full all that the link is quick "
-            "enough for, fit the fewest that meet --pipeline-memory-limit. Default: none.",
+            "half copies those of the half of a rank's chunks that waits longest, full all that "
+            "the link to the host is fast enough for, fit as few as meet "
+            "--pipeline-memory-limit. Default: none.",
         ),
     )
     post_validation: bool = field(
         default=False,
         metadata=_switch(
-            "Let steps overlap: the optimizer steps before the whole gradient norm is known, "
-            "which comes during the next step's warm-up, and where that step should have been "
-            "clipped or skipped it is taken back and done again, exactly."
+            "Let steps overlap: the optimizer steps before the norm of all gradients is known, "
+            "which comes during the next step's warm-up. A step that should have been clipped or "
+            "skipped is taken back then and done again, exactly."
         ),
     )
     report_split: bool = field(
         default=False,
         metadata=_switch(
-            "After the first step, print for each rank of the first pipeline what share of the "
-            "weight gradients the schedule puts off, and what comes with the input gradients and "
+            "After the first step, print for each rank of the first pipeline which share of the "
+            "weight gradients waits for W, and what is computed with the input gradients, and "
             "why."
         ),
     )
@@ -194,7 +195,7 @@ class PipelineConfig:
             _folder,
             "DIR",
             "Write DIR/trace.json for Perfetto: when each pass ran on each rank of the last "
-            "pipeline, beside the prediction. Wants --pipeline-trace-iters. See 'megatron-ext "
+            "pipeline, beside the prediction. Needs --pipeline-trace-iters. See 'megatron-ext "
             "trace DIR'.",
         ),
     )
@@ -266,7 +267,7 @@ class PipelineConfig:
             raise ValueError(f"{flag('trace')} does not say which iterations; {_TRACED}")
         if iterations is not None and not 1 <= iterations.start < iterations.stop:
             raise ValueError(
-                f"{flag('trace_iters')} {iterations.start}:{iterations.stop} is no A:B with "
+                f"{flag('trace_iters')} {iterations.start}:{iterations.stop} is not A:B with "
                 f"1 <= A < B; {_TRACED}"
             )
 

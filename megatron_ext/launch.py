@@ -23,7 +23,7 @@ from megatron_ext.config import (
 )
 from megatron_ext.errors import exit_for
 from megatron_ext.installation import install
-from megatron_ext.logger import logger
+from megatron_ext.logger import logger, telling_of_long_work
 from megatron_ext.patches.engine import PatchError, apply
 
 CPU_PLATFORM = "megatron_ext.patches.cpu"
@@ -91,11 +91,10 @@ def _from_environment(arguments: Sequence[str]) -> list[str]:
 
 def _planned(config: PipelineConfig, choose: ChoosePlan) -> tuple[str, ...]:
     """The flags, for the end of the command line, that name what is to be trained under."""
-    is_first = os.environ.get("RANK", "0") == "0"
-    if is_first:
-        logger.info("plan compares schedules; with many ranks for minutes")
-    flags, why = choose(sys.argv[1:], config, int(os.environ.get("WORLD_SIZE", "1")))
-    if is_first:
+    rank = int(os.environ.get("RANK", "0"))
+    with telling_of_long_work(rank):
+        flags, why = choose(sys.argv[1:], config, int(os.environ.get("WORLD_SIZE", "1")))
+    if rank == 0:
         logger.info(f"plan takes {' '.join(flags)}: {why}")
     return flags
 

@@ -8,8 +8,12 @@ alone.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
+from contextlib import AbstractContextManager
+
+from megatron_ext.schedule.progress import reporting
 
 
 class _Logger(logging.Logger):
@@ -48,3 +52,10 @@ def _make() -> logging.Logger:
 
 
 logger = _make()
+
+
+def telling_of_long_work(rank: int) -> AbstractContextManager[None]:
+    """Within, a search or build that takes long says what it does, how far it is and when it ends
+    at the latest, and again now and then. All ranks of the world do the same, and ``rank`` 0 tells.
+    """
+    return reporting(logger.info, logger.warning) if rank == 0 else contextlib.nullcontext()

@@ -12,7 +12,7 @@ from megatron_ext.adapter.dimensions import dimensions_of, rates
 from megatron_ext.adapter.layers import layers_of_stages
 from megatron_ext.adapter.vocabulary_rows import check_divisible
 from megatron_ext.config import COSTS_FILE, PipelineConfig
-from megatron_ext.logger import logger
+from megatron_ext.logger import logger, telling_of_long_work
 from megatron_ext.runtime.measure import profile
 from megatron_ext.schedule.build.output_layer import place_output_layer
 from megatron_ext.schedule.build.overlap import check_overlaps
@@ -84,7 +84,8 @@ def programs(args: Any, config: PipelineConfig) -> list[Program]:
         ValueError: the schedule cannot be made for these sizes and limits.
     """
     choice = config.choice
-    return [place_output_layer(choice, problem) for problem in problems(args, config)]
+    with telling_of_long_work(args.rank):
+        return [place_output_layer(choice, problem) for problem in problems(args, config)]
 
 
 def problems(args: Any, config: PipelineConfig) -> list[Problem]:
@@ -118,14 +119,15 @@ def _check_trace(args: Any, config: PipelineConfig) -> None:
         return
     if args.train_iters is not None and traced[-1] > args.train_iters:
         raise ValueError(
-            f"--pipeline-trace-iters {traced.start}:{traced.stop}: iteration {traced[-1]} will not "
-            f"come, --train-iters is {args.train_iters}"
+            f"--pipeline-trace-iters {traced.start}:{traced.stop} asks for iteration {traced[-1]}, "
+            f"and the last one is {args.train_iters} (--train-iters): trace earlier ones, or train "
+            f"longer"
         )
     try:
         config.trace.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
-            f"--pipeline-trace {config.trace}: no trace can be written there: {error}"
+            f"--pipeline-trace {config.trace}: the folder cannot be made: {error}"
         ) from None
 
 
@@ -143,11 +145,11 @@ def _check_profile(args: Any, config: PipelineConfig) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
-            f"--pipeline-costs {config.costs}: no file can be written there: {error}"
+            f"--pipeline-costs {config.costs}: the file's folder cannot be made: {error}"
         ) from None
     if path.is_dir():
         raise ValueError(
-            f"--pipeline-costs {config.costs}: {path} is a folder; name a file in it, as "
+            f"--pipeline-costs {config.costs}: {path} is a folder: name a file in it, as "
             f"profile:{path / COSTS_FILE}"
         )
 

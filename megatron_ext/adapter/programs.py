@@ -20,6 +20,7 @@ from megatron_ext.adapter.compatibility import refuse_order
 from megatron_ext.adapter.dimensions import estimated_costs
 from megatron_ext.adapter.vocabulary_rows import embedding_part
 from megatron_ext.config import PipelineConfig
+from megatron_ext.logger import telling_of_long_work
 from megatron_ext.runtime.agreement import listed
 from megatron_ext.schedule.build.output_layer import place_again, place_output_layer
 from megatron_ext.schedule.costs import Costs
@@ -117,10 +118,11 @@ class Programs:
         """
         placement = self._choice.place(pipeline.size())
         problem = self._config.problem(placement, microbatches, self.costs[shape], forward_only)
-        if before is None:
-            program = place_output_layer(self._choice, problem)
-        else:
-            program = place_again(self._choice, problem, before)
+        with telling_of_long_work(dist.get_rank()):
+            if before is None:
+                program = place_output_layer(self._choice, problem)
+            else:
+                program = place_again(self._choice, problem, before)
         refuse_order(config, program.schedule)
         self._compare(program.digest, shape, microbatches, forward_only)
         self._programs[shape, microbatches, forward_only, config.variable_seq_lengths] = program
@@ -172,8 +174,8 @@ def check_digests(schedule: str, digests: Mapping[int, str]) -> None:
     if len(ranks) > 1:
         built = "; ".join(f"{digest[:12]} on {listed(where)}" for digest, where in ranks.items())
         raise RuntimeError(
-            f"ranks built different programs from {schedule}: {built}; do all of them run one "
-            f"version of megatron_ext and numpy, and read one file?"
+            f"ranks built different programs from {schedule}: {built}; start all of them with "
+            f"one version of megatron_ext and numpy, and one schedule file"
         )
 
 

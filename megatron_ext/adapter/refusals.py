@@ -52,6 +52,8 @@ def _parts_the_ends(choice: Choice) -> bool:
     return choice.example.rank_of[0] != choice.example.rank_of[-1]
 
 
+_PLACES_W = "the schedule decides when weight gradients are computed"
+
 REFUSALS = (
     Refusal(
         "transformer_impl",
@@ -89,9 +91,9 @@ REFUSALS = (
         "off",
         by=_splits,
     ),
-    _drop("defer_embedding_wgrad_compute"),
-    _drop("delay_wgrad_compute", "the schedule places W"),
-    _drop("overlap_dispatch_backward_with_experts_wgrad", "the schedule places W"),
+    _drop("defer_embedding_wgrad_compute", _PLACES_W),
+    _drop("delay_wgrad_compute", _PLACES_W),
+    _drop("overlap_dispatch_backward_with_experts_wgrad", _PLACES_W),
     _drop("overlap_moe_expert_parallel_comm"),
     _drop("hybrid_context_parallel"),
     _drop("fine_grained_activation_offloading"),
@@ -108,7 +110,12 @@ REFUSALS = (
         bool,
         "drop --overlap-p2p-communication-warmup-flush: receives are posted in time anyway",
     ),
-    _drop("mtp_num_layers"),
+    Refusal(
+        "mtp_num_layers",
+        bool,
+        "multi-token prediction is not supported yet, and without it another model is trained: "
+        "train this one without --pipeline-schedule",
+    ),
     Refusal("mtp_standalone", bool, "drop the standalone MTP stage from the layout"),
     _drop("use_ring_exchange_p2p"),
     _drop("use_megatron_fsdp"),
@@ -131,16 +138,21 @@ REFUSALS = (
 )
 
 _MADE_BY_PASSES = "the loss is made by passes of the schedule"
+_WITHOUT_DIVIDING = "drop --pipeline-vocab-parallel"
 
 VOCABULARY_REFUSALS = (
     _drop("cross_entropy_loss_fusion", _MADE_BY_PASSES),
     _drop("fp16_lm_cross_entropy", f"{_MADE_BY_PASSES}, in fp32"),
-    _drop("use_mup", "the logits are not scaled"),
+    Refusal("use_mup", bool, f"MuP scales the logits, and here they are not: {_WITHOUT_DIVIDING}"),
     _drop("fp8_output_proj", "the logits are not made in fp8"),
-    Refusal("context_parallel_size", lambda value: value > 1, "context parallelism is untried"),
-    _drop("sft", "packed sequences are untried"),
-    _drop("logits_load_dir", f"{_MADE_BY_PASSES}, from labels"),
-    Refusal("modelopt_enabled", bool, "models of ModelOpt are untried"),
+    Refusal(
+        "context_parallel_size",
+        lambda value: value > 1,
+        f"context parallelism is untried: {_WITHOUT_DIVIDING}",
+    ),
+    Refusal("sft", bool, f"packed sequences are untried: {_WITHOUT_DIVIDING}"),
+    Refusal("logits_load_dir", bool, f"{_MADE_BY_PASSES}, from labels: {_WITHOUT_DIVIDING}"),
+    Refusal("modelopt_enabled", bool, f"models of ModelOpt are untried: {_WITHOUT_DIVIDING}"),
     _drop("init_model_with_meta_device"),
     Refusal(
         "ckpt_format",
@@ -158,23 +170,34 @@ VOCABULARY_REFUSALS = (
     ),
 )
 
+_WITHOUT_OFFLOAD = "drop --pipeline-activation-offload"
+
 OFFLOAD_REFUSALS = (
-    Refusal("cpu_offloading", bool, "drop --cpu-offloading-num-layers: the schedule places copies"),
+    Refusal(
+        "cpu_offloading",
+        bool,
+        "drop --cpu-offloading-num-layers: the schedule decides when activations are copied",
+    ),
     *(
-        Refusal(name, bool, f"drop --{name}-format: quantised activations are untried")
+        Refusal(name, bool, f"quantised activations are untried: {_WITHOUT_OFFLOAD}")
         for name in ("fp8", "fp4")
     ),
-    Refusal("context_parallel_size", lambda value: value > 1, "context parallelism is untried"),
+    Refusal(
+        "context_parallel_size",
+        lambda value: value > 1,
+        f"context parallelism is untried: {_WITHOUT_OFFLOAD}",
+    ),
     _drop("tp_comm_overlap", "activations in its communication buffers are untried"),
 )
 
 _TAKEN_BACK = "a step must be one that can be taken back"
+_WITHOUT_POST_VALIDATION = "drop --pipeline-post-validation"
 
 POST_VALIDATION_OPTIMIZER_REFUSALS = (
     Refusal(
         "optimizer",
         lambda value: value not in ("adam", "sgd"),
-        f"write --optimizer adam or sgd: {_TAKEN_BACK}",
+        f"{_TAKEN_BACK}: write --optimizer adam or sgd, or {_WITHOUT_POST_VALIDATION}",
     ),
     _drop("use_layer_wise_distributed_optimizer", _TAKEN_BACK),
     _drop("optimizer_cpu_offload", "its step writes to copies of its own"),
@@ -195,7 +218,11 @@ POST_VALIDATION_OPTIMIZER_REFUSALS = (
         "gtp_weight_remat_size", lambda value: value > 1, "drop --tensor-parallel-num-weight-shards"
     ),
     _drop("log_num_zeros_in_grad", "zeros are counted over the whole pipeline in every step"),
-    _drop("qk_clip", "it changes parameters after the step, which is not undone"),
+    Refusal(
+        "qk_clip",
+        bool,
+        f"it changes parameters after the step, which is not undone: {_WITHOUT_POST_VALIDATION}",
+    ),
 )
 
 _WAITS_EACH_STEP = "all ranks would wait for one another in every step"
@@ -215,13 +242,12 @@ POST_VALIDATION_REFUSALS = (
     ),
     Refusal("log_params_norm", bool, f"{_WAITS_EACH_STEP}: drop --log-params-norm"),
     *(
-        Refusal(name, bool, f"{_WAITS_EACH_STEP} to count packed tokens: drop {flag}")
-        for name, flag in (
-            ("sft", "--sft"),
-            ("dataloader_inter_document_masking", "--dataloader-inter-document-masking"),
+        Refusal(
+            name, bool, f"{_WAITS_EACH_STEP} to count packed tokens: {_WITHOUT_POST_VALIDATION}"
         )
+        for name in ("sft", "dataloader_inter_document_masking")
     ),
-    Refusal("dsa_indexer_loss_coeff", bool, f"{_WAITS_EACH_STEP}: drop --dsa-indexer-loss-coeff"),
+    Refusal("dsa_indexer_loss_coeff", bool, f"{_WAITS_EACH_STEP}: {_WITHOUT_POST_VALIDATION}"),
     *(
         _drop(name, "it changes or reads weights after a step that may be taken back")
         for name in ("log_max_attention_logit", "save_params_interval")
@@ -233,21 +259,25 @@ POST_VALIDATION_REFUSALS = (
     Refusal(
         "num_experts",
         bool,
-        f"{_MEETS_FORWARDS_TWICE}, and routers keep state of theirs: models with experts are "
-        f"untried",
+        f"{_MEETS_FORWARDS_TWICE}, and routers keep state of theirs: {_WITHOUT_POST_VALIDATION}",
     ),
     *(
         Refusal(
             name,
             bool,
-            f"drop --{name}-format: {_MEETS_FORWARDS_TWICE}, and scaling factors keep state of "
-            f"theirs",
+            f"{_MEETS_FORWARDS_TWICE}, and scaling factors keep state of theirs: "
+            f"{_WITHOUT_POST_VALIDATION}",
         )
         for name in ("fp8", "fp4")
     ),
-    _drop("perform_rl_step", "its loop reads weights each step"),
-    Refusal("vision_pretraining", bool, "its own updates of a step cannot be taken back"),
-    _drop("freeze_all_layers", "there is no step to validate"),
+    *(
+        Refusal(name, bool, f"{why}: {_WITHOUT_POST_VALIDATION}")
+        for name, why in (
+            ("perform_rl_step", "its loop reads weights each step"),
+            ("vision_pretraining", "its own updates of a step cannot be taken back"),
+            ("freeze_all_layers", "there is no step to validate"),
+        )
+    ),
     Refusal(
         "variable_seq_lengths",
         bool,
@@ -257,7 +287,7 @@ POST_VALIDATION_REFUSALS = (
         "calculate_per_token_loss",
         bool,
         "tokens are counted on the last stage, and a step's validation begins at the first: choose "
-        "a V such as zb-v, which has both on one rank, or drop --calculate-per-token-loss",
+        f"a V such as zb-v, which has both on one rank, or {_WITHOUT_POST_VALIDATION}",
         by=_parts_the_ends,
     ),
     Refusal(

@@ -19,7 +19,7 @@ def log_interval() -> int:
 
 def restarts_in_process() -> bool:
     """Whether a failure of a rank has all of them train again in the same processes."""
-    return bool(getattr(training_global("_GLOBAL_ARGS"), "inprocess_restart", False))
+    return getattr(training_global("_GLOBAL_ARGS"), "inprocess_restart", False) is True
 
 
 def training_global(name: str) -> Any:

@@ -53,8 +53,7 @@ UNTRIED = (
         "inprocess_restart",
         bool,
         "restarts within the process are untried with nvidia-resiliency-ext: what is tested is a "
-        "second training in one process. A rank that does not come out of a step three seconds "
-        "after another has failed ends its process",
+        "second training in one process",
     ),
 )
 

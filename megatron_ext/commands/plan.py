@@ -26,7 +26,7 @@ from megatron_ext.schedule.plan.planner import Candidate, Plan, VocabMethod, mak
 from megatron_ext.schedule.plan.recommendation import Recommendation, slower_by
 from megatron_ext.schedule.plan.vocabulary_plan import variants_of
 from megatron_ext.schedule.problem import Offload
-from megatron_ext.schedule.show.draw import draw_plan
+from megatron_ext.schedule.show.draw import check_picture, draw_plan
 
 
 def plan(
@@ -80,6 +80,8 @@ def plan(
     """
     room = None
     try:
+        if plot is not None:
+            check_picture(plot)
         limit = None if memory_limit is None else parse_limit(memory_limit, pp, microbatches)
         if model is None:
             if gpu is not None or tp > 1 or dp > 1 or distributed_optimizer:

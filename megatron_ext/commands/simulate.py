@@ -37,7 +37,7 @@ from megatron_ext.schedule.progress import task
 from megatron_ext.schedule.schedule_csv import to_csv
 from megatron_ext.schedule.search.certify import Certificate
 from megatron_ext.schedule.search.certify import certify as certify_program
-from megatron_ext.schedule.show.draw import draw_steps
+from megatron_ext.schedule.show.draw import check_picture, draw_steps
 from megatron_ext.schedule.show.program_summary import program_of_1f1b
 from megatron_ext.schedule.show.trace import write_trace
 from megatron_ext.schedule.timeline import Timeline
@@ -68,7 +68,8 @@ def simulate(
     ] = Offload.NONE,
     post_validation: PostValidation = False,
     steps: Annotated[
-        int, typer.Option(min=1, help="Consecutive ones, in what --plot and --trace write.")
+        int,
+        typer.Option(min=1, max=1000, help="Consecutive ones, in what --plot and --trace write."),
     ] = 1,
     certify: Annotated[
         bool,
@@ -103,6 +104,7 @@ def simulate(
     """
     try:
         _check_options(csv, vocab_parallel, certify, post_validation)
+        _check_files(csv, program_file, plot)
         choice = choose(spec if vpp is None else with_option(spec, "vpp", vpp))
         placement = choice.place(pp)
         limit = None if memory_limit is None else parse_limit(memory_limit, pp, microbatches)
@@ -211,6 +213,15 @@ def _check_options(
             "--certify bounds the makespan, and with --post-validation a step costs the span: "
             "leave one of them out"
         )
+
+
+def _check_files(csv: Path | None, program_file: Path | None, plot: Path | None) -> None:
+    """Raise ValueError for a file that cannot be written, before anything is made for it."""
+    for file in (csv, program_file):
+        if file is not None and not file.parent.is_dir():
+            raise ValueError(f"{file}: there is no folder {file.parent}")
+    if plot is not None:
+        check_picture(plot)
 
 
 def _certified(certificate: Certificate | None) -> dict[str, float | bool]:

@@ -183,8 +183,9 @@ class _Launch:
         """The shortest of ``plan`` that a rank would not refuse: Transformer Engine may refuse an
         order, and steps of other batch sizes may not be possible."""
         for candidate in plan.candidates:
-            is_written = bound.is_written and candidate.limit is not None
-            limit = candidate.limit.written if is_written else None
+            limit = None
+            if bound.is_written and candidate.limit is not None:
+                limit = candidate.limit.written
             try:
                 check(*self._validated(candidate.schedule, candidate.method, limit))
             except ValueError:

@@ -11,7 +11,7 @@ from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import Costs, HostCosts, VocabularyCosts
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.text_file import read_text_file
+from megatron_ext.schedule.text_file import read_text_file, write_text_file
 
 FILE_VERSION = 1
 
@@ -46,6 +46,26 @@ def format_costs(costs: Costs) -> str:
     return ",".join(parts)
 
 
+def outline_costs(costs: Costs, placement: Placement, *, with_copies: bool) -> str:
+    """``costs`` in short: of a microbatch of a full rank, from the least to the most where ranks
+    differ, with three digits. ``with_copies``: also of copies to the host and back."""
+    costs = costs.whole or costs
+    seconds = costs.without_vocabulary().seconds
+    figures = {key: seconds[kind] for key, kind in _PASSES.items()}
+    if with_copies and costs.host is not None:
+        figures |= _copies(costs.host)
+    parts = [f"{key}={_outlined(per_stage, placement)}" for key, per_stage in figures.items()]
+    parts.append(f"comm={costs.hop:.3g}")
+    if costs.vocabulary is not None and any(costs.vocabulary.head):
+        parts.append("head=" + "/".join(f"{figure:.3g}" for figure in costs.vocabulary.head))
+    return ",".join(parts)
+
+
+def _outlined(per_stage: Sequence[float], placement: Placement) -> str:
+    of_ranks = [sum(per_stage[stage] for stage in stages) for stages in placement.stages_of]
+    return "..".join(dict.fromkeys(f"{end:.3g}" for end in (min(of_ranks), max(of_ranks))))
+
+
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))
 
@@ -71,6 +91,8 @@ def parse_costs(text: str, placement: Placement) -> Costs:
     Raises:
         ValueError: neither, a figure missing, negative or given twice.
     """
+    if not text.strip():
+        raise ValueError(f"costs {text!r} are empty; {_EXAMPLE}")
     if "=" not in text:
         return load_costs(Path(text), placement)
     figures: dict[str, list[float]] = {}
@@ -234,7 +256,7 @@ def save_costs(costs: Costs, path: Path) -> None:
         data["bytes"][Held.LOGITS.value] = round(vocabulary.logits_bytes)
         data["bytes"][Held.MESSAGE.value] = round(costs.message_bytes)
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in data.items()]
-    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    write_text_file(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def _rounded(figures: Sequence[float]) -> list[float]:

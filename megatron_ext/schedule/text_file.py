@@ -1,4 +1,4 @@
-"""A user's file as text."""
+"""A user's file as text, read or written."""
 
 from __future__ import annotations
 
@@ -23,3 +23,17 @@ def read_text_file(path: Path, what: str) -> str:
             f"{what} {path} is not UTF-8 text (byte {error.object[error.start]:#04x} at position "
             f"{error.start}): save it as UTF-8"
         ) from None
+
+
+def write_text_file(path: Path, text: str) -> None:
+    """Write ``text`` to ``path`` as a whole, or leave what is there. Raises OSError."""
+    if path.exists() and not path.is_file():  # a device, or a folder, which says so
+        path.write_text(text)
+        return
+    begun = path.with_name(f"{path.name}.begun")
+    try:
+        begun.write_text(text)
+        begun.replace(path)
+    except OSError:
+        begun.unlink(missing_ok=True)
+        raise

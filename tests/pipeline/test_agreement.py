@@ -107,7 +107,7 @@ def test_a_file_is_compared_by_its_contents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same path on every node, and another copy behind it; when it was written is no matter."""
-    facts = []
+    facts: list[dict[str, Fact]] = []
     for node, figure in (("a", 1), ("b", 1), ("c", 2)):
         (tmp_path / node).mkdir()
         monkeypatch.chdir(tmp_path / node)

@@ -51,7 +51,8 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
             "num_layers": 12,
             "num_layers_per_virtual_pipeline_stage": 1,
         },
-        "say 3: drop them, or write interleaved:vpp=3",
+        "ask for 3: remove the flags, which the schedule does not need, or give the layout 8 "
+        "stages; or write interleaved:vpp=3",
     ),
     "layers that do not divide": (
         {"pipeline_schedule": "zb-v", "num_layers": 12},
@@ -60,7 +61,8 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
     ),
     "a layout for another number of stages": (
         {"pipeline_schedule": "zb-v", "pipeline_model_parallel_layout": "Et|t|t|tL"},
-        "zb-v puts 2 stages on each rank, and Megatron's virtual-stage flags or the layout ask for 1",
+        "zb-v puts 2 stages on each rank, and Megatron's virtual-stage flags or the layout ask for "
+        "1",
     ),
     "checkpoints that stay where they are": (
         {"pipeline_schedule": "zb-v", "num_layers": 8, "ckpt_format": "torch"},
@@ -68,11 +70,11 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
     ),
     "an iteration to trace that will not come": (
         {"pipeline_trace": "/dev/null/no", "pipeline_trace_iters": "5:7", "train_iters": 5},
-        "--pipeline-trace-iters 5:7: iteration 6 will not come, --train-iters is 5",
+        "--pipeline-trace-iters 5:7 asks for iteration 6, and the last one is 5 (--train-iters)",
     ),
     "a trace that cannot be written": (
         {"pipeline_trace": "/dev/null/no", "pipeline_trace_iters": "5:6"},
-        "--pipeline-trace /dev/null/no: no trace can be written there",
+        "--pipeline-trace /dev/null/no: the folder cannot be made",
     ),
     "a training too short to measure costs in": (
         {"pipeline_costs": "profile", "train_iters": 3},
@@ -80,7 +82,7 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
     ),
     "costs that cannot be written": (
         {"pipeline_costs": "profile:/dev/null/no/costs.json"},
-        "--pipeline-costs profile:/dev/null/no/costs.json: no file can be written there",
+        "--pipeline-costs profile:/dev/null/no/costs.json: the file's folder cannot be made",
     ),
     "costs written to a folder": (
         {"pipeline_costs": "profile:/tmp"},

@@ -110,6 +110,13 @@ def test_plan_compares_what_can_be_done_about_a_head() -> None:
     assert row["2"] is None and "least feasible limit for it is 3" in row["refused"]["2"]
 
 
+def test_a_picture_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
+    """The schedule was searched for, and then its picture refused."""
+    for command in (("simulate", "v-auto"), ("plan",)):
+        words = (*command, "--pp", "64", "-m", "4096", "--plot", str(tmp_path / "x.pdf"))
+        assert "pictures are written as .svg or .png" in run(*words, code=2)
+
+
 def test_simulate_draws_and_writes_a_table_that_it_reads_back(tmp_path: Path) -> None:
     picture, table = tmp_path / "x.svg", tmp_path / "x.csv"
     sizes = ("--pp", "3", "-m", "4")
@@ -137,6 +144,13 @@ def test_simulate_draws_and_writes_a_table_that_it_reads_back(tmp_path: Path) ->
         (("simulate", "1f1b", "--pp", "4", "-m", "8", "--costs", "f=1"), "i, w is missing"),
         (("simulate", "1f1b", "--pp", "4", "-m", "8", "--plot", "x.pdf"), ".svg or .png"),
         (("simulate", "1f1b", "--pp", "4", "-m", "8", "--costs", "no.json"), "cannot be read"),
+        (("simulate", "1f1b", "--pp", "4", "-m", "8", "--costs", ""), "costs '' are empty"),
+        (
+            ("simulate", "1f1b", "--pp", "4", "-m", "8", "--csv", "no/x.csv"),
+            "there is no folder no",
+        ),
+        (("simulate", "1f1b", "--pp", "4", "-m", "8", "--plot", "no/x.svg"), "is no folder no"),
+        (("simulate", "plan", "--pp", "4", "-m", "8"), "in a launch, 'plan' chooses one"),
         (
             ("simulate", "1f1b", "--pp", "2", "-m", "2", "--vocab-parallel", "2", "--certify"),
             "no bound with vocabulary parallelism 2",

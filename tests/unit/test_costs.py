@@ -1,6 +1,7 @@
 """What users write about a schedule: costs, limits and names; and costs estimated from a model."""
 
 import json
+import resource
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -14,7 +15,13 @@ from megatron_ext.schedule.build import registry
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import FamilyEntry, choose, entries
 from megatron_ext.schedule.costs import Costs, VocabularyCosts, uniform
-from megatron_ext.schedule.costs_text import format_costs, load_costs, parse_costs
+from megatron_ext.schedule.costs_text import (
+    format_costs,
+    load_costs,
+    outline_costs,
+    parse_costs,
+    save_costs,
+)
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
 from megatron_ext.schedule.model.estimate import CPU, GPU, ModelDimensions, estimate
@@ -569,3 +576,27 @@ def test_a_step_without_microbatches(microbatches: int) -> None:
 def test_a_pipeline_without_ranks(ranks: int) -> None:
     with pytest.raises(ValueError, match=rf"ranks is {ranks}; at least one is needed"):
         line(ranks)
+
+
+def test_costs_that_do_not_fit_on_the_disk_leave_the_file_before(tmp_path: Path) -> None:
+    """Half a file was left, which the next run refused."""
+    path = tmp_path / "costs.json"
+    save_costs(uniform(LOOP, f=1, i=1, w=1), path)
+    before = path.read_text()
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, usual[1]))
+    try:
+        with pytest.raises(OSError, match="large"):
+            save_costs(uniform(LOOP, f=2, i=2, w=2), path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    assert path.read_text() == before and [*tmp_path.iterdir()] == [path]
+
+
+def test_costs_in_short() -> None:
+    """What is equal was said for each stage, and copies where nothing is copied."""
+    alike = parse_costs("f=10.0123,i=12,w=8,comm=1,d2h=6,h2d=6", LOOP)
+    assert outline_costs(alike, LOOP, with_copies=False) == "f=10,i=12,w=8,comm=1"
+    assert outline_costs(alike, LOOP, with_copies=True) == "f=10,i=12,w=8,d2h=6,h2d=6,comm=1"
+    differing = parse_costs("f=1/2/3/5,i=12,w=8,head=1/2/0", LOOP)
+    assert outline_costs(differing, LOOP, with_copies=True) == "f=4..7,i=12,w=8,comm=0,head=1/2/0"

@@ -221,7 +221,7 @@ def test_the_limit_that_a_refusal_names_will_do(spec: str, p: int, m: int, limit
     unlimited = replace(unlimited, costs=replace(unlimited.costs, held_bytes=held))
     with pytest.raises(ValueError, match="the least feasible limit") as refusal:
         program(spec, replace(unlimited, memory_limit=parse_limit(limit, p, m)))
-    named = re.search(r"least feasible limit(?: for it)? is (\S+)", str(refusal.value))
+    named = re.search(r"least feasible limit(?: for it)? is ([\w.]+)", str(refusal.value))
     assert named is not None
     least = parse_limit(named[1], p, m)
     assert (least.bytes is None) == (limit == "0.1")

@@ -259,7 +259,7 @@ def test_what_does_not_go_with_post_validation(setting: dict[str, Any]) -> None:
         ({"schedule": "1f1b", "trace_iters": "1:2"}, "--pipeline-trace-iters has no folder"),
         ({"trace_iters": "1:2"}, "--pipeline-trace-iters 1:2 is given without --pipeline-schedule"),
         *(
-            (TRACE | {"trace_iters": text}, f"--pipeline-trace-iters {text} is no A:B with 1 <= A")
+            (TRACE | {"trace_iters": text}, f"--pipeline-trace-iters {text} is not A:B with 1 <= A")
             for text in ("", "3", "3:", ":3", "0:3", "3:3", "4:3", "-1:3", "a:b", "1:2:3", "1.5:3")
         ),
     ],

@@ -150,7 +150,7 @@ def test_a_release_links_to_where_it_is_published(tree: Path, tmp_path: Path) ->
     data = metadata(built)
     at = f"v{megatron_ext.__version__}"
     assert f"Source, {url}" in data.get_all("Project-URL", [])
-    text = data.get_payload()
+    text = str(data.get_payload())
     assert f"]({url}/blob/{at}/docs/flags.md)" in text
     assert f"]({url}/raw/{at}/docs/images/zb-h1.svg)" in text
     assert not re.findall(r"\]\((?!https?:|#)", text)

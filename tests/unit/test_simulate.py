@@ -296,7 +296,7 @@ def test_summary() -> None:
     text = summarize(program("zb-h1", problem))
     assert text == (
         "zb-h1 on 4 ranks, 8 microbatches: predicted bubble 11.1% of the makespan (1f1b 27.3%), "
-        "peak 4 microbatches; costs given: f=1/1/1/1,i=1/1/1/1,w=1/1/1/1,comm=0"
+        "peak 4 microbatches; costs given (of a microbatch on one rank): f=1,i=1,w=1,comm=0"
     )
 
 

@@ -278,6 +278,22 @@ def test_a_file_is_whole_when_the_disk_is_full(tmp_path: Path) -> None:
     assert [step.iteration for step in read_trace(tmp_path)] == [1, 3]
 
 
+def test_tracks_are_named_though_the_first_step_did_not_fit(tmp_path: Path) -> None:
+    """The names were taken to be in the file, in which nothing was."""
+    file = TraceFile(tmp_path / NAME)
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, usual[1]))
+    try:
+        with pytest.raises(OSError, match=NAME):
+            file.add(beside(1, measured(1.0), SIMULATED, 0.0))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    file.add(beside(2, measured(2.0), SIMULATED, 0.0))
+    events = json.loads((tmp_path / NAME).read_text())["traceEvents"]
+    names = [event for event in events if event["name"] == "process_name"]
+    assert len(names) >= 3
+
+
 def test_the_command_tells_of_the_median_step(tmp_path: Path) -> None:
     written(tmp_path)
     folder = str(tmp_path / "new")

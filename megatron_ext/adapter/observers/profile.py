@@ -119,7 +119,7 @@ class StepProfile(StepObserver):
             save_costs(costs, self._path)
         except OSError as error:  # a full disk is no reason to end a training
             self._is_written = False
-            logger.error(f"costs are not written: {error}")
+            logger.error(f"costs are not written to {self._path}: {error}")
         else:
             self._is_written = True
 

@@ -88,7 +88,9 @@ class StepTrace(StepObserver):
                 self._file = TraceFile(self._path)
             self._file.add(step)
         except OSError as error:  # a full disk is no reason to end a training
-            logger.error(f"iteration {step.iteration} is missing in the trace: {error}")
+            logger.error(
+                f"iteration {step.iteration} is missing in the trace {self._path}: {error}"
+            )
 
 
 def _on_one_clock(

@@ -35,6 +35,7 @@ from megatron_ext.adapter.vocabulary_rows import shard_of
 from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger
 from megatron_ext.schedule.build.output_layer import output_layer_waits
+from megatron_ext.schedule.costs_text import format_costs
 from megatron_ext.schedule.problem import VocabularyParallel
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.show.program_summary import summarize
@@ -136,6 +137,8 @@ class Training:
                 program = self._programs.make(call.pipeline, *asked)
         if not call.forward_only:
             log_single_rank(logger, logging.INFO, summarize(program))
+            costs = format_costs(program.problem.costs)
+            log_single_rank(logger, logging.DEBUG, f"costs of each stage: {costs}")
         self._connections.expect(program, varies=call.config.variable_seq_lengths)
         return program
 

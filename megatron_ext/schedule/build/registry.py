@@ -186,7 +186,9 @@ def _find(name: str) -> FamilyEntry:
     for entry in entries().values():
         if name == entry.name or name in entry.aliases:
             return entry
-    known = f"known are {', '.join(entries())}, or a .csv or .py file"
+    known = (
+        f"known are {', '.join(entries())}, or a .csv or .py file; in a launch, 'plan' chooses one"
+    )
     raise ValueError(f"there is no schedule {name!r}; {_perhaps(name, _all_names(), known)}")
 
 

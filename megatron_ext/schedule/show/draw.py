@@ -186,15 +186,24 @@ def draw_bars(names: Sequence[str], ideal_and_measured: Sequence[Pair], path: Pa
     save(figure, path)
 
 
-def _figure(path: Path, width: float, height: float) -> Figure:
+def check_picture(path: Path) -> None:
+    """Raise ValueError if no picture can be written to ``path``, before work is done for it."""
     if path.suffix not in (".svg", ".png"):
         raise ValueError(f"{path}: pictures are written as .svg or .png")
+    if not path.parent.is_dir():
+        raise ValueError(f"{path}: there is no folder {path.parent}")
     try:
-        from matplotlib.figure import Figure
+        import matplotlib.figure  # noqa: F401 (only whether it is there)
     except ImportError:
         raise ValueError(
             "pictures need matplotlib: pip install 'megatron_ext[plot]', or leave --plot out"
         ) from None
+
+
+def _figure(path: Path, width: float, height: float) -> Figure:
+    check_picture(path)
+    from matplotlib.figure import Figure
+
     return Figure(figsize=(width, height), layout="constrained")
 
 

@@ -10,7 +10,7 @@ from megatron_ext.schedule.build.output_layer import costs_in, output_layer_wait
 from megatron_ext.schedule.build.overlap import what_overlapping_gains
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs
-from megatron_ext.schedule.costs_text import format_costs
+from megatron_ext.schedule.costs_text import outline_costs
 from megatron_ext.schedule.kinds import RULES, Held, Lane
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Offload, Problem
@@ -57,7 +57,7 @@ def summary_of_change(before: Program, now: Program, costs: Costs) -> str:
 
 
 def summarize(program: Program) -> str:
-    """Bubble and peak of ``program`` beside 1F1B's, and where the costs come from."""
+    """Bubble and peak of ``program`` beside 1F1B's, and its costs in short."""
     problem = program.problem
     costs = problem.costs
     bubble = simulate(program, costs).bubble_share_makespan
@@ -66,13 +66,15 @@ def summarize(program: Program) -> str:
     held = ""
     if costs.held_bytes is not None:
         held = f" ({max(peaks(program.schedule, in_bytes(costs))) / 2**30:.3g} GiB)"
+    offloads = problem.extras.offload is not Offload.NONE
+    outlined = outline_costs(costs, program.schedule.placement, with_copies=offloads)
     return (
         f"{program.schedule.name} on {counted(problem.ranks, 'rank')}, "
         f"{counted(problem.microbatches, 'microbatch')}: "
         f"predicted bubble {bubble:.1%} of the makespan (1f1b {stock:.1%}), "
         f"peak {counted(peak, 'microbatch')}{held}"
         f"{_offloaded_part(program)}{_what_overlaps(program)}; "
-        f"costs {costs.origin}: {format_costs(costs)}"
+        f"costs {costs.origin} (of a microbatch on one rank): {outlined}"
     )
 
 

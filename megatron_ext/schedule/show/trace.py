@@ -23,7 +23,7 @@ from megatron_ext.schedule.program.graph import channel_of
 from megatron_ext.schedule.program.memory import in_microbatches, memory_curve
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.show.json_record import Record
-from megatron_ext.schedule.text_file import read_text_file
+from megatron_ext.schedule.text_file import read_text_file, write_text_file
 from megatron_ext.schedule.timeline import Event, Reduction, Timeline
 
 NAME = "trace.json"  # in the folder that a training run is given
@@ -88,7 +88,7 @@ class TraceFile:
     def __init__(self, path: Path) -> None:
         """Start ``path`` afresh; its folder is made if there is none."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text('{"displayTimeUnit": "ms", "traceEvents": [' + _END)
+        write_text_file(path, '{"displayTimeUnit": "ms", "traceEvents": [' + _END)
         self._path = path
         self._is_empty = True
         self._origin: float | None = None  # what time 0 of the trace is
@@ -96,8 +96,7 @@ class TraceFile:
 
     def add(self, step: TracedStep) -> None:
         """Write ``step``: its passes and reductions, and what was predicted beside them."""
-        if self._origin is None:
-            self._origin = step.measured.start
+        origin = step.measured.start if self._origin is None else self._origin
         about = {
             "iteration": step.iteration,
             "schedule": step.measured.schedule.name,
@@ -110,7 +109,8 @@ class TraceFile:
             *_slices(step.predicted, "predicted ", about),
             *_held(step.measured),
         ]
-        self._write(events, self._origin, 1.0)
+        self._write(events, origin, 1.0)
+        self._origin = origin
 
     def add_simulated(self, steps: Sequence[Timeline], seconds_per_unit: float) -> None:
         """Write consecutive ``steps`` alone."""
@@ -120,16 +120,17 @@ class TraceFile:
 
     def _write(self, events: Sequence[dict[str, Any]], origin: float, scale: float) -> None:
         lines: list[str] = []
+        tracks = dict(self._tracks)
         for event in events:
             placed = {"ts": (event["ts"] - origin) * scale * 1e6}
             if "dur" in event:
                 placed["dur"] = event["dur"] * scale * 1e6
             if "track" in event:
                 rank, title = event["pid"], event.pop("track")
-                if (rank, title) not in self._tracks:
-                    self._tracks[rank, title] = len(self._tracks)
-                    lines += map(json.dumps, _names(rank, title, self._tracks[rank, title]))
-                placed["tid"] = self._tracks[rank, title]
+                if (rank, title) not in tracks:
+                    tracks[rank, title] = len(tracks)
+                    lines += map(json.dumps, _names(rank, title, tracks[rank, title]))
+                placed["tid"] = tracks[rank, title]
             lines.append(json.dumps(event | placed))
         text = ("\n" if self._is_empty else ",\n") + ",\n".join(lines) + _END
         with self._path.open("r+b", buffering=0) as file:
@@ -141,7 +142,7 @@ class TraceFile:
                 file.write(_END.encode())  # on what was the file's already
                 file.truncate()
                 raise OSError(error.errno, error.strerror, str(self._path)) from error
-        self._is_empty = False
+        self._is_empty, self._tracks = False, tracks
 
 
 def _write_all(file: io.RawIOBase, data: bytes) -> None:

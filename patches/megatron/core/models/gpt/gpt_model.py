@@ -52,7 +52,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         if call.arguments["mtp_block_spec"] is not None:
             raise ValueError(
                 f"--pipeline-vocab-parallel {vocabulary} does not go with multi-token prediction: "
-                f"drop --mtp-num-layers"
+                f"drop --pipeline-vocab-parallel"
             )
         build_divided(original, model, call)
 
