@@ -183,11 +183,10 @@ class _Launch:
         """The shortest of ``plan`` that a rank would not refuse: Transformer Engine may refuse an
         order, and steps of other batch sizes may not be possible."""
         for candidate in plan.candidates:
-            limit = None
-            if bound.is_written and candidate.limit is not None:
-                limit = candidate.limit.written
+            limit = candidate.limit if bound.is_written else None
+            written = None if limit is None else limit.written
             try:
-                check(*self._validated(candidate.schedule, candidate.method, limit))
+                check(*self._validated(candidate.schedule, candidate.method, written))
             except ValueError:
                 continue
             return candidate

@@ -156,7 +156,7 @@ def _memory(problem: Problem, limit: MemoryLimit) -> tuple[dict[Held, tuple[floa
     allowed = with_rounding(allowed)
     if allowed < least:
         raise ValueError(
-            f"v-auto: the memory limit of {limit} is too little for one microbatch on its way; "
+            f"v-auto: the memory limit of {limit} does not hold even one microbatch; "
             f"the least feasible limit is {limit.at_least(least)}"
         )
     return amounts, allowed

@@ -58,12 +58,12 @@ def parse_gpu(text: str) -> Gpu:
         host = float(given.get("host", GPU.host))
         rates = Rates(float(given["operations"]), float(given["bytes"]), host)
     except ValueError:
-        raise ValueError(f"GPU {text!r} has a figure that is none: {_EXAMPLE}") from None
+        raise ValueError(f"GPU {text!r} has a value that is no number: {_EXAMPLE}") from None
     if not all(0 < rate < 1e30 for rate in (rates.operations, rates.bytes, rates.host)):
-        raise ValueError(f"GPU {text!r}: rates are finite and above 0; {_EXAMPLE}")
+        raise ValueError(f"GPU {text!r}: operations, bytes and host have to be above 0; {_EXAMPLE}")
     if "memory" not in given:
         return Gpu(rates)
     memory = parse_limit(given["memory"], 1, 1).bytes
     if memory is None:
-        raise ValueError(f"GPU {text!r}: memory is bytes, as 80GiB; {_EXAMPLE}")
+        raise ValueError(f"GPU {text!r}: memory is written in bytes, as 80GiB; {_EXAMPLE}")
     return Gpu(rates, memory)
