@@ -86,7 +86,7 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
     ),
     "costs written to a folder": (
         {"pipeline_costs": "profile:/tmp"},
-        "/tmp is a folder; name a file in it, as profile:/tmp/costs.json",
+        "/tmp is a folder: name a file in it, as profile:/tmp/costs.json",
     ),
     "costs written to nowhere": (
         {"pipeline_costs": "profile:"},
