@@ -187,7 +187,7 @@ def load_costs(path: Path, placement: Placement) -> Costs:
     text = _text_of(path)
     try:
         data = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"costs file {path} is not JSON: {error}") from None
     if not isinstance(data, dict) or data.get("version") != FILE_VERSION:
         raise ValueError(f'costs file {path}: "version": {FILE_VERSION} is expected at the top')

@@ -54,8 +54,8 @@ def from_csv(text: str, name: str) -> Schedule:
     stays there, and all else, is for `prove` to say.)
 
     Raises:
-        ValueError: a cell is no compute action, a line is empty, or a stage or microbatch is
-            missing below the largest.
+        ValueError: a cell is no compute action, a line is empty or has no stage of its own, or a
+            stage or microbatch is missing below the largest.
     """
     lines = csv.reader(io.StringIO(text.rstrip()), delimiter=_delimiter(text))
     rows: list[tuple[Action, ...]] = []
@@ -68,6 +68,12 @@ def from_csv(text: str, name: str) -> Schedule:
     for rank, row in enumerate(rows):
         for action in row:
             rank_of.setdefault(action.stage, rank)
+        if rank not in rank_of.values():
+            raise ValueError(
+                f"{name}, line {rank + 1} has no stage of its own: {row[0]} is of stage "
+                f"{row[0].stage}, which is on line {rank_of[row[0].stage] + 1}; all passes of a "
+                f"stage stand in one line"
+            )
     placement = Placement("file", tuple(rank_of[stage] for stage in range(len(rank_of))))
     if placement.ranks == len(rows) and opens_on_first_rank(placement.rank_of):
         return Schedule(name, flipped(placement), flip_rows(tuple(rows)))

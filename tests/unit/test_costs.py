@@ -2,6 +2,7 @@
 
 import json
 import resource
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 
+import megatron_ext
+from megatron_ext.config import from_argv, from_environment
 from megatron_ext.schedule.action import Kind, parse
 from megatron_ext.schedule.build import registry
 from megatron_ext.schedule.build.build import build_program
@@ -529,6 +532,20 @@ def test_unknown_schedule() -> None:
 def test_a_misspelt_schedule_is_told_its_name(name: str, meant: str) -> None:
     with pytest.raises(ValueError, match=rf"; did you mean {meant}\? Known are gpipe"):
         choose(name)
+
+
+@pytest.mark.parametrize(
+    "choose_it",
+    [
+        lambda: from_argv(["--pipeline-schedule", "ZB-V"]),
+        lambda: from_environment({"MEGATRON_EXT_SCHEDULE": "ZB-V"}),
+        lambda: megatron_ext.install(schedule="ZB-V"),
+    ],
+    ids=["flag", "variable", "install"],
+)
+def test_a_misspelt_schedule_is_told_wherever_it_is_named(choose_it: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match=r"no schedule 'ZB-V'; did you mean zb-v\?"):
+        choose_it()
 
 
 def test_what_resembles_no_schedule_is_told_all() -> None:

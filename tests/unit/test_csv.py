@@ -89,6 +89,10 @@ def test_placement_is_read_off_the_table() -> None:
             "0F0,0B0\n2F0,2B0\n",
             "x.csv, line 2: 2F0 is of stage 2, but no action is of stage 1; they count from 0",
         ),
+        (
+            "0F0,0F1,0B0,0B1\n1F0,1B0\n1F1,1B1\n",
+            "x.csv, line 3 has no stage of its own: 1F1 is of stage 1, which is on line 2; all",
+        ),
         ("", "x.csv holds no action"),
         (",,\n", "x.csv, line 1 holds no action"),
         (
@@ -183,6 +187,11 @@ def test_what_is_no_table_is_named(content: bytes, message: str, tmp_path: Path)
     path.write_bytes(content)
     with pytest.raises(ValueError, match=re.escape(message)):
         choose(str(path))
+
+
+def test_a_table_has_no_options() -> None:
+    with pytest.raises(ValueError, match=r"mine\.csv is a table and has no options: drop vpp=2"):
+        choose("mine.csv:vpp=2")
 
 
 def test_a_file_for_another_number_of_microbatches(tmp_path: Path) -> None:

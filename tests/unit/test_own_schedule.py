@@ -172,6 +172,11 @@ IMPORTS = (
     "from megatron_ext.schedule.placement import line\n"
     "from megatron_ext.schedule.build.registry import family\n"
 )
+OWN = (
+    "from megatron_ext.families import Action, Schedule, family, line\n"
+    "@family('a', line, source='ours')\n"
+    "def a(problem): return Schedule('a', problem.placement, {})\n"
+)
 PLACED = (
     "from megatron_ext.families import Placement, family\n"
     "@family('a', lambda ranks: Placement('own', {}), source='ours')\n"
@@ -214,6 +219,10 @@ EAGER = EXAMPLES["my_schedule.py"]
             "def a(problem): return Schedule('a', problem.placement, (((0, 'F', 0),),))\n",
             r"a has \(0, 'F', 0\) in its rows, which is no Action",
         ),
+        (OWN.format("(((Action(0, 'X', 0)),),)"), r"kind='X'.* in its rows, which is no Action"),
+        (OWN.format("((Action(0, 'F', 0.5),),)"), "no Action.* of kind F, I, W, B"),
+        (OWN.format("None"), r"own\.py: a fails for 2 ranks and 2 microbatches: TypeError"),
+        (OWN.format("1 / 0"), r"own\.py, line 3: a fails for 2 .*: ZeroDivisionError: division by"),
         (PLACED.format("(0, 999999999999)"), "for 2 ranks is wrong about rank 1: each of 0 to 1"),
         (PLACED.format("(0, 1, 2)"), "for 2 ranks is wrong about rank 2: each of 0 to 1 needs"),
         (
@@ -233,6 +242,10 @@ EAGER = EXAMPLES["my_schedule.py"]
         "no schedule",
         "not split",
         "no actions",
+        "no kind",
+        "no number",
+        "no rows",
+        "fails",
         "a rank that takes all memory",
         "a rank too many",
         "no placement",

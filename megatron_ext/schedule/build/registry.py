@@ -9,14 +9,14 @@ import inspect
 import pkgutil
 import re
 import sys
-import traceback
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.build.checked_family import CheckedFamily, line_of
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Family, Schedule
@@ -156,6 +156,8 @@ def choose(spec: str) -> Choice:
     """
     if spec.lower().endswith(".csv"):
         return _from_csv_file(Path(spec))
+    if table := _TABLE_WITH_OPTIONS.fullmatch(spec):
+        raise ValueError(f"schedule file {table[1]} is a table and has no options: drop {table[2]}")
     if python := _PYTHON_FILE.fullmatch(spec):
         entry = _from_python_file(Path(python[1]))
         options_text = python[2] or ""
@@ -269,6 +271,7 @@ def _from_csv_file(path: Path) -> Choice:
     return Choice(str(path), place, build, splits, ranks=rows, microbatches=microbatches)
 
 
+_TABLE_WITH_OPTIONS = re.compile(r"(.+\.csv):(.*)", re.IGNORECASE)
 _PYTHON_FILE = re.compile(r"(.+\.py)(?::(.*))?")  # a path may hold a colon of its own
 
 
@@ -306,7 +309,8 @@ def _import_family(path: Path) -> FamilyEntry:
                 f"schedule file {path}: option {key} has no default that is a bool, an int, a "
                 f"float or a str, from which its type is read; write {key}: int = 0 or the like"
             )
-    return replace(entry, place=_checked_placement(entry, path), build=_checked_build(entry, path))
+    checked = CheckedFamily(entry.name, path, entry.splits_backward)
+    return replace(entry, place=checked.placement(entry.place), build=checked.schedule(entry.build))
 
 
 def _families_in(path: Path) -> list[FamilyEntry]:
@@ -321,67 +325,10 @@ def _families_in(path: Path) -> list[FamilyEntry]:
         exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
     except Exception as error:
         del sys.modules[module.__name__]
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-        where = f", line {lines[-1]}" if lines else ""
         raise ValueError(
-            f"schedule file {path}{where} cannot be imported: {type(error).__name__}: {error}"
+            f"schedule file {path}{line_of(error, path)} cannot be imported: "
+            f"{type(error).__name__}: {error}"
         ) from error
     finally:
         _REGISTERED.pop()
     return registered
-
-
-def _checked_placement(entry: FamilyEntry, path: Path) -> Callable[..., Placement]:
-    """``entry.place``, which has to return a placement on all ranks and no others."""
-
-    @functools.wraps(entry.place)  # its options are read off the signature
-    def place(ranks: int, **options: Any) -> Placement:
-        placement = entry.place(ranks, **options)
-        if not isinstance(placement, Placement):
-            raise ValueError(
-                f"schedule file {path}: the placement of {entry.name} returned "
-                f"{type(placement).__name__}; return a Placement(name, rank_of)"
-            )
-        wrong = set(placement.rank_of) ^ set(range(ranks))
-        if wrong:
-            raise ValueError(
-                f"schedule file {path}: the placement of {entry.name} for "
-                f"{counted(ranks, 'rank')} is wrong about rank {min(wrong)}: each of 0 to "
-                f"{ranks - 1} needs a stage, and there are no others"
-            )
-        return placement
-
-    return place
-
-
-def _checked_build(entry: FamilyEntry, path: Path) -> Callable[..., Schedule]:
-    """``entry.build``, which has to return what the file says of it."""
-
-    @functools.wraps(entry.build)  # its options are read off the signature
-    def build(problem: Problem, **options: Any) -> Schedule:
-        schedule = entry.build(problem, **options)
-        if not isinstance(schedule, Schedule):
-            raise ValueError(
-                f"schedule file {path}: {entry.name} returned {type(schedule).__name__}; return "
-                f"a Schedule(name, problem.placement, rows)"
-            )
-        actions = [action for row in schedule.rows for action in row]
-        stranger = next((a for a in actions if not isinstance(a, Action)), None)
-        if stranger is not None:
-            raise ValueError(
-                f"schedule file {path}: {entry.name} has {stranger!r} in its rows, which is no "
-                f"Action(stage, kind, microbatch)"
-            )
-        late = next((a for a in actions if a.kind in _SPLIT), None)
-        if late is not None and not entry.splits_backward:
-            raise ValueError(
-                f"schedule file {path}: {entry.name} makes {late}, a part of a split backward "
-                f"pass; write @family(..., splits_backward=True), or the layers are not split"
-            )
-        return schedule
-
-    return build
-
-
-_SPLIT = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)

@@ -1,0 +1,112 @@
+"""A family of a user's Python file: what it returns is checked where it returns it."""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.schedule import Schedule
+from megatron_ext.schedule.schedule_csv import KINDS_IN_FILES
+from megatron_ext.schedule.words import counted
+
+_SPLIT = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+
+
+def line_of(error: Exception, path: Path) -> str:
+    """``, line 7``, the line of the file at ``path`` that ``error`` came from, if it was one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+    return f", line {lines[-1]}" if lines else ""
+
+
+@dataclass(frozen=True)
+class CheckedFamily:
+    """The family ``name`` of the file at ``path``, and whether it says that it splits the backward
+    pass. Its functions keep their signatures, off which options are read."""
+
+    name: str
+    path: Path
+    splits_backward: bool
+
+    def placement(self, place: Callable[..., Placement]) -> Callable[..., Placement]:
+        """``place``, which has to return a placement on all ranks and no others."""
+
+        @functools.wraps(place)
+        def checked(ranks: int, **options: Any) -> Placement:
+            placement = place(ranks, **options)
+            if not isinstance(placement, Placement):
+                raise self._error(
+                    f"the placement of {self.name} returned {type(placement).__name__}; return a "
+                    f"Placement(name, rank_of)"
+                )
+            wrong = set(placement.rank_of) ^ set(range(ranks))
+            if wrong:
+                raise self._error(
+                    f"the placement of {self.name} for {counted(ranks, 'rank')} is wrong about "
+                    f"rank {min(wrong)}: each of 0 to {ranks - 1} needs a stage, and there are no "
+                    f"others"
+                )
+            return placement
+
+        return checked
+
+    def schedule(self, build: Callable[..., Schedule]) -> Callable[..., Schedule]:
+        """``build``, which has to return a schedule of passes, and split ones only if it says so.
+
+        Whatever it raises but ValueError, with which a family refuses a problem, is its mistake.
+        """
+
+        @functools.wraps(build)
+        def checked(problem: Problem, **options: Any) -> Schedule:
+            try:
+                schedule = build(problem, **options)
+                if isinstance(schedule, Schedule):
+                    self._check_rows([action for row in schedule.rows for action in row])
+            except ValueError:
+                raise
+            except Exception as error:
+                raise self._error(
+                    f"{self.name} fails for {counted(problem.ranks, 'rank')} and "
+                    f"{counted(problem.microbatches, 'microbatch')}: {type(error).__name__}: "
+                    f"{error}",
+                    line_of(error, self.path),
+                ) from error
+            if not isinstance(schedule, Schedule):
+                raise self._error(
+                    f"{self.name} returned {type(schedule).__name__}; return a Schedule(name, "
+                    f"problem.placement, rows)"
+                )
+            return schedule
+
+        return checked
+
+    def _check_rows(self, actions: list[Action]) -> None:
+        stranger = next((action for action in actions if not _is_pass(action)), None)
+        if stranger is not None:
+            raise self._error(
+                f"{self.name} has {stranger!r} in its rows, which is no Action(stage, kind, "
+                f"microbatch) of kind {', '.join(KINDS_IN_FILES)}"
+            )
+        late = next((action for action in actions if action.kind in _SPLIT), None)
+        if late is not None and not self.splits_backward:
+            raise self._error(
+                f"{self.name} makes {late}, a part of a split backward pass; write @family(..., "
+                f"splits_backward=True), or the layers are not split"
+            )
+
+    def _error(self, text: str, line: str = "") -> ValueError:
+        return ValueError(f"schedule file {self.path}{line}: {text}")
+
+
+def _is_pass(action: object) -> bool:
+    if not isinstance(action, Action) or action.kind not in KINDS_IN_FILES:
+        return False
+    return isinstance(action.stage, Integral) and isinstance(action.microbatch, Integral)
