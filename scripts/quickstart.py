@@ -65,7 +65,8 @@ ITERATION = re.compile(
     r"iteration +(\d+)/ +(\d+) .*elapsed time per iteration \(ms\): ([\d.]+).*"
     r"global batch size: +(\d+) .*lm loss: ([\d.E+-]+)"
 )
-PREDICTION = re.compile(r"megatron_ext: .* (\d+) microbatches: .*: (f=\S+)")
+# Costs, unless they are from the least to the most of ranks that differ: 0.1..0.2.
+PREDICTION = re.compile(r"megatron_ext: .* (\d+) microbatch(?:es)?: .*: (f=(?!\S*\.\.)\S+)")
 FAILURE = re.compile(
     r"^(\[rank\d+\]: )?[\w.]*(?<!ChildFailed)(Error|Failure)\b"
     r"|megatron_ext: (error|got)|\(SIGKILL\)"

@@ -50,6 +50,7 @@ def test_the_picture_is_of_the_costs_in_the_start_up_line() -> None:
     match = quickstart.PREDICTION.search(f"[rank3]: megatron_ext: {summary}")
     assert match and match[1] == "8"
     again = Problem(placement, 8, parse_costs(match[2], placement))
+    assert not quickstart.PREDICTION.search(f"megatron_ext: {summary}".replace("f=", "f=0.1.."))
     assert stock_1f1b(again).makespan == pytest.approx(stock_1f1b(problem).makespan, rel=0.02)
 
 
