@@ -32,6 +32,7 @@ from megatron_ext.schedule.plan.planner import (
 )
 from megatron_ext.schedule.plan.recommendation import flags_of, slower_by
 
+VIRTUAL_STAGES = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
 AS_1F1B = "1x"  # the limit where bytes are not known: what 1F1B holds, in microbatches
 
 # Switches of Megatron's that some schedules refuse and that are about speed alone: without them the
@@ -144,9 +145,14 @@ class _Launch:
                 why += launch.what_flags_hide(candidate, plan, bound)
                 return Chosen(_flags(candidate, bound), why)
             whys |= dict.fromkeys(plan.refusals.values())
-        raise ValueError(
-            f"{flag('schedule')} plan finds no schedule {bound.text}: {'; '.join(whys)}"
-        )
+        nothing = f"{flag('schedule')} plan finds no schedule {bound.text}"
+        for name in VIRTUAL_STAGES:
+            if getattr(self.args, name) is not None:
+                raise ValueError(
+                    f"{nothing} and with --{name.replace('_', '-')}: remove it, as a schedule "
+                    f"brings its own virtual stages"
+                )
+        raise ValueError(f"{nothing}: {'; '.join(whys)}")
 
     def _bounds(self, gpu_memory: float | None) -> Iterator[_Bound]:
         usable = None if gpu_memory is None else USABLE * gpu_memory

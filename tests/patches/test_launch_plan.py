@@ -118,6 +118,12 @@ def test_doctor_says_what_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan.startswith(f"takes --pipeline-schedule {report.prediction.schedule} ")
 
 
+def test_virtual_stages_that_no_schedule_has_are_refused_in_one_line() -> None:
+    """Each schedule said so by itself, in 22 lines."""
+    with pytest.raises(ValueError, match="with --num-virtual-stages-per-pipeline-rank: remove it"):
+        chosen(num_layers=12, num_virtual_stages_per_pipeline_rank=3)
+
+
 def test_it_wants_a_launch_line() -> None:
     for config in (
         from_argv(["--pipeline-schedule", "plan"]),

@@ -28,7 +28,8 @@ NOT_RUN = {
     "pip install .": "tests/unit/test_packaging.py makes the package and imports it",
     "torchrun --nproc-per-node 8 pretrain_gpt.py $YOUR_FLAGS": "Megatron's own, on 8 GPUs",
     f"{ON_EIGHT} --pipeline-schedule zb-h1": "8 GPUs; the quick start launches so on the CPU",
-    "megatron-ext doctor -- pretrain_gpt.py $YOUR_FLAGS": "run as docs/first-steps.md has it",
+    "megatron-ext doctor -- torchrun --nproc-per-node 8 pretrain_gpt.py $YOUR_FLAGS": "run as "
+    "docs/first-steps.md has it",
     "sbatch scripts/slurm/pretrain.sh $YOUR_FLAGS": "tests/slurm runs it on a SLURM of two nodes",
     "scripts/gpu_tests.sh": "needs GPUs; tests/unit/test_shell_scripts.py reads it",
 }
