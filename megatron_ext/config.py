@@ -176,7 +176,7 @@ class PipelineConfig:
     post_validation: bool = field(
         default=False,
         metadata=_switch(
-            "Let steps overlap: the optimizer steps before the norm of all gradients is known, "
+            "Experimental: let steps overlap. The optimizer steps before the norm of all gradients is known, "
             "which comes during the next step's warm-up. A step that should have been clipped or "
             "skipped is taken back then and done again, exactly."
         ),

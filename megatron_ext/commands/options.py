@@ -37,6 +37,7 @@ Limit = Annotated[
 PostValidation = Annotated[
     bool,
     typer.Option(
-        "--post-validation", help="Overlap steps: the optimizer steps before all ranks are done."
+        "--post-validation",
+        help="Experimental: overlap steps; the optimizer steps before all ranks are done.",
     ),
 ]
