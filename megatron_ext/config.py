@@ -176,9 +176,9 @@ class PipelineConfig:
     post_validation: bool = field(
         default=False,
         metadata=_switch(
-            "Experimental: let steps overlap. The optimizer steps before the norm of all gradients is known, "
-            "which comes during the next step's warm-up. A step that should have been clipped or "
-            "skipped is taken back then and done again, exactly."
+            "Experimental: let steps overlap. The optimizer steps before the norm of all gradients "
+            "is known, which comes during the next step's warm-up. A step that should have been "
+            "clipped or skipped is taken back then and done again, exactly."
         ),
     )
     report_split: bool = field(
