@@ -242,7 +242,7 @@ def kind_of(refusal: str) -> str:
 
 
 def named_limit(refusal: str, case: Case) -> MemoryLimit:
-    match = re.search(r"least feasible limit(?: for it)? is (\S+)( bytes)?", refusal)
+    match = re.search(r"least feasible limit(?: for it)? is ([\w.]+)( bytes)?", refusal)
     if match is None:
         raise Problematic(f"no limit is named: {refusal}")
     if match[2]:

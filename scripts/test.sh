@@ -23,27 +23,32 @@ check() {
 check ruff check
 check ruff format --check
 
-# Types beside the tests, which leave a part of two cores idle.
+# Types beside tests of ranks, which leave a part of two cores idle.
 types=$(mktemp)
 trap 'rm -f "$types"' EXIT
-python -m mypy >"$types" 2>&1 &
-types_process=$!
+check_types_beside() {
+  python -m mypy >"$types" 2>&1 &
+  types_process=$!
+}
 
 if [[ ${1:-} == --nightly ]]; then
   export MEGATRON_EXT_NIGHTLY=1
   shift
 fi
 if [[ ${1:-} == --quick ]]; then
+  check_types_beside
   against_stock='tests/pipeline/test_placements.py::test_resumed_training_is_stock_to_the_last_bit'
   check pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not search' tests/unit \
     "$against_stock"[pp2-{zb-h1,gis,zb-v,hanayo}] # a line, a loop, a V and a wave
 elif (($#)); then
+  check_types_beside
   check pytest "$@"
 else
   # A file's tests share what they build, and stay together. The other folders fork ranks of their
   # own, which wait for one another: two files at once keep two cores busy, the longest first.
   check pytest tests/unit -n auto --maxprocesses 4 \
     --dist loadfile --no-loadscope-reorder --durations 10
+  check_types_beside
   check pytest tests --ignore tests/unit --ignore tests/slurm \
     -n 2 --dist loadfile --no-loadscope-reorder --durations 20
   # A cluster of two nodes takes longer than SLURM waits to launch a job beside all that.

@@ -10,11 +10,12 @@ import pytest
 from tests.gpu.one_gpu.cases import parts
 from tests.gpu.one_gpu.rows import State
 from tests.gpu.one_gpu.runner import Part, run_part
+from tests.helpers.combinations import at_night
 
 REHEARSED = {
     "calls": ("host calls item", "host calls queue 1"),
     "executor": ("executor offload gis 2", "executor copies"),
-    "gpt": ("two ranks trial", "gpt reference", "gpt schedule zb-v async"),
+    "gpt": ("gpt reference", "gpt schedule zb-v async", *at_night("two ranks trial")),
 }
 
 

@@ -4,11 +4,13 @@ Forking costs tenths of a second where a launch costs ten: the parent has import
 whatever its test module imports, once. It must not have started a process group or a thread pool.
 
 Ranks are forked from the test process itself, or from a `Script`: those end as a training script
-does, by an exception that nobody catches and the interpreter's own shutdown.
+does, by an exception that nobody catches and the interpreter's own shutdown. By day rank 0 alone
+takes its modules apart at the end: that copies all of its parent's memory, a second long.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import multiprocessing
@@ -19,15 +21,18 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
+
+from tests.helpers.combinations import IS_NIGHT
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -325,5 +330,29 @@ def _next_request(connection: multiprocessing.connection.Connection) -> Request:
         connection.send(pid)
 
 
+def _run_and_leave(request: Request) -> NoReturn:
+    """Run it, and end as the interpreter does, but for what it does to modules last of all."""
+    status: Any = 0
+    try:
+        request.run()
+    except SystemExit as end:
+        status = 0 if end.code is None else end.code
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        status = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if status < 0:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    _next_request(multiprocessing.connection.Connection(int(sys.argv[1]))).run()
+    _request = _next_request(multiprocessing.connection.Connection(int(sys.argv[1])))
+    if _request.rank == 0 or IS_NIGHT:
+        _request.run()
+    else:
+        _run_and_leave(_request)

@@ -195,7 +195,7 @@ def test_a_loss_that_is_not_a_number(script: Script, tmp_path: Path, again: bool
         "Unexpected result nan on rank 1 at iteration #3 invocation #3",
         f"unexpected result is {'' if again else 'not '}reproducible",
     ]
-    for schedule in SCHEDULES if IS_NIGHT or not again else ("zb-v",):
+    for schedule in SCHEDULES if IS_NIGHT else ("zb-v" if again else "zb-h1",):
         kept: dict[str, object] = {"save": tmp_path / schedule, "save_interval": 1000}
         flags = pipeline_flags(2, 4, pipeline_schedule=schedule, **kept)
         results = end_of(script, 2, flags, line if schedule == "zb-h1" else chunks)

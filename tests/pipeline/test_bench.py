@@ -15,6 +15,7 @@ from megatron_ext.cli import app
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.placement import line
+from tests.helpers.combinations import nightly
 
 ARGUMENTS = ["bench", "--pp", "2", "-m", "4", "--costs", "f=4,i=4,w=4", "--launches", "1"]
 
@@ -53,6 +54,7 @@ def test_a_vocabulary_that_is_divided_is_measured_beside_one_that_is_not() -> No
         assert row["measured"] >= row["ideal"]
 
 
+@nightly("emulated copies: those that share a link are timed by day, below")
 def test_copies_take_what_they_cost_beside_the_passes() -> None:
     """They take as long as the passes, so that a step would be far longer if passes waited."""
     arguments = [*ARGUMENTS[:-4], "--costs", "f=20,i=20,w=20,d2h=16,h2d=16", *ARGUMENTS[-2:]]
@@ -126,7 +128,6 @@ def test_steps_in_a_row_with_post_validation() -> None:
     [
         (["--bad-every", "2"], "add --post-validation"),
         (["--post-validation", "--steps", "4", "--bad-every", "5"], "a number from 2 to 4"),
-        (["--steps", "-1"], "at least one has to be timed"),
     ],
 )
 def test_options_that_do_not_go_together(options: list[str], message: str) -> None:

@@ -71,15 +71,19 @@ SHARDED: dict[str, object] = {"use_distributed_optimizer": True}
 OVERLAPS = SHARDED | {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 SETTINGS = {
-    "zb-2p": Setting(4, "zb-2p", PP4 | UNTIED),
-    "zb-v, tied": Setting(4, "zb-v", PP4),
     "zb-auto, dropout": Setting(2, "zb-auto", PP2 | UNTIED | DROPOUT),
     "zb-v, fp16": Setting(4, "zb-v", PP4 | FP16),
     "zb-2p, fp16, dp 2, sharded": Setting(4, "zb-2p", DP2 | UNTIED | FP16 | SHARDED),
     "zb-v, bf16, dp 2, overlaps": Setting(4, "zb-v", DP2 | {"bf16": True} | OVERLAPS),
     "zb-v, tp 2": Setting(4, "zb-v", DP2 | {"tensor_model_parallel_size": 2}),
     "zb-v, tokens": Setting(4, "zb-v", DP2 | {"calculate_per_token_loss": True}),
-    **dict(at_night(("v-auto, bf16", Setting(2, "v-auto", PP2 | {"bf16": True})))),
+    **dict(
+        at_night(
+            ("zb-2p", Setting(4, "zb-2p", PP4 | UNTIED)),
+            ("zb-v, tied", Setting(4, "zb-v", PP4)),
+            ("v-auto, bf16", Setting(2, "v-auto", PP2 | {"bf16": True})),
+        )
+    ),
 }
 
 EVERY_THIRD = dict.fromkeys(range(3, 51, 3), 100.0)
