@@ -130,7 +130,7 @@ install() {
   say '(the first time this fetches torch and Megatron: minutes, several GB; log: .venv/install.log)'
   if ! (
     set -o pipefail
-    "$VENV/bin/python" -m pip install --disable-pip-version-check --progress-bar off --no-compile \
+    "$VENV/bin/python" -m pip install --disable-pip-version-check --progress-bar off \
       --editable "${REPOSITORY}[megatron,plot,certify,docs,dev]" 2>&1 | tee "$log" | show_progress >&2
   ); then
     # pip itself gave up, so nothing was left half done.
