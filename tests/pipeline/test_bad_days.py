@@ -257,7 +257,7 @@ def test_a_full_disk(script: Script, tmp_path: Path, ranks: int, how: dict[str, 
         "dist_ckpt_optim_fully_reshardable": True,
         "pipeline_schedule": "zb-v",
     }
-    whole = train(ranks, pipeline_flags(2, 4, **common, save=tmp_path, save_interval=1))
+    whole = train(ranks, pipeline_flags(2, 4, **common, **how, save=tmp_path, save_interval=1))
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
     shutil.rmtree(tmp_path / "iter_0000002")
     again = pipeline_flags(2, 4, **common, **how, load=tmp_path, save=tmp_path, save_interval=1)

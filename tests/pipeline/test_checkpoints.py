@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.combinations import at_night
+from tests.helpers.combinations import at_night, nightly
 from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train_or_fail
 from tests.helpers.ranks import RankResult
 from tests.pipeline.test_placements import ITERATIONS, SAVED_AT, SETTINGS, resume, saved, stock
@@ -79,6 +79,7 @@ def test_saved_by_stock_and_resumed(setting: str, schedule: str | None) -> None:
         assert all(len(tables) == 2 and len({*tables.values()}) == 1 for tables in moments)
 
 
+@nightly("test_bad_days has two ranks that save in the background, and resumes from it")
 def test_saved_in_the_background() -> None:
     whole, folder = saved(
         "distributed optimizer",
