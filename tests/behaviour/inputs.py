@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sysconfig
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,7 +35,8 @@ def run(command: str, *, with_stderr: bool = True) -> str:
         raise result.exception
     status = f"exits with {result.exit_code}\n" if result.exit_code else ""
     text = result.output if with_stderr or not result.stdout else result.stdout
-    return status + click.unstyle(text).replace(str(Path.cwd()), "FOLDER")
+    plain = click.unstyle(text).replace(str(Path.cwd()), "FOLDER")
+    return status + plain.replace(sysconfig.get_path("purelib"), "SITE")
 
 
 def own_families() -> dict[str, str]:
