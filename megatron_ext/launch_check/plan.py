@@ -7,8 +7,6 @@ from the arguments and the GPU's memory alone, which all ranks share, so that al
 from __future__ import annotations
 
 import copy
-import logging
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +18,7 @@ from megatron_ext.adapter.arguments import check, check_settings, problems
 from megatron_ext.adapter.layers import layers_of_stages
 from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.launch_check import line as launch_line
+from megatron_ext.launch_check.importing import silently
 from megatron_ext.schedule.build.registry import Mark, entries
 from megatron_ext.schedule.model.gpus import USABLE
 from megatron_ext.schedule.plan.planner import (
@@ -85,18 +84,12 @@ def choose_for(
     methods = {VocabMethod.NAIVE, VocabMethod.ONE, VocabMethod.TWO}
     if given:
         methods = {method for method in methods if method.vocabulary is config.vocab_parallel}
-    disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what Megatron says it will say again
-            tokens = launch_line.count_tokens(line.args)
-            if not given and tokens is None and line.args.padded_vocab_size is None:
-                methods &= {VocabMethod.NAIVE}  # whether dividing it is worth while cannot be told
-            launch = _Launch(line.args, config, world_size, frozenset(methods), tokens)
-            return launch.choose(gpu_memory or _memory_here())
-    finally:
-        logging.disable(disabled)
+    with silently():  # what Megatron says it will say again
+        tokens = launch_line.count_tokens(line.args)
+        if not given and tokens is None and line.args.padded_vocab_size is None:
+            methods &= {VocabMethod.NAIVE}  # whether dividing it is worth while cannot be told
+        launch = _Launch(line.args, config, world_size, frozenset(methods), tokens)
+        return launch.choose(gpu_memory or _memory_here())
 
 
 def _memory_here() -> float | None:
