@@ -186,7 +186,7 @@ def _observers(config: PipelineConfig, programs: Programs) -> list[StepObserver[
     observers: list[StepObserver[Step]] = []
     if config.report_split:
         observers.append(SplitReport())
-    if config.trace is not None and config.trace_iters is not None:
+    if config.trace is not None:
         overlap = config.post_validation
         observers.append(StepTrace(config.trace, config.trace_iters, overlap=overlap))
     if (path := config.costs.profile) is not None:
