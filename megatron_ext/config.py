@@ -189,6 +189,14 @@ class PipelineConfig:
             "why."
         ),
     )
+    metrics: bool = field(
+        default=False,
+        metadata=_switch(
+            "As often as Megatron logs, tell the bubble and a step's seconds, measured and "
+            "predicted, the slowest rank and the peak memory of the last pipeline: in one line, "
+            "and to TensorBoard and W&B. Nothing waits for it."
+        ),
+    )
     trace: Path | None = field(
         default=None,
         metadata=_setting(

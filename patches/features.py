@@ -109,10 +109,10 @@ FEATURES = (
         lambda choice: True,
     ),
     Feature(
-        "measured costs",
+        "the end of a training",
         ("megatron.training.training.training_end",),
         lambda choice: True,
-        asked_for=lambda config: config.costs.profile is not None,
+        asked_for=lambda config: config.costs.profile is not None or config.metrics,
     ),
     Feature(
         "vocabulary parallelism",
