@@ -117,7 +117,7 @@ def _rank(
     torch.set_num_threads(1)
     before_everything_else()
     apply([patch for patch in cpu.patches() if patch.target.startswith("torch")])
-    logger.setLevel(logging.WARNING)
+    logger.setLevel(logging.ERROR)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
     )

@@ -135,9 +135,13 @@ class Recording:
         return reduction
 
     def has_ended(self) -> bool:
-        """Whether the device has done all passes. What follows may be asked for then, and waits
-        for nothing."""
+        """Whether the device has done all passes. Only then may one ask for what follows, and
+        nothing of that waits."""
         return not self._passes or self.clock.has_passed(self._passes[-1][2])
+
+    def actions(self) -> tuple[Action, ...]:
+        """The passes, in their order."""
+        return tuple(action for action, _, _ in self._passes)
 
     def busy(self) -> float:
         """Seconds of all passes together."""

@@ -118,6 +118,7 @@ class _Log:
         self._predicted: Timeline | None = None  # of that program
         self._first = 0  # iteration that is in no line yet
         self._since: list[RankSums] = []  # then, of each rank
+        self._has_said = False
 
     def add(self, ranks: list[RankSums], program: Program, first: int, last: int) -> None:
         """What ``ranks`` tell of the iterations from ``first`` to ``last``."""
@@ -143,11 +144,21 @@ class _Log:
         metrics = metrics_of(self._since, self._predicted, overlap=self._overlap)
         self._since = []
         if metrics is None:
+            self._say_that_nothing_is_known(last)
             return
         logger.info(metrics.line(self._first, last))
         warning = self._departure.see(metrics, last - self._first + 1)
         if warning is not None:
             logger.warning(warning)
+
+    def _say_that_nothing_is_known(self, last: int) -> None:
+        assert self._program is not None
+        if not self._has_said:
+            logger.warning(
+                f"no metrics of the iterations from {self._first} to {last}: on some rank no step "
+                f"ran the passes of {self._program.schedule.name} in its order"
+            )
+        self._has_said = True
 
 
 def _is_logged(iteration: int) -> bool:

@@ -8,6 +8,7 @@ import torch
 
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.recording import Recording, clock_of
+from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.show.metrics import RankSums, telling_passes
 
@@ -20,6 +21,7 @@ class StepSums:
         self._clock = clock_of(device)
         self._recording: Recording | None = None  # of the step that runs
         self._recorded: deque[Recording] = deque()  # that have not been added yet
+        self._expected: tuple[Action, ...] = ()
         self._telling: list[int] = []
         self._sums = RankSums()
         self.program: Program | None = None  # of the steps since they were taken
@@ -33,7 +35,9 @@ class StepSums:
         if self._recording is None:
             return
         if program is not self.program:
-            self.program, self._telling = program, telling_passes(program, rank)
+            self.program = program
+            self._expected = program.schedule.compute_rows[rank]
+            self._telling = telling_passes(program, rank)
             self._recorded.clear()
             self._sums = RankSums()
         self._recorded.append(self._recording)
@@ -52,8 +56,11 @@ class StepSums:
         return sums
 
     def add_up(self) -> None:
-        """Read those that have ended, so that little is left to read when they are taken."""
+        """Read those that have ended, so that little is left to read when they are taken. A step
+        of other passes than the program's does not count: stock's order may be another."""
         while self._recorded and self._recorded[0].has_ended():
             recording = self._recorded.popleft()
+            if recording.actions() != self._expected:
+                continue
             times = recording.times(self._telling)
             self._sums += RankSums(1.0, recording.busy(), recording.span(), tuple(times))
