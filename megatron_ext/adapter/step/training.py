@@ -189,7 +189,7 @@ def _observers(config: PipelineConfig, programs: Programs) -> list[StepObserver[
         observers.append(SplitReport())
     if config.metrics:
         observers.append(StepMetrics(overlap=config.post_validation))
-    if config.trace is not None and config.trace_iters is not None:
+    if config.trace is not None:
         overlap = config.post_validation
         observers.append(StepTrace(config.trace, config.trace_iters, overlap=overlap))
     if (path := config.costs.profile) is not None:
