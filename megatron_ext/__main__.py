@@ -15,7 +15,7 @@ def main(argv: Sequence[str]) -> None:
     else:
         from megatron_ext.cli import app
 
-        app(prog_name="megatron-ext")
+        app(list(argv), prog_name="megatron-ext")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from pathlib import Path
 
 from megatron_ext.config import PipelineConfig, flag, variable
@@ -44,7 +45,7 @@ class Line:
     def value(self, name: str) -> str | None:
         """The value of a flag, where it has one in the line; the last counts."""
         found = None
-        for word, following in zip(self.arguments, (*self.arguments[1:], ""), strict=True):
+        for word, following in pairwise((*self.arguments, "")):
             if word == name:
                 found = following
             elif word.startswith(f"{name}="):

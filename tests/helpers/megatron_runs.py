@@ -183,13 +183,15 @@ def train(
     script: Path = SCRIPT,
     model_config: Mapping[str, object] | None = None,
     model_provider: Callable[..., Any] | None = None,
+    before: Sequence[str] = (),
 ) -> list[Run]:
     """Train on ``ranks`` ranks; fails unless every rank ends well and iterations were run.
 
     ``model_config`` is set on the model's config, for what has no flag. With a ``model_provider``
-    Megatron builds the model by it, as for scripts that pass one to pretrain().
+    Megatron builds the model by it, as for scripts that pass one to pretrain(). ``before`` are
+    words of ours between ``-m megatron_ext`` and the script.
     """
-    runs = values(train_or_fail(ranks, flags, script, model_config, model_provider))
+    runs = values(train_or_fail(ranks, flags, script, model_config, model_provider, before))
     assert any(run.losses for run in runs), "not one iteration was trained"
     return runs
 
@@ -200,13 +202,19 @@ def train_or_fail(
     script: Path = SCRIPT,
     model_config: Mapping[str, object] | None = None,
     model_provider: Callable[..., Any] | None = None,
+    before: Sequence[str] = (),
 ) -> list[RankResult]:
     """`train` for ranks that may end badly: how they end."""
     with agent_store() as port:
         return run_ranks(
             ranks,
             lambda rank: _train_rank(
-                rank, ranks, port, script, flags, model_config or {}, model_provider
+                rank,
+                ranks,
+                port,
+                [*before, str(script), *flags],
+                model_config or {},
+                model_provider,
             ),
             connect=False,
         )
@@ -260,8 +268,7 @@ def _train_rank(
     rank: int,
     ranks: int,
     port: int,
-    script: Path,
-    flags: Sequence[str],
+    words: Sequence[str],
     model_config: Mapping[str, object],
     model_provider: Callable[..., Any] | None,
 ) -> Run:
@@ -273,12 +280,12 @@ def _train_rank(
 
     from megatron_ext.__main__ import main
 
-    if "--save" in flags:
+    if "--save" in words:
         fork_checkpoint_manager()
     listener = _Listener(model_config, model_provider)
-    listener.listen(training, "--pipeline-post-validation" in flags)
+    listener.listen(training, "--pipeline-post-validation" in words)
     try:
-        main([str(script), *flags])
+        main(words)
     except SystemExit as end:  # --exit-interval
         if end.code:
             raise
