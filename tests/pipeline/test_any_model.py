@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,9 @@ from megatron_ext.schedule.placement import line
 from tests.helpers import callers
 from tests.helpers.callers import assert_same, draw_by_name, first_and_last, named_parameters
 from tests.helpers.combinations import at_night
+from tests.helpers.documents import check_written, table
 from tests.helpers.ranks import run_ranks, values
+from tests.pipeline.test_callers import WITHOUT_LAYERS
 
 RANKS = 2
 SEQUENCE, BATCH, WIDTH, VOCABULARY, MICROBATCHES = 12, 2, 16, 32, 6
@@ -111,6 +113,9 @@ def block_step(
     )
 
 
+OWN = ("1f1b", "zb-h1", "interleaved", "interleaved-zb", "zb-v")
+
+
 def test_a_module_of_the_callers_own() -> None:
     """It ended with `_get_attr_wrapped_model couldn't find attribute decoder`."""
 
@@ -118,7 +123,7 @@ def test_a_module_of_the_callers_own() -> None:
         with apply(cpu.patches()):
             expected = {1: block_step("1f1b"), 2: block_step("interleaved")}
             evaluated = block_step("interleaved", forward_only=True)
-            for schedule in ("1f1b", "zb-h1", "interleaved", "interleaved-zb", "zb-v"):
+            for schedule in OWN:
                 with megatron_ext.install(schedule=schedule):
                     stocks = expected[choose(schedule).example.chunks]
                     assert_same(block_step(schedule), stocks)
@@ -368,7 +373,7 @@ def images_in_tokens() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 MODELS = {
     "a wrapper": (multimodal, multimodal_step, images_and_tokens),
-    "LLaVA": (llava, llava_step, images_in_tokens),
+    "LLaVAModel": (llava, llava_step, images_in_tokens),
 }
 
 
@@ -401,24 +406,25 @@ TRAINED: dict[str, Callable[[str], bool]] = {
     "all but the tower": lambda name: name.startswith(("tower", "vision_model")),
 }
 
+Case = tuple[str, str, tuple[str, ...]]  # model, what of it is trained, schedules
 
-@pytest.mark.parametrize(
-    ("name", "trained", "schedules"),
-    [
-        ("a wrapper", "all", ("1f1b", "zb-h1", "interleaved-zb", "zb-v")),
-        ("a wrapper", "all but the tower", ("zb-v",)),
-        ("LLaVA", "all", ("zb-h1", "interleaved-zb", "zb-v")),
-        *at_night(
-            ("a wrapper", "all", ("interleaved", "v-half", "hanayo")),
-            ("a wrapper", "all but the tower", ("1f1b", "zb-h1", "interleaved-zb")),
-            ("LLaVA", "all but the tower", ("1f1b", "zb-h1", "interleaved-zb", "v-half")),
-        ),
-    ],
+BY_DAY: tuple[Case, ...] = (
+    ("a wrapper", "all", ("1f1b", "zb-h1", "interleaved-zb", "zb-v")),
+    ("a wrapper", "all but the tower", ("zb-v",)),
+    ("LLaVAModel", "all", ("zb-h1", "interleaved-zb", "zb-v")),
 )
+BY_NIGHT: tuple[Case, ...] = (
+    ("a wrapper", "all", ("interleaved", "v-half", "hanayo")),
+    ("a wrapper", "all but the tower", ("1f1b", "zb-h1", "interleaved-zb")),
+    ("LLaVAModel", "all", ("1f1b", "interleaved", "v-half", "hanayo")),
+    ("LLaVAModel", "all but the tower", ("zb-h1", "interleaved-zb", "zb-v")),
+)
+
+
+@pytest.mark.parametrize(("name", "trained", "schedules"), [*BY_DAY, *at_night(*BY_NIGHT)])
 def test_a_tower_on_the_first_stage(name: str, trained: str, schedules: tuple[str, ...]) -> None:
     """It ended with `_get_attr_wrapped_model couldn't find attribute decoder`. Under a V LLaVA's
     tower then had as many layers as the language model's layout has on that stage, in silence."""
-
     is_frozen = TRAINED[trained]
 
     def on_rank(rank: int) -> None:
@@ -446,3 +452,32 @@ def check_put_off(choice: Choice, put_off: set[torch.Tensor], rank: int, is_froz
     is_here = choice.place(RANKS).rank_of[0] == rank
     assert ((WIDTH, 2 * WIDTH) in shapes) == (choice.splits_backward and is_here and not is_frozen)
     assert (2 * WIDTH, 3) not in shapes
+
+
+def test_the_table_of_models() -> None:
+    kinds = {
+        "a module of the caller's own": [("all", OWN)],
+        "a wrapper: GPTModel behind a tower": _cases("a wrapper"),
+        "Megatron's LLaVAModel": _cases("LLaVAModel"),
+        "GPTModel, stages without layers": [("all", WITHOUT_LAYERS)],
+    }
+    rows = [
+        [kind, trained, *(_under(schedules, placement) for placement in ("line", "loop", "v wave"))]
+        for kind, cases in kinds.items()
+        for trained, schedules in cases
+    ]
+    check_written("models", table(["model", "trained", "lines", "loops", "V's, waves"], rows))
+
+
+def _cases(name: str) -> list[tuple[str, list[str]]]:
+    """What of that model is trained, with all schedules."""
+    schedules: dict[str, list[str]] = {trained: [] for trained in TRAINED}
+    for model, trained, own in (*BY_DAY, *BY_NIGHT):
+        if model == name:
+            schedules[trained] += own
+    return list(schedules.items())
+
+
+def _under(schedules: Sequence[str], placements: str) -> str:
+    named = [name for name in schedules if choose(name).example.name in placements.split()]
+    return ", ".join(named) or "-"

@@ -389,25 +389,27 @@ def test_a_v_by_a_layout_as_a_list() -> None:
     values(run_ranks(V_RANKS, on_v_and_line))
 
 
+LAYERS = [["embedding"], ["decoder"] * 2, [], ["decoder"], [], ["decoder"] * 3, [], ["loss"]]
+WITHOUT_LAYERS = {
+    "interleaved:vpp=4": LAYERS,
+    "interleaved-zb:vpp=4": LAYERS,
+    "zb-v": [["embedding"], [], ["decoder"] * 6, ["loss"]],
+    "v-half": [["embedding", "decoder"], ["decoder"] * 4, [], ["decoder", "loss"]],
+    "hanayo:waves=2": LAYERS,
+}
+
+
 def test_stages_without_layers() -> None:
-    """Embedding, loss or nothing at all, as recipes of GLM have them (Megatron-LM #1852): what
-    such a stage passes on is what it was given."""
-    layout = [["embedding"], ["decoder"] * 2, [], ["decoder"], [], ["decoder"] * 3, [], ["loss"]]
-    line = [[*chain(*layout[:4])], [*chain(*layout[4:])]]
-    four = [layout[0] + layout[1], [], layout[2] + layout[3] + layout[4] + layout[5], ["loss"]]
+    """Of embedding, of loss or of nothing at all, as recipes of GLM have them (Megatron-LM #1852):
+    what such a stage passes on is what it was given."""
 
     def on_all_placements(rank: int) -> None:
         with apply(cpu.patches()):
+            line = [[*chain(*LAYERS[:4])], [*chain(*LAYERS[4:])]]
             expected = step_of_layout(line)
-            for schedule, stages in (
-                ("interleaved:vpp=4", layout),
-                ("interleaved-zb:vpp=4", layout),
-                ("zb-v", four),
-                ("v-half", four),
-                ("hanayo:waves=2", layout),
-            ):
+            for schedule, layout in WITHOUT_LAYERS.items():
                 with megatron_ext.install(schedule=schedule):
-                    assert_same(step_of_layout(stages), expected)
+                    assert_same(step_of_layout(layout), expected)
 
     values(run_ranks(V_RANKS, on_all_placements))
 
