@@ -24,7 +24,7 @@ def run_passes(step: Step, iterators: list[Any], others: Sequence[Owner] = ()) -
     """
     call, connections, program = step.call, step.connections, step.program
     boundary = step.boundary
-    if call.config.variable_seq_lengths:
+    if call.varies_by is not None:
         boundary = replace(boundary, shape=None)
     transport = connections.transport(program, boundary)
     stages = _stages(step, iterators)
