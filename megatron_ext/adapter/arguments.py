@@ -9,13 +9,14 @@ from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatch
 
 from megatron_ext.adapter.compatibility import refuse, refuse_order
 from megatron_ext.adapter.dimensions import dimensions_of, rates
-from megatron_ext.adapter.layers import layers_of_stages
+from megatron_ext.adapter.layers import SEGMENT_END, layers_of_stages, segments_of_stages
 from megatron_ext.adapter.vocabulary_rows import check_divisible
 from megatron_ext.config import COSTS_FILE, TRACED_OF_RUN, PipelineConfig
 from megatron_ext.logger import logger, telling_of_long_work
 from megatron_ext.runtime.measure import profile
 from megatron_ext.schedule.build.output_layer import place_output_layer
 from megatron_ext.schedule.build.overlap import check_overlaps
+from megatron_ext.schedule.build.registry import Choice
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.model.estimate import ModelDimensions, estimate
 from megatron_ext.schedule.placement import Placement
@@ -27,16 +28,34 @@ _VIRTUAL_STAGES = (
     "num_virtual_stages_per_pipeline_rank",
     "pipeline_model_parallel_layout",
 )
+_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 
 
 def add_virtual_stages(args: Any, config: PipelineConfig) -> None:
     """Give ``args``, which are not validated yet, the schedule's virtual stages unless they name
-    some themselves."""
+    some themselves. A hybrid model's are in its pattern.
+
+    Raises:
+        ValueError: the pattern has other stages.
+    """
     ranks = args.pipeline_model_parallel_size
-    if ranks > 1 and all(getattr(args, name) is None for name in _VIRTUAL_STAGES):
+    patterns = [name for name in _PATTERNS if getattr(args, name, None) is not None]
+    if ranks > 1 and patterns:
+        for name in patterns:
+            setattr(args, name, _divided(getattr(args, name), config.choice, ranks))
+    elif ranks > 1 and all(getattr(args, name) is None for name in _VIRTUAL_STAGES):
         chunks = config.choice.place(ranks).chunks
         if chunks > 1:
             args.num_virtual_stages_per_pipeline_rank = chunks
+
+
+def _divided(pattern: str, choice: Choice, ranks: int) -> str:
+    """``pattern`` with an end of each stage. Megatron divides what has none over ranks itself."""
+    placement = choice.place(ranks)
+    if placement.chunks == 1 and SEGMENT_END not in pattern:
+        return pattern
+    main, slash, depths = pattern.partition("/")
+    return SEGMENT_END.join(segments_of_stages(main, placement, choice.spec)) + slash + depths
 
 
 def check(args: Any, config: PipelineConfig) -> list[Program]:

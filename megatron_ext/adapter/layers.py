@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.words import counted
+
+SEGMENT_END = "|"  # in a hybrid model's pattern
+_BEFORE_DEPTHS = "/"  # of its multi-token prediction
 
 
 def layers_of_stages(settings: Any, placement: Placement) -> list[int]:
@@ -16,6 +21,7 @@ def layers_of_stages(settings: Any, placement: Placement) -> list[int]:
 
     - ``pipeline_model_parallel_layout``: its i-th segment is stage i.
     - ``account_for_{embedding,loss}_in_pipeline_split``: each counts as a layer of its stage.
+    - the i-th segment of a hybrid model's pattern is stage i, too.
     - the layers of the first and the last "pipeline stage" are those of the first and the last
       rank, divided over its chunks, where Megatron itself places the stages (lines and loops); else
       those of the first and the last stage.
@@ -30,6 +36,9 @@ def layers_of_stages(settings: Any, placement: Placement) -> list[int]:
         layout = settings.pipeline_model_parallel_layout
         segments = PipelineParallelLayerLayout.parse_str_to_list(layout)
         return [segment.count(LayerType.decoder) for segment in segments]
+    segments = pattern_segments(getattr(settings, "hybrid_layer_pattern", None) or "")
+    if len(segments) == placement.stages:
+        return [len(segment) for segment in segments]
     stages = placement.stages
     given = _given_layers(settings, placement)
     embedding = int(settings.account_for_embedding_in_pipeline_split)
@@ -54,6 +63,34 @@ def layers_of_stages(settings: Any, placement: Placement) -> list[int]:
 def is_megatrons_own(placement: Placement) -> bool:
     """Whether Megatron's virtual stages lie so by themselves: on a line or a loop."""
     return placement.rank_of == tuple(range(placement.ranks)) * placement.chunks
+
+
+def pattern_segments(pattern: str) -> list[str]:
+    """The pipeline segments of a hybrid model's ``pattern``, which has a symbol for each layer:
+    ``M*`` and ``M-`` of ``M*|M-``."""
+    return pattern.partition(_BEFORE_DEPTHS)[0].split(SEGMENT_END)
+
+
+def segments_of_stages(pattern: str, placement: Placement, schedule: str) -> list[str]:
+    """The segment of ``pattern`` that each stage has: an even part of one without ends of segments.
+
+    Raises:
+        ValueError: it has not as many segments as ``schedule`` has stages.
+    """
+    segments = pattern_segments(pattern)
+    stages = placement.stages
+    layers = "".join(segments)
+    ends = [0, *accumulate(_evenly(len(layers), stages))]
+    even = [layers[start:end] for start, end in pairwise(ends)]
+    if len(segments) == 1 and len(layers) % stages == 0:
+        return even
+    if len(segments) != stages:
+        raise ValueError(
+            f"the hybrid layer pattern {pattern} has {counted(len(segments), 'pipeline segment')}, "
+            f"and schedule {schedule} has {stages} stages on {placement.ranks} pipeline ranks: "
+            f"give it as many, as in --hybrid-layer-pattern '{SEGMENT_END.join(even)}'"
+        )
+    return segments
 
 
 def _given_layers(settings: Any, placement: Placement) -> dict[int, int]:
@@ -81,6 +118,11 @@ def layout_of(layers: Sequence[int]) -> str:
 
 
 def _even_layout(layers: int, stages: int) -> str:
-    """As even as it goes: the first stages have one layer more."""
+    """As even as it goes."""
+    return layout_of(_evenly(layers, stages))
+
+
+def _evenly(layers: int, stages: int) -> list[int]:
+    """How many each stage has: the first ones one more."""
     per_stage, more = divmod(layers, stages)
-    return layout_of([per_stage + (stage < more) for stage in range(stages)])
+    return [per_stage + (stage < more) for stage in range(stages)]
