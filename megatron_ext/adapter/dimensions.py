@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megatron_ext.adapter.layers import prediction_depths
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.model.estimate import CPU, GPU, ModelDimensions, Rates, estimate
 
@@ -55,6 +56,7 @@ def dimensions_of(
         ),
         fused_attention=getattr(settings, "transformer_impl", "") == "transformer_engine",
         sequence_parallel=settings.sequence_parallel,
+        depths=prediction_depths(settings),
     )
 
 

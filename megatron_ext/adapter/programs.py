@@ -10,6 +10,7 @@ from __future__ import annotations
 import uuid
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,11 +19,16 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_ext.adapter.compatibility import refuse_order
 from megatron_ext.adapter.dimensions import estimated_costs
+from megatron_ext.adapter.splitting import head_is_looked_up
 from megatron_ext.adapter.vocabulary_rows import embedding_part
 from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import telling_of_long_work
 from megatron_ext.runtime.agreement import listed
-from megatron_ext.schedule.build.output_layer import place_again, place_output_layer
+from megatron_ext.schedule.build.output_layer import (
+    place_again,
+    place_output_layer,
+    with_input_gradient,
+)
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.placement import Placement
@@ -56,11 +62,11 @@ class Programs:
         if shape in self.costs:
             return
         placement = self._choice.place(pipeline.size())
-        sizes = gather(pipeline, [_size(chunk) for chunk in models])
+        contents = gather(pipeline, [_contents_of(chunk) for chunk in models])
         agreed: list[Any] = ["", None]
         if dist.get_rank() == 0:
             per_stage = [
-                sizes[rank][placement.stages_of[rank].index(stage)]
+                contents[rank][placement.stages_of[rank].index(stage)]
                 for stage, rank in enumerate(placement.rank_of)
             ]
             agreed[0] = uuid.uuid4().hex
@@ -78,20 +84,23 @@ class Programs:
         self,
         config: Any,
         placement: Placement,
-        per_stage: list[tuple[int, int]],
+        per_stage: list[_Contents],
         sequence: int,
         micro_batch: int,
     ) -> Costs:
-        """The costs of a microbatch. ``per_stage``: `_size` of each. Raises ValueError."""
+        """The costs of a microbatch. ``per_stage``: what is in each. Raises ValueError."""
         if not self._config.costs.is_estimate:
-            return parse_costs(self._config.costs.text, placement)
-        return estimated_costs(
-            config,
-            layers=[layers for layers, _ in per_stage],
-            sequence=sequence // config.context_parallel_size,
-            micro_batch=micro_batch,
-            vocabulary=sum(rows for _, rows in per_stage) * config.tensor_model_parallel_size,
-        )
+            costs = parse_costs(self._config.costs.text, placement)
+        else:
+            rows = sum(contents.rows for contents in per_stage)
+            costs = estimated_costs(
+                config,
+                layers=[contents.layers for contents in per_stage],
+                sequence=sequence // config.context_parallel_size,
+                micro_batch=micro_batch,
+                vocabulary=rows * config.tensor_model_parallel_size,
+            )
+        return with_input_gradient(costs) if per_stage[-1].head_is_looked_up else costs
 
     def known(
         self, config: Any, shape: Shape, microbatches: int, forward_only: bool
@@ -186,10 +195,19 @@ def gather(group: dist.ProcessGroup, value: Any) -> list[Any]:
     return values
 
 
-def _size(chunk: torch.nn.Module) -> tuple[int, int]:
-    """Transformer layers of a model chunk, and rows of its output layer (0 without one)."""
+@dataclass(frozen=True)
+class _Contents:
+    """What costs are estimated from in a model chunk: its transformer layers, without those of
+    multi-token prediction, the rows of its output layer (0 without one), `head_is_looked_up`."""
+
+    layers: int
+    rows: int
+    head_is_looked_up: bool
+
+
+def _contents_of(chunk: torch.nn.Module) -> _Contents:
     model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
     rows = getattr(getattr(model, "output_layer", None), "output_size_per_partition", 0)
     if rows == 0 and (part := embedding_part(chunk)) is not None:  # which is the output layer's too
         rows = part.num_embeddings_per_partition
-    return len(model.decoder.layers), rows
+    return _Contents(len(model.decoder.layers), rows, head_is_looked_up(chunk))

@@ -19,7 +19,7 @@ class Split:
 
     Attributes:
         waits: there are W passes.
-        at_once: weights whose gradients do not wait for them.
+        at_once: weights of layers that are split, and whose gradients yet do not wait for them.
         apart: weights that have passes of their own.
     """
 
@@ -29,11 +29,23 @@ class Split:
 
 
 def head_weights(models: Sequence[torch.nn.Module]) -> frozenset[Tensor]:
-    """The output layer's weight, on the rank that has it. (A pipeline's last stage has its own,
-    tied or not.)"""
+    """The weight that the output layer uses, on the rank that has it. (A pipeline's last stage has
+    its own, tied or not.)"""
     model = get_attr_wrapped_model(models[-1], "decoder", return_model_obj=True)
+    if head_is_looked_up(models[-1]):
+        return frozenset([model.shared_embedding_or_output_weight()])
     weight = getattr(getattr(model, "output_layer", None), "weight", None)
     return frozenset() if weight is None else frozenset([weight])
+
+
+def head_is_looked_up(chunk: torch.nn.Module) -> bool:
+    """Whether the output layer of ``chunk`` uses the table of look-ups of the same stage: those of
+    tied multi-token prediction.
+
+    Autograd sums what both bring to its gradient. A W pass would add the output layer's apart.
+    """
+    model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
+    return getattr(model, "mtp_process", False) and model.share_embeddings_and_output_weights
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import os
 import runpy
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -124,7 +124,9 @@ class Run:
     and optimizer tensor to a digest of its bytes; its keys say what a tensor is, not where it lies:
     layers are numbered through the whole model. ``layers`` are the layers of each chunk.
     ``tables`` are digests of the embedding's and the output layer's weight as far as they are here,
-    after setup and after each iteration. ``redone`` are the steps that post-validation took back.
+    after setup and after each iteration. ``predictions`` are, per iteration and as far as they are
+    here, multi-token prediction's losses and how many of its tokens were right. ``redone`` are the
+    steps that post-validation took back.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -134,6 +136,7 @@ class Run:
     tables: list[dict[str, str]] = field(default_factory=list)
     schedule: str = ""
     evaluation: list[float] = field(default_factory=list)
+    predictions: list[list[float]] = field(default_factory=list)
     redone: int = 0
 
 
@@ -224,6 +227,11 @@ def evaluations(runs: Sequence[Run]) -> list[float]:
     return next((run.evaluation for run in runs if run.evaluation), [])
 
 
+def predictions(runs: Sequence[Run]) -> list[list[float]]:
+    """What multi-token prediction came to, likewise."""
+    return next((run.predictions for run in runs if run.predictions), [])
+
+
 def whole_state(runs: Sequence[Run]) -> dict[str, str]:
     """The state of all ranks; fails where two hold a tensor that should be the same, and is not."""
     whole: dict[str, str] = {}
@@ -244,6 +252,8 @@ def assert_same(runs: Sequence[Run], reference: Sequence[Run]) -> None:
     if ours := evaluations(runs):
         theirs = evaluations(reference)[-len(ours) :]
         assert ours == theirs, f"evaluation losses {ours}, expected {theirs}"
+    ours, theirs = predictions(runs), predictions(reference)[-len(predictions(runs)) :]
+    assert ours == theirs, f"multi-token prediction's losses {ours}, expected {theirs}"
     state, expected = whole_state(runs), whole_state(reference)
     assert state.keys() == expected.keys(), f"only one has {state.keys() ^ expected.keys()}"
     different = [name for name in expected if state[name] != expected[name]]
@@ -280,7 +290,7 @@ def _train_rank(
 
 
 class _Listener:
-    """Notes what Megatron's training loop comes to, by standing in for three of its functions."""
+    """Notes what Megatron's training loop comes to, by standing in for some of its functions."""
 
     def __init__(
         self, model_config: Mapping[str, object], model_provider: Callable[..., Any] | None
@@ -296,6 +306,10 @@ class _Listener:
         # patches look at what it takes
         training.training_log = functools.wraps(log)(functools.partial(self._log, log))
         training.evaluate = functools.partial(self._evaluate, training.evaluate)
+        helper = training.MTPLossLoggingHelper
+        helper.track_mtp_metrics = functools.partial(
+            self._track_predictions, helper, helper.track_mtp_metrics
+        )
         if post_validates:
             optimizer = importlib.import_module("megatron_ext.adapter.post_validation.optimizer")
             redo = optimizer.SpeculativeOptimizer.redo
@@ -333,13 +347,24 @@ class _Listener:
             self._run.evaluation += [_loss(loss) for loss in result[0].values()]
         return result
 
+    def _track_predictions(self, helper: Any, track: Callable[..., Any], *args: Any) -> None:
+        noted = [
+            figure
+            for name in ("values", "loss_values", "correct_values")  # the first is 0.18's
+            if name in helper.tracker
+            for figure in helper.tracker[name].tolist()
+        ]
+        if noted:
+            self._run.predictions.append(noted)
+        track(*args)
+
     def whole_run(self) -> Run:
         """After the training: with its tensors, and who ran its steps."""
         models, optimizer = self._made[:2]
-        self._run.state = {
-            f"{_shard(name)} {name}": _digest(tensor)
-            for name, tensor in [*_parameters(models), *_optimizer_tensors(models, optimizer)]
-        }
+        self._run.state = _digests(
+            (f"{_shard(name)} {name}", tensor)
+            for name, tensor in [*named_parameters(models), *_optimizer_tensors(models, optimizer)]
+        )
         self._run.layers = [_layers(chunk) for chunk in models]
         schedule = sys.modules["megatron.core.pipeline_parallel"].get_forward_backward_func()
         self._run.schedule = getattr(schedule, "__name__", type(schedule).__name__)
@@ -359,7 +384,7 @@ def _layers(chunk: torch.nn.Module) -> list[int]:
     return [layer.layer_number - 1 for layer in model.decoder.layers]
 
 
-def _parameters(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def named_parameters(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Every parameter with its name in the whole model."""
     for chunk in model:
         layers = _layers(chunk)
@@ -367,23 +392,24 @@ def _parameters(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.n
             words = [word for word in name.split(".") if word != "module"]  # DDP, bf16
             if "layers" in words:
                 number = words.index("layers") + 1
-                words[number] = str(layers[int(words[number])])
+                if words[number - 2] == "decoder":  # those of multi-token prediction have their own
+                    words[number] = str(layers[int(words[number])])
             yield ".".join(words), parameter
 
 
 def _tables(model: Sequence[torch.nn.Module]) -> dict[str, str]:
-    return {
-        name: _digest(parameter)
-        for name, parameter in _parameters(model)
+    return _digests(
+        (name, parameter)
+        for name, parameter in named_parameters(model)
         if name in ("embedding.word_embeddings.weight", "output_layer.weight")
-    }
+    )
 
 
 def _optimizer_tensors(
     model: Sequence[torch.nn.Module], optimizer: Any
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Main parameters and Adam's tensors; those that the distributed optimizer shards, whole."""
-    names = {parameter: name for name, parameter in _parameters(model)}
+    names = {parameter: name for name, parameter in named_parameters(model)}
     for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
         if not hasattr(inner, "model_param_group_index_map"):
             for parameter, name in names.items():
@@ -419,6 +445,15 @@ def _shard(name: str) -> str:
     if ".experts." in name:
         shard += f" ep{parallel_state.get_expert_model_parallel_rank()}"
     return shard
+
+
+def _digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
+    """Digests by name; fails where two tensors here should be the same, and are not."""
+    digests: dict[str, str] = {}
+    for name, tensor in tensors:
+        digest = _digest(tensor)
+        assert digests.setdefault(name, digest) == digest, f"this rank has another {name} besides"
+    return digests
 
 
 def _digest(tensor: torch.Tensor) -> str:

@@ -23,7 +23,7 @@ from megatron_ext.adapter.observers.trace import StepTrace
 from megatron_ext.adapter.post_validation.pending import post_validation
 from megatron_ext.adapter.post_validation.step import SpeculativeStep, connect_validation
 from megatron_ext.adapter.programs import Programs, Shape
-from megatron_ext.adapter.splitting import Split, head_weights
+from megatron_ext.adapter.splitting import Split, head_is_looked_up, head_weights
 from megatron_ext.adapter.step.call import Call
 from megatron_ext.adapter.step.connections import Connections, connect
 from megatron_ext.adapter.step.gradients import finalize_gradients, tokens_of
@@ -115,7 +115,7 @@ class Training:
         shard, at_once = None, frozenset[Tensor]()
         if self._divides:
             shard = shard_of(call.models, call.config, call.pipeline, call.groups.tp)
-        elif not output_layer_waits(program):
+        elif head_is_looked_up(call.models[-1]) or not output_layer_waits(program):
             at_once = head_weights(call.models)
         waits = self._config.choice.splits_backward and not call.forward_only
         apart = frozenset[Tensor]() if shard is None else frozenset([shard.output])
