@@ -81,12 +81,6 @@ def weights_of_layer(model: ModelDimensions) -> int:
     )
 
 
-def weights_of_projection(model: ModelDimensions) -> int:
-    """Elements of the matrix that takes what is before a depth of multi-token prediction, and the
-    embedding of the next token, to one width."""
-    return 2 * model.hidden * model.hidden
-
-
 def estimate(model: ModelDimensions, rates: Rates) -> Costs:
     """Seconds and bytes of each stage of ``model`` at ``rates``."""
     tokens = model.sequence * model.micro_batch
@@ -104,7 +98,7 @@ def estimate(model: ModelDimensions, rates: Rates) -> Costs:
     products = 2 * tokens * weights * share
     layers = [*model.layers[:-1], model.layers[-1] + model.depths]
     depths = [0] * (len(layers) - 1) + [model.depths]
-    projection = 2 * tokens * weights_of_projection(model) * share
+    projection = 2 * tokens * 2 * model.hidden * model.hidden * share
     core = 4 * tokens * model.sequence * model.query_width * share / 2  # causal: half the matrix
     head = 2 * tokens * model.hidden * model.vocabulary * share * (1 + model.depths)
 

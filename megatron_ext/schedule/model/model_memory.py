@@ -9,11 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_ext.schedule.model.estimate import (
-    ModelDimensions,
-    weights_of_layer,
-    weights_of_projection,
-)
+from megatron_ext.schedule.model.estimate import ModelDimensions, weights_of_layer
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import VocabularyParallel
 
@@ -81,14 +77,10 @@ def parameters_of_stages(
     layer = weights_of_layer(model) / model.tensor_parallel + norms
     parameters = [count * layer for count in model.layers]
     parameters[-1] += model.hidden  # the final norm
-    projection = weights_of_projection(model) / model.tensor_parallel
-    parameters[-1] += model.depths * (layer + projection + 3 * model.hidden)  # and its own norms
     table = model.vocabulary * model.hidden / model.tensor_parallel
     if vocabulary is VocabularyParallel.NONE:
         for end in (0, -1):
             parameters[end] += table
-        if model.depths:  # a copy of the first stage's, to look up in
-            parameters[-1] += table
     else:
         for stages in placement.stages_of:
             parameters[stages[0]] += (1 if tied else 2) * table / placement.ranks
