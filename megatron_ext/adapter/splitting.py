@@ -48,6 +48,15 @@ def head_is_looked_up(chunk: torch.nn.Module) -> bool:
     return getattr(model, "mtp_process", False) and model.share_embeddings_and_output_weights
 
 
+def unused_heads(chunks: Sequence[torch.nn.Module]) -> frozenset[Tensor]:
+    """The weights that Megatron gives output layers of ``chunks`` which use look-ups' tables."""
+    return frozenset(
+        get_attr_wrapped_model(chunk, "output_layer").weight
+        for chunk in chunks
+        if head_is_looked_up(chunk)
+    )
+
+
 @contextlib.contextmanager
 def splitting(split: Split) -> Iterator[None]:
     """Within, split layers are told that W passes will come, if they will. Afterwards the queue is

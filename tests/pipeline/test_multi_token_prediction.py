@@ -60,9 +60,10 @@ MODELS: dict[str, Flags] = {
         "bf16": True,
     },
     "untied, 1 depth, experts": {**UNTIED, **EXPERTS, "mtp_num_layers": 1},
-    "untied, 2 depths, loss per token": {
+    "untied, 2 detached depths, loss per token": {
         **UNTIED,
         "mtp_num_layers": 2,
+        "mtp_detach_heads": True,
         "calculate_per_token_loss": True,
     },
     "tied, 1 depth": {"mtp_num_layers": 1},
@@ -73,33 +74,27 @@ MODELS: dict[str, Flags] = {
     "tied, repeated layer, bf16": {**REPEATED, "bf16": True},
     "tied, repeated layer, full recompute": {**REPEATED, **FULL},
 }
-# An output layer that is a parameter of its own waits for W where its logits have room.
+# An untied output layer waits for W where its logits have room, and the last stage has less to do.
 ROOM: Flags = {"pipeline_memory_limit": "60GiB"}
+LINE: Flags = {"pipeline_model_parallel_layout": "Ettttt|ttt{m}L"}
+LIGHT_END: Flags = {"pipeline_model_parallel_layout": "Ettt|tt|tt|t{m}L"}
+NOTHING_BESIDE: Flags = {"pipeline_model_parallel_layout": "Ettt|ttt|tt|{m}L"}
 PLACEMENTS: dict[str, Flags] = {
     "1f1b": {"pipeline_schedule": "1f1b"},
     "zb-h1": {"pipeline_schedule": "zb-h1"},
-    "zb-h1, room": {"pipeline_schedule": "zb-h1", **ROOM},
+    "zb-h1, room": {"pipeline_schedule": "zb-h1", **ROOM, **LINE},
     "interleaved": {"pipeline_schedule": "interleaved"},
-    "interleaved-zb, room": {"pipeline_schedule": "interleaved-zb", **ROOM},
-    "interleaved-zb, last stage mL": {
-        "pipeline_schedule": "interleaved-zb",
-        "pipeline_model_parallel_layout": "Ettt|ttt|tt|{m}L",
-    },
+    "interleaved-zb, room": {"pipeline_schedule": "interleaved-zb", **ROOM, **LIGHT_END},
+    "interleaved-zb, last stage mL": {"pipeline_schedule": "interleaved-zb", **NOTHING_BESIDE},
     "zb-v": {"pipeline_schedule": "zb-v"},
-    "v-half, room": {"pipeline_schedule": "v-half", **ROOM},
-    "zb-v, uneven layout": {
-        "pipeline_schedule": "zb-v",
-        "pipeline_model_parallel_layout": "Et|ttt|tt|tt{m}L",
-    },
-    "zb-v, last stage mL": {
-        "pipeline_schedule": "zb-v",
-        "pipeline_model_parallel_layout": "Ettt|ttt|tt|{m}L",
-    },
+    "zb-v, room": {"pipeline_schedule": "zb-v", **ROOM, **LIGHT_END},
+    "zb-v, last stage mL": {"pipeline_schedule": "zb-v", **NOTHING_BESIDE},
+    "v-half": {"pipeline_schedule": "v-half"},
     "hanayo": {"pipeline_schedule": "hanayo"},
 }
 DAY = {
     ("untied, 2 depths, bf16", "zb-h1, room"),
-    ("untied, 2 depths, bf16", "zb-v, uneven layout"),
+    ("untied, 2 depths, bf16", "zb-v, room"),
     ("untied, repeated layer, full recompute", "interleaved-zb, room"),
     ("untied, repeated layer, full recompute", "hanayo"),
     ("tied, 1 depth", "zb-h1, room"),
@@ -141,16 +136,25 @@ def stock(model: str) -> list[Run]:
 
 
 @pytest.mark.parametrize(("model", "placement"), CASES)
-def test_it_is_stock_to_the_last_bit(model: str, placement: str) -> None:
+def test_it_is_stock_to_the_last_bit(
+    model: str, placement: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     RESULTS[model, placement] = "not stock"
     reference = stock(model)
-    ours = flags(**MODELS[model], **PLACEMENTS[placement])
+    ours = flags(**MODELS[model], **PLACEMENTS[placement], pipeline_report_split=True)
     runs = train(2, ours, model_provider=drawn_by_name)
     assert {run.schedule for run in runs} == {"PipelineStep"}
     assert len(losses(runs)) == len(predictions(runs)) == 3
     depths = MODELS[model]["mtp_num_layers"]
     assert len(predictions(runs)[0]) >= depths and all(predictions(runs)[0][:depths])
     assert_same(runs, reference)
+    (report,) = [line for line in capfd.readouterr().out.splitlines() if "rank 1: W has" in line]
+    if "tied" in model.split(","):
+        assert (
+            "output layer (multi-token prediction looks up in it" in report or "1f1b" in placement
+        )
+    elif "room" in placement and "full recompute" not in model:
+        assert "output layer" not in report
     RESULTS[model, placement] = "bitwise"
 
 

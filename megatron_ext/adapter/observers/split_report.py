@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_ext.adapter.observers.observer import Step, StepObserver
 from megatron_ext.adapter.programs import gather
+from megatron_ext.adapter.splitting import unused_heads
 from megatron_ext.logger import logger
 from megatron_ext.runtime.weight_gradients import queue
 
@@ -57,6 +58,7 @@ def split_report(
         if isinstance(module, torch.nn.Embedding | VocabParallelEmbedding)
         for parameter in module.parameters(recurse=False)
     }
+    unused = unused_heads(chunks)
     split = whole = 0
     reasons: Counter[str] = Counter()
     for name, parameter in (item for chunk in chunks for item in chunk.named_parameters()):
@@ -69,6 +71,8 @@ def split_report(
         elif parameter in at_once:
             whole += parameter.numel()
             reasons[f"output layer ({_why_at_once(parameter in tables)})"] += 1
+        elif parameter in unused:
+            reasons["output layer's own (it is tied to the embedding, and uses that one's)"] += 1
         elif parameter in tables:
             reasons["of embeddings (no matrix product)"] += 1
         else:
