@@ -242,8 +242,8 @@ FAULTS = (
     Fault(
         "predictions-copy-of-the-embedding-is-forgotten",
         f"{ADAPTER}/tied.py",
-        'or getattr(last, "mtp_process", False)',
-        "",
+        "last.share_embeddings_and_output_weights or predicts",
+        "last.share_embeddings_and_output_weights",
         (PREDICTION,),
     ),
     Fault(
@@ -298,7 +298,7 @@ FAULTS = (
     Fault(
         "shapes-that-vary-are-batched",
         f"{ADAPTER}/step/call.py",
-        "if config.variable_seq_lengths and ours.p2p is P2P.BATCHED:",
+        "if ours.p2p is P2P.BATCHED:",
         "if False:",
         ("tests/pipeline/test_callers.py::test_varying_sequence_lengths_cannot_be_batched",),
     ),

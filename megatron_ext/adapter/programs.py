@@ -10,17 +10,14 @@ from __future__ import annotations
 import uuid
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_ext.adapter.compatibility import refuse_order
-from megatron_ext.adapter.dimensions import estimated_costs
-from megatron_ext.adapter.splitting import head_is_looked_up
-from megatron_ext.adapter.vocabulary_rows import embedding_part
+from megatron_ext.adapter.dimensions import costs_of_model
+from megatron_ext.adapter.model_parts import ChunkSize, size_of
 from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import telling_of_long_work
 from megatron_ext.runtime.agreement import listed
@@ -62,11 +59,11 @@ class Programs:
         if shape in self.costs:
             return
         placement = self._choice.place(pipeline.size())
-        contents = gather(pipeline, [_contents_of(chunk) for chunk in models])
+        sizes = gather(pipeline, [size_of(chunk) for chunk in models])
         agreed: list[Any] = ["", None]
         if dist.get_rank() == 0:
             per_stage = [
-                contents[rank][placement.stages_of[rank].index(stage)]
+                sizes[rank][placement.stages_of[rank].index(stage)]
                 for stage, rank in enumerate(placement.rank_of)
             ]
             agreed[0] = uuid.uuid4().hex
@@ -84,22 +81,18 @@ class Programs:
         self,
         config: Any,
         placement: Placement,
-        per_stage: list[_Contents],
+        per_stage: list[ChunkSize],
         sequence: int,
         micro_batch: int,
     ) -> Costs:
-        """The costs of a microbatch. ``per_stage``: what is in each. Raises ValueError."""
-        if not self._config.costs.is_estimate:
-            costs = parse_costs(self._config.costs.text, placement)
-        else:
-            rows = sum(contents.rows for contents in per_stage)
-            costs = estimated_costs(
-                config,
-                layers=[contents.layers for contents in per_stage],
-                sequence=sequence // config.context_parallel_size,
-                micro_batch=micro_batch,
-                vocabulary=rows * config.tensor_model_parallel_size,
+        """The costs of a microbatch. Raises ValueError."""
+        if self._config.costs.is_estimate:
+            is_told = not self.costs and self._config.costs.profile is None
+            costs = costs_of_model(
+                config, placement, per_stage, sequence, micro_batch, is_told=is_told
             )
+        else:
+            costs = parse_costs(self._config.costs.text, placement)
         return with_input_gradient(costs) if per_stage[-1].head_is_looked_up else costs
 
     def known(
@@ -193,21 +186,3 @@ def gather(group: dist.ProcessGroup, value: Any) -> list[Any]:
     values: list[Any] = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values
-
-
-@dataclass(frozen=True)
-class _Contents:
-    """What costs are estimated from in a model chunk: its transformer layers, without those of
-    multi-token prediction, the rows of its output layer (0 without one), `head_is_looked_up`."""
-
-    layers: int
-    rows: int
-    head_is_looked_up: bool
-
-
-def _contents_of(chunk: torch.nn.Module) -> _Contents:
-    model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
-    rows = getattr(getattr(model, "output_layer", None), "output_size_per_partition", 0)
-    if rows == 0 and (part := embedding_part(chunk)) is not None:  # which is the output layer's too
-        rows = part.num_embeddings_per_partition
-    return _Contents(len(model.decoder.layers), rows, head_is_looked_up(chunk))

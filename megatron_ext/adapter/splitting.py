@@ -7,9 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
+from megatron_ext.adapter.model_parts import (
+    head_is_looked_up,
+    language_model,
+    output_layer,
+)
 from megatron_ext.runtime.weight_gradients import queue
 
 
@@ -31,30 +35,12 @@ class Split:
 def head_weights(models: Sequence[torch.nn.Module]) -> frozenset[Tensor]:
     """The weight that the output layer uses, on the rank that has it. (A pipeline's last stage has
     its own, tied or not.)"""
-    model = get_attr_wrapped_model(models[-1], "decoder", return_model_obj=True)
-    if head_is_looked_up(models[-1]):
-        return frozenset([model.shared_embedding_or_output_weight()])
-    weight = getattr(getattr(model, "output_layer", None), "weight", None)
+    model = language_model(models[-1])
+    if model is not None and head_is_looked_up(models[-1]):
+        weight = model.shared_embedding_or_output_weight()
+    else:
+        weight = getattr(output_layer(models[-1]), "weight", None)
     return frozenset() if weight is None else frozenset([weight])
-
-
-def head_is_looked_up(chunk: torch.nn.Module) -> bool:
-    """Whether the output layer of ``chunk`` uses the table of look-ups of the same stage: those of
-    tied multi-token prediction.
-
-    Autograd sums what both bring to its gradient. A W pass would add the output layer's apart.
-    """
-    model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
-    return getattr(model, "mtp_process", False) and model.share_embeddings_and_output_weights
-
-
-def unused_heads(chunks: Sequence[torch.nn.Module]) -> frozenset[Tensor]:
-    """The weights that Megatron gives output layers of ``chunks`` which use look-ups' tables."""
-    return frozenset(
-        get_attr_wrapped_model(chunk, "output_layer").weight
-        for chunk in chunks
-        if head_is_looked_up(chunk)
-    )
 
 
 @contextlib.contextmanager

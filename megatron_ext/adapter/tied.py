@@ -21,15 +21,20 @@ def tied_weights(
 ) -> tuple[torch.nn.Parameter, torch.nn.Parameter] | None:
     """The first and the last stage's copy of the embedding, among the chunks of this rank.
 
-    None where the last stage has none, or not both are here.
+    None where the last stage has none, or not both are here, or the model has no embedding that
+    Megatron knows of: it asks for ``pre_process`` first.
     """
     if len(model) < 2:
         return None
-    first = get_attr_wrapped_model(model[0], "pre_process", return_model_obj=True)
-    last = get_attr_wrapped_model(model[-1], "pre_process", return_model_obj=True)
+    try:
+        first = get_attr_wrapped_model(model[0], "pre_process", return_model_obj=True)
+        last = get_attr_wrapped_model(model[-1], "pre_process", return_model_obj=True)
+    except RuntimeError:
+        return None
     if not (first.pre_process and last.post_process):
         return None
-    if not (last.share_embeddings_and_output_weights or getattr(last, "mtp_process", False)):
+    predicts = getattr(last.config, "mtp_num_layers", None)
+    if not (last.share_embeddings_and_output_weights or predicts):
         return None
     return first.shared_embedding_or_output_weight(), last.shared_embedding_or_output_weight()
 
