@@ -1,5 +1,8 @@
-"""Hybrid models and linear attention on the CPU: Megatron's own have Transformer Engine's layers, and
-gated delta nets the kernels of `fla`. Here are local layers, and torch's own delta rule."""
+"""Hybrid models and linear attention on the CPU.
+
+Megatron's own have Transformer Engine's layers, and gated delta nets the kernels of `fla`. Here are
+local layers, and Megatron's delta rule for deterministic_mode, in torch's operations.
+"""
 
 from __future__ import annotations
 
