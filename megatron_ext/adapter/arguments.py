@@ -8,12 +8,13 @@ from typing import Any
 from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 
 from megatron_ext.adapter.compatibility import refuse, refuse_order
-from megatron_ext.adapter.dimensions import dimensions_of, rates
+from megatron_ext.adapter.dimensions import are_known, dimensions_of, equal_costs, rates
 from megatron_ext.adapter.layers import (
     SEGMENT_END,
     layers_of_stages,
     predicts_apart,
     segments_of_stages,
+    symbols_of_layers,
 )
 from megatron_ext.adapter.vocabulary_rows import check_divisible
 from megatron_ext.config import COSTS_FILE, TRACED_OF_RUN, PipelineConfig
@@ -120,7 +121,9 @@ def problems(args: Any, config: PipelineConfig) -> list[Problem]:
         ValueError: as `programs`, as far as it can be told without one.
     """
     placement = config.choice.place(args.pipeline_model_parallel_size)
-    if config.costs.is_estimate:
+    if config.costs.is_estimate and not are_known(symbols_of_layers(args)):
+        costs = equal_costs(placement)
+    elif config.costs.is_estimate:
         costs = estimate(model_of(args, placement), rates())
     else:
         costs = parse_costs(config.costs.text, placement)

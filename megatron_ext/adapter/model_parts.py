@@ -29,6 +29,7 @@ class ChunkSize:
         rows: of its output layer, 0 without one.
         parameters: elements of all parameters.
         beside: elements of those that are not its language model's.
+        symbols: of a hybrid model's layers, as its pattern has them.
         head_is_looked_up: of the function of that name.
     """
 
@@ -37,6 +38,7 @@ class ChunkSize:
     rows: int
     parameters: int
     beside: int
+    symbols: str = ""
     head_is_looked_up: bool = False
 
 
@@ -85,8 +87,15 @@ def size_of(chunk: torch.nn.Module) -> ChunkSize:
     while (inner := _first_within(wrapped, ("module",))) is not None:
         wrapped = inner
     layers = None if model is None else len(model.decoder.layers)
-    name, beside = type(wrapped).__name__, parameters - known
-    return ChunkSize(name, layers, rows, parameters, beside, head_is_looked_up(chunk))
+    return ChunkSize(
+        model=type(wrapped).__name__,
+        layers=layers,
+        rows=rows,
+        parameters=parameters,
+        beside=parameters - known,
+        symbols="".join(getattr(getattr(model, "decoder", None), "layer_type_list", "")),
+        head_is_looked_up=head_is_looked_up(chunk),
+    )
 
 
 def _first_within(model: Any, names: Sequence[str]) -> Any | None:

@@ -13,6 +13,7 @@ import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
+from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.hybrid import hybrid_block
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
@@ -57,6 +58,9 @@ def stub_kernels() -> None:
     common.l2norm = lambda x: x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
     hybrid_block.TENorm = WrappedTorchNorm
     variants._get_backend_spec_provider = lambda config: _LocalBackend()
+    gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec = lambda **settings: (
+        gpt_layer_specs.get_gpt_layer_local_spec()
+    )
 
 
 def _layer(module: type, **submodules: Any) -> ModuleSpec:
