@@ -48,20 +48,27 @@ def add_virtual_stages(args: Any, config: PipelineConfig) -> None:
     patterns = [name for name in _PATTERNS if getattr(args, name, None) is not None]
     if ranks > 1 and patterns:
         for name in patterns:
-            setattr(args, name, _divided(getattr(args, name), config.choice, ranks))
+            setattr(args, name, _divided(getattr(args, name), args, config.choice))
     elif ranks > 1 and all(getattr(args, name) is None for name in _VIRTUAL_STAGES):
         chunks = config.choice.place(ranks).chunks
         if chunks > 1:
             args.num_virtual_stages_per_pipeline_rank = chunks
 
 
-def _divided(pattern: str, choice: Choice, ranks: int) -> str:
+def _divided(pattern: str, args: Any, choice: Choice) -> str:
     """``pattern`` with an end of each stage. Megatron divides what has none over ranks itself."""
-    placement = choice.place(ranks)
+    placement = choice.place(args.pipeline_model_parallel_size)
     if placement.chunks == 1 and SEGMENT_END not in pattern:
         return pattern
     main, slash, depths = pattern.partition("/")
-    return SEGMENT_END.join(segments_of_stages(main, placement, choice.spec)) + slash + depths
+    divided = SEGMENT_END.join(segments_of_stages(main, placement, choice.spec))
+    for name in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"):
+        if getattr(args, name) is not None:
+            raise ValueError(
+                f"drop --{name.replace('_', '-')}: with --pipeline-schedule {choice.spec} say by "
+                f"{SEGMENT_END} in --hybrid-layer-pattern where stages end: '{divided}'"
+            )
+    return divided + slash + depths
 
 
 def check(args: Any, config: PipelineConfig) -> list[Program]:

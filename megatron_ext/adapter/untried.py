@@ -37,9 +37,9 @@ UNTRIED = (
     ),
     Untried(
         "hybrid_layer_pattern",
-        lambda value: not set(value) <= set("*-EG|"),
-        "hybrid models are untried with layers other than *, -, E and G (there is a test of M for "
-        "GPUs), and with multi-token prediction",
+        lambda value: not set(value) <= set("*-EG|/"),
+        "hybrid models are untried with layers other than *, -, E and G: for M there is a test, "
+        "which needs GPUs",
     ),
     Untried("heterogeneous_layers_config_path", bool, "heterogeneous layers are untried"),
     Untried(

@@ -26,6 +26,12 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import (
@@ -95,6 +101,23 @@ def local_spec(experts: int | None) -> ModuleSpec:
     }
     of_attention: dict[str, Any] = {**before, "self_attn_bda": get_bias_dropout_add}
     moe = get_moe_module_spec(use_te=False, num_experts=experts or 1)
+    prediction = ModuleSpec(
+        module=MultiTokenPredictionBlock,
+        submodules=MultiTokenPredictionBlockSubmodules(
+            layer_specs=[
+                ModuleSpec(
+                    module=MultiTokenPredictionLayer,
+                    submodules=MultiTokenPredictionLayerSubmodules(
+                        enorm=WrappedTorchNorm,
+                        hnorm=WrappedTorchNorm,
+                        eh_proj=ColumnParallelLinear,
+                        mtp_model_layer=None,  # the pattern says which
+                        layer_norm=WrappedTorchNorm,
+                    ),
+                )
+            ]
+        ),
+    )
     return ModuleSpec(
         module=HybridStack,
         submodules=HybridStackSubmodules(
@@ -102,6 +125,7 @@ def local_spec(experts: int | None) -> ModuleSpec:
             gdn_layer=_layer(TransformerLayer, self_attention=delta_net, **of_attention),
             mlp_layer=_layer(MLPLayer, mlp=mlp, **of_mlp),
             moe_layer=_layer(MoETransformerLayer, mlp=moe, **of_mlp),
+            mtp_block_spec=prediction,
         ),
     )
 

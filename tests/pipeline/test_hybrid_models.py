@@ -5,7 +5,7 @@ A hybrid model says in its pattern where stages end, and finds its own among the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from tests.helpers.callers import (
     whole_step,
 )
 from tests.helpers.combinations import at_night
+from tests.helpers.documents import check_written, table
 from tests.helpers.hybrid import DELTA_NET, hybrid_model, stub_kernels
 from tests.helpers.megatron_runs import Run, losses, model_flags, train
 from tests.helpers.megatron_runs import assert_same as assert_runs_are_same
@@ -67,28 +68,29 @@ def config(layers: int, chunks: int | None, **settings: Any) -> TransformerConfi
     )
 
 
-def hybrid(pattern: str, settings: dict[str, Any], chunks: int | None, number: int) -> Any:
-    """Chunk ``number`` of a model that has a stage between any two ``|`` of its pattern."""
-    layers = len(pattern.replace("|", ""))
+Make = Callable[[int | None, int], Any]  # so many chunks a rank, of a model; its n-th
+
+
+def hybrid(
+    segments: Sequence[str],
+    settings: dict[str, Any],
+    chunks: int | None,
+    number: int,
+    end: str = "",
+) -> Any:
+    """Of a model with those ``segments``, or the same layers in fewer of them."""
+    stages = RANKS * (chunks or 1)
+    own = len(segments) // stages
+    main = "|".join("".join(segments[s * own : (s + 1) * own]) for s in range(stages))
     return hybrid_model(
-        config(layers, chunks, is_hybrid_model=True, **settings),
-        pattern,
+        config(len("".join(segments)), chunks, is_hybrid_model=True, **settings),
+        main + end,
         vocab_size=VOCABULARY,
         max_sequence_length=SEQUENCE,
         position_embedding_type="rope",
         vp_stage=number if chunks else None,
         **first_and_last(number),
     )
-
-
-Make = Callable[[int | None, int], Any]
-
-
-def both(pattern: str, settings: dict[str, Any]) -> tuple[Make, Make]:
-    """Of a pattern of two stages a rank, and of one."""
-    first, second, third, fourth = pattern.split("|")
-    on_line = f"{first}{second}|{third}{fourth}"
-    return partial(hybrid, on_line, settings), partial(hybrid, pattern, settings)
 
 
 def step(make: Make, chunks: int | None) -> tuple[list[Any], Gradients]:
@@ -113,7 +115,7 @@ def forward_step(data: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor
     batch = next(data)
     mask = torch.ones(1, 1, SEQUENCE, SEQUENCE).triu(1).bool()
     positions = torch.arange(SEQUENCE).expand(BATCH, -1)
-    return model(batch, positions, mask, labels=batch), mean
+    return model(batch, positions, mask, labels=batch, loss_mask=torch.ones(batch.shape)), mean
 
 
 def mean(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
@@ -130,10 +132,10 @@ def tokens() -> list[torch.Tensor]:
 
 
 def linear(settings: dict[str, Any], chunks: int | None, number: int) -> Any:
-    """Chunk ``number`` of a GPTModel whose attention is, but for every second layer, linear."""
+    """Of a GPTModel whose attention is, but for every second layer, linear."""
     stub_kernels()
     of_model = config(
-        4,
+        8,
         chunks,
         experimental_attention_variant="gated_delta_net",
         linear_attention_freq=2,
@@ -151,13 +153,16 @@ def linear(settings: dict[str, Any], chunks: int | None, number: int) -> Any:
     )
 
 
-PATTERN = "*-|E|*E*|--"
-OF_DELTA_NETS = "*G|-|G*|-"
-MODELS: dict[str, tuple[Make, Make]] = {  # of one chunk a rank, and of two
-    "HybridModel, `*-E`": both(PATTERN, EXPERTS),
-    "HybridModel, `*-G`": both(OF_DELTA_NETS, DELTA_NET),
-    "GPTModel, linear attention": (partial(linear, {}),) * 2,
-    "GPTModel, linear attention, experts": (partial(linear, EXPERTS),) * 2,
+SEGMENTS = ["*-", "", "E", "*", "E*", "-", "", "-"]
+OF_DELTA_NETS = ["*", "G", "-", "", "G*", "", "-", "-"]
+MODELS: dict[str, Make] = {
+    "HybridModel, `*-E`": partial(hybrid, SEGMENTS, EXPERTS),
+    "HybridModel, `*-E`, two depths of multi-token prediction": partial(
+        hybrid, SEGMENTS, {**EXPERTS, "mtp_num_layers": 2}, end="/*-/*-"
+    ),
+    "HybridModel, `*-G`": partial(hybrid, OF_DELTA_NETS, DELTA_NET),
+    "GPTModel, linear attention": partial(linear, {}),
+    "GPTModel, linear attention, experts": partial(linear, EXPERTS),
 }
 BY_DAY = {
     "HybridModel, `*-E`": ("zb-h1", "interleaved-zb", "zb-v"),
@@ -172,18 +177,28 @@ CASES = [*BY_DAY.items(), *at_night(*((model, ALL) for model in MODELS))]
 def test_steps_are_stocks(model: str, schedules: tuple[str, ...]) -> None:
     """Of a hybrid model's stages a V had those of a loop, in silence: its first one was the third
     of the pattern."""
-    of_one, of_two = MODELS[model]
+    make = MODELS[model]
 
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()):
-            expected = step(of_one, None)
+            expected = step(make, None)
             for schedule in schedules:
                 chunks = choose(schedule).example.chunks
                 with megatron_ext.install(schedule=schedule):
-                    ours = step(of_one, None) if chunks == 1 else step(of_two, chunks)
-                assert_same(ours, expected)
+                    assert_same(step(make, chunks if chunks > 1 else None), expected)
 
     values(run_ranks(RANKS, on_rank))
+
+
+def of_pattern(pattern: str, chunks: int | None, number: int) -> Any:
+    return hybrid_model(
+        config(6, chunks, is_hybrid_model=True),
+        pattern,
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        vp_stage=number if chunks else None,
+        **first_and_last(number),
+    )
 
 
 def test_a_pattern_has_as_many_segments_as_there_are_stages() -> None:
@@ -202,7 +217,7 @@ def test_a_pattern_has_as_many_segments_as_there_are_stages() -> None:
                     megatron_ext.install(schedule=schedule),
                     pytest.raises(ValueError, match=told),
                 ):
-                    step(partial(hybrid, pattern, {}), chunks)
+                    step(partial(of_pattern, pattern), chunks)
                 parallel_state.destroy_model_parallel()
 
     values(run_ranks(RANKS, on_rank))
@@ -243,6 +258,8 @@ def trained(pattern: str, **flags: object) -> list[Run]:
         moe_ffn_hidden_size=32,
         disable_bias_linear=True,
         train_iters=3,
+        lr_decay_iters=100,
+        save_interval=1,
         **flags,
     )
     return train(RANKS, words, model_provider=provider)
@@ -255,7 +272,7 @@ def test_checkpoints_go_from_stock_to_ours_and_back(
     schedule: str, pattern: str, tmp_path: Path
 ) -> None:
     """A pattern that says nothing of stages is divided evenly."""
-    whole = trained("*E*-|*E*-", save=tmp_path / "stock", save_interval=1)
+    whole = trained("*E*-|*E*-", save=tmp_path / "stock")
     ours = trained(
         pattern,
         pipeline_schedule=schedule,
@@ -268,3 +285,17 @@ def test_checkpoints_go_from_stock_to_ours_and_back(
     back = trained("*E*-|*E*-", load=tmp_path / "ours")
     assert len(losses(back)) == 1
     assert_runs_are_same(back, whole)
+
+
+def test_the_table_of_hybrid_models() -> None:
+    launched = {"HybridModel, `*-E`": "zb-h1, zb-v"}
+    rows = [
+        [model, *map(under, ("line", "loop", "v wave")), launched.get(model, "-")]
+        for model in MODELS
+    ]
+    head = ["model", "lines", "loops", "V's, waves", "stock's checkpoint to ours and back"]
+    check_written("hybrid models", table(head, rows))
+
+
+def under(placements: str) -> str:
+    return ", ".join(name for name in ALL if choose(name).example.name in placements.split())
