@@ -150,7 +150,7 @@ class Training:
             log_single_rank(logger, logging.INFO, summarize(program))
             costs = format_costs(program.problem.costs)
             log_single_rank(logger, logging.DEBUG, f"costs of each stage: {costs}")
-        self._connections.expect(program, varies=call.config.variable_seq_lengths)
+        self._connections.expect(program)
         return program
 
     def _connect(self, call: Call, program: Program) -> Connections:
