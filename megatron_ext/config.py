@@ -194,6 +194,16 @@ class PipelineConfig:
             "why."
         ),
     )
+    metrics: bool = field(
+        default=False,
+        metadata=_ON_STOCK
+        | _switch(
+            "As often as Megatron logs, tell the bubble and a step's seconds, measured and "
+            "predicted, the slowest rank and the peak memory of the last pipeline: in one line, "
+            "and to TensorBoard and W&B. Nothing waits for it. Without --pipeline-schedule it is "
+            "Megatron's own step that is measured."
+        ),
+    )
     trace: Path | None = field(
         default=None,
         metadata=_ON_STOCK

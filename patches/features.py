@@ -117,7 +117,9 @@ FEATURES = (
         "the end of what is measured",
         ("megatron.training.training.training_end",),
         None,
-        asked_for=lambda config: config.costs.profile is not None or config.trace is not None,
+        asked_for=lambda config: (
+            config.costs.profile is not None or config.trace is not None or config.metrics
+        ),
     ),
     Feature(
         "vocabulary parallelism",

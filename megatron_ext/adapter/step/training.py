@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core.utils import log_single_rank
 from torch import Tensor
 
+from megatron_ext.adapter.observers.metrics import StepMetrics
 from megatron_ext.adapter.observers.observer import Step, StepObserver
 from megatron_ext.adapter.observers.profile import StepProfile
 from megatron_ext.adapter.observers.split_report import SplitReport
@@ -149,7 +150,7 @@ class Training:
             log_single_rank(logger, logging.INFO, summarize(program))
             costs = format_costs(program.problem.costs)
             log_single_rank(logger, logging.DEBUG, f"costs of each stage: {costs}")
-        self._connections.expect(program, varies=call.config.variable_seq_lengths)
+        self._connections.expect(program)
         return program
 
     def _connect(self, call: Call, program: Program) -> Connections:
@@ -186,6 +187,8 @@ def _observers(config: PipelineConfig, programs: Programs) -> list[StepObserver[
     observers: list[StepObserver[Step]] = []
     if config.report_split:
         observers.append(SplitReport())
+    if config.metrics:
+        observers.append(StepMetrics(overlap=config.post_validation))
     if config.trace is not None:
         overlap = config.post_validation
         observers.append(StepTrace(config.trace, config.trace_iters, overlap=overlap))

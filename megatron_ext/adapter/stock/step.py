@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import MultiModuleProcessGroupCollection
 from megatron.core.utils import get_model_config, log_single_rank
 
+from megatron_ext.adapter.observers.metrics import StepMetrics
 from megatron_ext.adapter.observers.observer import ObservedStep, StepObserver
 from megatron_ext.adapter.observers.trace import StepTrace
 from megatron_ext.adapter.programs import Programs
@@ -156,6 +157,8 @@ class StockTraining:
 
 def _observers(config: PipelineConfig) -> list[StepObserver[ObservedStep]]:
     observers: list[StepObserver[ObservedStep]] = []
+    if config.metrics:
+        observers.append(StepMetrics(overlap=False))
     if config.trace is not None:
         observers.append(StepTrace(config.trace, config.trace_iters, of_stock=True))
     return observers
