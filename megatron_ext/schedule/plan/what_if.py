@@ -27,6 +27,7 @@ from megatron_ext.schedule.schedule import Schedule
 
 SHARES = (0.3, 0.5)  # of B that is W, at the least and at the most
 SECONDS = 60.0
+_WORTH = 0.001  # of the time: what less memory is given away for
 # What families may take beside `seconds_to_build`, with a limit and without, measured on 8 ranks.
 _BUILT, _FITTED = 2, 12
 _SEARCHED_A_SECOND = 10  # microbatches times stages
@@ -202,7 +203,7 @@ def _tried(
         within = None
     if within is not None:
         yield within
-    if free.step < (stock if within is None else within).step:
+    if free.step < (1 - _WORTH) * (stock if within is None else within).step:
         yield free
     elif within is None:
         raise ValueError("it holds more, and gains nothing by it")
