@@ -168,7 +168,8 @@ def check_comparable(a: Line, b: Line) -> None:
         return  # Megatron is where the lines run, and not here: recordings are compared later
     one, other = (arguments or {} for arguments in parsed)
     both = {name for name in one if one[name] is not None and other.get(name) is not None}
-    if why := refusal(*({n: x[n] for n in both} for x in (one, other)), "the lines"):
+    a_both, b_both = ({name: values[name] for name in both} for values in (one, other))
+    if why := refusal(a_both, b_both, "the lines"):
         raise ValueError(why)
 
 

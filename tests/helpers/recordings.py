@@ -12,7 +12,7 @@ import numpy as np
 from megatron_ext.parity.records.piece import STORED_AS, Piece
 from megatron_ext.parity.records.writing import RankWriter
 
-Tensors = Mapping[Piece, np.ndarray]
+Tensors = dict[Piece, np.ndarray]
 
 
 def piece(name: str, values: np.ndarray, index: tuple[int, ...] = ()) -> Piece:
