@@ -53,11 +53,15 @@ def run_both(
     load = _loading(a, b, from_seed)
     if load is None:
         checkpoint = folder / "checkpoint"
-        runs.run("A writes a checkpoint", "checkpoint", saving(a, checkpoint), is_stock)
-        if not (checkpoint / _LATEST).is_file():
+        try:
+            runs.run("A writes a checkpoint", "checkpoint", saving(a, checkpoint), is_stock)
+            if not (checkpoint / _LATEST).is_file():
+                raise ValueError(f"A's run wrote no checkpoint: see {folder}/checkpoint.log")
+        except ValueError as error:
             raise ValueError(
-                f"A's run wrote no checkpoint, though it ended well: see {folder}/checkpoint.log"
-            )
+                f"{error}\nIf it is this model that cannot be saved: lines that place layers alike "
+                f"need no checkpoint, with --from-seed"
+            ) from None
         _room(folder, 3 * _size(checkpoint), "3 recordings")
         load = ["--load", str(checkpoint), "--ckpt-format", "torch_dist"]
     many = counted(iterations, "iteration")

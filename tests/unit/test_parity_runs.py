@@ -89,6 +89,23 @@ def test_lines_that_load_write_no_checkpoint(machine: Machine, tmp_path: Path) -
     assert len(machine.lines) == 3
 
 
+def test_variables_of_ours_count_as_flags(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGATRON_EXT_SCHEDULE", "zb-h1")
+    assert parity("--from-seed", "--", "torchrun", "p.py").exit_code == 0
+    ours = ["MEGATRON_EXT_SCHEDULE" in env for env in machine.environments]
+    assert ours == [False, False, True]
+
+
+def test_a_model_that_cannot_be_saved(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs.subprocess, "call", lambda *_, **__: 1)
+    result = parity("--", *OURS)
+    assert result.exit_code == 2
+    assert "A writes a checkpoint: the run failed" in result.stderr
+    assert "need no checkpoint, with --from-seed" in result.stderr
+
+
 def test_lines_from_a_seed_write_no_checkpoint(machine: Machine) -> None:
     assert parity("--from-seed", "--", *OURS).exit_code == 0
     assert len(machine.lines) == 3 and not any("--load" in line for line in machine.lines)
