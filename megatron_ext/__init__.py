@@ -22,8 +22,10 @@ __all__ = ["__version__", "install"]
 __version__ = "0.2.0"
 
 
-def install(schedule: str, **settings: str | bool | None) -> "Handle":
+def install(schedule: str | None = None, **settings: str | bool | None) -> "Handle":
     """Make Megatron train under ``schedule``, in this process, from now on.
+
+    Without a schedule Megatron's own pipeline runs, and ``trace="DIR"`` traces it.
 
     Call it before the model is built. The settings are those of the flags (docs/flags.md has all):
     ``--pipeline-memory-limit 60GiB`` is ``memory_limit="60GiB"``, ``--pipeline-post-validation`` is

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core.utils import log_single_rank
 from torch import Tensor
 
+from megatron_ext.adapter.observers.metrics import StepMetrics
 from megatron_ext.adapter.observers.observer import Step, StepObserver
 from megatron_ext.adapter.observers.profile import StepProfile
 from megatron_ext.adapter.observers.split_report import SplitReport
@@ -108,7 +109,7 @@ class Training:
             finalize_gradients(call, tokens)
         for observer in self._observers:
             observer.end(step)
-        step.connections.recorder.end()
+        step.recorder.end()
         return _losses(stages)
 
     def _step(self, call: Call, connections: Connections, program: Program, shape: Shape) -> Step:
@@ -120,7 +121,17 @@ class Training:
         waits = self._config.choice.splits_backward and not call.forward_only
         apart = frozenset[Tensor]() if shard is None else frozenset([shard.output])
         split = Split(waits, at_once, apart)
-        return Step(call, connections, program, shape, call.boundary(), shard, split)
+        return Step(
+            pipeline=call.pipeline,
+            program=program,
+            recorder=connections.recorder,
+            call=call,
+            connections=connections,
+            shape=shape,
+            boundary=call.boundary(),
+            shard=shard,
+            split=split,
+        )
 
     def _program(self, call: Call, shape: Shape) -> Program:
         """The program for this step, the same on every rank of the job; cached."""
@@ -139,7 +150,7 @@ class Training:
             log_single_rank(logger, logging.INFO, summarize(program))
             costs = format_costs(program.problem.costs)
             log_single_rank(logger, logging.DEBUG, f"costs of each stage: {costs}")
-        self._connections.expect(program, varies=call.config.variable_seq_lengths)
+        self._connections.expect(program)
         return program
 
     def _connect(self, call: Call, program: Program) -> Connections:
@@ -172,11 +183,13 @@ def _losses(stages: Sequence[ModelStage]) -> list[Any]:
     return [loss for stage in stages for loss in stage.losses]
 
 
-def _observers(config: PipelineConfig, programs: Programs) -> list[StepObserver]:
-    observers: list[StepObserver] = []
+def _observers(config: PipelineConfig, programs: Programs) -> list[StepObserver[Step]]:
+    observers: list[StepObserver[Step]] = []
     if config.report_split:
         observers.append(SplitReport())
-    if config.trace is not None and config.trace_iters is not None:
+    if config.metrics:
+        observers.append(StepMetrics(overlap=config.post_validation))
+    if config.trace is not None:
         overlap = config.post_validation
         observers.append(StepTrace(config.trace, config.trace_iters, overlap=overlap))
     if (path := config.costs.profile) is not None:
