@@ -48,7 +48,9 @@ app = typer.Typer(
     help="Say whether two launch lines train to the same numbers: "
     "megatron-ext parity -- LINE_A -- LINE_B, or megatron-ext parity -- LINE for a line against "
     "itself without our flags.",
-    epilog="The exit status is 0 if they do, 1 if they differ, 2 if they cannot be compared.",
+    epilog="Options for lines stand before the first --: megatron-ext parity lines --help. "
+    "The exit status is 0 if the numbers are the same, 1 if they differ, 2 if lines cannot be "
+    "compared.",
 )
 
 

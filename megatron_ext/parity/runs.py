@@ -21,6 +21,9 @@ from megatron_ext.schedule.words import counted
 
 _LATEST = "latest_checkpointed_iteration.txt"
 _SHOWN = 12  # lines of the output of a run that failed
+# What ended a rank: ours and argparse's, or the last line of a traceback. torchrun's own report,
+# which comes after it, names no reason.
+_REASON = re.compile(r"\berror\b[^:]*: |^(\[rank\d+\]:\s*)?(\w+\.)*\w*(Error|Exception)(:|$)")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 
 Tell = Callable[[str], None]  # something begins; or, with a newline, has ended
@@ -141,10 +144,10 @@ def _environment(is_stock: bool) -> Mapping[str, str]:
 
 def _failure(what: str, status: int, log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines()
-    ours = [line for line in lines if line.startswith(("megatron_ext: error", "megatron-ext: err"))]
     text = f"{what}: the run failed with exit status {status}; its output is in {log}"
-    if ours:
-        return f"{text}. It says: {ours[0]}"
+    reasons = (line.strip() for line in lines if _REASON.search(line))
+    if (reason := next(reasons, None)) is not None:
+        return f"{text}\nIt says first: {reason}"
     return "\n  ".join([f"{text}, and ends with", *lines[-_SHOWN:]])
 
 

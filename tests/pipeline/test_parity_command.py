@@ -81,6 +81,34 @@ def test_sums_in_another_order_are_named() -> None:
     assert farthest["ulps"] > 0 and farthest["relative"] < 1e-2
 
 
+def test_states_that_a_distributed_optimizer_divides() -> None:
+    """Over data-parallel ranks, of a gated layer that torch_dist saves in halves; parameters of the
+    next step are still being gathered when an iteration is recorded."""
+    flags = model_flags(
+        pipeline_model_parallel_size=2,
+        train_iters=9,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        bf16=True,
+        swiglu=True,
+        untie_embeddings_and_output_weights=True,
+    )
+    folders = [lasting_folder() / "recording" for _ in range(2)]
+    for folder, ours in zip(folders, ([], ["--pipeline-schedule", "zb-h1"]), strict=True):
+        words = ["parity", "record", str(folder), "--iterations", "2", "--"]
+        train(4, [*flags, *ours], before=words)
+    status, found = compared(*folders)
+    assert (status, found["verdict"]) == (0, "same")
+    # its main copy, and Adam's two and step; 12 of a layer, 2 of the last norm, two tables
+    assert found["compared"] == {"parameters": 52, "optimizer states": 4 * 52}
+    a = read_recording(folders[0])
+    assert {dtype for dtype, _ in map(a.whole, a.tensors)} == {"bfloat16", "float32"}
+    shapes = {bits.shape for (name, _), (_, bits) in ((t, a.whole(t)) for t in a.tensors)
+              if name.endswith("linear_fc1.weight")}  # fmt: skip
+    assert len(shapes) == 1, "halves are put together"
+
+
 def test_a_recording_is_not_written_over() -> None:
     _, folder = recorded()
     words = [sys.executable, "-m", "megatron_ext", "parity", "record", str(folder), "--"]
