@@ -63,7 +63,7 @@ def test_a_v_has_stocks_numbers() -> None:
     (_, a), (_, b) = recorded(), recorded(pipeline_schedule="zb-v")
     status, found = compared(a, b)
     assert (status, found["verdict"]) == (0, "same")
-    # 12 of a layer, 3 of the embedding and the last norm; Adam's two and its step for each
+    # 12 of a layer, 2 of the last norm, two tables; of each Adam's two, and its step
     assert found["compared"] == {"parameters": 52, "optimizer states": 156}
     assert found["settings"]["--pipeline-schedule"] == [None, "zb-v"]
 
@@ -100,8 +100,8 @@ def test_states_that_a_distributed_optimizer_divides() -> None:
         train(4, [*flags, *ours], before=words)
     status, found = compared(*folders)
     assert (status, found["verdict"]) == (0, "same")
-    # its main copy, and Adam's two and step; 12 of a layer, 2 of the last norm, two tables
-    assert found["compared"] == {"parameters": 52, "optimizer states": 4 * 52}
+    # 12 of a layer, 2 of the last norm, three tables; of each a main copy, Adam's two, and its step
+    assert found["compared"] == {"parameters": 53, "optimizer states": 4 * 53}
     a = read_recording(folders[0])
     assert {dtype for dtype, _ in map(a.whole, a.tensors)} == {"bfloat16", "float32"}
     shapes = {bits.shape for (name, _), (_, bits) in ((t, a.whole(t)) for t in a.tensors)
