@@ -22,18 +22,20 @@ __all__ = ["__version__", "install"]
 __version__ = "0.2.0"
 
 
-def install(schedule: str, **settings: str | bool | None) -> "Handle":
+def install(schedule: str | None = None, **settings: str | bool | None) -> "Handle":
     """Make Megatron train under ``schedule``, in this process, from now on.
 
     Call it before the model is built. The settings are those of the flags (docs/flags.md has all):
     ``--pipeline-memory-limit 60GiB`` is ``memory_limit="60GiB"``, ``--pipeline-post-validation`` is
     ``post_validation=True``, and None is what a flag has when it is not given.
 
+    Without a ``schedule`` there is a ``race`` of several.
+
     Returns:
         A handle: ``handle.undo()``, or leaving ``with install(...):``, restores stock Megatron.
 
     Raises:
-        TypeError: there is no such setting.
+        TypeError: there is no such setting, or neither schedule nor race.
         ValueError: a setting that is not understood.
         PatchError: Megatron is not as the patches know it, a model has been built already, or
             something holds a patched function where it cannot be replaced. Nothing is changed.
@@ -41,4 +43,6 @@ def install(schedule: str, **settings: str | bool | None) -> "Handle":
     from megatron_ext.config import PipelineConfig
     from megatron_ext.installation import install as install_config
 
+    if schedule is None and settings.get("race") is None:
+        raise TypeError("install() needs a schedule, or a race of some")
     return install_config(PipelineConfig.parse(schedule=schedule, **settings))

@@ -31,7 +31,7 @@ class Feature:
             return True
         if config.schedule is None:
             return False
-        return self.wanted(config.choice) and self.asked_for(config)
+        return any(map(self.wanted, config.choices)) and self.asked_for(config)
 
     def patches(self, config: PipelineConfig) -> list[Patch]:
         """Its patches; raises PatchError where Megatron lacks something that they import."""
@@ -75,7 +75,7 @@ FEATURES = (
         ("megatron.core.distributed.distributed_data_parallel",),
         lambda choice: True,
         asked_for=lambda config: (
-            config.choice.splits_backward or config.activation_offload is not Offload.NONE
+            config.splits_backward or config.activation_offload is not Offload.NONE
         ),
     ),
     Feature(
@@ -109,10 +109,16 @@ FEATURES = (
         lambda choice: True,
     ),
     Feature(
-        "measured costs",
+        "measured costs, a race: what is said when a training ends",
         ("megatron.training.training.training_end",),
         lambda choice: True,
-        asked_for=lambda config: config.costs.profile is not None,
+        asked_for=lambda config: config.costs.profile is not None or config.race is not None,
+    ),
+    Feature(
+        "a race",
+        ("megatron.training.training.timed_saving",),
+        lambda choice: True,
+        asked_for=lambda config: config.race is not None,
     ),
     Feature(
         "vocabulary parallelism",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
@@ -10,8 +11,9 @@ from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatch
 from megatron_ext.adapter.compatibility import refuse, refuse_order
 from megatron_ext.adapter.dimensions import dimensions_of, rates
 from megatron_ext.adapter.layers import layers_of_stages
+from megatron_ext.adapter.race.order import check_order
 from megatron_ext.adapter.vocabulary_rows import check_divisible
-from megatron_ext.config import COSTS_FILE, PipelineConfig
+from megatron_ext.config import COSTS_FILE, PipelineConfig, flag
 from megatron_ext.logger import logger, telling_of_long_work
 from megatron_ext.runtime.measure import profile
 from megatron_ext.schedule.build.output_layer import place_output_layer
@@ -58,6 +60,28 @@ def check(args: Any, config: PipelineConfig) -> list[Program]:
     return made
 
 
+def check_race(args: Any, config: PipelineConfig) -> dict[str, list[Program]]:
+    """Refuse, after `check`, a candidate of a race that cannot run in it.
+
+    Returns:
+        As `programs`, of each candidate.
+
+    Raises:
+        ValueError: one cannot be made for these sizes and limits, or would change what is computed.
+    """
+    race = config.race
+    made: dict[str, list[Program]] = {}
+    for spec in () if race is None else race.candidates:
+        try:
+            made[spec] = programs(args, replace(config, schedule=spec, race=None))
+            for program in made[spec]:
+                refuse_order(args, program.schedule)
+                check_order(program)
+        except ValueError as error:
+            raise ValueError(f"{flag('race')}: {spec} cannot be in it: {error}") from error
+    return made
+
+
 def check_settings(args: Any, config: PipelineConfig) -> None:
     """Refuse what no program needs to be made for.
 
@@ -71,7 +95,8 @@ def check_settings(args: Any, config: PipelineConfig) -> None:
             f"--pipeline-schedule {config.schedule} needs a pipeline, but "
             f"--pipeline-model-parallel-size is {ranks}: set it to 2 or more, or drop the flag"
         )
-    refuse(args, choice, config.extras)
+    for contender in config.choices:
+        refuse(args, contender, config.extras)
     _check_trace(args, config)
     _check_profile(args, config)
     _refuse_checkpoints_of_one_placement(args, choice.place(ranks))

@@ -32,14 +32,19 @@ Shape = tuple[int, int] | None  # micro batch, sequence; None where microbatches
 
 
 class Programs:
-    """By a step's shape and number of microbatches, made when they are first asked for."""
+    """By a step's shape and number of microbatches, made when they are first asked for.
+
+    Attributes:
+        choice: the schedule that is followed now.
+        costs: by shape.
+    """
 
     def __init__(self, config: PipelineConfig) -> None:
         self._config = config
-        self._choice = config.choice
-        self._programs: dict[tuple[Shape, int, bool, bool], Program] = {}
+        self.choice = config.choice
+        self._programs: dict[tuple[str, Shape, int, bool, bool], Program] = {}
         self._run = ""  # a key that no other run with the same store has
-        self._measured = 0  # how often costs have changed
+        self._measured: set[Shape] = set()  # whose costs were measured
         self.costs: dict[Shape, Costs] = {}
 
     def agree_on_costs(
@@ -55,7 +60,7 @@ class Programs:
         its pipeline tell. Collective over the world the first time."""
         if shape in self.costs:
             return
-        placement = self._choice.place(pipeline.size())
+        placement = self.choice.place(pipeline.size())
         sizes = gather(pipeline, [_size(chunk) for chunk in models])
         agreed: list[Any] = ["", None]
         if dist.get_rank() == 0:
@@ -97,7 +102,17 @@ class Programs:
         self, config: Any, shape: Shape, microbatches: int, forward_only: bool
     ) -> Program | None:
         """The program for such a step, if there has been one."""
-        return self._programs.get((shape, microbatches, forward_only, config.variable_seq_lengths))
+        return self._programs.get(self._key(config, shape, microbatches, forward_only))
+
+    def _key(
+        self, config: Any, shape: Shape, microbatches: int, forward_only: bool
+    ) -> tuple[str, Shape, int, bool, bool]:
+        varies = config.variable_seq_lengths
+        return self.choice.spec, shape, microbatches, forward_only, varies
+
+    def are_measured(self, shape: Shape) -> bool:
+        """Whether the costs of ``shape`` are measured ones."""
+        return shape in self._measured
 
     def make(
         self,
@@ -116,16 +131,16 @@ class Programs:
             InvalidSchedule: there is none within the memory limit.
             RuntimeError: the ranks have built different ones.
         """
-        placement = self._choice.place(pipeline.size())
+        placement = self.choice.place(pipeline.size())
         problem = self._config.problem(placement, microbatches, self.costs[shape], forward_only)
         with telling_of_long_work(dist.get_rank()):
             if before is None:
-                program = place_output_layer(self._choice, problem)
+                program = place_output_layer(self.choice, problem)
             else:
-                program = place_again(self._choice, problem, before)
+                program = place_again(self.choice, problem, before)
         refuse_order(config, program.schedule)
         self._compare(program.digest, shape, microbatches, forward_only)
-        self._programs[shape, microbatches, forward_only, config.variable_seq_lengths] = program
+        self._programs[self._key(config, shape, microbatches, forward_only)] = program
         return program
 
     def _compare(self, digest: str, shape: Shape, microbatches: int, forward_only: bool) -> None:
@@ -138,13 +153,13 @@ class Programs:
         world, store = dist.group.WORLD, dist.distributed_c10d._get_default_store()
         assert world is not None
         if not self._programs or store is None:
-            check_digests(self._choice.spec, dict(enumerate(gather(world, digest))))
+            check_digests(self.choice.spec, dict(enumerate(gather(world, digest))))
             return
-        step = f"{shape}/{microbatches}/{forward_only}"
-        key = f"megatron_ext/programs/{self._run}/{self._measured}/{step}"
+        step = f"{self.choice.spec}/{shape}/{microbatches}/{forward_only}"
+        key = f"megatron_ext/programs/{self._run}/{len(self._measured)}/{step}"
         here = dist.get_rank()
         rank, first = store.compare_set(key, "", f"{here} {digest}").decode().split()
-        check_digests(self._choice.spec, {int(rank): first, here: digest})
+        check_digests(self.choice.spec, {int(rank): first, here: digest})
 
     def make_again(
         self,
@@ -159,8 +174,8 @@ class Programs:
         Its order is kept where that is better. Collective over the world; raises as `make`.
         """
         self.costs[shape] = costs
-        self._measured += 1
-        for key in [key for key in self._programs if key[0] == shape]:
+        self._measured.add(shape)
+        for key in [key for key in self._programs if key[1] == shape]:
             del self._programs[key]
         microbatches = before.problem.microbatches
         return self.make(pipeline, config, shape, microbatches, False, before)

@@ -66,7 +66,8 @@ def refuse_call(
 ) -> None:
     """Raise ValueError for the first thing that is asked for and ``ours`` cannot honour."""
     vocabulary = ours.vocab_parallel
-    refuse(config, ours.choice, ours.extras)
+    for choice in ours.choices:
+        refuse(config, choice, ours.extras)
     if config.variable_seq_lengths and ours.p2p is P2P.BATCHED:
         raise ValueError(
             "--pipeline-p2p batched does not go with variable_seq_lengths: a tensor can be "

@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from megatron_ext.adapter.arguments import add_virtual_stages, check, pad_vocabulary
+from megatron_ext.adapter.arguments import add_virtual_stages, check, check_race, pad_vocabulary
 from megatron_ext.adapter.post_validation.settle_points import warn_of_settling
 from megatron_ext.config import PipelineConfig, add_flags
 from megatron_ext.errors import exit_for
@@ -34,6 +34,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             add_virtual_stages(args, config)
             args = original(args, defaults)
             check(args, config)
+            check_race(args, config)
             if config.vocab_parallel is not VocabularyParallel.NONE:
                 pad_vocabulary(args)
             if config.post_validation:
