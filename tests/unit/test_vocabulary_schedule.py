@@ -126,7 +126,7 @@ def test_any_schedule_takes_them(seed: int) -> None:
     check(prove(with_messages(schedule, problem), problem))
     amount = in_microbatches(schedule)
     for before, after in zip(peaks(case.schedule, amount), peaks(schedule, amount), strict=True):
-        assert after <= before + MORE[problem.extras.vocabulary]
+        assert after <= before + MORE[problem.extras.vocabulary] + 1e-9  # shares of a rank's work
 
 
 @settings(PROPERTY, max_examples=200)

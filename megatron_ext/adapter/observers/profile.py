@@ -29,7 +29,7 @@ from megatron_ext.schedule.costs_text import save_costs
 from megatron_ext.schedule.show.program_summary import summary_of_change
 
 
-class StepProfile(StepObserver):
+class StepProfile(StepObserver[Step]):
     """Measures costs once for each shape of microbatches, writes them to ``path``, and has
     ``programs`` made with them."""
 
@@ -44,16 +44,16 @@ class StepProfile(StepObserver):
 
     def begin(self, step: Step) -> None:
         device = torch.device(torch.cuda.current_device())
-        self._pipeline = step.call.pipeline
+        self._pipeline = step.pipeline
         if step.shape not in self._measured:
             if step.shape not in self._under_way:
                 stages = step.program.schedule.placement.stages
                 counting = _counting(device, step.call.models, stages, step.boundary)
                 self._under_way[step.shape] = Profile(clock_of(device), counting)
-            self._under_way[step.shape].begin(step.connections.recorder)
-        elif _is_compared(step.call.pipeline):
+            self._under_way[step.shape].begin(step.recorder)
+        elif _is_compared(step.pipeline):
             self._steps = self._steps or MeasuredSteps(device)
-            self._steps.begin(step.connections.recorder)
+            self._steps.begin(step.recorder)
 
     def end(self, step: Step) -> None:
         """If costs have just been measured, use them from now on. Collective over the world then;
@@ -62,7 +62,7 @@ class StepProfile(StepObserver):
             if self._steps is not None:
                 self._steps.end(step.program)
             return
-        if not self._under_way[step.shape].end(step.connections.recorder, step.program):
+        if not self._under_way[step.shape].end(step.recorder, step.program):
             return
         costs = self._costs(step, self._under_way.pop(step.shape))
         self._measured.add(step.shape)
@@ -70,7 +70,7 @@ class StepProfile(StepObserver):
             self._write(costs)
         try:
             now = self._programs.make_again(
-                step.call.pipeline, step.call.config, step.shape, costs, step.program
+                step.pipeline, step.call.config, step.shape, costs, step.program
             )
         except ValueError as error:
             error.add_note(

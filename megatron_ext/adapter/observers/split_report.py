@@ -18,7 +18,7 @@ from megatron_ext.logger import logger
 from megatron_ext.runtime.weight_gradients import queue
 
 
-class SplitReport(StepObserver):
+class SplitReport(StepObserver[Step]):
     """Logs the `split_report` of all ranks, on one of them, after the first training step."""
 
     def __init__(self) -> None:
@@ -32,9 +32,7 @@ class SplitReport(StepObserver):
         if queue.weights is None:
             return
         put_off, queue.weights = queue.weights | step.split.apart, None
-        lines = gather(
-            step.call.pipeline, split_report(step.call.models, put_off, step.split.at_once)
-        )
+        lines = gather(step.pipeline, split_report(step.call.models, put_off, step.split.at_once))
         for rank, line in enumerate(lines):
             log_single_rank(logger, logging.INFO, f"pipeline rank {rank}: {line}")
         self._is_done = True

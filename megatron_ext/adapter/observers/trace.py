@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_ext.adapter.observers.observer import Step, StepObserver
+from megatron_ext.adapter.observers.observer import ObservedStep, StepObserver
 from megatron_ext.adapter.observers.writers import log_step
 from megatron_ext.adapter.training_globals import current_iteration, log_interval
 from megatron_ext.logger import logger
@@ -26,7 +26,7 @@ from megatron_ext.schedule.timeline import Event, Reduction, Timeline
 _Recorded = tuple[list[Event], list[Reduction]]
 
 
-class StepTrace(StepObserver):
+class StepTrace(StepObserver[ObservedStep]):
     """Records the training steps of ``iterations`` and writes them to ``folder``.
 
     ``overlap``: steps overlap, so ranks must not meet between them: all are written after the last.
@@ -43,18 +43,16 @@ class StepTrace(StepObserver):
         self._recording: Recording | None = None  # of the step that runs, if it is traced
         self._recorded: dict[int, Recording] = {}  # by iteration, of steps that are to be written
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: ObservedStep) -> None:
         """Record the step, if it is to be."""
         self._calls += 1
         self._iteration = current_iteration() or self._calls
         is_wanted = self._iteration in self._iterations and self._iteration > self._latest
-        if is_wanted and dist.get_world_size() - 1 in dist.get_process_group_ranks(
-            step.call.pipeline
-        ):
+        if is_wanted and dist.get_world_size() - 1 in dist.get_process_group_ranks(step.pipeline):
             clock = clock_of(torch.device(torch.cuda.current_device()))
-            self._recording = step.connections.recorder.record(clock, with_reductions=True)
+            self._recording = step.recorder.record(clock, with_reductions=True)
 
-    def end(self, step: Step) -> None:
+    def end(self, step: ObservedStep) -> None:
         """Write the step, if it was recorded. Collective over the pipeline then."""
         recording, self._recording = self._recording, None
         if recording is None:
@@ -63,7 +61,7 @@ class StepTrace(StepObserver):
         self._recorded[self._iteration] = recording
         if self._overlap and self._iteration < self._iterations[-1]:
             return
-        pipeline, program = step.call.pipeline, step.program
+        pipeline, program = step.pipeline, step.program
         recorded, self._recorded = self._recorded, {}
         recordings = [recording.read() for recording in recorded.values()]
         gathered: list[list[_Recorded]] = [[]] * pipeline.size()

@@ -33,7 +33,7 @@ def run_passes(step: Step, iterators: list[Any], others: Sequence[Owner] = ()) -
     if connections.offload is not None and not call.forward_only:
         offload = connections.offload.step(program.schedule.rows[call.pipeline.rank()])
     with no_grad_sync(call.config), splitting(step.split):
-        execute(program, stages, transport, connections.recorder, vocabulary, offload, others)
+        execute(program, stages, transport, step.recorder, vocabulary, offload, others)
     return list(stages.values())
 
 
@@ -43,7 +43,7 @@ def _stages(step: Step, iterators: list[Any]) -> dict[int, ModelStage]:
     numbers = placement.stages_of[call.pipeline.rank()]
     for number, chunk, iterator in zip(numbers, call.models, iterators, strict=True):
         is_last = placement.is_last(number)
-        common = number, chunk, call.config, iterator, call, step.connections.recorder
+        common = number, chunk, call.config, iterator, call, step.recorder
         if step.shard is not None and (placement.is_first(number) or is_last):
             stages[number] = EndStage(*common, is_last=is_last)
         else:
@@ -64,5 +64,5 @@ def _vocabulary(
         step.connections.collectives,
         boundary,
         (step.call.micro_batch_size, step.call.seq_length),
-        step.connections.recorder,
+        step.recorder,
     )

@@ -121,7 +121,7 @@ class Training:
             finalize_gradients(call, tokens)
         for observer in self._observers:
             observer.end(step)
-        step.connections.recorder.end()
+        step.recorder.end()
         return _losses(stages)
 
     def _step(self, call: Call, connections: Connections, program: Program, shape: Shape) -> Step:
@@ -133,7 +133,17 @@ class Training:
         waits = self._programs.choice.splits_backward and not call.forward_only
         apart = frozenset[Tensor]() if shard is None else frozenset([shard.output])
         split = Split(waits, at_once, apart)
-        return Step(call, connections, program, shape, call.boundary(), shard, split)
+        return Step(
+            pipeline=call.pipeline,
+            program=program,
+            recorder=connections.recorder,
+            call=call,
+            connections=connections,
+            shape=shape,
+            boundary=call.boundary(),
+            shard=shard,
+            split=split,
+        )
 
     def _program(self, call: Call, shape: Shape) -> Program:
         """The program for this step, the same on every rank of the job; cached."""
@@ -191,8 +201,8 @@ def _losses(stages: Sequence[ModelStage]) -> list[Any]:
     return [loss for stage in stages for loss in stage.losses]
 
 
-def _observers(config: PipelineConfig, programs: Programs) -> list[StepObserver]:
-    observers: list[StepObserver] = []
+def _observers(config: PipelineConfig, programs: Programs) -> list[StepObserver[Step]]:
+    observers: list[StepObserver[Step]] = []
     if config.report_split:
         observers.append(SplitReport())
     if config.trace is not None and config.trace_iters is not None:
