@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
@@ -18,6 +17,7 @@ from megatron_ext.logger import logger, telling_of_long_work
 from megatron_ext.runtime.measure import profile
 from megatron_ext.schedule.build.output_layer import place_output_layer
 from megatron_ext.schedule.build.overlap import check_overlaps
+from megatron_ext.schedule.build.registry import Choice
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.model.estimate import ModelDimensions, estimate
 from megatron_ext.schedule.placement import Placement
@@ -69,16 +69,15 @@ def check_race(args: Any, config: PipelineConfig) -> dict[str, list[Program]]:
     Raises:
         ValueError: one cannot be made for these sizes and limits, or would change what is computed.
     """
-    race = config.race
     made: dict[str, list[Program]] = {}
-    for spec in () if race is None else race.candidates:
+    for choice in config.choices[1:]:
         try:
-            made[spec] = programs(args, replace(config, schedule=spec, race=None))
-            for program in made[spec]:
+            made[choice.spec] = _programs_of(choice, args, config)
+            for program in made[choice.spec]:
                 refuse_order(args, program.schedule)
                 check_order(program)
         except ValueError as error:
-            raise ValueError(f"{flag('race')}: {spec} cannot be in it: {error}") from error
+            raise ValueError(f"{flag('race')}: {choice.spec} cannot be in it: {error}") from error
     return made
 
 
@@ -108,7 +107,10 @@ def programs(args: Any, config: PipelineConfig) -> list[Program]:
     Raises:
         ValueError: the schedule cannot be made for these sizes and limits.
     """
-    choice = config.choice
+    return _programs_of(config.choice, args, config)
+
+
+def _programs_of(choice: Choice, args: Any, config: PipelineConfig) -> list[Program]:
     with telling_of_long_work(args.rank):
         return [place_output_layer(choice, problem) for problem in problems(args, config)]
 

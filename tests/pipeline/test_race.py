@@ -28,6 +28,7 @@ from tests.helpers.megatron_runs import (
     train,
     train_or_fail,
 )
+from tests.helpers.ranks import values
 
 Flags = dict[str, object]
 
@@ -165,7 +166,7 @@ def test_a_schedule_that_loses_is_dropped(
     )
     assert len(losses(runs)) == iterations
     told = said(capfd)
-    assert f"round 2 of 3, times as fast as 1f1b: zb-h1 1.103, {table} is dropped: 0." in told
+    assert f"round 2 of 3, times as fast as 1f1b: zb-h1 1.087, {table} is dropped: 0." in told
     assert "round 3 of 3" in told
     assert re.search(r"race is over: zb-h1 is .* the training goes on under 1f1b", told)
 
@@ -179,24 +180,26 @@ def test_the_next_start_knows_what_was_measured(
     """A checkpoint in the middle of the second round: the first one is known. And when the race is
     over the winner is."""
     race: Flags = {"pipeline_race": "zb-2p", "pipeline_costs": COSTS}
-    whole = run(2, WHOLE)
-    said(capfd)
     saved_at = step_race.FIRST + ROUND + 3
+    iterations = saved_at + step_race.FIRST + ROUND + 2
+    whole = run(2, iterations)
+    said(capfd)
     folder: Flags = {"save": tmp_path, "save_interval": saved_at}
-    run(2, WHOLE, exit_interval=saved_at, **race, **folder)
+    run(2, iterations, exit_interval=saved_at, **race, **folder)
     told = said(capfd)
     assert "1 of 2 rounds; a start from a checkpoint in" in told
     record = json.loads((tmp_path / "race.json").read_text())
     assert len(record["rounds"]) == 1 and record["winner"] is None
-    resumed = run(2, WHOLE, **race, **folder, load=tmp_path)
+    resumed = run(2, iterations, **race, **folder, load=tmp_path)
     assert_same(resumed, whole)
     told = said(capfd)
     assert "2 rounds, 1 of them from an earlier start" in told
     assert "race is over: zb-2p is" in told
     record = json.loads((tmp_path / "race.json").read_text())
     assert len(record["rounds"]) == 2 and record["winner"] == "zb-2p"
-    again = run(2, WHOLE, **race, load=tmp_path, ckpt_step=saved_at)
-    assert_same(again, whole)
+    more = {"load": tmp_path, "ckpt_step": saved_at, "exit_interval": saved_at + 2}
+    again = run(2, iterations, **race, **more)
+    assert losses(again) == losses(whole)[saved_at:][:2]
     told = said(capfd)
     assert "race: zb-2p has won already, and this goes on under zb-2p" in told
     assert "rounds" not in told
@@ -226,18 +229,12 @@ def test_what_was_measured_of_something_else_does_not_count(
 
 def test_a_full_disk_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "race.json").mkdir()
-    runs = run(
-        2,
-        WHOLE,
-        save=tmp_path,
-        pipeline_race="zb-2p",
-        pipeline_costs=COSTS,
-        no_save_optim=True,
-    )
-    assert len(losses(runs)) == WHOLE
-    out, err = capfd.readouterr()
-    assert err.count("what the race measures is not written to") == 1
-    assert "race is over: zb-2p is" in out
+    saving: Flags = {"save": tmp_path, "save_interval": 1000, "exit_interval": WHOLE}
+    words = flags(1000, pipeline_race="zb-2p", pipeline_costs=COSTS, no_save_optim=True, **saving)
+    results = train_or_fail(2, words)
+    assert len(losses(values(results))) == WHOLE
+    assert results[0].stderr.count("what the race measures is not written to") == 1
+    assert "race is over: zb-2p is" in said(capfd)
 
 
 # ---- What is timed
@@ -261,7 +258,7 @@ def test_a_batch_that_grows_begins_it_anew(capfd: pytest.CaptureFixture[str]) ->
         2,
         12,
         global_batch_size=None,
-        step_batch_size_schedule="0:2 12:4",
+        step_batch_size_schedule="0:2 192:4",
         pipeline_race="zb-2p",
         pipeline_costs=COSTS,
     )
@@ -273,9 +270,8 @@ def test_a_batch_that_grows_begins_it_anew(capfd: pytest.CaptureFixture[str]) ->
 # ---- What is refused
 
 
-def test_who_cannot_be_in_it_is_refused_before_the_training(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_who_would_change_the_losses_is_refused(tmp_path: Path) -> None:
+    """A table whose microbatches are not in order sums gradients in another one."""
     table = tmp_path / "backwards.csv"
     order = (1, 0, 2, 3)
     rows = [
@@ -283,13 +279,5 @@ def test_who_cannot_be_in_it_is_refused_before_the_training(
         for stage in range(2)
     ]
     table.write_text("\n".join(rows) + "\n")
-    for race, more, message in (
-        (str(table), {}, "does not run the microbatches of each stage in order"),
-        ("zb-2p gpipe", {"pipeline_memory_limit": "1x"}, "gpipe cannot be in it: "),
-        ("zb-h1", {"delay_wgrad_compute": True}, "--pipeline-schedule zb-h1 does not go with"),
-    ):
-        results = train_or_fail(2, flags(3, pipeline_race=race, pipeline_costs=COSTS, **more))
-        assert all(result.error for result in results)
-        err = capfd.readouterr().err
-        (line,) = {line for line in err.splitlines() if message in line}
-        assert line.startswith("megatron_ext: ")
+    first, _ = train_or_fail(2, flags(3, pipeline_race=str(table), pipeline_costs=COSTS))
+    assert "does not run the microbatches of each stage in order" in first.stderr
