@@ -143,7 +143,7 @@ def test_a_race_changes_nothing_to_the_last_bit(
     assert len(losses(runs)) == iterations
     assert_same(runs, reference)
     told = said(capfd)
-    assert re.search(rf"race is over: {winner} is 1\.\d+ times as fast .*and is kept", told)
+    assert re.search(rf"race is over: {winner} is 1\.\d+ times as fast as .*, and is kept", told)
 
 
 def test_a_schedule_that_loses_is_dropped(
@@ -166,7 +166,10 @@ def test_a_schedule_that_loses_is_dropped(
     )
     assert len(losses(runs)) == iterations
     told = said(capfd)
-    assert f"round 2 of 3, times as fast as 1f1b: zb-h1 1.087, {table} is dropped: 0." in told
+    assert (
+        f"round 2 of 3, times as fast as 1f1b, median so far: zb-h1 1.087, {table} is dropped: 0."
+        in told
+    )
     assert "round 3 of 3" in told
     assert re.search(r"race is over: zb-h1 is .* the training goes on under 1f1b", told)
 

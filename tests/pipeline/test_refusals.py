@@ -56,15 +56,11 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
     ),
     "a race with one that needs more memory": (
         {"pipeline_race": "gpipe", "pipeline_memory_limit": "4"},
-        "--pipeline-race: gpipe cannot be in it: schedule gpipe is invalid: 0F4 brings rank 0 over the memory limit",
+        "--pipeline-race: gpipe cannot be in it: schedule gpipe is invalid: 0F4 brings rank 0 over",
     ),
     "a race across placements": (
         {"pipeline_race": "zb-v"},
         "zb-h1 has the placement line with 1 stage on a rank and zb-v has the placement v with 2",
-    ),
-    "a race with one that does not go with a flag": (
-        {"pipeline_schedule": None, "pipeline_race": "gpipe zb-h1", "delay_wgrad_compute": True},
-        "--pipeline-schedule zb-h1 does not go with delay_wgrad_compute=True",
     ),
     "layers that do not divide": (
         {"pipeline_schedule": "zb-v", "num_layers": 12},

@@ -102,7 +102,7 @@ def test_a_plan_joins_its_race_when_it_is_made() -> None:
 def drive(race: Race, seconds: dict[str, float], drift: float = 0.0) -> list[str]:
     """Run ``race`` to its end, in which iterations take ``seconds`` and ``drift`` more each turn;
     who had the turns."""
-    turns = []
+    turns: list[str] = []
     for number in itertools.count():
         if race.is_over:
             return turns

@@ -46,7 +46,7 @@ FIRST = 2  # iterations of a training that are not raced in: caches fill, kernel
 _Key = tuple[Shape, int]  # shape and number of the microbatches that are raced with
 
 
-class StepRace(StepObserver):
+class StepRace(StepObserver[Step]):
     """Races the schedules of ``config`` while ``programs`` are made for them."""
 
     def __init__(self, config: PipelineConfig, programs: Programs) -> None:

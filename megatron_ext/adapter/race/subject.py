@@ -19,7 +19,8 @@ def subject_of(call: Call, ours: PipelineConfig) -> dict[str, str]:
     return {
         "GPU": f"{dist.get_world_size()} x {_device()}",
         "torch": str(torch.__version__),
-        "Megatron": str(megatron.core.__version__),
+        # then comes the commit of any repository around
+        "Megatron": megatron.core.__version__.partition("+")[0],
         "TE": str(getattr(sys.modules.get("transformer_engine"), "__version__", "none")),
         "megatron_ext": sys.modules["megatron_ext"].__version__,  # not imported: it imports this
         "model": _model(call.config),

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from megatron_ext.schedule.race.line_up import LineUp
 from megatron_ext.schedule.race.record import Figures
 from megatron_ext.schedule.race.rounds import ROUNDS, Race
+from megatron_ext.schedule.words import counted
 
 
 def standing(race: Race) -> str:
@@ -18,18 +19,28 @@ def standing(race: Race) -> str:
             words.append(f"{spec} is dropped: {race.dropped[spec]}")
         elif ratio is not None:
             words.append(f"{spec} {ratio.median:.3f}")
-    times = f"times as fast as {race.baseline}"
+    times = f"times as fast as {race.baseline}, median so far"
     return f"race, round {len(race.rounds)} of {ROUNDS}, {times}: {', '.join(words)}"
 
 
 def verdict(race: Race, keeps: bool) -> str:
     """Who has won, and under what the training goes on."""
-    winner, best = race.winner, race.best
-    if winner != race.baseline:
+    best = race.best
+    closest = "" if best is None else f"{best} is {_pace(race, best)}"
+    if race.winner != race.baseline:
         then = "and is kept" if keeps else f"the training goes on under {race.baseline}"
-        return f"race is over: {winner} is {race.ratio(winner)} as {race.baseline}, {then}"
-    closest = "" if best is None else f": {best} is {race.ratio(best)}"
-    return f"race is over: nobody is faster than {race.baseline}, which is kept{closest}"
+        return f"race is over: {closest}, {then}"
+    why = f": {closest}" if closest else ""
+    return f"race is over: nobody is faster than {race.baseline}, which is kept{why}"
+
+
+def _pace(race: Race, spec: str) -> str:
+    ratio = race.ratio(spec)
+    assert ratio is not None
+    return (
+        f"{ratio.median:.3f} times as fast as {race.baseline} (quartiles {ratio.spread}, "
+        f"{counted(ratio.rounds, 'round')})"
+    )
 
 
 def figures_line(spec: str, race: Race, figures: Figures) -> str:
@@ -39,7 +50,7 @@ def figures_line(spec: str, race: Race, figures: Figures) -> str:
     return (
         f"race, {spec}: {took}bubble {figures.bubble:.1%} (predicted "
         f"{figures.predicted_bubble:.1%}), peak {_bytes(figures.peak)} (predicted "
-        f"{_bytes(figures.predicted_peak)}, {figures.peak_microbatches:g} microbatches)"
+        f"{_bytes(figures.predicted_peak)}, {counted(figures.peak_microbatches, 'microbatch')})"
     )
 
 
@@ -57,7 +68,7 @@ def table(
         **facts,
         "baseline": f"{race.baseline} ({lines.order_of_baseline})",
         "schedule": best,
-        "times as fast": f"{ratio.median:.3f} ({ratio.lower:.3f} to {ratio.upper:.3f})",
+        "times as fast": f"{ratio.median:.3f} ({ratio.spread})",
         "bubble (predicted)": f"{own.bubble:.1%} ({own.predicted_bubble:.1%})",
         "peak (predicted)": f"{_bytes(own.peak)} ({_bytes(own.predicted_peak)})",
     }

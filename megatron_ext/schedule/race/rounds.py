@@ -31,9 +31,9 @@ class Ratio:
     upper: float
     rounds: int
 
-    def __str__(self) -> str:
-        spread = f"{self.lower:.3f} to {self.upper:.3f}"
-        return f"{self.median:.3f} times as fast ({spread} in {self.rounds} rounds)"
+    @property
+    def spread(self) -> str:
+        return f"{self.lower:.3f} to {self.upper:.3f}"
 
     @property
     def is_faster(self) -> bool:
