@@ -25,17 +25,18 @@ __version__ = "0.2.0"
 def install(schedule: str | None = None, **settings: str | bool | None) -> "Handle":
     """Make Megatron train under ``schedule``, in this process, from now on.
 
+    Without a schedule Megatron's own pipeline runs, and ``trace="DIR"`` traces it; or
+    ``race="zb-h1 zb-1p"`` has several take turns.
+
     Call it before the model is built. The settings are those of the flags (docs/flags.md has all):
     ``--pipeline-memory-limit 60GiB`` is ``memory_limit="60GiB"``, ``--pipeline-post-validation`` is
     ``post_validation=True``, and None is what a flag has when it is not given.
-
-    Without a ``schedule`` there is a ``race`` of several.
 
     Returns:
         A handle: ``handle.undo()``, or leaving ``with install(...):``, restores stock Megatron.
 
     Raises:
-        TypeError: there is no such setting, or neither schedule nor race.
+        TypeError: there is no such setting.
         ValueError: a setting that is not understood.
         PatchError: Megatron is not as the patches know it, a model has been built already, or
             something holds a patched function where it cannot be replaced. Nothing is changed.
@@ -43,6 +44,4 @@ def install(schedule: str | None = None, **settings: str | bool | None) -> "Hand
     from megatron_ext.config import PipelineConfig
     from megatron_ext.installation import install as install_config
 
-    if schedule is None and settings.get("race") is None:
-        raise TypeError("install() needs a schedule, or a race of some")
     return install_config(PipelineConfig.parse(schedule=schedule, **settings))

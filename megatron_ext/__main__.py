@@ -5,26 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from megatron_ext.config import PipelineConfig
 from megatron_ext.launch import is_launch, launch
+from megatron_ext.launch_check.chosen_plan import choose_plan
 
 
 def main(argv: Sequence[str]) -> None:
     if is_launch(argv):
-        launch(argv, _choose)
+        launch(argv, choose_plan)
     else:
         from megatron_ext.cli import app
 
-        app(prog_name="megatron-ext")
-
-
-def _choose(
-    argv: Sequence[str], config: PipelineConfig, world_size: int
-) -> tuple[tuple[str, ...], str]:
-    from megatron_ext.launch_check.plan import choose_for  # torch and Megatron
-
-    chosen = choose_for(argv, config, world_size)
-    return chosen.flags, chosen.why
+        app(list(argv), prog_name="megatron-ext")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import typer
 from megatron_ext import __version__
 from megatron_ext.commands.bench import bench
 from megatron_ext.commands.doctor import doctor
+from megatron_ext.commands.parity import app as parity
 from megatron_ext.commands.plan import plan
 from megatron_ext.commands.schedules import schedules
 from megatron_ext.commands.simulate import simulate
@@ -49,3 +50,4 @@ app.command(
     epilog="Give --pipeline-* flags to see the patches a launch with them would apply, or, behind "
     "--, a whole launch line: megatron-ext doctor --world-size 16 -- SCRIPT ARGS.",
 )(doctor)
+app.add_typer(parity, name="parity")

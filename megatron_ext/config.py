@@ -42,6 +42,11 @@ def variable(name: str) -> str:
 
 _TRACED = f"write {flag('trace')} DIR {flag('trace_iters')} 10:12 to trace 10 and 11"
 
+TRACED_OF_RUN = range(5, 8)  # which of a run's iterations are traced where nobody names any
+
+# What a field's metadata has of a setting that acts on Megatron's own pipeline too.
+_ON_STOCK = {"on_stock": True}
+
 
 @dataclass(frozen=True)
 class CostsSource:
@@ -194,22 +199,36 @@ class PipelineConfig:
             "why."
         ),
     )
+    metrics: bool = field(
+        default=False,
+        metadata=_ON_STOCK
+        | _switch(
+            "As often as Megatron logs, tell the bubble and a step's seconds, measured and "
+            "predicted, the slowest rank and the peak memory of the last pipeline: in one line, "
+            "and to TensorBoard and W&B. Nothing waits for it. Without --pipeline-schedule it is "
+            "Megatron's own step that is measured."
+        ),
+    )
     trace: Path | None = field(
         default=None,
-        metadata=_setting(
+        metadata=_ON_STOCK
+        | _setting(
             _folder,
             "DIR",
             "Write DIR/trace.json for Perfetto: when each pass ran on each rank of the last "
-            "pipeline, beside the prediction. Needs --pipeline-trace-iters. See 'megatron-ext "
-            "trace DIR'.",
+            "pipeline, beside the prediction. Without --pipeline-schedule it is Megatron's own "
+            "step that is traced, and the log says what our schedules would take. See "
+            "'megatron-ext trace DIR'.",
         ),
     )
     trace_iters: range | None = field(
         default=None,
-        metadata=_setting(
+        metadata=_ON_STOCK
+        | _setting(
             _iterations,
             "A:B",
-            "The training iterations to trace: A to B-1, as Megatron's log counts them.",
+            "The training iterations to trace: A to B-1, as Megatron's log counts them. Default: "
+            "the fifth to the seventh of the run.",
         ),
     )
     race: LineUp | None = field(
@@ -251,10 +270,11 @@ class PipelineConfig:
         }
         if "schedule" not in given and "race" not in given:
             for name, value in given.items():
-                raise ValueError(
-                    f"{_flag_with_value(name, value)} is given without {flag('schedule')}: it acts "
-                    f"on a schedule of ours only; add one or drop it"
-                )
+                if not _is_on_stock(declared[name]):
+                    raise ValueError(
+                        f"{_flag_with_value(name, value)} is given without {flag('schedule')}: it "
+                        f"acts on a schedule of ours only; add one or drop it"
+                    )
         parsed = {n: declared[n].metadata["parse"](n, value) for n, value in given.items()}
         if "race" in parsed and parsed.get("schedule") != PLAN:
             race = line_up(parsed.get("schedule"), parsed["race"].specs)
@@ -262,6 +282,7 @@ class PipelineConfig:
         return cls(**parsed)
 
     def __post_init__(self) -> None:
+        self._check_traces()
         if self.schedule is None:
             return
         if self.schedule != PLAN:
@@ -270,7 +291,6 @@ class PipelineConfig:
         if (clash := self.extras.clash) is not None:
             setting, other = (_EXTRAS[name] for name in clash.extras)
             self._refuse(setting, other, clash.why)
-        self._check_traces()
         self._check_profile()
         self._check_race()
 
@@ -292,8 +312,6 @@ class PipelineConfig:
         iterations = self.trace_iters
         if self.trace is None and iterations is not None:
             raise ValueError(f"{flag('trace_iters')} has no folder to write to; {_TRACED}")
-        if self.trace is not None and iterations is None:
-            raise ValueError(f"{flag('trace')} does not say which iterations; {_TRACED}")
         if iterations is not None and not 1 <= iterations.start < iterations.stop:
             raise ValueError(
                 f"{flag('trace_iters')} {iterations.start}:{iterations.stop} is not A:B with "
@@ -331,6 +349,14 @@ class PipelineConfig:
     def _refuse(self, name: str, beside: str, why: str) -> None:
         words = [_flag_with_value(setting, getattr(self, setting)) for setting in (name, beside)]
         raise ValueError(f"{words[0]} does not go with {words[1]}: {why}")
+
+    @property
+    def watches_stock(self) -> bool:
+        """Whether Megatron's own pipeline runs, and somebody looks on."""
+        settings = (setting for setting in fields(self) if _is_on_stock(setting))
+        return self.schedule is None and any(
+            getattr(self, setting.name) != setting.default for setting in settings
+        )
 
     @cached_property
     def choice(self) -> Choice:
@@ -379,6 +405,10 @@ _EXTRAS = {
     "offload": "activation_offload",
     "post_validation": "post_validation",
 }
+
+
+def _is_on_stock(setting: Field[Any]) -> bool:
+    return bool(setting.metadata.get("on_stock"))
 
 
 def _as_text(setting: Field[Any]) -> str | bool | None:
@@ -465,14 +495,16 @@ def from_environment(env: Mapping[str, str]) -> PipelineConfig:
     """The settings in environment variables, for `megatron_ext.auto`. An empty one is not given.
 
     Raises:
-        ValueError: there is no schedule among them, a variable ``MEGATRON_EXT_*`` is no setting, or
-            a setting is not understood.
+        ValueError: there is neither a schedule among them nor a setting that acts on Megatron's
+            own, a variable ``MEGATRON_EXT_*`` is no setting, or a setting is not understood.
     """
     for name in _unknown_variables(env):
         known = ", ".join(map(variable, _settings()))
         raise ValueError(f"{name} is no setting: write one of {known}")
     values = _variables(env)
-    if "schedule" not in values and "race" not in values:
+    settings = _settings()
+    stand_alone = any(name == "race" or _is_on_stock(settings[name]) for name in values)
+    if "schedule" not in values and not stand_alone:
         raise ValueError(
             f"{variable('schedule')} is not set: export {variable('schedule')}=zb-h1, or another "
             f"of 'megatron-ext schedules', or do not import megatron_ext.auto"

@@ -12,6 +12,7 @@ import re
 import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ext.config import (
@@ -38,14 +39,23 @@ def is_launch(argv: Sequence[str]) -> bool:
 ChoosePlan = Callable[[Sequence[str], PipelineConfig, int], tuple[tuple[str, ...], str]]
 
 
-def launch(argv: Sequence[str], choose: ChoosePlan) -> None:
+@dataclass(frozen=True)
+class Recorded:
+    """What is recorded of a training: so many ``iterations``, into ``folder``."""
+
+    folder: Path
+    iterations: int
+
+
+def launch(argv: Sequence[str], choose: ChoosePlan, recorded: Recorded | None = None) -> None:
     """Run the script or module that ``argv`` starts with, as ``__main__``, with its arguments.
 
     Patches are applied if one of our flags, or ``--help``, is among the arguments, or a variable
     ``MEGATRON_EXT_X`` stands for a flag; with none, Megatron is left as it is. Without a GPU the
     CPU platform is put under it.
 
-    ``choose`` is asked where the schedule is ``plan``.
+    ``choose`` is asked where the schedule is ``plan``. With ``recorded`` the training is recorded
+    and ends early; it computes what it would without.
 
     Exits with status 2 and one line for a mistake in our flags, a patch that does not fit, or a
     missing script.
@@ -66,6 +76,8 @@ def launch(argv: Sequence[str], choose: ChoosePlan) -> None:
         if config.schedule == PLAN:
             sys.argv += _planned(config, choose)
             config = from_argv(sys.argv[1:])
+        if recorded is not None:
+            _record(recorded)  # before ours: what they put off is recorded when it is done
         if settings_given(sys.argv[1:]) or {"-h", "--help"} & set(arguments):
             install(config)
     except (ValueError, PatchError) as error:
@@ -76,6 +88,13 @@ def launch(argv: Sequence[str], choose: ChoosePlan) -> None:
     else:
         sys.path[0] = str(Path(script).resolve().parent)
         runpy.run_path(script, run_name="__main__")
+
+
+def _record(recorded: Recorded) -> None:
+    from megatron_ext.adapter.parity.recorder import Recorder
+    from megatron_ext.patches.megatron.training.training import recording
+
+    apply(recording.patches(Recorder(recorded.folder, recorded.iterations)))
 
 
 def _from_environment(arguments: Sequence[str]) -> list[str]:

@@ -16,9 +16,9 @@ from megatron_ext.schedule.problem import Offload, VocabularyParallel
 class Feature:
     """Something a user switches on.
 
-    ``modules`` (below patches) have ``patches(config) -> tuple[Patch, ...]``. Without
-    ``wanted`` every launch with a flag of ours has it, with it a launch whose schedule says so,
-    with ``asked_for`` one whose settings do.
+    ``modules`` (below patches) have ``patches(config) -> tuple[Patch, ...]``. With ``wanted`` a
+    launch has it whose schedule says so, with ``asked_for`` one whose settings do; without either,
+    every launch with a flag of ours.
     """
 
     name: str
@@ -27,11 +27,11 @@ class Feature:
     asked_for: Callable[[PipelineConfig], bool] = lambda config: True
 
     def is_wanted(self, config: PipelineConfig) -> bool:
-        if self.wanted is None:
-            return True
-        if config.schedule is None:
+        if self.wanted is not None and (
+            config.schedule is None or not any(map(self.wanted, config.choices))
+        ):
             return False
-        return any(map(self.wanted, config.choices)) and self.asked_for(config)
+        return self.asked_for(config)
 
     def patches(self, config: PipelineConfig) -> list[Patch]:
         """Its patches; raises PatchError where Megatron lacks something that they import."""
@@ -49,7 +49,7 @@ FEATURES = (
     Feature(
         "schedule",
         (
-            "megatron.core.pipeline_parallel.schedules",
+            "megatron.core.pipeline_parallel.schedules.ours",
             "megatron.core.parallel_state.ending",
             "megatron.training.checkpointing",
         ),
@@ -101,18 +101,30 @@ FEATURES = (
         ),
         lambda choice: choice.moves_first_stage,
     ),
-    # After the one above, whose wrapper of the same function is then within: nobody trains together
-    # who has not been compared.
+    Feature(
+        "Megatron's own step, watched",
+        ("megatron.core.pipeline_parallel.schedules.stock",),
+        None,
+        asked_for=lambda config: config.watches_stock,
+    ),
+    # After a first stage elsewhere, whose wrapper of the same function is then within: nobody
+    # trains together who has not been compared.
     Feature(
         "ranks that are launched alike",
         ("megatron.core.parallel_state.agreement",),
-        lambda choice: True,
+        None,
+        asked_for=lambda config: config.schedule is not None or config.watches_stock,
     ),
     Feature(
-        "measured costs, a race: what is said when a training ends",
+        "the end of what is measured",
         ("megatron.training.training.training_end",),
-        lambda choice: True,
-        asked_for=lambda config: config.costs.profile is not None or config.race is not None,
+        None,
+        asked_for=lambda config: (
+            config.costs.profile is not None
+            or config.trace is not None
+            or config.metrics
+            or config.race is not None
+        ),
     ),
     Feature(
         "a race",

@@ -268,7 +268,7 @@ FAULTS = (
     Fault(
         "shapes-that-vary-are-batched",
         f"{ADAPTER}/step/call.py",
-        "if config.variable_seq_lengths and ours.p2p is P2P.BATCHED:",
+        "if ours.p2p is P2P.BATCHED:",
         "if False:",
         ("tests/pipeline/test_callers.py::test_varying_sequence_lengths_cannot_be_batched",),
     ),

@@ -12,7 +12,7 @@ from megatron_ext.adapter.dimensions import dimensions_of, rates
 from megatron_ext.adapter.layers import layers_of_stages
 from megatron_ext.adapter.race.order import check_order
 from megatron_ext.adapter.vocabulary_rows import check_divisible
-from megatron_ext.config import COSTS_FILE, PipelineConfig, flag
+from megatron_ext.config import COSTS_FILE, TRACED_OF_RUN, PipelineConfig, flag
 from megatron_ext.logger import logger, telling_of_long_work
 from megatron_ext.runtime.measure import profile
 from megatron_ext.schedule.build.output_layer import place_output_layer
@@ -96,7 +96,7 @@ def check_settings(args: Any, config: PipelineConfig) -> None:
         )
     for contender in config.choices:
         refuse(args, contender, config.extras)
-    _check_trace(args, config)
+    check_trace(args, config)
     _check_profile(args, config)
     _refuse_checkpoints_of_one_placement(args, choice.place(ranks))
 
@@ -140,15 +140,25 @@ def model_of(args: Any, placement: Placement) -> ModelDimensions:
     )
 
 
-def _check_trace(args: Any, config: PipelineConfig) -> None:
-    traced = config.trace_iters
-    if config.trace is None or traced is None:
+def check_trace(args: Any, config: PipelineConfig) -> None:
+    """Refuse a trace of iterations that do not come, or in a folder that cannot be.
+
+    Raises:
+        ValueError: it is one of these.
+    """
+    if config.trace is None:
         return
-    if args.train_iters is not None and traced[-1] > args.train_iters:
+    traced, last = config.trace_iters, args.train_iters
+    if traced is None and last is not None and last < TRACED_OF_RUN[-1]:
+        raise ValueError(
+            f"--pipeline-trace {config.trace} traces iterations {TRACED_OF_RUN[0]} to "
+            f"{TRACED_OF_RUN[-1]} of a run, and the last one is {last} (--train-iters): name "
+            f"earlier ones with --pipeline-trace-iters A:B, or train longer"
+        )
+    if traced is not None and last is not None and traced[-1] > last:
         raise ValueError(
             f"--pipeline-trace-iters {traced.start}:{traced.stop} asks for iteration {traced[-1]}, "
-            f"and the last one is {args.train_iters} (--train-iters): trace earlier ones, or train "
-            f"longer"
+            f"and the last one is {last} (--train-iters): trace earlier ones, or train longer"
         )
     try:
         config.trace.mkdir(parents=True, exist_ok=True)

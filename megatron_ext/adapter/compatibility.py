@@ -91,7 +91,7 @@ def refuse_order(settings: Any, schedule: Schedule) -> None:
     """Raise ValueError if Transformer Engine relies on an order of microbatches that ``schedule``
     does not keep. (Only a schedule file can break it: our families run the microbatches in one
     order in all their passes.)"""
-    if settings.transformer_impl != "transformer_engine":
+    if getattr(settings, "transformer_impl", None) != "transformer_engine":
         return
     if settings.gradient_accumulation_fusion:
         _refuse_first_weight_gradient(schedule)

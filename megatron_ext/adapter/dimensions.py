@@ -1,4 +1,5 @@
-"""Estimated costs, from Megatron's arguments or transformer config."""
+"""Costs before any are measured: estimated from Megatron's arguments or transformer config, or
+equal."""
 
 from __future__ import annotations
 
@@ -6,9 +7,58 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from megatron.core.transformer import TransformerConfig
 
-from megatron_ext.schedule.costs import Costs
+from megatron_ext.adapter.model_parts import ChunkSize
+from megatron_ext.logger import logger
+from megatron_ext.schedule.costs import Costs, uniform
 from megatron_ext.schedule.model.estimate import CPU, GPU, ModelDimensions, Rates, estimate
+from megatron_ext.schedule.placement import Placement
+
+_REMEDY = "--pipeline-costs profile measures them (of install: costs='profile')"
+_FEW = 0.005  # of a stage's parameters that are not worth a word
+
+
+def costs_of_model(
+    config: Any,
+    placement: Placement,
+    per_stage: Sequence[ChunkSize],
+    sequence: int,
+    micro_batch: int,
+    *,
+    is_told: bool,
+) -> Costs:
+    """The costs of a microbatch, of ``sequence`` tokens of ``micro_batch`` samples.
+
+    A model without Megatron's transformer layers has equal costs: F, I and W of every stage take as
+    long. ``is_told``: one line says so, and what of a stage is not in an estimate.
+    """
+    layers = [size.layers for size in per_stage if size.layers is not None]
+    if len(layers) < len(per_stage) or not any(layers) or not isinstance(config, TransformerConfig):
+        if is_told:
+            logger.info(
+                f"the costs of {per_stage[0].model} cannot be estimated, and are taken as equal "
+                f"for every stage; {_REMEDY}"
+            )
+        return uniform(placement, 1.0, 1.0, 1.0, origin="taken as equal")
+    shares = {
+        stage: size.beside / size.parameters
+        for stage, size in enumerate(per_stage)
+        if size.beside > _FEW * size.parameters
+    }
+    if shares and is_told:
+        beside = ", ".join(f"{share:.0%} of stage {stage}" for stage, share in shares.items())
+        logger.info(
+            f"the costs of {per_stage[0].model} are estimated from its language model, without "
+            f"the parameters beside it ({beside}); {_REMEDY}"
+        )
+    return estimated_costs(
+        config,
+        layers=layers,
+        sequence=sequence // config.context_parallel_size,
+        micro_batch=micro_batch,
+        vocabulary=sum(size.rows for size in per_stage) * config.tensor_model_parallel_size,
+    )
 
 
 def estimated_costs(

@@ -17,9 +17,6 @@ from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.runtime.agreement import Fact, agree
 from megatron_ext.schedule.build.registry import file_of
 
-# Each rank may have a folder of its own; --pipeline-trace-iters tells whether there is a trace.
-_MAY_DIFFER = "trace"
-
 
 def refuse_other_launches(config: PipelineConfig) -> None:
     """Raise ValueError unless all ranks of the world are launched alike. Collective over it.
@@ -40,7 +37,6 @@ def launch_facts(config: PipelineConfig) -> dict[str, Fact]:
     facts = {
         flag(setting.name): Fact(_words(getattr(config, setting.name)))
         for setting in fields(config)
-        if setting.name != _MAY_DIFFER
     }
     facts |= {f"the file {path}": _contents(path) for path in _files(config)}
     versions = {
@@ -56,7 +52,8 @@ def _words(value: object) -> str:
         return "not given"
     if isinstance(value, range):
         return f"{value.start}:{value.stop}"
-    return "given" if value is True else str(value)
+    # Each rank may have a folder of its own.
+    return "given" if value is True or isinstance(value, Path) else str(value)
 
 
 def _files(config: PipelineConfig) -> Iterator[Path]:

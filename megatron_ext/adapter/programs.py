@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_ext.adapter.compatibility import refuse_order
-from megatron_ext.adapter.dimensions import estimated_costs
-from megatron_ext.adapter.vocabulary_rows import embedding_part
+from megatron_ext.adapter.dimensions import costs_of_model
+from megatron_ext.adapter.model_parts import ChunkSize, size_of
 from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import telling_of_long_work
 from megatron_ext.runtime.agreement import listed
@@ -61,7 +60,7 @@ class Programs:
         if shape in self.costs:
             return
         placement = self.choice.place(pipeline.size())
-        sizes = gather(pipeline, [_size(chunk) for chunk in models])
+        sizes = gather(pipeline, [size_of(chunk) for chunk in models])
         agreed: list[Any] = ["", None]
         if dist.get_rank() == 0:
             per_stage = [
@@ -83,20 +82,15 @@ class Programs:
         self,
         config: Any,
         placement: Placement,
-        per_stage: list[tuple[int, int]],
+        per_stage: list[ChunkSize],
         sequence: int,
         micro_batch: int,
     ) -> Costs:
-        """The costs of a microbatch. ``per_stage``: `_size` of each. Raises ValueError."""
+        """The costs of a microbatch. Raises ValueError."""
         if not self._config.costs.is_estimate:
             return parse_costs(self._config.costs.text, placement)
-        return estimated_costs(
-            config,
-            layers=[layers for layers, _ in per_stage],
-            sequence=sequence // config.context_parallel_size,
-            micro_batch=micro_batch,
-            vocabulary=sum(rows for _, rows in per_stage) * config.tensor_model_parallel_size,
-        )
+        is_told = not self.costs and self._config.costs.profile is None
+        return costs_of_model(config, placement, per_stage, sequence, micro_batch, is_told=is_told)
 
     def known(
         self, config: Any, shape: Shape, microbatches: int, forward_only: bool
@@ -199,12 +193,3 @@ def gather(group: dist.ProcessGroup, value: Any) -> list[Any]:
     values: list[Any] = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values
-
-
-def _size(chunk: torch.nn.Module) -> tuple[int, int]:
-    """Transformer layers of a model chunk, and rows of its output layer (0 without one)."""
-    model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
-    rows = getattr(getattr(model, "output_layer", None), "output_size_per_partition", 0)
-    if rows == 0 and (part := embedding_part(chunk)) is not None:  # which is the output layer's too
-        rows = part.num_embeddings_per_partition
-    return len(model.decoder.layers), rows

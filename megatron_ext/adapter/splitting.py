@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
+from megatron_ext.adapter.model_parts import output_layer
 from megatron_ext.runtime.weight_gradients import queue
 
 
@@ -31,8 +31,7 @@ class Split:
 def head_weights(models: Sequence[torch.nn.Module]) -> frozenset[Tensor]:
     """The output layer's weight, on the rank that has it. (A pipeline's last stage has its own,
     tied or not.)"""
-    model = get_attr_wrapped_model(models[-1], "decoder", return_model_obj=True)
-    weight = getattr(getattr(model, "output_layer", None), "weight", None)
+    weight = getattr(output_layer(models[-1]), "weight", None)
     return frozenset() if weight is None else frozenset([weight])
 
 

@@ -17,12 +17,16 @@ def tied_weights(
 ) -> tuple[torch.nn.Parameter, torch.nn.Parameter] | None:
     """The embedding's and the output layer's copy among the chunks of this rank.
 
-    None where they are not tied, or not both here.
+    None where they are not tied, or not both here, or the model has no embedding that Megatron
+    knows of: it asks for ``pre_process`` first.
     """
     if len(model) < 2:
         return None
-    first = get_attr_wrapped_model(model[0], "pre_process", return_model_obj=True)
-    last = get_attr_wrapped_model(model[-1], "pre_process", return_model_obj=True)
+    try:
+        first = get_attr_wrapped_model(model[0], "pre_process", return_model_obj=True)
+        last = get_attr_wrapped_model(model[-1], "pre_process", return_model_obj=True)
+    except RuntimeError:
+        return None
     if not (first.pre_process and last.post_process):
         return None
     if not last.share_embeddings_and_output_weights:

@@ -13,8 +13,19 @@ def current_iteration() -> int | None:
 
 
 def log_interval() -> int:
-    """The interval, in iterations, at which Megatron writes its log."""
+    """The interval, in iterations, at which Megatron writes to TensorBoard and W&B."""
     return getattr(training_global("_GLOBAL_ARGS"), "tensorboard_log_interval", 1)
+
+
+def line_interval() -> int:
+    """The interval, in iterations, at which Megatron prints its log line; 10 where its training
+    loop does not run."""
+    return getattr(training_global("_GLOBAL_ARGS"), "log_interval", 10)
+
+
+def has_writers() -> bool:
+    """Whether Megatron's last rank writes to TensorBoard or W&B; the same on all ranks."""
+    return getattr(training_global("_GLOBAL_ARGS"), "tensorboard_dir", None) not in (None, "")
 
 
 def restarts_in_process() -> bool:

@@ -70,7 +70,11 @@ def _show_environment(words: Sequence[str], patches: bool, as_json: bool) -> Non
 
 def _print_summary(diagnosis: Diagnosis, config: PipelineConfig) -> None:
     wanted = [patch for patch in diagnosis.patches if patch.wanted]
-    what = f"that {flag('schedule')} {config.schedule} needs" if config.schedule else "of ours"
+    what = "of ours"
+    if config.schedule is not None:
+        what = f"that {flag('schedule')} {config.schedule} needs"
+    elif config.watches_stock:
+        what = "that watch Megatron's own step"
     misfits = diagnosis.misfits
     if not misfits:
         typer.echo(f"\nall {len(wanted)} patches {what} fit this Megatron")

@@ -11,8 +11,16 @@ import typer
 
 from megatron_ext.commands.options import Json
 from megatron_ext.commands.output import fail, print_table
+from megatron_ext.commands.progress import showing_progress
 from megatron_ext.schedule.show.trace import read_trace
 from megatron_ext.schedule.show.trace_report import TraceReport, trace_report
+from megatron_ext.schedule.show.trace_text import (
+    milliseconds,
+    name_of,
+    prospect_rows,
+    remarks,
+    sections,
+)
 from megatron_ext.schedule.words import counted
 
 
@@ -22,9 +30,13 @@ def trace(
     ],
     as_json: Json = False,
 ) -> None:
-    """Say where the time of traced steps went, and what cost the most."""
+    """Say where the time of traced steps went, and what cost the most.
+
+    Of Megatron's own steps, say also what our schedules would take.
+    """
     try:
-        report = trace_report(read_trace(folder))
+        with showing_progress():
+            report = trace_report(read_trace(folder))
     except ValueError as error:
         fail(error)
     if as_json:
@@ -36,7 +48,7 @@ def trace(
 def _print_trace(report: TraceReport) -> None:
     of_several = f", the median of {len(report.iterations)} by its makespan"
     typer.echo(
-        f"{report.schedule} on {counted(report.pp, 'rank')}, "
+        f"{name_of(report)} on {counted(report.pp, 'rank')}, "
         f"{counted(report.microbatches, 'microbatch')}; iteration {report.iteration}"
         f"{of_several * (len(report.iterations) > 1)}"
     )
@@ -45,7 +57,7 @@ def _print_trace(report: TraceReport) -> None:
             {"": name.replace("_", " "), "measured": figure(value), "predicted": figure(other)}
             for name, value in asdict(report.measured).items()
             for other in [getattr(report.predicted, name)]
-            for figure in [_share if "share" in name else _ms]
+            for figure in [_share if "share" in name else milliseconds]
         ]
     )
     typer.echo(
@@ -56,21 +68,25 @@ def _print_trace(report: TraceReport) -> None:
     makespan = report.measured.makespan
     print_table(
         [
-            {"": part, "time": _ms(seconds), "of the makespan": _share(seconds / makespan)}
+            {"": part, "time": milliseconds(seconds), "of the makespan": _share(seconds / makespan)}
             for part, seconds in report.parts.items()
         ]
     )
     typer.echo("\nthe largest causes, and by how much the step would be shorter without each")
     for number, cause in enumerate(report.causes, start=1):
         typer.echo(
-            f"{number}. {cause.text}: {_ms(cause.seconds)} ({_share(cause.seconds / makespan)})"
+            f"{number}. {cause.text}: {milliseconds(cause.seconds)} "
+            f"({_share(cause.seconds / makespan)})"
         )
     if not report.causes:
         typer.echo("none stands out")
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.4g} ms"
+    if report.what_if is not None:
+        for title, prospects in sections(report.what_if):
+            typer.echo(f"\n{title}")
+            print_table(prospect_rows(prospects))
+        typer.echo()
+        for line in remarks(report.what_if):
+            typer.echo(line)
 
 
 def _share(part: float) -> str:

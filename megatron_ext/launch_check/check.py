@@ -166,7 +166,7 @@ def _chosen(argv: Sequence[str], config: PipelineConfig, world_size: int, room: 
 
 
 def _check_patches(report: Report, config: PipelineConfig) -> None:
-    if config.schedule is None:
+    if config.schedule is None and not config.watches_stock:
         text = f"without {flag('schedule')} nothing is patched: this is Megatron's own pipeline"
         report.add(Verdict.RIGHT, "patches", text)
         return
@@ -174,7 +174,9 @@ def _check_patches(report: Report, config: PipelineConfig) -> None:
     for patch in diagnosis.misfits:
         fix = "docs/compatibility.md names the versions that fit"
         if patch.unknown is not None:
-            command = f"megatron-ext doctor {flag('schedule')} {config.schedule}"
+            command = "megatron-ext doctor"
+            if config.schedule is not None:
+                command += f" {flag('schedule')} {config.schedule}"
             fix = f"read what has changed; {command} prints how to allow it"
         report.add(Verdict.WRONG, "patches", patch.why, fix)
     if not diagnosis.misfits:
@@ -261,6 +263,7 @@ def _check_training(
     if microbatches is None:
         return None
     if config.schedule is None:
+        _check_watching(report, args, config)
         spec = PipelineConfig(schedule=_megatrons_own(args))
         programs = report.attempt("schedule", lambda: arguments.programs(args, spec))
     else:
@@ -329,6 +332,19 @@ def _check_communicators(
             args.variable_seq_lengths,
         )
     )
+
+
+def _check_watching(report: Report, args: Any, config: PipelineConfig) -> None:
+    """Whether what looks on at Megatron's own step will see anything."""
+    from megatron_ext.adapter import arguments
+    from megatron_ext.adapter.stock.order import why_unseen
+
+    if not config.watches_stock:
+        return
+    report.attempt("trace", lambda: arguments.check_trace(args, config))
+    why = why_unseen(args.pipeline_model_parallel_size, args)
+    if why is not None:
+        report.add(Verdict.REMARK, "trace", f"nothing of Megatron's step will be seen: {why}")
 
 
 def _megatrons_own(args: Any) -> str:

@@ -129,9 +129,10 @@ def _megatron() -> str:
 
 def _patches(config: PipelineConfig) -> Iterator[PatchState]:
     example = config if config.schedule else _WITH_ALL_PATCHES
+    is_asked = config.schedule is not None or config.watches_stock
     in_force = {patch.target for patch in applied()}
     for feature in FEATURES:
-        wanted = config.schedule is None or feature.is_wanted(config)
+        wanted = not is_asked or feature.is_wanted(config)
         try:
             patches = feature.patches(example)
         except PatchError as error:
@@ -144,7 +145,7 @@ def _patches(config: PipelineConfig) -> Iterator[PatchState]:
             elif (misfit := _misfit(patch)) is not None:
                 state = State.MISFIT
             else:
-                state = State.WOULD_BE_APPLIED if config.schedule and wanted else State.FITS
+                state = State.WOULD_BE_APPLIED if is_asked and wanted else State.FITS
             yield PatchState(
                 feature.name,
                 patch.target,

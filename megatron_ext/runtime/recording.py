@@ -22,6 +22,14 @@ class Clock(Protocol):
     def mark(self) -> Any: ...
     def read(self, marks: Sequence[Any]) -> list[float]: ...
 
+    def has_passed(self, mark: Any) -> bool:
+        """Whether it is that time; waits for nothing."""
+        ...
+
+    def seconds(self, first: Any, later: Any) -> float:
+        """Between two marks that `has_passed`; waits for nothing."""
+        ...
+
 
 class HostClock:
     """The clock for passes that have ended when their call returns."""
@@ -31,6 +39,12 @@ class HostClock:
 
     def read(self, marks: Sequence[float]) -> list[float]:
         return list(marks)
+
+    def has_passed(self, mark: float) -> bool:
+        return True
+
+    def seconds(self, first: float, later: float) -> float:
+        return later - first
 
 
 class DeviceClock:
@@ -48,6 +62,12 @@ class DeviceClock:
         reference.synchronize()
         now = time.perf_counter()
         return [now - mark.elapsed_time(reference) / 1e3 for mark in marks]
+
+    def has_passed(self, mark: torch.cuda.Event) -> bool:
+        return mark.query()
+
+    def seconds(self, first: torch.cuda.Event, later: torch.cuda.Event) -> float:
+        return first.elapsed_time(later) / 1e3
 
 
 def clock_of(device: torch.device) -> Clock:
@@ -113,6 +133,29 @@ class Recording:
         reduction = RecordedReduction(stage, self.clock)
         self._reductions.append(reduction)
         return reduction
+
+    def has_ended(self) -> bool:
+        """Whether the device has done all passes. Only then may one ask for what follows, and
+        nothing of that waits."""
+        return not self._passes or self.clock.has_passed(self._passes[-1][2])
+
+    def actions(self) -> tuple[Action, ...]:
+        """The passes, in their order."""
+        return tuple(action for action, _, _ in self._passes)
+
+    def busy(self) -> float:
+        """Seconds of all passes together."""
+        return sum(self.clock.seconds(began, ended) for _, began, ended in self._passes)
+
+    def span(self) -> float:
+        """Seconds from the start of the first pass to the end of the last."""
+        return self.clock.seconds(self._passes[0][1], self._passes[-1][2])
+
+    def times(self, passes: Sequence[int]) -> list[float]:
+        """When those of these numbers began and ended, in seconds after the first began."""
+        start = self._passes[0][1]
+        marks = (mark for number in passes for mark in self._passes[number][1:])
+        return [self.clock.seconds(start, mark) for mark in marks]
 
     def read(self) -> tuple[list[Event], list[Reduction]]:
         """All that was recorded, after the step and its reductions have ended.

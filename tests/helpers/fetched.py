@@ -1,4 +1,5 @@
-"""Packages that tests need beside those installed, each in a folder of its own."""
+"""What tests need beside the packages installed: others, each in a folder of its own, and files of
+repositories."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -46,3 +48,31 @@ def _fetch(package: str, version: str) -> tuple[Path, str]:
             raise
         shutil.rmtree(arriving)  # tests beside these were quicker
     return folder, ""
+
+
+def fetched_file(repository: str, tag: str, path: str) -> Path:
+    """A file of ``repository`` on GitHub as of ``tag``; skips the test if it cannot be had.
+
+    A file that is in its place already is not fetched: ``build/OWNER/NAME/TAG/PATH``.
+    """
+    place = FETCHED / repository / tag / path
+    problem = _fetch_file(f"https://raw.githubusercontent.com/{repository}/{tag}/{path}", place)
+    if problem:
+        pytest.skip(f"{place.relative_to(FETCHED.parent)} cannot be fetched: {problem}")
+    return place
+
+
+@functools.cache
+def _fetch_file(address: str, place: Path) -> str:
+    if place.exists():
+        return ""
+    try:
+        with urllib.request.urlopen(address, timeout=10) as answer:
+            content = answer.read()
+    except OSError as error:
+        return str(error)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    arriving = place.with_name(f"{place.name}.{os.getpid()}")
+    arriving.write_bytes(content)
+    arriving.replace(place)
+    return ""

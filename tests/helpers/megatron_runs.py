@@ -10,31 +10,35 @@ import argparse
 import atexit
 import functools
 import gc
-import hashlib
 import importlib
 import multiprocessing
 import os
 import runpy
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.tensor_parallel import random
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import add_megatron_arguments
+from megatron.training.global_vars import get_args
 
+from megatron_ext.adapter.parity.digest import digest, dtype_of
+from megatron_ext.adapter.parity.named_tensors import NamedTensors
+from megatron_ext.adapter.parity.recorder import digests, loss_of
 from megatron_ext.config import PipelineConfig
 from megatron_ext.launch_check.doctor import diagnose
+from megatron_ext.parity.records.piece import Piece, Place
+from megatron_ext.parity.records.recording import name_of
 from megatron_ext.patches import engine
 from megatron_ext.patches.features import FEATURES
 from megatron_ext.schedule.build.registry import entries
@@ -120,18 +124,18 @@ atexit.register(gc.unfreeze)
 class Run:
     """What one rank of a training recorded.
 
-    ``losses`` and ``norms`` are per iteration, bit for bit as floats. ``state`` maps each parameter
-    and optimizer tensor to a digest of its bytes; its keys say what a tensor is, not where it lies:
-    layers are numbered through the whole model. ``layers`` are the layers of each chunk.
+    ``losses`` and ``norms`` are per iteration, bit for bit as floats. ``state`` has a digest of
+    each parameter and optimizer tensor, as `megatron-ext parity` records them: by names that say
+    what a tensor is, not where it lies. ``layers`` are the layers of each chunk.
     ``tables`` are digests of the embedding's and the output layer's weight as far as they are here,
     after setup and after each iteration. ``redone`` are the steps that post-validation took back.
     """
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
-    state: dict[str, str] = field(default_factory=dict)
+    state: dict[Piece, int] = field(default_factory=dict)
     layers: list[list[int]] = field(default_factory=list)
-    tables: list[dict[str, str]] = field(default_factory=list)
+    tables: list[dict[str, int]] = field(default_factory=list)
     schedule: str = ""
     evaluation: list[float] = field(default_factory=list)
     redone: int = 0
@@ -179,13 +183,15 @@ def train(
     script: Path = SCRIPT,
     model_config: Mapping[str, object] | None = None,
     model_provider: Callable[..., Any] | None = None,
+    before: Sequence[str] = (),
 ) -> list[Run]:
     """Train on ``ranks`` ranks; fails unless every rank ends well and iterations were run.
 
     ``model_config`` is set on the model's config, for what has no flag. With a ``model_provider``
-    Megatron builds the model by it, as for scripts that pass one to pretrain().
+    Megatron builds the model by it, as for scripts that pass one to pretrain(). ``before`` are
+    words of ours between ``-m megatron_ext`` and the script.
     """
-    runs = values(train_or_fail(ranks, flags, script, model_config, model_provider))
+    runs = values(train_or_fail(ranks, flags, script, model_config, model_provider, before))
     assert any(run.losses for run in runs), "not one iteration was trained"
     return runs
 
@@ -196,13 +202,19 @@ def train_or_fail(
     script: Path = SCRIPT,
     model_config: Mapping[str, object] | None = None,
     model_provider: Callable[..., Any] | None = None,
+    before: Sequence[str] = (),
 ) -> list[RankResult]:
     """`train` for ranks that may end badly: how they end."""
     with agent_store() as port:
         return run_ranks(
             ranks,
             lambda rank: _train_rank(
-                rank, ranks, port, script, flags, model_config or {}, model_provider
+                rank,
+                ranks,
+                port,
+                [*before, str(script), *flags],
+                model_config or {},
+                model_provider,
             ),
             connect=False,
         )
@@ -224,13 +236,15 @@ def evaluations(runs: Sequence[Run]) -> list[float]:
     return next((run.evaluation for run in runs if run.evaluation), [])
 
 
-def whole_state(runs: Sequence[Run]) -> dict[str, str]:
+def whole_state(runs: Sequence[Run]) -> dict[str, int]:
     """The state of all ranks; fails where two hold a tensor that should be the same, and is not."""
-    whole: dict[str, str] = {}
+    whole: dict[str, dict[Place, int]] = {}
     for rank, run in enumerate(runs):
-        for name, digest in run.state.items():
-            assert whole.setdefault(name, digest) == digest, f"rank {rank} has another {name}"
-    return whole
+        for piece, share in run.state.items():
+            name = name_of((piece.name, piece.index))
+            same = whole.setdefault(name, {}).setdefault(piece.place, share)
+            assert same == share, f"rank {rank} has another {name}"
+    return {name: sum(pieces.values()) % 2**64 for name, pieces in whole.items()}
 
 
 def assert_same(runs: Sequence[Run], reference: Sequence[Run]) -> None:
@@ -254,8 +268,7 @@ def _train_rank(
     rank: int,
     ranks: int,
     port: int,
-    script: Path,
-    flags: Sequence[str],
+    words: Sequence[str],
     model_config: Mapping[str, object],
     model_provider: Callable[..., Any] | None,
 ) -> Run:
@@ -267,12 +280,12 @@ def _train_rank(
 
     from megatron_ext.__main__ import main
 
-    if "--save" in flags:
+    if "--save" in words:
         fork_checkpoint_manager()
     listener = _Listener(model_config, model_provider)
-    listener.listen(training, "--pipeline-post-validation" in flags)
+    listener.listen(training, "--pipeline-post-validation" in words)
     try:
-        main([str(script), *flags])
+        main(words)
     except SystemExit as end:  # --exit-interval
         if end.code:
             raise
@@ -322,7 +335,7 @@ class _Listener:
         self, log: Callable[..., Any], loss_dict: Mapping[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         if "lm loss" in loss_dict:
-            self._run.losses.append(_loss(loss_dict["lm loss"]))
+            self._run.losses.append(loss_of(loss_dict["lm loss"]))
         self._run.norms.append(float(args[6]) if args[6] is not None else 0.0)
         self._run.tables.append(_tables(self._made[0]))
         return log(loss_dict, *args, **kwargs)
@@ -330,27 +343,18 @@ class _Listener:
     def _evaluate(self, evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = evaluate(*args, **kwargs)
         if result[0]:
-            self._run.evaluation += [_loss(loss) for loss in result[0].values()]
+            self._run.evaluation += [loss_of(loss) for loss in result[0].values()]
         return result
 
     def whole_run(self) -> Run:
         """After the training: with its tensors, and who ran its steps."""
         models, optimizer = self._made[:2]
-        self._run.state = {
-            f"{_shard(name)} {name}": _digest(tensor)
-            for name, tensor in [*_parameters(models), *_optimizer_tensors(models, optimizer)]
-        }
+        tensors = NamedTensors(models, optimizer, get_args())
+        self._run.state = digests(chain(tensors.parameters(), tensors.optimizer_states()))
         self._run.layers = [_layers(chunk) for chunk in models]
         schedule = sys.modules["megatron.core.pipeline_parallel"].get_forward_backward_func()
         self._run.schedule = getattr(schedule, "__name__", type(schedule).__name__)
         return self._run
-
-
-def _loss(value: Any) -> float:
-    """A reduced loss as Megatron logs it: a tensor, or a sum with its count."""
-    if isinstance(value, torch.Tensor) and value.numel() == 2:
-        return float(value[0] / value[1])
-    return float(value)
 
 
 def _layers(chunk: torch.nn.Module) -> list[int]:
@@ -359,71 +363,18 @@ def _layers(chunk: torch.nn.Module) -> list[int]:
     return [layer.layer_number - 1 for layer in model.decoder.layers]
 
 
-def _parameters(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Every parameter with its name in the whole model."""
+def _tables(model: Sequence[torch.nn.Module]) -> dict[str, int]:
+    """Both tables where a rank has both, though a tied model has one name for them."""
+    tables = {}
     for chunk in model:
-        layers = _layers(chunk)
         for name, parameter in chunk.named_parameters():
-            words = [word for word in name.split(".") if word != "module"]  # DDP, bf16
-            if "layers" in words:
-                number = words.index("layers") + 1
-                words[number] = str(layers[int(words[number])])
-            yield ".".join(words), parameter
+            for table in ("embedding.word_embeddings.weight", "output_layer.weight"):
+                if name.endswith(table):
+                    tables[table] = _digest(parameter)
+    return tables
 
 
-def _tables(model: Sequence[torch.nn.Module]) -> dict[str, str]:
-    return {
-        name: _digest(parameter)
-        for name, parameter in _parameters(model)
-        if name in ("embedding.word_embeddings.weight", "output_layer.weight")
-    }
-
-
-def _optimizer_tensors(
-    model: Sequence[torch.nn.Module], optimizer: Any
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Main parameters and Adam's tensors; those that the distributed optimizer shards, whole."""
-    names = {parameter: name for name, parameter in _parameters(model)}
-    for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if not hasattr(inner, "model_param_group_index_map"):
-            for parameter, name in names.items():
-                yield from _tensors_of(inner, name, getattr(parameter, "main_param", parameter))
-            continue
-        shards = []
-        for parameter, (group, index) in inner.model_param_group_index_map.items():
-            main = inner.optimizer.param_groups[group]["params"][index]
-            start = inner._get_model_param_range_map(parameter)["param"].start
-            for name, tensor in _tensors_of(inner, names[parameter], main):
-                shards.append((name, start if tensor.dim() else 0, tensor))
-        gathered: list[Any] = [None] * dist.get_world_size(inner.data_parallel_group)
-        dist.all_gather_object(gathered, shards, group=inner.data_parallel_group)
-        whole: dict[str, dict[int, torch.Tensor]] = {}
-        for name, start, tensor in (shard for rank in gathered for shard in rank):
-            whole.setdefault(name, {})[start] = tensor
-        for name, pieces in whole.items():
-            in_order = [pieces[start] for start in sorted(pieces)]
-            yield name, torch.cat(in_order) if in_order[0].dim() else in_order[0]
-
-
-def _tensors_of(
-    inner: Any, name: str, parameter: torch.Tensor
-) -> Iterator[tuple[str, torch.Tensor]]:
-    yield f"{name} main", parameter.detach()
-    for kind, value in inner.optimizer.state[parameter].items():
-        yield f"{name} {kind}", torch.as_tensor(value)
-
-
-def _shard(name: str) -> str:
-    """Which part of the tensor a rank has."""
-    shard = f"tp{parallel_state.get_tensor_model_parallel_rank()}"
-    if ".experts." in name:
-        shard += f" ep{parallel_state.get_expert_model_parallel_rank()}"
-    return shard
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(
-        tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
-        if tensor.dim()
-        else repr(tensor.item()).encode()
-    ).hexdigest()
+def _digest(tensor: torch.Tensor) -> int:
+    shape = tuple(tensor.shape)
+    whole = Piece("", (), shape, (0,) * len(shape), shape, 0, tensor.numel(), dtype_of(tensor))
+    return int(digest(tensor, whole))

@@ -57,7 +57,7 @@ class RankResult:
 
 @dataclass(frozen=True)
 class Request:
-    """What a rank is forked for."""
+    """What a rank is forked for. It leads a process group of its own."""
 
     rank: int
     ranks: int
@@ -67,6 +67,7 @@ class Request:
 
     def run(self) -> Any:
         """In the rank: to the function's end."""
+        os.setpgid(0, 0)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         torch.set_num_threads(1)
         tempfile.tempdir = self.folder  # who ends at once leaves behind what its exit would remove
@@ -194,12 +195,15 @@ class RunningRanks:
         return [self._result(rank) for rank in range(len(self._pids))]
 
     def kill(self) -> None:
-        """End those that still run."""
+        """End those that still run, and what processes of theirs any rank has left behind."""
         killed = self._alive()
         for rank in killed:
             os.kill(self._pids[rank], signal.SIGKILL)
         while self._alive():
             time.sleep(0.01)
+        for pid in self._pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)  # the writers of a checkpoint, say
         for rank in killed:
             self._ended[rank] = (None, self._ended[rank][1])
 

@@ -102,7 +102,7 @@ def test_an_unknown_megatron_is_refused_whole(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(PatchError, match="schedules:forward_step is not as in") as caught:
         megatron_ext.install(schedule="1f1b")
     assert schedules.get_forward_backward_func is stock
-    (misfit,) = diagnose(PipelineConfig()).misfits
+    (misfit,) = (misfit for misfit in diagnose(PipelineConfig()).misfits if misfit.unknown)
     assert misfit.unknown is not None
     assert misfit.unknown.file == __file__ and "we rely on it: a stage's forward" in misfit.why
     assert misfit.why in str(caught.value)
@@ -125,9 +125,8 @@ def test_a_fork_is_compared_with_the_upstream_that_it_is_nearest_to(
     monkeypatch.setattr(megatron.core, "__version__", "0.18.7+fork")
 
     def told() -> UnknownSource:
-        (misfit,) = diagnose(PipelineConfig()).misfits
-        assert misfit.unknown is not None
-        return misfit.unknown
+        (misfit,) = filter(None, (misfit.unknown for misfit in diagnose(PipelineConfig()).misfits))
+        return misfit
 
     assert told().file == str(file) and told().lines == (3, 4)
     path = "megatron/core/pipeline_parallel/schedules.py"

@@ -15,6 +15,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.module import MegatronModule
 
 from megatron_ext.adapter.step.model_stage import ModelStage, StepCall
+from megatron_ext.adapter.step.parameter_gathers import ParameterGathers
 from megatron_ext.runtime.recorder import Recorder
 
 
@@ -53,7 +54,8 @@ def stage_of(
         return chunk(), None
 
     call = StepCall(forward_step_func, 3, forward_only, False, first_val_step, False, 1)
-    return ModelStage(1, model, config, None, call, Recorder(0), has_loss=False)
+    gathers = ParameterGathers({})
+    return ModelStage(1, model, config, None, call, Recorder(0), gathers, has_loss=False)
 
 
 @pytest.fixture(autouse=True)

@@ -128,6 +128,8 @@ def test_a_folder_of_traces_may_be_each_ranks_own() -> None:
     )
     assert launch_facts(one) == launch_facts(other)
     assert launch_facts(one)["--pipeline-trace-iters"].text == "2:3"
+    untraced = PipelineConfig.parse(schedule="zb-h1")
+    assert difference([Told("a", launch_facts(one)), Told("b", launch_facts(untraced))])
 
 
 def test_a_launch_with_two_schedules_ends_at_once() -> None:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-import zlib
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,6 +33,13 @@ from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.show.trace import NAME, read_trace
+from tests.helpers.callers import (
+    assert_same,
+    draw_by_name,
+    first_and_last,
+    named_parameters,
+    whole_step,
+)
 from tests.helpers.ranks import run_ranks, running_ranks, values
 
 RANKS = 4
@@ -290,7 +297,7 @@ def broken(*args: object) -> None:
     raise OSError("no memory")
 
 
-# A V, by a layout given as a list.
+# Layouts given as a list.
 
 V_RANKS = 2
 V_LAYOUT = [
@@ -321,47 +328,34 @@ def build_chunks(
     )
     chunks = []
     for number in range(config.virtual_pipeline_model_parallel_size or 1):
-        ends: dict[str, Any] = {"ignore_virtual": False, "vp_stage": number}
         chunk = GPTModel(
             config,
             get_gpt_layer_local_spec(),
             vocab_size=VOCABULARY,
             max_sequence_length=SEQUENCE,
-            pre_process=parallel_state.is_pipeline_first_stage(**ends),
-            post_process=parallel_state.is_pipeline_last_stage(**ends),
             share_embeddings_and_output_weights=tied,
             pg_collection=groups,
             vp_stage=number,
+            **first_and_last(number),
         )
         chunks.append(chunk)
-        for name, parameter in named_parameters(chunk):
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            parameter.data.normal_(std=0.1, generator=generator)
+        draw_by_name(named_parameters(chunk))
     return chunks
 
 
-def named_parameters(chunk: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """With the number that a layer has in the whole model."""
-    for name, parameter in chunk.named_parameters():
-        words = name.split(".")
-        if words[:2] == ["decoder", "layers"]:
-            words[2] = str(chunk.decoder.layers[int(words[2])].layer_number)
-        yield ".".join(words), parameter
+def tokens() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [
+        torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=generator)
+        for _ in range(MICROBATCHES)
+    ]
 
 
 def run_step(chunks: list[GPTModel]) -> list[Any]:
     """One step on the same data in every chunk; this rank's losses."""
-    iterators = []
-    for _ in chunks:
-        generator = torch.Generator().manual_seed(2)
-        data = [
-            torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=generator)
-            for _ in range(MICROBATCHES)
-        ]
-        iterators.append(iter(data))
     return schedules.get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iterators,
+        data_iterator=[iter(tokens()) for _ in chunks],
         model=chunks,
         num_microbatches=MICROBATCHES,
         seq_length=SEQUENCE,
@@ -370,40 +364,54 @@ def run_step(chunks: list[GPTModel]) -> list[Any]:
     )
 
 
-def whole_step(layout: list[list[str]]) -> tuple[list[Any], dict[str, torch.Tensor]]:
+def step_of_layout(layout: list[list[str]]) -> tuple[list[Any], dict[str, torch.Tensor]]:
     """One step; the losses and gradients of all ranks."""
-    parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=V_RANKS,
-        virtual_pipeline_model_parallel_size=len(layout) // V_RANKS if len(layout) > 2 else None,
+    return whole_step(
+        partial(build_chunks, layout),
+        named_parameters,
+        forward_step,
+        tokens,
+        chunks=len(layout) // V_RANKS if len(layout) > V_RANKS else None,
+        seq_length=SEQUENCE,
+        micro_batch_size=BATCH,
     )
-    model_parallel_cuda_manual_seed(0)
-    chunks = build_chunks(layout)
-    losses = run_step(chunks)
-    own = {
-        name: parameter.grad
-        for chunk in chunks
-        for name, parameter in named_parameters(chunk)
-        if parameter.grad is not None
-    }
-    everyone: list[Any] = [None] * V_RANKS
-    dist.all_gather_object(everyone, (losses, own))
-    parallel_state.destroy_model_parallel()
-    gradients = {name: gradient for _, own in everyone for name, gradient in own.items()}
-    return [loss for losses, _ in everyone for loss in losses], gradients
 
 
 def test_a_v_by_a_layout_as_a_list() -> None:
     def on_v_and_line(rank: int) -> None:
         with apply(cpu.patches()):
-            expected_losses, expected = whole_step(LINE_LAYOUT)
+            expected = step_of_layout(LINE_LAYOUT)
             with megatron_ext.install(schedule="zb-v"):
-                losses, gradients = whole_step(V_LAYOUT)
-        assert losses == expected_losses and len(losses) == MICROBATCHES
-        assert gradients.keys() == expected.keys() and len(gradients) > 6
-        for name, gradient in gradients.items():
-            assert torch.equal(gradient, expected[name]), name
+                ours = step_of_layout(V_LAYOUT)
+        assert_same(ours, expected)
+        assert len(ours[0]) == MICROBATCHES and len(ours[1]) > 6
 
     values(run_ranks(V_RANKS, on_v_and_line))
+
+
+LAYERS = [["embedding"], ["decoder"] * 2, [], ["decoder"], [], ["decoder"] * 3, [], ["loss"]]
+WITHOUT_LAYERS = {
+    "interleaved:vpp=4": LAYERS,
+    "interleaved-zb:vpp=4": LAYERS,
+    "zb-v": [["embedding"], [], ["decoder"] * 6, ["loss"]],
+    "v-half": [["embedding", "decoder"], ["decoder"] * 4, [], ["decoder", "loss"]],
+    "hanayo:waves=2": LAYERS,
+}
+
+
+def test_stages_without_layers() -> None:
+    """Of embedding, of loss or of nothing at all, as recipes of GLM have them (Megatron-LM #1852):
+    what such a stage passes on is what it was given."""
+
+    def on_all_placements(rank: int) -> None:
+        with apply(cpu.patches()):
+            line = [[*chain(*LAYERS[:4])], [*chain(*LAYERS[4:])]]
+            expected = step_of_layout(line)
+            for schedule, layout in WITHOUT_LAYERS.items():
+                with megatron_ext.install(schedule=schedule):
+                    assert_same(step_of_layout(layout), expected)
+
+    values(run_ranks(V_RANKS, on_all_placements))
 
 
 @pytest.mark.parametrize("own_groups", [False, True])

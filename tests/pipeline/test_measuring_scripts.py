@@ -6,7 +6,13 @@ import json
 
 import pytest
 
-from scripts import benchmark_schedules, benchmark_split, sweep_offload, sweep_schedules
+from scripts import (
+    benchmark_metrics,
+    benchmark_schedules,
+    benchmark_split,
+    sweep_offload,
+    sweep_schedules,
+)
 from tests.helpers.ranks import run_ranks, values
 
 
@@ -37,3 +43,11 @@ def test_what_offload_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep_offload, "LINKS", {"a link each": ""})
     none, half, full = sweep_offload.rows((1.0,))
     assert full.peak < half.peak < none.peak
+
+
+def test_what_metrics_cost(capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["--pp", "2", "-m", "2", "--costs", "f=1,i=1,w=1", "--schedules", "zb-h1"]
+    assert benchmark_metrics.main([*words, "--pairs", "1", "--json"]) == 0
+    (result,) = json.loads(capfd.readouterr().out)
+    assert result["passes"] == 6 and result["step"] > 6e-3
+    assert result["ratio"] > 0

@@ -55,6 +55,10 @@ def test_an_empty_variable_and_a_switch_that_is_off_change_nothing() -> None:
     assert from_environment(env) == PipelineConfig("zb-h1")
 
 
+def test_a_schedule_is_not_needed_to_watch_megatrons_own() -> None:
+    assert from_environment({"MEGATRON_EXT_TRACE": "folder"}).watches_stock
+
+
 @pytest.mark.parametrize(
     ("env", "text"),
     [

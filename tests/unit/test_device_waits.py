@@ -87,6 +87,21 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
             "dist.all_gather_object(rounds, (entered, left), group=group)",
         ),
         ("megatron_ext/runtime/measure/clocks.py", "clock_offsets", "token.item()"),
+        (  # allocates once, before the first metrics
+            "megatron_ext/runtime/measure/exchange.py",
+            "Exchange.__init__",
+            "own.pin_memory()",
+        ),
+        (  # when a training ends
+            "megatron_ext/runtime/measure/exchange.py",
+            "Exchange.wait",
+            "self._event.synchronize()",
+        ),
+        (  # of events that have been seen to be over
+            "megatron_ext/runtime/recording.py",
+            "DeviceClock.seconds",
+            "first.elapsed_time(later)",
+        ),
         (
             "megatron_ext/runtime/measure/measured_steps.py",
             "MeasuredSteps.compare",
@@ -153,6 +168,7 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
         ),
     },
     "a tensor of the host's, or none": {
+        ("megatron_ext/runtime/measure/exchange.py", "Exchange.rows", "self._rows.tolist()"),
         ("megatron_ext/runtime/messages/transport.py", "Transport.receive", "header.tolist()"),
         (
             "megatron_ext/runtime/post_validation/messages.py",

@@ -206,7 +206,7 @@ def test_a_mistake_in_a_variable_ends_the_launch(
         (("x.py", "--pipeline-schedule", "zb-h1:a=1"), "zb-h1 has no option 'a'; it has none"),
         (("x.py", "--pipeline-costs", "f=1"), "without --pipeline-schedule"),
         (("x.py", "--pipeline-schedule", "none.csv"), "none.csv cannot be read"),
-        (("x.py", "--pipeline-trace", "t"), "without --pipeline-schedule"),
+        (("x.py", "--pipeline-trace", "t", "--pipeline-p2p", "batched"), "without --pipeline-sche"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(
@@ -230,8 +230,19 @@ TRACE: dict[str, Any] = {"schedule": "1f1b", "trace": "folder"}
 
 
 def test_the_iterations_to_trace() -> None:
-    assert PipelineConfig().trace_iters is None
+    """They had to be named, by who wants no more than to know a bubble."""
+    assert PipelineConfig.parse(**TRACE).trace_iters is None
     assert PipelineConfig.parse(**TRACE, trace_iters="10:12").trace_iters == range(10, 12)
+
+
+def test_settings_that_act_on_megatrons_own_pipeline() -> None:
+    alone = PipelineConfig.parse(trace="folder")
+    assert alone.watches_stock and alone.schedule is None
+    assert PipelineConfig.parse(trace="folder", trace_iters="2:3").watches_stock
+    assert not PipelineConfig.parse(**TRACE).watches_stock
+    assert not PipelineConfig().watches_stock
+    with pytest.raises(ValueError, match="--pipeline-costs profile is given without --pipeline-s"):
+        PipelineConfig.parse(trace="folder", costs="profile")
 
 
 @pytest.mark.parametrize(
@@ -255,9 +266,8 @@ def test_what_does_not_go_with_post_validation(setting: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        (TRACE, "--pipeline-trace does not say which iterations"),
         ({"schedule": "1f1b", "trace_iters": "1:2"}, "--pipeline-trace-iters has no folder"),
-        ({"trace_iters": "1:2"}, "--pipeline-trace-iters 1:2 is given without --pipeline-schedule"),
+        ({"trace_iters": "1:2"}, "--pipeline-trace-iters has no folder"),
         *(
             (TRACE | {"trace_iters": text}, f"--pipeline-trace-iters {text} is not A:B with 1 <= A")
             for text in ("", "3", "3:", ":3", "0:3", "3:3", "4:3", "-1:3", "a:b", "1:2:3", "1.5:3")

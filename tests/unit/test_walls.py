@@ -110,6 +110,7 @@ ROOMS = (
     ("megatron_ext.__main__",),
     ("megatron_ext.cli",),
     ("megatron_ext.commands",),
+    ("megatron_ext.parity",),
     ("megatron_ext.bench", "megatron_ext.launch_check"),
     ("megatron_ext.launch", "megatron_ext.auto"),
     ("megatron_ext",),  # `install`
@@ -117,6 +118,7 @@ ROOMS = (
     ("megatron_ext.patches",),
     ("megatron_ext.adapter",),
     ("megatron_ext.runtime",),
+    ("megatron_ext.parity.records",),
     ("megatron_ext.config", "megatron_ext.errors", "megatron_ext.families", "megatron_ext.logger"),
     ("megatron_ext.schedule.show",),
     ("megatron_ext.schedule.plan",),

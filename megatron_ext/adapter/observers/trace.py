@@ -7,6 +7,7 @@ TensorBoard and W&B writers, which get the bubble and the prediction.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,38 +16,58 @@ import torch.distributed as dist
 from megatron_ext.adapter.observers.observer import ObservedStep, StepObserver
 from megatron_ext.adapter.observers.writers import log_step
 from megatron_ext.adapter.training_globals import current_iteration, log_interval
+from megatron_ext.config import TRACED_OF_RUN
 from megatron_ext.logger import logger
 from megatron_ext.runtime.measure.clocks import clock_offsets
 from megatron_ext.runtime.recording import Recording, clock_of
+from megatron_ext.schedule.plan.what_if import weight_shares
 from megatron_ext.schedule.program.simulate import simulate_steps
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.show.trace import NAME, TracedStep, TraceFile, beside_all
+from megatron_ext.schedule.show.trace_report import trace_report
+from megatron_ext.schedule.show.trace_text import summary
 from megatron_ext.schedule.timeline import Event, Reduction, Timeline
 
 _Recorded = tuple[list[Event], list[Reduction]]
+_SECONDS = 5.0  # that what-if may take, while the other ranks wait with their next step
 
 
 class StepTrace(StepObserver[ObservedStep]):
-    """Records the training steps of ``iterations`` and writes them to ``folder``.
+    """Records the training steps of ``iterations`` and writes them to ``folder``. None of them
+    named are those of `TRACED_OF_RUN`.
 
-    ``overlap``: steps overlap, so ranks must not meet between them: all are written after the last.
+    Args:
+        overlap: steps overlap, so ranks must not meet between them: all are written after the last.
+        of_stock: they are Megatron's own, and what ours would take is told after the last.
     """
 
-    def __init__(self, folder: Path, iterations: range, *, overlap: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        iterations: range | None,
+        *,
+        overlap: bool = False,
+        of_stock: bool = False,
+    ) -> None:
         self._path = folder / NAME
         self._iterations = iterations
         self._overlap = overlap
+        self._of_stock = of_stock
         self._calls = 0
         self._iteration = 0
         self._latest = 0  # iteration that was recorded: Megatron can run one a second time
         self._file: TraceFile | None = None
         self._recording: Recording | None = None  # of the step that runs, if it is traced
         self._recorded: dict[int, Recording] = {}  # by iteration, of steps that are to be written
+        self._traced: list[TracedStep] = []  # on the rank that writes
 
     def begin(self, step: ObservedStep) -> None:
         """Record the step, if it is to be."""
         self._calls += 1
         self._iteration = current_iteration() or self._calls
+        if self._iterations is None:
+            before = self._iteration - 1
+            self._iterations = range(before + TRACED_OF_RUN.start, before + TRACED_OF_RUN.stop)
         is_wanted = self._iteration in self._iterations and self._iteration > self._latest
         if is_wanted and dist.get_world_size() - 1 in dist.get_process_group_ranks(step.pipeline):
             clock = clock_of(torch.device(torch.cuda.current_device()))
@@ -57,9 +78,11 @@ class StepTrace(StepObserver[ObservedStep]):
         recording, self._recording = self._recording, None
         if recording is None:
             return
+        assert self._iterations is not None
+        is_last = self._iteration == self._iterations[-1]
         self._latest = self._iteration
         self._recorded[self._iteration] = recording
-        if self._overlap and self._iteration < self._iterations[-1]:
+        if self._overlap and not is_last:
             return
         pipeline, program = step.pipeline, step.program
         recorded, self._recorded = self._recorded, {}
@@ -67,20 +90,45 @@ class StepTrace(StepObserver[ObservedStep]):
         gathered: list[list[_Recorded]] = [[]] * pipeline.size()
         dist.all_gather_object(gathered, recordings, group=pipeline)
         offsets = clock_offsets(pipeline, torch.device(torch.cuda.current_device()))
-        if dist.get_rank() != dist.get_world_size() - 1:
+        if not _is_writer():
             return
-        seconds = [offset.seconds for offset in offsets]
-        steps = beside_all(
+        measured = [
+            _on_one_clock(program, ranks, [offset.seconds for offset in offsets])
+            for ranks in zip(*gathered, strict=True)
+        ]
+        if self._of_stock and (strange := _other_order(program, measured[0])) is not None:
+            logger.warning(f"iteration {self._iteration} is not traced: {strange}")
+            return
+        for traced in beside_all(
             list(recorded),
-            [_on_one_clock(program, ranks, seconds) for ranks in zip(*gathered, strict=True)],
+            measured,
             simulate_steps(program, program.problem.costs, len(recorded)),
             max(offset.error for offset in offsets),
-        )
-        for traced in steps:
-            self._write(traced)
+        ):
+            self._write(self._as_stocks(traced, program))
             _log(traced)
+        if is_last:
+            self._tell()
+
+    def finish(self, iteration: int) -> None:
+        """Tell of a trace that the training's end has left without its last iterations."""
+        wanted = self._iterations
+        if wanted is None or self._latest == wanted[-1] or not _is_writer():
+            return
+        if not self._latest:
+            logger.warning(
+                f"nothing is traced: iterations {wanted[0]} to {wanted[-1]} were to be, and the "
+                f"training has ended with {iteration}"
+            )
+        self._tell()
+
+    def _as_stocks(self, traced: TracedStep, program: Program) -> TracedStep:
+        if not self._of_stock:
+            return traced
+        return replace(traced, weight_shares=weight_shares(program.problem.costs))
 
     def _write(self, step: TracedStep) -> None:
+        self._traced.append(step)
         try:
             if self._file is None:
                 self._file = TraceFile(self._path)
@@ -89,6 +137,16 @@ class StepTrace(StepObserver[ObservedStep]):
             logger.error(
                 f"iteration {step.iteration} is missing in the trace {self._path}: {error}"
             )
+
+    def _tell(self) -> None:
+        """Where the time of Megatron's own steps went, and what ours would take."""
+        if self._of_stock and self._traced:
+            for line in summary(trace_report(self._traced, _SECONDS), self._path.parent):
+                logger.info(line)
+
+
+def _is_writer() -> bool:
+    return dist.get_rank() == dist.get_world_size() - 1
 
 
 def _on_one_clock(
@@ -103,6 +161,23 @@ def _on_one_clock(
             for r in own_reductions
         ]
     return Timeline(program.schedule, tuple(events), tuple(reductions))
+
+
+def _other_order(program: Program, measured: Timeline) -> str | None:
+    """Where the passes that Megatron ran are not those of ``program``, if they are not."""
+    for rank, expected in enumerate(program.schedule.compute_rows):
+        ran = tuple(event.action for event in measured.compute[rank])
+        if ran == expected:
+            continue
+        pairs = zip((*map(str, ran), "nothing"), (*map(str, expected), "nothing"), strict=False)
+        number, (was, known) = next(
+            (number, pair) for number, pair in enumerate(pairs, 1) if pair[0] != pair[1]
+        )
+        return (
+            f"this Megatron runs another order than {program.schedule.name}'s: pass {number} of "
+            f"pipeline rank {rank} is {was}, not {known}"
+        )
+    return None
 
 
 def _log(step: TracedStep) -> None:

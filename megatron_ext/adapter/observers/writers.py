@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from megatron_ext.adapter.training_globals import training_global
 
 
 def log_step(
-    iteration: int, *, bubble_shares: tuple[float, float], seconds: tuple[float, float]
+    iteration: int,
+    *,
+    bubble_shares: tuple[float, float],
+    seconds: tuple[float, float],
+    more: Mapping[str, float] | None = None,
 ) -> None:
-    """Write a step's bubble share and its seconds, each as (predicted, measured), to each of the
-    writers that exist."""
+    """Write a step's bubble share and its seconds, each as (predicted, measured), and ``more``
+    figures by name to each of the writers that exist."""
     figures: dict[str, float] = {}
     for name, (predicted, measured) in (
         ("pipeline/bubble share", bubble_shares),
         ("pipeline/step seconds", seconds),
     ):
         figures |= {name: measured, f"{name}, predicted": predicted}
+    figures |= more or {}
     tensorboard = training_global("_GLOBAL_TENSORBOARD_WRITER")
     wandb = training_global("_GLOBAL_WANDB_WRITER")
     if tensorboard is not None:

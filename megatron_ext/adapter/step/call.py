@@ -20,6 +20,7 @@ from megatron_ext.adapter.step.model_stage import StepCall
 from megatron_ext.config import PipelineConfig
 from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.schedule.problem import P2P, VocabularyParallel
+from megatron_ext.schedule.words import counted
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,19 @@ class Call(StepCall):
     decoder_seq_length: int | None
     pipeline: dist.ProcessGroup
     groups: Any
+
+    @property
+    def varies_by(self) -> str | None:
+        """What makes the shapes of messages unknown before they come; None where they are known.
+
+        With several chunks a rank stock takes ``seq_length`` whatever ``decoder_seq_length`` says,
+        and with one the latter. Where they differ the caller may mean either.
+        """
+        if self.config.variable_seq_lengths:
+            return "variable_seq_lengths"
+        if len(self.models) > 1 and self.decoder_seq_length not in (None, self.seq_length):
+            return f"seq_length={self.seq_length}, decoder_seq_length={self.decoder_seq_length}"
+        return None
 
     def boundary(self) -> Boundary:
         """What passes between stages. Where that varies, the shape is the largest."""
@@ -68,11 +82,6 @@ def refuse_call(
     vocabulary = ours.vocab_parallel
     for choice in ours.choices:
         refuse(config, choice, ours.extras)
-    if config.variable_seq_lengths and ours.p2p is P2P.BATCHED:
-        raise ValueError(
-            "--pipeline-p2p batched does not go with variable_seq_lengths: a tensor can be "
-            "received only when its shape has come, after its batch; drop the flag"
-        )
     if adjust_tensor_shapes_fn is not None:
         raise ValueError(
             f"adjust_tensor_shapes_fn is not supported by --pipeline-schedule {ours.schedule}: it "
@@ -95,6 +104,43 @@ def refuse_call(
             "--pipeline-post-validation is for Megatron's own training loop, and this caller has a "
             "p2p_communicator of its own; drop the flag"
         )
+
+
+def refuse_chunks(ours: PipelineConfig, call: Call) -> None:
+    """Raise ValueError unless there are as many chunks and iterators as a rank has stages."""
+    choice = ours.choice
+    chunks = choice.place(call.pipeline.size()).chunks
+    if len(call.models) != chunks:
+        raise ValueError(
+            f"--pipeline-schedule {choice.spec} puts {counted(chunks, 'stage')} on each rank, and "
+            f"the schedule was called with {counted(len(call.models), 'model chunk')}: build as "
+            f"many as config.virtual_pipeline_model_parallel_size says"
+        )
+    if len(call.iterators) != chunks:
+        raise ValueError(
+            f"the schedule was called with {counted(chunks, 'model chunk')} and "
+            f"{counted(len(call.iterators), 'data iterator')}: give each chunk one of its own"
+        )
+
+
+def refuse_shapes(ours: PipelineConfig, call: Call) -> None:
+    """Raise ValueError if shapes vary, and ``ours`` needs one."""
+    if call.varies_by is None:
+        return
+    if ours.p2p is P2P.BATCHED:
+        raise ValueError(
+            f"--pipeline-p2p batched does not go with {call.varies_by}: a tensor can be received "
+            f"only when its shape has come, after its batch; drop the flag"
+        )
+    for flag, is_on in (
+        ("vocab-parallel", ours.vocab_parallel is not VocabularyParallel.NONE),
+        ("post-validation", ours.post_validation),
+    ):
+        if is_on:
+            raise ValueError(
+                f"--pipeline-{flag} does not go with {call.varies_by}: its messages need one "
+                f"shape; give one sequence length"
+            )
 
 
 def groups_of(

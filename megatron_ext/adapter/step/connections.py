@@ -49,12 +49,8 @@ class Connections:
     offload: ActivationOffload | None
     recorder: Recorder
 
-    def expect(self, program: Program, *, varies: bool) -> None:
-        """Steps of ``program`` will come, in which shapes vary or do not. Collective over the
-        pipeline."""
-        if varies:
-            assert isinstance(self.p2p, Channels)
-            self.p2p.connect_hosts()
+    def expect(self, program: Program) -> None:
+        """Steps of ``program`` will come."""
         if self.offload is not None and not program.problem.forward_only:
             row = program.schedule.rows[self.offload.rank]
             host_memory = check_host_memory(row, program.problem.costs)
@@ -62,9 +58,12 @@ class Connections:
             log_single_rank(logger, logging.INFO, host_memory)
 
     def transport(self, program: Program, boundary: Boundary) -> Messages:
-        """The messages of one step."""
+        """The messages of one step. Where shapes vary, collective over the pipeline the first
+        time."""
         if isinstance(self.p2p, PipelineGroup):
             return BatchedTransport(self.p2p, boundary, program, self.recorder)
+        if boundary.shape is None:
+            self.p2p.connect_hosts()
         return Transport(self.p2p, boundary, program.schedule.placement, self.recorder)
 
     @contextlib.contextmanager

@@ -16,6 +16,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron_ext.adapter.observers.gradient_reductions import watch
+from megatron_ext.adapter.step.parameter_gathers import ParameterGathers
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.weight_gradients import queue
 
@@ -44,6 +45,7 @@ class ModelStage:
         data_iterator: Any,
         call: StepCall,
         recorder: Recorder,
+        gathers: ParameterGathers,
         *,
         has_loss: bool,
     ) -> None:
@@ -53,6 +55,7 @@ class ModelStage:
         self._data_iterator = data_iterator
         self._call = call
         self._recorder = recorder
+        self._gathers = gathers
         self._has_loss = has_loss
         self._between: dict[int, tuple[Tensor | None, Tensor]] = {}  # input, output of F
         self._has_begun = False  # its forward passes of this step
@@ -64,6 +67,8 @@ class ModelStage:
         # What is made of the weights once a step, as their FP8 copies, is made in its first forward
         # pass: a file's schedule may begin with any microbatch.
         is_first, self._has_begun = not self._has_begun, True
+        if is_first:
+            self._gathers.stage_begins(self._number)
         output, tokens = schedules.forward_step(
             self._forward_step_func(microbatch),
             self._data_iterator,

@@ -11,6 +11,7 @@ from megatron_ext.adapter.splitting import splitting
 from megatron_ext.adapter.step.end_stage import EndStage, ends_of
 from megatron_ext.adapter.step.gradients import no_grad_sync
 from megatron_ext.adapter.step.model_stage import ModelStage
+from megatron_ext.adapter.step.parameter_gathers import ParameterGathers, parameter_gathers
 from megatron_ext.runtime.executor import execute
 from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.runtime.owner import Owner
@@ -24,26 +25,34 @@ def run_passes(step: Step, iterators: list[Any], others: Sequence[Owner] = ()) -
     """
     call, connections, program = step.call, step.connections, step.program
     boundary = step.boundary
-    if call.config.variable_seq_lengths:
+    if call.varies_by is not None:
         boundary = replace(boundary, shape=None)
     transport = connections.transport(program, boundary)
-    stages = _stages(step, iterators)
+    row = program.schedule.rows[call.pipeline.rank()]
+    chunks = dict(zip(_numbers(step), call.models, strict=True))
+    gathers = parameter_gathers(call.config, chunks, row, call.forward_only)
+    stages = _stages(step, iterators, gathers)
     vocabulary = _vocabulary(step, stages, boundary)
     offload = None
     if connections.offload is not None and not call.forward_only:
-        offload = connections.offload.step(program.schedule.rows[call.pipeline.rank()])
+        offload = connections.offload.step(row)
+    gathers.begin()
     with no_grad_sync(call.config), splitting(step.split):
         execute(program, stages, transport, step.recorder, vocabulary, offload, others)
     return list(stages.values())
 
 
-def _stages(step: Step, iterators: list[Any]) -> dict[int, ModelStage]:
+def _numbers(step: Step) -> tuple[int, ...]:
+    """The stages of this rank, by chunk."""
+    return step.program.schedule.placement.stages_of[step.call.pipeline.rank()]
+
+
+def _stages(step: Step, iterators: list[Any], gathers: ParameterGathers) -> dict[int, ModelStage]:
     call, placement = step.call, step.program.schedule.placement
     stages: dict[int, ModelStage] = {}
-    numbers = placement.stages_of[call.pipeline.rank()]
-    for number, chunk, iterator in zip(numbers, call.models, iterators, strict=True):
+    for number, chunk, iterator in zip(_numbers(step), call.models, iterators, strict=True):
         is_last = placement.is_last(number)
-        common = number, chunk, call.config, iterator, call, step.recorder
+        common = number, chunk, call.config, iterator, call, step.recorder, gathers
         if step.shard is not None and (placement.is_first(number) or is_last):
             stages[number] = EndStage(*common, is_last=is_last)
         else:

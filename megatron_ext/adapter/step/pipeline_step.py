@@ -12,7 +12,13 @@ from typing import Any
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
 
-from megatron_ext.adapter.step.call import Call, groups_of, refuse_call
+from megatron_ext.adapter.step.call import (
+    Call,
+    groups_of,
+    refuse_call,
+    refuse_chunks,
+    refuse_shapes,
+)
 from megatron_ext.adapter.step.training import Training
 from megatron_ext.config import PipelineConfig
 
@@ -71,6 +77,8 @@ class PipelineStep:
             pipeline=pipeline,
             groups=groups,
         )
+        refuse_chunks(self._config, call)
+        refuse_shapes(self._config, call)
         return self._current_training().run(call)
 
     def finish(self, iteration: int) -> None:

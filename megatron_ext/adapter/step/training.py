@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core.utils import log_single_rank
 from torch import Tensor
 
+from megatron_ext.adapter.observers.metrics import StepMetrics
 from megatron_ext.adapter.observers.observer import Step, StepObserver
 from megatron_ext.adapter.observers.profile import StepProfile
 from megatron_ext.adapter.observers.split_report import SplitReport
@@ -162,7 +163,7 @@ class Training:
             log_single_rank(logger, logging.INFO, summarize(program))
             costs = format_costs(program.problem.costs)
             log_single_rank(logger, logging.DEBUG, f"costs of each stage: {costs}")
-        self._connections.expect(program, varies=call.config.variable_seq_lengths)
+        self._connections.expect(program)
         return program
 
     def _heard_if_it_fails(self, where: str) -> AbstractContextManager[None]:
@@ -205,7 +206,9 @@ def _observers(config: PipelineConfig, programs: Programs) -> list[StepObserver[
     observers: list[StepObserver[Step]] = []
     if config.report_split:
         observers.append(SplitReport())
-    if config.trace is not None and config.trace_iters is not None:
+    if config.metrics:
+        observers.append(StepMetrics(overlap=config.post_validation))
+    if config.trace is not None:
         overlap = config.post_validation
         observers.append(StepTrace(config.trace, config.trace_iters, overlap=overlap))
     if (path := config.costs.profile) is not None:

@@ -24,8 +24,7 @@ def size_of(problem: Problem) -> str:
     passes = 3 * _pairs(problem)
     if passes < _MANY:
         return text
-    seconds = _pairs(problem) * (_SECONDS + _SECONDS_PER_RANK * problem.ranks)
-    takes = f"{duration(seconds)} and {_gib(bytes_to_build(problem))} of memory"
+    takes = f"{duration(seconds_to_build(problem))} and {_gib(bytes_to_build(problem))} of memory"
     return f"{text} ({passes:,} passes: they take about {takes})"
 
 
@@ -37,6 +36,11 @@ def check_size(problem: Problem) -> None:
             f"to build a schedule for {_counts(problem)} takes about {_gib(takes)} of memory, and "
             f"this machine has {_gib(has)}: take fewer microbatches or ranks"
         )
+
+
+def seconds_to_build(problem: Problem) -> float:
+    """About what it takes to build, prove and simulate a program that nobody searches for."""
+    return _pairs(problem) * (_SECONDS + _SECONDS_PER_RANK * problem.ranks)
 
 
 def bytes_to_build(problem: Problem) -> int:

@@ -27,6 +27,9 @@ class Record:
     def text(self, key: str) -> str:
         return str(self._value(key, lambda value: isinstance(value, str), "a text"))
 
+    def shares(self, key: str) -> tuple[float, ...]:
+        return tuple(map(float, self._value(key, _are_shares, "a list of numbers from 0 to 1")))
+
     def truth(self, key: str) -> bool:
         return bool(self._value(key, lambda value: isinstance(value, bool), "true or false"))
 
@@ -41,6 +44,10 @@ class Record:
 def _is_number(value: Any) -> bool:
     is_one = isinstance(value, int | float) and not isinstance(value, bool)
     return is_one and math.isfinite(value) and abs(value) < 1e18
+
+
+def _are_shares(value: Any) -> bool:
+    return isinstance(value, list) and all(_is_number(part) and 0 <= part <= 1 for part in value)
 
 
 def _is_count(value: Any) -> bool:

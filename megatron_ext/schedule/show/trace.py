@@ -31,6 +31,7 @@ _END = "\n]}\n"
 
 
 _PASS, _PREDICTED_PASS, _REDUCTION = "compute", "predicted compute", "reduction"  # categories
+_STOCK = "a step of Megatron's own"  # the event that says so
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class TracedStep:
         predicted: simulated, with costs ``cost_factor`` times those of the program: so that its
             passes take as long as the measured ones, all together. It starts with ``measured``.
         clock_error: seconds by which a rank's clock may be off rank 0's, at most.
+        weight_shares: of a step of Megatron's own, which part of each stage's backward pass W would
+            be, as estimated; None of a step of ours.
     """
 
     iteration: int
@@ -49,6 +52,7 @@ class TracedStep:
     predicted: Timeline
     cost_factor: float
     clock_error: float
+    weight_shares: tuple[float, ...] | None = None
 
 
 def beside(
@@ -108,6 +112,7 @@ class TraceFile:
             *_reductions(step.measured, about),
             *_slices(step.predicted, "predicted ", about),
             *_held(step.measured),
+            *_of_stock(step),
         ]
         self._write(events, origin, 1.0)
         self._origin = origin
@@ -188,14 +193,19 @@ def read_trace(path: Path) -> list[TracedStep]:
     if not isinstance(events, list):
         raise ValueError(f"{file} is no trace: it has no list 'traceEvents' at the top")
     iterations: dict[int, list[_Slice]] = {}
+    of_stock: dict[int, tuple[float, ...]] = {}  # `weight_shares`, by iteration
     for number, event in enumerate(events):
+        where = f"{file}, event {number}"
         if _is_of_a_step(event):
-            slice_ = _read_slice(event, f"{file}, event {number}")
+            slice_ = _read_slice(event, where)
             iterations.setdefault(slice_.args.count("iteration"), []).append(slice_)
+        elif _has_args(event) and event.get("name") == _STOCK:
+            about = Record(event["args"], f"{where}, args")
+            of_stock[about.count("iteration")] = about.shares("weight_shares")
     if not iterations:
         raise ValueError(f"{file} has no measured step: it is not of a training run")
     return [
-        _step(iteration, slices, f"{file}, iteration {iteration}")
+        _step(iteration, slices, of_stock.get(iteration), f"{file}, iteration {iteration}")
         for iteration, slices in iterations.items()
     ]
 
@@ -213,10 +223,11 @@ class _Slice:
 
 
 def _is_of_a_step(event: Any) -> bool:
-    if not isinstance(event, dict) or event.get("ph") != "X":
-        return False
-    args = event.get("args")
-    return isinstance(args, dict) and "iteration" in args
+    return _has_args(event) and event.get("ph") == "X" and "iteration" in event["args"]
+
+
+def _has_args(event: Any) -> bool:
+    return isinstance(event, dict) and isinstance(event.get("args"), dict)
 
 
 def _read_slice(event: dict[str, Any], where: str) -> _Slice:
@@ -229,18 +240,24 @@ def _read_slice(event: dict[str, Any], where: str) -> _Slice:
     return _Slice(rank, name, category, start, start + seconds, args)
 
 
-def _step(iteration: int, slices: Sequence[_Slice], where: str) -> TracedStep:
+def _step(
+    iteration: int, slices: Sequence[_Slice], shares: tuple[float, ...] | None, where: str
+) -> TracedStep:
     about = slices[0].args
     measured = _timeline(slices, _PASS, f"{where}, measured")
     predicted = _timeline(slices, _PREDICTED_PASS, f"{where}, predicted")
     if measured.schedule.rows != predicted.schedule.rows:
         raise ValueError(f"{where}: the predicted passes are not the measured ones")
+    stages = measured.schedule.placement.stages
+    if shares is not None and len(shares) != stages:
+        raise ValueError(f"{where}: weight_shares has {len(shares)} figures for {stages} stages")
     return TracedStep(
         iteration,
         measured,
         predicted,
         about.number("cost_factor"),
         about.number("clock_error_us") / 1e6,
+        shares,
     )
 
 
@@ -326,6 +343,13 @@ def _held(timeline: Timeline) -> Iterator[dict[str, Any]]:
             yield _counter(rank, event.start, held)
         if row:
             yield _counter(rank, row[-1].end, 0.0)
+
+
+def _of_stock(step: TracedStep) -> Iterator[dict[str, Any]]:
+    """What no slice tells of a step of Megatron's own."""
+    if step.weight_shares is not None:
+        args = {"iteration": step.iteration, "weight_shares": step.weight_shares}
+        yield {"ph": "M", "pid": 0, "name": _STOCK, "ts": step.measured.start, "args": args}
 
 
 def _slice(

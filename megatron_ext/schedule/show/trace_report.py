@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from megatron_ext.schedule.plan.what_if import SECONDS, WhatIf, what_if
 from megatron_ext.schedule.show.explain import Cause, Part, explain
+from megatron_ext.schedule.show.seen_costs import seen_costs
 from megatron_ext.schedule.show.trace import TracedStep
 from megatron_ext.schedule.timeline import Timeline
 
@@ -37,6 +39,7 @@ class TraceReport:
         cost_factor, clock_error: as `TracedStep` has them.
         parts, causes: as `Explanation` has them.
         iterations: all traced steps.
+        what_if: what our schedules would take, where the steps are Megatron's own.
     """
 
     schedule: str
@@ -50,14 +53,19 @@ class TraceReport:
     parts: Mapping[Part, float]
     causes: tuple[Cause, ...]
     iterations: tuple[IterationFigures, ...]
+    what_if: WhatIf | None = None
 
 
-def trace_report(steps: Sequence[TracedStep]) -> TraceReport:
-    """The step with the median makespan, explained, and the figures of all ``steps``."""
+def trace_report(steps: Sequence[TracedStep], seconds: float = SECONDS) -> TraceReport:
+    """The step with the median makespan, explained, and the figures of all ``steps``.
+
+    ``seconds``: as `what_if` has them.
+    """
     by_makespan = sorted(steps, key=lambda step: step.measured.makespan)
     median = by_makespan[(len(steps) - 1) // 2]
     schedule = median.measured.schedule
     explanation = explain(median.measured, median.predicted)
+    seen = seen_costs(steps)
     return TraceReport(
         schedule=schedule.name,
         pp=schedule.placement.ranks,
@@ -73,6 +81,7 @@ def trace_report(steps: Sequence[TracedStep]) -> TraceReport:
             IterationFigures(step.iteration, _figures(step.measured), _figures(step.predicted))
             for step in steps
         ),
+        what_if=None if seen is None else what_if(seen, seconds),
     )
 
 

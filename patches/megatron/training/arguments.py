@@ -10,7 +10,13 @@ import argparse
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from megatron_ext.adapter.arguments import add_virtual_stages, check, check_race, pad_vocabulary
+from megatron_ext.adapter.arguments import (
+    add_virtual_stages,
+    check,
+    check_race,
+    check_trace,
+    pad_vocabulary,
+)
 from megatron_ext.adapter.post_validation.settle_points import warn_of_settling
 from megatron_ext.config import PipelineConfig, add_flags
 from megatron_ext.errors import exit_for
@@ -29,7 +35,12 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
     def validate(original: Callable[..., Any], args: Any, defaults: dict[str, Any]) -> Any:
         if config.schedule is None:
-            return original(args, defaults)
+            args = original(args, defaults)
+            try:
+                check_trace(args, config)
+            except ValueError as error:
+                exit_for(error)
+            return args
         try:
             add_virtual_stages(args, config)
             args = original(args, defaults)

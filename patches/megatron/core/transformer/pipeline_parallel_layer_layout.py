@@ -2,7 +2,8 @@
 
 Who asks through `transformer_block` and `transformer_layer` tells the rank, and stock forgets it on
 the way: the layout would look into `parallel_state`, where there is nothing if the caller has
-groups of its own.
+groups of its own. A vision tower is not laid out: its config is often a copy of the language
+model's, the layout of a V with it, and says one pipeline rank.
 
 Not patched: `from_str` and the parser (they come here), the layout's own `get_num_layers_to_build`
 and `get_layer_id_list` (they read what is patched), `validate_layer_layout` (it looks at the order
@@ -11,6 +12,7 @@ of the layers, which stays; multi-token prediction, whose place it checks, is re
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -71,6 +73,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         vp_stage: int | None = None,
         pp_rank: int | None = None,
     ) -> int:
+        model_config = _with_layout_of_its_own(model_config)
         layout = model_config.pipeline_model_parallel_layout
         if layout is None or pp_rank is None:
             return original(model_config, vp_stage, pp_rank)
@@ -82,7 +85,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         vp_stage: int | None = None,
         pp_rank: int | None = None,
     ) -> int:
-        layout = model_config.pipeline_model_parallel_layout
+        layout = _with_layout_of_its_own(model_config).pipeline_model_parallel_layout
         if layout is None or pp_rank is None:
             return original(model_config, vp_stage, pp_rank)
         return layout.get_layer_offset(LayerType.decoder, vp_stage, pp_rank)
@@ -118,3 +121,12 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             signature="(self, layer_type=<LayerType.decoder: 4>, vp_stage=None, pp_rank=None)",
         ),
     )
+
+
+def _with_layout_of_its_own(model_config: Any) -> Any:
+    """``model_config`` without a layout that is of another model, one with a pipeline."""
+    if model_config.pipeline_model_parallel_size > 1:
+        return model_config
+    model_config = copy.copy(model_config)
+    model_config.pipeline_model_parallel_layout = None
+    return model_config

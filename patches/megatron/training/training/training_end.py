@@ -1,4 +1,5 @@
-"""The end of a training, when measured steps are compared with the prediction.
+"""The end of a training, when measured steps are compared with the prediction, and a trace tells
+what it has missed.
 
 Megatron's loop asks after each iteration, in megatron/training/training.py, whether to go on; it
 also ends where its iterations do. Its writers are still open then.
@@ -15,6 +16,7 @@ from megatron.core import pipeline_parallel
 from megatron.training.global_vars import get_args
 
 from megatron_ext.adapter.step.pipeline_step import PipelineStep
+from megatron_ext.adapter.stock.step import StockStep
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, wrap
 
@@ -25,7 +27,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             "megatron.training.training:checkpoint_and_decide_exit",
             tell_of_the_end,
-            reason="predicted and measured steps are compared when a training ends",
+            reason="what is measured is told of when a training ends",
             signature="(model, optimizer, opt_param_scheduler, iteration, "
             "num_floating_point_operations_so_far, checkpointing_context, train_data_iterator)",
         ),
@@ -38,6 +40,6 @@ def tell_of_the_end(original: Callable[..., bool], *args: Any, **kwargs: Any) ->
     iteration = kwargs["iteration"] if "iteration" in kwargs else args[3]
     if ends or iteration >= get_args().train_iters:
         step = pipeline_parallel.get_forward_backward_func()
-        if isinstance(step, PipelineStep):
+        if isinstance(step, PipelineStep | StockStep):
             step.finish(iteration)
     return ends

@@ -1,0 +1,166 @@
+"""Metrics of a training's steps (``--pipeline-metrics``), of the pipeline that the last global rank
+belongs to: there Megatron keeps its log, and its TensorBoard and W&B writers.
+
+Nothing waits for them. Passes are recorded as for a trace; what has ended is read before the next
+step. Where an iteration's figures are logged, the ranks exchange a few numbers before the next
+step, and the last one reads them after it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext.adapter.observers.observer import ObservedStep, StepObserver
+from megatron_ext.adapter.observers.writers import log_step
+from megatron_ext.adapter.training_globals import (
+    current_iteration,
+    has_writers,
+    line_interval,
+    log_interval,
+)
+from megatron_ext.logger import logger
+from megatron_ext.runtime.measure.exchange import Exchange
+from megatron_ext.runtime.measure.step_sums import StepSums
+from megatron_ext.schedule.program.simulate import simulate
+from megatron_ext.schedule.program.verify import Program
+from megatron_ext.schedule.show.metrics import Departure, RankSums, metrics_of
+from megatron_ext.schedule.timeline import Timeline
+
+WARM_UP = 1  # steps that are not measured: kernels load, caches fill
+
+
+@dataclass(frozen=True)
+class _Due:
+    """Figures of ``program`` on the iterations from ``first`` to ``last``, on their way."""
+
+    exchange: Exchange
+    program: Program
+    first: int
+    last: int
+
+
+class StepMetrics(StepObserver[ObservedStep]):
+    """Logs the metrics of an interval's steps. ``overlap``: steps overlap."""
+
+    def __init__(self, *, overlap: bool) -> None:
+        device = torch.device(torch.cuda.current_device())
+        self._stream = torch.cuda.Stream() if device.type == "cuda" else None
+        self._steps = StepSums(device)
+        self._log = _Log(overlap)
+        self._calls = 0
+        self._iteration = 0  # of the latest step
+        self._first = 0  # iteration whose figures have not been exchanged
+        self._pipeline: dist.ProcessGroup | None = None
+        self._due: deque[_Due] = deque()
+
+    def begin(self, step: ObservedStep) -> None:
+        """Record the step. Begins an exchange over the pipeline if the last one's is due."""
+        self._calls += 1
+        iteration = current_iteration() or self._calls
+        if dist.get_world_size() - 1 not in dist.get_process_group_ranks(step.pipeline):
+            return
+        self._pipeline = step.pipeline
+        self._steps.add_up()
+        if iteration != self._iteration:  # Megatron can run one a second time
+            self._exchange_if_due()
+        self._iteration = iteration
+        if self._calls > WARM_UP:
+            self._steps.begin(step.recorder)
+
+    def end(self, step: ObservedStep) -> None:
+        """Log what has come."""
+        if self._pipeline is None:
+            return
+        if step.program is not self._steps.program:
+            self._first = self._iteration
+        self._steps.end(step.program, step.pipeline.rank())
+        self._log_what_has_come()
+
+    def finish(self, iteration: int) -> None:
+        """Log the rest, of an iteration at which Megatron logs. Collective over the pipeline."""
+        if self._pipeline is None:
+            return
+        self._steps.add_up()
+        self._exchange_if_due()
+        for due in self._due:
+            due.exchange.wait()
+        self._log_what_has_come()
+
+    def _exchange_if_due(self) -> None:
+        program, at = self._steps.program, self._iteration
+        if program is None or at < self._first or not _is_logged(at):
+            return
+        assert self._pipeline is not None
+        numbers = self._steps.take().numbers(program.schedule.placement.chunks)
+        exchange = Exchange(self._pipeline, numbers, self._stream)
+        self._due.append(_Due(exchange, program, self._first, at))
+        self._first = at + 1
+
+    def _log_what_has_come(self) -> None:
+        while self._due and self._due[0].exchange.has_come():
+            due = self._due.popleft()
+            if dist.get_rank() == dist.get_world_size() - 1:
+                ranks = [RankSums.of(numbers) for numbers in due.exchange.rows()]
+                self._log.add(ranks, due.program, due.first, due.last)
+
+
+class _Log:
+    """Where the figures go, as often as Megatron's own."""
+
+    def __init__(self, overlap: bool) -> None:
+        self._overlap = overlap
+        self._departure = Departure()
+        self._program: Program | None = None
+        self._predicted: Timeline | None = None  # of that program
+        self._first = 0  # iteration that is in no line yet
+        self._since: list[RankSums] = []  # then, of each rank
+        self._has_said = False
+
+    def add(self, ranks: list[RankSums], program: Program, first: int, last: int) -> None:
+        """What ``ranks`` tell of the iterations from ``first`` to ``last``."""
+        if program is not self._program or self._predicted is None:
+            self._program, self._since = program, []
+            self._predicted = simulate(program, program.problem.costs)
+        if not self._since:
+            self._first, self._since = first, [RankSums()] * len(ranks)
+        self._since = [sums + new for sums, new in zip(self._since, ranks, strict=True)]
+        metrics = metrics_of(ranks, self._predicted, overlap=self._overlap)
+        if metrics is not None and last % log_interval() == 0:
+            log_step(
+                last,
+                bubble_shares=metrics.bubble_shares,
+                seconds=metrics.seconds,
+                more=metrics.figures(),
+            )
+        if last % line_interval() == 0:
+            self._write_line(last)
+
+    def _write_line(self, last: int) -> None:
+        assert self._predicted is not None
+        metrics = metrics_of(self._since, self._predicted, overlap=self._overlap)
+        self._since = []
+        if metrics is None:
+            self._say_that_nothing_is_known(last)
+            return
+        logger.info(metrics.line(self._first, last))
+        warning = self._departure.see(metrics, last - self._first + 1)
+        if warning is not None:
+            logger.warning(warning)
+
+    def _say_that_nothing_is_known(self, last: int) -> None:
+        assert self._program is not None
+        if not self._has_said:
+            logger.warning(
+                f"no metrics of the iterations from {self._first} to {last}: on some rank no step "
+                f"ran the passes of {self._program.schedule.name} in its order"
+            )
+        self._has_said = True
+
+
+def _is_logged(iteration: int) -> bool:
+    """Whether Megatron logs ``iteration``, in its line or to its writers; so on all ranks."""
+    return iteration % line_interval() == 0 or (has_writers() and iteration % log_interval() == 0)

@@ -1,0 +1,200 @@
+"""The tensors that a rank trains, by their names in torch_dist and where in the whole they lie.
+
+Names and places come from the model's own sharded_state_dict, so that any model has them that
+Megatron can save; the optimizer's states are named after their parameters, as torch_dist does. A
+distributed optimizer's are taken as they lie, divided over ranks, and nothing is gathered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedTensor,
+    ShardedTensorFactory,
+    is_main_replica,
+)
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.utils import unwrap_model
+from megatron.training.checkpointing import _build_sharded_state_dict_metadata
+
+from megatron_ext.adapter.parity.digest import dtype_of
+from megatron_ext.parity.records.piece import Piece
+
+NamedTensor = tuple[Piece, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Elements ``start`` to ``stop`` of a flattened parameter, and what ``piece`` they are."""
+
+    start: int
+    stop: int
+    piece: Piece
+    is_main: bool  # but for the data-parallel rank, which a distributed optimizer has instead
+
+
+class NamedTensors:
+    """Of a model and its optimizer, as ``setup_model_and_optimizer`` makes them.
+
+    Raises:
+        ValueError: the model has no names in torch_dist.
+    """
+
+    def __init__(self, model: Sequence[torch.nn.Module], optimizer: Any, args: Any) -> None:
+        self._optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
+        self._others: list[NamedTensor] = []  # saved, and no parameters: buffers
+        self._parts: dict[torch.nn.Parameter, tuple[_Part, ...]] = {}
+        for chunk in unwrap_model(list(model)):
+            try:
+                state = chunk.sharded_state_dict(metadata=_build_sharded_state_dict_metadata(args))
+            except (AttributeError, NotImplementedError) as error:
+                raise ValueError(
+                    f"{type(chunk).__name__} has no names for its tensors: its "
+                    f"sharded_state_dict fails with {type(error).__name__}: {error}"
+                ) from error
+            self._name(chunk, state)
+
+    def _name(self, chunk: torch.nn.Module, state: Any) -> None:
+        parameters = {id(parameter): parameter for parameter in chunk.parameters()}
+        sharded, _ = extract_sharded_tensors_and_factories(state)
+        for entry in nested_values(sharded):
+            parameter = parameters.get(id(entry.data))
+            if parameter is not None:
+                self._parts[parameter] = tuple(_parts(entry))
+            elif isinstance(entry, ShardedTensor) and entry.data is not None:
+                (part,) = _parts(entry)
+                self._others.append((part.piece, entry.data))
+
+    def parameters(self) -> Iterator[NamedTensor]:
+        """The model's parameters, and buffers that it saves."""
+        for parameter, parts in self._parts.items():
+            yield from _cut(parts, _plain(parameter), "", 0)
+        yield from self._others
+
+    def optimizer_states(self) -> Iterator[NamedTensor]:
+        """Main parameters and what the optimizer keeps for each, as far as they are here."""
+        for optimizer in self._optimizers:
+            if getattr(optimizer, "is_stub_optimizer", False) or optimizer is None:
+                continue
+            divided = getattr(optimizer, "model_param_group_index_map", None)
+            states = (
+                _whole_states(optimizer, self._parts)
+                if divided is None
+                else _divided_states(optimizer)
+            )
+            for parameter, kind, tensor, start in states:
+                if parts := self._parts.get(parameter):
+                    prefix = f"optimizer.state.{kind}."
+                    yield from _cut(parts, tensor, prefix, start, divided is not None)
+
+
+def _parts(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[_Part]:
+    """Where the elements of a parameter are in torch_dist. What is saved in several tensors, as the
+    two halves of a gated linear layer, are views of the parameter; where they are not, the shard is
+    named as it lies here."""
+    if isinstance(entry, ShardedTensor):
+        yield _part(entry, 0)
+        return
+    built = list(nested_values(entry.build()))
+    data = entry.data
+    if all(_is_view(part.data, data) for part in built):
+        for part in built:
+            yield _part(part, part.data.storage_offset() - data.storage_offset())
+        return
+    shape = tuple(data.shape)
+    here = ";".join(f"{part.key}{part.global_offset}" for part in built)
+    piece = Piece(here, (), shape, (0,) * len(shape), shape, 0, data.numel(), dtype_of(data))
+    yield _Part(0, data.numel(), piece, is_main_replica(_but_for_data(entry.replica_id)))
+
+
+def _is_view(part: torch.Tensor, of: torch.Tensor) -> bool:
+    same = part.untyped_storage().data_ptr() == of.untyped_storage().data_ptr()
+    return same and part.is_contiguous()
+
+
+def _part(entry: ShardedTensor, start: int) -> _Part:
+    axes = entry.prepend_axis_num
+    numel = math.prod(entry.local_shape)
+    piece = Piece(
+        entry.key,
+        tuple(entry.global_offset[:axes]),
+        tuple(entry.global_shape[axes:]),
+        tuple(entry.global_offset[axes:]),
+        tuple(entry.local_shape),
+        0,
+        numel,
+        str(entry.dtype).removeprefix("torch."),
+        not is_main_replica(entry.replica_id),
+    )
+    return _Part(start, start + numel, piece, is_main_replica(_but_for_data(entry.replica_id)))
+
+
+def _but_for_data(replica: Any) -> Any:
+    return (*replica[:-1], 0) if isinstance(replica, tuple) else replica
+
+
+def _cut(
+    parts: Sequence[_Part], tensor: torch.Tensor, prefix: str, start: int, divided: bool = False
+) -> Iterator[NamedTensor]:
+    """``tensor``, which has the elements of a flattened parameter from ``start`` on, in pieces."""
+    flat = tensor.detach().reshape(-1)
+    if tensor.dim() == 0:  # a count of steps, whole wherever a part of the parameter is
+        piece = parts[0].piece
+        is_copy = not parts[0].is_main if divided else piece.is_copy
+        yield (
+            Piece(prefix + piece.name, piece.index, (), (), (), 0, 1, dtype_of(tensor), is_copy),
+            flat,
+        )
+        return
+    for part in parts:
+        first, end = max(start, part.start), min(start + flat.numel(), part.stop)
+        if first < end:
+            piece = replace(
+                part.piece,
+                name=prefix + part.piece.name,
+                start=first - part.start,
+                stop=end - part.start,
+                dtype=dtype_of(tensor),
+                is_copy=not part.is_main if divided else part.piece.is_copy,
+            )
+            yield piece, flat[first - start : end - start]
+
+
+def _plain(parameter: torch.Tensor) -> torch.Tensor:
+    """Transformer Engine's quantized parameters as the numbers that they stand for."""
+    if type(parameter) in (torch.Tensor, torch.nn.Parameter):
+        return parameter
+    return parameter.dequantize() if hasattr(parameter, "_quantizer") else parameter
+
+
+_State = tuple[torch.nn.Parameter, str, torch.Tensor, int]
+
+
+def _whole_states(
+    optimizer: Any, parameters: Sequence[torch.nn.Parameter] | dict[torch.nn.Parameter, Any]
+) -> Iterator[_State]:
+    inner = optimizer.optimizer
+    own = {id(main) for group in inner.param_groups for main in group["params"]}
+    for parameter in parameters:
+        main = getattr(parameter, "main_param", parameter)
+        if id(main) not in own:
+            continue
+        if main is not parameter:
+            yield parameter, "fp32_param", main, 0
+        for kind, value in inner.state.get(main, {}).items():
+            if isinstance(value, torch.Tensor):
+                yield parameter, kind, value, 0
+
+
+def _divided_states(optimizer: Any) -> Iterator[_State]:
+    for parameter in optimizer.model_param_group_index_map:
+        start = optimizer._get_model_param_range_map(parameter)["param"].start
+        states = optimizer._get_main_param_and_optimizer_states(parameter)
+        for kind, tensor in states.items():
+            yield parameter, "fp32_param" if kind == "param" else kind, tensor, start

@@ -1,0 +1,133 @@
+"""Records what a training comes to: after setup, after each iteration, and at the end.
+
+It reads and changes no tensor. The training saves nothing of its own, and ends after the iterations
+that are asked for.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext.adapter.parity.digest import bits_of, digest
+from megatron_ext.adapter.parity.named_tensors import NamedTensor, NamedTensors
+from megatron_ext.parity.records.piece import Piece
+from megatron_ext.parity.records.writing import RankWriter
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class Recorder:
+    """Records ``iterations`` iterations into ``folder``.
+
+    Raises:
+        ValueError: the rank has recorded there before, the folder cannot be written to, or the
+            model has no names in torch_dist. At ``begin``, before anything is trained.
+    """
+
+    def __init__(self, folder: Path, iterations: int) -> None:
+        self._folder = folder
+        self._iterations = iterations
+        self._last = 0
+
+    def begin(self, model: Any, optimizer: Any, args: Any) -> None:
+        """Before the first iteration; ``args`` are Megatron's, and count from here on."""
+        first = int(args.iteration)
+        iterations = min(self._iterations, (args.train_iters or 0) - first)
+        if iterations < 1:
+            raise ValueError(
+                f"nothing is left to train: the checkpoint is of iteration {first}, and "
+                f"--train-iters is {args.train_iters}; load an earlier one (--ckpt-step), or give "
+                f"both lines more --train-iters"
+            )
+        self._last = first + iterations
+        self._gathers = args.use_distributed_optimizer and args.overlap_param_gather
+        about = {
+            "world_size": dist.get_world_size(),
+            "first": first,
+            "iterations": iterations,
+            "arguments": plain_arguments(args) if dist.get_rank() == 0 else {},
+        }
+        args.exit_interval = self._last
+        args.save = None
+        self._tensors = NamedTensors(model, optimizer, args)
+        self._writer = RankWriter(self._folder, dist.get_rank(), about)
+        self._writer.iteration(first, {}, digests(self._tensors.parameters()))
+
+    def iteration(self, iteration: int, losses: Mapping[str, Any], norm: Any, skipped: int) -> None:
+        """What Megatron logs of an iteration, and what the rank holds after it."""
+        figures = {
+            "losses": {name: loss_of(value) for name, value in losses.items()},
+            "norm": None if norm is None else float(norm),
+            "skipped": bool(skipped),
+        }
+        self._writer.iteration(iteration, figures, digests(self._now()))
+
+    def _now(self) -> Iterator[NamedTensor]:
+        """Parameters that are gathered during the next step are not what they will be."""
+        if not self._gathers:
+            yield from self._tensors.parameters()
+        yield from self._tensors.optimizer_states()
+
+    def is_last(self, iteration: int) -> bool:
+        return iteration >= self._last
+
+    def end(self) -> None:
+        """After the last iteration, with all parameters gathered: the tensors themselves."""
+        self._writer.end(
+            (piece, memoryview(bits_of(tensor).cpu().numpy()).cast("B"))
+            for tensors in (self._tensors.parameters(), self._tensors.optimizer_states())
+            for piece, tensor in tensors
+            if not piece.is_copy and piece.numel
+        )
+
+
+def digests(tensors: Iterator[NamedTensor]) -> dict[Piece, int]:
+    """Of each piece; those of one device are brought to the host together."""
+    pieces: list[Piece] = []
+    values: list[torch.Tensor] = []
+    for piece, tensor in tensors:
+        pieces.append(piece)
+        values.append(digest(tensor, piece))
+    by_device: dict[torch.device, list[int]] = {}
+    for place, value in enumerate(values):
+        by_device.setdefault(value.device, []).append(place)
+    found: dict[Piece, int] = {}
+    for places in by_device.values():
+        numbers = torch.stack([values[place] for place in places]).tolist()
+        found |= {pieces[place]: number for place, number in zip(places, numbers, strict=True)}
+    return found
+
+
+def loss_of(value: Any) -> float:
+    """A reduced loss as Megatron logs it: a tensor, or a sum with its count."""
+    if isinstance(value, torch.Tensor) and value.numel() == 2:
+        return float(value[0] / value[1])
+    return float(value)
+
+
+def plain_arguments(args: Any) -> dict[str, Any]:
+    """Megatron's arguments that are plain values, or lists of such; others as text."""
+    return {name: _plain(value) for name, value in sorted(vars(args).items())}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, _PLAIN) else str(value)
+
+
+def give_up(error: ValueError) -> NoReturn:
+    """End this rank, which alone may know why; its launcher ends the others."""
+    rank = os.environ.get("RANK", "0")
+    sys.stderr.write(f"megatron_ext: error on rank {rank}: {error}\n")
+    raise SystemExit(2)

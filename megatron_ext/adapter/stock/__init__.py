@@ -1,0 +1,1 @@
+"""Megatron's own pipeline functions, run as they are and watched."""

@@ -1,0 +1,41 @@
+"""Which order of passes Megatron's own pipeline functions have: that of a family of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.pipeline_parallel import schedules
+
+
+def family_of(function: Callable[..., Any], config: Any, ranks: int, chunks: int) -> str:
+    """What our schedule of the same order is called, with its options, if ``function`` runs with
+    the model's ``config``."""
+    if function is schedules.forward_backward_pipelining_without_interleaving:
+        return "1f1b"
+    group = config.microbatch_group_size_per_vp_stage
+    option = "" if group in (None, ranks) else f",group={group}"
+    return f"interleaved:vpp={chunks}{option}"
+
+
+def why_unseen(ranks: int, settings: Any) -> str | None:
+    """Why the passes of Megatron's own step on so many pipeline ``ranks`` cannot be told apart, if
+    they cannot. ``settings`` are Megatron's parsed arguments or a TransformerConfig.
+    """
+    if ranks == 1:
+        return (
+            "the model runs on one pipeline rank, where there is no pipeline and no bubble: set "
+            "--pipeline-model-parallel-size, or drop the flag"
+        )
+    if settings.overlap_moe_expert_parallel_comm:
+        return (
+            "with --overlap-moe-expert-parallel-comm Megatron runs the forward pass of one "
+            "microbatch within the backward pass of another, layer by layer: to see its bubble, "
+            "train some iterations without"
+        )
+    if settings.cuda_graph_impl == "full_iteration":
+        return (
+            "with --cuda-graph-impl full_iteration a step is one CUDA graph, whose passes nobody "
+            "calls: to see its bubble, train some iterations without"
+        )
+    return None

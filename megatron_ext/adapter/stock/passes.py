@@ -1,0 +1,79 @@
+"""Calls of Megatron's forward_step and backward_step, noted as the passes that they are.
+
+Its pipeline functions call both by name, and wait for messages outside of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.placement import Placement
+
+
+class StockPasses:
+    """The passes of one step on one rank.
+
+    A forward pass is told its chunk and microbatch. A backward pass is not: it is that of the
+    forward pass whose output it gets.
+    """
+
+    def __init__(self, recorder: Recorder, placement: Placement) -> None:
+        self._recorder = recorder
+        self._stages = placement.stages_of[recorder.rank]
+        self._forwards: dict[int, Action] = {}  # that wait for a backward pass, by their outputs
+
+    def forward(self, run: Callable[[], Any], chunk: int, microbatch: int) -> Any:
+        """What ``run`` returns, an output and its number of tokens."""
+        action = Action(self._stages[chunk], Kind.FORWARD, microbatch)
+        result = self._run(run, action)
+        self._forwards[id(result[0])] = action
+        return result
+
+    def backward(self, run: Callable[[], Any], output: Any) -> Any:
+        """What ``run`` returns, which differentiates ``output``."""
+        forward = self._forwards.pop(id(output), None)
+        if forward is None:  # of no pass that was seen: a trace will tell that one is missing
+            return run()
+        return self._run(run, forward._replace(kind=Kind.FULL_BACKWARD))
+
+    def _run(self, run: Callable[[], Any], action: Action) -> Any:
+        try:
+            with self._recorder.computing(action):
+                return run()
+        except BaseException as error:
+            self._recorder.failed(error, action)
+            raise
+
+
+_watching: StockPasses | None = None
+
+
+@contextmanager
+def watching(passes: StockPasses) -> Iterator[None]:
+    """Within, ``passes`` are told of all calls."""
+    global _watching
+    _watching = passes
+    try:
+        yield
+    finally:
+        _watching = None
+
+
+def watched_forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Megatron's forward_step, or what stands in its place."""
+    if _watching is None:
+        return original(*args, **kwargs)
+    chunk, microbatch = kwargs.get("vp_stage") or 0, kwargs["current_microbatch"]
+    return _watching.forward(lambda: original(*args, **kwargs), chunk, microbatch)
+
+
+def watched_backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Megatron's backward_step, or what stands in its place."""
+    if _watching is None:
+        return original(*args, **kwargs)
+    output = kwargs["output_tensor"] if "output_tensor" in kwargs else args[1]
+    return _watching.backward(lambda: original(*args, **kwargs), output)

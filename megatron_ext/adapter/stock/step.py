@@ -1,0 +1,164 @@
+"""One step under Megatron's own pipeline functions, watched.
+
+They run as they are, with the same arguments: there is no watchdog here, and no message of ours in
+a step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import MultiModuleProcessGroupCollection
+from megatron.core.utils import get_model_config, log_single_rank
+
+from megatron_ext.adapter.observers.metrics import StepMetrics
+from megatron_ext.adapter.observers.observer import ObservedStep, StepObserver
+from megatron_ext.adapter.observers.trace import StepTrace
+from megatron_ext.adapter.programs import Programs
+from megatron_ext.adapter.stock.order import family_of, why_unseen
+from megatron_ext.adapter.stock.passes import StockPasses, watching
+from megatron_ext.adapter.training_globals import current_iteration
+from megatron_ext.config import PipelineConfig
+from megatron_ext.logger import logger
+from megatron_ext.runtime.device_progress import DeviceProgress
+from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.whereabouts import whereabouts
+from megatron_ext.schedule.program.verify import Program
+
+
+@dataclass(frozen=True)
+class StockStep:
+    """Stands for ``function``, one of Megatron's pipeline functions."""
+
+    function: Callable[..., Any]
+    stock: WatchedStock
+
+    def __call__(self, **asked: Any) -> Any:
+        """What ``function`` returns."""
+        if asked.get("forward_only"):
+            return self.function(**asked)
+        return self.stock.current_training().run(self.function, asked)
+
+    def finish(self, iteration: int) -> None:
+        """The training has ended with ``iteration``."""
+        self.stock.current_training().finish(iteration)
+
+
+class WatchedStock:
+    """Megatron's pipeline functions in this process, for one training after another."""
+
+    def __init__(self, config: PipelineConfig) -> None:
+        self._config = config
+        self._training: StockTraining | None = None
+
+    def step(self, function: Callable[..., Any]) -> StockStep:
+        """What to call in place of ``function``."""
+        return StockStep(function, self)
+
+    def current_training(self) -> StockTraining:
+        if self._training is None or self._training.is_over:
+            self._training = StockTraining(self._config)
+        return self._training
+
+
+class StockTraining:
+    """The steps of one training, as far as they are seen."""
+
+    def __init__(self, config: PipelineConfig) -> None:
+        self._config = config
+        self._observers = _observers(config)
+        self._programs: dict[str, Programs] = {}  # by the family that has stock's order
+        self._recorder: Recorder | None = None
+        self._calls = 0
+        self._world = dist.group.WORLD
+        self._said: set[str] = set()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the process groups that it began with are gone."""
+        return self._world is not dist.group.WORLD
+
+    def run(self, function: Callable[..., Any], asked: dict[str, Any]) -> Any:
+        """One training step: what ``function`` returns when it is asked so."""
+        step = self._step(function, asked)
+        if step is None:
+            return function(**asked)
+        self._calls += 1
+        step.recorder.begin(current_iteration() or self._calls)
+        for observer in self._observers:
+            observer.begin(step)
+        with watching(StockPasses(step.recorder, step.program.schedule.placement)):
+            result = function(**asked)
+        for observer in self._observers:
+            observer.end(step)
+        step.recorder.end()
+        return result
+
+    def finish(self, iteration: int) -> None:
+        """The last iteration was ``iteration``."""
+        for observer in self._observers:
+            observer.finish(iteration)
+
+    def _step(self, function: Callable[..., Any], asked: dict[str, Any]) -> ObservedStep | None:
+        """What there is to know of the step; None, with a line of log, if it cannot be watched."""
+        model = asked["model"]
+        models = model if isinstance(model, list) else [model]
+        config = get_model_config(models[0])
+        p2p, groups = asked.get("p2p_communicator"), asked.get("pg_collection")
+        if isinstance(groups, MultiModuleProcessGroupCollection):
+            self._say(f"the pipeline holds several models ({type(groups).__name__}), not one")
+            return None
+        pipeline: dist.ProcessGroup = (
+            parallel_state.get_pipeline_model_parallel_group() if p2p is None else p2p.pp_group
+        )
+        why = why_unseen(pipeline.size(), config)
+        if why is not None:
+            self._say(why)
+            return None
+        try:
+            program = self._program(function, config, pipeline, models, asked)
+        except ValueError as error:  # stock may refuse the same; if not, it goes on
+            self._say(str(error))
+            return None
+        if self._recorder is None:
+            # Its host runs as far ahead of its device as it would without us.
+            unhindered = DeviceProgress(lambda: None)
+            self._recorder = Recorder(pipeline.rank(), whereabouts(pipeline), unhindered)
+        return ObservedStep(pipeline, program, self._recorder)
+
+    def _program(
+        self,
+        function: Callable[..., Any],
+        config: Any,
+        pipeline: dist.ProcessGroup,
+        models: list[Any],
+        asked: dict[str, Any],
+    ) -> Program:
+        """The program with stock's order. The first one is collective over the world."""
+        spec = family_of(function, config, pipeline.size(), len(models))
+        if spec not in self._programs:
+            self._programs[spec] = Programs(replace(self._config, schedule=spec))
+        programs = self._programs[spec]
+        sequence, micro_batch = asked["seq_length"], asked["micro_batch_size"]
+        programs.agree_on_costs(pipeline, config, models, None, sequence, micro_batch)
+        known = programs.known(config, None, asked["num_microbatches"], False)
+        return known or programs.make(pipeline, config, None, asked["num_microbatches"], False)
+
+    def _say(self, why: str) -> None:
+        if why not in self._said:
+            log_single_rank(logger, logging.WARNING, f"nothing of Megatron's step is seen: {why}")
+        self._said.add(why)
+
+
+def _observers(config: PipelineConfig) -> list[StepObserver[ObservedStep]]:
+    observers: list[StepObserver[ObservedStep]] = []
+    if config.metrics:
+        observers.append(StepMetrics(overlap=False))
+    if config.trace is not None:
+        observers.append(StepTrace(config.trace, config.trace_iters, of_stock=True))
+    return observers

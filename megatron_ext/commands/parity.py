@@ -1,0 +1,169 @@
+"""``megatron-ext parity``: whether two launch lines train to the same numbers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from megatron_ext.commands.options import Json
+from megatron_ext.commands.output import fail, print_table
+from megatron_ext.commands.progress import showing_progress
+from megatron_ext.launch import Recorded, launch
+from megatron_ext.launch_check.chosen_plan import choose_plan
+from megatron_ext.parity.lines import Line, as_stock, quiet, read_line, record_here, recorded
+from megatron_ext.parity.records import report
+from megatron_ext.parity.records.compare import Comparison, Verdict, compare
+from megatron_ext.parity.records.recording import read_recording
+from megatron_ext.parity.records.writing import already_there, lines_file
+from megatron_ext.parity.runs import check_comparable, run_both
+
+_LINES = "lines"
+_WORDS = {"ignore_unknown_options": True, "allow_extra_args": True}
+
+Iterations = Annotated[
+    int, typer.Option(min=1, help="Iterations of each run. A loss that moves needs 2.")
+]
+
+
+class _LinesUnlessNamed(TyperGroup):
+    """Without the name of a command, its arguments are launch lines."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in (*self.commands, "--help"):
+            args = [_LINES, *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=_LinesUnlessNamed,
+    no_args_is_help=True,
+    help="Say whether two launch lines train to the same numbers: "
+    "megatron-ext parity -- LINE_A -- LINE_B, or megatron-ext parity -- LINE for a line against "
+    "itself without our flags.",
+    epilog="The exit status is 0 if they do, 1 if they differ, 2 if they cannot be compared.",
+)
+
+
+@app.command(_LINES, context_settings=_WORDS)
+def lines(
+    context: typer.Context,
+    iterations: Iterations = 4,
+    folder: Annotated[
+        Path, typer.Option("--dir", metavar="DIR", help="Where recordings and logs are kept.")
+    ] = Path("parity"),
+    from_seed: Annotated[
+        bool,
+        typer.Option("--from-seed", help="Write no checkpoint: both draw the same weights."),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Run the lines here, A twice, and compare them. The word 'lines' may be left out."""
+    try:
+        a, b, is_stock = _two_lines(context.args)
+        if not is_stock:
+            with showing_progress():
+                check_comparable(a, b)
+        places = run_both(a, b, folder, iterations, from_seed, is_stock, _tell)
+        found = _compare(places.a, places.b, places.again)
+    except ValueError as error:
+        fail(error)
+    _finish(found, as_json)
+
+
+@app.command(context_settings=_WORDS)
+def record(
+    context: typer.Context,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder, seen by all ranks.")],
+    iterations: Iterations = 4,
+) -> None:
+    """Run a launch line for a few iterations and record its numbers: record DIR -- LINE.
+
+    Works also as one rank of many, started by a launcher:
+    srun python -m megatron_ext parity record DIR -- pretrain_gpt.py ARGS.
+    """
+    try:
+        line = read_line(context.args)
+        argv = record_here(line)
+        if argv is None and lines_file(folder, 0).exists():
+            raise ValueError(already_there(folder))
+    except ValueError as error:
+        fail(error)
+    if argv is not None:
+        launch([*argv, *quiet()], choose_plan, Recorded(folder.absolute(), iterations))
+        return
+    raise typer.Exit(subprocess.call(recorded(line, folder, iterations)))
+
+
+@app.command("compare")
+def compare_folders(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A recording.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another, of the other line.")],
+    again: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="A recorded once more: what it differs by from itself."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare two recordings, anywhere: numpy is all that is needed."""
+    try:
+        found = _compare(a, b, again)
+    except ValueError as error:
+        fail(error)
+    _finish(found, as_json)
+
+
+def _two_lines(words: Sequence[str]) -> tuple[Line, Line, bool]:
+    """Lines A and B, and whether A is B as stock."""
+    count = list(words).count("--")
+    if not words or count > 1:
+        raise ValueError(
+            "give one launch line or two, each behind --: megatron-ext parity -- LINE_A -- LINE_B"
+        )
+    if count:
+        at = list(words).index("--")
+        return read_line(words[:at]), read_line(words[at + 1 :]), False
+    b = read_line(words)
+    a = as_stock(b)
+    if a == b:
+        raise ValueError(
+            "the line has no flag of ours, as stock it is the same: give two lines, or add "
+            "--pipeline-schedule"
+        )
+    return a, b, True
+
+
+def _tell(text: str) -> None:
+    typer.echo(text, err=True, nl=False)
+
+
+def _compare(a: Path, b: Path, again: Path | None) -> Comparison:
+    return compare(
+        read_recording(a), read_recording(b), None if again is None else read_recording(again)
+    )
+
+
+def _finish(found: Comparison, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(report.as_data(found), indent=2))
+    else:
+        _print(found)
+    if found.verdict is Verdict.DIFFER:
+        raise typer.Exit(1)
+
+
+def _print(found: Comparison) -> None:
+    print_table(report.rows(found))
+    if (settings := report.settings(found)) is not None:
+        typer.echo(f"\nA and B are given other: {settings}")
+    if found.beyond:
+        typer.echo()
+        print_table(report.tensor_rows(found))
+    typer.echo()
+    for line in report.verdict(found):
+        typer.echo(line)

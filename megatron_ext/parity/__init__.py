@@ -1,0 +1,1 @@
+"""Whether two launch lines train to the same numbers."""

@@ -1,0 +1,125 @@
+"""Launch lines rewritten: to record, to write a checkpoint, to be stock's.
+
+A line stays what it is up to its script; there `megatron-ext parity record` is put between the
+launcher and the script, so that each rank records, whatever starts it.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from pathlib import Path
+
+from megatron_ext.config import PipelineConfig, flag, variable
+from megatron_ext.launch_check.words import Launch, read_launch
+
+# A comparison leaves nothing in the user's own logs and projects.
+_QUIET = ("--tensorboard-dir", "", "--wandb-project", "")
+# What shells do with words: a line in which they do it cannot be taken apart and put together.
+_SHELL = "$`;&|<>*?("
+
+
+@dataclass(frozen=True)
+class Line:
+    """A launch line, taken apart.
+
+    Attributes:
+        head: the words up to the script, without ``-m megatron_ext``.
+        script: ``SCRIPT.py`` or ``-m MODULE``.
+        arguments: what the script is given.
+        shell: what stands around all this as ``bash -c``; empty where nothing does.
+    """
+
+    head: tuple[str, ...]
+    script: tuple[str, ...]
+    arguments: tuple[str, ...]
+    shell: tuple[str, ...] = ()
+
+    def words(self, before_script: Sequence[str], more: Sequence[str] = ()) -> list[str]:
+        """The line with words put before the script, and ``more`` arguments, which count."""
+        words = [*self.head, *before_script, *self.script, *self.arguments, *more]
+        return [*self.shell, shlex.join(words)] if self.shell else words
+
+    def value(self, name: str) -> str | None:
+        """The value of a flag, where it has one in the line; the last counts."""
+        found = None
+        for word, following in pairwise((*self.arguments, "")):
+            if word == name:
+                found = following
+            elif word.startswith(f"{name}="):
+                found = word.partition("=")[2]
+        return found
+
+
+def read_line(words: Sequence[str]) -> Line:
+    """``words`` as a launch line, as `megatron-ext doctor` takes them.
+
+    Raises:
+        ValueError: they are none, or a shell would have to expand them.
+    """
+    for place, word in enumerate(words[1:], 1):
+        if words[place - 1] in ("-c", "-lc") and " " in word:
+            if set(word) & set(_SHELL):
+                raise ValueError(
+                    f"the line in {' '.join(words[max(0, place - 2) : place])} is one for a shell "
+                    f"({sorted(set(word) & set(_SHELL))}): put megatron-ext parity record DIR -- "
+                    f"before the launcher inside it, then megatron-ext parity compare"
+                )
+            return replace(read_line(shlex.split(word)), shell=tuple(words[:place]))
+    return _taken_apart(words, read_launch(words))
+
+
+def _taken_apart(words: Sequence[str], launch: Launch) -> Line:
+    head = list(words[: len(words) - len(launch.arguments) - 1])
+    if launch.is_module:
+        head.pop()  # -m
+    if launch.installs:
+        place = len(head) - 1 - head[::-1].index("megatron_ext")
+        del head[place - 1 : place + 1]
+    script = ("-m", launch.script) if launch.is_module else (launch.script,)
+    return Line(tuple(head), script, launch.arguments)
+
+
+def recorded(line: Line, folder: Path, iterations: int, more: Sequence[str] = ()) -> list[str]:
+    """``line`` with each rank recording ``iterations`` iterations into ``folder``."""
+    record = ["-m", "megatron_ext", "parity", "record", str(folder)]
+    record += ["--iterations", str(iterations), "--"]
+    if not line.head:
+        record = ["python", *record]
+    return line.words(record, more)
+
+
+def record_here(line: Line) -> list[str] | None:
+    """What this process, a rank, has to launch; None where the line starts ranks of its own."""
+    return None if line.head or line.shell else line.words(())
+
+
+def quiet(more: Sequence[str] = ()) -> list[str]:
+    """Arguments of a recorded run: ``more``, and no logs but the command's."""
+    return [*more, *_QUIET]
+
+
+def saving(line: Line, folder: Path) -> list[str]:
+    """``line`` for one iteration, after which it writes a checkpoint that any placement loads."""
+    launcher = ["-m", "megatron_ext"] if line.head else ["python", "-m", "megatron_ext"]
+    save = ["--save", str(folder), "--save-interval", "1", "--exit-interval", "1"]
+    formats = ["--ckpt-format", "torch_dist", "--dist-ckpt-optim-fully-reshardable"]
+    return line.words(launcher, quiet([*save, *formats]))
+
+
+def as_stock(line: Line) -> Line:
+    """``line`` without our flags and variables."""
+    switches = {flag(f.name) for f in fields(PipelineConfig) if f.default is False}
+    flags = {flag(f.name) for f in fields(PipelineConfig)}
+    kept: list[str] = []
+    words = iter(line.arguments)
+    for word in words:
+        if word.split("=")[0] not in flags:
+            kept.append(word)
+        elif "=" not in word and word not in switches:
+            next(words, None)
+    ours = [f"{variable(f.name)}=" for f in fields(PipelineConfig)]
+    head = tuple(word for word in line.head if not any(map(word.startswith, ours)))
+    return replace(line, head=head, arguments=tuple(kept))

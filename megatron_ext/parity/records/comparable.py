@@ -1,0 +1,119 @@
+"""Whether two runs can be compared at all: the same model, data and course of training."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_ext.config import add_flags
+
+# What must be the same, by what it is. Names are those of Megatron's arguments.
+MUST_AGREE: Mapping[str, tuple[str, ...]] = {
+    "model": (
+        "num_layers",
+        "hidden_size",
+        "ffn_hidden_size",
+        "num_attention_heads",
+        "num_query_groups",
+        "kv_channels",
+        "max_position_embeddings",
+        "vocab_size",
+        "num_experts",
+        "moe_router_topk",
+        "moe_layer_freq",
+        "moe_ffn_hidden_size",
+        "mtp_num_layers",
+        "hybrid_layer_pattern",
+        "hybrid_override_pattern",
+        "multi_latent_attention",
+        "swiglu",
+        "normalization",
+        "position_embedding_type",
+        "add_bias_linear",
+        "untie_embeddings_and_output_weights",
+        "attention_dropout",
+        "hidden_dropout",
+    ),
+    "data": (
+        "mock_data",
+        "data_path",
+        "train_data_path",
+        "data_args_path",
+        "split",
+        "tokenizer_type",
+        "tokenizer_model",
+        "seq_length",
+    ),
+    "training": (
+        "seed",
+        "global_batch_size",
+        "rampup_batch_size",
+        "lr",
+        "min_lr",
+        "lr_decay_style",
+        "lr_warmup_iters",
+        "lr_warmup_fraction",
+        "optimizer",
+        "weight_decay",
+        "clip_grad",
+        "loss_scale",
+    ),
+    "precision": ("bf16", "fp16", "fp8"),
+}
+
+
+def refusal(a: Mapping[str, Any], b: Mapping[str, Any], words: str) -> str | None:
+    """Why runs with the arguments ``a`` and ``b`` cannot be compared; None where they can.
+
+    ``words`` says whose they are.
+    """
+    lines = [
+        f"{_flag(name)} ({a.get(name)!r} and {b.get(name)!r})"
+        for names in MUST_AGREE.values()
+        for name in names
+        if a.get(name) != b.get(name)
+    ]
+    if not lines:
+        return None
+    kinds = [
+        kind
+        for kind, names in MUST_AGREE.items()
+        if any(a.get(name) != b.get(name) for name in names)
+    ]
+    return (
+        f"{words} cannot be compared, they differ in their {' and '.join(kinds)}: "
+        f"{', '.join(lines)}; give both the same"
+    )
+
+
+def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """All other arguments in which the runs differ, by their flags."""
+    must = {name for names in MUST_AGREE.values() for name in names}
+    a, b = _OURS | a, _OURS | b
+    return {
+        _flag(name): (a.get(name), b.get(name))
+        for name in sorted(a.keys() | b.keys())
+        if name not in must | _INCIDENTAL and a.get(name) != b.get(name)
+    }
+
+
+# Stock has no flags of ours: they are as if not given.
+_OURS = vars(add_flags(argparse.ArgumentParser(add_help=False)).parse_args([]))
+
+
+# What differs between two runs of one line, or follows from what is listed.
+_INCIDENTAL = {
+    "load",
+    "save",
+    "rank",
+    "local_rank",
+    "exit_interval",
+    "tensorboard_dir",
+    "consumed_train_samples",
+    "iteration",
+}
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

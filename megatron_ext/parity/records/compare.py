@@ -1,0 +1,271 @@
+"""Two recordings compared: whether they have the same numbers, and what differs first."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_ext.parity.records.comparable import differences, refusal
+from megatron_ext.parity.records.figures import NORM, Figure, figures, floor_of, standstill
+from megatron_ext.parity.records.floor import TensorDifference, compare_tensors, exceeds, usual
+from megatron_ext.parity.records.recording import (
+    Copies,
+    Iteration,
+    Recording,
+    Tensor,
+    digest_of,
+    name_of,
+)
+
+NORM_ULPS = 8  # by which norms differ whose squares were added in another order
+_STATES = "optimizer.state."
+
+
+class Verdict(enum.StrEnum):
+    """SAME: to the last bit; WITHIN_THE_FLOOR: no more apart than A is from itself."""
+
+    SAME = "same"
+    WITHIN_THE_FLOOR = "within the floor"
+    DIFFER = "differ"
+
+
+@dataclass(frozen=True)
+class First:
+    """The first thing that differs.
+
+    Attributes:
+        iteration: after which it does; the one started from where already that differs.
+        what: the loss, the norm or the tensor.
+        ranks: of B that hold the tensor.
+        others: how many other tensors differ then, of how many.
+    """
+
+    iteration: int
+    what: str
+    ranks: tuple[int, ...] = ()
+    others: int = 0
+    of: int = 0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """B against A, and A against itself.
+
+    Attributes:
+        verdict: what comes of it.
+        first: the first difference that is more than the floor.
+        figures: losses and norms.
+        again: those of A against A; None if A was recorded once.
+        tensors: each tensor of both after the last iteration.
+        floor: the same of A against A.
+        beyond: the tensors that differ by more than the floor, the farthest first.
+        missing: the tensors that only one of them has.
+        copies: the tensors of which ranks of B have copies that differ from one another.
+        norm_alone: only norms differ, as sums do that are added in another order.
+        clipping: the first difference is such a norm, and gradients are clipped by it.
+        settings: arguments in which A and B differ.
+    """
+
+    verdict: Verdict
+    first: First | None
+    figures: Sequence[Figure]
+    again: Sequence[Figure] | None
+    tensors: Mapping[Tensor, TensorDifference]
+    floor: Mapping[Tensor, TensorDifference]
+    beyond: Sequence[Tensor]
+    missing: Sequence[Tensor]
+    copies: Sequence[Tensor]
+    norm_alone: bool
+    clipping: float
+    settings: Mapping[str, tuple[object, object]]
+    holders: Mapping[Tensor, tuple[int, ...]]
+
+
+def compare(a: Recording, b: Recording, again: Recording | None = None) -> Comparison:
+    """``b`` against ``a``; ``again`` is a second recording of ``a``'s line, for the floor.
+
+    Raises:
+        ValueError: they cannot be compared, a run's loss or gradients do not move, or not all of a
+            tensor was recorded.
+    """
+    _check(a, b, again)
+    found, floor = compare_tensors(a, b), compare_tensors(a, again) if again else {}
+    seen, seen_again = figures(a, b), figures(a, again) if again else None
+    missing = sorted(a.tensors.keys() ^ b.tensors.keys())
+    copies = sorted(_unequal_copies(b) - _unequal_copies(a))
+    is_noisy = any(floor.values()) or any(seen_again or ())
+    far = _beyond_the_floor(found, floor)
+    figures_beyond = _figures_beyond(seen, seen_again or ())
+    others = [figure for figure in figures_beyond if figure.name != NORM]
+    differs_in_tensors = bool(far or missing or copies)
+    if not is_noisy:
+        differs_in_tensors |= any(_differing(x, y) for x, y in _pairs(a, b))
+    norm_alone = (
+        bool(figures_beyond)
+        and not others
+        and not differs_in_tensors
+        and all(figure.ulps <= NORM_ULPS for figure in figures_beyond)
+    )
+    first = None
+    if (figures_beyond or differs_in_tensors) and not norm_alone:
+        first = _first_with_floor(a, figures_beyond, far) if is_noisy else _first(a, b, seen)
+    verdict = _verdict(seen, found, bool(figures_beyond or differs_in_tensors) and not norm_alone)
+    return Comparison(
+        verdict=verdict,
+        first=first,
+        figures=seen,
+        again=seen_again,
+        tensors=found,
+        floor=floor,
+        beyond=far,
+        missing=missing,
+        copies=copies,
+        norm_alone=norm_alone,
+        clipping=_clipping(a, first, seen),
+        settings=differences(a.arguments, b.arguments),
+        holders={tensor: _holders(b, tensor) for tensor in far},
+    )
+
+
+def _check(a: Recording, b: Recording, again: Recording | None) -> None:
+    for other in (b, again):
+        if other is None:
+            continue
+        both = f"{a.folder} and {other.folder}"
+        if why := refusal(a.arguments, other.arguments, both):
+            raise ValueError(why)
+        spans = [(run.first, len(run.trained)) for run in (a, other)]
+        if spans[0] != spans[1]:
+            of = [f"{n} iterations from {first} on" for first, n in spans]
+            raise ValueError(
+                f"{both} cannot be compared: {of[0]}, and {of[1]}; record both from one "
+                f"checkpoint, with the same --iterations"
+            )
+    for run in (a, b):
+        if why := standstill(run):
+            raise ValueError(f"{run.folder} is no proof of anything: {why}")
+
+
+def _verdict(
+    seen: Sequence[Figure], found: Mapping[Tensor, TensorDifference], differs: bool
+) -> Verdict:
+    if differs:
+        return Verdict.DIFFER
+    losses = any(figure for figure in seen if figure.name != NORM)
+    return Verdict.WITHIN_THE_FLOOR if losses or any(found.values()) else Verdict.SAME
+
+
+def _beyond_the_floor(
+    found: Mapping[Tensor, TensorDifference], floor: Mapping[Tensor, TensorDifference]
+) -> list[Tensor]:
+    """The farthest first."""
+    kinds = {
+        kind: usual({t: d for t, d in floor.items() if kind_of(t[0]) == kind})
+        for kind in ("parameters", "optimizer states")
+    }
+    beyond = [
+        tensor
+        for tensor, apart in found.items()
+        if apart and exceeds(apart.relative, _floor(floor, tensor), kinds[kind_of(tensor[0])])
+    ]
+    return sorted(beyond, key=lambda tensor: -found[tensor].relative)
+
+
+def _floor(floor: Mapping[Tensor, TensorDifference], tensor: Tensor) -> float:
+    return floor[tensor].relative if tensor in floor else 0.0
+
+
+def kind_of(name: str) -> str:
+    """What torch_dist calls ``name``, for people."""
+    return "optimizer states" if name.startswith(_STATES) else "parameters"
+
+
+def _figures_beyond(seen: Sequence[Figure], again: Sequence[Figure]) -> list[Figure]:
+    floor = floor_of(again)
+    return (
+        [figure for figure in seen if figure and exceeds(figure.relative, floor[figure.name], 0.0)]
+        if again
+        else [figure for figure in seen if figure]
+    )
+
+
+def _pairs(a: Recording, b: Recording) -> Iterator[tuple[Iteration, Iteration]]:
+    return zip(a.iterations, b.iterations, strict=True)
+
+
+def _differing(a: Iteration, b: Iteration) -> list[Tensor]:
+    """The tensors of both whose digests differ; those of which either has only a part are left to
+    the comparison of the last state."""
+    different = []
+    for tensor in a.tensors.keys() & b.tensors.keys():
+        (digest, size), (other, other_size) = (digest_of(x.tensors[tensor]) for x in (a, b))
+        if size == other_size and digest != other:
+            different.append(tensor)
+    return sorted(different, key=_in_order)
+
+
+def _in_order(tensor: Tensor) -> tuple[object, ...]:
+    """By layer, then by name; parameters before the optimizer's."""
+    name, index = tensor
+    return kind_of(name) != "parameters", index, name
+
+
+def _first(a: Recording, b: Recording, seen: Sequence[Figure]) -> First:
+    """Where A is the same each time: whatever differs first."""
+    for one, other in _pairs(a, b):
+        for figure in seen:
+            if figure.iteration == one.number and figure and one is not a.iterations[0]:
+                return First(one.number, figure.name)
+        if different := _differing(one, other):
+            tensor = different[0]
+            return First(
+                one.number,
+                name_of(tensor),
+                _ranks(one.tensors[tensor], other.tensors[tensor]),
+                len(different) - 1,
+                len(one.tensors.keys() & other.tensors.keys()),
+            )
+    return First(a.trained[-1].number, "the tensors after the last iteration")
+
+
+def _first_with_floor(a: Recording, beyond: Sequence[Figure], far: Sequence[Tensor]) -> First:
+    """Where A is never quite the same: the first figure, or the farthest tensor at the end."""
+    if beyond:
+        return First(beyond[0].iteration, beyond[0].name)
+    last = a.trained[-1].number
+    return First(last, name_of(far[0]) if far else "tensors that only one of them has")
+
+
+def _ranks(a: Copies, b: Copies) -> tuple[int, ...]:
+    """Of B, who hold what differs; all that hold some where A's is divided in another way."""
+    alike = a.keys() == b.keys()
+    ranks = {
+        rank
+        for place, held in b.items()
+        for rank, digest in held
+        if not alike or digest not in {expected for _, expected in a[place]}
+    }
+    return tuple(sorted(ranks))
+
+
+def _unequal_copies(run: Recording) -> set[Tensor]:
+    return {
+        tensor
+        for iteration in run.iterations
+        for tensor, copies in iteration.tensors.items()
+        if any(len({digest for _, digest in held}) > 1 for held in copies.values())
+    }
+
+
+def _holders(run: Recording, tensor: Tensor) -> tuple[int, ...]:
+    copies = run.iterations[-1].tensors.get(tensor, {})
+    return tuple(sorted({rank for held in copies.values() for rank, _ in held}))
+
+
+def _clipping(a: Recording, first: First | None, seen: Sequence[Figure]) -> float:
+    """--clip-grad, where it carries a norm that was added in another order into everything."""
+    if first is None or first.what != NORM:
+        return 0.0
+    norm = next(f for f in seen if f.name == NORM and f.iteration == first.iteration)
+    return float(a.arguments.get("clip_grad") or 0) if norm.ulps <= NORM_ULPS else 0.0

@@ -1,0 +1,87 @@
+"""Losses and gradients' norms of runs, iteration by iteration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_ext.parity.records.recording import Recording
+from megatron_ext.parity.records.ulps import difference
+
+NORM = "gradient norm"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A loss or norm of one iteration, of both runs. A NaN in both is the same."""
+
+    iteration: int
+    name: str
+    a: float
+    b: float
+
+    def __bool__(self) -> bool:
+        """Whether the runs differ in it."""
+        return self.a != self.b and not (math.isnan(self.a) and math.isnan(self.b))
+
+    @property
+    def relative(self) -> float:
+        if not self:
+            return 0.0
+        return abs(self.a - self.b) / abs(self.a) if self.a else math.inf
+
+    @property
+    def ulps(self) -> int:
+        """In single precision, which Megatron computes them in; at least 1 where they differ."""
+        if not self:
+            return 0
+        bits = [np.array([x], np.float32).view(np.int32) for x in (self.a, self.b)]
+        return max(1, difference(*bits, "float32").ulps)
+
+
+def figures(a: Recording, b: Recording) -> list[Figure]:
+    """The losses and the norm of each iteration, in this order."""
+    found: list[Figure] = []
+    for one, other in zip(a.trained, b.trained, strict=True):
+        for name in [*one.losses, *(other.losses.keys() - one.losses.keys())]:
+            values = (one.losses.get(name, math.nan), other.losses.get(name, math.nan))
+            found.append(Figure(one.number, name, *values))
+        norms = [math.nan if x.norm is None else x.norm for x in (one, other)]
+        found.append(Figure(one.number, NORM, *norms))
+    return found
+
+
+def floor_of(again: Sequence[Figure]) -> Mapping[str, float]:
+    """By name, the largest relative difference of a run from itself."""
+    floor: dict[str, float] = {}
+    for figure in again:
+        floor[figure.name] = max(floor.get(figure.name, 0.0), figure.relative)
+    return floor
+
+
+def standstill(run: Recording) -> str | None:
+    """Why a run proves nothing: its loss or its gradients do not move. None where they do."""
+    trained = run.trained
+    if len(trained) < 2:
+        return "one iteration cannot show whether the loss moves: take at least 2"
+    names = {name for iteration in trained for name in iteration.losses}
+    if not names:
+        return "no rank logged a loss"
+    values = {name: [x.losses.get(name, math.nan) for x in trained] for name in sorted(names)}
+    for name, course in values.items():
+        if all(map(math.isnan, course)):
+            return f"{name} is nan in all {len(course)} iterations: mend the training first"
+    if all(len(set(course)) == 1 for course in values.values()):
+        name, course = next(iter(values.items()))
+        return f"{name} is {course[0]:g} in all {len(course)} iterations: it does not move"
+    if all(not iteration.norm for iteration in trained):
+        return f"the gradients' norm is 0 in all {len(trained)} iterations: nothing is trained"
+    if all(iteration.skipped for iteration in trained):
+        return (
+            f"the optimizer skipped all {len(trained)} iterations: take more, until the loss scale "
+            f"has come down, or give a lower --initial-loss-scale"
+        )
+    return None

@@ -1,0 +1,233 @@
+"""A recording as it is read again: what all ranks of one run wrote into a folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_ext.parity.records.piece import STORED_AS, Piece, Place
+from megatron_ext.parity.records.ulps import Bits
+from megatron_ext.parity.records.writing import FORMAT, bytes_file, lines_file
+from megatron_ext.schedule.words import counted
+
+Tensor = tuple[str, tuple[int, ...]]  # its name in torch_dist, and its index there
+Copies = Mapping[Place, Sequence[tuple[int, int]]]  # of a tensor: rank and digest for each place
+_SUM = 1 << 64  # digests of pieces add up to the tensor's, modulo this
+
+
+def name_of(tensor: Tensor) -> str:
+    """For people: ``decoder.layers.mlp.linear_fc1.weight[3]``."""
+    name, index = tensor
+    return name + (f"[{','.join(map(str, index))}]" if index else "")
+
+
+@dataclass(frozen=True)
+class Held:
+    """A piece and where its bytes are: at ``offset`` of ``file``."""
+
+    piece: Piece
+    file: Path
+    offset: int
+
+    def bits(self) -> Bits:
+        dtype = np.dtype(STORED_AS[self.piece.dtype])
+        if not self.piece.numel:
+            return np.empty(0, dtype)
+        return np.memmap(self.file, dtype, "r", self.offset, (self.piece.numel,))
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """What the ranks had after an iteration.
+
+    Attributes:
+        losses: by their names in Megatron's log.
+        norm: of the gradients; None where it was not computed.
+        skipped: whether the optimizer took no step.
+        digests: of each piece, by the rank that held it.
+    """
+
+    number: int
+    losses: Mapping[str, float]
+    norm: float | None
+    skipped: bool
+    digests: Mapping[int, Mapping[Piece, int]]
+
+    @cached_property
+    def tensors(self) -> Mapping[Tensor, Copies]:
+        """Each tensor's pieces, by their places, with the ranks that hold them."""
+        tensors: dict[Tensor, dict[Place, list[tuple[int, int]]]] = {}
+        for rank, digests in self.digests.items():
+            for piece, digest in digests.items():
+                copies = tensors.setdefault((piece.name, piece.index), {})
+                copies.setdefault(piece.place, []).append((rank, digest))
+        return tensors
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What all ranks of a run recorded, read from ``folder``.
+
+    Attributes:
+        first: the iteration that it started from; 0 without a checkpoint.
+        arguments: Megatron's, as far as they are plain values.
+        iterations: the state it started from, then each iteration.
+        tensors: pieces after the last iteration, each once.
+    """
+
+    folder: Path
+    world_size: int
+    first: int
+    arguments: Mapping[str, Any]
+    iterations: Sequence[Iteration]
+    tensors: Mapping[Tensor, Sequence[Held]] = field(repr=False)
+
+    @property
+    def trained(self) -> Sequence[Iteration]:
+        return self.iterations[1:]
+
+    def whole(self, tensor: Tensor) -> tuple[str, Bits]:
+        """The type and the bits of a whole tensor.
+
+        Raises:
+            ValueError: not all of it was recorded.
+        """
+        held = self.tensors[tensor]
+        piece = held[0].piece
+        bits = np.empty(piece.whole, STORED_AS[piece.dtype])
+        filled = 0
+        for part in held:
+            filled += part.piece.numel
+            _put(bits, part)
+        if filled < bits.size:
+            raise ValueError(
+                f"{self.folder}: {name_of(tensor)} has {bits.size} elements, of which {filled} "
+                f"were recorded: record anew, and report this with your launch line"
+            )
+        return piece.dtype, bits
+
+
+def _put(whole: Bits, part: Held) -> None:
+    piece = part.piece
+    where = tuple(
+        slice(first, first + size) for first, size in zip(piece.offset, piece.shape, strict=True)
+    )
+    if piece.is_whole_shard:
+        whole[where] = part.bits().reshape(piece.shape)
+        return
+    shard = whole[where].copy().reshape(-1)
+    shard[piece.start : piece.stop] = part.bits()
+    whole[where] = shard.reshape(piece.shape)
+
+
+def read_recording(folder: Path) -> Recording:
+    """What `megatron-ext parity record` wrote into ``folder``.
+
+    Raises:
+        ValueError: there is none, or not all of it.
+    """
+    if not lines_file(folder, 0).is_file():
+        raise ValueError(
+            f"{folder} holds no recording (no {lines_file(folder, 0).name}): make one with "
+            f"megatron-ext parity record {folder} -- LINE"
+        )
+    about, *_ = _read(lines_file(folder, 0))
+    if about.get("format") != FORMAT:
+        raise ValueError(
+            f"{folder} was recorded by another version of megatron_ext: record it anew"
+        )
+    ranks = [_rank(folder, rank, about) for rank in range(about["world_size"])]
+    ends = [end["tensors"] for _, end in ranks]
+    return Recording(
+        folder,
+        about["world_size"],
+        about["first"],
+        about["arguments"],
+        [_iteration([lines[n] for lines, _ in ranks]) for n in range(about["iterations"] + 1)],
+        _held(folder, ends),
+    )
+
+
+def _read(file: Path) -> Iterator[dict[str, Any]]:
+    for text in file.read_text().splitlines():
+        try:
+            yield json.loads(text)
+        except ValueError:  # the line at which it was cut off
+            return
+
+
+def _rank(
+    folder: Path, rank: int, about: Mapping[str, Any]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The lines of its iterations, with pieces for numbers, and the line of its end."""
+    file = lines_file(folder, rank)
+    pieces: list[Piece] = []
+    iterations: list[dict[str, Any]] = []
+    end: dict[str, Any] | None = None
+    for line in _read(file) if file.is_file() else ():
+        if "pieces" in line:
+            pieces += map(Piece.from_data, line["pieces"])
+        elif "iteration" in line:
+            digests = {pieces[int(number)]: value for number, value in line["digests"].items()}
+            iterations.append({**line, "digests": digests})
+        elif "end" in line:
+            end = line
+    if not file.is_file():
+        raise ValueError(
+            f"{folder} lacks {file.name}: ranks 0 to {about['world_size'] - 1} recorded; copy the "
+            f"files of all nodes into one folder"
+        )
+    if end is None or len(iterations) != about["iterations"] + 1:
+        done = counted(max(len(iterations) - 1, 0), "iteration")
+        raise ValueError(
+            f"{folder} is cut off: rank {rank} recorded {done} of {about['iterations']}, then its "
+            f"run ended; look at the end of its log, and record anew"
+        )
+    data = bytes_file(folder, rank)
+    size = data.stat().st_size if data.is_file() else 0
+    if size < end["bytes"]:
+        raise ValueError(
+            f"{folder} is cut off: {data.name} has {size} of {end['bytes']} bytes; record anew"
+        )
+    return iterations, end
+
+
+def _iteration(lines: Sequence[Mapping[str, Any]]) -> Iteration:
+    """Of the same iteration, a line for each rank."""
+    losses: dict[str, float] = {}
+    for line in lines:
+        losses |= line.get("losses", {})
+    norms = [line["norm"] for line in lines if line.get("norm") is not None]
+    return Iteration(
+        lines[0]["iteration"],
+        losses,
+        norms[0] if norms else None,
+        any(line.get("skipped", False) for line in lines),
+        {rank: line["digests"] for rank, line in enumerate(lines)},
+    )
+
+
+def _held(folder: Path, ends: Sequence[Sequence[Any]]) -> dict[Tensor, list[Held]]:
+    tensors: dict[Tensor, list[Held]] = {}
+    places = set()
+    for rank, written in enumerate(ends):
+        file = bytes_file(folder, rank)
+        for offset, *data in written:
+            piece = Piece.from_data(data)
+            tensor = piece.name, piece.index
+            if (tensor, piece.place) not in places:
+                places.add((tensor, piece.place))
+                tensors.setdefault(tensor, []).append(Held(piece, file, offset))
+    return tensors
+
+
+def digest_of(copies: Copies) -> tuple[int, int]:
+    """A tensor's digest from its pieces', and how many elements it is of."""
+    total = sum(held[0][1] for held in copies.values()) % _SUM
+    return total, sum(stop - start for _, _, start, stop in copies)

@@ -1,0 +1,189 @@
+"""Launch lines run here, one after the other, and recorded."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.config import PipelineConfig, variable
+from megatron_ext.parity.lines import Line, recorded, saving
+from megatron_ext.parity.records.comparable import refusal
+from megatron_ext.schedule.words import counted
+
+_LATEST = "latest_checkpointed_iteration.txt"
+_SHOWN = 12  # lines of the output of a run that failed
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
+
+Tell = Callable[[str], None]  # something begins; or, with a newline, has ended
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Where the recordings are."""
+
+    a: Path
+    again: Path
+    b: Path
+
+
+def run_both(
+    a: Line, b: Line, folder: Path, iterations: int, from_seed: bool, is_stock: bool, tell: Tell
+) -> Recorded:
+    """Record A, A again, and B, from one checkpoint, into ``folder``, which is made.
+
+    Args:
+        from_seed: without a checkpoint, each with the weights that it draws.
+        is_stock: A is B's line without flags of ours; so our variables are none of A's.
+
+    Raises:
+        ValueError: a run failed, there is no room, or ``folder`` is there already.
+    """
+    _make(folder)
+    places = Recorded(folder / "A", folder / "A-again", folder / "B")
+    runs = _Runs(folder, tell)
+    load = _loading(a, b, from_seed)
+    if load is None:
+        checkpoint = folder / "checkpoint"
+        runs.run("A writes a checkpoint", "checkpoint", saving(a, checkpoint), is_stock)
+        if not (checkpoint / _LATEST).is_file():
+            raise ValueError(
+                f"A's run wrote no checkpoint, though it ended well: see {folder}/checkpoint.log"
+            )
+        _room(folder, 3 * _size(checkpoint), "3 recordings")
+        load = ["--load", str(checkpoint), "--ckpt-format", "torch_dist"]
+    many = counted(iterations, "iteration")
+    runs.run(f"A, {many}", "A", recorded(a, places.a, iterations, load), is_stock)
+    _room(folder, 2 * _size(places.a), "2 more recordings")
+    runs.run("A again", "A-again", recorded(a, places.again, iterations, load), is_stock)
+    runs.run(f"B, {many}", "B", recorded(b, places.b, iterations, load), False)
+    return places
+
+
+def _make(folder: Path) -> None:
+    try:
+        if folder.exists() and any(folder.iterdir()):
+            raise ValueError(
+                f"{folder} is there already: name another folder with --dir, or remove it"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--dir {folder} cannot be made: {error.strerror}") from None
+
+
+def _loading(a: Line, b: Line, from_seed: bool) -> list[str] | None:
+    """What is to be added for loading: nothing where the lines load a checkpoint themselves or
+    neither needs one; None where one has to be written."""
+    named = [line.value("--load") for line in (a, b)]
+    there = [name is not None and (Path(name) / _LATEST).is_file() for name in named]
+    if all(there) and named[0] != named[1]:
+        raise ValueError(
+            f"the lines load other checkpoints, --load {named[0]} and {named[1]}: give both the "
+            f"same, or drop it from both"
+        )
+    if any(there) and not all(there):
+        raise ValueError(
+            "one of the lines loads a checkpoint and the other does not: give both the same --load"
+        )
+    return [] if all(there) or from_seed else None
+
+
+class _Runs:
+    def __init__(self, folder: Path, tell: Tell) -> None:
+        self._folder = folder
+        self._tell = tell
+
+    def run(self, what: str, name: str, words: Sequence[str], is_stock: bool) -> None:
+        """Run a line to its end, its output in a file.
+
+        Raises:
+            ValueError: it cannot be started, or it failed.
+        """
+        log = self._folder / f"{name}.log"
+        self._tell(f"{what} ... ")
+        start = time.monotonic()
+        command = ["env", *words] if _ASSIGNMENT.fullmatch(words[0]) else list(words)
+        try:
+            with log.open("w") as output:
+                status = subprocess.call(
+                    command, stdout=output, stderr=subprocess.STDOUT, env=_environment(is_stock)
+                )
+        except OSError as error:
+            self._tell("failed\n")
+            raise ValueError(f"{command[0]} cannot be run: {error.strerror}") from None
+        if status:
+            self._tell("failed\n")
+            raise ValueError(_failure(what, status, log))
+        self._tell(f"{time.monotonic() - start:.1f} s\n")
+
+
+def _environment(is_stock: bool) -> Mapping[str, str]:
+    """This process's, so that `python` of a line finds what this one does."""
+    ours = {variable(field.name) for field in fields(PipelineConfig)} if is_stock else set()
+    kept = {name: value for name, value in os.environ.items() if name not in ours}
+    return {
+        **kept,
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", "")]),
+    }
+
+
+def _failure(what: str, status: int, log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()
+    ours = [line for line in lines if line.startswith(("megatron_ext: error", "megatron-ext: err"))]
+    text = f"{what}: the run failed with exit status {status}; its output is in {log}"
+    if ours:
+        return f"{text}. It says: {ours[0]}"
+    return "\n  ".join([f"{text}, and ends with", *lines[-_SHOWN:]])
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def _room(folder: Path, needed: int, what: str) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise ValueError(
+            f"no room in {folder}: {what} need about {needed / 2**30:.3g} GiB, and its disk has "
+            f"{free / 2**30:.3g} GiB left; name a folder on a larger one with --dir"
+        )
+
+
+def check_comparable(a: Line, b: Line) -> None:
+    """Refuse lines that name other models, data or trainings, before anything is run.
+
+    Raises:
+        ValueError: they do, or Megatron's parser does not take a line.
+    """
+    parsed = [_arguments(line, name) for line, name in ((a, "A"), (b, "B"))]
+    if any(arguments is None for arguments in parsed):
+        return  # Megatron is where the lines run, and not here: recordings are compared later
+    one, other = (arguments or {} for arguments in parsed)
+    both = {name for name in one if one[name] is not None and other.get(name) is not None}
+    if why := refusal(*({n: x[n] for n in both} for x in (one, other)), "the lines"):
+        raise ValueError(why)
+
+
+def _arguments(line: Line, name: str) -> dict[str, Any] | None:
+    from megatron_ext.launch_check.importing import as_on, quickly, silently
+
+    with ExitStack() as stack:
+        stack.enter_context(silently())
+        stack.enter_context(as_on(Path.cwd(), {}))
+        try:
+            with quickly():
+                from megatron_ext.launch_check import line as launch_line
+        except ImportError:
+            return None
+        try:
+            return dict(vars(launch_line.parse(line.arguments).args))
+        except ValueError as error:
+            raise ValueError(f"line {name}: {error}") from None

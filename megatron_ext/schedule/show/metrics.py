@@ -1,0 +1,245 @@
+"""What the steps of a training come to, interval by interval: bubble, seconds, slowest rank, peak
+memory.
+
+Each rank tells sums over its own steps, by its own clock. How far two clocks are apart is told by
+the pipeline's messages: none arrives before it was sent.
+"""
+
+from __future__ import annotations
+
+import operator
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import zip_longest
+
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.kinds import RULES
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.program.verify import Program
+from megatron_ext.schedule.timeline import Timeline
+
+POINTS = 0.05  # by which a measured bubble share may leave the predicted one
+PATIENCE = 100  # iterations, after which somebody should look
+
+
+def telling_passes(program: Program, rank: int) -> list[int]:
+    """Which of its passes tell when a rank's clock begins: two for each of its stages, F of the
+    first microbatch and I (or B) of the last. Ranks mostly wait for what those need."""
+    last = program.problem.microbatches - 1
+    place = {
+        (action.stage, kind, action.microbatch): number
+        for number, action in enumerate(program.schedule.compute_rows[rank])
+        for kind in RULES[action.kind].covers
+    }
+    return [
+        place[wanted]
+        for stage in program.schedule.placement.stages_of[rank]
+        for wanted in ((stage, Kind.FORWARD, 0), (stage, Kind.BACKWARD_INPUT, last))
+    ]
+
+
+@dataclass(frozen=True)
+class RankSums:
+    """What a rank tells of some steps of one program. Seconds are sums over the steps.
+
+    Attributes:
+        steps: how many.
+        busy: seconds of the passes.
+        span: seconds from the start of its first pass to the end of its last.
+        times: when each of the `telling_passes` began and ended, after the start of the first pass.
+        allocated, reserved: the most bytes so far, of the allocator's; 0 where there is no GPU.
+    """
+
+    steps: float = 0.0
+    busy: float = 0.0
+    span: float = 0.0
+    times: tuple[float, ...] = ()
+    allocated: float = 0.0
+    reserved: float = 0.0
+
+    def __add__(self, later: RankSums) -> RankSums:
+        return RankSums(
+            self.steps + later.steps,
+            self.busy + later.busy,
+            self.span + later.span,
+            tuple(map(sum, zip_longest(self.times, later.times, fillvalue=0.0))),
+            max(self.allocated, later.allocated),
+            max(self.reserved, later.reserved),
+        )
+
+    def numbers(self, chunks: int) -> list[float]:
+        """All of it, as many numbers on every rank. ``chunks``: the most that a rank has."""
+        plain = [getattr(self, name) for name in _PLAIN]
+        unused = [0.0] * (4 * chunks - len(self.times))
+        return [*plain, *self.times, *unused]
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> RankSums:
+        """What has such `numbers`."""
+        plain = dict(zip(_PLAIN, numbers, strict=False))
+        return cls(**plain, times=tuple(numbers[len(_PLAIN) :]))
+
+
+_PLAIN = [field.name for field in fields(RankSums) if field.name != "times"]
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """The steps of some iterations, on the mean.
+
+    Attributes:
+        bubble_shares: idle share of a step over all ranks, predicted and measured.
+        seconds: of a step, predicted and measured: its makespan, or where steps overlap its span.
+            Predicted with costs times one factor, so that passes take as long as the measured ones.
+        overlap: steps overlap.
+        slowest: the rank whose passes take longest, beside what is predicted of each rank's.
+        slower: than the other ranks', by this share.
+        allocated, reserved: the most bytes, and the rank; None where that is not measured.
+    """
+
+    bubble_shares: tuple[float, float]
+    seconds: tuple[float, float]
+    overlap: bool
+    slowest: int
+    slower: float
+    allocated: tuple[int, int] | None
+    reserved: tuple[int, int] | None
+
+    @property
+    def above_predicted(self) -> float:
+        """By how much the measured bubble share is above the predicted one."""
+        predicted, measured = self.bubble_shares
+        return measured - predicted
+
+    def line(self, first: int, last: int) -> str:
+        """One line of text on the iterations from ``first`` to ``last``."""
+        iterations = f"iteration {last}" if first == last else f"iterations {first} to {last}"
+        (predicted_share, share), (predicted, seconds) = self.bubble_shares, self.seconds
+        step = "span" if self.overlap else "makespan"
+        words = [
+            f"{iterations}: bubble {share:.1%} of the {step} (predicted {predicted_share:.1%})",
+            f"step {_seconds(seconds)} (predicted {_seconds(predicted)})",
+            f"slowest rank {self.slowest}, its passes take {1 + self.slower:.2f} times the others'",
+        ]
+        if self.allocated is not None and self.reserved is not None:
+            (allocated, fullest), (reserved, widest) = self.allocated, self.reserved
+            words.append(
+                f"peak {allocated / 2**30:.2f} GiB allocated (rank {fullest}), "
+                f"{reserved / 2**30:.2f} GiB reserved (rank {widest})"
+            )
+        return ", ".join(words)
+
+    def figures(self) -> dict[str, float]:
+        """By name, as for TensorBoard; those that are measured."""
+        figures: dict[str, float] = {
+            "pipeline/slowest rank": self.slowest,
+            "pipeline/slowest rank, slower by": self.slower,
+        }
+        for name, most in (("allocated", self.allocated), ("reserved", self.reserved)):
+            if most is not None:
+                figures[f"pipeline/peak bytes {name}"] = most[0]
+                figures[f"pipeline/peak bytes {name}, rank"] = most[1]
+        return figures
+
+
+def metrics_of(ranks: Sequence[RankSums], predicted: Timeline, *, overlap: bool) -> Metrics | None:
+    """What ``ranks`` tell of steps that were ``predicted`` so; None if one of them has had none.
+
+    ``overlap``: a rank goes on to the next step before the others have ended this one.
+    """
+    if not all(rank.steps for rank in ranks):
+        return None
+    busy = [rank.busy / rank.steps for rank in ranks]
+    ends = [rank.span / rank.steps for rank in ranks]
+    if overlap:
+        seconds, unscaled = max(ends), predicted.span
+    else:
+        begins = _begins(predicted.schedule.placement, ranks)
+        seconds = max(map(operator.add, begins, ends)) - min(begins)
+        unscaled = predicted.makespan
+    work = sum(busy) / len(busy)
+    slowest, slower = _slowest(busy, predicted)
+    return Metrics(
+        (1 - predicted.work / unscaled, 1 - work / seconds),
+        (unscaled * work / predicted.work, seconds),
+        overlap,
+        slowest,
+        slower,
+        _most([rank.allocated for rank in ranks]),
+        _most([rank.reserved for rank in ranks]),
+    )
+
+
+def _begins(placement: Placement, ranks: Sequence[RankSums]) -> list[float]:
+    """When each rank's first pass began, by the clock of the first stage's rank.
+
+    What begins between two ranks is bounded by their messages: F of a stage ends before that of the
+    next stage begins, and its I begins when that one's has ended. The middle of what the bounds
+    leave is taken; that is as much as two messages take, where both ranks waited.
+    """
+    times: dict[int, list[float]] = {}
+    for rank, stages in zip(ranks, placement.stages_of, strict=True):
+        for chunk, stage in enumerate(stages):
+            own = rank.times[4 * chunk : 4 * chunk + 4]
+            times[stage] = [time / rank.steps for time in own]
+    least: dict[tuple[int, int], list[float]] = {}  # that the second of a pair begins after
+    pairs = []
+    for stage in range(placement.last):
+        pair = placement.rank_of[stage], placement.rank_of[stage + 1]
+        if pair[0] == pair[1]:
+            continue
+        _, sent, back, _ = times[stage]
+        arrived, _, _, sent_back = times[stage + 1]
+        least.setdefault(pair, []).append(sent - arrived)
+        least.setdefault(pair[::-1], []).append(sent_back - back)
+        pairs.append(pair)
+    begins = {placement.rank_of[0]: 0.0}
+    for pair in pairs:
+        sender, other = pair
+        if other not in begins:
+            bounds = max(least[pair]), -max(least[pair[::-1]])
+            begins[other] = begins[sender] + sum(bounds) / 2
+    return [begins[number] for number in range(placement.ranks)]
+
+
+def _slowest(busy: Sequence[float], predicted: Timeline) -> tuple[int, float]:
+    ratios = [
+        seconds / (sum(event.end - event.start for event in row) or 1.0)
+        for seconds, row in zip(busy, predicted.compute, strict=True)
+    ]
+    slowest = max(range(len(ratios)), key=ratios.__getitem__)
+    return slowest, ratios[slowest] / statistics.median_low(ratios) - 1
+
+
+def _most(figures: Sequence[float]) -> tuple[int, int] | None:
+    most = max(figures)
+    return (int(most), figures.index(most)) if most else None
+
+
+class Departure:
+    """Says once when the measured bubble has left the predicted one for `PATIENCE` iterations."""
+
+    def __init__(self) -> None:
+        self._iterations = 0  # for which it has, up to now
+        self._has_told = False
+
+    def see(self, metrics: Metrics, iterations: int) -> str | None:
+        """What to say after so many more ``iterations`` with these ``metrics``, if anything."""
+        has_left = abs(metrics.above_predicted) > POINTS
+        self._iterations = self._iterations + iterations if has_left else 0
+        if self._iterations < PATIENCE or self._has_told:
+            return None
+        self._has_told = True
+        predicted, measured = metrics.bubble_shares
+        return (
+            f"for {self._iterations} iterations the bubble has been more than {100 * POINTS:.0f} "
+            f"points {'above' if metrics.above_predicted > 0 else 'below'} what is predicted "
+            f"({measured:.1%}, predicted {predicted:.1%}): in the next launch write "
+            f"--pipeline-trace traces --pipeline-trace-iters 10:12, and 'megatron-ext trace "
+            f"traces' tells why"
+        )
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.4g} s" if seconds >= 1 else f"{seconds * 1e3:.4g} ms"

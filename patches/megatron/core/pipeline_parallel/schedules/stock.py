@@ -1,0 +1,55 @@
+"""Megatron's own pipeline functions, watched where they compute.
+
+Patched are the choice, for which a `StockStep` stands that calls the chosen function with the same
+arguments, and forward_step and backward_step, which these functions call by name. Which pass a call
+is, is seen from its arguments; whether their order is the known one, from what was recorded.
+
+Not patched: the pipeline functions themselves, P2PCommunicator, layers, train_step and evaluate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_ext.adapter.stock.passes import watched_backward, watched_forward
+from megatron_ext.adapter.stock.step import WatchedStock
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches.engine import Patch, wrap
+
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+
+
+def patches(config: PipelineConfig) -> tuple[Patch, ...]:
+    """The patches that let observers see Megatron's own steps."""
+    stock = WatchedStock(config)
+
+    def choose(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        return stock.step(original(*args, **kwargs))
+
+    return (
+        wrap(
+            f"{_SCHEDULES}:get_forward_backward_func",
+            choose,
+            reason="see Megatron's own steps",
+            signature=(
+                "(pp_size=None, vp_size=None)",  # 0.18
+                "(pp_size=None, vp_size=None, schedule_pg_collection=None)",
+            ),
+        ),
+        wrap(
+            f"{_SCHEDULES}:forward_step",
+            watched_forward,
+            reason="a forward pass is this function",
+            signature="(forward_step_func, data_iterator, model, num_microbatches, input_tensor, "
+            "forward_data_store, config, cp_group_size, collect_non_loss_data=False, "
+            "checkpoint_activations_microbatch=None, is_first_microbatch=False, "
+            "current_microbatch=None, vp_stage=None, is_last_stage=True)",
+        ),
+        wrap(
+            f"{_SCHEDULES}:backward_step",
+            watched_backward,
+            reason="a backward pass is this function",
+            signature="(input_tensor, output_tensor, output_tensor_grad, config)",
+        ),
+    )

@@ -1,0 +1,75 @@
+"""A training recorded, to be compared with another: `megatron-ext parity`.
+
+The three functions are called by name from pretrain and train: after setup, after each step, and
+before Megatron asks whether to go on. None of them computes anything of a step.
+
+Not patched: train, train_step, and whatever computes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from megatron.training import training
+from megatron.training.global_vars import get_args
+
+from megatron_ext.adapter.parity.recorder import Recorder, give_up
+from megatron_ext.patches.engine import Patch, wrap
+
+_TRAINING = "megatron.training.training"
+
+
+def patches(recorder: Recorder) -> tuple[Patch, ...]:
+    """The patches that tell ``recorder`` of a training."""
+
+    def set_up(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        made = original(*args, **kwargs)
+        model, optimizer, *_ = made
+        _or_give_up(recorder.begin, model, optimizer, get_args())
+        return made
+
+    def log(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        _or_give_up(
+            recorder.iteration,
+            given["iteration"],
+            given["loss_dict"],
+            given["grad_norm"],
+            given["skipped_iter"],
+        )
+        return original(*args, **kwargs)
+
+    def end(original: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        if recorder.is_last(given["iteration"]):
+            if training.should_disable_forward_pre_hook(get_args()):  # as before a save
+                training.force_param_sync(given["model"], optimizer=given["optimizer"])
+            _or_give_up(recorder.end)
+        return original(*args, **kwargs)
+
+    return (
+        wrap(
+            f"{_TRAINING}:setup_model_and_optimizer",
+            set_up,
+            reason="what a training starts from is recorded",
+        ),
+        wrap(
+            f"{_TRAINING}:training_log",
+            log,
+            reason="losses, norms and digests of tensors are recorded",
+        ),
+        wrap(
+            f"{_TRAINING}:checkpoint_and_decide_exit",
+            end,
+            reason="the tensors after the last iteration are recorded",
+        ),
+    )
+
+
+def _or_give_up(act: Callable[..., None], *args: Any) -> None:
+    try:
+        act(*args)
+    except ValueError as error:
+        give_up(error)

@@ -1,0 +1,186 @@
+"""Measure what --pipeline-metrics costs: steps with it and without it, in turn, in one run.
+
+    python scripts/benchmark_metrics.py
+    python scripts/benchmark_metrics.py --pp 2 -m 16 --costs f=2,i=2,w=2 --pairs 20 --json
+
+Ranks whose passes sleep (as in `megatron-ext bench`) run turns of ten steps. With metrics passes
+are recorded and read, and the ranks exchange their figures once in a turn. Turns of a pair follow
+one another at once, in the order on, off and off, on; the ratio is of their seconds. Beside the
+median over the pairs stands how far the middle half of them is spread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from rich.console import Console
+from rich.table import Table
+
+from megatron_ext.adapter.observers.metrics import StepMetrics
+from megatron_ext.adapter.observers.observer import ObservedStep
+from megatron_ext.adapter.training_globals import line_interval
+from megatron_ext.bench.contestants import EmulatedStage
+from megatron_ext.bench.emulated import DTYPE, SHAPE, EmulatedChunk
+from megatron_ext.bench.runs import before_everything_else
+from megatron_ext.logger import logger
+from megatron_ext.patches import cpu
+from megatron_ext.patches.engine import apply
+from megatron_ext.runtime.executor import execute
+from megatron_ext.runtime.messages.channels import Channels
+from megatron_ext.runtime.messages.transport import Boundary, Transport
+from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.weight_gradients import queue
+from megatron_ext.schedule.build.output_layer import place_output_layer
+from megatron_ext.schedule.build.registry import choose
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.costs_text import parse_costs
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.program.graph import channels
+
+CPU = torch.device("cpu")
+SCHEDULES = "1f1b zb-h1 zb-v"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One schedule. ``ratio``: seconds with metrics to those without, the median of all pairs, and
+    the quartiles; ``step``: seconds of a step without; ``passes``: of a rank in it."""
+
+    schedule: str
+    ratio: float
+    quartiles: tuple[float, float]
+    step: float
+    passes: int
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--pp", type=int, default=4)
+    parser.add_argument("--microbatches", "-m", type=int, default=8)
+    parser.add_argument("--costs", default="f=6,i=8,w=4", help="milliseconds, of a full rank")
+    parser.add_argument("--schedules", default=SCHEDULES)
+    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    given = parser.parse_args(argv)
+    results = [
+        measure(spec, given.pp, given.microbatches, given.costs, given.pairs)
+        for spec in given.schedules.split()
+    ]
+    if given.json:
+        print(json.dumps([asdict(result) for result in results], indent=2))
+        return 0
+    table = Table(
+        *("schedule", "passes", "step without, ms", "with / without", "middle half of the pairs"),
+        title=f"{given.pp} ranks, {given.microbatches} microbatches, {given.costs} ms, "
+        f"{given.pairs} pairs of {line_interval()} steps each",
+    )
+    for result in results:
+        low, high = result.quartiles
+        table.add_row(
+            *(result.schedule, str(result.passes), f"{1e3 * result.step:.1f}"),
+            *(f"{result.ratio:.4f}", f"{low:.4f} to {high:.4f}"),
+        )
+    Console().print(table)
+    return 0
+
+
+def measure(spec: str, ranks: int, microbatches: int, costs: str, pairs: int) -> Result:
+    """Fork the ranks, and return what the first one has to say."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.start_processes(
+            _rank, (ranks, spec, microbatches, costs, pairs, folder), ranks, start_method="fork"
+        )
+        result: Result = torch.load(Path(folder) / "result", weights_only=False)
+        return result
+
+
+def _rank(
+    rank: int, ranks: int, spec: str, microbatches: int, costs: str, pairs: int, folder: str
+) -> None:
+    torch.set_num_threads(1)
+    before_everything_else()
+    apply([patch for patch in cpu.patches() if patch.target.startswith("torch")])
+    logger.setLevel(logging.ERROR)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
+    )
+    gc.collect()
+    gc.disable()
+    result = _run(spec, microbatches, costs, pairs)
+    if rank == 0:
+        torch.save(result, Path(folder) / "result")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _run(spec: str, microbatches: int, text: str, pairs: int) -> Result:
+    world = dist.group.WORLD
+    assert world is not None
+    rank, choice = world.rank(), choose(spec)
+    placement = choice.place(world.size())
+    costs = _in_seconds(text, placement)
+    boundary = Boundary(SHAPE, DTYPE)
+    program = place_output_layer(choice, Problem(placement, microbatches, costs))
+    ways = Channels(world, channels(program.schedule), CPU)
+    recorder = Recorder(rank)
+    stages = {
+        number: EmulatedStage(
+            number, EmulatedChunk(number, costs), has_loss=placement.is_last(number)
+        )
+        for number in placement.stages_of[rank]
+    }
+    metrics = StepMetrics(overlap=False)
+    observed = ObservedStep(world, program, recorder)
+
+    def turn(is_on: bool) -> float:
+        """Seconds of a turn's steps, of which the ranks begin each together."""
+        dist.barrier()
+        begin = time.perf_counter()
+        for _ in range(line_interval()):
+            if is_on:
+                metrics.begin(observed)
+            queue.splitting = choice.splits_backward
+            execute(program, stages, Transport(ways, boundary, placement, recorder), recorder)
+            queue.splitting = False
+            if is_on:
+                metrics.end(observed)
+                recorder.end()
+            dist.barrier()
+        return time.perf_counter() - begin
+
+    turn(True)  # it measures no first step, and so exchanges in the next turn
+    ratios, without = [], []
+    for pair in range(pairs):
+        order = (True, False) if pair % 2 == 0 else (False, True)
+        seconds = {is_on: turn(is_on) for is_on in order}
+        ratios.append(seconds[True] / seconds[False])
+        without.append(seconds[False] / line_interval())
+    low, ratio, high = statistics.quantiles(ratios, n=4) if pairs > 1 else ratios * 3
+    passes = len(program.schedule.compute_rows[rank])
+    return Result(spec, ratio, (low, high), statistics.median(without), passes)
+
+
+def _in_seconds(text: str, placement: Placement) -> Costs:
+    given = parse_costs(text, placement)
+    return Costs({kind: tuple(ms / 1e3 for ms in row) for kind, row in given.seconds.items()})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

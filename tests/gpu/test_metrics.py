@@ -1,0 +1,82 @@
+"""Metrics of steps that a device still runs. Written without a GPU, and not run yet."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ext.runtime.measure.exchange import Exchange
+from megatron_ext.runtime.measure.step_sums import StepSums
+from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.registry import choose
+from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.show.metrics import RankSums
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU"),
+]
+
+CYCLES = 200_000_000  # about a tenth of a second
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    dist.all_reduce(torch.ones(1, device="cuda"))  # makes the communicator
+    yield dist.group.WORLD
+    torch.cuda.set_sync_debug_mode("default")
+    dist.destroy_process_group()
+
+
+def test_nothing_is_synchronised(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is read when the device has ended it, and numbers are exchanged while it runs the
+    next; the host waits neither for the device nor for the numbers."""
+    torch.cuda._sleep(1000)  # the first call loads the kernel
+    stream = torch.cuda.Stream()
+    Exchange(group, [0.0] * 5, stream).wait()  # allocates what is pinned
+    choice = choose("1f1b")
+    placement = choice.place(1)
+    program = build_program(choice, Problem(placement, 2, uniform(placement, 1, 1, 1)))
+    recorder, steps = Recorder(0), StepSums(torch.device("cuda"))
+
+    def step() -> None:
+        steps.begin(recorder)
+        for action in program.schedule.compute_rows[0]:
+            with recorder.computing(action):
+                torch.cuda._sleep(CYCLES // 4)
+        recorder.end()
+        steps.end(program, 0)
+
+    def refuse(*args: Any) -> None:
+        raise AssertionError("the host waits for the device")
+
+    step()
+    torch.cuda.synchronize()
+    step()  # four passes, as many as a host may be ahead by
+    torch.cuda.set_sync_debug_mode("error")
+    with monkeypatch.context() as within:
+        within.setattr(torch.cuda, "synchronize", refuse)
+        within.setattr(torch.cuda.Event, "synchronize", refuse)
+        begin = time.perf_counter()
+        exchange = Exchange(group, steps.take().numbers(1), stream)
+        steps.begin(recorder)
+        seconds = time.perf_counter() - begin
+        while not exchange.has_come():
+            time.sleep(0.001)
+    torch.cuda.set_sync_debug_mode("default")
+    (row,) = exchange.rows()
+    told = RankSums.of(row)
+    assert told.steps == 1, "of the step that the device still runs something was read"
+    assert seconds < told.busy / 4, "the host waited"
+    assert told.busy == pytest.approx(told.span, rel=0.05)
+    assert told.reserved >= told.allocated > 0

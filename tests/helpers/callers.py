@@ -1,0 +1,92 @@
+"""Steps of models that a caller builds: gradients and losses of all ranks, to be compared."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+Chunks = list[torch.nn.Module]
+Gradients = dict[str, torch.Tensor]
+
+
+def draw_by_name(parameters: Iterator[tuple[str, torch.nn.Parameter]]) -> None:
+    """Weights that are the same wherever a parameter lies."""
+    for name, parameter in parameters:
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        parameter.data.normal_(std=0.1, generator=generator)
+
+
+def named_parameters(chunk: Any, model: Any = None) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Of ``chunk``, with the number that a layer of its language ``model`` has in the whole one."""
+    model = model or chunk
+    prefix = next(name for name, module in chunk.named_modules() if module is model.decoder)
+    for name, parameter in chunk.named_parameters():
+        if name.startswith(f"{prefix}.layers."):
+            number, _, rest = name.removeprefix(f"{prefix}.layers.").partition(".")
+            name = f"{prefix}.layers.{model.decoder.layers[int(number)].layer_number}.{rest}"
+        yield name, parameter
+
+
+def first_and_last(chunk: int) -> dict[str, bool]:
+    """Whether a rank's chunk of that number begins and ends the model, as models are told."""
+    ends: dict[str, Any] = {"ignore_virtual": False, "vp_stage": chunk}
+    return {
+        "pre_process": parallel_state.is_pipeline_first_stage(**ends),
+        "post_process": parallel_state.is_pipeline_last_stage(**ends),
+    }
+
+
+def whole_step(
+    build: Callable[[], Chunks],
+    names: Callable[[Any], Iterator[tuple[str, torch.nn.Parameter]]],
+    forward_step: Callable[..., Any],
+    data: Callable[[], Sequence[Any]],
+    chunks: int | None = None,
+    **call: Any,
+) -> tuple[list[Any], Gradients]:
+    """One step of a pipeline of all ranks; the losses and gradients of all of them.
+
+    ``names`` are a chunk's parameters with names of the whole model, ``data`` the microbatches,
+    ``chunks`` the virtual stages that stock is to have, ``call`` what the schedule is called with.
+    """
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=dist.get_world_size(),
+        virtual_pipeline_model_parallel_size=chunks,
+    )
+    model_parallel_cuda_manual_seed(0)
+    model = build()
+    microbatches = data()
+    losses = schedules.get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[iter(microbatches) for _ in model],
+        model=model,
+        num_microbatches=len(microbatches),
+        **{"forward_only": False, **call},
+    )
+    own = {
+        name: parameter.grad
+        for chunk in model
+        for name, parameter in names(chunk)
+        if parameter.grad is not None
+    }
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (losses, own))
+    parallel_state.destroy_model_parallel()
+    gradients = {name: gradient for _, own in everyone for name, gradient in own.items()}
+    return [loss for losses, _ in everyone for loss in losses], gradients
+
+
+def assert_same(ours: tuple[list[Any], Gradients], stocks: tuple[list[Any], Gradients]) -> None:
+    """Both have the same losses and gradients, to the last bit."""
+    (losses, gradients), (expected_losses, expected) = ours, stocks
+    assert losses == expected_losses and losses
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, expected[name]), name

@@ -1,0 +1,112 @@
+"""What is found in a model chunk, and what costs are made of it."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from megatron.core import ModelParallelConfig
+from megatron.core.transformer import TransformerConfig
+
+from megatron_ext.adapter.dimensions import costs_of_model
+from megatron_ext.adapter.model_parts import ChunkSize, language_model, output_layer, size_of
+from megatron_ext.adapter.tied import tied_weights
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.placement import line
+
+CONFIG = TransformerConfig(num_layers=4, hidden_size=32, num_attention_heads=4)
+
+
+def holding(**children: torch.nn.Module) -> torch.nn.Module:
+    module = torch.nn.Module()
+    for name, child in children.items():
+        module.add_module(name, child)
+    return module
+
+
+def gpt(layers: int, rows: int = 0) -> torch.nn.Module:
+    """As far as it is looked at: 20 parameters a layer."""
+    model = holding(decoder=holding(layers=torch.nn.ModuleList(linear() for _ in range(layers))))
+    if rows:
+        model.output_layer = linear()
+        model.output_layer.output_size_per_partition = rows
+    return model
+
+
+def linear() -> torch.nn.Linear:
+    return torch.nn.Linear(4, 4)
+
+
+def test_a_language_model_is_found_in_its_wrappers() -> None:
+    model = gpt(2, rows=8)
+    wrappers = (
+        model,
+        holding(module=holding(module=model)),  # DDP, Float16Module
+        holding(vision_model=gpt(3), language_model=model),
+        holding(module=holding(thinker=holding(audio=linear(), language_model=model))),
+    )
+    for chunk in wrappers:
+        assert language_model(chunk) is model
+        assert output_layer(chunk) is model.output_layer
+
+
+def test_an_output_layer_is_found_in_a_model_that_is_not_known() -> None:
+    head = linear()
+    assert output_layer(holding(body=linear(), end=holding(output_layer=head))) is head
+    assert output_layer(linear()) is None
+    assert language_model(holding(encoder=gpt(1), language_model=linear())) is None
+
+
+def test_sizes() -> None:
+    wrapped = holding(module=holding(tower=linear(), language_model=gpt(2, rows=8)))
+    assert size_of(wrapped) == ChunkSize("Module", 2, 8, parameters=80, beside=20)
+    assert size_of(linear()) == ChunkSize("Linear", None, 0, parameters=20, beside=20)
+
+
+def test_a_model_without_pre_process_has_no_tied_weights() -> None:
+    assert tied_weights([linear(), linear()]) is None
+
+
+def size(layers: int | None, beside: int = 0) -> ChunkSize:
+    return ChunkSize("Llama", layers, 0, parameters=100, beside=beside)
+
+
+@pytest.mark.parametrize(
+    ("config", "per_stage"),
+    [
+        (CONFIG, [size(2), size(None)]),
+        (CONFIG, [size(0), size(0)]),
+        (ModelParallelConfig(), [size(2), size(2)]),
+    ],
+)
+def test_costs_that_cannot_be_estimated_are_equal(
+    config: ModelParallelConfig, per_stage: list[ChunkSize]
+) -> None:
+    costs = costs_of_model(config, line(2), per_stage, 16, 1, is_told=False)
+    assert set(costs.seconds) == {Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
+    assert {figure for figures in costs.seconds.values() for figure in figures} == {1.0}
+    assert costs.held_bytes is None and costs.vocabulary is None
+
+
+@pytest.mark.parametrize(
+    ("per_stage", "told"),
+    [
+        ([size(2), size(2)], None),
+        ([size(2, beside=40), size(2)], "without the parameters beside it (40% of stage 0);"),
+        ([size(None), size(2)], "the costs of Llama cannot be estimated, and are taken as equal"),
+    ],
+)
+def test_one_line_says_what_is_not_estimated(
+    per_stage: list[ChunkSize], told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(logging.getLogger("megatron_ext"), "info", lines.append)
+    costs_of_model(CONFIG, line(2), per_stage, 16, 1, is_told=False)
+    assert not lines  # they are being measured
+    costs_of_model(CONFIG, line(2), per_stage, 16, 1, is_told=True)
+    if told is None:
+        assert not lines
+    else:
+        (text,) = lines
+        assert told in text and "--pipeline-costs profile measures them" in text

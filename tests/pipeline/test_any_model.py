@@ -1,0 +1,483 @@
+"""Models that are no bare GPTModel: a stage is any module with set_input_tensor.
+
+What is known of GPT models only is asked for politely. The steps are a caller's, on two ranks, and
+their losses and gradients are those of stock's schedules to the last bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import ModelParallelConfig, parallel_state
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.multimodal.llava_model import LLaVAModel
+from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import MegatronModule, TransformerConfig
+from megatron.core.transformer.mlp import MLPSubmodules
+
+import megatron_ext
+from megatron_ext.patches import cpu
+from megatron_ext.patches.engine import apply
+from megatron_ext.runtime.weight_gradients import queue
+from megatron_ext.schedule.build.registry import Choice, choose
+from megatron_ext.schedule.costs_text import parse_costs
+from megatron_ext.schedule.placement import line
+from tests.helpers import callers
+from tests.helpers.callers import assert_same, draw_by_name, first_and_last, named_parameters
+from tests.helpers.combinations import at_night
+from tests.helpers.documents import check_written, table
+from tests.helpers.ranks import run_ranks, values
+from tests.pipeline.test_callers import WITHOUT_LAYERS
+
+RANKS = 2
+SEQUENCE, BATCH, WIDTH, VOCABULARY, MICROBATCHES = 12, 2, 16, 32, 6
+
+
+# A module of the caller's own.
+
+
+class Block(torch.nn.Module):
+    """One stage: a linear layer of Megatron's and one of torch's."""
+
+    def __init__(self, config: ModelParallelConfig, stage: int) -> None:
+        super().__init__()
+        self.config = config
+        self.model_type = ModelType.encoder_or_decoder  # which stock's interleaved schedule asks
+        self.stage = stage
+        self.inner = ColumnParallelLinear(
+            WIDTH, WIDTH, config=config, init_method=torch.nn.init.normal_, bias=False
+        )
+        self.outer = torch.nn.Linear(WIDTH, WIDTH)
+        self._input: torch.Tensor | None = None
+        draw_by_name(names_of_block(self))
+
+    def set_input_tensor(self, tensors: list[torch.Tensor | None]) -> None:
+        (self._input,) = tensors
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden, _ = self.inner(x if self._input is None else self._input)
+        return self.outer(torch.relu(hidden))
+
+
+def names_of_block(chunk: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    return ((f"{chunk.stage}.{name}", weight) for name, weight in chunk.named_parameters())
+
+
+def blocks(stages: tuple[int, ...]) -> list[Block]:
+    config = ModelParallelConfig(
+        pipeline_model_parallel_size=RANKS,
+        virtual_pipeline_model_parallel_size=len(stages) if len(stages) > 1 else None,
+        pipeline_dtype=torch.float32,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        overlap_p2p_comm=len(stages) > 1,  # batched, stock mixes directions up on two ranks
+        batch_p2p_comm=len(stages) == 1,
+    )
+    config.hidden_size = WIDTH  # which Megatron's schedules ask for
+    return [Block(config, stage) for stage in stages]
+
+
+def vectors(microbatches: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(SEQUENCE, BATCH, WIDTH, generator=generator) for _ in range(microbatches)]
+
+
+def mean(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+    loss = output.square().mean()
+    return loss, {"loss": loss.item()}
+
+
+def block_step(
+    schedule: str, microbatches: int = MICROBATCHES, **call: Any
+) -> tuple[list[Any], callers.Gradients]:
+    """A step of `Block`s, on the stages that ``schedule`` gives to this rank."""
+    placement = choose(schedule).place(RANKS)
+    stages = placement.stages_of[torch.distributed.get_rank()]
+    return callers.whole_step(
+        lambda: blocks(stages),
+        names_of_block,
+        lambda data, model: (model(next(data)), mean),
+        partial(vectors, microbatches),
+        chunks=placement.chunks if placement.chunks > 1 else None,
+        **{"seq_length": SEQUENCE, "micro_batch_size": BATCH} | call,
+    )
+
+
+OWN = ("1f1b", "zb-h1", "interleaved", "interleaved-zb", "zb-v")
+
+
+def test_a_module_of_the_callers_own() -> None:
+    """It ended with `_get_attr_wrapped_model couldn't find attribute decoder`."""
+
+    def on_rank(rank: int) -> None:
+        with apply(cpu.patches()):
+            expected = {1: block_step("1f1b"), 2: block_step("interleaved")}
+            evaluated = block_step("interleaved", forward_only=True)
+            for schedule in OWN:
+                with megatron_ext.install(schedule=schedule):
+                    stocks = expected[choose(schedule).example.chunks]
+                    assert_same(block_step(schedule), stocks)
+            with megatron_ext.install(schedule="interleaved-zb"):
+                assert_same(block_step("interleaved-zb", forward_only=True), evaluated)
+                block_step("interleaved-zb", microbatches=7)  # which stock refuses
+
+    values(run_ranks(RANKS, on_rank))
+
+
+def test_with_several_chunks_either_sequence_length_may_be_meant() -> None:
+    """Stock's interleaved schedule takes seq_length, whatever decoder_seq_length says, and its
+    other one the latter. Ours took the latter always, and refused what the stages passed on."""
+
+    def on_rank(rank: int) -> None:
+        with apply(cpu.patches()):
+            expected = block_step("interleaved")
+            with megatron_ext.install(schedule="interleaved-zb"):
+                for lengths in ((SEQUENCE, 4), (4, SEQUENCE)):
+                    ours = block_step(
+                        "interleaved-zb",
+                        seq_length=lengths[0],
+                        decoder_seq_length=lengths[1],
+                    )
+                    assert_same(ours, expected)
+            with (
+                megatron_ext.install(schedule="interleaved-zb", p2p="batched"),
+                pytest.raises(ValueError, match="batched does not go with seq_length=4, decoder"),
+            ):
+                block_step("interleaved-zb", seq_length=4, decoder_seq_length=SEQUENCE)
+
+    values(run_ranks(RANKS, on_rank))
+
+
+def test_a_rank_has_as_many_chunks_and_iterators_as_stages() -> None:
+    """The wrong number ended with an IndexError on rank 0, and the others waited for it."""
+
+    def on_rank(rank: int) -> None:
+        with apply(cpu.patches()), megatron_ext.install(schedule="interleaved-zb"):
+            parallel_state.initialize_model_parallel(pipeline_model_parallel_size=RANKS)
+            step = megatron_ext_step()
+            chunks = blocks((rank, rank + RANKS))
+            with pytest.raises(ValueError, match="called with 1 model chunk: build as many as"):
+                step(model=chunks[:1], data_iterator=[iter(())])
+            with pytest.raises(ValueError, match="2 model chunks and 1 data iterator: give each"):
+                step(model=chunks, data_iterator=[iter(())])
+
+    values(run_ranks(RANKS, on_rank))
+
+
+def megatron_ext_step() -> Callable[..., Any]:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    return partial(
+        get_forward_backward_func(),
+        forward_step_func=None,
+        num_microbatches=MICROBATCHES,
+        seq_length=SEQUENCE,
+        micro_batch_size=BATCH,
+    )
+
+
+def test_costs_that_cannot_be_estimated_are_equal_and_can_be_measured(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+
+    def on_rank(rank: int) -> list[str]:
+        lines: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("megatron_ext").addHandler(handler)
+        with apply(cpu.patches()):
+            with megatron_ext.install(schedule="zb-h1"):
+                block_step("zb-h1")
+            with megatron_ext.install(schedule="zb-h1", costs=f"profile:{path}"):
+                parallel_state.initialize_model_parallel(pipeline_model_parallel_size=RANKS)
+                (chunk,) = blocks((rank,))
+                for _ in range(5):
+                    megatron_ext_step()(
+                        forward_step_func=lambda data, model: (model(next(data)), mean),
+                        model=[chunk],
+                        data_iterator=[iter(vectors(MICROBATCHES))],
+                    )
+        return lines
+
+    lines, _ = values(run_ranks(RANKS, on_rank))
+    told = "the costs of Block cannot be estimated, and are taken as equal for every stage"
+    assert [told in text for text in lines] == [True] + [False] * (len(lines) - 1)
+    assert "costs taken as equal (of a microbatch on one rank): f=1,i=1,w=1" in lines[1]
+    assert "measured costs" in lines[-1]
+    costs = parse_costs(str(path), line(RANKS))
+    assert costs.held_bytes is not None and all(map(all, costs.seconds.values()))
+
+
+# A language model with a tower that sees images, on the first stage.
+
+IMAGES = 4  # embeddings that an image becomes, which come before the text
+TEXT = SEQUENCE - IMAGES
+
+
+def transformer_config(chunks: int | None) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=4,
+        hidden_size=WIDTH,
+        num_attention_heads=2,
+        pipeline_model_parallel_size=RANKS,
+        virtual_pipeline_model_parallel_size=chunks,
+        pipeline_dtype=torch.float32,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        use_cpu_initialization=True,
+        masked_softmax_fusion=False,
+        transformer_impl="local",
+    )
+
+
+class Tower(MegatronModule):
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        init = {"config": config, "init_method": config.init_method, "bias": True}
+        self.patches = ColumnParallelLinear(3, 2 * WIDTH, **init)
+        self.norm = torch.nn.LayerNorm(2 * WIDTH)
+        self.projection = RowParallelLinear(
+            2 * WIDTH, WIDTH, input_is_parallel=True, skip_bias_add=False, **init
+        )
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        hidden, _ = self.patches(images)
+        return self.projection(torch.relu(self.norm(hidden)))[0]
+
+
+class Multimodal(MegatronModule):
+    """As those of Megatron-Bridge: stage for stage a language model, behind a tower."""
+
+    def __init__(self, config: TransformerConfig, vp_stage: int) -> None:
+        super().__init__(config)
+        ends = first_and_last(vp_stage)
+        self.pre_process, self.post_process = ends["pre_process"], ends["post_process"]
+        self.share_embeddings_and_output_weights = False
+        self.language_model = GPTModel(
+            config,
+            get_gpt_layer_local_spec(),
+            vocab_size=VOCABULARY,
+            max_sequence_length=SEQUENCE,
+            share_embeddings_and_output_weights=False,
+            vp_stage=vp_stage,
+            **ends,
+        )
+        self.tower = Tower(config) if self.pre_process else None
+
+    def set_input_tensor(self, tensors: list[torch.Tensor | None]) -> None:
+        self.language_model.set_input_tensor(tensors[0])
+
+    def forward(self, images: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        embeddings = None
+        if self.tower is not None:
+            text = self.language_model.embedding(tokens, torch.arange(TEXT).expand(BATCH, -1))
+            embeddings = torch.cat([self.tower(images), text])
+        mask = torch.ones(1, 1, SEQUENCE, SEQUENCE).triu(1).bool()
+        labels = torch.cat([tokens, tokens], dim=1)[:, :SEQUENCE]
+        return self.language_model(None, None, mask, decoder_input=embeddings, labels=labels)
+
+
+def multimodal(vp_stage: int, chunks: int | None) -> torch.nn.Module:
+    return Multimodal(transformer_config(chunks), vp_stage)
+
+
+def multimodal_step(data: Iterator[Any], model: Any) -> tuple[torch.Tensor, Any]:
+    return model(*next(data)), mean
+
+
+def images_and_tokens() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    return [
+        (
+            torch.randn(IMAGES, BATCH, 3, generator=generator),
+            torch.randint(VOCABULARY, (BATCH, TEXT), generator=generator),
+        )
+        for _ in range(MICROBATCHES)
+    ]
+
+
+# Megatron's LLaVA, as examples/multimodal makes it: configs of the tower and the projection are
+# copies of the language model's.
+
+TOKEN_OF_IMAGE = -200
+
+
+def llava(vp_stage: int, chunks: int | None) -> torch.nn.Module:
+    language = transformer_config(chunks)
+    tower, projection = copy.deepcopy(language), copy.deepcopy(language)
+    tower.num_layers = 2
+    tower.vision_model_type = "internvit"  # others have norms of Transformer Engine's alone
+    tower.pipeline_model_parallel_size = projection.pipeline_model_parallel_size = 1
+    ends = first_and_last(vp_stage)
+    return LLaVAModel(
+        language_transformer_config=language,
+        language_transformer_layer_spec=get_gpt_layer_local_spec(),
+        language_vocab_size=VOCABULARY,
+        language_max_sequence_length=SEQUENCE,
+        vision_transformer_config=tower,
+        vision_transformer_layer_spec=get_vit_layer_with_local_spec(),
+        drop_vision_class_token=False,
+        vision_projection_config=projection,
+        vision_projection_layer_spec=MLPSubmodules(
+            linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear
+        ),
+        add_encoder=ends["pre_process"],
+        img_h=8,
+        img_w=8,
+        patch_dim=4,
+        vp_stage=vp_stage,
+        **ends,
+    )
+
+
+def llava_step(data: Iterator[Any], model: Any) -> tuple[torch.Tensor, Any]:
+    images, tokens = next(data)
+    loss_mask = torch.ones_like(tokens, dtype=torch.float)
+    output, _ = model(
+        images,
+        tokens,
+        torch.arange(tokens.shape[1]).expand(BATCH, -1),
+        None,
+        labels=tokens.clamp(min=0),
+        loss_mask=loss_mask,
+    )
+    return output, mean
+
+
+def images_in_tokens() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """An image of 2 x 2 patches and a class token, in the place of one token of eight."""
+    generator = torch.Generator().manual_seed(2)
+    return [
+        (
+            torch.randn(BATCH, 3, 8, 8, generator=generator),
+            torch.cat(
+                [
+                    torch.full((BATCH, 1), TOKEN_OF_IMAGE),
+                    torch.randint(VOCABULARY, (BATCH, TEXT - 1), generator=generator),
+                ],
+                dim=1,
+            ),
+        )
+        for _ in range(MICROBATCHES)
+    ]
+
+
+MODELS = {
+    "a wrapper": (multimodal, multimodal_step, images_and_tokens),
+    "LLaVAModel": (llava, llava_step, images_in_tokens),
+}
+
+
+def model_step(
+    name: str, chunks: int | None, is_frozen: Callable[[str], bool], **call: Any
+) -> tuple[list[Any], callers.Gradients]:
+    """A step of that model, on so many chunks a rank, without gradients of what is frozen."""
+    make, forward_step, data = MODELS[name]
+
+    def build() -> list[torch.nn.Module]:
+        made = [make(number, chunks) for number in range(chunks or 1)]
+        for chunk in made:
+            draw_by_name(names_of_model(chunk))
+            for parameter, weight in chunk.named_parameters():
+                weight.requires_grad = not is_frozen(parameter)
+        return made
+
+    sizes = {"seq_length": SEQUENCE, "micro_batch_size": BATCH}
+    return callers.whole_step(
+        build, names_of_model, forward_step, data, chunks=chunks, **sizes | call
+    )
+
+
+def names_of_model(chunk: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    return named_parameters(chunk, chunk.language_model)
+
+
+TRAINED: dict[str, Callable[[str], bool]] = {
+    "all": lambda name: False,
+    "all but the tower": lambda name: name.startswith(("tower", "vision_model")),
+}
+
+Case = tuple[str, str, tuple[str, ...]]  # model, what of it is trained, schedules
+
+BY_DAY: tuple[Case, ...] = (
+    ("a wrapper", "all", ("1f1b", "zb-h1", "interleaved-zb", "zb-v")),
+    ("a wrapper", "all but the tower", ("zb-v",)),
+    ("LLaVAModel", "all", ("zb-h1", "interleaved-zb", "zb-v")),
+)
+BY_NIGHT: tuple[Case, ...] = (
+    ("a wrapper", "all", ("interleaved", "v-half", "hanayo")),
+    ("a wrapper", "all but the tower", ("1f1b", "zb-h1", "interleaved-zb")),
+    ("LLaVAModel", "all", ("1f1b", "interleaved", "v-half", "hanayo")),
+    ("LLaVAModel", "all but the tower", ("zb-h1", "interleaved-zb", "zb-v")),
+)
+
+
+@pytest.mark.parametrize(("name", "trained", "schedules"), [*BY_DAY, *at_night(*BY_NIGHT)])
+def test_a_tower_on_the_first_stage(name: str, trained: str, schedules: tuple[str, ...]) -> None:
+    """It ended with `_get_attr_wrapped_model couldn't find attribute decoder`. Under a V LLaVA's
+    tower then had as many layers as the language model's layout has on that stage, in silence."""
+    is_frozen = TRAINED[trained]
+
+    def on_rank(rank: int) -> None:
+        with apply(cpu.patches()):
+            # As stock's callers say it on a line: the image's embeddings, and all of them.
+            lengths = {"seq_length": 5, "decoder_seq_length": SEQUENCE}
+            expected = model_step(name, None, is_frozen, **lengths)
+            for schedule in schedules:
+                chunks = choose(schedule).example.chunks
+                queue.weights = set()
+                with megatron_ext.install(schedule=schedule):
+                    ours = model_step(name, chunks if chunks > 1 else None, is_frozen)
+                put_off, queue.weights = queue.weights, None
+                assert_same(ours, expected)
+                if name == "a wrapper":
+                    check_put_off(choose(schedule), put_off, rank, is_frozen("tower"))
+
+    values(run_ranks(RANKS, on_rank))
+
+
+def check_put_off(choice: Choice, put_off: set[torch.Tensor], rank: int, is_frozen: bool) -> None:
+    """The tower's linear layers are split as any: a frozen one has no W, nor has one whose input
+    needs no gradient."""
+    shapes = {tuple(weight.shape) for weight in put_off}
+    is_here = choice.place(RANKS).rank_of[0] == rank
+    assert ((WIDTH, 2 * WIDTH) in shapes) == (choice.splits_backward and is_here and not is_frozen)
+    assert (2 * WIDTH, 3) not in shapes
+
+
+def test_the_table_of_models() -> None:
+    kinds = {
+        "a module of the caller's own": [("all", OWN)],
+        "a wrapper: GPTModel behind a tower": _cases("a wrapper"),
+        "Megatron's LLaVAModel": _cases("LLaVAModel"),
+        "GPTModel, stages without layers": [("all", WITHOUT_LAYERS)],
+    }
+    rows = [
+        [kind, trained, *(_under(schedules, placement) for placement in ("line", "loop", "v wave"))]
+        for kind, cases in kinds.items()
+        for trained, schedules in cases
+    ]
+    check_written("models", table(["model", "trained", "lines", "loops", "V's, waves"], rows))
+
+
+def _cases(name: str) -> list[tuple[str, list[str]]]:
+    """What of that model is trained, with all schedules."""
+    schedules: dict[str, list[str]] = {trained: [] for trained in TRAINED}
+    for model, trained, own in (*BY_DAY, *BY_NIGHT):
+        if model == name:
+            schedules[trained] += own
+    return list(schedules.items())
+
+
+def _under(schedules: Sequence[str], placements: str) -> str:
+    named = [name for name in schedules if choose(name).example.name in placements.split()]
+    return ", ".join(named) or "-"

@@ -1,0 +1,160 @@
+"""Megatron's own tests of its schedules, with ours in their place.
+
+Their file is fetched, and run on eight ranks as it stands, but for what `OursInPlace` changes: a
+test of theirs says which function it expects, one calls stock's by name, and seven microbatches on
+four ranks are an error of stock's that is none of ours.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import sys
+import types
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+import megatron_ext
+from megatron_ext.adapter.step.pipeline_step import PipelineStep
+from megatron_ext.patches import cpu
+from megatron_ext.patches.engine import apply
+from tests.helpers.combinations import nightly
+from tests.helpers.fetched import fetched_file
+from tests.helpers.ranks import run_ranks, values
+
+pytestmark = nightly("test_any_model.py has modules of a caller's own")
+
+RANKS = 8
+REPOSITORY, TAG = "NVIDIA/Megatron-LM", "core_v0.19.0"
+FILE = "tests/unit_tests/pipeline_parallel/test_schedules.py"
+UTILITIES = "tests/unit_tests/test_utilities.py"
+
+LINES = ("1f1b", "zb-h1")
+CHUNKS = ("interleaved", "interleaved-zb", "zb-v")
+
+# A test of theirs, the schedules in whose place ours run, what is changed in it how often.
+CASES: tuple[tuple[str, tuple[str, ...], dict[str, int]], ...] = (
+    ("test_forward_backward_func_with_pipeline_parallel", LINES, {"identity": 1}),
+    ("test_forward_backward_func_with_interleaving", CHUNKS, {"identity": 1, "7 microbatches": 1}),
+    (
+        "test_forward_backward_func_with_uneven_interleaving",
+        CHUNKS,
+        {"identity": 1, "one iterator for two chunks": 1},
+    ),
+    (
+        "test_forward_backward_pipelining_without_interleaving_with_custom_pgs",
+        LINES,
+        {"stock by its name": 2},
+    ),
+    (
+        "test_forward_backward_pipelining_with_interleaving_with_custom_pgs",
+        CHUNKS,
+        {"identity": 1},
+    ),
+)
+
+
+class OursInPlace(ast.NodeTransformer):
+    """Changes a test of theirs; ``changed`` counts what."""
+
+    def __init__(self) -> None:
+        self.changed: Counter[str] = Counter()
+
+    def visit_Assert(self, node: ast.Assert) -> ast.Assert | None:
+        told = "schedule.get_forward_backward_func() == schedule.forward_backward_pipelining_"
+        if not ast.unparse(node.test).startswith(told):
+            return node
+        self.changed["identity"] += 1
+        return None
+
+    def visit_With(self, node: ast.With) -> Any:
+        (item,) = node.items
+        if ast.unparse(item) != "pytest.raises(RuntimeError)":
+            return node
+        if "data_iterator=[range(0, 100)]," in ast.unparse(node):  # ours says so before the step
+            self.changed["one iterator for two chunks"] += 1
+            item.context_expr = ast.parse("pytest.raises(ValueError)", mode="eval").body
+            return node
+        self.changed["7 microbatches"] += 1
+        return node.body
+
+    def visit_Call(self, node: ast.Call) -> ast.Call:
+        stock = "schedule.forward_backward_pipelining_without_interleaving"
+        if ast.unparse(node.func) == stock:
+            self.changed["stock by its name"] += 1
+            node.func = ast.parse("schedule.get_forward_backward_func()", mode="eval").body
+        return node
+
+
+class Mocker:
+    """As much of pytest-mock as their tests use."""
+
+    def __init__(self) -> None:
+        self._stack: list[Any] = []
+
+    def patch(self, target: str, **settings: Any) -> None:
+        self._stack.append(mock.patch(target, **settings))
+        self._stack[-1].start()
+
+    def stop(self) -> None:
+        for patch in self._stack:
+            patch.stop()
+
+
+def load(name: str, source: str) -> types.ModuleType:
+    module = types.ModuleType(name)
+    sys.modules[name] = module
+    exec(compile(source, name, "exec"), vars(module))
+    return module
+
+
+def theirs(test: str, file: Path, utilities: Path) -> tuple[Callable[..., None], Counter[str]]:
+    """Their function of that name, and what was changed in it."""
+    sys.modules["pytest_mock"] = mock.MagicMock()
+    sys.modules["tests.unit_tests"] = types.ModuleType("tests.unit_tests")
+    load("tests.unit_tests.test_utilities", utilities.read_text())
+    tree = ast.parse(file.read_text())
+    names = [getattr(node, "name", "") for node in tree.body]
+    function = tree.body[names.index(test)]
+    assert isinstance(function, ast.FunctionDef)
+    function.decorator_list = []  # marks, which are of their pytest's configuration
+    change = OursInPlace()
+    change.visit(function)
+    kept = zip(names, tree.body, strict=True)
+    tree.body = [node for name, node in kept if name == test or not name.startswith("test_")]
+    module = load("test_schedules", ast.unparse(ast.fix_missing_locations(tree)))
+    return getattr(module, test), change.changed
+
+
+@pytest.mark.parametrize(
+    ("test", "schedule", "changes"),
+    [(test, name, changes) for test, names, changes in CASES for name in names],
+)
+def test_megatrons_own(test: str, schedule: str, changes: dict[str, int]) -> None:
+    file, utilities = (fetched_file(REPOSITORY, TAG, path) for path in (FILE, UTILITIES))
+
+    def on_rank(rank: int) -> tuple[dict[str, int], int]:
+        os.environ |= {"LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+        run, changed = theirs(test, file, utilities)
+        assert list(inspect.signature(run).parameters) == ["mocker"]
+        steps = mock.Mock(wraps=PipelineStep.__call__)
+        ours = mock.patch.object(PipelineStep, "__call__", lambda *a, **named: steps(*a, **named))
+        mocker = Mocker()
+        with (
+            apply(cpu.patches()),
+            megatron_ext.install(schedule=schedule),
+            ours,
+        ):
+            run(mocker)
+        mocker.stop()
+        return dict(changed), steps.call_count
+
+    for changed, steps in values(run_ranks(RANKS, on_rank)):
+        assert changed == changes
+        assert steps  # they were ours

@@ -1,0 +1,153 @@
+"""--pipeline-metrics in real training runs: lines, TensorBoard and W&B, and nobody waits for it."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron_ext.runtime.measure.exchange import Exchange
+from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.schedule.show.trace import read_trace
+from tests.helpers.megatron_runs import SCRIPT, Run, assert_same, model_flags, train
+from tests.helpers.ranks import run_ranks, values
+from tests.helpers.stages import world
+from tests.pipeline.test_trace import WRITERS, traced
+
+Flags = dict[str, object]
+
+LINE = re.compile(
+    r"megatron_ext: iterations? (?P<iterations>[\d to]+): "
+    r"bubble (?P<bubble>-?[\d.]+)% of the (?P<what>makespan|span) "
+    r"\(predicted (?P<predicted_bubble>[\d.]+)%\), "
+    r"step (?P<step>[\d.e-]+) (?P<unit>m?s) \(predicted [\d.e-]+ m?s\), "
+    r"slowest rank (?P<slowest>\d+), its passes take (?P<times>[\d.]+) times the others'$",
+    re.MULTILINE,
+)
+
+
+def run(ranks: int, flags: Flags, script: Path = SCRIPT) -> list[Run]:
+    common: Flags = {
+        "pipeline_model_parallel_size": 2,
+        "pipeline_schedule": "zb-v",
+        "train_iters": 6,
+        "log_interval": 2,
+    }
+    return train(ranks, model_flags(**common | flags), script)
+
+
+def lines(capfd: pytest.CaptureFixture[str]) -> list[re.Match[str]]:
+    printed = capfd.readouterr().out
+    matches = list(LINE.finditer(printed))
+    assert len(matches) == len(re.findall(r"megatron_ext: iterations? \d", printed)), printed
+    return matches
+
+
+MEASURED: Flags = {"pipeline_metrics": True}
+
+
+def test_a_run_with_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is the same training. Of two pipelines the last is told of: in a line as often as Megatron
+    prints one, to the writers as often as it writes to them. The first iteration is not measured;
+    memory is not, without a GPU."""
+    reference = run(4, {})
+    capfd.readouterr()
+    script = tmp_path / "script.py"
+    script.write_text(WRITERS.replace("{script!r}", repr(str(SCRIPT))))
+    monkeypatch.setenv("WRITTEN", str(tmp_path))
+    writes: Flags = {"tensorboard_dir": tmp_path / "board", "tensorboard_log_interval": 3}
+    assert_same(run(4, MEASURED | writes, script), reference)
+    told = lines(capfd)
+    assert [line["iterations"] for line in told] == ["2", "3 to 4", "5 to 6"]
+    assert {line["what"] for line in told} == {"makespan"}
+    assert len({line["predicted_bubble"] for line in told}) == 1
+    assert all(0 < float(line["bubble"]) < 100 for line in told)
+    assert all(line["slowest"] in "01" and float(line["times"]) >= 1 for line in told)
+    for name in ("tensorboard", "wandb"):
+        assert not (tmp_path / f"{name}-1").exists()
+        entries = map(json.loads, (tmp_path / f"{name}-3").read_text().splitlines())
+        written = {(what, at): value for what, value, at in entries if what.startswith("pipeline/")}
+        names = {
+            *("pipeline/bubble share", "pipeline/bubble share, predicted"),
+            *("pipeline/step seconds", "pipeline/step seconds, predicted"),
+            *("pipeline/slowest rank", "pipeline/slowest rank, slower by"),
+        }
+        assert written.keys() == {(name, at) for name in names for at in (3, 6)}
+        (predicted,) = {written["pipeline/bubble share, predicted", at] for at in (3, 6)}
+        assert predicted == pytest.approx(float(told[0]["predicted_bubble"]) / 100, abs=1e-3)
+
+
+def test_the_figures_are_those_of_a_trace(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Without clocks that were compared: the step's own messages tell as much."""
+    run(2, MEASURED | {"log_interval": 1} | traced(tmp_path, "3:6"))
+    told = {line["iterations"]: line for line in lines(capfd)}
+    for step in read_trace(tmp_path):
+        line = told[str(step.iteration)]
+        seconds = float(line["step"]) / (1e3 if line["unit"] == "ms" else 1)
+        assert seconds == pytest.approx(step.measured.makespan, rel=0.05)
+        assert float(line["predicted_bubble"]) == pytest.approx(
+            100 * step.predicted.bubble_share_makespan, abs=0.06
+        )
+
+
+def test_steps_that_overlap(capfd: pytest.CaptureFixture[str]) -> None:
+    """They are told by their span, and still overlap."""
+    flags: Flags = {"pipeline_post_validation": True, "rerun_mode": "disabled"}
+    reference = run(2, flags)
+    capfd.readouterr()
+    assert_same(run(2, flags | MEASURED), reference)
+    assert [line["what"] for line in lines(capfd)] == ["span"] * 3
+
+
+def test_costs_that_are_measured_meanwhile(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """From the fifth iteration on another program runs: no figure is of both."""
+    flags: Flags = {
+        "pipeline_costs": f"profile:{tmp_path / 'costs.json'}",
+        "pipeline_schedule": "zb-auto",
+        "pipeline_memory_limit": "1x",
+        "pipeline_p2p": "batched",
+        "log_interval": 6,
+    }
+    run(2, flags | MEASURED)
+    assert [line["iterations"] for line in lines(capfd)] == ["5 to 6"]
+
+
+def test_off_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a step is recorded that nobody asked for")
+
+    monkeypatch.setattr(Recorder, "record", refuse)
+    run(2, {"train_iters": 2})
+
+
+SLEEP = 0.3
+
+
+def exchanged(rank: int) -> tuple[float, bool, list[list[float]]]:
+    """Rank 1 comes late."""
+    dist.barrier()
+    if rank == 1:
+        time.sleep(SLEEP)
+    begin = time.perf_counter()
+    exchange = Exchange(world(), [float(rank), 2.0**52 + rank], None)
+    seconds, has_come = time.perf_counter() - begin, exchange.has_come()
+    exchange.wait()
+    assert exchange.has_come()
+    return seconds, has_come, exchange.rows()
+
+
+def test_nobody_waits_for_the_others_numbers() -> None:
+    (seconds, has_come, rows), (_, _, others) = values(run_ranks(2, exchanged))
+    assert seconds < SLEEP / 2 and not has_come
+    assert rows == others == [[0.0, 2.0**52], [1.0, 2.0**52 + 1]]

@@ -1,0 +1,224 @@
+"""Recordings compared: what counts as a difference, and which comes first."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_ext.parity.records import report
+from megatron_ext.parity.records.compare import Comparison, First, Verdict, compare
+from megatron_ext.parity.records.piece import Piece
+from megatron_ext.parity.records.recording import read_recording
+from tests.helpers.recordings import Course, piece, tensor, write
+
+A = Course()
+SECOND = "layers.weight", (1,)
+
+
+def compared(folder: Path, a: Course, b: Course, again: Course | None = None) -> Comparison:
+    courses = {"A": a, "B": b} | ({"again": again} if again else {})
+    recordings = {
+        name: read_recording(write(folder / name, course)) for name, course in courses.items()
+    }
+    return compare(recordings["A"], recordings["B"], recordings.get("again"))
+
+
+def nudged(by: float) -> dict[int, dict[Piece, np.ndarray]]:
+    """Rank 1's tensor, one of its elements changed a little."""
+    return {1: tensor("layers.weight", [5, 6, 7, 8 + by], (1,))}
+
+
+def test_the_same(tmp_path: Path) -> None:
+    found = compared(tmp_path, A, A, A)
+    assert found.verdict is Verdict.SAME and found.first is None and not found.beyond
+    assert report.verdict(found) == [
+        "the same to the last bit: losses, parameters and optimizer states, and gradient norms"
+    ]
+    assert [row["B against A"] for row in report.rows(found)] == ["the same"] * 4
+    json.dumps(report.as_data(found))
+
+
+def test_a_tensor_that_differs_is_named_with_its_iteration_and_rank(tmp_path: Path) -> None:
+    found = compared(tmp_path, A, A.but(changed=nudged(1e-6), changed_from=2), A)
+    assert found.verdict is Verdict.DIFFER
+    assert found.first == First(2, "layers.weight[1]", (1,), 0, 3)
+    assert found.beyond == [SECOND]
+    (row,) = report.tensor_rows(found)
+    assert (row["tensor"], row["ranks of B"], row["elements"], row["ulps"]) == (
+        "layers.weight[1]",
+        "1",
+        "1 of 4",
+        "1",
+    )
+    assert "iteration 2, layers.weight[1] on rank 1" in report.verdict(found)[1]
+
+
+def test_a_loss_that_differs_comes_before_the_tensors_of_its_iteration(tmp_path: Path) -> None:
+    b = A.but(losses=(3.0, 2.5001, 2.0), changed=nudged(1e-6), changed_from=2)
+    found = compared(tmp_path, A, b, A)
+    assert found.first == First(2, "lm loss")
+
+
+def test_no_more_than_the_floor_is_no_difference(tmp_path: Path) -> None:
+    """Stories of a GPU: A differs from A, and B by as much."""
+    again, b = (A.but(changed=nudged(by), changed_from=1) for by in (1e-5, -1.5e-5))
+    found = compared(tmp_path, A, b, again)
+    assert found.verdict is Verdict.WITHIN_THE_FLOOR and found.first is None
+    assert "within the floor" in report.verdict(found)[0]
+
+
+def test_more_than_the_floor_is_a_difference(tmp_path: Path) -> None:
+    again, b = (A.but(changed=nudged(by), changed_from=1) for by in (1e-5, 1e-3))
+    found = compared(tmp_path, A, b, again)
+    assert found.verdict is Verdict.DIFFER
+    assert found.first == First(3, "layers.weight[1]")
+
+
+def test_losses_have_a_floor_too(tmp_path: Path) -> None:
+    again = A.but(losses=(3.0, 2.5001, 2.0))
+    assert compared(tmp_path / "1", A, A.but(losses=(3.0001, 2.5, 2.0)), again).first is None
+    found = compared(tmp_path / "2", A, A.but(losses=(3.0, 2.5, 2.1)), again)
+    assert found.first == First(3, "lm loss")
+
+
+def test_nan_is_more_than_any_floor(tmp_path: Path) -> None:
+    again, b = (A.but(changed=nudged(by), changed_from=1) for by in (1e-3, math.nan))
+    found = compared(tmp_path, A, b, again)
+    assert found.beyond == [SECOND]
+    assert "1 nan in one of them" in report.tensor_rows(found)[0]["elements"]
+
+
+def test_a_norm_added_in_another_order_is_said_and_no_difference(tmp_path: Path) -> None:
+    one_ulp = float(np.nextafter(np.float32(1.25), np.float32(2)))
+    found = compared(tmp_path, A, A.but(norms=(1.5, one_ulp, 1.125)), A)
+    assert found.verdict is Verdict.SAME and found.norm_alone
+    assert report.rows(found)[1]["B against A"] == "1 of 3 differ, by up to 1 ulp"
+    assert "another order" in report.verdict(found)[1]
+
+
+def test_a_norm_that_is_not_close_is_a_difference(tmp_path: Path) -> None:
+    found = compared(tmp_path, A, A.but(norms=(1.5, 1.26, 1.125)), A)
+    assert found.verdict is Verdict.DIFFER and found.first == First(2, "gradient norm")
+
+
+def test_clipping_by_such_a_norm_is_explained(tmp_path: Path) -> None:
+    one_ulp = float(np.nextafter(np.float32(1.25), np.float32(2)))
+    a = A.but(arguments={"clip_grad": 1.0})
+    b = a.but(norms=(1.5, one_ulp, 1.125), changed=nudged(1e-6), changed_from=2)
+    found = compared(tmp_path, a, b, a)
+    assert found.verdict is Verdict.DIFFER and found.clipping == 1.0
+    assert any("--clip-grad 0" in line for line in report.verdict(found))
+
+
+def test_tensors_are_put_together_however_they_are_divided(tmp_path: Path) -> None:
+    """Tensor-parallel shards, and those again divided over data-parallel ranks."""
+    whole = np.arange(24, dtype=np.float32).reshape(4, 6)
+
+    def part(columns: slice, start: int, stop: int) -> dict[Piece, np.ndarray]:
+        shard = whole[:, columns]
+        part = Piece("w", (), (4, 6), (0, columns.start), shard.shape, start, stop, "float32")
+        return {part: np.ascontiguousarray(shard).reshape(-1)[start:stop]}
+
+    left, right = slice(0, 4), slice(4, 6)
+    ranks = (part(left, 0, 10), part(right, 0, 8), part(left, 10, 16))
+    divided = read_recording(write(tmp_path / "divided", A.but(ranks=ranks)))
+    dtype, bits = divided.whole(("w", ()))
+    assert dtype == "float32" and np.array_equal(bits.view(np.float32), whole)
+    lacking = read_recording(write(tmp_path / "lacking", A.but(ranks=ranks[:2])))
+    with pytest.raises(ValueError, match="w has 24 elements, of which 18 were recorded"):
+        lacking.whole(("w", ()))
+
+
+def test_copies_that_are_not_the_same(tmp_path: Path) -> None:
+    """Data-parallel ranks, or both ends of a tied embedding."""
+
+    def with_copy(values: list[float]) -> Course:
+        copy = {
+            Piece(*{**vars(p), "is_copy": True}.values()): v
+            for p, v in tensor("tied", values).items()
+        }
+        first = A.ranks[0] | tensor("tied", [1, 2])
+        return A.but(ranks=(first, A.ranks[1] | copy))
+
+    found = compared(tmp_path, with_copy([1, 2]), with_copy([1, 9]))
+    assert found.verdict is Verdict.DIFFER and found.copies == [("tied", ())]
+    assert any("copies that are not the same" in line for line in report.verdict(found))
+
+
+def test_a_tensor_that_only_one_has(tmp_path: Path) -> None:
+    found = compared(tmp_path, A, A.but(ranks=(A.ranks[0] | tensor("more", [1]), A.ranks[1])))
+    assert found.verdict is Verdict.DIFFER and found.missing == [("more", ())]
+
+
+def test_another_type(tmp_path: Path) -> None:
+    half = np.array([5, 6, 7, 8], np.float16)
+    b = A.but(ranks=(A.ranks[0], {piece("layers.weight", half, (1,)): half}))
+    found = compared(tmp_path, A, b, A)
+    assert found.verdict is Verdict.DIFFER
+    assert report.tensor_rows(found)[0]["elements"] == "float32 and float16"
+
+
+@pytest.mark.parametrize(
+    ("course", "says"),
+    [
+        (A.but(losses=(3.0, 3.0, 3.0)), "lm loss is 3 in all 3 iterations: it does not move"),
+        (A.but(losses=(math.nan,) * 3), "lm loss is nan in all 3 iterations"),
+        (A.but(norms=(0.0, 0.0, 0.0)), "the gradients' norm is 0 in all 3 iterations"),
+        (A.but(losses=(3.0,), norms=(1.0,), changed_from=1), "take at least 2"),
+    ],
+)
+def test_a_run_that_does_not_move_is_no_pass(tmp_path: Path, course: Course, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        compared(tmp_path, course, course, course)
+
+
+def test_other_models_and_data_cannot_be_compared(tmp_path: Path) -> None:
+    b = A.but(arguments={"num_layers": 4, "clip_grad": 0, "seed": 2})
+    with pytest.raises(ValueError, match=r"model and training: --num-layers \(2 and 4\), --seed"):
+        compared(tmp_path, A, b)
+
+
+def test_other_iterations_cannot_be_compared(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="3 iterations from 0 on, and 2 iterations from 0 on"):
+        compared(tmp_path, A, A.but(losses=(3.0, 2.5), norms=(1.5, 1.25)))
+
+
+def test_what_is_no_recording(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no recording"):
+        read_recording(tmp_path)
+
+
+def test_a_recording_that_was_cut_off(tmp_path: Path) -> None:
+    lines = write(tmp_path, A) / "rank-00001.jsonl"
+    text = lines.read_text()
+    lines.write_text(text[: text.index('{"iteration": 2') + 20])
+    with pytest.raises(ValueError, match="rank 1 recorded 1 iteration of 3"):
+        read_recording(tmp_path)
+    lines.unlink()
+    with pytest.raises(ValueError, match=r"lacks rank-00001\.jsonl"):
+        read_recording(tmp_path)
+
+
+def test_tensors_that_were_cut_off(tmp_path: Path) -> None:
+    file = write(tmp_path, A) / "rank-00000.bin"
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(ValueError, match=r"rank-00000\.bin has 20 of 24 bytes"):
+        read_recording(tmp_path)
+
+
+def test_nothing_is_recorded_over_another_recording(tmp_path: Path) -> None:
+    write(tmp_path, A)
+    with pytest.raises(ValueError, match="holds a recording already: name a new folder"):
+        write(tmp_path, A)
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "megatron_ext.parity.records.writing.bytes_file", lambda folder, rank: Path("/dev/full")
+    )
+    with pytest.raises(ValueError, match="cannot take the recording: No space left on device"):
+        write(tmp_path, A)

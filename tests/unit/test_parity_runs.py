@@ -1,0 +1,145 @@
+"""The lines of `megatron-ext parity` run one after the other, with a stand-in for what runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from megatron_ext.cli import app
+from megatron_ext.parity import runs
+from tests.helpers.recordings import Course, write
+
+OURS = ["torchrun", "p.py", "--pipeline-schedule", "zb-h1"]
+
+
+class Machine:
+    """Runs no line: notes its words, and leaves what a run would."""
+
+    def __init__(self) -> None:
+        self.lines: list[list[str]] = []
+        self.environments: list[dict[str, str]] = []
+        self.courses: dict[str, Course] = {}
+        self.failing = ""
+
+    def call(self, words: Sequence[str], stdout: Any, env: dict[str, str], **_: Any) -> int:
+        self.lines.append(list(words))
+        self.environments.append(env)
+        if "record" not in words:
+            folder = Path(words[words.index("--save") + 1])
+            folder.mkdir()
+            (folder / "latest_checkpointed_iteration.txt").write_text("1")
+            return 0
+        folder = Path(words[words.index("record") + 1])
+        if folder.name == self.failing:
+            stdout.write("much\nbefore\nmegatron_ext: error: --num-layers 7: not so\nand after\n")
+            return 1
+        write(folder, self.courses.get(folder.name, Course()))
+        return 0
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
+    machine = Machine()
+    monkeypatch.setattr(runs.subprocess, "call", machine.call)
+    monkeypatch.setattr("megatron_ext.commands.parity.check_comparable", lambda a, b: None)
+    monkeypatch.chdir(tmp_path)
+    return machine
+
+
+def parity(*words: str) -> Result:
+    return CliRunner().invoke(app, ["parity", *words])
+
+
+def test_a_line_as_stock(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_EXT_MEMORY_LIMIT", "5")
+    result = parity("--", *OURS)
+    assert result.exit_code == 0, result.output
+    save, a, again, b = machine.lines
+    assert "--pipeline-schedule" not in save + a + again
+    assert b[-6:-4] == ["--pipeline-schedule", "zb-h1"]
+    for line, name in ((a, "A"), (again, "A-again"), (b, "B")):
+        assert line[line.index("record") + 1] == f"parity/{name}"
+        assert line[-4:] == ["--load", "parity/checkpoint", "--ckpt-format", "torch_dist"]
+    ours = ["MEGATRON_EXT_MEMORY_LIMIT" in env for env in machine.environments]
+    assert ours == [False, False, False, True]
+    assert [line.split(" ...")[0] for line in result.stderr.splitlines()] == [
+        "A writes a checkpoint",
+        "A, 4 iterations",
+        "A again",
+        "B, 4 iterations",
+    ]
+    assert "the same to the last bit" in result.stdout
+
+
+def test_two_lines(machine: Machine) -> None:
+    machine.courses["B"] = Course(losses=(3.0, 2.25, 2.0))
+    result = parity("--dir", "here", "--", "torchrun", "p.py", "--a", "--", *OURS)
+    assert result.exit_code == 1
+    assert "first difference: iteration 2, lm loss (2.5 and 2.25" in result.stdout
+    assert [line[1] for line in machine.lines] == ["-m"] * 4
+
+
+def test_lines_that_load_write_no_checkpoint(machine: Machine, tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")
+    assert parity("--", *OURS, "--load", str(tmp_path)).exit_code == 0
+    assert len(machine.lines) == 3
+
+
+def test_lines_from_a_seed_write_no_checkpoint(machine: Machine) -> None:
+    assert parity("--from-seed", "--", *OURS).exit_code == 0
+    assert len(machine.lines) == 3 and not any("--load" in line for line in machine.lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--", "torchrun", "p.py"], "the line has no flag of ours"),
+        (["--", "a.py", "--", "b.py", "--", "c.py"], "give one launch line or two"),
+        (["--", "true"], "begins no launch line"),
+    ],
+)
+def test_words_that_are_no_lines(machine: Machine, words: list[str], says: str) -> None:
+    result = parity(*words)
+    assert result.exit_code == 2 and says in result.stderr
+    assert not machine.lines
+
+
+def test_a_folder_that_is_there_already(machine: Machine, tmp_path: Path) -> None:
+    (tmp_path / "parity").mkdir()
+    (tmp_path / "parity" / "kept").touch()
+    result = parity("--", *OURS)
+    assert result.exit_code == 2 and "parity is there already: name another" in result.stderr
+    assert not machine.lines
+
+
+def test_a_run_that_fails(machine: Machine) -> None:
+    machine.failing = "A-again"
+    result = parity("--", *OURS)
+    assert result.exit_code == 2
+    assert "A again: the run failed with exit status 1; its output is in parity/A-again.log" in (
+        result.stderr
+    )
+    assert "It says: megatron_ext: error: --num-layers 7: not so" in result.stderr
+    assert len(machine.lines) == 3
+
+
+def test_no_room(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage: Callable[[Any], Any] = lambda folder: type("Usage", (), {"free": 2})  # noqa: E731
+    monkeypatch.setattr(runs.shutil, "disk_usage", usage)
+    result = parity("--", *OURS)
+    assert result.exit_code == 2
+    assert "no room in parity: 3 recordings need about" in result.stderr
+    assert len(machine.lines) == 1
+
+
+def test_other_checkpoints(machine: Machine, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "latest_checkpointed_iteration.txt").write_text("1")
+    result = parity("--", *OURS, "--load", "a", "--", *OURS, "--load", "b")
+    assert result.exit_code == 2 and "--load a and b: give both the same" in result.stderr

@@ -1,0 +1,130 @@
+"""What our schedules would take where a step of Megatron's own was seen, of known costs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_ext.cli import app
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.registry import choose
+from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.plan.what_if import SeenCosts, WhatIf, weight_shares, what_if
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.program.simulate import simulate
+from megatron_ext.schedule.show.seen_costs import seen_costs
+from megatron_ext.schedule.show.trace import TracedStep, TraceFile, beside, read_trace
+
+
+def seen(spec: str, ranks: int, microbatches: int, hop: float = 0.0) -> TracedStep:
+    """A step as simulated: of a full rank F takes 1 s and B 2 s, of which W is said to be 0.4."""
+    choice = choose(spec)
+    placement = choice.place(ranks)
+    costs = uniform(placement, 1.0, 1.2, 0.8, comm=hop)
+    program = build_program(choice, Problem(placement, microbatches, costs))
+    timeline = simulate(program, costs)
+    compute = tuple(event for row in timeline.compute for event in row)
+    measured = replace(timeline, events=compute)
+    traced = beside(7, measured, timeline, clock_error=0.0)
+    return replace(traced, weight_shares=weight_shares(costs))
+
+
+def costs_of(step: TracedStep) -> SeenCosts:
+    costs = seen_costs([step])
+    assert costs is not None
+    return costs
+
+
+def step_of(told: WhatIf, name: str) -> tuple[float, float, float]:
+    (prospect,) = (p for p in (*told.within, *told.with_more) if p.schedule == name)
+    return tuple(round(seconds, 9) for seconds in (prospect.low, prospect.step, prospect.high))
+
+
+def simulated(spec: str, weight: float) -> float:
+    placement = choose(spec).place(4)
+    costs = uniform(placement, 1.0, 2.0 - weight, weight)
+    made = build_program(choose(spec), Problem(placement, 8, uniform(placement, 1.0, 1.2, 0.8)))
+    return round(simulate(made, costs).makespan, 9)
+
+
+def test_costs_are_those_that_the_step_shows() -> None:
+    costs = costs_of(seen("1f1b", 4, 8, hop=0.25))
+    assert costs.forward == pytest.approx((1.0,) * 4)
+    assert costs.backward == pytest.approx((2.0,) * 4)
+    assert costs.weight_shares == pytest.approx((0.4,) * 4)
+    assert costs.hop == pytest.approx(0.25)
+    assert costs_of(seen("interleaved:vpp=2", 4, 8)).forward == pytest.approx((0.5,) * 8)
+
+
+def test_a_step_of_1f1b() -> None:
+    """4 ranks, 8 microbatches: 11 times F + B with Megatron's order, as everybody knows."""
+    told = what_if(costs_of(seen("1f1b", 4, 8)))
+    assert told.stock.step == pytest.approx(33.0) == told.stock.high
+    assert told.stock.of_stock == pytest.approx((1.0, 1.0))
+    assert told.stock.bubble_share == pytest.approx(3 / 11) and told.stock.peak == 4
+    assert all(p.peak <= 4 for p in told.within)
+    assert all(p.peak > 4 and p.step < 33.0 for p in told.with_more)
+    assert list(told.within) == sorted(told.within, key=lambda p: (p.step, p.peak))
+    for spec in ("zb-h1", "zb-v"):  # the V's stages are half as long
+        steps = [simulated(spec, 2.0 * share) for share in (0.3, 0.4, 0.5)]
+        assert step_of(told, spec) == (min(steps), steps[1], max(steps))
+    names = {p.schedule for p in (*told.within, *told.with_more)}
+    assert "zb-h2" in names and not any(name.startswith("interleaved") for name in names)
+    assert "holds more, and gains nothing" in told.left_out["gpipe"]
+
+
+def test_a_step_of_two_chunks_a_rank() -> None:
+    """A group's size is in the rows; lines would have both chunks of a rank in one stage."""
+    told = what_if(costs_of(seen("interleaved:vpp=2,group=6", 4, 12)))
+    assert told.stock.schedule == "interleaved" and told.stock.vpp == 2
+    tried = {p.schedule: p for p in (*told.within, *told.with_more)}
+    assert tried["interleaved-zb:vpp=2"].step < told.stock.step
+    assert tried["zb-h1"].vpp == 1 and tried["zb-v"].vpp == 2
+    assert tried["zb-h1"].peak == 4
+    assert tried["interleaved:vpp=2"].step == pytest.approx(told.stock.step)  # smaller groups
+    assert tried["interleaved:vpp=2"].peak < told.stock.peak
+
+
+def test_what_takes_long_is_left_out() -> None:
+    told = what_if(costs_of(seen("1f1b", 4, 32)))
+    assert "searched for" in told.left_out["v-auto"]
+    told = what_if(costs_of(seen("1f1b", 4, 8)), seconds=0.0)
+    assert not told.within and "no time left" in told.left_out["zb-h1"]
+
+
+def test_stages_that_cannot_be_cut() -> None:
+    costs = costs_of(seen("interleaved:vpp=3", 2, 4))
+    told = what_if(costs)
+    assert "6 cannot be cut so" in told.left_out["zb-v"]
+    assert costs.costs(4) is None
+
+
+def test_a_trace_keeps_what_the_command_needs(tmp_path: Path) -> None:
+    file = TraceFile(tmp_path / "trace.json")
+    file.add(seen("1f1b", 2, 4))
+    (step,) = read_trace(tmp_path)
+    assert step.weight_shares == pytest.approx((0.4, 0.4))
+    result = CliRunner().invoke(app, ["trace", str(tmp_path)])
+    assert "Megatron's own 1f1b on 2 ranks" in result.stdout
+    assert "what schedules would take" in result.stdout and "zb-h1" in result.stdout
+    report = json.loads(CliRunner().invoke(app, ["trace", str(tmp_path), "--json"]).stdout)
+    assert report["what_if"]["stock"]["step"] == pytest.approx(15.0)
+    assert report["what_if"]["within"][0]["of_stock"][1] < 1
+
+
+def test_a_trace_of_ours_has_no_what_if(tmp_path: Path) -> None:
+    file = TraceFile(tmp_path / "trace.json")
+    file.add(replace(seen("zb-h1", 2, 4), weight_shares=None))
+    assert read_trace(tmp_path)[0].weight_shares is None
+    report = json.loads(CliRunner().invoke(app, ["trace", str(tmp_path), "--json"]).stdout)
+    assert report["what_if"] is None
+
+
+def test_shares_that_are_not_there(tmp_path: Path) -> None:
+    TraceFile(tmp_path / "trace.json").add(replace(seen("1f1b", 2, 4), weight_shares=(0.4,)))
+    with pytest.raises(ValueError, match="weight_shares has 1 figures for 2 stages"):
+        read_trace(tmp_path)
