@@ -43,7 +43,7 @@ from megatron_ext.schedule.show.prediction import Comparison
 
 FIRST = 2  # iterations of a training that are not raced in: caches fill, kernels load
 
-_Key = tuple[Shape, int]  # shape and number of the microbatches that are raced with
+_Key = tuple[int, int, int]  # of what is raced with: micro batch, sequence, microbatches
 
 
 class StepRace(StepObserver[Step]):
@@ -82,7 +82,7 @@ class StepRace(StepObserver[Step]):
             self._turn.interrupt()
 
     def _next(self, call: Call, shape: Shape, make: Callable[[], Program]) -> str:
-        key = shape, call.num_microbatches
+        key = call.micro_batch_size, call.seq_length, call.num_microbatches
         if key != self._key:
             self._begin_anew(call, key)
         self._steps += 1

@@ -205,7 +205,7 @@ def _losses(stages: Sequence[ModelStage]) -> list[Any]:
 def _observers(config: PipelineConfig, programs: Programs) -> list[StepObserver[Step]]:
     observers: list[StepObserver[Step]] = []
     if config.report_split:
-        observers.append(SplitReport())
+        observers.append(SplitReport(splits=config.splits_backward))
     if config.metrics:
         observers.append(StepMetrics(overlap=config.post_validation))
     if config.trace is not None:
