@@ -32,7 +32,7 @@ from tests.helpers.ranks import values
 
 Flags = dict[str, object]
 
-ROUNDS, TIMED = 2, 2
+ROUNDS, TIMED = 2, 1
 ROUND = 4 * (rounds.WARM_UP + TIMED)  # iterations, of a race of two
 WHOLE = step_race.FIRST + ROUNDS * ROUND + 1  # until it is over, and one step more
 COSTS = "f=10,i=14,w=6"
