@@ -414,9 +414,9 @@ BY_DAY: tuple[Case, ...] = (
     ("LLaVAModel", "all", ("zb-h1", "interleaved-zb", "zb-v")),
 )
 BY_NIGHT: tuple[Case, ...] = (
-    ("a wrapper", "all", ("interleaved", "v-half", "hanayo")),
+    ("a wrapper", "all", ("interleaved", "v-half", "hanayo:waves=1")),
     ("a wrapper", "all but the tower", ("1f1b", "zb-h1", "interleaved-zb")),
-    ("LLaVAModel", "all", ("1f1b", "interleaved", "v-half", "hanayo")),
+    ("LLaVAModel", "all", ("1f1b", "interleaved", "v-half", "hanayo:waves=1")),
     ("LLaVAModel", "all but the tower", ("zb-h1", "interleaved-zb", "zb-v")),
 )
 
