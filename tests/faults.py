@@ -30,6 +30,8 @@ RUNTIME = "megatron_ext/runtime"
 ADAPTER = "megatron_ext/adapter"
 MEGATRON = "patches/megatron"
 
+PREDICTION = "tests/pipeline/test_multi_token_prediction.py::test_it_is_stock_to_the_last_bit"
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -223,6 +225,34 @@ FAULTS = (
         ("tests/pipeline/test_post_validation.py",),
     ),
     # ---- Megatron under it
+    Fault(
+        "recomputed-uses-are-summed",
+        f"{RUNTIME}/weight_gradients.py",
+        "backward = torch._C._current_graph_task_id()",
+        "backward = 0",
+        (PREDICTION,),
+    ),
+    Fault(
+        "a-head-that-is-looked-up-waits",
+        f"{ADAPTER}/step/training.py",
+        "elif head_is_looked_up(call.models[-1]) or not output_layer_waits(program):",
+        "elif not output_layer_waits(program):",
+        (PREDICTION,),
+    ),
+    Fault(
+        "predictions-copy-of-the-embedding-is-forgotten",
+        f"{ADAPTER}/tied.py",
+        "last.share_embeddings_and_output_weights or predicts",
+        "last.share_embeddings_and_output_weights",
+        (PREDICTION,),
+    ),
+    Fault(
+        "predictions-copy-starts-with-zeros",
+        f"{MEGATRON}/training/models/dist_utils.py",
+        "last.copy_(first)",
+        "pass",
+        ("tests/pipeline/test_multi_token_prediction.py::test_the_copies_start_equal_on_a_v",),
+    ),
     Fault(
         "weights-descend-the-wrong-way",
         f"{MEGATRON}/core/tensor_parallel/layers.py",

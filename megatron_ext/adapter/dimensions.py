@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from megatron.core.transformer import TransformerConfig
 
+from megatron_ext.adapter.layers import prediction_depths
 from megatron_ext.adapter.model_parts import ChunkSize
 from megatron_ext.logger import logger
 from megatron_ext.schedule.costs import Costs, uniform
@@ -105,6 +106,7 @@ def dimensions_of(
         ),
         fused_attention=getattr(settings, "transformer_impl", "") == "transformer_engine",
         sequence_parallel=settings.sequence_parallel,
+        depths=prediction_depths(settings),
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_ext.adapter.vocabulary_rows import embedding_part
 
@@ -28,6 +29,7 @@ class ChunkSize:
         rows: of its output layer, 0 without one.
         parameters: elements of all parameters.
         beside: elements of those that are not its language model's.
+        head_is_looked_up: of the function of that name.
     """
 
     model: str
@@ -35,6 +37,7 @@ class ChunkSize:
     rows: int
     parameters: int
     beside: int
+    head_is_looked_up: bool = False
 
 
 def language_model(chunk: torch.nn.Module) -> Any | None:
@@ -53,6 +56,24 @@ def output_layer(chunk: torch.nn.Module) -> Any | None:
     return None
 
 
+def head_is_looked_up(chunk: torch.nn.Module) -> bool:
+    """Whether the output layer of ``chunk`` uses the table of look-ups of the same stage: those of
+    tied multi-token prediction.
+
+    Autograd sums what both bring to its gradient. A W pass would add the output layer's apart.
+    """
+    model = language_model(chunk)
+    looks_up: bool = getattr(model, "mtp_process", False)
+    is_tied: bool = getattr(model, "share_embeddings_and_output_weights", False)
+    return looks_up and is_tied
+
+
+def unused_heads(chunks: Sequence[torch.nn.Module]) -> frozenset[Tensor]:
+    """The weights that Megatron gives output layers of ``chunks`` which use look-ups' tables."""
+    heads = [output_layer(chunk) for chunk in chunks if head_is_looked_up(chunk)]
+    return frozenset(head.weight for head in heads if head is not None)
+
+
 def size_of(chunk: torch.nn.Module) -> ChunkSize:
     """The size of one rank's ``chunk``."""
     model = language_model(chunk)
@@ -64,7 +85,8 @@ def size_of(chunk: torch.nn.Module) -> ChunkSize:
     while (inner := _first_within(wrapped, ("module",))) is not None:
         wrapped = inner
     layers = None if model is None else len(model.decoder.layers)
-    return ChunkSize(type(wrapped).__name__, layers, rows, parameters, parameters - known)
+    name, beside = type(wrapped).__name__, parameters - known
+    return ChunkSize(name, layers, rows, parameters, beside, head_is_looked_up(chunk))
 
 
 def _first_within(model: Any, names: Sequence[str]) -> Any | None:

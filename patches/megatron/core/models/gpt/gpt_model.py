@@ -49,11 +49,6 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
                 f"{type(model).__name__} may use them in ways of its own: drop the flag"
             )
         refuse(settings, choice, Extras(vocabulary=vocabulary))
-        if call.arguments["mtp_block_spec"] is not None:
-            raise ValueError(
-                f"--pipeline-vocab-parallel {vocabulary} does not go with multi-token prediction: "
-                f"drop --pipeline-vocab-parallel"
-            )
         build_divided(original, model, call)
 
     return (
