@@ -6,7 +6,7 @@ may have nothing that is known here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,9 @@ class ChunkSize:
         parameters: elements of all parameters.
         beside: elements of those that are not its language model's.
         head_is_looked_up: of the function of that name.
+        trained_matrices: how much of the matrices of its layers is trained, from 0 to 1.
+        is_trained: whether any parameter is.
+        head_is_trained: whether its output layer is, if it has one.
     """
 
     model: str
@@ -38,6 +41,9 @@ class ChunkSize:
     parameters: int
     beside: int
     head_is_looked_up: bool = False
+    trained_matrices: float = 1.0
+    is_trained: bool = True
+    head_is_trained: bool = True
 
 
 def language_model(chunk: torch.nn.Module) -> Any | None:
@@ -77,16 +83,27 @@ def unused_heads(chunks: Sequence[torch.nn.Module]) -> frozenset[Tensor]:
 def size_of(chunk: torch.nn.Module) -> ChunkSize:
     """The size of one rank's ``chunk``."""
     model = language_model(chunk)
-    rows = getattr(output_layer(chunk), "output_size_per_partition", 0)
+    head = output_layer(chunk)
+    rows = getattr(head, "output_size_per_partition", 0)
     if rows == 0 and (part := embedding_part(chunk)) is not None:  # which is the output layer's too
         rows = part.num_embeddings_per_partition
-    parameters, known = (_elements(module) for module in (chunk, model))
     wrapped: Any = chunk
     while (inner := _first_within(wrapped, ("module",))) is not None:
         wrapped = inner
-    layers = None if model is None else len(model.decoder.layers)
-    name, beside = type(wrapped).__name__, parameters - known
-    return ChunkSize(name, layers, rows, parameters, beside, head_is_looked_up(chunk))
+    parameters = _elements(chunk.parameters())
+    known = () if model is None else model.parameters()
+    layers = () if model is None else model.decoder.parameters()
+    return ChunkSize(
+        model=type(wrapped).__name__,
+        layers=None if model is None else len(model.decoder.layers),
+        rows=rows,
+        parameters=parameters,
+        beside=parameters - _elements(known),
+        head_is_looked_up=head_is_looked_up(chunk),
+        trained_matrices=_trained(weight for weight in layers if weight.dim() > 1),
+        is_trained=_trained(chunk.parameters()) > 0,
+        head_is_trained=head is None or _trained(head.parameters()) > 0,
+    )
 
 
 def _first_within(model: Any, names: Sequence[str]) -> Any | None:
@@ -94,5 +111,12 @@ def _first_within(model: Any, names: Sequence[str]) -> Any | None:
     return next((module for module in modules if isinstance(module, torch.nn.Module)), None)
 
 
-def _elements(module: torch.nn.Module | None) -> int:
-    return 0 if module is None else sum(weight.numel() for weight in module.parameters())
+def _elements(weights: Iterable[Tensor]) -> int:
+    return sum(weight.numel() for weight in weights)
+
+
+def _trained(weights: Iterable[Tensor]) -> float:
+    """How much of ``weights`` is trained, from 0 to 1. (1 where there are none.)"""
+    weights = list(weights)
+    trained = _elements(weight for weight in weights if weight.requires_grad)
+    return trained / _elements(weights) if weights else 1.0
