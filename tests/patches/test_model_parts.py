@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -77,8 +78,12 @@ def test_what_of_a_chunk_is_trained() -> None:
     assert (empty.trained_matrices, empty.head_is_trained, empty.is_trained) == (1.0, True, True)
 
 
-def test_a_model_without_pre_process_has_no_tied_weights() -> None:
+def test_a_model_of_the_callers_own_has_no_tied_weights() -> None:
     assert tied_weights([linear(), linear()]) is None
+    chunk: Any = linear()
+    chunk.pre_process = chunk.post_process = True
+    chunk.config = ModelParallelConfig()
+    assert tied_weights([chunk, chunk]) is None
 
 
 def test_costs_leave_out_what_is_not_done_for_frozen_weights() -> None:
