@@ -242,8 +242,8 @@ FAULTS = (
     Fault(
         "predictions-copy-of-the-embedding-is-forgotten",
         f"{ADAPTER}/tied.py",
-        "last.share_embeddings_and_output_weights or predicts",
-        "last.share_embeddings_and_output_weights",
+        'is_tied or getattr(last.config, "mtp_num_layers", None)',
+        "is_tied",
         (PREDICTION,),
     ),
     Fault(
@@ -325,7 +325,7 @@ FAULTS = (
     Fault(
         "frozen-weights-cost-as-trained-ones",
         f"{SCHEDULE}/model/frozen.py",
-        "if first_stage and head and all(share == 1 for share in matrices):",
+        "if reached == 1 and head and all(share == 1 for share in matrices):",
         "if True:",
         (
             "tests/patches/test_model_parts.py::"

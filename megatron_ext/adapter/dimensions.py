@@ -64,7 +64,7 @@ def costs_of_model(
     return without_frozen(
         costs,
         [size.trained_matrices for size in per_stage],
-        first_stage=per_stage[0].is_trained,
+        reached=per_stage[0].reached,
         head=per_stage[-1].head_is_trained,
     )
 

@@ -31,7 +31,8 @@ class ChunkSize:
         beside: elements of those that are not its language model's.
         head_is_looked_up: of the function of that name.
         trained_matrices: how much of the matrices of its layers is trained, from 0 to 1.
-        is_trained: whether any parameter is.
+        reached: how much of its layers needs the gradient, from 0 to 1, were nothing before it
+            trained: those from the first trained one on.
         head_is_trained: whether its output layer is, if it has one.
     """
 
@@ -42,7 +43,7 @@ class ChunkSize:
     beside: int
     head_is_looked_up: bool = False
     trained_matrices: float = 1.0
-    is_trained: bool = True
+    reached: float = 1.0
     head_is_trained: bool = True
 
 
@@ -101,7 +102,7 @@ def size_of(chunk: torch.nn.Module) -> ChunkSize:
         beside=parameters - _elements(known),
         head_is_looked_up=head_is_looked_up(chunk),
         trained_matrices=_trained(weight for weight in layers if weight.dim() > 1),
-        is_trained=_trained(chunk.parameters()) > 0,
+        reached=_reached(chunk, model),
         head_is_trained=head is None or _trained(head.parameters()) > 0,
     )
 
@@ -109,6 +110,15 @@ def size_of(chunk: torch.nn.Module) -> ChunkSize:
 def _first_within(model: Any, names: Sequence[str]) -> Any | None:
     modules = (getattr(model, name, None) for name in names)
     return next((module for module in modules if isinstance(module, torch.nn.Module)), None)
+
+
+def _reached(chunk: torch.nn.Module, model: Any | None) -> float:
+    layers = [] if model is None else list(model.decoder.layers)
+    of_layers = {weight for layer in layers for weight in layer.parameters()}
+    if any(weight.requires_grad for weight in chunk.parameters() if weight not in of_layers):
+        return 1.0  # an embedding, or a tower; what comes after the layers is on another stage
+    trained = [_trained(layer.parameters()) > 0 for layer in layers]
+    return (len(layers) - trained.index(True)) / len(layers) if any(trained) else 0.0
 
 
 def _elements(weights: Iterable[Tensor]) -> int:

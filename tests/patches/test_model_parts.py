@@ -72,10 +72,11 @@ def test_what_of_a_chunk_is_trained() -> None:
     model.output_layer.requires_grad_(False)
     model.decoder.layers[0].weight.requires_grad = False
     size = size_of(model)
-    assert (size.trained_matrices, size.head_is_trained, size.is_trained) == (0.5, False, True)
-    assert not size_of(model.requires_grad_(False)).is_trained
-    empty = size_of(gpt(0))
-    assert (empty.trained_matrices, empty.head_is_trained, empty.is_trained) == (1.0, True, True)
+    assert (size.trained_matrices, size.head_is_trained, size.reached) == (0.5, False, 1.0)
+    model.decoder.layers[0].requires_grad_(False)  # its bias, too
+    assert size_of(model).reached == 0.5
+    assert size_of(holding(tower=linear(), language_model=model)).reached == 1.0
+    assert size_of(model.requires_grad_(False)).reached == 0.0
 
 
 def test_a_model_of_the_callers_own_has_no_tied_weights() -> None:
@@ -87,10 +88,10 @@ def test_a_model_of_the_callers_own_has_no_tied_weights() -> None:
 
 
 def test_costs_leave_out_what_is_not_done_for_frozen_weights() -> None:
-    """Adapters on the last stage, and a first one of which nothing is trained."""
+    """Adapters on the last stage, and a first one with trained norms in its last layers."""
     whole = [replace(size(2), rows=rows) for rows in (0, 64)]
     parts = [
-        replace(whole[0], trained_matrices=0.0, is_trained=False),
+        replace(whole[0], trained_matrices=0.0, reached=0.25),
         replace(whole[1], trained_matrices=0.25, head_is_trained=False),
     ]
     of_all, of_parts = (
@@ -99,7 +100,8 @@ def test_costs_leave_out_what_is_not_done_for_frozen_weights() -> None:
     head = of_all.vocabulary.head[0]
     forward, i, w = (of_parts.seconds[kind] for kind in of_parts.seconds)
     assert forward == pytest.approx(of_all.seconds[Kind.FORWARD])
-    assert i == pytest.approx((0.0, of_all.seconds[Kind.BACKWARD_INPUT][1]))
+    first, last = of_all.seconds[Kind.BACKWARD_INPUT]
+    assert i == pytest.approx((first / 4, last))
     assert w == pytest.approx((0.0, (of_all.seconds[Kind.BACKWARD_WEIGHT][1] - head) / 4))
     assert of_parts.vocabulary.head[2] == 0
     kept = [

@@ -10,22 +10,19 @@ from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import Held
 
 
-def without_frozen(
-    costs: Costs, matrices: Sequence[float], *, first_stage: bool, head: bool
-) -> Costs:
+def without_frozen(costs: Costs, matrices: Sequence[float], *, reached: float, head: bool) -> Costs:
     """``costs``, those of training everything, without what is not done for frozen weights.
 
-    A frozen weight has no W, and keeps nothing for it. Where nothing of the first stage is trained
-    it has no I either; later stages pass the gradient on, since what is before them needs it, or
-    Megatron takes it to.
+    A frozen weight has no W, and keeps nothing for it. What comes before all that is trained has no
+    I either, as far as it is on the first stage; later ones pass the gradient on, as Megatron's do.
 
     Args:
         matrices: how much of each stage's layers is trained, from 0 to 1.
-        first_stage: whether anything of the first stage is.
+        reached: how much of the first stage's layers needs the gradient, from 0 to 1.
         head: whether the output layer is.
     """
 
-    if first_stage and head and all(share == 1 for share in matrices):
+    if reached == 1 and head and all(share == 1 for share in matrices):
         return costs
 
     def shared(figures: tuple[float, ...]) -> tuple[float, ...]:
@@ -34,8 +31,8 @@ def without_frozen(
     layers = costs.without_vocabulary()
     seconds = dict(layers.seconds)
     seconds[Kind.BACKWARD_WEIGHT] = shared(seconds[Kind.BACKWARD_WEIGHT])
-    if not first_stage:
-        seconds[Kind.BACKWARD_INPUT] = (0.0, *seconds[Kind.BACKWARD_INPUT][1:])
+    first, *later = seconds[Kind.BACKWARD_INPUT]
+    seconds[Kind.BACKWARD_INPUT] = (first * reached, *later)
     held = layers.held_bytes
     if held is not None:
         held = {**held, Held.WEIGHT_INPUTS: shared(held[Held.WEIGHT_INPUTS])}
