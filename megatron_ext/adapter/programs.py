@@ -28,7 +28,11 @@ from megatron_ext.adapter.training_globals import ramps_up_to
 from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger, telling_of_long_work
 from megatron_ext.runtime.agreement import listed
-from megatron_ext.schedule.build.output_layer import place_again, place_output_layer
+from megatron_ext.schedule.build.output_layer import (
+    place_again,
+    place_output_layer,
+    with_input_gradient,
+)
 from megatron_ext.schedule.build.registry import Choice
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import parse_costs
@@ -109,10 +113,14 @@ class Programs:
         micro_batch: int,
     ) -> Costs:
         """The costs of a microbatch. Raises ValueError."""
-        if not self._config.costs.is_estimate:
-            return parse_costs(self._config.costs.text, placement)
-        is_told = not self.costs and self._config.costs.profile is None
-        return costs_of_model(config, placement, per_stage, sequence, micro_batch, is_told=is_told)
+        if self._config.costs.is_estimate:
+            is_told = not self.costs and self._config.costs.profile is None
+            costs = costs_of_model(
+                config, placement, per_stage, sequence, micro_batch, is_told=is_told
+            )
+        else:
+            costs = parse_costs(self._config.costs.text, placement)
+        return with_input_gradient(costs) if per_stage[-1].head_is_looked_up else costs
 
     def known(
         self, config: Any, shape: Shape, microbatches: int, forward_only: bool

@@ -490,6 +490,29 @@ def test_ranks_share_the_model(untied: bool, experts: int | None) -> None:
     assert on_v[3] > on_v[0] == on_v[1] == on_v[2]
 
 
+@pytest.mark.parametrize("experts", [None, 2])
+def test_multi_token_prediction_is_on_the_rank_with_the_loss(experts: int | None) -> None:
+    """With its layers and a table to look up in; a repeated layer is one, and the last stage may
+    have no others."""
+    given: dict[str, Any] = FLAGS | {"num_experts": experts, "pipeline_schedule": "1f1b"}
+    config = launch_line.PipelineConfig(schedule="1f1b")
+    args = launch_line.parse(model_flags(**given)).args
+    with launch_line.on_gpus(args):
+        launch_line.validate(args, config, 4)
+    args.padded_vocab_size = 128
+
+    def totals() -> list[float]:
+        return [rank.total for rank in bytes_of_ranks(args, line(4), [3, 3, 2, 0])]
+
+    without = totals()
+    layer, table = (without[0] - without[2]), 18 * 128 * args.hidden_size
+    layer -= table
+    args.mtp_num_layers = 2
+    assert totals() == pytest.approx([*without[:3], without[3] + 2 * layer + table])
+    args.mtp_use_repeated_layer = True
+    assert totals() == pytest.approx([*without[:3], without[3] + layer + table])
+
+
 def test_context_parallel_ranks_share_optimizer_states() -> None:
     """A Llama-3 70B with TP 4 x CP 2 was told to take 11 GiB more than it does."""
     given: dict[str, Any] = {"use_distributed_optimizer": True, "global_batch_size": 16}

@@ -163,6 +163,36 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
         {"pipeline_vocab_parallel": 2, "cross_entropy_loss_fusion": True},
         "--pipeline-vocab-parallel 2 does not go with cross_entropy_loss_fusion=True: drop",
     ),
+    "multi-token prediction on a stage of its own": (
+        {
+            "mtp_num_layers": 1,
+            "position_embedding_type": "rope",
+            "pipeline_model_parallel_layout": "Ett|tt|m|L",
+        },
+        "as in --pipeline-model-parallel-layout Ett|tt|m|L: put the m's into the last segment",
+    ),
+    "multi-token prediction, tied and saved": (
+        {
+            "mtp_num_layers": 1,
+            "position_embedding_type": "rope",
+            "save": "/dev/null/no",
+            "save_interval": 5,
+        },
+        "--save: Megatron cannot write a torch_dist checkpoint of multi-token prediction with tied",
+    ),
+    "multi-token prediction, a divided vocabulary": (
+        {"mtp_num_layers": 1, "position_embedding_type": "rope", "pipeline_vocab_parallel": 1},
+        "--pipeline-vocab-parallel 1 does not go with mtp_num_layers=1: multi-token prediction",
+    ),
+    "multi-token prediction, and layers that do not divide": (
+        {
+            "mtp_num_layers": 2,
+            "position_embedding_type": "rope",
+            "pipeline_schedule": "zb-v",
+            "num_layers": 12,
+        },
+        "--pipeline-model-parallel-layout 'Ett|tt|tt|tt|t|t|t|tmmL'",
+    ),
     "a divided vocabulary over the memory limit": (
         {"pipeline_vocab_parallel": 1, "pipeline_schedule": "1f1b", "pipeline_memory_limit": "4"},
         "over the memory limit of 4 microbatches",
