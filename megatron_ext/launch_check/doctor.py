@@ -30,12 +30,13 @@ class State(StrEnum):
     """How a patch stands to what is here.
 
     FITS: it could be applied, and is not asked for; WOULD_BE_APPLIED: it is; APPLIED: it is in
-    force in this process.
+    force in this process. NEEDLESS: what is here does by itself what the patch is for.
     """
 
     FITS = "fits"
     WOULD_BE_APPLIED = "would be applied"
     APPLIED = "applied"
+    NEEDLESS = "not needed"
     MISFIT = "does not fit"
 
 
@@ -145,7 +146,7 @@ def _patches(config: PipelineConfig) -> Iterator[PatchState]:
             elif (misfit := _misfit(patch)) is not None:
                 state = State.MISFIT
             else:
-                state = State.WOULD_BE_APPLIED if is_asked and wanted else State.FITS
+                state = _state_of_what_fits(patch, is_asked and wanted)
             yield PatchState(
                 feature.name,
                 patch.target,
@@ -156,6 +157,12 @@ def _patches(config: PipelineConfig) -> Iterator[PatchState]:
                 misfit.text if misfit else "",
                 misfit.unknown if misfit else None,
             )
+
+
+def _state_of_what_fits(patch: Patch, is_asked_for: bool) -> State:
+    if patch.is_needless(resolve(patch.target).original):
+        return State.NEEDLESS
+    return State.WOULD_BE_APPLIED if is_asked_for else State.FITS
 
 
 def _misfit(patch: Patch) -> Misfit | None:

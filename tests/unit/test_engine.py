@@ -311,6 +311,20 @@ def test_a_patch_for_several_versions_fits_each_and_no_other(theirs: Any) -> Non
         apply([wrap("fake_theirs:train", ours, reason="test", signature=(older, "()"))])
 
 
+def test_an_original_that_does_it_by_itself_is_left_as_it_is(theirs: Any) -> None:
+    """Megatron 0.20 cuts padded buckets right, where 0.19 does not: mended twice they are wrong."""
+    digest, original = source_digest(theirs.train), theirs.train
+    mended = {"digests": {"1": "0" * 12}, "needless": {"2": digest}}
+    with apply([wrap("fake_theirs:train", ours, reason="test", **mended)]) as handle:
+        assert theirs.train is original and not handle.patches
+    other = {"digests": {"1": digest}, "needless": {"2": "0" * 12}}
+    with apply([wrap("fake_theirs:train", ours, reason="test", **other)]):
+        assert theirs.train(1)[0] == "ours"
+    unknown = {"digests": {"1": "0" * 12}, "needless": {"2": "1" * 12}}
+    with pytest.raises(PatchError, match="is not as in fake_theirs 1 and 2"):
+        apply([wrap("fake_theirs:train", ours, reason="test", **unknown)])
+
+
 @pytest.mark.parametrize("how", [replace, wrap])
 @pytest.mark.parametrize(
     "target", ["Layer.forward", "Layer.shape", "Layer.make", "Layer.width", "Layer.inherited"]

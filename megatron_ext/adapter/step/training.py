@@ -82,7 +82,14 @@ class Training:
         if self._config.costs.profile is not None and not call.config.variable_seq_lengths:
             shape = call.micro_batch_size, call.seq_length
         self._programs.agree_on_costs(
-            call.pipeline, call.config, call.models, shape, call.seq_length, call.micro_batch_size
+            call.pipeline,
+            call.config,
+            call.models,
+            shape,
+            call.seq_length,
+            call.micro_batch_size,
+            call.num_microbatches,
+            call.forward_only,
         )
         program = self._program(call, shape)
         connections = self._connections

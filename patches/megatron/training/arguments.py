@@ -50,8 +50,6 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
                 warn_of_settling(args)
         except ValueError as error:
             exit_for(error)
-        # Only stock's own loop starts gathers by itself; with any other each starts the next.
-        args.align_param_gather = False
         return args
 
     return (
