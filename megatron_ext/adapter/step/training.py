@@ -17,7 +17,6 @@ import torch.distributed as dist
 from megatron.core.utils import log_single_rank
 from torch import Tensor
 
-from megatron_ext.adapter.model_parts import head_is_looked_up
 from megatron_ext.adapter.observers.metrics import StepMetrics
 from megatron_ext.adapter.observers.observer import Step, StepObserver
 from megatron_ext.adapter.observers.profile import StepProfile
@@ -137,7 +136,7 @@ class Training:
         shard, at_once = None, frozenset[Tensor]()
         if self._divides:
             shard = shard_of(call.models, call.config, call.pipeline, call.groups.tp)
-        elif head_is_looked_up(call.models[-1]) or not output_layer_waits(program):
+        elif not output_layer_waits(program):
             at_once = head_weights(call.models)
         waits = self._programs.choice.splits_backward and not call.forward_only
         apart = frozenset[Tensor]() if shard is None else frozenset([shard.output])
