@@ -48,7 +48,8 @@ def test_every_binding_is_changed_and_put_back() -> None:
             for patch in diagnose(PipelineConfig()).patches:
                 states.setdefault(patch.target, set()).add(patch.state)
     for target, seen in states.items():
-        assert "applied" in seen and seen <= {"applied", "fits"}, (target, seen)
+        is_applied = "applied" in seen and seen <= {"applied", "fits"}
+        assert is_applied or seen == {"not needed"}, (target, seen)
     for module in (schedules, pipeline_parallel, training):
         assert module.get_forward_backward_func is stock
     assert "applied" not in {p.state for p in diagnose(PipelineConfig()).patches}
