@@ -15,7 +15,7 @@ from tests.helpers.combinations import at_night
 REHEARSED = {
     "calls": ("host calls item", "host calls queue 1"),
     "executor": ("executor offload gis 2", "executor copies"),
-    "gpt": ("gpt reference", "gpt schedule zb-v async", *at_night("two ranks trial")),
+    **dict(at_night(("gpt", ("gpt reference", "gpt schedule zb-v async", "two ranks trial")))),
 }
 
 

@@ -360,8 +360,11 @@ class _Listener:
 
 
 def _layers(chunk: torch.nn.Module) -> list[int]:
-    """The numbers of a chunk's layers, counted from 0 through the whole model."""
-    model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
+    """The numbers of a chunk's layers, counted from 0 through the whole model; of a GPT."""
+    try:
+        model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
+    except RuntimeError:  # there is none
+        return []
     return [layer.layer_number - 1 for layer in model.decoder.layers]
 
 

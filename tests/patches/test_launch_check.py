@@ -90,6 +90,17 @@ def test_megatrons_own_pipeline_is_predicted_too() -> None:
     assert prediction is not None and prediction.schedule == "1f1b"
 
 
+def test_whether_megatrons_own_pipeline_can_be_watched(tmp_path: Path) -> None:
+    stock: dict[str, Any] = {"pipeline_schedule": None, "pipeline_trace": tmp_path / "traces"}
+    report = checked(**stock, train_iters=8)
+    assert report.is_right, told(report, Verdict.WRONG)
+    assert any("are needed, and fit Megatron" in text for text in told(report, Verdict.RIGHT))
+    (wrong,) = told(checked(**stock, train_iters=6), Verdict.WRONG)
+    assert "traces iterations 5 to 7 of a run, and the last one is 6 (--train-iters)" in wrong
+    remarks = told(checked(**stock, train_iters=8, pipeline_model_parallel_size=1), Verdict.REMARK)
+    assert any("nothing of Megatron's step will be seen" in text for text in remarks)
+
+
 def test_the_default_layers_need_no_transformer_engine_here() -> None:
     """On a login node without it lines with Megatron's default layers, or rope, were refused."""
     newest: dict[str, Any] = {"qk_clip": True, "fp8_format": "hybrid", "bf16": True}

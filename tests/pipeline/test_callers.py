@@ -157,26 +157,28 @@ def test_gradients_and_losses_are_stocks(schedule: str, p2p: str, own_groups: bo
     values(run_ranks(RANKS, lambda rank: on_rank(rank, schedule, p2p, own_groups)))
 
 
-def traced_loop(rank: int, folder: Path, own_groups: bool) -> None:
+def traced_loop(rank: int, folder: Path, own_groups: bool, schedule: str | None = "zb-h1") -> None:
     """Three training steps, with evaluations; the second and third are to be traced."""
     with apply(cpu.patches()):
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=RANKS)
         model_parallel_cuda_manual_seed(0)
-        with megatron_ext.install(schedule="zb-h1", trace=str(folder), trace_iters="2:4"):
+        with megatron_ext.install(schedule=schedule, trace=str(folder), trace_iters="2:4"):
             for forward_only in (False, True, False, True, False):
                 step(own_groups, forward_only)
 
 
-@pytest.mark.parametrize("own_groups", [False, True])
+@pytest.mark.parametrize(
+    ("own_groups", "schedule", "kinds"), [(False, "zb-h1", 3), (True, "zb-h1", 3), (True, None, 2)]
+)
 def test_steps_of_a_loop_of_ones_own_are_counted_for_a_trace(
-    own_groups: bool, tmp_path: Path
+    own_groups: bool, schedule: str | None, kinds: int, tmp_path: Path
 ) -> None:
-    """From 1, and evaluations are no training steps."""
-    values(run_ranks(RANKS, lambda rank: traced_loop(rank, tmp_path, own_groups)))
+    """From 1, and evaluations are no training steps. Megatron's own are counted alike."""
+    values(run_ranks(RANKS, lambda rank: traced_loop(rank, tmp_path, own_groups, schedule)))
     steps = read_trace(tmp_path)
     assert [traced.iteration for traced in steps] == [2, 3]
     for traced in steps:
-        assert [len(row) for row in traced.measured.compute] == [3 * MICROBATCHES] * RANKS
+        assert [len(row) for row in traced.measured.compute] == [kinds * MICROBATCHES] * RANKS
 
 
 def test_a_trace_that_cannot_be_written_does_not_end_the_training(tmp_path: Path) -> None:

@@ -39,8 +39,8 @@ DROPOUT: dict[str, object] = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 
 # the schedule, the ways to leave, the ranks, and flags of both runs
 CASES: dict[str, tuple[str, tuple[str, ...], int, dict[str, object]]] = {
-    "gis": ("gis", ("full", "half", "fit"), 2, {}),
-    "gis-h": ("gis-h", ("full",), 4, {}),
+    "gis": ("gis", ("full", *at_night("half"), "fit"), 2, {}),
+    "gis-h": ("gis-h", at_night("full"), 4, {}),
     "interleaved, dropout": ("interleaved", ("full",), 2, DROPOUT),
     "zb-v, evaluation, dropout": (
         "zb-v",
@@ -48,7 +48,12 @@ CASES: dict[str, tuple[str, tuple[str, ...], int, dict[str, object]]] = {
         2,
         {"eval_interval": 1, "eval_iters": 1, **DROPOUT},
     ),
-    "v-half, untied": ("v-half", ("full",), 2, {"untie_embeddings_and_output_weights": True}),
+    "v-half, untied": (
+        "v-half",
+        at_night("full"),
+        2,
+        {"untie_embeddings_and_output_weights": True},
+    ),
     "v-auto, odd": ("v-auto", ("full",), 3, {}),
     "1f1b": ("1f1b", ("full",), 2, {}),
     "zb-h1, batched": ("zb-h1", ("full",), 2, {"pipeline_p2p": "batched"}),
@@ -86,7 +91,7 @@ CASES: dict[str, tuple[str, tuple[str, ...], int, dict[str, object]]] = {
         },
     ),
     "divided vocabulary": ("zb-v", ("full",), 2, {"pipeline_vocab_parallel": 2}),
-    "divided vocabulary, 1f1b": ("1f1b", ("full",), 3, {"pipeline_vocab_parallel": 1}),
+    "divided vocabulary, 1f1b": ("1f1b", at_night("full"), 3, {"pipeline_vocab_parallel": 1}),
     "experts": (
         "zb-h1",
         ("full",),

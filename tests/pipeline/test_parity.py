@@ -77,7 +77,7 @@ def compare(ranks: int, **flags: object) -> tuple[list[Run], list[Run]]:
     return train(ranks, model_flags(**flags, pipeline_schedule="zb-h1")), reference
 
 
-@pytest.mark.parametrize("family", ["zb-h2", "zb-auto", "2bp"])
+@pytest.mark.parametrize("family", ["zb-auto", *at_night("zb-h2", "2bp")])
 def test_every_schedule_on_a_line_runs(family: str) -> None:
     reference, folder = stock("pp4", "tied")
     assert_same(resume("pp4", "tied", folder, pipeline_schedule=family), reference)

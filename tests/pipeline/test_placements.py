@@ -31,10 +31,6 @@ from tests.helpers.megatron_runs import (
 )
 from tests.helpers.ranks import lasting_folder
 
-SCHEDULES = (
-    *("zb-v", "v-half", "v-auto", "v-min", "1f1b-v", "dualpipe-v", "hanayo"),
-    *("interleaved", "breadth-first", "interleaved-zb", "gis", "gis-h"),
-)
 SAVED_AT = 2
 ITERATIONS = 4
 UNTIED = {"untie_embeddings_and_output_weights": True}
@@ -96,8 +92,14 @@ SETTINGS = {
     "distributed optimizer, padded buckets": distributed(4, hidden_size=64),
     "dp_reshardable": distributed(dist_ckpt_optim_fully_reshardable=None),
 }
+# By day not every family: what differs between those of one placement is their order, which is
+# proved, and run with stand-ins for the model by test_adversary.py.
+TRAINED = (
+    *("zb-v", "v-half", "v-auto", "interleaved-zb", "gis"),
+    *at_night("v-min", "1f1b-v", "dualpipe-v", "interleaved", "breadth-first", "gis-h"),
+)
 PARITY = [
-    *each_once(["pp2 untied", "pp4"], [schedule for schedule in SCHEDULES if schedule != "hanayo"]),
+    *each_once(["pp2 untied", "pp4"], TRAINED),
     ("pp2 untied", "hanayo"),
     *(("pp2", schedule) for schedule in ("zb-h1", "gis", "zb-v", "hanayo")),
     *(("pp3", schedule) for schedule in ("v-half", "hanayo")),
@@ -349,8 +351,10 @@ def test_a_tensor_that_differs_is_noticed() -> None:
     """Names say what a tensor is: every layer is there, of whatever rank and chunk."""
     reference, other = stock("pp2")[0], fresh()
     for layer in range(8):
-        assert f"tp0 decoder.layers.{layer}.mlp.linear_fc1.weight exp_avg" in whole_state(other)
+        name = f"optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight[{layer}]"
+        assert name in whole_state(other)
+    late = [Run(losses=losses(reference), state=run.state) for run in other]
     with pytest.raises(AssertionError, match="tensors differ"):
-        assert_same([Run(losses=losses(reference), state=whole_state(other))], reference)
+        assert_same(late, reference)
     with pytest.raises(AssertionError, match="rank 1 has another"):
-        whole_state([reference[0], Run(state=dict.fromkeys(reference[0].state, ""))])
+        whole_state([reference[0], Run(state=dict.fromkeys(reference[0].state, 0))])

@@ -76,9 +76,9 @@ SETTINGS = {
     "zb-2p, fp16, dp 2, sharded": Setting(4, "zb-2p", DP2 | UNTIED | FP16 | SHARDED),
     "zb-v, bf16, dp 2, overlaps": Setting(4, "zb-v", DP2 | {"bf16": True} | OVERLAPS),
     "zb-v, tp 2": Setting(4, "zb-v", DP2 | {"tensor_model_parallel_size": 2}),
-    "zb-v, tokens": Setting(4, "zb-v", DP2 | {"calculate_per_token_loss": True}),
     **dict(
         at_night(
+            ("zb-v, tokens", Setting(4, "zb-v", DP2 | {"calculate_per_token_loss": True})),
             ("zb-2p", Setting(4, "zb-2p", PP4 | UNTIED)),
             ("zb-v, tied", Setting(4, "zb-v", PP4)),
             ("v-auto, bf16", Setting(2, "v-auto", PP2 | {"bf16": True})),

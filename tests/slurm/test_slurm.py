@@ -21,6 +21,7 @@ pytest.importorskip("torch")
 pytest.importorskip("megatron.training")
 
 from scripts import quickstart
+from tests.helpers.combinations import IS_NIGHT
 from tests.helpers.megatron_runs import losses, train
 from tests.helpers.ranks import HANGS
 
@@ -29,7 +30,7 @@ CLUSTER = ROOT / "tests" / "slurm" / "cluster.sh"
 PRETRAIN = ROOT / "scripts" / "slurm" / "pretrain.sh"
 RECORDED = ROOT / "tests" / "slurm" / "recorded.py"
 
-RANKS = 4
+RANKS = 4 if IS_NIGHT else 2  # on two nodes
 SAVE_INTERVAL = 4
 FLAGS = quickstart.MODEL | {
     "--pipeline-schedule": "zb-v",
@@ -131,7 +132,7 @@ class Job:
 
 
 def submit(cluster: Cluster, folder: Path) -> Job:
-    """A training on two nodes, and two ranks on each."""
+    """A training on two nodes, with as many ranks on each."""
     settings = {"SCRIPT": str(RECORDED), "CHECKPOINTS": str(folder / "checkpoints")}
     number = replace(cluster, environment=cluster.environment | settings).run(
         *("sbatch", "--parsable", "--nodes", "2", "--gpus-per-node", str(RANKS // 2)),

@@ -101,6 +101,8 @@ class StockTraining:
 
     def finish(self, iteration: int) -> None:
         """The last iteration was ``iteration``."""
+        if self._recorder is None:  # nothing was seen, and that was said
+            return
         for observer in self._observers:
             observer.finish(iteration)
 
