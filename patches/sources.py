@@ -19,7 +19,7 @@ from megatron_ext.config import ALLOW_UNKNOWN
 
 _ENTRY = re.compile(r"[\w.]+:[\w.]+@\w+")
 _UPSTREAM = "NVIDIA/Megatron-LM"
-_UNTAGGED = {"0.20": "d98e8a64"}  # read before it was released
+UNTAGGED = {"0.20": "d98e8a64"}  # read before it was released
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def _diff(package: str, file: Path, versions: list[str]) -> str:
     root, path = file.parents[depth], Path(*file.parts[-depth - 1 :])
     here = sys.modules[f"{package}.core"].__version__
     version = next((known for known in versions if here.startswith(f"{known}.")), versions[-1])
-    tag = _UNTAGGED.get(version, f"core_v{version}.0")
+    tag = UNTAGGED.get(version, f"core_v{version}.0")
     if (root / ".git").exists():
         return f"git -C {root} diff {tag} -- {path}"
     return f"git show {tag}:{path} | git diff --no-index - {file} (in a clone of {_UPSTREAM})"

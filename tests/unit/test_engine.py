@@ -22,6 +22,7 @@ from megatron_ext.patches.engine import (
     stale_references,
     wrap,
 )
+from megatron_ext.patches.sources import versions_of
 
 MakeModule = Callable[[str, str], types.ModuleType]
 
