@@ -22,7 +22,11 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_decoder_layer_specs,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
@@ -42,7 +46,6 @@ UNSERVED = {
     "fim_data": False,
     "hybrid_context_parallel": False,
     "logits_load_dir": None,
-    "mtp_num_layers": None,
     "per_dataset_sequences_path": None,
     "sft": False,
 }
@@ -69,13 +72,19 @@ def refuse_unserved(args: Namespace) -> None:
                 f"--{name.replace('_', '-')} {value}: scripts/pretrain_gpt.py trains a GPT "
                 "without it; use the pretrain_gpt.py of Megatron-LM, or leave the flag out"
             )
+    if core_transformer_config_from_args(args).mtp_standalone:
+        raise ValueError(
+            f"--pipeline-model-parallel-layout {args.pipeline_model_parallel_layout}: "
+            "scripts/pretrain_gpt.py has multi-token prediction on the last stage only; use the "
+            "pretrain_gpt.py of Megatron-LM, or put the m's into the last segment"
+        )
 
 
-def get_batch(data_iterator: Iterator[Batch], vp_stage: int | None) -> Batch:
+def get_batch(data_iterator: Iterator[Batch], model: GPTModel) -> Batch:
     """The next microbatch, as far as this stage needs it: an inner stage gets Nones."""
     args = get_args()
     fields = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
-    if not is_first_or_last_pipeline_stage(vp_stage):
+    if not is_first_or_last_pipeline_stage(get_attr_wrapped_model(model, "vp_stage")):
         return dict.fromkeys(fields)
     tp_rank = mpu.get_tensor_model_parallel_rank()
     batch: Batch = {}
@@ -95,7 +104,7 @@ def get_batch(data_iterator: Iterator[Batch], vp_stage: int | None) -> Batch:
         tp_rank=tp_rank,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
-        mtp_on_this_rank=False,
+        mtp_on_this_rank=get_attr_wrapped_model(model, "mtp_process"),
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
@@ -131,7 +140,7 @@ def forward_step(
     """Run this rank's chunk on the next microbatch; the schedule calls the loss where it is."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
-    batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    batch = get_batch(data_iterator, model)
     timers("batch-generator").stop()
     output = model(
         batch["tokens"],
@@ -190,13 +199,13 @@ def model_provider(
     """A chunk of the model, where Megatron has no builder that makes it from a config."""
     args = get_args()
     config = config or core_transformer_config_from_args(args)
-    layers = get_gpt_decoder_block_spec(
-        config,
-        use_transformer_engine=args.transformer_impl == "transformer_engine",
-        normalization=args.normalization,
-        qk_l2_norm=args.qk_l2_norm,
-        vp_stage=vp_stage,
-    )
+    transformer_engine = args.transformer_impl == "transformer_engine"
+    norms = {"normalization": args.normalization, "qk_l2_norm": args.qk_l2_norm}
+    layers = get_gpt_decoder_block_spec(config, transformer_engine, **norms, vp_stage=vp_stage)
+    mtp = None
+    if config.mtp_num_layers is not None:
+        last_layer = get_gpt_decoder_layer_specs(config, transformer_engine, **norms)[-1]
+        mtp = get_gpt_mtp_block_spec(config, last_layer, transformer_engine, vp_stage=vp_stage)
     return GPTModel(
         config,
         layers,
@@ -211,6 +220,7 @@ def model_provider(
         rotary_base=args.rotary_base,
         rope_scaling=args.use_rope_scaling,
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        mtp_block_spec=mtp,
         pg_collection=pg_collection,
         vp_stage=vp_stage,
     )

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from megatron.core.transformer import TransformerConfig
 
+from megatron_ext.adapter.layers import prediction_depths
 from megatron_ext.adapter.model_parts import ChunkSize
 from megatron_ext.logger import logger
 from megatron_ext.schedule.costs import Costs, uniform
 from megatron_ext.schedule.model.estimate import CPU, GPU, ModelDimensions, Rates, estimate
+from megatron_ext.schedule.model.frozen import without_frozen
 from megatron_ext.schedule.placement import Placement
 
 _REMEDY = "--pipeline-costs profile measures them (of install: costs='profile')"
@@ -52,12 +54,18 @@ def costs_of_model(
             f"the costs of {per_stage[0].model} are estimated from its language model, without "
             f"the parameters beside it ({beside}); {_REMEDY}"
         )
-    return estimated_costs(
+    costs = estimated_costs(
         config,
         layers=layers,
         sequence=sequence // config.context_parallel_size,
         micro_batch=micro_batch,
         vocabulary=sum(size.rows for size in per_stage) * config.tensor_model_parallel_size,
+    )
+    return without_frozen(
+        costs,
+        [size.trained_matrices for size in per_stage],
+        reached=per_stage[0].reached,
+        head=per_stage[-1].head_is_trained,
     )
 
 
@@ -105,6 +113,7 @@ def dimensions_of(
         ),
         fused_attention=getattr(settings, "transformer_impl", "") == "transformer_engine",
         sequence_parallel=settings.sequence_parallel,
+        depths=prediction_depths(settings),
     )
 
 

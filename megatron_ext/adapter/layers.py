@@ -43,7 +43,7 @@ def layers_of_stages(settings: Any, placement: Placement) -> list[int]:
         raise ValueError(
             f"{settings.num_layers} layers do not divide over {stages} stages{uneven}; say which "
             f"stage has which: --pipeline-model-parallel-layout "
-            f"'{_even_layout(settings.num_layers, stages)}'"
+            f"'{_even_layout(settings.num_layers, stages, prediction_depths(settings))}'"
         )
     layers = [given.get(stage, per_stage) for stage in range(stages)]
     layers[0] -= embedding
@@ -75,12 +75,25 @@ def _given_layers(settings: Any, placement: Placement) -> dict[int, int]:
     return given
 
 
-def layout_of(layers: Sequence[int]) -> str:
-    """Megatron's text for a layout with so many ``layers`` a stage: ``Ett|tt|tt|ttL``."""
-    return "E" + "|".join("t" * count for count in layers) + "L"
+def prediction_depths(settings: Any) -> int:
+    """How many tokens more than the next one the model of ``settings`` is trained to predict: the
+    depths of its multi-token prediction."""
+    return settings.mtp_num_layers or 0
 
 
-def _even_layout(layers: int, stages: int) -> str:
+def layout_of(layers: Sequence[int], depths: int) -> str:
+    """Megatron's text for a layout with so many ``layers`` a stage, and ``depths`` of multi-token
+    prediction on the last one: ``Ett|tt|tt|ttmL``."""
+    return "E" + "|".join("t" * count for count in layers) + "m" * depths + "L"
+
+
+def predicts_apart(layout: str) -> bool:
+    """Whether ``layout`` has multi-token prediction on another stage than the last."""
+    *segments, _ = PipelineParallelLayerLayout.parse_str_to_list(layout)
+    return any(LayerType.mtp in segment for segment in segments)
+
+
+def _even_layout(layers: int, stages: int, depths: int) -> str:
     """As even as it goes: the first stages have one layer more."""
     per_stage, more = divmod(layers, stages)
-    return layout_of([per_stage + (stage < more) for stage in range(stages)])
+    return layout_of([per_stage + (stage < more) for stage in range(stages)], depths)

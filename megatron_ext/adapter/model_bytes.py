@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
+from megatron_ext.adapter.layers import prediction_depths
 from megatron_ext.schedule.model.model_memory import ModelBytes
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import VocabularyParallel
@@ -76,18 +77,22 @@ def _model_of(
     model.pipeline_model_parallel_size = 1
     # What shares optimizer states: Megatron's estimate leaves context-parallel ranks out.
     model.data_parallel_size = args.data_parallel_size * args.context_parallel_size
-    model.num_layers = sum(map(len, layers))
-    if not head:
-        model.mtp_num_layers = None
-    if not (embedding or head):
-        model.padded_vocab_size = 0
-    # A pipeline's ends each have a table, tied or not; on one rank without a pipeline they share it
-    model.untie_embeddings_and_output_weights = (embedding and head) and (
-        placement.stages > 1 or args.untie_embeddings_and_output_weights
-    )
+    depths = prediction_depths(args) if head else 0
+    # Megatron counts those of multi-token prediction by the last of the layers, of which there may
+    # be none here.
+    more = min(depths, 1) if args.mtp_use_repeated_layer else depths
+    model.mtp_num_layers = None
+    model.num_layers = sum(map(len, layers)) + more
+    # A pipeline's ends each have a table, tied or not, and multi-token prediction has one to look
+    # up in; on one rank without a pipeline they share it.
+    tables = embedding + head + (depths > 0)
+    if placement.stages == 1:
+        tables = 1 + args.untie_embeddings_and_output_weights
+    model.padded_vocab_size = tables * (args.padded_vocab_size or 0)
+    model.untie_embeddings_and_output_weights = False
     if args.num_experts is not None:
-        model.moe_layer_freq = [_is_moe(args, layer) for part in layers for layer in part]
-    model.padded_vocab_size = model.padded_vocab_size or 0
+        own = [layer for part in layers for layer in part] + more * [args.num_layers - 1]
+        model.moe_layer_freq = [_is_moe(args, layer) for layer in own]
     return model
 
 

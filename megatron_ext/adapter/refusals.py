@@ -111,12 +111,11 @@ REFUSALS = (
         "drop --overlap-p2p-communication-warmup-flush: receives are posted in time anyway",
     ),
     Refusal(
-        "mtp_num_layers",
+        "mtp_standalone",
         bool,
-        "multi-token prediction is not supported yet, and without it another model is trained: "
-        "train this one without --pipeline-schedule",
+        "put the layout's m into its last segment, before the L: multi-token prediction on a stage "
+        "without the loss is not supported",
     ),
-    Refusal("mtp_standalone", bool, "drop the standalone MTP stage from the layout"),
     _drop("use_ring_exchange_p2p"),
     _drop("use_megatron_fsdp"),
     _drop("use_torch_fsdp2"),
@@ -153,6 +152,11 @@ VOCABULARY_REFUSALS = (
     Refusal("sft", bool, f"packed sequences are untried: {_WITHOUT_DIVIDING}"),
     Refusal("logits_load_dir", bool, f"{_MADE_BY_PASSES}, from labels: {_WITHOUT_DIVIDING}"),
     Refusal("modelopt_enabled", bool, f"models of ModelOpt are untried: {_WITHOUT_DIVIDING}"),
+    Refusal(
+        "mtp_num_layers",
+        bool,
+        f"multi-token prediction needs whole tables on the last stage: {_WITHOUT_DIVIDING}",
+    ),
     _drop("init_model_with_meta_device"),
     Refusal(
         "ckpt_format",
@@ -255,6 +259,12 @@ POST_VALIDATION_REFUSALS = (
     *(
         _drop(name, _MEETS_FORWARDS_TWICE)
         for name in ("save_activations_interval", "save_dgrads_interval")
+    ),
+    Refusal(
+        "mtp_num_layers",
+        bool,
+        f"{_MEETS_FORWARDS_TWICE}, and multi-token prediction would log its losses twice: "
+        f"{_WITHOUT_POST_VALIDATION}",
     ),
     Refusal(
         "num_experts",

@@ -9,7 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_ext.adapter.model_parts import output_layer
+from megatron_ext.adapter.model_parts import (
+    head_is_looked_up,
+    language_model,
+    output_layer,
+)
 from megatron_ext.runtime.weight_gradients import queue
 
 
@@ -19,7 +23,7 @@ class Split:
 
     Attributes:
         waits: there are W passes.
-        at_once: weights whose gradients do not wait for them.
+        at_once: weights of layers that are split, and whose gradients yet do not wait for them.
         apart: weights that have passes of their own.
     """
 
@@ -29,9 +33,13 @@ class Split:
 
 
 def head_weights(models: Sequence[torch.nn.Module]) -> frozenset[Tensor]:
-    """The output layer's weight, on the rank that has it. (A pipeline's last stage has its own,
-    tied or not.)"""
-    weight = getattr(output_layer(models[-1]), "weight", None)
+    """The weight that the output layer uses, on the rank that has it. (A pipeline's last stage has
+    its own, tied or not.)"""
+    model = language_model(models[-1])
+    if model is not None and head_is_looked_up(models[-1]):
+        weight = model.shared_embedding_or_output_weight()
+    else:
+        weight = getattr(output_layer(models[-1]), "weight", None)
     return frozenset() if weight is None else frozenset([weight])
 
 

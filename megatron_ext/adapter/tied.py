@@ -1,4 +1,8 @@
-"""The two copies of a tied embedding where one rank holds both."""
+"""The two copies of an embedding where one rank holds both.
+
+The last stage has a copy of the first stage's where the output layer is tied to it, and where
+multi-token prediction looks tokens up.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +19,10 @@ from megatron_ext.schedule.build.registry import Choice
 def tied_weights(
     model: Sequence[torch.nn.Module],
 ) -> tuple[torch.nn.Parameter, torch.nn.Parameter] | None:
-    """The embedding's and the output layer's copy among the chunks of this rank.
+    """The first and the last stage's copy of the embedding, among the chunks of this rank.
 
-    None where they are not tied, or not both here, or the model has no embedding that Megatron
-    knows of: it asks for ``pre_process`` first.
+    None where the last stage has none, or not both are here, or the model has no embedding that
+    Megatron knows of: it asks for ``pre_process`` first.
     """
     if len(model) < 2:
         return None
@@ -29,7 +33,8 @@ def tied_weights(
         return None
     if not (first.pre_process and last.post_process):
         return None
-    if not last.share_embeddings_and_output_weights:
+    is_tied = getattr(last, "share_embeddings_and_output_weights", False)
+    if not (is_tied or getattr(last.config, "mtp_num_layers", None)):
         return None
     return first.shared_embedding_or_output_weight(), last.shared_embedding_or_output_weight()
 
@@ -44,16 +49,16 @@ def refuse_different_copies(pipeline: dist.ProcessGroup, model: Sequence[torch.n
     """Raise ValueError if a rank of ``pipeline`` holds copies that differ. Collective over it."""
     if any(gather(pipeline, copies_differ(model))):
         raise ValueError(
-            "the last pipeline rank holds both copies of a tied embedding, and they differ: a "
-            "model built or loaded without Megatron's own functions starts with a copy of its "
-            "own; copy model[0].shared_embedding_or_output_weight() to model[-1]'s on that rank"
+            "the last pipeline rank holds both copies of the embedding, and they differ: a model "
+            "built or loaded without Megatron's own functions starts with a copy of its own; copy "
+            "model[0].shared_embedding_or_output_weight() to model[-1]'s on that rank"
         )
 
 
 def check_embedding_group(
     group: dist.ProcessGroup | None, pipeline: dist.ProcessGroup, choice: Choice
 ) -> None:
-    """Raise ValueError if ``group`` has ranks that hold no copy of a tied embedding."""
+    """Raise ValueError if ``group`` has ranks that hold no copy of the embedding."""
     if group is None or pipeline.size() == 1:
         return
     ranks = dist.get_process_group_ranks(group)
@@ -64,7 +69,7 @@ def check_embedding_group(
     holders = {pipeline_ranks[rank_of[0]], pipeline_ranks[rank_of[-1]]}
     if not set(ranks) <= holders:
         raise ValueError(
-            f"the embedding group has ranks {ranks}, but under schedule {choice.spec} the tied "
+            f"the embedding group has ranks {ranks}, but under schedule {choice.spec} the "
             f"embedding lies on {sorted(holders)}: install the schedule before "
             f"initialize_model_parallel makes the group, or give pg_collection.embd that one rank "
             f"(and None on the others)"

@@ -7,9 +7,8 @@ what its stage and microbatch have put. Whoever the layer is, it is the same que
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,6 +16,17 @@ from torch import Tensor
 Key = tuple[int, int]  # stage, microbatch
 Weights = tuple[Tensor, ...]
 Contribution = Tensor | None  # None: none, or it has been added already
+Contributions = tuple[Contribution, ...]
+Accumulate = Callable[[Weights, Contributions], None]
+
+
+@dataclass
+class _Uses:
+    """Of the same weights in one backward pass of autograd's: what makes their contributions, and
+    what adds the contributions' sum to the gradients."""
+
+    accumulate: Accumulate
+    computes: list[Callable[[], Contribution | Contributions]] = field(default_factory=list)
 
 
 class WeightGradients:
@@ -34,9 +44,7 @@ class WeightGradients:
         self.at_once: frozenset[Tensor] = frozenset()
         self.weights: set[Tensor] | None = None
         self._key: Key | None = None
-        self._pending: dict[
-            Key, dict[Weights, list[Callable[[], Contribution | tuple[Contribution, ...]]]]
-        ] = {}
+        self._pending: dict[Key, dict[tuple[Weights, int], _Uses]] = {}
         self._tensors: dict[Key, list[Tensor]] = {}
 
     def splits(self, weight: Tensor) -> bool:
@@ -50,7 +58,7 @@ class WeightGradients:
     def collecting(self, stage: int, microbatch: int) -> Iterator[None]:
         """Around an I pass: what layers put belongs to this stage and microbatch."""
         self._key = (stage, microbatch)
-        self._pending[self._key] = defaultdict(list)
+        self._pending[self._key] = {}
         self._tensors[self._key] = []
         try:
             yield
@@ -65,47 +73,56 @@ class WeightGradients:
         It returns None where it adds its contribution to the gradient itself. ``tensors`` are those
         that it keeps until then: they may be offloaded.
         """
-        self._waiting((weight,), tensors).append(compute)
+        self._put((weight,), compute, tensors, accumulate_each)
 
     def put_together(
         self,
         weights: Weights,
-        compute: Callable[[], tuple[Contribution, ...]],
+        compute: Callable[[], Contributions],
         tensors: Iterable[Tensor],
+        accumulate: Accumulate,
     ) -> None:
         """Keep ``compute``, which makes the gradients of several weights at once, for W.
 
         It returns a contribution to each of ``weights``, or None as for `put`, and keeps
-        ``tensors``.
+        ``tensors``. ``accumulate`` is called once for all uses of the weights in one backward pass
+        of autograd's, with their sum.
         """
-        self._waiting(weights, tensors).append(compute)
+        self._put(weights, compute, tensors, accumulate)
 
     def tensors(self, stage: int, microbatch: int) -> Sequence[Tensor]:
         """The tensors that wait for the W pass of this stage and microbatch."""
         return self._tensors[stage, microbatch]
 
-    def _waiting(self, weights: Weights, tensors: Iterable[Tensor]) -> list[Any]:
+    def _put(
+        self,
+        weights: Weights,
+        compute: Callable[[], Contribution | Contributions],
+        tensors: Iterable[Tensor],
+        accumulate: Accumulate,
+    ) -> None:
         assert self._key is not None, "a split layer ran its backward outside an I pass"
         if self.weights is not None:
             self.weights.update(weights)
         self._tensors[self._key] += tensors
-        return self._pending[self._key][weights]
+        backward = torch._C._current_graph_task_id()
+        uses = self._pending[self._key].setdefault((weights, backward), _Uses(accumulate))
+        uses.computes.append(compute)
 
     def run(self, stage: int, microbatch: int) -> None:
         """The W pass. A weight used several times has its contributions summed before they are
-        added, as autograd does, so that the sum's order is stock's."""
+        added, as autograd does, so that the sum's order is stock's. Uses that are recomputed each
+        have a backward pass of their own within I, and are added one by one."""
         pending = self._pending.pop((stage, microbatch))
         del self._tensors[stage, microbatch]
         with torch.no_grad():
             while pending:
-                weights = next(iter(pending))
-                computes = pending.pop(weights)
-                gradients = _as_tuple(computes.pop(0)())
-                for compute in computes:
+                weights, backward = next(iter(pending))
+                uses = pending.pop((weights, backward))
+                gradients = _as_tuple(uses.computes.pop(0)())
+                for compute in uses.computes:
                     gradients = tuple(map(_sum, gradients, _as_tuple(compute())))
-                for weight, gradient in zip(weights, gradients, strict=True):
-                    if gradient is not None:
-                        accumulate(weight, gradient)
+                uses.accumulate(weights, gradients)
 
     def clear(self) -> None:
         """Forget everything: after a step that failed."""
@@ -115,7 +132,7 @@ class WeightGradients:
         self.at_once = frozenset()
 
 
-def _as_tuple(made: Contribution | tuple[Contribution, ...]) -> tuple[Contribution, ...]:
+def _as_tuple(made: Contribution | Contributions) -> Contributions:
     return made if isinstance(made, tuple) else (made,)
 
 
@@ -123,6 +140,13 @@ def _sum(gradient: Contribution, contribution: Contribution) -> Contribution:
     if gradient is None or contribution is None:
         return contribution if gradient is None else gradient
     return gradient + contribution
+
+
+def accumulate_each(weights: Weights, gradients: Contributions) -> None:
+    """Add each of ``gradients`` that is not None to its weight's, as `accumulate` does."""
+    for weight, gradient in zip(weights, gradients, strict=True):
+        if gradient is not None:
+            accumulate(weight, gradient)
 
 
 def accumulate(weight: Tensor, gradient: Tensor) -> None:

@@ -195,8 +195,8 @@ def queued(whose: Microbatch) -> tuple[set[int], set[int]]:
     """The storages in the queue: inputs of layers, and gradients of their outputs."""
     pairs = [
         compute.args  # type: ignore[attr-defined]  # a partial of a layer's gradient
-        for computes in queue._pending.get(whose, {}).values()
-        for compute in computes
+        for uses in queue._pending.get(whose, {}).values()
+        for compute in uses.computes
     ]
     return addresses([x for x, _ in pairs]), addresses([dy for _, dy in pairs])
 

@@ -130,7 +130,9 @@ class Run:
     each parameter and optimizer tensor, as `megatron-ext parity` records them: by names that say
     what a tensor is, not where it lies. ``layers`` are the layers of each chunk.
     ``tables`` are digests of the embedding's and the output layer's weight as far as they are here,
-    after setup and after each iteration. ``redone`` are the steps that post-validation took back.
+    after setup and after each iteration. ``predictions`` are, per iteration and as far as they are
+    here, multi-token prediction's losses and how many of its tokens were right. ``redone`` are the
+    steps that post-validation took back.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -140,6 +142,7 @@ class Run:
     tables: list[dict[str, int]] = field(default_factory=list)
     schedule: str = ""
     evaluation: list[float] = field(default_factory=list)
+    predictions: list[list[float]] = field(default_factory=list)
     redone: int = 0
 
 
@@ -238,6 +241,11 @@ def evaluations(runs: Sequence[Run]) -> list[float]:
     return next((run.evaluation for run in runs if run.evaluation), [])
 
 
+def predictions(runs: Sequence[Run]) -> list[list[float]]:
+    """What multi-token prediction came to, likewise."""
+    return next((run.predictions for run in runs if run.predictions), [])
+
+
 def whole_state(runs: Sequence[Run]) -> dict[str, int]:
     """The state of all ranks; fails where two hold a tensor that should be the same, and is not."""
     whole: dict[str, dict[Place, int]] = {}
@@ -260,6 +268,9 @@ def assert_same(runs: Sequence[Run], reference: Sequence[Run]) -> None:
     if ours := evaluations(runs):
         theirs = evaluations(reference)[-len(ours) :]
         assert ours == theirs, f"evaluation losses {ours}, expected {theirs}"
+    if made := predictions(runs):
+        stocks = predictions(reference)[-len(made) :]
+        assert made == stocks, f"multi-token prediction came to {made}, expected {stocks}"
     state, expected = whole_state(runs), whole_state(reference)
     assert state.keys() == expected.keys(), f"only one has {state.keys() ^ expected.keys()}"
     different = [name for name in expected if state[name] != expected[name]]
@@ -295,7 +306,7 @@ def _train_rank(
 
 
 class _Listener:
-    """Notes what Megatron's training loop comes to, by standing in for three of its functions."""
+    """Notes what Megatron's training loop comes to, by standing in for some of its functions."""
 
     def __init__(
         self, model_config: Mapping[str, object], model_provider: Callable[..., Any] | None
@@ -311,6 +322,10 @@ class _Listener:
         # patches look at what it takes
         training.training_log = functools.wraps(log)(functools.partial(self._log, log))
         training.evaluate = functools.partial(self._evaluate, training.evaluate)
+        helper = training.MTPLossLoggingHelper
+        helper.track_mtp_metrics = functools.partial(
+            self._track_predictions, helper, helper.track_mtp_metrics
+        )
         if post_validates:
             optimizer = importlib.import_module("megatron_ext.adapter.post_validation.optimizer")
             redo = optimizer.SpeculativeOptimizer.redo
@@ -348,6 +363,17 @@ class _Listener:
             self._run.evaluation += [loss_of(loss) for loss in result[0].values()]
         return result
 
+    def _track_predictions(self, helper: Any, track: Callable[..., Any], *args: Any) -> None:
+        noted = [
+            figure
+            for name in ("values", "loss_values", "correct_values")  # the first is 0.18's
+            if name in helper.tracker
+            for figure in helper.tracker[name].tolist()
+        ]
+        if noted:
+            self._run.predictions.append(noted)
+        track(*args)
+
     def whole_run(self) -> Run:
         """After the training: with its tensors, and who ran its steps."""
         models, optimizer = self._made[:2]
@@ -369,13 +395,15 @@ def _layers(chunk: torch.nn.Module) -> list[int]:
 
 
 def _tables(model: Sequence[torch.nn.Module]) -> dict[str, int]:
-    """Both tables where a rank has both, though a tied model has one name for them."""
-    tables = {}
+    """Both tables where a rank has both, though a tied model has one name for them; fails where
+    it has two of a name, as multi-token prediction on a V, and they differ."""
+    tables: dict[str, int] = {}
     for chunk in model:
         for name, parameter in chunk.named_parameters():
             for table in ("embedding.word_embeddings.weight", "output_layer.weight"):
                 if name.endswith(table):
-                    tables[table] = _digest(parameter)
+                    made = _digest(parameter)
+                    assert tables.setdefault(table, made) == made, f"two {table} differ"
     return tables
 
 

@@ -90,6 +90,20 @@ def test_megatrons_own_pipeline_is_predicted_too() -> None:
     assert prediction is not None and prediction.schedule == "1f1b"
 
 
+def test_a_race_is_predicted() -> None:
+    """Each candidate beside the baseline; and whether the training is long enough for it."""
+    report = checked(pipeline_schedule=None, pipeline_race="zb-h1 zb-1p")
+    assert report.is_right, told(report, Verdict.WRONG)
+    right = [text for text in told(report, Verdict.RIGHT) if text.startswith("race: ")]
+    assert [text.split()[1] for text in right] == ["zb-h1", "zb-1p"]
+    assert "times as fast as 1f1b, peak 4 microbatches (" in right[0]
+    assert report.prediction is not None and report.prediction.schedule == "1f1b"
+    (remark,) = [text for text in told(report, Verdict.REMARK) if text.startswith("race: ")]
+    assert "it takes up to 150 iterations, and the training has fewer; train longer" in remark
+    wrong = checked(pipeline_schedule=None, pipeline_race="gpipe", pipeline_memory_limit="4")
+    assert any("gpipe cannot be in it" in text for text in told(wrong, Verdict.WRONG))
+
+
 def test_whether_megatrons_own_pipeline_can_be_watched(tmp_path: Path) -> None:
     stock: dict[str, Any] = {"pipeline_schedule": None, "pipeline_trace": tmp_path / "traces"}
     report = checked(**stock, train_iters=8)
@@ -474,6 +488,29 @@ def test_ranks_share_the_model(untied: bool, experts: int | None) -> None:
     assert sum(on_line) == pytest.approx(whole) and sum(on_v) == pytest.approx(whole)
     assert on_line[0] == on_line[3] > on_line[1] == on_line[2]
     assert on_v[3] > on_v[0] == on_v[1] == on_v[2]
+
+
+@pytest.mark.parametrize("experts", [None, 2])
+def test_multi_token_prediction_is_on_the_rank_with_the_loss(experts: int | None) -> None:
+    """With its layers and a table to look up in; a repeated layer is one, and the last stage may
+    have no others."""
+    given: dict[str, Any] = FLAGS | {"num_experts": experts, "pipeline_schedule": "1f1b"}
+    config = launch_line.PipelineConfig(schedule="1f1b")
+    args = launch_line.parse(model_flags(**given)).args
+    with launch_line.on_gpus(args):
+        launch_line.validate(args, config, 4)
+    args.padded_vocab_size = 128
+
+    def totals() -> list[float]:
+        return [rank.total for rank in bytes_of_ranks(args, line(4), [3, 3, 2, 0])]
+
+    without = totals()
+    layer, table = (without[0] - without[2]), 18 * 128 * args.hidden_size
+    layer -= table
+    args.mtp_num_layers = 2
+    assert totals() == pytest.approx([*without[:3], without[3] + 2 * layer + table])
+    args.mtp_use_repeated_layer = True
+    assert totals() == pytest.approx([*without[:3], without[3] + layer + table])
 
 
 def test_context_parallel_ranks_share_optimizer_states() -> None:

@@ -348,6 +348,38 @@ def hooks_fire_once(te: Te, name: str) -> None:
         assert torch.equal(total, expected[key])  # type: ignore[arg-type]
 
 
+@case_for(*[(name,) for name in LAYERS])
+def hooks_fire_once_for_all_uses(te: Te, name: str) -> None:
+    """A layer that a microbatch goes through twice, as multi-token prediction's repeated one: its
+    hooks came after each use, and took the first one's gradient without the other's."""
+    stock, ours = same_layers(te, name)
+    weights = [key for key, _ in ours.named_parameters() if "weight" in key and "norm" not in key]
+    moved: dict[str, list[Tensor]] = {key: [] for key in weights}
+
+    def take() -> None:
+        for key in weights:
+            parameter = ours.get_parameter(key)
+            assert parameter.grad is not None
+            moved[key].append(parameter.grad)
+            parameter.grad = None
+
+    ours.register_wgrad_accumulation_and_reduce_hooks(take)  # type: ignore[operator]
+    twice_through(stock)
+    with Split():
+        with queue.collecting(0, 0):
+            twice_through(ours)
+        queue.run(0, 0)
+    for key, expected in gradients(stock).items():
+        if key in moved:
+            (summed,) = moved[key]
+            assert torch.equal(summed, expected)  # type: ignore[arg-type]
+
+
+def twice_through(layer: torch.nn.Module) -> None:
+    (x, dy), (other, _), *_ = inputs()
+    backward(forward(layer, x) + forward(layer, other), dy)
+
+
 @case_for(("Linear",), ("LayerNormLinear",), ("GroupedLinear",))
 def a_frozen_weight_has_no_w(te: Te, name: str) -> None:
     stock, ours = same_layers(te, name)

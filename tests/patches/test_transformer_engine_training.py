@@ -18,7 +18,10 @@ from megatron.core import utils
 from megatron.core.extensions import transformer_engine as extension
 from megatron.core.extensions import transformer_engine_spec_provider as provider
 from megatron.core.models.gpt import GPTModel, moe_module_specs
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.tensor_parallel import layers, random
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -73,13 +76,17 @@ def provide(
 
     args = get_args()
     config = config or core_transformer_config_from_args(args)
+    layer = spec(config.num_moe_experts, grouped)
+    prediction = None
+    if config.mtp_num_layers:
+        prediction = get_gpt_mtp_block_spec(config, layer, False, vp_stage=vp_stage)
     config.gradient_accumulation_fusion = fused
     if grouped:  # its flag wants --moe-grouped-gemm, which a machine without a GPU refuses
         config.recompute_modules = ["moe_act"]
     with mock.patch.object(torch.cuda, "is_available", lambda: True):
         return GPTModel(
             config,
-            spec(config.num_moe_experts, grouped),
+            layer,
             vocab_size=args.padded_vocab_size,
             max_sequence_length=args.max_position_embeddings,
             pre_process=pre_process,
@@ -87,6 +94,8 @@ def provide(
             share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
             pg_collection=pg_collection,
             vp_stage=vp_stage,
+            position_embedding_type=args.position_embedding_type,
+            mtp_block_spec=prediction,
         )
 
 
@@ -128,6 +137,13 @@ EXPERTS: dict[str, object] = {
     "moe_aux_loss_coeff": 1e-2,
     "moe_token_dispatcher_type": "alltoall",
     "disable_bias_linear": True,
+}
+
+REPEATED: dict[str, object] = {
+    "mtp_num_layers": 2,
+    "mtp_use_repeated_layer": True,
+    "position_embedding_type": "rope",
+    "untie_embeddings_and_output_weights": True,
 }
 
 # the number of ranks, our schedule, flags of both
@@ -172,11 +188,22 @@ SETTINGS: dict[str, tuple[int, str, dict[str, object]]] = {
         "interleaved-zb",
         {**EXPERTS, **LOOP, "moe_shared_expert_intermediate_size": 32},
     ),
+    "multi-token prediction, repeated": (2, "zb-h1", REPEATED),
+    "multi-token prediction, repeated, loop, overlapped, fused": (
+        2,
+        "interleaved-zb",
+        {**REPEATED, **OVERLAPPED, "num_virtual_stages_per_pipeline_rank": 2},
+    ),
 }
 
 
 # What they have, others above have with more.
-NIGHTLY = ("overlapped", "experts one by one", "experts, grouped")
+NIGHTLY = (
+    "overlapped",
+    "experts one by one",
+    "experts, grouped",
+    *(setting for setting in SETTINGS if "prediction" in setting),
+)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -40,6 +43,7 @@ from tests.helpers.callers import (
     named_parameters,
     whole_step,
 )
+from tests.helpers.combinations import at_night
 from tests.helpers.ranks import run_ranks, running_ranks, values
 
 RANKS = 4
@@ -263,7 +267,7 @@ def test_another_program_is_found_in_a_later_step_too() -> None:
         with installed(RANKS, schedule="1f1b"):
             step(own_groups=False)
             if rank == 2:
-                schedules.get_forward_backward_func()._training._programs._choice = choose("gpipe")
+                schedules.get_forward_backward_func()._training._programs.choice = choose("gpipe")
             step(own_groups=False, microbatches=4)
 
     results = run_ranks(RANKS, differing, timeout=60)
@@ -308,13 +312,18 @@ V_LAYOUT = [
     ["decoder"],
     ["decoder", "decoder", "loss"],
 ]
+PREDICTING_LAYOUT = [*V_LAYOUT[:-1], ["decoder", "decoder", "mtp", "loss"]]
 LINE_LAYOUT = [V_LAYOUT[0] + V_LAYOUT[1], V_LAYOUT[2] + V_LAYOUT[3]]
 
 
 def build_chunks(
-    layout: list[list[str]], groups: ProcessGroupCollection | None = None, tied: bool = False
+    layout: list[list[str]],
+    groups: ProcessGroupCollection | None = None,
+    tied: bool = False,
+    depths: int | None = None,
 ) -> list[GPTModel]:
-    """This rank's chunks of a model, weights drawn by their names."""
+    """This rank's chunks of a model, weights drawn by their names; ``depths``: of multi-token
+    prediction."""
     config = TransformerConfig(
         num_layers=6,
         hidden_size=16,
@@ -327,17 +336,23 @@ def build_chunks(
         use_cpu_initialization=True,
         masked_softmax_fusion=False,
         transformer_impl="local",
+        mtp_num_layers=depths,
     )
+    spec = get_gpt_layer_local_spec()
     chunks = []
     for number in range(config.virtual_pipeline_model_parallel_size or 1):
+        prediction = None
+        if depths:
+            prediction = get_gpt_mtp_block_spec(config, spec, False, vp_stage=number)
         chunk = GPTModel(
             config,
-            get_gpt_layer_local_spec(),
+            spec,
             vocab_size=VOCABULARY,
             max_sequence_length=SEQUENCE,
             share_embeddings_and_output_weights=tied,
             pg_collection=groups,
             vp_stage=number,
+            mtp_block_spec=prediction,
             **first_and_last(number),
         )
         chunks.append(chunk)
@@ -401,7 +416,10 @@ WITHOUT_LAYERS = {
 }
 
 
-def test_stages_without_layers() -> None:
+@pytest.mark.parametrize(
+    "schedules", [("interleaved-zb:vpp=4", "zb-v"), *at_night(tuple(WITHOUT_LAYERS))]
+)
+def test_stages_without_layers(schedules: tuple[str, ...]) -> None:
     """Of embedding, of loss or of nothing at all, as recipes of GLM have them (Megatron-LM #1852):
     what such a stage passes on is what it was given."""
 
@@ -409,15 +427,24 @@ def test_stages_without_layers() -> None:
         with apply(cpu.patches()):
             line = [[*chain(*LAYERS[:4])], [*chain(*LAYERS[4:])]]
             expected = step_of_layout(line)
-            for schedule, layout in WITHOUT_LAYERS.items():
+            for schedule in schedules:
                 with megatron_ext.install(schedule=schedule):
-                    assert_same(step_of_layout(layout), expected)
+                    assert_same(step_of_layout(WITHOUT_LAYERS[schedule]), expected)
 
     values(run_ranks(V_RANKS, on_all_placements))
 
 
+# Models whose last stage has a copy of the embedding.
+COPIES = pytest.mark.parametrize(
+    ("layout", "tied", "depths"), [(V_LAYOUT, True, None), (PREDICTING_LAYOUT, False, 1)]
+)
+
+
+@COPIES
 @pytest.mark.parametrize("own_groups", [False, True])
-def test_an_embedding_group_that_does_not_fit_a_v_is_refused(own_groups: bool) -> None:
+def test_an_embedding_group_that_does_not_fit_a_v_is_refused(
+    own_groups: bool, layout: list[list[str]], tied: bool, depths: int | None
+) -> None:
     """It was made before the schedule was installed, or by the caller: of both ends' ranks.
 
     The last rank, which would wait in it, refuses it; the others have no end of the model.
@@ -438,28 +465,32 @@ def test_an_embedding_group_that_does_not_fit_a_v_is_refused(own_groups: bool) -
             if rank == V_RANKS - 1:
                 text = r"embedding group has ranks \[0, 1\].* lies on \[1\]"
                 stack.enter_context(pytest.raises(ValueError, match=text))
-            build_chunks(V_LAYOUT, groups, tied=True)
+            build_chunks(layout, groups, tied, depths)
 
     values(run_ranks(V_RANKS, refused))
 
 
-def test_tied_copies_that_differ_are_refused_before_the_first_pass() -> None:
+@COPIES
+def test_copies_that_differ_are_refused_before_the_first_pass(
+    layout: list[list[str]], tied: bool, depths: int | None
+) -> None:
     """A caller that builds the chunks itself, as Megatron-Bridge does, has to copy the weight."""
 
     def refused(rank: int) -> None:
         with apply(cpu.patches()), megatron_ext.install(schedule="zb-v"):
             parallel_state.initialize_model_parallel(pipeline_model_parallel_size=V_RANKS)
             model_parallel_cuda_manual_seed(0)
-            chunks = build_chunks(V_LAYOUT, tied=True)
-            with pytest.raises(
-                ValueError, match="both copies of a tied embedding, and they differ"
-            ):
-                run_step(chunks)
-            tied = tied_weights(chunks)
-            assert (tied is not None) == (rank == V_RANKS - 1)
-            if tied is not None:
+            chunks = build_chunks(layout, tied=tied, depths=depths)
+            copies = tied_weights(chunks)
+            assert (copies is not None) == (rank == V_RANKS - 1)
+            if copies is not None:
                 with torch.no_grad():
-                    tied[1].copy_(tied[0])
-            assert len(run_step(chunks)) == (MICROBATCHES if tied else 0)
+                    copies[1].zero_()  # as Megatron's model leaves it
+            with pytest.raises(ValueError, match="both copies of the embedding, and they differ"):
+                run_step(chunks)
+            if copies is not None:
+                with torch.no_grad():
+                    copies[1].copy_(copies[0])
+            assert len(run_step(chunks)) == (MICROBATCHES if copies else 0)
 
     values(run_ranks(V_RANKS, refused))

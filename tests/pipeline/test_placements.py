@@ -173,6 +173,23 @@ def stock_with_few(microbatches: int) -> list[Run]:
     return resume("pp3", **few(microbatches))
 
 
+@pytest.mark.parametrize(
+    ("schedule", "layout"),
+    [
+        ("zb-v", "Ett|t||tttttL"),
+        *at_night(
+            ("zb-v", "E||tttttttt|L"),
+            ("interleaved-zb", "E|tttt||ttttL"),
+            ("hanayo:waves=2", "Et|t||tt|t|tt||tL"),
+        ),
+    ],
+)
+def test_stages_without_layers(schedule: str, layout: str) -> None:
+    """Their output is their input (Megatron-LM #1852), which Megatron frees when it is sent."""
+    runs = resume("pp2", pipeline_schedule=schedule, pipeline_model_parallel_layout=layout)
+    assert_same(runs, stock("pp2")[0])
+
+
 def test_full_recompute() -> None:
     runs = resume(
         "pp2",

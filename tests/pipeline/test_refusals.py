@@ -54,6 +54,14 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
         "ask for 3: remove the flags, which the schedule does not need, or give the layout 8 "
         "stages; or write interleaved:vpp=3",
     ),
+    "a race with one that needs more memory": (
+        {"pipeline_race": "gpipe", "pipeline_memory_limit": "4"},
+        "--pipeline-race: gpipe cannot be in it: schedule gpipe is invalid: 0F4 brings rank 0 over",
+    ),
+    "a race across placements": (
+        {"pipeline_race": "zb-v"},
+        "zb-h1 has the placement line with 1 stage on a rank and zb-v has the placement v with 2",
+    ),
     "layers that do not divide": (
         {"pipeline_schedule": "zb-v", "num_layers": 12},
         "12 layers do not divide over 8 stages; say which stage has which: "
@@ -154,6 +162,36 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
     "a divided vocabulary, another loss": (
         {"pipeline_vocab_parallel": 2, "cross_entropy_loss_fusion": True},
         "--pipeline-vocab-parallel 2 does not go with cross_entropy_loss_fusion=True: drop",
+    ),
+    "multi-token prediction on a stage of its own": (
+        {
+            "mtp_num_layers": 1,
+            "position_embedding_type": "rope",
+            "pipeline_model_parallel_layout": "Ett|tt|m|L",
+        },
+        "as in --pipeline-model-parallel-layout Ett|tt|m|L: put the m's into the last segment",
+    ),
+    "multi-token prediction, tied and saved": (
+        {
+            "mtp_num_layers": 1,
+            "position_embedding_type": "rope",
+            "save": "/dev/null/no",
+            "save_interval": 5,
+        },
+        "--save: Megatron cannot write a torch_dist checkpoint of multi-token prediction with tied",
+    ),
+    "multi-token prediction, a divided vocabulary": (
+        {"mtp_num_layers": 1, "position_embedding_type": "rope", "pipeline_vocab_parallel": 1},
+        "--pipeline-vocab-parallel 1 does not go with mtp_num_layers=1: multi-token prediction",
+    ),
+    "multi-token prediction, and layers that do not divide": (
+        {
+            "mtp_num_layers": 2,
+            "position_embedding_type": "rope",
+            "pipeline_schedule": "zb-v",
+            "num_layers": 12,
+        },
+        "--pipeline-model-parallel-layout 'Ett|tt|tt|tt|t|t|t|tmmL'",
     ),
     "a divided vocabulary over the memory limit": (
         {"pipeline_vocab_parallel": 1, "pipeline_schedule": "1f1b", "pipeline_memory_limit": "4"},

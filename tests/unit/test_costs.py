@@ -397,6 +397,30 @@ def test_the_head_is_on_the_last_stage() -> None:
         assert figures[3] == pytest.approx(without.held_bytes[held][3] + logits)
 
 
+def test_multi_token_prediction_is_on_the_last_stage() -> None:
+    """Each depth is a layer, a projection of two widths to one, and the output layer once more."""
+    tokens, h, rows, depths = 4096, 2048, 50304, 2
+    model = replace(GPT, vocabulary=rows)
+    without, costs = estimate(model, GPU), estimate(replace(model, depths=depths), GPU)
+    projection, head = 2 * tokens * 2 * h * h, 2 * tokens * h * rows
+    for kind in (F, I, W):
+        layer = estimate(GPT, GPU).seconds[kind][0] / 4
+        more = depths * (layer + (projection + head) / GPU.operations)
+        assert costs.seconds[kind][:3] == without.seconds[kind][:3]
+        assert costs.seconds[kind][3] == pytest.approx(without.seconds[kind][3] + more)
+    assert costs.vocabulary is not None and without.vocabulary is not None
+    heads = [(1 + depths) * part for part in without.vocabulary.head]
+    assert costs.vocabulary.head == pytest.approx(heads)
+    assert costs.vocabulary.logits_bytes == (1 + depths) * tokens * rows * 4
+    layers = replace(model, layers=(4, 4, 4, 4 + depths))
+    assert costs.held_bytes is not None
+    for held in (Held.ACTIVATION, Held.WEIGHT_INPUTS):
+        of_layers = (estimate(layers, GPU).held_bytes or {})[held]
+        logits = depths * tokens * rows * 4
+        of_projections = costs.held_bytes[held][3] - of_layers[3] - logits
+        assert 0 < of_projections < 0.2 * of_layers[3]
+
+
 def test_layers_are_counted_per_stage() -> None:
     seconds = estimate(replace(GPT, layers=(2, 4, 4, 0)), GPU).seconds[F]
     assert seconds[1] == pytest.approx(2 * seconds[0])

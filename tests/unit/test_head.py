@@ -7,7 +7,12 @@ from dataclasses import replace
 import pytest
 
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.build.output_layer import output_layer_waits, place_output_layer
+from megatron_ext.schedule.build.output_layer import (
+    costs_in,
+    output_layer_waits,
+    place_output_layer,
+    with_input_gradient,
+)
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs, uniform
 from megatron_ext.schedule.kinds import Held
@@ -86,6 +91,17 @@ def test_it_waits_only_where_that_is_sooner() -> None:
     assert output_layer_waits(program) and not output_layer_waits(at_once)
     sooner, later = (simulate(p, p.problem.costs) for p in (program, at_once))
     assert sooner.makespan < later.makespan
+
+
+def test_it_does_not_wait_where_it_cannot() -> None:
+    """A weight that multi-token prediction looks up in: its costs have nothing left for W."""
+    costs = estimate(replace(LIGHT_END, depths=1), GPU)
+    assert output_layer_waits(place_output_layer(LINE, problem(costs, 2**40)))
+    at_once = with_input_gradient(costs)
+    assert with_input_gradient(at_once) == at_once
+    program = place_output_layer(LINE, problem(at_once, 2**40))
+    assert not output_layer_waits(program) and program.problem.costs == at_once
+    assert costs_in(program, at_once) == at_once
 
 
 @pytest.mark.parametrize("spec", ["1f1b", "zb-h1"])

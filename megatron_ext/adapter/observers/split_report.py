@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.utils import log_single_rank
 from torch import Tensor
 
+from megatron_ext.adapter.model_parts import unused_heads
 from megatron_ext.adapter.observers.observer import Step, StepObserver
 from megatron_ext.adapter.programs import gather
 from megatron_ext.logger import logger
@@ -19,13 +20,16 @@ from megatron_ext.runtime.weight_gradients import queue
 
 
 class SplitReport(StepObserver[Step]):
-    """Logs the `split_report` of all ranks, on one of them, after the first training step."""
+    """Logs the `split_report` of all ranks, on one of them, after the first training step: of a
+    race that has a schedule that ``splits`` the backward pass, after the first one under such."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, splits: bool) -> None:
+        self._splits = splits
         self._is_done = False
 
     def begin(self, step: Step) -> None:
-        queue.weights = None if self._is_done else set()
+        is_wanted = not self._is_done and step.split.waits == self._splits
+        queue.weights = set() if is_wanted else None
 
     def end(self, step: Step) -> None:
         """Collective over the pipeline after the first training step; later ones do nothing."""
@@ -43,8 +47,7 @@ def split_report(
 ) -> str:
     """One line on the weights of ``chunks``: which of their gradients wait for W.
 
-    Those of ``put_off`` do. Those of ``at_once``, the output layer's, do not, since too much memory
-    would be kept until then.
+    Those of ``put_off`` do. Those of ``at_once``, the output layer's, do not.
 
     A weight's work is counted in its elements: its gradient is a matrix product with two operations
     for each of them and token, as many as the input's gradient has.
@@ -56,6 +59,7 @@ def split_report(
         if isinstance(module, torch.nn.Embedding | VocabParallelEmbedding)
         for parameter in module.parameters(recurse=False)
     }
+    unused = unused_heads(chunks)
     split = whole = 0
     reasons: Counter[str] = Counter()
     for name, parameter in (item for chunk in chunks for item in chunk.named_parameters()):
@@ -67,7 +71,9 @@ def split_report(
             reasons["of one dimension (norms, biases: no matrix product)"] += 1
         elif parameter in at_once:
             whole += parameter.numel()
-            reasons["output layer (no room to keep its logits' gradient until W)"] += 1
+            reasons[f"output layer ({_why_at_once(parameter in tables)})"] += 1
+        elif parameter in unused:
+            reasons["output layer's own (it is tied to the embedding, and uses that one's)"] += 1
         elif parameter in tables:
             reasons["of embeddings (no matrix product)"] += 1
         else:
@@ -81,3 +87,9 @@ def split_report(
         f"W has {share:.1%} of the weights' matrix products, {share / 2:.1%} of the whole "
         f"backward's without attention; parameters without a W: {left}"
     )
+
+
+def _why_at_once(is_looked_up: bool) -> str:
+    if is_looked_up:
+        return "multi-token prediction looks up in it, and both come in one sum"
+    return "no room to keep its logits' gradient until W"

@@ -59,8 +59,9 @@ def _better_placed(build: Callable[[Problem], Program], problem: Problem, splits
     shared = problem.extras.vocabulary is not VocabularyParallel.NONE
     if shared or not splits or costs.vocabulary is None:
         return build(problem)
-    at_once = build(replace(problem, costs=_with_input_gradient(costs)))
-    if costs.held_bytes is None or not costs.vocabulary.logits_bytes or problem.forward_only:
+    at_once = build(replace(problem, costs=with_input_gradient(costs)))
+    could_wait = costs.vocabulary.head[2] and costs.vocabulary.logits_bytes
+    if costs.held_bytes is None or not could_wait or problem.forward_only:
         return at_once
     try:
         later = build(problem)
@@ -87,12 +88,13 @@ def costs_in(program: Program, costs: Costs) -> Costs:
         return share_vocabulary(costs, problem.placement, problem.extras.vocabulary)
     if output_layer_waits(program) or costs.vocabulary is None:
         return costs
-    return _with_input_gradient(costs)
+    return with_input_gradient(costs)
 
 
-def _with_input_gradient(costs: Costs) -> Costs:
-    """``costs`` with the output layer's weight gradient in I."""
-    assert costs.vocabulary is not None
+def with_input_gradient(costs: Costs) -> Costs:
+    """``costs`` with the output layer's weight gradient in I, as far as they tell it."""
+    if costs.vocabulary is None or not costs.vocabulary.head[2]:
+        return costs
     forward, input_gradient, weight_gradient = costs.vocabulary.head
     seconds = dict(costs.seconds)
     seconds[Kind.BACKWARD_INPUT] = _last_plus(seconds[Kind.BACKWARD_INPUT], weight_gradient)

@@ -43,6 +43,8 @@ class ModelDimensions:
         heads: attention heads.
         sequence, micro_batch: tokens of a microbatch are their product.
         vocabulary: rows of the output layer, on the last stage.
+        depths: of multi-token prediction. Each is, on the last stage, a projection of two widths to
+            one, a transformer layer, and one more run of the output layer.
         element_bytes: 2 for bf16 and fp16, 4 for fp32.
         recompute: whether whole layers are run again in the backward pass.
         recompute_modules: which parts of them are, by Megatron's names: ``layernorm``, ``mlp`` and
@@ -67,6 +69,7 @@ class ModelDimensions:
     recompute_modules: frozenset[str] = frozenset()
     fused_attention: bool = True
     sequence_parallel: bool = True
+    depths: int = 0
 
 
 def weights_of_layer(model: ModelDimensions) -> int:
@@ -93,18 +96,22 @@ def estimate(model: ModelDimensions, rates: Rates) -> Costs:
     weights = weights_of_layer(model)
     share = 1 / model.tensor_parallel
     products = 2 * tokens * weights * share
+    layers = [*model.layers[:-1], model.layers[-1] + model.depths]
+    depths = [0] * (len(layers) - 1) + [model.depths]
+    projection = 2 * tokens * 2 * model.hidden * model.hidden * share
     core = 4 * tokens * model.sequence * model.query_width * share / 2  # causal: half the matrix
-    head = 2 * tokens * model.hidden * model.vocabulary * share
+    head = 2 * tokens * model.hidden * model.vocabulary * share * (1 + model.depths)
 
-    forward = [n * (products + core) for n in model.layers]
+    forward = [n * (products + core) + d * projection for n, d in zip(layers, depths, strict=True)]
     of_mlp = 2 * tokens * (3 if model.gated else 2) * model.hidden * model.ffn_hidden * share
     of_parts = {"mlp": of_mlp, "core_attn": core}
     parts = sum(of_parts.get(name, 0.0) for name in model.recompute_modules)
-    again = forward if model.recompute else [n * parts for n in model.layers]
+    again = forward if model.recompute else [n * parts for n in layers]
     input_gradient = [
-        n * (products + 2 * core) + a for n, a in zip(model.layers, again, strict=True)
+        n * (products + 2 * core) + d * projection + a
+        for n, d, a in zip(layers, depths, again, strict=True)
     ]
-    weight_gradient = [n * products for n in model.layers]
+    weight_gradient = [n * products + d * projection for n, d in zip(layers, depths, strict=True)]
 
     def seconds(operations: list[float]) -> tuple[float, ...]:
         return tuple(o / rates.operations for o in operations)
@@ -112,7 +119,11 @@ def estimate(model: ModelDimensions, rates: Rates) -> Costs:
     boundary = tokens * model.hidden * model.element_bytes
     message = boundary * (share if model.sequence_parallel else 1.0)
     stored = _stored_bytes_of_token(model) * tokens * share
-    layers = Costs(
+    # The projection's input, and what the norms before and after it and the layer have as theirs;
+    # or what is looked up, where the rest is run again.
+    of_depth = boundary if model.recompute else 4 * boundary * share
+    of_projection = 3 * boundary * share
+    costs = Costs(
         {
             Kind.FORWARD: seconds(forward),
             Kind.BACKWARD_INPUT: seconds(input_gradient),
@@ -121,10 +132,12 @@ def estimate(model: ModelDimensions, rates: Rates) -> Costs:
         hop=message / rates.bytes,
         held_bytes={
             Held.ACTIVATION: tuple(
-                n * (boundary if model.recompute else stored) for n in model.layers
+                n * (boundary if model.recompute else stored) + d * of_depth
+                for n, d in zip(layers, depths, strict=True)
             ),
             Held.WEIGHT_INPUTS: tuple(
-                n * (inputs + outputs) * tokens * model.element_bytes * share for n in model.layers
+                n * (inputs + outputs) * tokens * model.element_bytes * share + d * of_projection
+                for n, d in zip(layers, depths, strict=True)
             ),
         },
         origin="estimated from the model's dimensions",
@@ -132,8 +145,8 @@ def estimate(model: ModelDimensions, rates: Rates) -> Costs:
     )
     # The embedding is no matrix product.
     head_seconds = head / rates.operations
-    logits = tokens * model.vocabulary * 4 * share
-    costs = layers.with_vocabulary(
+    logits = tokens * model.vocabulary * 4 * share * (1 + model.depths)
+    costs = costs.with_vocabulary(
         VocabularyCosts((head_seconds, head_seconds, head_seconds), logits_bytes=logits)
     )
     assert costs.held_bytes is not None

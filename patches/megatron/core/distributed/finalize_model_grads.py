@@ -1,4 +1,4 @@
-"""Tied embeddings whose two copies are on one rank: their gradients are summed there.
+"""Embeddings whose two copies are on one rank: their gradients are summed there.
 
 Where the copies are on two ranks, stock all-reduces the gradients over the embedding group. On a
 V that group has one rank, and stock does nothing.
@@ -21,12 +21,12 @@ _MODULE = "megatron.core.distributed.finalize_model_grads"
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patch that sums the gradients of a tied weight's two copies on one rank."""
+    """The patch that sums the gradients of the embedding's two copies on one rank."""
     return (
         wrap(
             f"{_MODULE}:_allreduce_word_embedding_grads",
             sum_gradients,
-            reason="both copies of a tied embedding are on one rank",
+            reason="both copies of the embedding are on one rank",
             digests={"0.18, 0.19, 0.20": "9ea2c48019e5"},
         ),
         expect(

@@ -7,7 +7,8 @@ model's, the layout of a V with it, and says one pipeline rank.
 
 Not patched: `from_str` and the parser (they come here), the layout's own `get_num_layers_to_build`
 and `get_layer_id_list` (they read what is patched), `validate_layer_layout` (it looks at the order
-of the layers, which stays; multi-token prediction, whose place it checks, is refused).
+of the layers, which stays, and at where multi-token prediction is: on the last rank's last chunk,
+which the last stage is in any placement).
 """
 
 from __future__ import annotations

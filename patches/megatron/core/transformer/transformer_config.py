@@ -12,6 +12,7 @@ from megatron_ext.adapter.layers import (
     is_megatrons_own,
     layers_of_stages,
     layout_of,
+    prediction_depths,
 )
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, wrap
@@ -30,7 +31,8 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
                     model_config.virtual_pipeline_model_parallel_size = placement.chunks
             else:
                 layers = layers_of_stages(model_config, placement)
-                model_config.pipeline_model_parallel_layout = layout_of(layers)
+                layout = layout_of(layers, prediction_depths(model_config))
+                model_config.pipeline_model_parallel_layout = layout
                 model_config.num_layers_in_first_pipeline_stage = None  # the layout says it now
                 model_config.num_layers_in_last_pipeline_stage = None
                 model_config.account_for_embedding_in_pipeline_split = False

@@ -1,6 +1,7 @@
-"""Tied embeddings whose two copies are on one rank start out equal.
+"""Embeddings whose two copies are on one rank start out equal.
 
-Stock zeroes the last stage's copy and sums both over the embedding group, which has one rank here.
+Stock zeroes the last stage's copy (a tied output layer's, or that of multi-token prediction) and
+sums both over the embedding group, which has one rank here.
 
 Not patched: the builders that call this, and how a chunk is built.
 """
@@ -18,12 +19,12 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patch that copies a tied embedding's weight."""
+    """The patch that copies the embedding's weight."""
     return (
         wrap(
             "megatron.training.models.dist_utils:build_virtual_pipeline_stages",
             copy_tied_weight,
-            reason="both copies of a tied embedding are on one rank and start equal",
+            reason="both copies of the embedding are on one rank and start equal",
             signature="(build_model_func, pg_collection, vp_size, model_type=<ModelType."
             "encoder_or_decoder: 1>)",
         ),

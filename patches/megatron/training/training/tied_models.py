@@ -1,4 +1,5 @@
-"""Models from a model provider, like those from a model builder, start with equal tied weights.
+"""Models from a model provider, like those from a model builder, start with equal copies of the
+embedding.
 
 Scripts written for Megatron before 0.19 give pretrain() a model provider; `get_model` builds these.
 
@@ -13,11 +14,11 @@ from megatron_ext.patches.megatron.training.models.dist_utils import copy_tied_w
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patch that copies a tied embedding's weight."""
+    """The patch that copies the embedding's weight."""
     return (
         wrap(
             "megatron.training.training:get_model",
             copy_tied_weight,
-            reason="both copies of a tied embedding are on one rank and start equal",
+            reason="both copies of the embedding are on one rank and start equal",
         ),
     )

@@ -25,7 +25,14 @@ from torch import Tensor
 from megatron_ext.adapter.transformer_engine import can_split
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, wrap
-from megatron_ext.runtime.weight_gradients import Contribution, Weights, add_to_grad, queue
+from megatron_ext.runtime.weight_gradients import (
+    Contribution,
+    Contributions,
+    Weights,
+    accumulate_each,
+    add_to_grad,
+    queue,
+)
 
 _MODULES = "transformer_engine.pytorch.module"
 
@@ -112,8 +119,9 @@ def put(
         make = partial(_make, function, x, dy)
         if prefix == "fc2_" and module.fc1_weight.requires_grad:
             hooks = []  # fc1's gradient is still to come
-    gradient = _Gradient(weights, biases, module.fuse_wgrad_accumulation, make, hooks)
-    queue.put_together((*weights, *biases), gradient.compute, _tensors_in((x, dy)))
+    gradient = _Gradient(weights, biases, module.fuse_wgrad_accumulation, make)
+    add = partial(_add_before, hooks) if hooks else accumulate_each
+    queue.put_together((*weights, *biases), gradient.compute, _tensors_in((x, dy)), add)
 
 
 def _owner(store: Any) -> Any:
@@ -159,31 +167,33 @@ def _taken_back(outputs: list[Tensor]) -> Callable[[], list[Tensor]]:
 class _Gradient:
     """What a module has put off.
 
-    ``fused``: ``make`` adds the weights' gradients to ``main_grad`` itself. The ``hooks`` are those
-    of ``register_wgrad_accumulation_and_reduce_hooks``; they expect the gradients in ``.grad``.
+    ``fused``: ``make`` adds the weights' gradients to ``main_grad`` itself.
     """
 
     weights: Weights
     biases: Weights
     fused: bool
     make: Callable[[], _Made]
-    hooks: Sequence[Callable[[], None]]
 
-    def compute(self) -> tuple[Contribution, ...]:
+    def compute(self) -> Contributions:
         """The contributions to the gradients of ``weights`` and then ``biases``."""
         made, made_of_biases = self.make()
         parameters = (*self.weights, *self.biases)
         # A layer without biases makes nothing of use for them.
         gradients = (*([None] * len(made) if self.fused else made), *made_of_biases)
-        contributions = tuple(map(_contribution, parameters, gradients))
-        if not self.hooks:
-            return contributions
-        for parameter, contribution in zip(parameters, contributions, strict=True):
-            if contribution is not None:
-                add_to_grad(parameter, contribution)
-        for hook in self.hooks:
-            hook()
-        return (None,) * len(parameters)
+        return tuple(map(_contribution, parameters, gradients))
+
+
+def _add_before(
+    hooks: Sequence[Callable[[], None]], parameters: Weights, gradients: Contributions
+) -> None:
+    """Add ``gradients`` to ``.grad``, where ``hooks`` expect them: those of a module's
+    ``register_wgrad_accumulation_and_reduce_hooks``."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is not None:
+            add_to_grad(parameter, gradient)
+    for hook in hooks:
+        hook()
 
 
 def _contribution(parameter: Tensor, gradient: Contribution) -> Contribution:

@@ -1,4 +1,4 @@
-"""Tied embeddings whose two copies are on one rank: a checkpoint gets one of them.
+"""Embeddings whose two copies are on one rank: a checkpoint gets one of them.
 
 Stock shares the saving out among data-parallel ranks, by the name of a tensor: whoever is to save
 it marks every shard of that name, and two of one rank are refused as overlapping, by global rank 0
@@ -28,7 +28,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             "megatron.core.dist_checkpointing.strategies.fully_parallel:"
             "distribute_main_replicas_with_precomputed_distribution",
             leave_one_copy,
-            reason="both copies of a tied embedding are on one rank, which saves one",
+            reason="both copies of the embedding are on one rank, which saves one",
             signature="(sharded_state_dict, parallelization_group, precomputed_distribution)",
         ),
     )

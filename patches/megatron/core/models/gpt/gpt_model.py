@@ -55,11 +55,6 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
                 f"schedule, in fp32 from parts of the logits; drop --logit-dtype"
             )
         refuse(settings, choice, Extras(vocabulary=vocabulary))
-        if call.arguments["mtp_block_spec"] is not None:
-            raise ValueError(
-                f"--pipeline-vocab-parallel {vocabulary} does not go with multi-token prediction: "
-                f"drop --pipeline-vocab-parallel"
-            )
         build_divided(original, model, call)
 
     return (

@@ -22,7 +22,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
     choice = config.choice
 
     def check_and_set_up(original: Callable[..., None], model: Any) -> None:
-        if model.share_embeddings_and_output_weights:
+        if model.share_embeddings_and_output_weights or model.config.mtp_num_layers:
             check_embedding_group(model.embd_group, model.pp_group, choice)
         original(model)
 

@@ -1,0 +1,296 @@
+"""Multi-token prediction under every placement, against stock Megatron: the same, to the last bit.
+
+Weights are drawn by their names, so that a model starts alike wherever its stages lie: Megatron
+cannot save tied multi-token prediction from a pipeline, and a V draws others from a seed. Compared
+are losses, multi-token prediction's own and how many tokens it got right, all parameters and all
+optimizer tensors; and the copies of the embedding, which both ends look up in, with one another.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.pretrain_gpt import model_provider
+from tests.helpers.callers import draw_by_name, named_parameters
+from tests.helpers.combinations import at_night, nightly
+from tests.helpers.documents import check_written, table
+from tests.helpers.megatron_runs import (
+    Run,
+    assert_same,
+    evaluations,
+    losses,
+    model_flags,
+    predictions,
+    train,
+)
+from tests.helpers.ranks import lasting_folder
+
+Flags = dict[str, object]
+
+UNTIED: Flags = {"untie_embeddings_and_output_weights": True}
+REPEATED: Flags = {"mtp_num_layers": 2, "mtp_use_repeated_layer": True}
+FULL: Flags = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+EXPERTS: Flags = {
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 32,
+    "moe_aux_loss_coeff": 1e-2,
+    "moe_token_dispatcher_type": "alltoall",
+    "disable_bias_linear": True,
+}
+MODELS: dict[str, Flags] = {
+    "untied, 1 depth": {**UNTIED, "mtp_num_layers": 1},
+    "untied, 2 depths, bf16": {**UNTIED, "mtp_num_layers": 2, "bf16": True},
+    "untied, repeated layer": {**UNTIED, **REPEATED},
+    "untied, repeated layer, full recompute": {**UNTIED, **REPEATED, **FULL},
+    "untied, 2 depths, full recompute, bf16": {
+        **UNTIED,
+        "mtp_num_layers": 2,
+        **FULL,
+        "bf16": True,
+    },
+    "untied, 1 depth, experts": {**UNTIED, **EXPERTS, "mtp_num_layers": 1},
+    "untied, 2 detached depths, loss per token": {
+        **UNTIED,
+        "mtp_num_layers": 2,
+        "mtp_detach_heads": True,
+        "calculate_per_token_loss": True,
+    },
+    "tied, 1 depth": {"mtp_num_layers": 1},
+    "tied, 2 depths, selective recompute": {
+        "mtp_num_layers": 2,
+        "recompute_granularity": "selective",
+    },
+    "tied, repeated layer, bf16": {**REPEATED, "bf16": True},
+    "tied, repeated layer, full recompute": {**REPEATED, **FULL},
+}
+# An untied output layer waits for W where its logits have room, and the last stage has less to do.
+ROOM: Flags = {"pipeline_memory_limit": "60GiB"}
+LINE: Flags = {"pipeline_model_parallel_layout": "Ettttt|ttt{m}L"}
+LIGHT_END: Flags = {"pipeline_model_parallel_layout": "Ettt|tt|tt|t{m}L"}
+NOTHING_BESIDE: Flags = {"pipeline_model_parallel_layout": "Ettt|ttt|tt|{m}L"}
+PLACEMENTS: dict[str, Flags] = {
+    "1f1b": {"pipeline_schedule": "1f1b"},
+    "zb-h1": {"pipeline_schedule": "zb-h1"},
+    "zb-h1, room": {"pipeline_schedule": "zb-h1", **ROOM, **LINE},
+    "interleaved": {"pipeline_schedule": "interleaved"},
+    "interleaved-zb, room": {"pipeline_schedule": "interleaved-zb", **ROOM, **LIGHT_END},
+    "interleaved-zb, last stage mL": {"pipeline_schedule": "interleaved-zb", **NOTHING_BESIDE},
+    "zb-v": {"pipeline_schedule": "zb-v"},
+    "zb-v, room": {"pipeline_schedule": "zb-v", **ROOM, **LIGHT_END},
+    "zb-v, last stage mL": {"pipeline_schedule": "zb-v", **NOTHING_BESIDE},
+    "v-half": {"pipeline_schedule": "v-half"},
+    "hanayo": {"pipeline_schedule": "hanayo"},
+}
+DAY = {
+    ("untied, 2 depths, bf16", "zb-h1, room"),
+    ("untied, 2 depths, bf16", "zb-v, room"),
+    ("untied, repeated layer, full recompute", "interleaved-zb, room"),
+    ("untied, repeated layer, full recompute", "hanayo"),
+    ("tied, 1 depth", "zb-h1, room"),
+    ("tied, 1 depth", "zb-v"),
+}
+CASES = [(model, placement) for model in MODELS for placement in PLACEMENTS]
+CASES = [case for case in CASES if case in DAY or at_night(case)]
+RESULTS: dict[tuple[str, str], str] = {}
+
+
+def drawn_by_name(*args: Any, **kwargs: Any) -> Any:
+    """A chunk whose matrices are drawn by their names in the whole model.
+
+    A tied one gets names in torch_dist too, by which tensors are compared: Megatron stumbles over
+    the output layer's own weight, which nobody uses.
+    """
+    model = model_provider(*args, **kwargs)
+    matrices = (item for item in named_parameters(model) if item[1].dim() > 1)
+    draw_by_name(matrices)
+    if model.share_embeddings_and_output_weights:
+        model.tie_embeddings_and_output_weights_state_dict = leave_out_the_output_layer
+    return model
+
+
+def leave_out_the_output_layer(state: dict[str, Any], key: str, *unused: Any) -> None:
+    state.pop(key, None)
+
+
+def flags(**more: object) -> list[str]:
+    layout = more.get("pipeline_model_parallel_layout")
+    if layout is not None:
+        depths = int(str(more["mtp_num_layers"]))
+        more["pipeline_model_parallel_layout"] = str(layout).format(m="m" * depths)
+    return model_flags(
+        **{
+            "pipeline_model_parallel_size": 2,
+            "num_layers": 8,
+            "position_embedding_type": "rope",
+            "train_iters": 3,
+            **more,
+        }
+    )
+
+
+@functools.cache
+def stock(model: str) -> list[Run]:
+    return train(2, flags(**MODELS[model]), model_provider=drawn_by_name)
+
+
+@pytest.mark.parametrize(("model", "placement"), CASES)
+def test_it_is_stock_to_the_last_bit(
+    model: str, placement: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    RESULTS[model, placement] = "not stock"
+    reference = stock(model)
+    ours = flags(**MODELS[model], **PLACEMENTS[placement], pipeline_report_split=True)
+    runs = train(2, ours, model_provider=drawn_by_name)
+    assert {run.schedule for run in runs} == {"PipelineStep"}
+    assert len(losses(runs)) == len(predictions(runs)) == 3
+    depths = int(str(MODELS[model]["mtp_num_layers"]))
+    assert len(predictions(runs)[0]) >= depths and all(predictions(runs)[0][:depths])
+    assert_same(runs, reference)
+    (report,) = [line for line in capfd.readouterr().out.splitlines() if "rank 1: W has" in line]
+    if "tied" in model.split(","):
+        assert (
+            "output layer (multi-token prediction looks up in it" in report or "1f1b" in placement
+        )
+    elif "room" in placement and "full recompute" not in model:
+        assert "output layer" not in report
+    RESULTS[model, placement] = "bitwise"
+
+
+# Megatron's own builder, initialisation and checkpoints.
+
+SAVED_AT = 1
+SAVED: Flags = {**UNTIED, "mtp_num_layers": 2, "eval_interval": 3, "eval_iters": 1}
+
+
+@functools.cache
+def saved(schedule: str | None) -> tuple[list[Run], Path]:
+    """A run from a seed, and the checkpoint of its first iteration."""
+    folder = lasting_folder()
+    saving = {"save": folder, "save_interval": SAVED_AT, "pipeline_schedule": schedule}
+    return train(2, flags(**SAVED, **saving)), folder
+
+
+@pytest.mark.parametrize(
+    ("saver", "schedule"),
+    [
+        (None, "zb-v"),
+        *at_night(*((None, name) for name in ("interleaved-zb", "v-half", "hanayo"))),
+        *at_night(("zb-v", None), ("zb-v", "zb-v"), ("zb-v", "interleaved-zb")),
+    ],
+)
+def test_a_checkpoint_is_trained_on_anywhere(saver: str | None, schedule: str | None) -> None:
+    reference, folder = saved(saver)
+    runs = train(2, flags(**SAVED, load=folder, ckpt_step=SAVED_AT, pipeline_schedule=schedule))
+    assert len(losses(runs)) == len(losses(reference)) - SAVED_AT
+    assert predictions(runs) and evaluations(runs)
+    assert_same(runs, reference)
+
+
+@nightly("the checkpoint's test has Megatron's own builder")
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-auto"])
+def test_a_line_starts_as_stock_does(schedule: str) -> None:
+    assert_same(train(2, flags(**SAVED, pipeline_schedule=schedule)), saved(None)[0])
+
+
+PARALLEL: dict[str, Flags] = {
+    "TP2, SP": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "DP2, distributed optimizer, both overlaps": {
+        "use_distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "dist_ckpt_optim_fully_reshardable": True,
+    },
+    "EP2": {**EXPERTS, "expert_model_parallel_size": 2},
+}
+
+
+@functools.cache
+def saved_in_parallel(setting: str) -> tuple[list[Run], Path]:
+    folder = lasting_folder()
+    saving = {"save": folder, "save_interval": SAVED_AT}
+    return train(4, flags(**SAVED, **PARALLEL[setting], **saving)), folder
+
+
+@nightly("what is parallel besides meets every placement in test_matrix.py")
+@pytest.mark.parametrize("schedule", ["zb-h1", "interleaved-zb", "zb-v"])
+@pytest.mark.parametrize("setting", PARALLEL)
+def test_parallel_besides(setting: str, schedule: str) -> None:
+    reference, folder = saved_in_parallel(setting)
+    resumed = {"load": folder, "ckpt_step": SAVED_AT, "pipeline_schedule": schedule}
+    runs = train(4, flags(**SAVED, **PARALLEL[setting], **resumed))
+    assert len(losses(runs)) == len(losses(reference)) - SAVED_AT
+    assert_same(runs, reference)
+
+
+@nightly("activations that leave for the host are test_offload_training.py's")
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+def test_activations_leave_for_the_host(schedule: str) -> None:
+    model = "untied, 2 depths, bf16"
+    offload = {"pipeline_schedule": schedule, "pipeline_activation_offload": "full"}
+    runs = train(2, flags(**MODELS[model], **offload), model_provider=drawn_by_name)
+    assert_same(runs, stock(model))
+
+
+@nightly("test_profile.py measures costs, of models that predict one token")
+@pytest.mark.parametrize("model", ["untied, 2 depths, bf16", "tied, 1 depth"])
+def test_costs_are_measured(model: str, tmp_path: Path) -> None:
+    """The program is then made again, with the output layer's weight gradient where it goes."""
+    longer = flags(**MODELS[model] | {"train_iters": 6})
+    ours = {"pipeline_schedule": "zb-v", "pipeline_costs": f"profile:{tmp_path / 'costs.json'}"}
+    runs = train(
+        2, flags(**MODELS[model] | ours | {"train_iters": 6}), model_provider=drawn_by_name
+    )
+    assert_same(runs, train(2, longer, model_provider=drawn_by_name))
+    assert (tmp_path / "costs.json").exists()
+
+
+@pytest.mark.skipif("MEGATRON_LM_DIR" not in os.environ, reason="MEGATRON_LM_DIR is not set")
+@pytest.mark.parametrize("schedule", ["zb-v", "interleaved-zb"])
+def test_the_upstream_script(schedule: str, tmp_path: Path) -> None:
+    script = Path(os.environ["MEGATRON_LM_DIR"]) / "pretrain_gpt.py"
+    reference = train(2, flags(**SAVED, save=tmp_path, save_interval=SAVED_AT), script)
+    resumed = {"load": tmp_path, "ckpt_step": SAVED_AT, "pipeline_schedule": schedule}
+    runs = train(2, flags(**SAVED, **resumed), script)
+    assert {run.schedule for run in runs} == {"PipelineStep"}
+    assert len(losses(runs)) == len(losses(reference)) - SAVED_AT and predictions(runs)
+    assert_same(runs, reference)
+
+
+# The two copies of the embedding.
+
+
+def test_the_copies_start_equal_on_a_v() -> None:
+    """Megatron's builder fills the last stage's copy with zeros, and its all-reduce over the
+    embedding group, which has one rank on a V, leaves them."""
+    runs = train(2, flags(**SAVED, train_iters=1, pipeline_schedule="zb-v"))
+    for moment in runs[1].tables:
+        assert moment.keys() == {"embedding.word_embeddings.weight", "output_layer.weight"}
+
+
+def test_the_table_in_the_docs_is_of_these_runs() -> None:
+    if len(RESULTS) < len(MODELS) * len(PLACEMENTS):
+        pytest.skip("not all cases were run")
+    rows = [[model, *(bitwise(model, starts) for starts in KINDS.values())] for model in MODELS]
+    check_written("multi-token prediction", table(["model", *KINDS], rows))
+
+
+KINDS = {"lines": ("1f1b", "zb-h1"), "loops": ("interleaved",), "V's, waves": ("zb-v", "v-", "han")}
+
+
+def bitwise(model: str, starts: tuple[str, ...]) -> str:
+    """Under which placements that begin so ``model`` was stock."""
+    return "; ".join(
+        placement
+        for placement in PLACEMENTS
+        if placement.startswith(starts) and RESULTS[model, placement] == "bitwise"
+    )
