@@ -46,6 +46,7 @@ def make_groups():
         tp_dp_cp=grid.create_pg(["tp", "dp", "cp"]),
         tp_ep=grid.create_pg(["tp", "ep"]),
         tp_ep_pp=grid.create_pg(["tp", "ep", "pp"]),
+        intra_dist_opt=grid.create_pg(["tp", "cp", "ep", "dp", "pp"]),
         embd=None,  # no weight is shared between stages
         pos_embd=None,
     )
