@@ -64,6 +64,11 @@ class Patch:
     change: Any  # the substitute or the wrapper
     signatures: tuple[str, ...]
     digests: Mapping[str, str]
+    needless: Mapping[str, str] = _ANY_SOURCE
+
+    def is_needless(self, original: Any) -> bool:
+        """Whether ``original`` does by itself what this patch is for."""
+        return bool(self.needless) and source_digest(original) in self.needless.values()
 
     def build(self, original: Any) -> Any:
         """What stands in the target's place, made from what stood there."""
@@ -113,13 +118,15 @@ def wrap(
     reason: str,
     signature: Signature = None,
     digests: Digests = _ANY_SOURCE,
+    needless: Digests = _ANY_SOURCE,
 ) -> Patch:
     """Declare that calls of ``target`` become ``wrapper(original, *args, **kwargs)``.
 
     The arguments are those of `replace`. ``args`` begins with ``self`` for a method and with
-    ``cls`` for a class method.
+    ``cls`` for a class method. ``needless`` are `source_digest`s, by version as ``digests``, of
+    originals that do by themselves what the patch is for: these are left as they are.
     """
-    return Patch(target, How.WRAP, reason, wrapper, _as_tuple(signature), digests)
+    return Patch(target, How.WRAP, reason, wrapper, _as_tuple(signature), digests, needless)
 
 
 def expect(
@@ -225,11 +232,12 @@ def mismatch(patch: Patch, original: Any) -> Misfit | None:
         digest = source_digest(original)
     except (OSError, TypeError, SyntaxError):
         digest = "unreadable"
-    if digest in patch.digests.values() or is_allowed(patch.target, digest):
+    read = {**patch.digests, **patch.needless}
+    if digest in read.values() or is_allowed(patch.target, digest):
         return None
     verb = "rely on" if patch.how is How.EXPECT else patch.how
     we = f"we {verb} it: {patch.reason}"
-    unknown = unknown_source(patch.target, original, digest, patch.digests, we)
+    unknown = unknown_source(patch.target, original, digest, read, we)
     return Misfit(str(unknown), unknown)
 
 
@@ -365,16 +373,12 @@ class Handle(AbstractContextManager["Handle"]):
         self.undo()
 
 
-def apply(patches: Sequence[Patch]) -> Handle:
-    """Apply all ``patches`` or none.
-
-    Raises:
-        PatchError: a target is missing, has another signature or an unknown source, or two
-            patches exclude each other. Lists all that do not fit. Nothing has been changed then.
-        ValueError: what the user allows is not understood.
-    """
+def _checked(patches: Sequence[Patch]) -> tuple[list[Patch], list[Any]]:
+    """Those of ``patches`` that are needed here, and the objects whose aliases matter to them.
+    Raises as `apply`."""
     problems = []
     unknown = []
+    in_force = []
     wanted: list[Any] = []
     taken: dict[tuple[object, ...], Patch] = {}
     for patch in patches:
@@ -386,6 +390,9 @@ def apply(patches: Sequence[Patch]) -> Handle:
         if (misfit := mismatch(patch, target.original)) is not None:
             problems.append(misfit.text)
             unknown += [misfit.unknown] if misfit.unknown else []
+        elif patch.is_needless(target.original):
+            continue
+        in_force.append(patch)
         if patch.how is How.EXPECT:
             continue
         if target.rebinds:
@@ -405,11 +412,22 @@ def apply(patches: Sequence[Patch]) -> Handle:
                 f"  export {ALLOW_UNKNOWN}={allowance(unknown)}"
             )
         raise PatchError(text)
+    return in_force, wanted
 
-    handle = Handle(patches)
+
+def apply(patches: Sequence[Patch]) -> Handle:
+    """Apply all ``patches`` or none.
+
+    Raises:
+        PatchError: a target is missing, has another signature or an unknown source, or two
+            patches exclude each other. Lists all that do not fit. Nothing has been changed then.
+        ValueError: what the user allows is not understood.
+    """
+    in_force, wanted = _checked(patches)
+    handle = Handle(in_force)
     aliases = Aliases(wanted)
     try:
-        for patch in patches:
+        for patch in in_force:
             if patch.how is not How.EXPECT:
                 _swap(patch, resolve(patch.target), handle, aliases)
     except BaseException:

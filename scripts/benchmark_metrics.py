@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import json
 import logging
 import statistics
@@ -35,8 +36,8 @@ from megatron_ext.adapter.training_globals import line_interval
 from megatron_ext.bench.contestants import EmulatedStage
 from megatron_ext.bench.emulated import DTYPE, SHAPE, EmulatedChunk
 from megatron_ext.bench.runs import before_everything_else
+from megatron_ext.launch import CPU_PLATFORM
 from megatron_ext.logger import logger
-from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
 from megatron_ext.runtime.executor import execute
 from megatron_ext.runtime.messages.channels import Channels
@@ -116,7 +117,8 @@ def _rank(
 ) -> None:
     torch.set_num_threads(1)
     before_everything_else()
-    apply([patch for patch in cpu.patches() if patch.target.startswith("torch")])
+    platform = importlib.import_module(CPU_PLATFORM)
+    apply([patch for patch in platform.patches() if patch.target.startswith("torch")])
     logger.setLevel(logging.ERROR)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks

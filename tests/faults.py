@@ -234,16 +234,16 @@ FAULTS = (
     ),
     Fault(
         "a-head-that-is-looked-up-waits",
-        f"{ADAPTER}/step/training.py",
-        "elif head_is_looked_up(call.models[-1]) or not output_layer_waits(program):",
-        "elif not output_layer_waits(program):",
+        f"{ADAPTER}/programs.py",
+        "return with_input_gradient(costs) if per_stage[-1].head_is_looked_up else costs",
+        "return costs",
         (PREDICTION,),
     ),
     Fault(
         "predictions-copy-of-the-embedding-is-forgotten",
         f"{ADAPTER}/tied.py",
-        "last.share_embeddings_and_output_weights or predicts",
-        "last.share_embeddings_and_output_weights",
+        'is_tied or getattr(last.config, "mtp_num_layers", None)',
+        "is_tied",
         (PREDICTION,),
     ),
     Fault(
@@ -301,6 +301,43 @@ FAULTS = (
         "    dist.all_reduce(total, group=replicas)\n",
         "",
         ("tests/pipeline/test_post_validation_training.py::test_clips_on_every_third_step",),
+    ),
+    Fault(
+        "a-tower-is-laid-out-as-the-language-model",
+        f"{MEGATRON}/core/transformer/pipeline_parallel_layer_layout.py",
+        "if model_config.pipeline_model_parallel_size > 1:",
+        "if True:",
+        ("tests/pipeline/test_any_model.py::test_a_tower_on_the_first_stage",),
+    ),
+    Fault(
+        "wrappers-are-not-followed",
+        f"{ADAPTER}/model_parts.py",
+        '_WITHIN = ("module", "language_model", "thinker")',
+        '_WITHIN = ("module",)',
+        (
+            "tests/patches/test_model_parts.py::test_a_language_model_is_found_in_its_wrappers",
+            "tests/patches/test_model_parts.py::test_sizes",
+        ),
+    ),
+    Fault(
+        "one-sequence-length-is-taken-for-the-other",
+        f"{ADAPTER}/step/call.py",
+        "if len(self.models) > 1 and self.decoder_seq_length not in (None, self.seq_length):",
+        "if False:",
+        (
+            "tests/pipeline/test_any_model.py::"
+            "test_with_several_chunks_either_sequence_length_may_be_meant",
+        ),
+    ),
+    Fault(
+        "frozen-weights-cost-as-trained-ones",
+        f"{SCHEDULE}/model/frozen.py",
+        "if reached == 1 and head and all(share == 1 for share in matrices):",
+        "if True:",
+        (
+            "tests/patches/test_model_parts.py::"
+            "test_costs_leave_out_what_is_not_done_for_frozen_weights",
+        ),
     ),
     Fault(
         "shapes-that-vary-are-batched",

@@ -26,6 +26,7 @@ from megatron_ext.schedule.model.estimate import (
     estimate,
     mlp,
 )
+from megatron_ext.schedule.model.frozen import without_frozen
 from megatron_ext.schedule.placement import Placement
 
 _REMEDY = "--pipeline-costs profile measures them (of install: costs='profile')"
@@ -69,13 +70,19 @@ def costs_of_model(
             f"the costs of {per_stage[0].model} are estimated from its language model, without "
             f"the parameters beside it ({beside}); {_REMEDY}"
         )
-    return estimated_costs(
+    costs = estimated_costs(
         config,
         layers=layers,
         sequence=sequence // config.context_parallel_size,
         micro_batch=micro_batch,
         vocabulary=sum(size.rows for size in per_stage) * config.tensor_model_parallel_size,
         symbols=symbols if any(symbols) else None,
+    )
+    return without_frozen(
+        costs,
+        [size.trained_matrices for size in per_stage],
+        reached=per_stage[0].reached,
+        head=per_stage[-1].head_is_trained,
     )
 
 

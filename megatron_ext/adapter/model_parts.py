@@ -6,7 +6,7 @@ may have nothing that is known here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,10 @@ class ChunkSize:
         beside: elements of those that are not its language model's.
         symbols: of a hybrid model's layers, as its pattern has them.
         head_is_looked_up: of the function of that name.
+        trained_matrices: how much of the matrices of its layers is trained, from 0 to 1.
+        reached: how much of its layers needs the gradient, from 0 to 1, were nothing before it
+            trained: those from the first trained one on.
+        head_is_trained: whether its output layer is, if it has one.
     """
 
     model: str
@@ -40,6 +44,9 @@ class ChunkSize:
     beside: int
     symbols: str = ""
     head_is_looked_up: bool = False
+    trained_matrices: float = 1.0
+    reached: float = 1.0
+    head_is_trained: bool = True
 
 
 def language_model(chunk: torch.nn.Module) -> Any | None:
@@ -62,7 +69,8 @@ def head_is_looked_up(chunk: torch.nn.Module) -> bool:
     """Whether the output layer of ``chunk`` uses the table of look-ups of the same stage: those of
     tied multi-token prediction.
 
-    Autograd sums what both bring to its gradient. A W pass would add the output layer's apart.
+    Autograd sums what both bring to its gradient. A W pass would add the output layer's apart, so
+    its costs are to say that there is none.
     """
     model = language_model(chunk)
     looks_up: bool = getattr(model, "mtp_process", False)
@@ -79,22 +87,27 @@ def unused_heads(chunks: Sequence[torch.nn.Module]) -> frozenset[Tensor]:
 def size_of(chunk: torch.nn.Module) -> ChunkSize:
     """The size of one rank's ``chunk``."""
     model = language_model(chunk)
-    rows = getattr(output_layer(chunk), "output_size_per_partition", 0)
+    head = output_layer(chunk)
+    rows = getattr(head, "output_size_per_partition", 0)
     if rows == 0 and (part := embedding_part(chunk)) is not None:  # which is the output layer's too
         rows = part.num_embeddings_per_partition
-    parameters, known = (_elements(module) for module in (chunk, model))
     wrapped: Any = chunk
     while (inner := _first_within(wrapped, ("module",))) is not None:
         wrapped = inner
-    layers = None if model is None else len(model.decoder.layers)
+    parameters = _elements(chunk.parameters())
+    known = () if model is None else model.parameters()
+    layers = () if model is None else model.decoder.parameters()
     return ChunkSize(
         model=type(wrapped).__name__,
-        layers=layers,
+        layers=None if model is None else len(model.decoder.layers),
         rows=rows,
         parameters=parameters,
-        beside=parameters - known,
+        beside=parameters - _elements(known),
         symbols="".join(getattr(getattr(model, "decoder", None), "layer_type_list", "")),
         head_is_looked_up=head_is_looked_up(chunk),
+        trained_matrices=_trained(weight for weight in layers if weight.dim() > 1),
+        reached=_reached(chunk, model),
+        head_is_trained=head is None or _trained(head.parameters()) > 0,
     )
 
 
@@ -103,5 +116,21 @@ def _first_within(model: Any, names: Sequence[str]) -> Any | None:
     return next((module for module in modules if isinstance(module, torch.nn.Module)), None)
 
 
-def _elements(module: torch.nn.Module | None) -> int:
-    return 0 if module is None else sum(weight.numel() for weight in module.parameters())
+def _reached(chunk: torch.nn.Module, model: Any | None) -> float:
+    layers = [] if model is None else list(model.decoder.layers)
+    of_layers = {weight for layer in layers for weight in layer.parameters()}
+    if any(weight.requires_grad for weight in chunk.parameters() if weight not in of_layers):
+        return 1.0  # an embedding, or a tower; what comes after the layers is on another stage
+    trained = [_trained(layer.parameters()) > 0 for layer in layers]
+    return (len(layers) - trained.index(True)) / len(layers) if any(trained) else 0.0
+
+
+def _elements(weights: Iterable[Tensor]) -> int:
+    return sum(weight.numel() for weight in weights)
+
+
+def _trained(weights: Iterable[Tensor]) -> float:
+    """How much of ``weights`` is trained, from 0 to 1. (1 where there are none.)"""
+    weights = list(weights)
+    trained = _elements(weight for weight in weights if weight.requires_grad)
+    return trained / _elements(weights) if weights else 1.0

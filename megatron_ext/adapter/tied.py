@@ -33,8 +33,8 @@ def tied_weights(
         return None
     if not (first.pre_process and last.post_process):
         return None
-    predicts = getattr(last.config, "mtp_num_layers", None)
-    if not (last.share_embeddings_and_output_weights or predicts):
+    is_tied = getattr(last, "share_embeddings_and_output_weights", False)
+    if not (is_tied or getattr(last.config, "mtp_num_layers", None)):
         return None
     return first.shared_embedding_or_output_weight(), last.shared_embedding_or_output_weight()
 

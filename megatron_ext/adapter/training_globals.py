@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from megatron.core import num_microbatches_calculator
+
 
 def current_iteration() -> int | None:
     """The iteration as Megatron's log will count it; None where its training loop does not run."""
@@ -31,6 +33,16 @@ def has_writers() -> bool:
 def restarts_in_process() -> bool:
     """Whether a failure of a rank has all of them train again in the same processes."""
     return getattr(training_global("_GLOBAL_ARGS"), "inprocess_restart", False) is True
+
+
+def ramps_up_to(microbatches: int) -> bool:
+    """Whether that is the number of microbatches which Megatron's batch size, as it grows, now
+    asks for: many steps have each."""
+    calculator = num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
+    constant = num_microbatches_calculator.ConstantNumMicroBatchesCalculator
+    if calculator is None or isinstance(calculator, constant):
+        return False
+    return bool(calculator.get() == microbatches)
 
 
 def training_global(name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typer.core import TyperGroup
 from megatron_ext.commands.options import Json
 from megatron_ext.commands.output import fail, print_table
 from megatron_ext.commands.progress import showing_progress
+from megatron_ext.config import flags_from_environment
 from megatron_ext.launch import Recorded, launch
 from megatron_ext.launch_check.chosen_plan import choose_plan
 from megatron_ext.parity.lines import Line, as_stock, quiet, read_line, record_here, recorded
@@ -46,7 +48,9 @@ app = typer.Typer(
     help="Say whether two launch lines train to the same numbers: "
     "megatron-ext parity -- LINE_A -- LINE_B, or megatron-ext parity -- LINE for a line against "
     "itself without our flags.",
-    epilog="The exit status is 0 if they do, 1 if they differ, 2 if they cannot be compared.",
+    epilog="Options for lines stand before the first --: megatron-ext parity lines --help. "
+    "The exit status is 0 if the numbers are the same, 1 if they differ, 2 if lines cannot be "
+    "compared.",
 )
 
 
@@ -71,7 +75,7 @@ def lines(
                 check_comparable(a, b)
         places = run_both(a, b, folder, iterations, from_seed, is_stock, _tell)
         found = _compare(places.a, places.b, places.again)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         fail(error)
     _finish(found, as_json)
 
@@ -113,7 +117,7 @@ def compare_folders(
     """Compare two recordings, anywhere: numpy is all that is needed."""
     try:
         found = _compare(a, b, again)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         fail(error)
     _finish(found, as_json)
 
@@ -130,7 +134,7 @@ def _two_lines(words: Sequence[str]) -> tuple[Line, Line, bool]:
         return read_line(words[:at]), read_line(words[at + 1 :]), False
     b = read_line(words)
     a = as_stock(b)
-    if a == b:
+    if a == b and not flags_from_environment((), os.environ)[0]:
         raise ValueError(
             "the line has no flag of ours, as stock it is the same: give two lines, or add "
             "--pipeline-schedule"

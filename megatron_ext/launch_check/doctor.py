@@ -11,6 +11,7 @@ from pathlib import Path
 
 import megatron_ext
 from megatron_ext.config import PipelineConfig
+from megatron_ext.launch_check.versions import declared_versions, version_rows
 from megatron_ext.patches.engine import Misfit, Patch, PatchError, applied, mismatch, resolve
 from megatron_ext.patches.features import FEATURES
 from megatron_ext.patches.sources import UnknownSource, allowance
@@ -30,12 +31,13 @@ class State(StrEnum):
     """How a patch stands to what is here.
 
     FITS: it could be applied, and is not asked for; WOULD_BE_APPLIED: it is; APPLIED: it is in
-    force in this process.
+    force in this process. NEEDLESS: what is here does by itself what the patch is for.
     """
 
     FITS = "fits"
     WOULD_BE_APPLIED = "would be applied"
     APPLIED = "applied"
+    NEEDLESS = "not needed"
     MISFIT = "does not fit"
 
 
@@ -65,10 +67,12 @@ class PatchState:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What is installed, by name, and each patch of each feature."""
+    """What is installed, by name, each patch of each feature, and which versions are known to
+    fit."""
 
     environment: Mapping[str, str]
     patches: tuple[PatchState, ...]
+    versions: tuple[dict[str, str], ...]
 
     @property
     def misfits(self) -> tuple[PatchState, ...]:
@@ -89,7 +93,7 @@ def diagnose(config: PipelineConfig) -> Diagnosis:
     Raises:
         ValueError: what the user allows is not understood.
     """
-    return Diagnosis(_environment(), tuple(_patches(config)))
+    return Diagnosis(_environment(), tuple(_patches(config)), tuple(_versions()))
 
 
 def _environment() -> dict[str, str]:
@@ -127,6 +131,15 @@ def _megatron() -> str:
     return f"{number} ({Path(version.owner.__file__).parent})"
 
 
+def _versions() -> list[dict[str, str]]:
+    """Empty where the patches cannot be told: there is no Megatron."""
+    try:
+        patches = [patch for feature in FEATURES for patch in feature.patches(_WITH_ALL_PATCHES)]
+    except PatchError:
+        return []
+    return version_rows(declared_versions(patches))
+
+
 def _patches(config: PipelineConfig) -> Iterator[PatchState]:
     example = config if config.schedule else _WITH_ALL_PATCHES
     is_asked = config.schedule is not None or config.watches_stock
@@ -145,7 +158,7 @@ def _patches(config: PipelineConfig) -> Iterator[PatchState]:
             elif (misfit := _misfit(patch)) is not None:
                 state = State.MISFIT
             else:
-                state = State.WOULD_BE_APPLIED if is_asked and wanted else State.FITS
+                state = _state_of_what_fits(patch, is_asked and wanted)
             yield PatchState(
                 feature.name,
                 patch.target,
@@ -156,6 +169,12 @@ def _patches(config: PipelineConfig) -> Iterator[PatchState]:
                 misfit.text if misfit else "",
                 misfit.unknown if misfit else None,
             )
+
+
+def _state_of_what_fits(patch: Patch, is_asked_for: bool) -> State:
+    if patch.is_needless(resolve(patch.target).original):
+        return State.NEEDLESS
+    return State.WOULD_BE_APPLIED if is_asked_for else State.FITS
 
 
 def _misfit(patch: Patch) -> Misfit | None:

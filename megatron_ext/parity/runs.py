@@ -21,6 +21,9 @@ from megatron_ext.schedule.words import counted
 
 _LATEST = "latest_checkpointed_iteration.txt"
 _SHOWN = 12  # lines of the output of a run that failed
+# What ended a rank: ours and argparse's, or the last line of a traceback. torchrun's own report,
+# which comes after it, names no reason.
+_REASON = re.compile(r"\berror\b[^:]*: |^(\[rank\d+\]:\s*)?(\w+\.)*\w*(Error|Exception)(:|$)")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 
 Tell = Callable[[str], None]  # something begins; or, with a newline, has ended
@@ -53,11 +56,15 @@ def run_both(
     load = _loading(a, b, from_seed)
     if load is None:
         checkpoint = folder / "checkpoint"
-        runs.run("A writes a checkpoint", "checkpoint", saving(a, checkpoint), is_stock)
-        if not (checkpoint / _LATEST).is_file():
+        try:
+            runs.run("A writes a checkpoint", "checkpoint", saving(a, checkpoint), is_stock)
+            if not (checkpoint / _LATEST).is_file():
+                raise ValueError(f"A's run wrote no checkpoint: see {folder}/checkpoint.log")
+        except ValueError as error:
             raise ValueError(
-                f"A's run wrote no checkpoint, though it ended well: see {folder}/checkpoint.log"
-            )
+                f"{error}\nIf it is this model that cannot be saved: lines that place layers alike "
+                f"need no checkpoint, with --from-seed"
+            ) from None
         _room(folder, 3 * _size(checkpoint), "3 recordings")
         load = ["--load", str(checkpoint), "--ckpt-format", "torch_dist"]
     many = counted(iterations, "iteration")
@@ -137,10 +144,10 @@ def _environment(is_stock: bool) -> Mapping[str, str]:
 
 def _failure(what: str, status: int, log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines()
-    ours = [line for line in lines if line.startswith(("megatron_ext: error", "megatron-ext: err"))]
     text = f"{what}: the run failed with exit status {status}; its output is in {log}"
-    if ours:
-        return f"{text}. It says: {ours[0]}"
+    reasons = (line.strip() for line in lines if _REASON.search(line))
+    if (reason := next(reasons, None)) is not None:
+        return f"{text}\nIt says first: {reason}"
     return "\n  ".join([f"{text}, and ends with", *lines[-_SHOWN:]])
 
 
@@ -168,7 +175,8 @@ def check_comparable(a: Line, b: Line) -> None:
         return  # Megatron is where the lines run, and not here: recordings are compared later
     one, other = (arguments or {} for arguments in parsed)
     both = {name for name in one if one[name] is not None and other.get(name) is not None}
-    if why := refusal(*({n: x[n] for n in both} for x in (one, other)), "the lines"):
+    a_both, b_both = ({name: values[name] for name in both} for values in (one, other))
+    if why := refusal(a_both, b_both, "the lines"):
         raise ValueError(why)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import functools
 import gc
 import importlib
@@ -51,7 +52,6 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "pretrain_gpt.py"
 for _module in (
     "megatron.core.datasets.helpers",
     "megatron.core.models.mimo",
-    "megatron.core.tokenizers.text.models",
     "megatron.core.dist_checkpointing.strategies.torch",
     "megatron.training.training",
     "megatron_ext.launch",
@@ -60,6 +60,8 @@ for _module in (
     *(f"megatron_ext.patches.{name}" for feature in FEATURES for name in feature.modules),
 ):
     importlib.import_module(_module)
+with contextlib.suppress(ModuleNotFoundError):  # since 0.20 there is none
+    importlib.import_module("megatron.core.tokenizers.text.models")
 entries()  # imports the families
 runpy.run_path(str(SCRIPT), run_name="imported")
 
@@ -384,8 +386,11 @@ class _Listener:
 
 
 def _layers(chunk: torch.nn.Module) -> list[int]:
-    """The numbers of a chunk's layers, counted from 0 through the whole model."""
-    model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
+    """The numbers of a chunk's layers, counted from 0 through the whole model; of a GPT."""
+    try:
+        model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
+    except RuntimeError:  # there is none
+        return []
     return [layer.layer_number - 1 for layer in model.decoder.layers]
 
 

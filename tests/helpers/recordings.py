@@ -12,7 +12,7 @@ import numpy as np
 from megatron_ext.parity.records.piece import STORED_AS, Piece
 from megatron_ext.parity.records.writing import RankWriter
 
-Tensors = Mapping[Piece, np.ndarray]
+Tensors = dict[Piece, np.ndarray]
 
 
 def piece(name: str, values: np.ndarray, index: tuple[int, ...] = ()) -> Piece:
@@ -55,7 +55,8 @@ def write(folder: Path, course: Course) -> Path:
     about = {"world_size": len(course.ranks), "first": 0, "iterations": iterations}
     for rank, tensors in enumerate(course.ranks):
         writer = RankWriter(folder, rank, {**about, "arguments": course.arguments})
-        writer.iteration(0, {}, _digests(tensors, 0))
+        start = course.changed.get(rank, tensors) if not course.changed_from else tensors
+        writer.iteration(0, {}, _digests(start, 0))
         for n, (loss, norm) in enumerate(zip(course.losses, course.norms, strict=True), 1):
             last = rank == len(course.ranks) - 1
             losses = {"lm loss": loss} if last else {}

@@ -90,6 +90,31 @@ def test_megatrons_own_pipeline_is_predicted_too() -> None:
     assert prediction is not None and prediction.schedule == "1f1b"
 
 
+def test_a_race_is_predicted() -> None:
+    """Each candidate beside the baseline; and whether the training is long enough for it."""
+    report = checked(pipeline_schedule=None, pipeline_race="zb-h1 zb-1p")
+    assert report.is_right, told(report, Verdict.WRONG)
+    right = [text for text in told(report, Verdict.RIGHT) if text.startswith("race: ")]
+    assert [text.split()[1] for text in right] == ["zb-h1", "zb-1p"]
+    assert "times as fast as 1f1b, peak 4 microbatches (" in right[0]
+    assert report.prediction is not None and report.prediction.schedule == "1f1b"
+    (remark,) = [text for text in told(report, Verdict.REMARK) if text.startswith("race: ")]
+    assert "it takes up to 150 iterations, and the training has fewer; train longer" in remark
+    wrong = checked(pipeline_schedule=None, pipeline_race="gpipe", pipeline_memory_limit="4")
+    assert any("gpipe cannot be in it" in text for text in told(wrong, Verdict.WRONG))
+
+
+def test_whether_megatrons_own_pipeline_can_be_watched(tmp_path: Path) -> None:
+    stock: dict[str, Any] = {"pipeline_schedule": None, "pipeline_trace": tmp_path / "traces"}
+    report = checked(**stock, train_iters=8)
+    assert report.is_right, told(report, Verdict.WRONG)
+    assert any("are needed, and fit Megatron" in text for text in told(report, Verdict.RIGHT))
+    (wrong,) = told(checked(**stock, train_iters=6), Verdict.WRONG)
+    assert "traces iterations 5 to 7 of a run, and the last one is 6 (--train-iters)" in wrong
+    remarks = told(checked(**stock, train_iters=8, pipeline_model_parallel_size=1), Verdict.REMARK)
+    assert any("nothing of Megatron's step will be seen" in text for text in remarks)
+
+
 def test_the_default_layers_need_no_transformer_engine_here() -> None:
     """On a login node without it lines with Megatron's default layers, or rope, were refused."""
     newest: dict[str, Any] = {"qk_clip": True, "fp8_format": "hybrid", "bf16": True}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from megatron_ext.adapter.dimensions import costs_of_model
 from megatron_ext.adapter.model_parts import ChunkSize, language_model, output_layer, size_of
 from megatron_ext.adapter.tied import tied_weights
 from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import line
 
 CONFIG = TransformerConfig(num_layers=4, hidden_size=32, num_attention_heads=4)
@@ -64,8 +67,47 @@ def test_sizes() -> None:
     assert size_of(linear()) == ChunkSize("Linear", None, 0, parameters=20, beside=20)
 
 
-def test_a_model_without_pre_process_has_no_tied_weights() -> None:
+def test_what_of_a_chunk_is_trained() -> None:
+    model = gpt(2, rows=8)
+    model.output_layer.requires_grad_(False)
+    model.decoder.layers[0].weight.requires_grad = False
+    size = size_of(model)
+    assert (size.trained_matrices, size.head_is_trained, size.reached) == (0.5, False, 1.0)
+    model.decoder.layers[0].requires_grad_(False)  # its bias, too
+    assert size_of(model).reached == 0.5
+    assert size_of(holding(tower=linear(), language_model=model)).reached == 1.0
+    assert size_of(model.requires_grad_(False)).reached == 0.0
+
+
+def test_a_model_of_the_callers_own_has_no_tied_weights() -> None:
     assert tied_weights([linear(), linear()]) is None
+    chunk: Any = linear()
+    chunk.pre_process = chunk.post_process = True
+    chunk.config = ModelParallelConfig()
+    assert tied_weights([chunk, chunk]) is None
+
+
+def test_costs_leave_out_what_is_not_done_for_frozen_weights() -> None:
+    """Adapters on the last stage, and a first one with trained norms in its last layers."""
+    whole = [replace(size(2), rows=rows) for rows in (0, 64)]
+    parts = [
+        replace(whole[0], trained_matrices=0.0, reached=0.25),
+        replace(whole[1], trained_matrices=0.25, head_is_trained=False),
+    ]
+    of_all, of_parts = (
+        costs_of_model(CONFIG, line(2), sizes, 16, 1, is_told=False) for sizes in (whole, parts)
+    )
+    head = of_all.vocabulary.head[0]
+    forward, i, w = (of_parts.seconds[kind] for kind in of_parts.seconds)
+    assert forward == pytest.approx(of_all.seconds[Kind.FORWARD])
+    first, last = of_all.seconds[Kind.BACKWARD_INPUT]
+    assert i == pytest.approx((first / 4, last))
+    assert w == pytest.approx((0.0, (of_all.seconds[Kind.BACKWARD_WEIGHT][1] - head) / 4))
+    assert of_parts.vocabulary.head[2] == 0
+    kept = [
+        costs.without_vocabulary().held_bytes[Held.WEIGHT_INPUTS] for costs in (of_all, of_parts)
+    ]
+    assert kept[1] == pytest.approx((0.0, kept[0][1] / 4))
 
 
 def size(layers: int | None, beside: int = 0) -> ChunkSize:

@@ -5,6 +5,8 @@ Megatron's fused gradient accumulation has a stand-in for its kernel.
 
 from __future__ import annotations
 
+import inspect
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +19,9 @@ from megatron_ext.patches.megatron.core.tensor_parallel.layers import split_appl
 from megatron_ext.runtime.weight_gradients import queue
 
 MICROBATCHES = 3
+FUNCTION = layers.LinearWithGradAccumulationAndAsyncCommunication
+# gtp_remat_size since 0.19, output_dtype since 0.20
+NEWER = (1, None)[: len(inspect.signature(FUNCTION.forward).parameters) - 10]
 
 
 def kernel_for(dtype: torch.dtype) -> Any:
@@ -42,8 +47,8 @@ def test_w_adds_what_stocks_backward_adds(
     ours.data.copy_(stock.data)
     for weight in (stock, ours):
         weight.main_grad = torch.zeros(5, 4, dtype=dtype)  # type: ignore[attr-defined]
-    function = layers.LinearWithGradAccumulationAndAsyncCommunication
-    rest = (None, True, False, False, None, None, None, 1)
+    function = FUNCTION
+    rest = (None, True, False, False, None, None, None, *NEWER)
     monkeypatch.setattr(queue, "splitting", True)
     for microbatch in range(MICROBATCHES):
         x, other = (torch.ones(3, 2, 4).bfloat16().mul_(microbatch + 1) for _ in "12")
@@ -71,8 +76,8 @@ def test_where_there_is_nothing_to_put_off_stock_runs(
     monkeypatch.setattr(queue, "splitting", True)
     x = torch.ones(3, 2, 4, requires_grad=without != "input")
     weight = torch.nn.Parameter(torch.ones(5, 4), requires_grad=without != "weight")
-    rest = (None, False, False, False, None, None, None, 1)
-    function = layers.LinearWithGradAccumulationAndAsyncCommunication
+    rest = (None, False, False, False, None, None, None, *NEWER)
+    function = FUNCTION
     with queue.collecting(0, 0):
         split_apply(function.apply, x, weight, *rest).sum().backward()
         assert not queue.tensors(0, 0)
@@ -80,3 +85,31 @@ def test_where_there_is_nothing_to_put_off_stock_runs(
     expected = {"weight": x.grad, "input": weight.grad}[without]
     assert expected is not None and expected.count_nonzero() == expected.numel()
     assert (weight if without == "weight" else x).grad is None
+
+
+@pytest.mark.skipif(len(NEWER) < 2, reason="before Megatron 0.20 a layer's output is of its type")
+def test_w_of_an_output_of_another_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits in fp32 of a head in bf16 (--logit-dtype): W took their gradient as it was, and its
+    product wants two operands of one type."""
+    from megatron.core.extensions import transformer_engine
+
+    def gemm(weight: Tensor, x: Tensor, out_dtype: torch.dtype, **_: Any) -> list[Tensor]:
+        return [x.to(out_dtype) @ weight.to(out_dtype).t()]
+
+    monkeypatch.setattr(transformer_engine, "te_general_gemm", gemm)
+    monkeypatch.setattr(queue, "splitting", True)
+    stock, ours = (torch.nn.Parameter(torch.ones(5, 4).bfloat16()) for _ in "12")
+    rest = (None, False, False, False, None, None, None, 1, torch.float32)
+    with queue.collecting(0, 0):
+        for apply, weight in (
+            (FUNCTION.apply, stock),
+            (partial(split_apply, FUNCTION.apply), ours),
+        ):
+            x = torch.full((3, 2, 4), 1.5).bfloat16().requires_grad_()
+            output = apply(x, weight, *rest)
+            assert output.dtype == torch.float32
+            output.square().sum().backward()
+    assert stock.grad is not None and ours.grad is None
+    queue.run(0, 0)
+    gradient: Any = ours.grad
+    assert torch.equal(gradient, stock.grad)

@@ -139,7 +139,7 @@ def test_a_launch_with_two_schedules_ends_at_once() -> None:
     }
 
     def launched(rank: int, port: int) -> Any:
-        return _train_rank(rank, 2, port, SCRIPT, flags[rank], {}, None)
+        return _train_rank(rank, 2, port, [str(SCRIPT), *flags[rank]], {}, None)
 
     with agent_store() as port:
         results = run_ranks(2, lambda rank: launched(rank, port), connect=False)

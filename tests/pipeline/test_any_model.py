@@ -37,6 +37,7 @@ from tests.helpers.callers import assert_same, draw_by_name, first_and_last, nam
 from tests.helpers.combinations import at_night
 from tests.helpers.documents import check_written, table
 from tests.helpers.ranks import run_ranks, values
+from tests.pipeline import test_adapters
 from tests.pipeline.test_callers import WITHOUT_LAYERS
 
 RANKS = 2
@@ -414,9 +415,9 @@ BY_DAY: tuple[Case, ...] = (
     ("LLaVAModel", "all", ("zb-h1", "interleaved-zb", "zb-v")),
 )
 BY_NIGHT: tuple[Case, ...] = (
-    ("a wrapper", "all", ("interleaved", "v-half", "hanayo")),
+    ("a wrapper", "all", ("interleaved", "v-half", "hanayo:waves=1")),
     ("a wrapper", "all but the tower", ("1f1b", "zb-h1", "interleaved-zb")),
-    ("LLaVAModel", "all", ("1f1b", "interleaved", "v-half", "hanayo")),
+    ("LLaVAModel", "all", ("1f1b", "interleaved", "v-half", "hanayo:waves=1")),
     ("LLaVAModel", "all but the tower", ("zb-h1", "interleaved-zb", "zb-v")),
 )
 
@@ -460,6 +461,10 @@ def test_the_table_of_models() -> None:
         "a wrapper: GPTModel behind a tower": _cases("a wrapper"),
         "Megatron's LLaVAModel": _cases("LLaVAModel"),
         "GPTModel, stages without layers": [("all", WITHOUT_LAYERS)],
+        "GPTModel with low-rank adapters": [
+            (trained, own + test_adapters.BY_NIGHT[trained])
+            for trained, own in test_adapters.BY_DAY.items()
+        ],
     }
     rows = [
         [kind, trained, *(_under(schedules, placement) for placement in ("line", "loop", "v wave"))]

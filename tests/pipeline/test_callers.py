@@ -43,6 +43,7 @@ from tests.helpers.callers import (
     named_parameters,
     whole_step,
 )
+from tests.helpers.combinations import at_night
 from tests.helpers.ranks import run_ranks, running_ranks, values
 
 RANKS = 4
@@ -160,26 +161,28 @@ def test_gradients_and_losses_are_stocks(schedule: str, p2p: str, own_groups: bo
     values(run_ranks(RANKS, lambda rank: on_rank(rank, schedule, p2p, own_groups)))
 
 
-def traced_loop(rank: int, folder: Path, own_groups: bool) -> None:
+def traced_loop(rank: int, folder: Path, own_groups: bool, schedule: str | None = "zb-h1") -> None:
     """Three training steps, with evaluations; the second and third are to be traced."""
     with apply(cpu.patches()):
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=RANKS)
         model_parallel_cuda_manual_seed(0)
-        with megatron_ext.install(schedule="zb-h1", trace=str(folder), trace_iters="2:4"):
+        with megatron_ext.install(schedule=schedule, trace=str(folder), trace_iters="2:4"):
             for forward_only in (False, True, False, True, False):
                 step(own_groups, forward_only)
 
 
-@pytest.mark.parametrize("own_groups", [False, True])
+@pytest.mark.parametrize(
+    ("own_groups", "schedule", "kinds"), [(False, "zb-h1", 3), (True, "zb-h1", 3), (True, None, 2)]
+)
 def test_steps_of_a_loop_of_ones_own_are_counted_for_a_trace(
-    own_groups: bool, tmp_path: Path
+    own_groups: bool, schedule: str | None, kinds: int, tmp_path: Path
 ) -> None:
-    """From 1, and evaluations are no training steps."""
-    values(run_ranks(RANKS, lambda rank: traced_loop(rank, tmp_path, own_groups)))
+    """From 1, and evaluations are no training steps. Megatron's own are counted alike."""
+    values(run_ranks(RANKS, lambda rank: traced_loop(rank, tmp_path, own_groups, schedule)))
     steps = read_trace(tmp_path)
     assert [traced.iteration for traced in steps] == [2, 3]
     for traced in steps:
-        assert [len(row) for row in traced.measured.compute] == [3 * MICROBATCHES] * RANKS
+        assert [len(row) for row in traced.measured.compute] == [kinds * MICROBATCHES] * RANKS
 
 
 def test_a_trace_that_cannot_be_written_does_not_end_the_training(tmp_path: Path) -> None:
@@ -264,7 +267,7 @@ def test_another_program_is_found_in_a_later_step_too() -> None:
         with installed(RANKS, schedule="1f1b"):
             step(own_groups=False)
             if rank == 2:
-                schedules.get_forward_backward_func()._training._programs._choice = choose("gpipe")
+                schedules.get_forward_backward_func()._training._programs.choice = choose("gpipe")
             step(own_groups=False, microbatches=4)
 
     results = run_ranks(RANKS, differing, timeout=60)
@@ -413,7 +416,10 @@ WITHOUT_LAYERS = {
 }
 
 
-def test_stages_without_layers() -> None:
+@pytest.mark.parametrize(
+    "schedules", [("interleaved-zb:vpp=4", "zb-v"), *at_night(tuple(WITHOUT_LAYERS))]
+)
+def test_stages_without_layers(schedules: tuple[str, ...]) -> None:
     """Of embedding, of loss or of nothing at all, as recipes of GLM have them (Megatron-LM #1852):
     what such a stage passes on is what it was given."""
 
@@ -421,9 +427,9 @@ def test_stages_without_layers() -> None:
         with apply(cpu.patches()):
             line = [[*chain(*LAYERS[:4])], [*chain(*LAYERS[4:])]]
             expected = step_of_layout(line)
-            for schedule, layout in WITHOUT_LAYERS.items():
+            for schedule in schedules:
                 with megatron_ext.install(schedule=schedule):
-                    assert_same(step_of_layout(layout), expected)
+                    assert_same(step_of_layout(WITHOUT_LAYERS[schedule]), expected)
 
     values(run_ranks(V_RANKS, on_all_placements))
 

@@ -2,7 +2,8 @@
 
 Their file is fetched, and run on eight ranks as it stands, but for what `OursInPlace` changes: a
 test of theirs says which function it expects, one calls stock's by name, and seven microbatches on
-four ranks are an error of stock's that is none of ours.
+four ranks are an error of stock's that is none of ours. And two make process groups in each
+pipeline apart, under one name, which gloo, unlike NCCL, connects to one another at once.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 import megatron_ext
 from megatron_ext.adapter.step.pipeline_step import PipelineStep
@@ -50,12 +52,12 @@ CASES: tuple[tuple[str, tuple[str, ...], dict[str, int]], ...] = (
     (
         "test_forward_backward_pipelining_without_interleaving_with_custom_pgs",
         LINES,
-        {"stock by its name": 2},
+        {"stock by its name": 2, "groups of a pipeline": 1},
     ),
     (
         "test_forward_backward_pipelining_with_interleaving_with_custom_pgs",
         CHUNKS,
-        {"identity": 1},
+        {"identity": 1, "groups of a pipeline": 1},
     ),
 )
 
@@ -89,7 +91,22 @@ class OursInPlace(ast.NodeTransformer):
         if ast.unparse(node.func) == stock:
             self.changed["stock by its name"] += 1
             node.func = ast.parse("schedule.get_forward_backward_func()", mode="eval").body
+        if ast.unparse(node.func) == "_populate_embedding_and_position_groups":
+            self.changed["groups of a pipeline"] += 1
+            node.func = ast.Name(embedding_groups.__name__, ast.Load())
         return node
+
+
+def embedding_groups(pipeline: dist.ProcessGroup) -> tuple[dist.ProcessGroup, ...]:
+    """Those of the position embedding and of the embedding. Collective over the world."""
+    ranks = dist.get_process_group_ranks(pipeline)
+    pipelines: list[Any] = [None] * RANKS
+    dist.all_gather_object(pipelines, ranks)
+    made = {
+        first: (dist.new_group([first]), dist.new_group([first, last]))
+        for first, last in sorted({(ranks[0], ranks[-1]) for ranks in pipelines})
+    }
+    return made[ranks[0]]
 
 
 class Mocker:
@@ -107,8 +124,9 @@ class Mocker:
             patch.stop()
 
 
-def load(name: str, source: str) -> types.ModuleType:
+def load(name: str, source: str, **more: Any) -> types.ModuleType:
     module = types.ModuleType(name)
+    vars(module).update(more)
     sys.modules[name] = module
     exec(compile(source, name, "exec"), vars(module))
     return module
@@ -128,7 +146,8 @@ def theirs(test: str, file: Path, utilities: Path) -> tuple[Callable[..., None],
     change.visit(function)
     kept = zip(names, tree.body, strict=True)
     tree.body = [node for name, node in kept if name == test or not name.startswith("test_")]
-    module = load("test_schedules", ast.unparse(ast.fix_missing_locations(tree)))
+    source = ast.unparse(ast.fix_missing_locations(tree))
+    module = load("test_schedules", source, embedding_groups=embedding_groups)
     return getattr(module, test), change.changed
 
 

@@ -5,18 +5,24 @@ from __future__ import annotations
 import json
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from megatron_ext.adapter.observers.metrics import _Log
+from megatron_ext.logger import logger
 from megatron_ext.runtime.measure.exchange import Exchange
+from megatron_ext.runtime.measure.step_sums import StepSums
 from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.schedule.build.registry import choose
+from megatron_ext.schedule.show.metrics import RankSums
 from megatron_ext.schedule.show.trace import read_trace
 from tests.helpers.megatron_runs import SCRIPT, Run, assert_same, model_flags, train
 from tests.helpers.ranks import run_ranks, values
-from tests.helpers.stages import world
+from tests.helpers.stages import CPU, program_for, world
 from tests.pipeline.test_trace import WRITERS, traced
 
 Flags = dict[str, object]
@@ -121,6 +127,52 @@ def test_costs_that_are_measured_meanwhile(
     }
     run(2, flags | MEASURED)
     assert [line["iterations"] for line in lines(capfd)] == ["5 to 6"]
+
+
+LOOP: Flags = {"num_virtual_stages_per_pipeline_rank": 2}
+
+
+@pytest.mark.parametrize("placement", [{}, LOOP], ids=["1f1b", "interleaved"])
+def test_megatrons_own_step(placement: Flags, capfd: pytest.CaptureFixture[str]) -> None:
+    """The flag alone is enough, and changes no number."""
+    stock: Flags = {"pipeline_schedule": None, "train_iters": 4} | placement
+    reference = run(2, stock)
+    capfd.readouterr()
+    runs = run(2, stock | MEASURED | {"eval_iters": 1, "eval_interval": 2})
+    assert_same([replace(rank, evaluation=[]) for rank in runs], reference)
+    told = lines(capfd)
+    assert [line["iterations"] for line in told] == ["2", "3 to 4"]
+    assert all(0 < float(line["bubble"]) < 100 for line in told)
+    assert float(told[0]["predicted_bubble"]) > 5
+
+
+def test_a_step_of_other_passes_does_not_count() -> None:
+    """A Megatron whose order is not the known one: its passes would be taken for others."""
+    program = program_for(choose("1f1b"), 2, 2)
+    expected = program.schedule.compute_rows[0]
+    recorder, steps = Recorder(0), StepSums(CPU)
+    for row in (expected, expected[:-1], expected[::-1], expected):
+        steps.begin(recorder)
+        for action in row:
+            with recorder.computing(action):
+                pass
+        recorder.end()
+        steps.end(program, 0)
+    assert steps.take().steps == 2
+
+
+def test_where_nothing_is_known_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    log = _Log(overlap=False)
+    program = program_for(choose("1f1b"), 2, 2)
+    with caplog.at_level("WARNING", "megatron_ext"):
+        logger.addHandler(caplog.handler)
+        for last in (10, 20):
+            log.add([RankSums(), RankSums()], program, last - 9, last)
+        logger.removeHandler(caplog.handler)
+    assert [record.getMessage() for record in caplog.records] == [
+        "no metrics of the iterations from 1 to 10: on some rank no step ran the passes of 1f1b "
+        "in its order"
+    ]
 
 
 def test_off_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

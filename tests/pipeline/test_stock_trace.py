@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,24 +10,10 @@ import pytest
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.show.trace import TracedStep, read_trace
+from megatron_ext.schedule.show.trace import NAME, TracedStep, read_trace
 from tests.helpers.megatron_runs import assert_same, model_flags, train
 
 Flags = dict[str, object]
-
-LINE: Flags = {
-    "pipeline_model_parallel_size": 2,
-    "global_batch_size": 8,
-    "eval_iters": 1,
-    "eval_interval": 2,
-}
-LOOP: Flags = {
-    "pipeline_model_parallel_size": 2,
-    "num_virtual_stages_per_pipeline_rank": 2,
-    "microbatch_group_size_per_virtual_pipeline_stage": 3,
-    "num_layers": 4,
-    "global_batch_size": 6,
-}
 
 
 def family_rows(spec: str, ranks: int, microbatches: int) -> list[list[str]]:
@@ -36,31 +23,63 @@ def family_rows(spec: str, ranks: int, microbatches: int) -> list[list[str]]:
     return [[str(action) for action in row] for row in schedule.rows]
 
 
-def measured_rows(step: TracedStep) -> list[list[str]]:
-    return [[str(event.action) for event in row] for row in step.measured.compute]
+def measured_rows(traced: TracedStep) -> list[list[str]]:
+    return [[str(event.action) for event in row] for row in traced.measured.compute]
+
+
+# Of two pipelines, with evaluations between; and one whose last group of microbatches is larger
+# than the pipeline and smaller than the others, in a run that ends before its trace does.
+LINE: Flags = {"eval_iters": 1, "eval_interval": 2, "overlap_grad_reduce": True}
+LOOP: Flags = {
+    "num_virtual_stages_per_pipeline_rank": 2,
+    "microbatch_group_size_per_virtual_pipeline_stage": 3,
+    "exit_interval": 6,
+}
 
 
 @pytest.mark.parametrize(
-    ("ranks", "flags", "spec", "microbatches"),
-    [(4, LINE, "1f1b", 4), (2, LOOP, "interleaved:vpp=2,group=3", 6)],
+    ("ranks", "flags", "spec", "microbatches", "iterations"),
+    [
+        (4, LINE, "1f1b", 4, [5, 6, 7]),
+        (2, LOOP, "interleaved:vpp=2,group=3", 8, [5, 6]),
+    ],
     ids=["1f1b", "interleaved"],
 )
-def test_a_trace_of_megatrons_own_step(
+def test_the_flag_alone_traces_megatrons_own_step(
     ranks: int,
     flags: Flags,
     spec: str,
     microbatches: int,
+    iterations: list[int],
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """The flag alone is enough, and changes no number."""
-    common = flags | {"train_iters": 8}
+    """It changes no number, and the order is that of our family. Whoever wanted no more than to
+    know a bubble had to train under a schedule of ours, and to say which iterations."""
+    common: Flags = {"pipeline_model_parallel_size": 2, "train_iters": 7} | flags
     reference = train(ranks, model_flags(**common))
     capfd.readouterr()
-    runs = train(ranks, model_flags(**common | {"pipeline_trace": tmp_path}))
-    assert_same(runs, reference)
-    print(capfd.readouterr().out)
+    assert_same(train(ranks, model_flags(**common | {"pipeline_trace": tmp_path})), reference)
     steps = read_trace(tmp_path)
-    assert [step.iteration for step in steps] == [5, 6, 7]
-    for step in steps:
-        assert measured_rows(step) == family_rows(spec, 2, microbatches)
+    assert [traced.iteration for traced in steps] == iterations
+    for traced in steps:
+        assert measured_rows(traced) == family_rows(spec, 2, microbatches)
+        assert traced.weight_shares is not None and all(0 < s < 1 for s in traced.weight_shares)
+    said = [line for line in capfd.readouterr().out.splitlines() if "megatron_ext: " in line]
+    name = spec.partition(":")[0]
+    assert re.search(
+        rf"Megatron's own {name} on 2 ranks, {microbatches} microbatches: [\d.]+% of a step is "
+        rf"bubble; a step takes [\d.]+ ms \(iteration [5-7], the median of {len(iterations)}\)",
+        "\n".join(said),
+    )
+    assert sum(line.startswith("megatron_ext:   zb-h1 ") for line in said) == 1
+    assert sum(line.startswith(f"megatron_ext:   {name} ") for line in said) == 1
+
+
+def test_what_has_no_pipeline_is_told_in_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    train(1, model_flags(train_iters=2, pipeline_trace=tmp_path, pipeline_trace_iters="1:3"))
+    said = [line for line in capfd.readouterr().out.splitlines() if "megatron_ext: nothing" in line]
+    assert len(said) == 1 and "the model runs on one pipeline rank" in said[0]
+    assert not (tmp_path / NAME).exists()

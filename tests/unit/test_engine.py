@@ -22,6 +22,7 @@ from megatron_ext.patches.engine import (
     stale_references,
     wrap,
 )
+from megatron_ext.patches.sources import versions_of
 
 MakeModule = Callable[[str, str], types.ModuleType]
 
@@ -311,6 +312,20 @@ def test_a_patch_for_several_versions_fits_each_and_no_other(theirs: Any) -> Non
         apply([wrap("fake_theirs:train", ours, reason="test", signature=(older, "()"))])
 
 
+def test_an_original_that_does_it_by_itself_is_left_as_it_is(theirs: Any) -> None:
+    """Megatron 0.20 cuts padded buckets right, where 0.19 does not: mended twice they are wrong."""
+    digest, original = source_digest(theirs.train), theirs.train
+    mended = {"digests": {"1": "0" * 12}, "needless": {"2": digest}}
+    with apply([wrap("fake_theirs:train", ours, reason="test", **mended)]) as handle:
+        assert theirs.train is original and not handle.patches
+    other = {"digests": {"1": digest}, "needless": {"2": "0" * 12}}
+    with apply([wrap("fake_theirs:train", ours, reason="test", **other)]):
+        assert theirs.train(1)[0] == "ours"
+    unknown = {"digests": {"1": "0" * 12}, "needless": {"2": "1" * 12}}
+    with pytest.raises(PatchError, match="is not as in fake_theirs 1 and 2"):
+        apply([wrap("fake_theirs:train", ours, reason="test", **unknown)])
+
+
 @pytest.mark.parametrize("how", [replace, wrap])
 @pytest.mark.parametrize(
     "target", ["Layer.forward", "Layer.shape", "Layer.make", "Layer.width", "Layer.inherited"]
@@ -471,3 +486,9 @@ def test_resolve_tells_what_is_stored(theirs: Any) -> None:
     assert target.raw is vars(theirs.Layer)["make"]
     assert not target.in_module
     assert resolve("fake_theirs:train").in_module
+
+
+def test_versions_of_digests_are_told_once_and_in_order() -> None:
+    """Callers pin commits on the way to a version."""
+    known = {"0.20@2a75ac1": "b", "0.9, 0.18": "a", "0.20": "c"}
+    assert versions_of(known) == ["0.9", "0.18", "0.20"]

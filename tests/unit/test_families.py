@@ -3,6 +3,7 @@
 In the tables a column is a unit of time, ``.`` is idle, ``=`` goes on; F, I and W cost 1, B 2.
 """
 
+import contextlib
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.kinds import Held
@@ -20,7 +22,7 @@ from megatron_ext.schedule.limit import MemoryLimit, parse_limit
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, peaks
-from megatron_ext.schedule.program.simulate import simulate
+from megatron_ext.schedule.program.simulate import simulate, step_seconds
 from megatron_ext.schedule.program.verify import InvalidSchedule
 from megatron_ext.schedule.program.waits import SENDS_BEHIND
 from megatron_ext.schedule.schedule import Schedule, bitwise_order
@@ -272,3 +274,34 @@ def test_zb_auto_is_never_worse_for_more_memory_nor_than_another_family() -> Non
                 schedule: Schedule = other.build(problem)
                 if max(peaks(schedule, in_microbatches(schedule))) <= limit:
                     assert ours <= makespan(schedule, problem) * (1 + 1e-9), other.name
+
+
+@pytest.mark.parametrize("limit", ["1", "2", "0.5x", "3000KiB"])
+@pytest.mark.parametrize(("name", "published"), [("v-auto", "zb-v"), ("zb-auto", "zb-h1")])
+def test_what_stands_in_for_a_search_keeps_to_its_limit_and_takes_the_best(
+    name: str, published: str, limit: str
+) -> None:
+    """For steps that cannot wait: dynamic batches have another number of microbatches each."""
+    choice, p, m = choose(name), 3, 5
+    placement = choice.place(p)
+    held = dict.fromkeys((Held.ACTIVATION, Held.WEIGHT_INPUTS), (500_000.0,) * placement.stages)
+    costs = replace(uniform(placement, 10, 12, 8, 1), held_bytes=held)
+    problem = Problem(placement, m, costs, parse_limit(limit, p, m))
+    made = build_program(choice.without_search, problem)
+    assert bitwise_order(made.schedule)
+    fits = peaks(made.schedule, in_microbatches(made.schedule))
+    assert problem.memory_limit is not None
+    if (allowed := problem.memory_limit.microbatches) is not None:
+        assert max(fits) <= allowed + 1e-9
+    with contextlib.suppress(ValueError):  # over the limit
+        other = build_program(choose(published), problem)
+        assert step_seconds(made, costs) <= step_seconds(other, costs) * (1 + 1e-9)
+
+
+def test_a_stand_in_without_a_limit_has_its_familys_own() -> None:
+    placement = choose("v-auto").place(3)
+    problem = Problem(placement, 6, uniform(placement, 10, 12, 8, 1))
+    made = build_program(choose("v-auto").without_search, problem)
+    assert max(peaks(made.schedule, in_microbatches(made.schedule))) <= 3 + 1e-9
+    plain = choose("zb-h1")
+    assert plain.without_search is plain

@@ -57,6 +57,13 @@ def test_a_tensor_that_differs_is_named_with_its_iteration_and_rank(tmp_path: Pa
     assert "iteration 2, layers.weight[1] on rank 1" in report.verdict(found)[1]
 
 
+def test_other_weights_at_the_start(tmp_path: Path) -> None:
+    """A V and stock from one seed."""
+    found = compared(tmp_path, A, A.but(changed=nudged(1.0), changed_from=0), A)
+    assert found.first == First(0, "layers.weight[1]", (1,), 0, 3)
+    assert any("start from other weights" in line for line in report.verdict(found))
+
+
 def test_a_loss_that_differs_comes_before_the_tensors_of_its_iteration(tmp_path: Path) -> None:
     b = A.but(losses=(3.0, 2.5001, 2.0), changed=nudged(1e-6), changed_from=2)
     found = compared(tmp_path, A, b, A)

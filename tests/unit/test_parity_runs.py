@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from megatron_ext.cli import app
 from megatron_ext.parity import runs
@@ -25,6 +24,7 @@ class Machine:
         self.environments: list[dict[str, str]] = []
         self.courses: dict[str, Course] = {}
         self.failing = ""
+        self.output = ""
 
     def call(self, words: Sequence[str], stdout: Any, env: dict[str, str], **_: Any) -> int:
         self.lines.append(list(words))
@@ -36,7 +36,7 @@ class Machine:
             return 0
         folder = Path(words[words.index("record") + 1])
         if folder.name == self.failing:
-            stdout.write("much\nbefore\nmegatron_ext: error: --num-layers 7: not so\nand after\n")
+            stdout.write(self.output)
             return 1
         write(folder, self.courses.get(folder.name, Course()))
         return 0
@@ -90,6 +90,23 @@ def test_lines_that_load_write_no_checkpoint(machine: Machine, tmp_path: Path) -
     assert len(machine.lines) == 3
 
 
+def test_variables_of_ours_count_as_flags(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGATRON_EXT_SCHEDULE", "zb-h1")
+    assert parity("--from-seed", "--", "torchrun", "p.py").exit_code == 0
+    ours = ["MEGATRON_EXT_SCHEDULE" in env for env in machine.environments]
+    assert ours == [False, False, True]
+
+
+def test_a_model_that_cannot_be_saved(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs.subprocess, "call", lambda *_, **__: 1)
+    result = parity("--", *OURS)
+    assert result.exit_code == 2
+    assert "A writes a checkpoint: the run failed" in result.stderr
+    assert "need no checkpoint, with --from-seed" in result.stderr
+
+
 def test_lines_from_a_seed_write_no_checkpoint(machine: Machine) -> None:
     assert parity("--from-seed", "--", *OURS).exit_code == 0
     assert len(machine.lines) == 3 and not any("--load" in line for line in machine.lines)
@@ -117,15 +134,39 @@ def test_a_folder_that_is_there_already(machine: Machine, tmp_path: Path) -> Non
     assert not machine.lines
 
 
-def test_a_run_that_fails(machine: Machine) -> None:
+TORCHRUN = """
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+  error_file: <N/A>
+  traceback : Signal 15 (SIGTERM) received by PID 1
+"""
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "megatron_ext: error: --num-layers 7: not so",
+        "megatron_ext: error on rank 3: parity/A cannot take the recording: No space left",
+        "pretrain_gpt.py: error: argument --num-layers: invalid int value: 'six'",
+        "[rank1]: torch.OutOfMemoryError: CUDA out of memory",
+        "AssertionError",
+    ],
+)
+def test_a_run_that_fails(machine: Machine, reason: str) -> None:
     machine.failing = "A-again"
+    machine.output = f"much before\nlog_errors ... False\n{reason}\n{TORCHRUN}"
     result = parity("--", *OURS)
     assert result.exit_code == 2
     assert "A again: the run failed with exit status 1; its output is in parity/A-again.log" in (
         result.stderr
     )
-    assert "It says: megatron_ext: error: --num-layers 7: not so" in result.stderr
+    assert f"It says first: {reason}\n" in result.stderr
     assert len(machine.lines) == 3
+
+
+def test_a_run_that_fails_without_a_word(machine: Machine) -> None:
+    machine.failing, machine.output = "A", "".join(f"line {n}\n" for n in range(30))
+    result = parity("--", *OURS)
+    assert "and ends with\n  line 18\n" in result.stderr and "line 17" not in result.stderr
 
 
 def test_no_room(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

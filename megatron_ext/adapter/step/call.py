@@ -19,6 +19,7 @@ from megatron_ext.adapter.compatibility import refuse
 from megatron_ext.adapter.step.model_stage import StepCall
 from megatron_ext.config import PipelineConfig
 from megatron_ext.runtime.messages.transport import Boundary
+from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.problem import P2P, VocabularyParallel
 from megatron_ext.schedule.words import counted
 
@@ -80,7 +81,8 @@ def refuse_call(
 ) -> None:
     """Raise ValueError for the first thing that is asked for and ``ours`` cannot honour."""
     vocabulary = ours.vocab_parallel
-    refuse(config, ours.choice, ours.extras)
+    for choice in ours.choices:
+        refuse(config, choice, ours.extras)
     if adjust_tensor_shapes_fn is not None:
         raise ValueError(
             f"adjust_tensor_shapes_fn is not supported by --pipeline-schedule {ours.schedule}: it "
@@ -126,6 +128,13 @@ def refuse_shapes(ours: PipelineConfig, call: Call) -> None:
     """Raise ValueError if shapes vary, and ``ours`` needs one."""
     if call.varies_by is None:
         return
+    if _has_no_bytes(ours, call):
+        raise ValueError(
+            f"--pipeline-memory-limit {ours.memory_limit} is in bytes, and what a microbatch takes "
+            f"is not known: the caller gives seq_length={call.seq_length}, "
+            f"micro_batch_size={call.micro_batch_size} in the place of sequences that vary; write "
+            f"the limit in microbatches, as 0.5x"
+        )
     if ours.p2p is P2P.BATCHED:
         raise ValueError(
             f"--pipeline-p2p batched does not go with {call.varies_by}: a tensor can be received "
@@ -140,6 +149,14 @@ def refuse_shapes(ours: PipelineConfig, call: Call) -> None:
                 f"--pipeline-{flag} does not go with {call.varies_by}: its messages need one "
                 f"shape; give one sequence length"
             )
+
+
+def _has_no_bytes(ours: PipelineConfig, call: Call) -> bool:
+    """Whether a limit is in bytes that would be estimated of one token, as verl's calls have it."""
+    if ours.memory_limit is None or not ours.costs.is_estimate:
+        return False
+    limit = parse_limit(ours.memory_limit, call.pipeline.size(), call.num_microbatches)
+    return limit.bytes is not None and call.seq_length * call.micro_batch_size == 1
 
 
 def groups_of(

@@ -101,6 +101,8 @@ class StockTraining:
 
     def finish(self, iteration: int) -> None:
         """The last iteration was ``iteration``."""
+        if self._recorder is None:  # nothing was seen, and that was said
+            return
         for observer in self._observers:
             observer.finish(iteration)
 
@@ -145,9 +147,10 @@ class StockTraining:
             self._programs[spec] = Programs(replace(self._config, schedule=spec))
         programs = self._programs[spec]
         sequence, micro_batch = asked["seq_length"], asked["micro_batch_size"]
-        programs.agree_on_costs(pipeline, config, models, None, sequence, micro_batch)
-        known = programs.known(config, None, asked["num_microbatches"], False)
-        return known or programs.make(pipeline, config, None, asked["num_microbatches"], False)
+        step = asked["num_microbatches"], False
+        programs.agree_on_costs(pipeline, config, models, None, sequence, micro_batch, *step)
+        known = programs.known(config, None, *step)
+        return known or programs.make(pipeline, config, None, *step)
 
     def _say(self, why: str) -> None:
         if why not in self._said:

@@ -90,7 +90,7 @@ def refusal(a: Mapping[str, Any], b: Mapping[str, Any], words: str) -> str | Non
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """All other arguments in which the runs differ, by their flags."""
     must = {name for names in MUST_AGREE.values() for name in names}
-    a, b = _OURS | a, _OURS | b
+    a, b = {**_OURS, **a}, {**_OURS, **b}
     return {
         _flag(name): (a.get(name), b.get(name))
         for name in sorted(a.keys() | b.keys())

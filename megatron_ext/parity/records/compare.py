@@ -65,6 +65,8 @@ class Comparison:
         norm_alone: only norms differ, as sums do that are added in another order.
         clipping: the first difference is such a norm, and gradients are clipped by it.
         settings: arguments in which A and B differ.
+        holders: the ranks of B that hold some of a tensor beyond the floor.
+        start: the iteration that both started from.
     """
 
     verdict: Verdict
@@ -80,6 +82,7 @@ class Comparison:
     clipping: float
     settings: Mapping[str, tuple[object, object]]
     holders: Mapping[Tensor, tuple[int, ...]]
+    start: int
 
 
 def compare(a: Recording, b: Recording, again: Recording | None = None) -> Comparison:
@@ -124,6 +127,7 @@ def compare(a: Recording, b: Recording, again: Recording | None = None) -> Compa
         norm_alone=norm_alone,
         clipping=_clipping(a, first, seen),
         settings=differences(a.arguments, b.arguments),
+        start=a.first,
         holders={tensor: _holders(b, tensor) for tensor in far},
     )
 

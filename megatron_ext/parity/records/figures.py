@@ -38,8 +38,8 @@ class Figure:
         """In single precision, which Megatron computes them in; at least 1 where they differ."""
         if not self:
             return 0
-        bits = [np.array([x], np.float32).view(np.int32) for x in (self.a, self.b)]
-        return max(1, difference(*bits, "float32").ulps)
+        a, b = (np.array([x], np.float32).view(np.int32) for x in (self.a, self.b))
+        return max(1, difference(a, b, "float32").ulps)
 
 
 def figures(a: Recording, b: Recording) -> list[Figure]:

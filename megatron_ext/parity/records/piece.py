@@ -75,4 +75,5 @@ class Piece:
 
     @classmethod
     def from_data(cls, data: list[Any]) -> Piece:
-        return cls(*(tuple(value) if isinstance(value, list) else value for value in data))
+        name, index, whole, offset, shape, *rest = data
+        return cls(name, tuple(index), tuple(whole), tuple(offset), tuple(shape), *rest)

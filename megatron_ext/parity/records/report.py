@@ -124,6 +124,8 @@ def _differences(found: Comparison) -> list[str]:
     lines = []
     if found.first is not None:
         lines.append(f"first difference: {_first(found)}")
+        if found.first.iteration == found.start:
+            lines.append("they start from other weights: give both lines one checkpoint, --load")
     if found.clipping:
         lines.append(
             f"the norm is a sum over ranks, added in another order; --clip-grad "

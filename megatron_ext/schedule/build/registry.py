@@ -46,7 +46,8 @@ class Mark(enum.StrEnum):
 @dataclass(frozen=True)
 class FamilyEntry:
     """A registered family. ``build`` takes the problem, ``place`` the number of ranks, and each
-    those options of the family that it names as keyword-only parameters."""
+    those options of the family that it names as keyword-only parameters. So does ``at_once``, where
+    ``build`` takes long."""
 
     name: str
     build: Callable[..., Schedule]
@@ -58,6 +59,7 @@ class FamilyEntry:
     searches: bool = False
     steps_overlap: bool = False
     aliases: tuple[str, ...] = ()
+    at_once: Callable[..., Schedule] | None = None
 
 
 # Where `family` puts what it registers: ours, and above that the families of a user's file while
@@ -76,6 +78,7 @@ def family(
     searches: bool = False,
     steps_overlap: bool = False,
     aliases: tuple[str, ...] = (),
+    at_once: Callable[..., Schedule] | None = None,
 ) -> Callable[[Callable[..., Schedule]], Callable[..., Schedule]]:
     """Register the decorated function as the family ``name``.
 
@@ -88,6 +91,8 @@ def family(
         searches: whether making it is a search of seconds to minutes.
         steps_overlap: whether post-validation gains anything, on more than one rank.
         aliases: other names, torch.distributed.pipelining's among them.
+        at_once: of a family that takes long, a function that takes no search: the best it has
+            within the same limit. It stands in where steps cannot wait.
     """
 
     def register(build: Callable[..., Schedule]) -> Callable[..., Schedule]:
@@ -103,6 +108,7 @@ def family(
                 searches=searches,
                 steps_overlap=steps_overlap,
                 aliases=aliases,
+                at_once=at_once,
             )
         )
         return build
@@ -124,7 +130,10 @@ def entries() -> dict[str, FamilyEntry]:
 
 @dataclass(frozen=True)
 class Choice:
-    """A chosen schedule before its problem is known: a family with options, or a table."""
+    """A chosen schedule before its problem is known: a family with options, or a table.
+
+    ``at_once`` stands in for it where steps cannot wait for a search; None where it needs none.
+    """
 
     spec: str
     place: Callable[[int], Placement]
@@ -133,6 +142,12 @@ class Choice:
     searches: bool = False
     ranks: int | None = None  # that a table is for; None: any number
     microbatches: int | None = None  # the same
+    at_once: Family | None = None
+
+    @property
+    def without_search(self) -> Choice:
+        """This choice, or the same by what stands in for its search."""
+        return self if self.at_once is None else replace(self, build=self.at_once)
 
     @property
     def example(self) -> Placement:
@@ -168,7 +183,12 @@ def choose(spec: str) -> Choice:
     # Megatron asks where the first stage is several times a microbatch.
     place = functools.cache(functools.partial(entry.place, **_accepted(entry.place, options)))
     build = functools.partial(entry.build, **_accepted(entry.build, options))
-    return Choice(spec, place, build, entry.splits_backward, entry.searches)
+    at_once = entry.at_once and functools.partial(
+        entry.at_once, **_accepted(entry.at_once, options)
+    )
+    return Choice(
+        spec, place, build, entry.splits_backward, searches=entry.searches, at_once=at_once
+    )
 
 
 def file_of(spec: str) -> Path | None:

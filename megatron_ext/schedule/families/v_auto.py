@@ -31,6 +31,15 @@ from megatron_ext.schedule.search.v_search import plan_of, search, shop_of
 NAME = "v-auto"
 
 
+def v_at_once(problem: Problem) -> Schedule:
+    """The best of the other families on the V that keeps to `v_auto`'s limit. Raises as that."""
+    problem = _limited(problem)
+    _memory(problem)
+    programs = _programs_without_search(problem)
+    best = min(programs, key=lambda program: step_seconds(program, problem.costs))
+    return _without_messages(best)
+
+
 @family(
     NAME,
     v,
@@ -40,6 +49,7 @@ NAME = "v-auto"
     uses_costs=True,
     searches=True,
     steps_overlap=True,
+    at_once=v_at_once,
 )
 def v_auto(problem: Problem) -> Schedule:
     """Least makespan within the memory limit (without one: p microbatches, as ZB-V needs); with
@@ -48,10 +58,8 @@ def v_auto(problem: Problem) -> Schedule:
     Raises:
         ValueError: no V schedule fits into the limit.
     """
-    limit = problem.memory_limit or MemoryLimit(microbatches=problem.ranks)
-    # An evaluation runs the forwards of the training schedule, so it is the same.
-    problem = replace(problem, memory_limit=limit, forward_only=False)
-    amounts, allowed = _memory(problem, limit)
+    problem = _limited(problem)
+    amounts, allowed = _memory(problem)
     inputs = repr(problem)  # all that the schedule depends on
     cached = disk_cache.load(NAME, inputs)
     if cached is not None:
@@ -61,6 +69,13 @@ def v_auto(problem: Problem) -> Schedule:
     best = _best(problem, amounts, allowed)
     disk_cache.store(NAME, inputs, to_csv(best))
     return best
+
+
+def _limited(problem: Problem) -> Problem:
+    """With a memory limit. An evaluation runs the forwards of the training schedule, so it is the
+    same."""
+    limit = problem.memory_limit or MemoryLimit(microbatches=problem.ranks)
+    return replace(problem, memory_limit=limit, forward_only=False)
 
 
 def _best(problem: Problem, amounts: dict[Held, tuple[float, ...]], allowed: float) -> Schedule:
@@ -135,12 +150,14 @@ def _one_at_a_time(problem: Problem) -> Schedule:
     return Schedule(NAME, problem.placement, tuple(rows))
 
 
-def _memory(problem: Problem, limit: MemoryLimit) -> tuple[dict[Held, tuple[float, ...]], float]:
+def _memory(problem: Problem) -> tuple[dict[Held, tuple[float, ...]], float]:
     """What each stage holds, and what a rank may hold, in one unit.
 
     Raises:
         ValueError: not even one microbatch at a time fits, or bytes are not known.
     """
+    limit = problem.memory_limit
+    assert limit is not None
     if limit.microbatches is not None:
         share = (1 / problem.placement.chunks,) * problem.placement.stages
         amounts = {Held.ACTIVATION: share, Held.WEIGHT_INPUTS: share}

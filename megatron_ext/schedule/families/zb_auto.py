@@ -7,6 +7,7 @@ F and I, which `fill_best` completes. The published schedules compete too.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -34,6 +35,12 @@ _LEADS = (1, 2, 1.75, 1.5, 2.25, 1.25)  # microbatches a rank is further ahead t
 _ACTIONS = 100_000  # to be placed in trials altogether: what is tried depends on nothing else
 
 
+def line_at_once(problem: Problem) -> Schedule:
+    """One trial, and what is published, within `zb_auto`'s limit. Raises as that."""
+    memory = memory_of(problem, math.inf if problem.memory_limit else 2 * problem.ranks)
+    return _best("zb-auto", problem, memory, _published(), by_span=False, trials=1)
+
+
 @family(
     "zb-auto",
     line,
@@ -42,6 +49,7 @@ _ACTIONS = 100_000  # to be placed in trials altogether: what is tried depends o
     splits_backward=True,
     uses_costs=True,
     steps_overlap=True,
+    at_once=line_at_once,
 )
 def zb_auto(problem: Problem) -> Schedule:
     """The least makespan found within the memory limit; without one, within 2p microbatches. With
@@ -132,9 +140,16 @@ def _published() -> list[str]:
 
 
 def _best(
-    name: str, problem: Problem, memory: Memory, others: Sequence[str], *, by_span: bool
+    name: str,
+    problem: Problem,
+    memory: Memory,
+    others: Sequence[str],
+    *,
+    by_span: bool,
+    trials: int | None = None,
 ) -> Schedule:
-    """The best of our own trials and of those of ``others`` that fit."""
+    """The best of our own trials, or of the first ``trials`` of them, and of those of ``others``
+    that fit."""
     need = [memory.of(stage) for stage in range(problem.ranks)]
     limit = problem.memory_limit
     for rank in range(problem.ranks):
@@ -153,7 +168,8 @@ def _best(
     unlimited = replace(
         problem, memory_limit=None
     )  # asked of families that ignore costs: the limit is checked below
-    best = min(_trials(problem, memory, by_span), key=lambda filled: filled.order(by_span))
+    tried = itertools.islice(_trials(problem, memory, by_span), trials)
+    best = min(tried, key=lambda filled: filled.order(by_span))
     figures = seconds(best)
     for other in others:
         entry = entries()[other]

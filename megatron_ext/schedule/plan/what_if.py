@@ -27,7 +27,10 @@ from megatron_ext.schedule.schedule import Schedule
 
 SHARES = (0.3, 0.5)  # of B that is W, at the least and at the most
 SECONDS = 60.0
-_SEARCHED = 64  # microbatches times stages: above, a search may take more than some seconds
+_WORTH = 0.001  # of the time: what less memory is given away for
+# What families may take beside `seconds_to_build`, with a limit and without, measured on 8 ranks.
+_BUILT, _FITTED = 2, 12
+_SEARCHED_A_SECOND = 10  # microbatches times stages
 
 
 def weight_shares(costs: Costs) -> tuple[float, ...]:
@@ -182,9 +185,9 @@ def _tried(
         stages = seen.schedule.placement.stages
         raise ValueError(f"it has {placement.stages} stages, and {stages} cannot be cut so")
     problem = Problem(placement, seen.microbatches, costs)
-    if entry.searches and placement.stages * seen.microbatches > _SEARCHED:
+    if entry.searches and placement.stages * seen.microbatches > _SEARCHED_A_SECOND * left:
         raise ValueError("it is searched for, which takes long at this size")
-    if 2 * seconds_to_build(problem) > left:
+    if (_FITTED if entry.uses_costs else _BUILT) * seconds_to_build(problem) > left:
         raise ValueError("there was no time left for it")
     program = build_program(choice, problem)
     if program.schedule.compute_rows == seen.schedule.rows:
@@ -200,7 +203,7 @@ def _tried(
         within = None
     if within is not None:
         yield within
-    if free.step < (stock if within is None else within).step:
+    if free.step < (1 - _WORTH) * (stock if within is None else within).step:
         yield free
     elif within is None:
         raise ValueError("it holds more, and gains nothing by it")

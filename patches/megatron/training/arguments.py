@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from megatron_ext.adapter.arguments import (
     add_virtual_stages,
     check,
+    check_race,
     check_trace,
     pad_vocabulary,
 )
@@ -44,14 +45,13 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             add_virtual_stages(args, config)
             args = original(args, defaults)
             check(args, config)
+            check_race(args, config)
             if config.vocab_parallel is not VocabularyParallel.NONE:
                 pad_vocabulary(args)
             if config.post_validation:
                 warn_of_settling(args)
         except ValueError as error:
             exit_for(error)
-        # Only stock's own loop starts gathers by itself; with any other each starts the next.
-        args.align_param_gather = False
         return args
 
     return (

@@ -27,7 +27,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             f"{_MODULE}:_allreduce_word_embedding_grads",
             sum_gradients,
             reason="both copies of the embedding are on one rank",
-            digests={"0.18, 0.19": "9ea2c48019e5"},
+            digests={"0.18, 0.19, 0.20": "9ea2c48019e5"},
         ),
         expect(
             f"{_MODULE}:_get_main_grad_attr",

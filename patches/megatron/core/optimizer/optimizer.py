@@ -67,9 +67,9 @@ def optimizer_patches(post_validation: PostValidation) -> tuple[Patch, ...]:
                 digests=digests,
             )
             for name, digests in (
-                ("ChainedOptimizer", {"0.18": "67229e7b6cbb", "0.19": "eb0d30ee5d35"}),
-                ("FP32Optimizer", {"0.18": "ac8606a67a03", "0.19": "85a264f883ac"}),
-                ("MixedPrecisionOptimizer", {"0.18": "1bec0cdb3129", "0.19": "23504ee37ee7"}),
+                ("ChainedOptimizer", {"0.18": "67229e7b6cbb", "0.19, 0.20": "eb0d30ee5d35"}),
+                ("FP32Optimizer", {"0.18": "ac8606a67a03", "0.19, 0.20": "85a264f883ac"}),
+                ("MixedPrecisionOptimizer", {"0.18": "1bec0cdb3129", "0.19, 0.20": "23504ee37ee7"}),
             )
         ),
         *(
@@ -91,7 +91,7 @@ def optimizer_patches(post_validation: PostValidation) -> tuple[Patch, ...]:
             zero_grad_buffer,
             reason="a step that may be done again needs its gradients",
             signature="(self)",
-            digests={"0.18, 0.19": "ca0a5853280c"},
+            digests={"0.18, 0.19, 0.20": "ca0a5853280c"},
         ),
         *_relied_on(),
     )
@@ -108,79 +108,91 @@ def _relied_on() -> tuple[Patch, ...]:
         (
             f"{_OPTIMIZER}:MixedPrecisionOptimizer.prepare_grads",
             prepares,
-            {"0.18, 0.19": "7bd63f7a2ad6"},
+            {"0.18, 0.19, 0.20": "7bd63f7a2ad6"},
         ),
         (
             f"{_OPTIMIZER}:MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan",
             prepares,
-            {"0.18, 0.19": "2e328d8e8a6a"},
+            {"0.18, 0.19, 0.20": "2e328d8e8a6a"},
         ),
-        (f"{_OPTIMIZER}:FP32Optimizer.prepare_grads", prepares, {"0.18, 0.19": "980b8d383be6"}),
-        (f"{_OPTIMIZER}:ChainedOptimizer.prepare_grads", prepares, {"0.18, 0.19": "4bd13147ea55"}),
+        (
+            f"{_OPTIMIZER}:FP32Optimizer.prepare_grads",
+            prepares,
+            {"0.18, 0.19, 0.20": "980b8d383be6"},
+        ),
+        (
+            f"{_OPTIMIZER}:ChainedOptimizer.prepare_grads",
+            prepares,
+            {"0.18, 0.19, 0.20": "4bd13147ea55"},
+        ),
         (
             f"{_OPTIMIZER}:MixedPrecisionOptimizer.step_with_ready_grads",
             steps,
-            {"0.18": "bba465d63ebf", "0.19": "83012fed48dc"},
+            {"0.18": "bba465d63ebf", "0.19, 0.20": "83012fed48dc"},
         ),
         (
             f"{_OPTIMIZER}:FP32Optimizer.step_with_ready_grads",
             steps,
-            {"0.18, 0.19": "dcd11a303244"},
+            {"0.18, 0.19, 0.20": "dcd11a303244"},
         ),
         (
             f"{_OPTIMIZER}:ChainedOptimizer.step_with_ready_grads",
             steps,
-            {"0.18, 0.19": "74dbef5ba96c"},
+            {"0.18, 0.19, 0.20": "74dbef5ba96c"},
         ),
-        (f"{_OPTIMIZER}:ChainedOptimizer._step", steps, {"0.18, 0.19": "754298bf751a"}),
-        (f"{_DISTRIBUTED}.step_with_ready_grads", steps, {"0.18, 0.19": "3537a2f5f636"}),
+        (f"{_OPTIMIZER}:ChainedOptimizer._step", steps, {"0.18, 0.19, 0.20": "754298bf751a"}),
+        (f"{_DISTRIBUTED}.step_with_ready_grads", steps, {"0.18, 0.19, 0.20": "3537a2f5f636"}),
         (
             f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params._copy_main_params_to_model_params",
             copies,
-            {"0.18, 0.19": "335f6ac11041"},
+            {"0.18, 0.19, 0.20": "335f6ac11041"},
         ),
         (
             f"{_DISTRIBUTED}._copy_main_params_to_model_params",
             copies,
-            {"0.18, 0.19": "dc51cb3517f1"},
+            {"0.18, 0.19, 0.20": "dc51cb3517f1"},
         ),
         (
             f"{_OPTIMIZER}:MegatronOptimizer.get_grad_norm",
             "measures the gradients in the group it is told",
-            {"0.18": "30f3c8448d35", "0.19": "c448545bd1d2"},
+            {"0.18": "30f3c8448d35", "0.19, 0.20": "c448545bd1d2"},
         ),
         (
             "megatron.core.optimizer.clip_grads:clip_grad_by_total_norm_fp32",
             "clips what is within 1e-6 of the threshold",
-            {"0.18, 0.19": "8d1ed73c5d52"},
+            {"0.18, 0.19, 0.20": "8d1ed73c5d52"},
         ),
         (
             "megatron.core.optimizer.grad_scaler:DynamicGradScaler.update",
             steps,
-            {"0.18, 0.19": "0dedf54d95d9"},
+            {"0.18, 0.19, 0.20": "0dedf54d95d9"},
         ),
-        (f"{_DDP}.start_param_sync", gathers, {"0.18, 0.19": "d357bd5ec646"}),
-        (f"{_BUCKETS}.start_param_sync", gathers, {"0.18": "d472fa07b310", "0.19": "3cca35d3fd56"}),
-        (f"{_BUCKETS}.finish_param_sync", gathers, {"0.18, 0.19": "3a4189006f87"}),
+        (f"{_DDP}.start_param_sync", gathers, {"0.18, 0.19, 0.20": "d357bd5ec646"}),
+        (
+            f"{_BUCKETS}.start_param_sync",
+            gathers,
+            {"0.18": "d472fa07b310", "0.19, 0.20": "3cca35d3fd56"},
+        ),
+        (f"{_BUCKETS}.finish_param_sync", gathers, {"0.18, 0.19, 0.20": "3a4189006f87"}),
         (
             f"{_BUCKETS}.reset",
             "resets what a step has noted of gradients",
-            {"0.18, 0.19": "cf34e3cf8efe"},
+            {"0.18, 0.19, 0.20": "cf34e3cf8efe"},
         ),
         (
             "megatron.core.parallel_state:get_tensor_and_data_parallel_group",
             group,
-            {"0.18": "344172041cfc", "0.19": "f4089c362dad"},
+            {"0.18": "344172041cfc", "0.19, 0.20": "f4089c362dad"},
         ),
         (
             "megatron.core.parallel_state:get_expert_tensor_and_model_parallel_group",
             group,
-            {"0.18, 0.19": "1b83f50928df"},
+            {"0.18, 0.19, 0.20": "1b83f50928df"},
         ),
         (
             "megatron.core.parallel_state:get_tensor_model_parallel_group",
             group,
-            {"0.18, 0.19": "33cffde6bdcd"},
+            {"0.18, 0.19, 0.20": "33cffde6bdcd"},
         ),
     )
     return tuple(

@@ -55,13 +55,18 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             signature=(
                 f"{_ARGUMENTS})",  # 0.18
                 f"{_ARGUMENTS}, gtp_remat_size)",  # 0.19
-                f"{_ARGUMENTS}, gtp_remat_size, output_dtype)",  # main
+                f"{_ARGUMENTS}, gtp_remat_size, output_dtype)",  # 0.20
             ),
         ),
         expect(
             _FUNCTION,
             reason="its forward and backward run inside ours, without the weight's gradient",
-            digests={"0.18": "fda90bfaf38e", "0.19": "4ee6a48b6915"},
+            digests={
+                "0.18": "fda90bfaf38e",
+                "0.19": "4ee6a48b6915",
+                "0.20": "ee066d241a08",
+                "0.20@2a75ac1": "d0bc09bc7535",
+            },
         ),
     )
 
@@ -103,7 +108,7 @@ def split_apply(original: Callable[..., Tensor], *args: Any) -> Tensor:
     x, weight, bias, fused, allreduce_dgrad, sequence_parallel, deferred, _, group, *newer = args
     if not (queue.splits(weight) and weight.requires_grad and x.requires_grad):
         return original(*args)
-    assert deferred is None and newer in ([], [1], [1, None])
+    assert deferred is None and newer[:1] in ([], [1])  # gtp_remat_size
     linear = _Linear(weight, fused, sequence_parallel, group, (*newer,))
     output: Tensor = _SplitLinear.apply(x, linear, allreduce_dgrad)
     return output if bias is None else output + bias
@@ -140,6 +145,6 @@ class _SplitLinear(torch.autograd.Function):
         # (dy can have one too: the loss overwrites the logits with their gradient. This node and
         # the dy in its buffer would then keep each other.)
         ctx.grad_output_buffer = None
-        x, dy = x.detach(), dy.detach()
+        x, dy = x.detach(), dy.detach().to(x.dtype)  # another one where output_dtype is
         queue.put(ctx.linear.weight, partial(ctx.linear.gradient, x, dy), (x, dy))
         return dx, None, None

@@ -44,8 +44,7 @@ def patches(recorder: Recorder) -> tuple[Patch, ...]:
     def end(original: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         if recorder.is_last(given["iteration"]):
-            if training.should_disable_forward_pre_hook(get_args()):  # as before a save
-                training.force_param_sync(given["model"], optimizer=given["optimizer"])
+            _gather_parameters(given["model"], given["optimizer"])
             _or_give_up(recorder.end)
         return original(*args, **kwargs)
 
@@ -66,6 +65,15 @@ def patches(recorder: Recorder) -> tuple[Patch, ...]:
             reason="the tensors after the last iteration are recorded",
         ),
     )
+
+
+def _gather_parameters(model: Any, optimizer: Any) -> None:
+    """As before a save, where the next step would have gathered them. Megatron 0.18 has no use for
+    the optimizer."""
+    if training.should_disable_forward_pre_hook(get_args()):
+        takes = inspect.signature(training.force_param_sync).parameters
+        known = {"optimizer": optimizer} if "optimizer" in takes else {}
+        training.force_param_sync(model, **known)
 
 
 def _or_give_up(act: Callable[..., None], *args: Any) -> None:

@@ -48,6 +48,12 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
                 f"--pipeline-vocab-parallel {vocabulary} divides the tables of a GPTModel, and "
                 f"{type(model).__name__} may use them in ways of its own: drop the flag"
             )
+        if call.arguments.get("logit_dtype") is not None:  # since Megatron 0.20
+            raise ValueError(
+                f"--pipeline-vocab-parallel {vocabulary} does not go with "
+                f"logit_dtype={call.arguments['logit_dtype']}: the loss is made by passes of the "
+                f"schedule, in fp32 from parts of the logits; drop --logit-dtype"
+            )
         refuse(settings, choice, Extras(vocabulary=vocabulary))
         build_divided(original, model, call)
 
@@ -56,7 +62,12 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             f"{_MODEL}.__init__",
             build,
             reason="each rank holds its part of embedding and output layer",
-            digests={"0.18": "038b34702737", "0.19": "2127a9981edd"},
+            digests={
+                "0.18": "038b34702737",
+                "0.19": "2127a9981edd",
+                "0.20": "8a67e5f92cdb",
+                "0.20@2a75ac1": "4ae5b7e53bc8",
+            },
         ),
         wrap(
             f"{_MODEL}.set_input_tensor",
@@ -67,18 +78,18 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         expect(
             f"{_MODEL}._postprocess",
             reason="without post_process it returns hidden states",
-            digests={"0.18": "7dc649b768c7", "0.19": "6c489f3a1567"},
+            digests={"0.18": "7dc649b768c7", "0.19, 0.20": "6c489f3a1567"},
         ),
         expect(
             "megatron.core.models.common.embeddings.language_model_embedding:"
             "LanguageModelEmbedding.forward",
             reason="takes the embeddings from the table's module, and goes on",
-            digests={"0.18, 0.19": "53d0b74775ed"},
+            digests={"0.18, 0.19, 0.20": "53d0b74775ed"},
         ),
         expect(
             "megatron.core.tensor_parallel.layers:VocabParallelEmbedding.forward",
             reason="the lookup ends as this does",
-            digests={"0.18": "8db24043b909", "0.19": "8862b2f9d30b"},
+            digests={"0.18": "8db24043b909", "0.19, 0.20": "8862b2f9d30b"},
         ),
     )
 

@@ -49,22 +49,22 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         expect(
             f"{_SCHEDULES}:forward_backward_pipelining_without_interleaving",
             reason="a step of ours begins and ends as stock's does",
-            digests={"0.18": "da1b3a98c04e", "0.19": "4495c5d6a879"},
+            digests={"0.18": "da1b3a98c04e", "0.19": "4495c5d6a879", "0.20": "929b12cf6b81"},
         ),
         expect(
             f"{_SCHEDULES}:forward_step",
             reason="a stage's forward is this function",
-            digests={"0.18, 0.19": "ca082631bab1"},
+            digests={"0.18, 0.19": "ca082631bab1", "0.20": "256850ea23b1"},
         ),
         expect(
             f"{_SCHEDULES}:forward_step_calc_loss",
             reason="a loss made by passes of the schedule goes into this function",
-            digests={"0.18": "ff5e1acdaba2", "0.19": "669c1962e226"},
+            digests={"0.18": "ff5e1acdaba2", "0.19, 0.20": "669c1962e226"},
         ),
         expect(
             f"{_SCHEDULES}:backward_step",
             reason="a stage's backward is this function",
-            digests={"0.18, 0.19": "08eb27c7ffab"},
+            digests={"0.18, 0.19": "08eb27c7ffab", "0.20": "f076597ff926"},
         ),
         expect(
             f"{_SCHEDULES}:get_tensor_shapes",
@@ -92,6 +92,6 @@ def _traces_rely_on() -> tuple[Patch, ...]:
             "megatron.core.distributed.param_and_grad_buffer:"
             "_ParamAndGradBucketGroup.start_grad_sync",
             reason="leaves a handle, by which a trace knows when a reduction is done",
-            digests={"0.18": "9be2e10242ba", "0.19": "e907e263929d"},
+            digests={"0.18": "9be2e10242ba", "0.19, 0.20": "e907e263929d"},
         ),
     )
