@@ -4,8 +4,10 @@
     torchrun --nproc-per-node 2 -m megatron_ext examples/bridge_groups.py  # without a GPU
 
 It is what Bridge does with `use_decentralized_pg`: every part of Megatron gets its process groups
-from a pg_collection, the schedule a p2p_communicator too. With Bridge itself the line with install
-stands before `pretrain`. Without ours the same script trains under Megatron's 1F1B.
+from a pg_collection, the schedule a p2p_communicator too. It shards the optimizer, overlaps its
+communication, and with several chunks a rank leaves it to the schedule to start the parameters'
+gathers. With Bridge itself the line with install stands before `pretrain`. Without ours the same
+script trains under Megatron's 1F1B.
 """
 
 import os
@@ -44,6 +46,7 @@ def make_groups():
         tp_dp_cp=grid.create_pg(["tp", "dp", "cp"]),
         tp_ep=grid.create_pg(["tp", "ep"]),
         tp_ep_pp=grid.create_pg(["tp", "ep", "pp"]),
+        intra_dist_opt=grid.create_pg(["tp", "cp", "ep", "dp", "pp"]),
         embd=None,  # no weight is shared between stages
         pos_embd=None,
     )
@@ -69,7 +72,12 @@ def build_model(config, groups):
             pg_collection=groups,
             vp_stage=number,
         ).cuda()
-        ddp_config = DistributedDataParallelConfig()
+        ddp_config = DistributedDataParallelConfig(
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=True,
+            overlap_param_gather=True,
+            align_param_gather=number_of_chunks > 1,
+        )
         chunks.append(DistributedDataParallel(config, ddp_config, chunk, pg_collection=groups))
     return chunks
 
@@ -112,8 +120,12 @@ def main():
         finalize_model_grads_func=finalize,
     )
     model = build_model(config, groups)
+    config.no_sync_func = [chunk.no_sync for chunk in model]
+    config.grad_sync_func = [chunk.start_grad_sync for chunk in model]
+    if len(model) == 1:
+        config.no_sync_func, config.grad_sync_func = model[0].no_sync, model[0].start_grad_sync
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(lr=1e-2, clip_grad=0),
+        OptimizerConfig(lr=1e-2, clip_grad=0, use_distributed_optimizer=True),
         model,
         use_gloo_process_groups=False,
         pg_collection=groups,
@@ -138,6 +150,8 @@ def main():
             pg_collection=groups,
         )
         optimizer.step()
+        if len(model) > 1:  # Bridge puts it in once a step has been trained
+            config.param_sync_func = [chunk.start_param_sync for chunk in model]
         if losses and groups.dp.rank() == 0:  # the last pipeline rank has them
             print("step", step, "loss", sum(loss["loss"].item() for loss in losses) / MICROBATCHES)
     dist.destroy_process_group()

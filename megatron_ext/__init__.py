@@ -25,7 +25,8 @@ __version__ = "0.2.0"
 def install(schedule: str | None = None, **settings: str | bool | None) -> "Handle":
     """Make Megatron train under ``schedule``, in this process, from now on.
 
-    Without a schedule Megatron's own pipeline runs, and ``trace="DIR"`` traces it.
+    Without a schedule Megatron's own pipeline runs, and ``trace="DIR"`` traces it; or
+    ``race="zb-h1 zb-1p"`` has several take turns.
 
     Call it before the model is built. The settings are those of the flags (docs/flags.md has all):
     ``--pipeline-memory-limit 60GiB`` is ``memory_limit="60GiB"``, ``--pipeline-post-validation`` is

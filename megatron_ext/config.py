@@ -15,6 +15,7 @@ from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import P2P, Extras, Offload, Problem, VocabularyParallel
+from megatron_ext.schedule.race.line_up import LineUp, RaceThen, line_up
 from megatron_ext.schedule.words import meant_by
 
 ESTIMATE = "estimate"
@@ -90,6 +91,10 @@ def _iterations(name: str, text: str) -> range:
     if not (first.isdecimal() and end.isdecimal()):
         raise ValueError(f"{flag(name)} {text} is not A:B with 1 <= A < B; {_TRACED}")
     return range(int(first), int(end))
+
+
+def _schedules(name: str, text: str) -> LineUp:
+    return LineUp(tuple(text.split()))
 
 
 def _setting(parse: Parse, metavar: str, text: str) -> dict[str, Any]:
@@ -226,6 +231,26 @@ class PipelineConfig:
             "the fifth to the seventh of the run.",
         ),
     )
+    race: LineUp | None = field(
+        default=None,
+        metadata=_setting(
+            _schedules,
+            "SPECS",
+            "Time schedules of one placement against one another in turns of a few iterations of "
+            'this training, which stays the same to the last bit: "zb-h1 zb-1p" beside 1f1b, '
+            "stock's order; likewise of interleaved, V's beside 1f1b-v, waves beside hanayo. Ends "
+            "with a row to show to others. Takes the place of --pipeline-schedule, or races it "
+            "too.",
+        ),
+    )
+    race_then: RaceThen = field(
+        default=RaceThen.KEEP,
+        metadata=_one_of(
+            RaceThen,
+            "When --pipeline-race is over: keep trains on under the winner (the default), report "
+            "under what it was compared with.",
+        ),
+    )
 
     @classmethod
     def parse(cls, **settings: str | bool | None) -> PipelineConfig:
@@ -243,7 +268,7 @@ class PipelineConfig:
             for name, setting in declared.items()
             if settings.get(name) not in (None, _as_text(setting))
         }
-        if "schedule" not in given:
+        if "schedule" not in given and "race" not in given:
             for name, value in given.items():
                 if not _is_on_stock(declared[name]):
                     raise ValueError(
@@ -251,6 +276,9 @@ class PipelineConfig:
                         f"acts on a schedule of ours only; add one or drop it"
                     )
         parsed = {n: declared[n].metadata["parse"](n, value) for n, value in given.items()}
+        if "race" in parsed and parsed.get("schedule") != PLAN:
+            race = line_up(parsed.get("schedule"), parsed["race"].specs)
+            parsed |= {"schedule": race.baseline, "race": race}
         return cls(**parsed)
 
     def __post_init__(self) -> None:
@@ -264,6 +292,7 @@ class PipelineConfig:
             setting, other = (_EXTRAS[name] for name in clash.extras)
             self._refuse(setting, other, clash.why)
         self._check_profile()
+        self._check_race()
 
     def _check_offload(self) -> None:
         way, costs = self.activation_offload, self.costs.text
@@ -303,6 +332,20 @@ class PipelineConfig:
                 "it the file that was written",
             )
 
+    def _check_race(self) -> None:
+        if self.race is None:
+            if self.race_then is not RaceThen.KEEP:
+                raise ValueError(
+                    f"{flag('race_then')} {self.race_then} is given without {flag('race')}: there "
+                    f"is no race to end; add one or drop it"
+                )
+        elif self.post_validation:
+            self._refuse(
+                "race",
+                "post_validation",
+                "steps that overlap cannot be timed one by one; race without it",
+            )
+
     def _refuse(self, name: str, beside: str, why: str) -> None:
         words = [_flag_with_value(setting, getattr(self, setting)) for setting in (name, beside)]
         raise ValueError(f"{words[0]} does not go with {words[1]}: {why}")
@@ -325,6 +368,16 @@ class PipelineConfig:
                 f"megatron_ext SCRIPT ..., or name one; 'megatron-ext plan' tells which"
             )
         return choose(self.schedule)
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """All schedules that steps may run under: one, or those of a race. Raises as `choice`."""
+        return (self.choice,) if self.race is None else self.race.choices
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether one of them splits the backward pass."""
+        return any(choice.splits_backward for choice in self.choices)
 
     @property
     def extras(self) -> Extras:
@@ -450,7 +503,8 @@ def from_environment(env: Mapping[str, str]) -> PipelineConfig:
         raise ValueError(f"{name} is no setting: write one of {known}")
     values = _variables(env)
     settings = _settings()
-    if "schedule" not in values and not any(_is_on_stock(settings[name]) for name in values):
+    stand_alone = any(name == "race" or _is_on_stock(settings[name]) for name in values)
+    if "schedule" not in values and not stand_alone:
         raise ValueError(
             f"{variable('schedule')} is not set: export {variable('schedule')}=zb-h1, or another "
             f"of 'megatron-ext schedules', or do not import megatron_ext.auto"

@@ -232,12 +232,12 @@ def mismatch(patch: Patch, original: Any) -> Misfit | None:
         digest = source_digest(original)
     except (OSError, TypeError, SyntaxError):
         digest = "unreadable"
-    known = {**patch.digests, **patch.needless}
-    if digest in known.values() or is_allowed(patch.target, digest):
+    read = {**patch.digests, **patch.needless}
+    if digest in read.values() or is_allowed(patch.target, digest):
         return None
     verb = "rely on" if patch.how is How.EXPECT else patch.how
     we = f"we {verb} it: {patch.reason}"
-    unknown = unknown_source(patch.target, original, digest, known, we)
+    unknown = unknown_source(patch.target, original, digest, read, we)
     return Misfit(str(unknown), unknown)
 
 

@@ -27,7 +27,9 @@ class Feature:
     asked_for: Callable[[PipelineConfig], bool] = lambda config: True
 
     def is_wanted(self, config: PipelineConfig) -> bool:
-        if self.wanted is not None and (config.schedule is None or not self.wanted(config.choice)):
+        if self.wanted is not None and (
+            config.schedule is None or not any(map(self.wanted, config.choices))
+        ):
             return False
         return self.asked_for(config)
 
@@ -73,7 +75,7 @@ FEATURES = (
         ("megatron.core.distributed.distributed_data_parallel",),
         lambda choice: True,
         asked_for=lambda config: (
-            config.choice.splits_backward or config.activation_offload is not Offload.NONE
+            config.splits_backward or config.activation_offload is not Offload.NONE
         ),
     ),
     Feature(
@@ -118,8 +120,17 @@ FEATURES = (
         ("megatron.training.training.training_end",),
         None,
         asked_for=lambda config: (
-            config.costs.profile is not None or config.trace is not None or config.metrics
+            config.costs.profile is not None
+            or config.trace is not None
+            or config.metrics
+            or config.race is not None
         ),
+    ),
+    Feature(
+        "a race",
+        ("megatron.training.training.timed_saving",),
+        lambda choice: True,
+        asked_for=lambda config: config.race is not None,
     ),
     Feature(
         "vocabulary parallelism",

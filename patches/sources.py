@@ -19,6 +19,7 @@ from megatron_ext.config import ALLOW_UNKNOWN
 
 _ENTRY = re.compile(r"[\w.]+:[\w.]+@\w+")
 _UPSTREAM = "NVIDIA/Megatron-LM"
+UNTAGGED = {"0.20": "d98e8a64"}  # read before it was released
 
 
 @dataclass(frozen=True)
@@ -91,12 +92,19 @@ def _allowed(text: str) -> tuple[str, ...]:
     return entries
 
 
+def versions_of(known: Mapping[str, str]) -> list[str]:
+    """The versions in the keys of ``known`` digests, oldest first. A key is ``0.19`` or ``0.18,
+    0.19``; ``0.20@2a75ac1`` is a commit on the way to that version, which callers pin."""
+    versions = {version.partition("@")[0] for key in known for version in key.split(", ")}
+    return sorted(versions, key=lambda version: [int(part) for part in version.split(".")])
+
+
 def unknown_source(
     target: str, original: Any, digest: str, known: Mapping[str, str], we: str
 ) -> UnknownSource:
     """What there is to say of the source of ``original``, whose ``digest`` is not ``known`` (by the
     versions that have it)."""
-    versions = sorted({version for key in known for version in key.split(", ")})
+    versions = versions_of(known)
     package = re.split("[.:]", target)[0]
     known_of = f"{package} {' and '.join(versions)}"
     try:
@@ -118,7 +126,7 @@ def _diff(package: str, file: Path, versions: list[str]) -> str:
     root, path = file.parents[depth], Path(*file.parts[-depth - 1 :])
     here = sys.modules[f"{package}.core"].__version__
     version = next((known for known in versions if here.startswith(f"{known}.")), versions[-1])
-    tag = f"core_v{version}.0"
+    tag = UNTAGGED.get(version, f"core_v{version}.0")
     if (root / ".git").exists():
         return f"git -C {root} diff {tag} -- {path}"
     return f"git show {tag}:{path} | git diff --no-index - {file} (in a clone of {_UPSTREAM})"

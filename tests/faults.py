@@ -234,9 +234,9 @@ FAULTS = (
     ),
     Fault(
         "a-head-that-is-looked-up-waits",
-        f"{ADAPTER}/step/training.py",
-        "elif head_is_looked_up(call.models[-1]) or not output_layer_waits(program):",
-        "elif not output_layer_waits(program):",
+        f"{ADAPTER}/programs.py",
+        "return with_input_gradient(costs) if per_stage[-1].head_is_looked_up else costs",
+        "return costs",
         (PREDICTION,),
     ),
     Fault(

@@ -10,12 +10,14 @@ from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatch
 from megatron_ext.adapter.compatibility import refuse, refuse_order
 from megatron_ext.adapter.dimensions import dimensions_of, rates
 from megatron_ext.adapter.layers import layers_of_stages, predicts_apart
+from megatron_ext.adapter.race.order import check_order
 from megatron_ext.adapter.vocabulary_rows import check_divisible
-from megatron_ext.config import COSTS_FILE, TRACED_OF_RUN, PipelineConfig
+from megatron_ext.config import COSTS_FILE, TRACED_OF_RUN, PipelineConfig, flag
 from megatron_ext.logger import logger, telling_of_long_work
 from megatron_ext.runtime.measure import profile
 from megatron_ext.schedule.build.output_layer import place_output_layer, with_input_gradient
 from megatron_ext.schedule.build.overlap import check_overlaps
+from megatron_ext.schedule.build.registry import Choice
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.model.estimate import ModelDimensions, estimate
 from megatron_ext.schedule.placement import Placement
@@ -58,6 +60,27 @@ def check(args: Any, config: PipelineConfig) -> list[Program]:
     return made
 
 
+def check_race(args: Any, config: PipelineConfig) -> dict[str, list[Program]]:
+    """Refuse, after `check`, a candidate of a race that cannot run in it.
+
+    Returns:
+        As `programs`, of each candidate.
+
+    Raises:
+        ValueError: one cannot be made for these sizes and limits, or would change what is computed.
+    """
+    made: dict[str, list[Program]] = {}
+    for choice in config.choices[1:]:
+        try:
+            made[choice.spec] = _programs_of(choice, args, config)
+            for program in made[choice.spec]:
+                refuse_order(args, program.schedule)
+                check_order(program)
+        except ValueError as error:
+            raise ValueError(f"{flag('race')}: {choice.spec} cannot be in it: {error}") from error
+    return made
+
+
 def check_settings(args: Any, config: PipelineConfig) -> None:
     """Refuse what no program needs to be made for.
 
@@ -71,7 +94,8 @@ def check_settings(args: Any, config: PipelineConfig) -> None:
             f"--pipeline-schedule {config.schedule} needs a pipeline, but "
             f"--pipeline-model-parallel-size is {ranks}: set it to 2 or more, or drop the flag"
         )
-    refuse(args, choice, config.extras)
+    for contender in config.choices:
+        refuse(args, contender, config.extras)
     _refuse_multi_token_prediction(args, config)
     check_trace(args, config)
     _check_profile(args, config)
@@ -84,7 +108,10 @@ def programs(args: Any, config: PipelineConfig) -> list[Program]:
     Raises:
         ValueError: the schedule cannot be made for these sizes and limits.
     """
-    choice = config.choice
+    return _programs_of(config.choice, args, config)
+
+
+def _programs_of(choice: Choice, args: Any, config: PipelineConfig) -> list[Program]:
     with telling_of_long_work(args.rank):
         return [place_output_layer(choice, problem) for problem in problems(args, config)]
 

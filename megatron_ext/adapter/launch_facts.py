@@ -58,8 +58,10 @@ def _words(value: object) -> str:
 
 def _files(config: PipelineConfig) -> Iterator[Path]:
     """The files that the schedule and its costs are read from."""
-    if config.schedule is not None and (schedule := file_of(config.schedule)) is not None:
-        yield schedule
+    specs = [config.schedule] if config.race is None else config.race.specs
+    for spec in specs:
+        if spec is not None and (schedule := file_of(spec)) is not None:
+            yield schedule
     costs = config.costs
     if not costs.is_estimate and "=" not in costs.text:
         yield Path(costs.text)

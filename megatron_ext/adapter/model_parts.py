@@ -67,7 +67,8 @@ def head_is_looked_up(chunk: torch.nn.Module) -> bool:
     """Whether the output layer of ``chunk`` uses the table of look-ups of the same stage: those of
     tied multi-token prediction.
 
-    Autograd sums what both bring to its gradient. A W pass would add the output layer's apart.
+    Autograd sums what both bring to its gradient. A W pass would add the output layer's apart, so
+    its costs are to say that there is none.
     """
     model = language_model(chunk)
     looks_up: bool = getattr(model, "mtp_process", False)

@@ -46,16 +46,21 @@ Shape = tuple[int, int] | None  # micro batch, sequence; None where microbatches
 
 
 class Programs:
-    """By a step's shape and number of microbatches, made when they are first asked for."""
+    """By a step's shape and number of microbatches, made when they are first asked for.
+
+    Attributes:
+        choice: the schedule that is followed now.
+        costs: by shape.
+    """
 
     def __init__(self, config: PipelineConfig) -> None:
         self._config = config
-        self._choice = config.choice
-        self._programs: dict[tuple[Shape, int, bool, bool], Program] = {}  # latest used last
+        self.choice = config.choice
+        self._programs: dict[tuple[str, Shape, int, bool, bool], Program] = {}  # latest last
         self._searched_for: int | None = None  # microbatches; None before the first training step
         self._has_told_of_others = False
         self._run = ""  # a key that no other run with the same store has
-        self._measured = 0  # how often costs have changed
+        self._measured: set[Shape] = set()  # whose costs were measured
         self.costs: dict[Shape, Costs] = {}
 
     def agree_on_costs(
@@ -78,7 +83,7 @@ class Programs:
         """
         if shape in self.costs and (forward_only or self._searched_for is not None):
             return
-        placement = self._choice.place(pipeline.size())
+        placement = self.choice.place(pipeline.size())
         sizes = gather(pipeline, [size_of(chunk) for chunk in models])
         agreed: list[Any] = ["", None, microbatches]
         if dist.get_rank() == 0:
@@ -121,11 +126,21 @@ class Programs:
         self, config: Any, shape: Shape, microbatches: int, forward_only: bool
     ) -> Program | None:
         """The program for such a step, if there has been one."""
-        key = shape, microbatches, forward_only, config.variable_seq_lengths
+        key = self._key(config, shape, microbatches, forward_only)
         program = self._programs.pop(key, None)
         if program is not None:
             self._programs[key] = program
         return program
+
+    def _key(
+        self, config: Any, shape: Shape, microbatches: int, forward_only: bool
+    ) -> tuple[str, Shape, int, bool, bool]:
+        varies = config.variable_seq_lengths
+        return self.choice.spec, shape, microbatches, forward_only, varies
+
+    def are_measured(self, shape: Shape) -> bool:
+        """Whether the costs of ``shape`` are measured ones."""
+        return shape in self._measured
 
     def make(
         self,
@@ -144,17 +159,17 @@ class Programs:
             InvalidSchedule: there is none within the memory limit.
             RuntimeError: the ranks have built different ones.
         """
-        placement = self._choice.place(pipeline.size())
+        placement = self.choice.place(pipeline.size())
         problem = self._config.problem(placement, microbatches, self.costs[shape], forward_only)
         with telling_of_long_work(dist.get_rank()):
             if before is None:
                 choice = self._choice_for(microbatches, forward_only)
                 program = place_output_layer(choice, problem)
             else:
-                program = place_again(self._choice, problem, before)
+                program = place_again(self.choice, problem, before)
         refuse_order(config, program.schedule)
         self._compare(program.digest, shape, microbatches, forward_only)
-        self._programs[shape, microbatches, forward_only, config.variable_seq_lengths] = program
+        self._programs[self._key(config, shape, microbatches, forward_only)] = program
         if len(self._programs) > KEPT:
             del self._programs[next(iter(self._programs))]
         return program
@@ -163,20 +178,20 @@ class Programs:
         """The schedule, by what stands in for its search where that is not for this number, or in
         an evaluation, which gains nothing by it."""
         if forward_only:
-            return self._choice.without_search
+            return self.choice.without_search
         if microbatches == self._searched_for or ramps_up_to(microbatches):
-            return self._choice
-        if self._choice.at_once and not self._has_told_of_others:
+            return self.choice
+        if self.choice.at_once and not self._has_told_of_others:
             self._has_told_of_others = True
             assert self._searched_for is not None
             log_single_rank(
                 logger,
                 logging.INFO,
-                f"{self._choice.spec} was searched for {counted(self._searched_for, 'microbatch')} "
+                f"{self.choice.spec} was searched for {counted(self._searched_for, 'microbatch')} "
                 f"a step, and one has come with {microbatches}: no step waits for a search, and "
                 f"other numbers run the best that is built at once within the same limit",
             )
-        return self._choice.without_search
+        return self.choice.without_search
 
     def _compare(self, digest: str, shape: Shape, microbatches: int, forward_only: bool) -> None:
         """Raise RuntimeError if another rank has built another program for such a step.
@@ -188,13 +203,15 @@ class Programs:
         world, store = dist.group.WORLD, dist.distributed_c10d._get_default_store()
         assert world is not None
         if not self._programs or store is None:
-            check_digests(self._choice.spec, dict(enumerate(gather(world, digest))))
+            check_digests(self.choice.spec, dict(enumerate(gather(world, digest))))
             return
         step = f"{shape}/{microbatches}/{forward_only}"
-        key = f"megatron_ext/programs/{self._run}/{self._measured}/{step}"
+        if self._config.race is not None:  # else a rank with another schedule would not be found
+            step += f"/{self.choice.spec}"
+        key = f"megatron_ext/programs/{self._run}/{len(self._measured)}/{step}"
         here = dist.get_rank()
         rank, first = store.compare_set(key, "", f"{here} {digest}").decode().split()
-        check_digests(self._choice.spec, {int(rank): first, here: digest})
+        check_digests(self.choice.spec, {int(rank): first, here: digest})
 
     def make_again(
         self,
@@ -209,8 +226,8 @@ class Programs:
         Its order is kept where that is better. Collective over the world; raises as `make`.
         """
         self.costs[shape] = costs
-        self._measured += 1
-        for key in [key for key in self._programs if key[0] == shape]:
+        self._measured.add(shape)
+        for key in [key for key in self._programs if key[1] == shape]:
             del self._programs[key]
         microbatches = before.problem.microbatches
         return self.make(pipeline, config, shape, microbatches, False, before)

@@ -33,15 +33,18 @@ def doctor(
     patches: Annotated[bool, typer.Option("--patches", help="List each patch and its state.")] = (
         False
     ),
+    versions: Annotated[
+        bool, typer.Option("--versions", help="List which versions of others are known to fit.")
+    ] = False,
 ) -> None:
     """Show whether our patches fit what is installed, or check a launch line before its launch."""
     if context.args and (context.args[0] == "-m" or not context.args[0].startswith("-")):
         _check_launch_line(context.args, world_size, gpu_memory, as_json)
     else:
-        _show_environment(context.args, patches, as_json)
+        _show_environment(context.args, patches, versions, as_json)
 
 
-def _show_environment(words: Sequence[str], patches: bool, as_json: bool) -> None:
+def _show_environment(words: Sequence[str], patches: bool, versions: bool, as_json: bool) -> None:
     from megatron_ext.config import from_argv
     from megatron_ext.launch_check.doctor import diagnose
     from megatron_ext.launch_check.importing import as_on, quickly, silently
@@ -62,8 +65,11 @@ def _show_environment(words: Sequence[str], patches: bool, as_json: bool) -> Non
             for patch in diagnosis.patches:
                 typer.echo(f"\n{patch.state}: {patch.how} {patch.target}")
                 typer.echo(f"  {patch.feature}: {patch.reason}")
-        else:
-            typer.echo("--patches lists them all")
+        if versions and diagnosis.versions:
+            typer.echo()
+            print_table(list(diagnosis.versions))
+        if not (patches or versions):
+            typer.echo("--patches lists them all, --versions which versions are known to fit")
     if diagnosis.misfits:
         raise typer.Exit(1)
 

@@ -29,8 +29,9 @@ from megatron_ext.patches.engine import PatchError
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.problem import Offload
 from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, peaks
-from megatron_ext.schedule.program.simulate import simulate
+from megatron_ext.schedule.program.simulate import simulate, step_seconds
 from megatron_ext.schedule.program.verify import Program
+from megatron_ext.schedule.race.rounds import Race
 from megatron_ext.schedule.show.program_summary import stock_1f1b
 from megatron_ext.schedule.words import counted
 
@@ -272,9 +273,36 @@ def _check_training(
         return None
     program = programs[0]
     needed = _predict(report, args, spec, program, room)
+    if config.race is not None:
+        _check_race(report, args, config, program)
     if config.schedule is not None:
         _check_communicators(report, args, config, program, room, launch_line)
     return needed
+
+
+def _check_race(report: Report, args: Any, config: PipelineConfig, baseline: Program) -> None:
+    """What the candidates are predicted to come to, beside the ``baseline``."""
+    from megatron_ext.adapter import arguments
+
+    assert config.race is not None
+    candidates = report.attempt("race", lambda: arguments.check_race(args, config))
+    if candidates is None:
+        return
+    took = step_seconds(baseline, baseline.problem.costs)
+    for spec, (program, *_) in candidates.items():
+        costs, schedule = program.problem.costs, program.schedule
+        held = max(peaks(schedule, in_microbatches(schedule)))
+        text = (
+            f"{spec} is predicted {took / step_seconds(program, costs):.3f} times as fast as "
+            f"{config.race.baseline}, peak {counted(held, 'microbatch')}"
+        )
+        if costs.held_bytes is not None:
+            text += f" ({max(peaks(schedule, in_bytes(costs))) / 2**30:.3g} GiB)"
+        report.add(Verdict.RIGHT, "race", text)
+    race = Race(config.race.baseline, config.race.candidates)
+    if args.train_iters is not None and args.train_iters < race.iterations_left:
+        text = f"it takes up to {race.iterations_left} iterations, and the training has fewer"
+        report.add(Verdict.REMARK, "race", text, "train longer to see its end")
 
 
 def _check_communicators(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import megatron_ext
 from megatron_ext.config import PipelineConfig
+from megatron_ext.launch_check.versions import declared_versions, version_rows
 from megatron_ext.patches.engine import Misfit, Patch, PatchError, applied, mismatch, resolve
 from megatron_ext.patches.features import FEATURES
 from megatron_ext.patches.sources import UnknownSource, allowance
@@ -66,10 +67,12 @@ class PatchState:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What is installed, by name, and each patch of each feature."""
+    """What is installed, by name, each patch of each feature, and which versions are known to
+    fit."""
 
     environment: Mapping[str, str]
     patches: tuple[PatchState, ...]
+    versions: tuple[dict[str, str], ...]
 
     @property
     def misfits(self) -> tuple[PatchState, ...]:
@@ -90,7 +93,7 @@ def diagnose(config: PipelineConfig) -> Diagnosis:
     Raises:
         ValueError: what the user allows is not understood.
     """
-    return Diagnosis(_environment(), tuple(_patches(config)))
+    return Diagnosis(_environment(), tuple(_patches(config)), tuple(_versions()))
 
 
 def _environment() -> dict[str, str]:
@@ -126,6 +129,15 @@ def _megatron() -> str:
         return "not installed"
     number = version.original.partition("+")[0]  # then comes the commit of any repository around
     return f"{number} ({Path(version.owner.__file__).parent})"
+
+
+def _versions() -> list[dict[str, str]]:
+    """Empty where the patches cannot be told: there is no Megatron."""
+    try:
+        patches = [patch for feature in FEATURES for patch in feature.patches(_WITH_ALL_PATCHES)]
+    except PatchError:
+        return []
+    return version_rows(declared_versions(patches))
 
 
 def _patches(config: PipelineConfig) -> Iterator[PatchState]:

@@ -38,11 +38,18 @@ def bitwise_order(schedule: Schedule) -> bool:
     Then gradients are summed in stock's order, and the results are stock's to the last bit. (Not
     with vocabulary parallelism: the ranks' shards are summed in another order.)
     """
+    passes = (action for row in schedule.compute_rows for action in row)
+    if any(RULES[action.kind].where is not Where.STAGE for action in passes):
+        return False
+    return in_microbatch_order(schedule)
+
+
+def in_microbatch_order(schedule: Schedule) -> bool:
+    """Whether the passes of each kind of each stage run in microbatch order: then the results are
+    to the last bit those of any other such schedule of the same placement and extras."""
     latest: dict[tuple[int, Kind], int] = {}
     for row in schedule.compute_rows:
         for action in row:
-            if RULES[action.kind].where is not Where.STAGE:
-                return False
             for kind in RULES[action.kind].covers:
                 if latest.get((action.stage, kind), -1) > action.microbatch:
                     return False

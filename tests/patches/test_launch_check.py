@@ -90,6 +90,20 @@ def test_megatrons_own_pipeline_is_predicted_too() -> None:
     assert prediction is not None and prediction.schedule == "1f1b"
 
 
+def test_a_race_is_predicted() -> None:
+    """Each candidate beside the baseline; and whether the training is long enough for it."""
+    report = checked(pipeline_schedule=None, pipeline_race="zb-h1 zb-1p")
+    assert report.is_right, told(report, Verdict.WRONG)
+    right = [text for text in told(report, Verdict.RIGHT) if text.startswith("race: ")]
+    assert [text.split()[1] for text in right] == ["zb-h1", "zb-1p"]
+    assert "times as fast as 1f1b, peak 4 microbatches (" in right[0]
+    assert report.prediction is not None and report.prediction.schedule == "1f1b"
+    (remark,) = [text for text in told(report, Verdict.REMARK) if text.startswith("race: ")]
+    assert "it takes up to 150 iterations, and the training has fewer; train longer" in remark
+    wrong = checked(pipeline_schedule=None, pipeline_race="gpipe", pipeline_memory_limit="4")
+    assert any("gpipe cannot be in it" in text for text in told(wrong, Verdict.WRONG))
+
+
 def test_whether_megatrons_own_pipeline_can_be_watched(tmp_path: Path) -> None:
     stock: dict[str, Any] = {"pipeline_schedule": None, "pipeline_trace": tmp_path / "traces"}
     report = checked(**stock, train_iters=8)

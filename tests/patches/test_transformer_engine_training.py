@@ -94,6 +94,7 @@ def provide(
             share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
             pg_collection=pg_collection,
             vp_stage=vp_stage,
+            position_embedding_type=args.position_embedding_type,
             mtp_block_spec=prediction,
         )
 

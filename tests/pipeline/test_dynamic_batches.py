@@ -136,7 +136,8 @@ class Searches:
     def __init__(self) -> None:
         self.count = 0
         for module in (v_auto, zb_auto):
-            module._best = partial(self._counted, module._best)  # type: ignore[assignment]
+            search = vars(module)["_best"]
+            setattr(module, "_best", partial(self._counted, search))  # noqa: B010
 
     def _counted(self, search: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.count += kwargs.get("trials") is None

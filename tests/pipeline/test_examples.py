@@ -121,7 +121,7 @@ def test_two_lines_change_the_schedule_and_no_loss(example: Example, schedule: s
     assert last < 0.9 * first, "it does not learn"
 
 
-@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "zb-auto"])
 def test_variables_change_the_schedule_and_no_loss(schedule: str) -> None:
     """verl evaluates before it trains: the channels were once made for what an evaluation sends."""
     ours = run(
@@ -133,3 +133,5 @@ def test_variables_change_the_schedule_and_no_loss(schedule: str) -> None:
     assert ours.count(f"megatron_ext: schedule {schedule} is installed") == 1
     assert schedules(ours) == {schedule}
     assert steps(ours) == stock_steps(VERL_LOOP)
+    stand_ins = [line for line in ours if "no step waits for a search" in line]
+    assert len(stand_ins) == (schedule == "zb-auto")  # its steps differ in microbatches

@@ -9,6 +9,7 @@ optimizer tensors; and the copies of the embedding, which both ends look up in, 
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,31 @@ def test_activations_leave_for_the_host(schedule: str) -> None:
     offload = {"pipeline_schedule": schedule, "pipeline_activation_offload": "full"}
     runs = train(2, flags(**MODELS[model], **offload), model_provider=drawn_by_name)
     assert_same(runs, stock(model))
+
+
+@nightly("test_profile.py measures costs, of models that predict one token")
+@pytest.mark.parametrize("model", ["untied, 2 depths, bf16", "tied, 1 depth"])
+def test_costs_are_measured(model: str, tmp_path: Path) -> None:
+    """The program is then made again, with the output layer's weight gradient where it goes."""
+    longer = flags(**MODELS[model] | {"train_iters": 6})
+    ours = {"pipeline_schedule": "zb-v", "pipeline_costs": f"profile:{tmp_path / 'costs.json'}"}
+    runs = train(
+        2, flags(**MODELS[model] | ours | {"train_iters": 6}), model_provider=drawn_by_name
+    )
+    assert_same(runs, train(2, longer, model_provider=drawn_by_name))
+    assert (tmp_path / "costs.json").exists()
+
+
+@pytest.mark.skipif("MEGATRON_LM_DIR" not in os.environ, reason="MEGATRON_LM_DIR is not set")
+@pytest.mark.parametrize("schedule", ["zb-v", "interleaved-zb"])
+def test_the_upstream_script(schedule: str, tmp_path: Path) -> None:
+    script = Path(os.environ["MEGATRON_LM_DIR"]) / "pretrain_gpt.py"
+    reference = train(2, flags(**SAVED, save=tmp_path, save_interval=SAVED_AT), script)
+    resumed = {"load": tmp_path, "ckpt_step": SAVED_AT, "pipeline_schedule": schedule}
+    runs = train(2, flags(**SAVED, **resumed), script)
+    assert {run.schedule for run in runs} == {"PipelineStep"}
+    assert len(losses(runs)) == len(losses(reference)) - SAVED_AT and predictions(runs)
+    assert_same(runs, reference)
 
 
 # The two copies of the embedding.

@@ -104,9 +104,9 @@ def test_states_that_a_distributed_optimizer_divides() -> None:
     assert found["compared"] == {"parameters": 53, "optimizer states": 4 * 53}
     a = read_recording(folders[0])
     assert {dtype for dtype, _ in map(a.whole, a.tensors)} == {"bfloat16", "float32"}
-    shapes = {bits.shape for (name, _), (_, bits) in ((t, a.whole(t)) for t in a.tensors)
-              if name.endswith("linear_fc1.weight")}  # fmt: skip
-    assert len(shapes) == 1, "halves are put together"
+    for prefix in ("", "optimizer.state.exp_avg."):
+        _, bits = a.whole((f"{prefix}decoder.layers.mlp.linear_fc1.weight", (3,)))
+        assert bits.shape == (128, 32), "both halves"
 
 
 def test_a_recording_is_not_written_over() -> None:

@@ -54,6 +54,14 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
         "ask for 3: remove the flags, which the schedule does not need, or give the layout 8 "
         "stages; or write interleaved:vpp=3",
     ),
+    "a race with one that needs more memory": (
+        {"pipeline_race": "gpipe", "pipeline_memory_limit": "4"},
+        "--pipeline-race: gpipe cannot be in it: schedule gpipe is invalid: 0F4 brings rank 0 over",
+    ),
+    "a race across placements": (
+        {"pipeline_race": "zb-v"},
+        "zb-h1 has the placement line with 1 stage on a rank and zb-v has the placement v with 2",
+    ),
     "layers that do not divide": (
         {"pipeline_schedule": "zb-v", "num_layers": 12},
         "12 layers do not divide over 8 stages; say which stage has which: "

@@ -24,10 +24,15 @@ VALUES = {
     "trace_iters": "1:3",
     "vocab_parallel": "2",
     "activation_offload": "half",
+    "race": "zb-2p",
+    "race_then": "report",
 }
 
 
-@pytest.mark.parametrize("without", [{"post_validation"}, {"vocab_parallel", "activation_offload"}])
+@pytest.mark.parametrize(
+    "without",
+    [{"post_validation"}, {"vocab_parallel", "activation_offload", "race", "race_then"}],
+)
 def test_every_setting_has_a_variable(without: set[str]) -> None:
     """All that go together at once."""
     env, argv = {ALLOW_UNKNOWN: "1", "MEGATRON_CORE": "x"}, []

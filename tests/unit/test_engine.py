@@ -22,6 +22,7 @@ from megatron_ext.patches.engine import (
     stale_references,
     wrap,
 )
+from megatron_ext.patches.sources import versions_of
 
 MakeModule = Callable[[str, str], types.ModuleType]
 
@@ -485,3 +486,9 @@ def test_resolve_tells_what_is_stored(theirs: Any) -> None:
     assert target.raw is vars(theirs.Layer)["make"]
     assert not target.in_module
     assert resolve("fake_theirs:train").in_module
+
+
+def test_versions_of_digests_are_told_once_and_in_order() -> None:
+    """Callers pin commits on the way to a version."""
+    known = {"0.20@2a75ac1": "b", "0.9, 0.18": "a", "0.20": "c"}
+    assert versions_of(known) == ["0.9", "0.18", "0.20"]

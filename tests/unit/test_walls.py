@@ -122,6 +122,7 @@ ROOMS = (
     ("megatron_ext.config", "megatron_ext.errors", "megatron_ext.families", "megatron_ext.logger"),
     ("megatron_ext.schedule.show",),
     ("megatron_ext.schedule.plan",),
+    ("megatron_ext.schedule.race",),
     ("megatron_ext.schedule.model",),
     ("megatron_ext.schedule.families",),
     ("megatron_ext.schedule.search",),

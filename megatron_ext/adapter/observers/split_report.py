@@ -20,13 +20,16 @@ from megatron_ext.runtime.weight_gradients import queue
 
 
 class SplitReport(StepObserver[Step]):
-    """Logs the `split_report` of all ranks, on one of them, after the first training step."""
+    """Logs the `split_report` of all ranks, on one of them, after the first training step: of a
+    race that has a schedule that ``splits`` the backward pass, after the first one under such."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, splits: bool) -> None:
+        self._splits = splits
         self._is_done = False
 
     def begin(self, step: Step) -> None:
-        queue.weights = None if self._is_done else set()
+        is_wanted = not self._is_done and step.split.waits == self._splits
+        queue.weights = set() if is_wanted else None
 
     def end(self, step: Step) -> None:
         """Collective over the pipeline after the first training step; later ones do nothing."""

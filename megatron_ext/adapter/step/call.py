@@ -81,7 +81,8 @@ def refuse_call(
 ) -> None:
     """Raise ValueError for the first thing that is asked for and ``ours`` cannot honour."""
     vocabulary = ours.vocab_parallel
-    refuse(config, ours.choice, ours.extras)
+    for choice in ours.choices:
+        refuse(config, choice, ours.extras)
     if adjust_tensor_shapes_fn is not None:
         raise ValueError(
             f"adjust_tensor_shapes_fn is not supported by --pipeline-schedule {ours.schedule}: it "

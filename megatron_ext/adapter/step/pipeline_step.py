@@ -86,6 +86,11 @@ class PipelineStep:
         if self._training is not None:
             self._training.finish(iteration)
 
+    def interrupt(self) -> None:
+        """Between two steps comes something that takes time and belongs to neither."""
+        if self._training is not None:
+            self._training.interrupt()
+
     def _current_training(self) -> Training:
         if self._training is not None and self._training.is_over:
             self._training.end()

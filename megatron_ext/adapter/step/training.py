@@ -10,13 +10,13 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core.utils import log_single_rank
 from torch import Tensor
 
-from megatron_ext.adapter.model_parts import head_is_looked_up
 from megatron_ext.adapter.observers.metrics import StepMetrics
 from megatron_ext.adapter.observers.observer import Step, StepObserver
 from megatron_ext.adapter.observers.profile import StepProfile
@@ -25,6 +25,7 @@ from megatron_ext.adapter.observers.trace import StepTrace
 from megatron_ext.adapter.post_validation.pending import post_validation
 from megatron_ext.adapter.post_validation.step import SpeculativeStep, connect_validation
 from megatron_ext.adapter.programs import Programs, Shape
+from megatron_ext.adapter.race.step_race import StepRace
 from megatron_ext.adapter.splitting import Split, head_weights
 from megatron_ext.adapter.step.call import Call
 from megatron_ext.adapter.step.connections import Connections, connect
@@ -50,7 +51,9 @@ class Training:
         self._config = config
         self._divides = config.vocab_parallel is not VocabularyParallel.NONE
         self._programs = Programs(config)
+        self._race = None if config.race is None else StepRace(config, self._programs)
         self._observers = _observers(config, self._programs)
+        self._observers += [] if self._race is None else [self._race]
         self._connections: Connections | None = None
         self._calls = 0
         self._world = dist.group.WORLD
@@ -75,10 +78,16 @@ class Training:
         for observer in self._observers:
             observer.finish(iteration)
 
+    def interrupt(self) -> None:
+        """Between two steps comes something that takes time and belongs to neither."""
+        if self._race is not None:
+            self._race.interrupt()
+
     def run(self, call: Call) -> list[Any]:
         """One step, with the result of Megatron's schedule functions."""
         if call.forward_only:
             post_validation.settle()
+            self.interrupt()
         shape = None
         if self._config.costs.profile is not None and not call.config.variable_seq_lengths:
             shape = call.micro_batch_size, call.seq_length
@@ -92,6 +101,9 @@ class Training:
             call.num_microbatches,
             call.forward_only,
         )
+        if self._race is not None and not call.forward_only:
+            with self._heard_if_it_fails("the race"):
+                self._race.choose(call, shape, lambda: self._program(call, shape))
         program = self._program(call, shape)
         connections = self._connections
         assert connections is not None
@@ -124,9 +136,9 @@ class Training:
         shard, at_once = None, frozenset[Tensor]()
         if self._divides:
             shard = shard_of(call.models, call.config, call.pipeline, call.groups.tp)
-        elif head_is_looked_up(call.models[-1]) or not output_layer_waits(program):
+        elif not output_layer_waits(program):
             at_once = head_weights(call.models)
-        waits = self._config.choice.splits_backward and not call.forward_only
+        waits = self._programs.choice.splits_backward and not call.forward_only
         apart = frozenset[Tensor]() if shard is None else frozenset([shard.output])
         split = Split(waits, at_once, apart)
         return Step(
@@ -161,6 +173,12 @@ class Training:
         self._connections.expect(program)
         return program
 
+    def _heard_if_it_fails(self, where: str) -> AbstractContextManager[None]:
+        """Within, an error ends the other ranks too, if they are connected."""
+        if self._connections is None:
+            return contextlib.nullcontext()
+        return self._connections.heard_if_it_fails(where)
+
     def _connect(self, call: Call, program: Program) -> Connections:
         connections = connect(self._config, program, call.pipeline)
         if self._config.post_validation:
@@ -194,7 +212,7 @@ def _losses(stages: Sequence[ModelStage]) -> list[Any]:
 def _observers(config: PipelineConfig, programs: Programs) -> list[StepObserver[Step]]:
     observers: list[StepObserver[Step]] = []
     if config.report_split:
-        observers.append(SplitReport())
+        observers.append(SplitReport(splits=config.splits_backward))
     if config.metrics:
         observers.append(StepMetrics(overlap=config.post_validation))
     if config.trace is not None:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from megatron_ext.adapter.arguments import (
     add_virtual_stages,
     check,
+    check_race,
     check_trace,
     pad_vocabulary,
 )
@@ -44,6 +45,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             add_virtual_stages(args, config)
             args = original(args, defaults)
             check(args, config)
+            check_race(args, config)
             if config.vocab_parallel is not VocabularyParallel.NONE:
                 pad_vocabulary(args)
             if config.post_validation:

@@ -61,7 +61,12 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         expect(
             _FUNCTION,
             reason="its forward and backward run inside ours, without the weight's gradient",
-            digests={"0.18": "fda90bfaf38e", "0.19": "4ee6a48b6915", "0.20": "ee066d241a08"},
+            digests={
+                "0.18": "fda90bfaf38e",
+                "0.19": "4ee6a48b6915",
+                "0.20": "ee066d241a08",
+                "0.20@2a75ac1": "d0bc09bc7535",
+            },
         ),
     )
 

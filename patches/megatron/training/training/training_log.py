@@ -40,7 +40,12 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             f"{_TRAINING}:training_log",
             log_after_the_verdict,
             reason="whether a step was skipped, and its norm, are known with its verdict",
-            digests={"0.18": "5cc636c49dc2", "0.19": "3f173e2edc82", "0.20": "a2fbd9565b08"},
+            digests={
+                "0.18": "5cc636c49dc2",
+                "0.19": "3f173e2edc82",
+                "0.20": "a2fbd9565b08",
+                "0.20@2a75ac1": "8938438e4154",
+            },
         ),
         *(
             expect(f"{_TRAINING}:{name}", reason=reason, digests=digests)
@@ -48,12 +53,22 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
                 (
                     "train",
                     "waits for other ranks, and reads what a step has changed, where it is known",
-                    {"0.18": "6d91c0e7e80e", "0.19": "9e43582d2bcc", "0.20": "032433ebb34a"},
+                    {
+                        "0.18": "6d91c0e7e80e",
+                        "0.19": "9e43582d2bcc",
+                        "0.20": "032433ebb34a",
+                        "0.20@2a75ac1": "014cd9b59f0c",
+                    },
                 ),
                 (
                     "train_step",
                     "waits for other ranks, and reads what a step has changed, where it is known",
-                    {"0.18": "15e1f43d7aa9", "0.19": "74b4850ce71a", "0.20": "3189dbf5934d"},
+                    {
+                        "0.18": "15e1f43d7aa9",
+                        "0.19": "74b4850ce71a",
+                        "0.20": "3189dbf5934d",
+                        "0.20@2a75ac1": "23344f0f37d9",
+                    },
                 ),
                 (
                     "post_training_step_callbacks",

@@ -62,7 +62,12 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             f"{_MODEL}.__init__",
             build,
             reason="each rank holds its part of embedding and output layer",
-            digests={"0.18": "038b34702737", "0.19": "2127a9981edd", "0.20": "8a67e5f92cdb"},
+            digests={
+                "0.18": "038b34702737",
+                "0.19": "2127a9981edd",
+                "0.20": "8a67e5f92cdb",
+                "0.20@2a75ac1": "4ae5b7e53bc8",
+            },
         ),
         wrap(
             f"{_MODEL}.set_input_tensor",

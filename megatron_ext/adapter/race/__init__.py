@@ -1,0 +1,1 @@
+"""Schedules that race within a training (``--pipeline-race``)."""

@@ -1,0 +1,284 @@
+"""The race of a training: under which schedule its next step runs, and what they have taken.
+
+All ranks come to the same answers: times are the longest over all of them, agreed on between turns,
+and everything else is counted in iterations.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.utils import log_single_rank
+
+from megatron_ext.adapter.observers.observer import Step, StepObserver
+from megatron_ext.adapter.programs import Programs, Shape
+from megatron_ext.adapter.race.order import check_order
+from megatron_ext.adapter.race.subject import subject_of
+from megatron_ext.adapter.race.turn import Turn
+from megatron_ext.adapter.step.call import Call
+from megatron_ext.adapter.training_globals import training_global
+from megatron_ext.config import PipelineConfig
+from megatron_ext.logger import logger
+from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, peaks
+from megatron_ext.schedule.program.simulate import simulate
+from megatron_ext.schedule.program.verify import Program
+from megatron_ext.schedule.race import report
+from megatron_ext.schedule.race.line_up import RaceThen
+from megatron_ext.schedule.race.record import (
+    NAME,
+    Figures,
+    Record,
+    difference,
+    load_record,
+    save_record,
+)
+from megatron_ext.schedule.race.rounds import ROUNDS, TIMED, WARM_UP, Race
+from megatron_ext.schedule.show.prediction import Comparison
+
+FIRST = 2  # iterations of a training that are not raced in: caches fill, kernels load
+
+_Key = tuple[int, int, int]  # of what is raced with: micro batch, sequence, microbatches
+
+
+class StepRace(StepObserver[Step]):
+    """Races the schedules of ``config`` while ``programs`` are made for them."""
+
+    def __init__(self, config: PipelineConfig, programs: Programs) -> None:
+        assert config.race is not None
+        self._config = config
+        self._line_up = config.race
+        self._choices = dict(zip(config.race.specs, config.race.choices, strict=True))
+        self._programs = programs
+        self._key: _Key | None = None
+        self._steps = 0  # with it
+        self._facts: dict[str, str] = {}  # what is timed with it
+        self._known: Record | None = None  # what an earlier start has written
+        self._race: Race | None = None
+        self._turn: Turn | None = None
+        self._made: dict[str, Program] = {}
+        self._bubbles: dict[str, list[float]] = defaultdict(list)
+        self._peaks: dict[str, float] = {}
+        self._kept: str | None = None  # when the race is over
+        self._is_written = True
+
+    # ---- Under which schedule
+
+    def choose(self, call: Call, shape: Shape, make: Callable[[], Program]) -> None:
+        """Have ``programs`` follow the schedule of the training step that begins now.
+
+        ``make`` makes the program for it. Collective over the world between turns.
+        """
+        self._programs.choice = self._choices[self._kept or self._next(call, shape, make)]
+
+    def interrupt(self) -> None:
+        """Between two steps comes something else: an evaluation, a save."""
+        if self._turn is not None:
+            self._turn.interrupt()
+
+    def _next(self, call: Call, shape: Shape, make: Callable[[], Program]) -> str:
+        key = call.micro_batch_size, call.seq_length, call.num_microbatches
+        if key != self._key:
+            self._begin_anew(call, key)
+        self._steps += 1
+        if self._race is None and self._kept is None and self._may_begin(shape):
+            self._begin(make)
+        elif self._turn is not None and self._turn.begin_iteration():
+            self._end_turn(self._turn, call)
+        if self._kept is not None:
+            return self._kept
+        if self._race is None:
+            return self._at_first(shape)
+        if self._turn is None:
+            self._turn = Turn(_device())
+            self._turn.begin_iteration()
+        return self._race.current
+
+    def _begin_anew(self, call: Call, key: _Key) -> None:
+        """Steps are of another size than those before: nothing that they took can be compared."""
+        if self._key is None:
+            self._known = self._recall()
+        if self._race is not None:
+            _say("race: the number or shape of microbatches has changed, and it begins anew")
+        self._key, self._steps, self._race, self._turn = key, 0, None, None
+        self._made, self._peaks = {}, {}
+        self._bubbles.clear()
+        self._facts = subject_of(call, self._config)
+        if self._known is None:
+            return
+        if other := difference(self._subject, self._known.subject):
+            _say(f"race: what an earlier start has measured does not count: {other}")
+        elif self._known.winner is not None:
+            self._kept = self._known.winner if self._keeps else self._line_up.baseline
+            _say(f"race: {self._known.winner} has won already, and this goes on under {self._kept}")
+
+    def _may_begin(self, shape: Shape) -> bool:
+        return self._steps > FIRST and not self._waits_for_costs(shape)
+
+    def _waits_for_costs(self, shape: Shape) -> bool:
+        return self._config.costs.profile is not None and not self._programs.are_measured(shape)
+
+    def _at_first(self, shape: Shape) -> str:
+        """Before the race. Costs are measured where W is a pass of its own, if it is anywhere."""
+        splitting = [spec for spec, choice in self._choices.items() if choice.splits_backward]
+        if splitting and self._waits_for_costs(shape):
+            return splitting[0]
+        return self._line_up.baseline
+
+    def _begin(self, make: Callable[[], Program]) -> None:
+        """Have all programs made, which proves that they keep within the memory limit."""
+        lines = self._line_up
+        self._race = race = Race(lines.baseline, lines.candidates)
+        for spec in lines.specs:
+            self._programs.choice = self._choices[spec]
+            try:
+                self._made[spec] = make()
+                check_order(self._made[spec])
+            except ValueError as error:
+                if spec == lines.baseline:
+                    raise
+                race.drop(spec, str(error))
+                _say(f"race: {spec} is not in it: {error}")
+        known = self._known
+        if known is not None and not difference(self._subject, known.subject):
+            for measured in known.rounds:
+                race.add_round(measured)
+            for spec, figures in known.figures.items():
+                self._bubbles[spec].append(figures.bubble)
+                self._peaks[spec] = figures.peak or 0
+        before = f", {len(race.rounds)} of them from an earlier start" if race.rounds else ""
+        _say(
+            f"race of {', '.join(race.candidates) or 'nobody'} against {lines.baseline} "
+            f"({lines.order_of_baseline}): {ROUNDS} rounds{before}, turns of {WARM_UP + TIMED} "
+            f"iterations, {race.iterations_left} iterations at most"
+        )
+        if race.is_over:
+            self._end()
+
+    # ---- What they take
+
+    def begin(self, step: Step) -> None:
+        if self._turn is not None:
+            self._turn.begin_step(step.connections.recorder, step.call.models)
+
+    def end(self, step: Step) -> None:
+        if self._turn is not None:
+            self._turn.end_step(step.connections.recorder, step.program)
+
+    def _end_turn(self, turn: Turn, call: Call) -> None:
+        """Collective over the world."""
+        race = self._race
+        assert race is not None
+        agreed = torch.tensor([turn.seconds(), turn.peak], dtype=torch.float64, device=_device())
+        dist.all_reduce(agreed, dist.ReduceOp.MAX)
+        seconds, peak = agreed.tolist()
+        comparison = turn.steps.compare(call.pipeline)
+        assert comparison is not None
+        self._turn = None
+        self._note(race.current, comparison, peak)
+        race.end_turn(seconds)
+        if not race.is_between_rounds:
+            return
+        _say(report.standing(race))
+        if race.is_over:
+            self._end()
+        else:
+            self._write(None)
+
+    def _note(self, spec: str, comparison: Comparison, peak: float) -> None:
+        self._bubbles[spec].append(comparison.bubble_shares[1])
+        self._peaks[spec] = max(peak, self._peaks.get(spec, 0))
+
+    def _end(self) -> None:
+        race, keeps = self._race, self._keeps
+        assert race is not None
+        self._kept = race.winner if keeps else self._line_up.baseline
+        figures = self._figures()
+        for spec, own in figures.items():
+            _say(report.figures_line(spec, race, own))
+        _say(report.verdict(race, keeps))
+        if table := report.table(race, self._line_up, self._facts, figures):
+            _say(f"race, to show to others:\n{table}")
+        self._write(race.winner)
+
+    @property
+    def _keeps(self) -> bool:
+        return self._config.race_then is RaceThen.KEEP
+
+    @property
+    def _subject(self) -> dict[str, str]:
+        return {**self._facts, "the race": str(self._line_up)}
+
+    def _figures(self) -> dict[str, Figures]:
+        return {
+            spec: _beside_prediction(program, statistics.median(bubbles), self._peaks[spec])
+            for spec, program in self._made.items()
+            if (bubbles := self._bubbles.get(spec))
+        }
+
+    def finish(self, iteration: int) -> None:
+        """The training has ended with ``iteration``, maybe before the race."""
+        if self._kept is not None:
+            return
+        rounds = 0 if self._race is None else len(self._race.rounds)
+        path = _folder("save")
+        then = "" if path is None else f"; a start from a checkpoint in {path} goes on with it"
+        _say(f"race has not ended: the training has, after {rounds} of {ROUNDS} rounds{then}")
+
+    # ---- What the next start knows
+
+    def _recall(self) -> Record | None:
+        """What an earlier start has measured, as global rank 0 reads it. Collective over the
+        world."""
+        told: list[Record | None] = [None]
+        folder = _folder("load")
+        if dist.get_rank() == 0 and folder is not None and (folder / NAME).exists():
+            try:
+                told[0] = load_record(folder / NAME)
+            except ValueError as error:
+                logger.warning(f"race: measured anew: {error}")
+        dist.broadcast_object_list(told, src=0)
+        return told[0]
+
+    def _write(self, winner: str | None) -> None:
+        folder, race = _folder("save"), self._race
+        if dist.get_rank() != 0 or folder is None or race is None:
+            return
+        record = Record(self._subject, race.rounds, self._figures(), winner)
+        try:
+            save_record(record, folder / NAME)
+        except OSError as error:  # a full disk is no reason to end a training
+            if self._is_written:
+                logger.error(f"what the race measures is not written to {folder / NAME}: {error}")
+            self._is_written = False
+
+
+def _beside_prediction(program: Program, bubble: float, peak: float) -> Figures:
+    costs, schedule = program.problem.costs, program.schedule
+    predicted = None if costs.held_bytes is None else max(peaks(schedule, in_bytes(costs)))
+    return Figures(
+        bubble,
+        simulate(program, costs).bubble_share_makespan,
+        peak,
+        predicted,
+        max(peaks(schedule, in_microbatches(schedule))),
+    )
+
+
+def _device() -> torch.device:
+    return torch.device(torch.cuda.current_device())
+
+
+def _folder(name: str) -> Path | None:
+    """The folder of checkpoints that Megatron was given to ``load`` or ``save``, if it was."""
+    folder = getattr(training_global("_GLOBAL_ARGS"), name, None)
+    return None if folder is None else Path(folder)
+
+
+def _say(text: str) -> None:
+    log_single_rank(logger, logging.INFO, text)

@@ -1,0 +1,79 @@
+"""What is timed in a race, and on what: for its row, and for the next start of the training."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import megatron.core
+import torch
+import torch.distributed as dist
+
+from megatron_ext.adapter.step.call import Call
+from megatron_ext.config import PipelineConfig, flag
+from megatron_ext.schedule.problem import P2P, Offload, VocabularyParallel
+
+
+def subject_of(call: Call, ours: PipelineConfig) -> dict[str, str]:
+    """The machine, the versions, the model and the sizes of ``call``, by what people call them."""
+    return {
+        "GPU": f"{dist.get_world_size()} x {_device()}",
+        "torch": str(torch.__version__),
+        # then comes the commit of any repository around
+        "Megatron": megatron.core.__version__.partition("+")[0],
+        "TE": str(getattr(sys.modules.get("transformer_engine"), "__version__", "none")),
+        "megatron_ext": sys.modules["megatron_ext"].__version__,  # not imported: it imports this
+        "model": _model(call.config),
+        "sizes": ", ".join([*_sizes(call), *_settings(ours)]),
+    }
+
+
+def _device() -> str:
+    if torch.device(torch.cuda.current_device()).type != "cuda":
+        return "CPU (no GPU)"
+    return torch.cuda.get_device_name()
+
+
+def _model(config: Any) -> str:
+    words = [f"{config.num_layers} layers", f"hidden {config.hidden_size}"]
+    if experts := getattr(config, "num_moe_experts", None):
+        words.append(f"{experts} experts")
+    words.append("bf16" if config.bf16 else "fp16" if config.fp16 else "fp32")
+    return ", ".join(words)
+
+
+def _sizes(call: Call) -> list[str]:
+    chunks = len(call.models)
+    words = [f"PP {call.pipeline.size()}" + (f" x {chunks} chunks" if chunks > 1 else "")]
+    words += [
+        f"{name} {size}"
+        for name, size in (
+            ("TP", call.config.tensor_model_parallel_size),
+            ("CP", call.context_parallel_size),
+            ("EP", getattr(call.config, "expert_model_parallel_size", 1)),
+        )
+        if size > 1
+    ]
+    return [
+        *words,
+        f"{call.num_microbatches} microbatches of {call.micro_batch_size} x {call.seq_length}",
+    ]
+
+
+def _settings(ours: PipelineConfig) -> list[str]:
+    """What of our settings changes what is timed, where it is not the default."""
+    extras = ours.extras
+    return [
+        f"{flag(name)} {value}"
+        for name, value, is_given in (
+            ("memory_limit", ours.memory_limit, ours.memory_limit is not None),
+            ("p2p", extras.p2p, extras.p2p is not P2P.ASYNC),
+            (
+                "vocab_parallel",
+                extras.vocabulary,
+                extras.vocabulary is not VocabularyParallel.NONE,
+            ),
+            ("activation_offload", extras.offload, extras.offload is not Offload.NONE),
+        )
+        if is_given
+    ]

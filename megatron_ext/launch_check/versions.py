@@ -1,0 +1,133 @@
+"""Which versions of Megatron, of what it runs on and of who calls it are known to fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from megatron_ext.patches.engine import Patch
+
+
+class Tried(StrEnum):
+    """How far a version was tried: sources that were read show no more than that patches fit."""
+
+    TRAINED = "trained on the CPU"
+    READ = "read"
+    NOT = "not tried"
+
+
+@dataclass(frozen=True)
+class KnownVersion:
+    """A version of ``name``.
+
+    Attributes:
+        version: in words.
+        megatron: the versions of Megatron that are in it, as digests of patches name them; empty
+            for what has none.
+        tried: how far, and ``how``: by what, or what was seen.
+    """
+
+    name: str
+    version: str
+    megatron: tuple[str, ...]
+    tried: Tried
+    how: str = ""
+
+    def patches(self, declared: frozenset[str]) -> str:
+        """Whether ours fit it; they are ``declared`` for these versions of Megatron."""
+        fits = self.tried is Tried.TRAINED
+        if self.megatron:
+            fits = declared.issuperset(self.megatron)
+        elif not fits:
+            return "not known"
+        return "fit" if fits else "do not fit"
+
+
+_MEGATRON, _ENGINE = "Megatron-LM", "Transformer Engine"
+KNOWN = (
+    KnownVersion(
+        _MEGATRON,
+        "0.20, main of August 2026 (d98e8a6)",
+        ("0.20",),
+        Tried.TRAINED,
+        "1f1b, zb-h1, zb-v, interleaved-zb and a checkpoint, bitwise as its own schedules; "
+        "post-validation; once",
+    ),
+    KnownVersion(_MEGATRON, "0.19.2", ("0.19",), Tried.TRAINED, "all tests"),
+    KnownVersion(
+        _MEGATRON, "0.19.0, 0.19.1", ("0.19",), Tried.READ, "what is patched is as in 0.19.2"
+    ),
+    KnownVersion(
+        _MEGATRON,
+        "0.18.2",
+        ("0.18",),
+        Tried.TRAINED,
+        "1f1b, zb-h1, zb-v, interleaved, checkpoints (`tests/pipeline/test_versions.py`)",
+    ),
+    KnownVersion(
+        _MEGATRON, "0.18.0, 0.18.1", ("0.18",), Tried.READ, "what is patched is as in 0.18.2"
+    ),
+    KnownVersion(_MEGATRON, "0.17 and older", ("0.17",), Tried.NOT, "refused"),
+    KnownVersion(
+        _ENGINE,
+        "2.8.0, 2.12.0, 2.20.2",
+        (),
+        Tried.TRAINED,
+        "its layers, with torch's operations in the place of its kernels",
+    ),
+    KnownVersion(_ENGINE, "others from 2.8 on", (), Tried.NOT),
+    KnownVersion(
+        "Megatron-Bridge",
+        "main of August 2026 (067f987), with Megatron 2a75ac1",
+        ("0.20@2a75ac1",),
+        Tried.READ,
+        "its way of calling is `examples/bridge_groups.py`",
+    ),
+    KnownVersion("Megatron-Bridge", "0.5.0", ("0.18",), Tried.NOT),
+    KnownVersion(
+        "NeMo container", "26.06: Megatron 0.18.0, Transformer Engine 2.16", ("0.18",), Tried.NOT
+    ),
+    KnownVersion(
+        "NeMo-RL",
+        "main of August 2026 (7ea279a), with Bridge's",
+        ("0.20@2a75ac1",),
+        Tried.READ,
+        "its calls of the schedule",
+    ),
+    KnownVersion(
+        "verl",
+        "main of August 2026 (1dda039), with Megatron 0.18.0",
+        ("0.18",),
+        Tried.READ,
+        "its way of calling is `examples/verl_loop.py`",
+    ),
+    KnownVersion(
+        "ms-swift",
+        "main of August 2026 (3602360), with Megatron 0.18.0",
+        ("0.18",),
+        Tried.NOT,
+    ),
+    KnownVersion(
+        "slime", "main of August 2026 (624b824), with a Megatron before 0.18", ("0.17",), Tried.NOT
+    ),
+)
+
+
+def declared_versions(patches: list[Patch]) -> frozenset[str]:
+    """The versions of Megatron whose sources ``patches`` were read against, and the commits on the
+    way to one (``0.20@2a75ac1``)."""
+    digests = (key for patch in patches for key in (*patch.digests, *patch.needless))
+    return frozenset(version for key in digests for version in key.split(", "))
+
+
+def version_rows(declared: frozenset[str]) -> list[dict[str, str]]:
+    """`KNOWN` as a table: a row a version, by column."""
+    return [
+        {
+            "": known.name,
+            "version": known.version,
+            "patches": known.patches(declared),
+            "tried": f"{known.tried}: {known.how}" if known.how else known.tried.value,
+        }
+        for known in KNOWN
+    ]

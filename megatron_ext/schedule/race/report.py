@@ -1,0 +1,84 @@
+"""What a race says: while it runs, when it is over, and a row of a table to show to others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron_ext.schedule.race.line_up import LineUp
+from megatron_ext.schedule.race.record import Figures
+from megatron_ext.schedule.race.rounds import ROUNDS, Race
+from megatron_ext.schedule.words import counted
+
+
+def standing(race: Race) -> str:
+    """After a round, in one line."""
+    words = []
+    for spec in (*race.candidates, *race.dropped):
+        ratio = race.ratio(spec)
+        if spec in race.dropped:
+            words.append(f"{spec} is dropped: {race.dropped[spec]}")
+        elif ratio is not None:
+            words.append(f"{spec} {ratio.median:.3f}")
+    times = f"times as fast as {race.baseline}, median so far"
+    return f"race, round {len(race.rounds)} of {ROUNDS}, {times}: {', '.join(words)}"
+
+
+def verdict(race: Race, keeps: bool) -> str:
+    """Who has won, and under what the training goes on."""
+    best = race.best
+    closest = "" if best is None else f"{best} is {_pace(race, best)}"
+    if race.winner != race.baseline:
+        then = "and is kept" if keeps else f"the training goes on under {race.baseline}"
+        return f"race is over: {closest}, {then}"
+    why = f": {closest}" if closest else ""
+    return f"race is over: nobody is faster than {race.baseline}, which is kept{why}"
+
+
+def _pace(race: Race, spec: str) -> str:
+    ratio = race.ratio(spec)
+    assert ratio is not None
+    return (
+        f"{ratio.median:.3f} times as fast as {race.baseline} (quartiles {ratio.spread}, "
+        f"{counted(ratio.rounds, 'round')})"
+    )
+
+
+def figures_line(spec: str, race: Race, figures: Figures) -> str:
+    """What was measured of ``spec`` beside what was predicted."""
+    seconds = race.seconds(spec)
+    took = "" if seconds is None else f"iteration {seconds * 1e3:.4g} ms, "
+    return (
+        f"race, {spec}: {took}bubble {figures.bubble:.1%} (predicted "
+        f"{figures.predicted_bubble:.1%}), peak {_bytes(figures.peak)} (predicted "
+        f"{_bytes(figures.predicted_peak)}, {counted(figures.peak_microbatches, 'microbatch')})"
+    )
+
+
+def table(
+    race: Race, lines: LineUp, facts: Mapping[str, str], figures: Mapping[str, Figures]
+) -> str:
+    """A Markdown table with one row, of the best candidate: what was compared, on what, and what
+    it came to. Empty if nobody has run a whole round."""
+    best = race.best
+    ratio = None if best is None else race.ratio(best)
+    if best is None or ratio is None:
+        return ""
+    own = figures[best]
+    columns = {
+        **facts,
+        "baseline": f"{race.baseline} ({lines.order_of_baseline})",
+        "schedule": best,
+        "times as fast": f"{ratio.median:.3f} ({ratio.spread})",
+        "bubble (predicted)": f"{own.bubble:.1%} ({own.predicted_bubble:.1%})",
+        "peak (predicted)": f"{_bytes(own.peak)} ({_bytes(own.predicted_peak)})",
+    }
+    return "\n".join(
+        f"| {' | '.join(cells)} |" for cells in (columns, ["-"] * len(columns), columns.values())
+    )
+
+
+def _bytes(number: float | None) -> str:
+    if number is None:
+        return "unknown"
+    unit, size = ("GiB", 2**30) if number >= 2**28 else ("MiB", 2**20)
+    return f"{number / size:.3g} {unit}"

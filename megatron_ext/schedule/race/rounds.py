@@ -1,0 +1,156 @@
+"""The turns of a race, and what they show.
+
+In a round each schedule has two turns, in an order and then in the reverse of it (A B C C B A):
+what grows slower or quicker all along, as a GPU that warms up does, falls on all of them alike. A
+round gives one ratio for each candidate; over the rounds they have a median, and quartiles are
+their spread.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+WARM_UP = 1  # iterations of a turn that are not timed: the first ones after a switch
+TIMED = 4  # and that are
+ROUNDS = 5
+ROUNDS_TO_DROP = 2  # before a candidate can be dropped
+SLOWER = 0.02  # by which share a candidate that is dropped is slower
+
+Round = Mapping[str, Sequence[float]]  # seconds of an iteration in each turn, by schedule
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times as fast as the baseline a candidate is: the median of the rounds, and their
+    quartiles."""
+
+    median: float
+    lower: float
+    upper: float
+    rounds: int
+
+    @property
+    def spread(self) -> str:
+        return f"{self.lower:.3f} to {self.upper:.3f}"
+
+    @property
+    def is_faster(self) -> bool:
+        """Beyond the spread."""
+        return self.lower > 1
+
+    @property
+    def is_slower(self) -> bool:
+        """So much, beyond the spread, that more rounds are of no use."""
+        return self.rounds >= ROUNDS_TO_DROP and self.upper < 1 - SLOWER
+
+
+def ratio_of(ratios: Sequence[float]) -> Ratio:
+    """The `Ratio` of at least one round."""
+    if len(ratios) == 1:
+        return Ratio(ratios[0], ratios[0], ratios[0], 1)
+    lower, median, upper = statistics.quantiles(ratios, n=4, method="inclusive")
+    return Ratio(median, lower, upper, len(ratios))
+
+
+class Race:
+    """Whose turn it is, from what the turns have taken.
+
+    Attributes:
+        baseline: is in every round.
+        candidates: those that are still in the race.
+        dropped: why others are not, by schedule.
+        rounds: what has been measured, without the round that is under way.
+    """
+
+    def __init__(self, baseline: str, candidates: Sequence[str]) -> None:
+        self.baseline = baseline
+        self.candidates = list(candidates)
+        self.dropped: dict[str, str] = {}
+        self.rounds: list[Round] = []
+        self._turns: list[tuple[str, float]] = []  # of the round that is under way
+
+    @property
+    def current(self) -> str:
+        """Whose turn it is; the baseline's when the race is over."""
+        return self.baseline if self.is_over else self._order[len(self._turns)]
+
+    @property
+    def is_over(self) -> bool:
+        return not self.candidates or len(self.rounds) >= ROUNDS
+
+    @property
+    def is_between_rounds(self) -> bool:
+        return not self._turns
+
+    @property
+    def iterations_left(self) -> int:
+        """At most: if nobody is dropped."""
+        turns = (ROUNDS - len(self.rounds)) * len(self._order) - len(self._turns)
+        return 0 if self.is_over else turns * (WARM_UP + TIMED)
+
+    @property
+    def _order(self) -> list[str]:
+        there = [self.baseline, *self.candidates]
+        return there + there[::-1]
+
+    def drop(self, candidate: str, why: str) -> None:
+        """Leave ``candidate`` out from now on, between rounds."""
+        assert self.is_between_rounds
+        self.candidates.remove(candidate)
+        self.dropped[candidate] = why
+
+    def end_turn(self, seconds: float) -> None:
+        """An iteration of the turn that ends has taken ``seconds``."""
+        self._turns.append((self.current, seconds))
+        if len(self._turns) < len(self._order):
+            return
+        turns, self._turns = self._turns, []
+        self.add_round({spec: [s for who, s in turns if who == spec] for spec in self._contenders})
+
+    def add_round(self, measured: Round) -> None:
+        """A round has ended as ``measured``; drops who is too slow."""
+        self.rounds.append(measured)
+        for candidate in list(self.candidates):
+            ratio = self.ratio(candidate)
+            if ratio is not None and ratio.is_slower:
+                slower = f"{ratio.median:.3f} times as fast as {self.baseline}"
+                self.drop(candidate, f"{slower} after {ratio.rounds} rounds")
+
+    @property
+    def _contenders(self) -> list[str]:
+        return [self.baseline, *self.candidates]
+
+    def ratio(self, candidate: str) -> Ratio | None:
+        """What ``candidate`` has come to; None if it has no whole round."""
+        ratios = [
+            sum(measured[self.baseline]) / sum(measured[candidate])
+            for measured in self.rounds
+            if candidate in measured
+        ]
+        return ratio_of(ratios) if ratios else None
+
+    def seconds(self, spec: str) -> float | None:
+        """The median seconds of an iteration under ``spec``; None if it has no whole round."""
+        turns = [seconds for measured in self.rounds for seconds in measured.get(spec, ())]
+        return statistics.median(turns) if turns else None
+
+    @property
+    def best(self) -> str | None:
+        """The candidate with the best ratio, also of those that were dropped; None if nobody has
+        one."""
+        ratios = {
+            spec: ratio.median
+            for spec in [*self.candidates, *self.dropped]
+            if (ratio := self.ratio(spec)) is not None
+        }
+        return max(ratios, key=ratios.__getitem__, default=None)
+
+    @property
+    def winner(self) -> str:
+        """The best candidate, if it is faster beyond the spread, else the baseline."""
+        best = self.best
+        if best is None or (ratio := self.ratio(best)) is None or not ratio.is_faster:
+            return self.baseline
+        return best

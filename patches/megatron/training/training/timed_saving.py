@@ -1,0 +1,38 @@
+"""Saves between the iterations of a race, whose time is no iteration's.
+
+Megatron's loop saves between two steps. An evaluation there is a step of ours, which a race sees; a
+save is not.
+
+Not patched: what is saved, and how; what else the loop does between steps, which belongs to its
+iterations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core import pipeline_parallel
+
+from megatron_ext.adapter.step.pipeline_step import PipelineStep
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches.engine import Patch, wrap
+
+
+def patches(config: PipelineConfig) -> tuple[Patch, ...]:
+    """The patch that tells a race of a save."""
+    return (
+        wrap(
+            "megatron.training.training:save_checkpoint_and_time",
+            tell_of_the_save,
+            reason="an iteration of a race with a save after it is not timed",
+        ),
+    )
+
+
+def tell_of_the_save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``original``, which saves between two steps."""
+    step = pipeline_parallel.get_forward_backward_func()
+    if isinstance(step, PipelineStep):
+        step.interrupt()
+    return original(*args, **kwargs)

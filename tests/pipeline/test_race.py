@@ -1,0 +1,285 @@
+"""A race within a real training (``--pipeline-race``).
+
+Its clock is an emulated one: a step takes what its program is simulated to take, so that nothing
+depends on what else the machine does. And it is a short race.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext.adapter.race import step_race, turn
+from megatron_ext.adapter.step import training
+from megatron_ext.schedule.program.simulate import step_seconds
+from megatron_ext.schedule.race import report, rounds
+from tests.helpers.combinations import at_night
+from tests.helpers.megatron_runs import (
+    Run,
+    assert_same,
+    losses,
+    model_flags,
+    train,
+    train_or_fail,
+)
+from tests.helpers.ranks import values
+
+Flags = dict[str, object]
+
+ROUNDS, TIMED = 2, 1
+ROUND = 4 * (rounds.WARM_UP + TIMED)  # iterations, of a race of two
+WHOLE = step_race.FIRST + ROUNDS * ROUND + 1  # until it is over, and one step more
+COSTS = "f=10,i=14,w=6"
+
+
+class EmulatedClock:
+    """Shows how many seconds the steps so far would have taken on this rank."""
+
+    now = 0.0
+
+    def mark(self) -> float:
+        return EmulatedClock.now
+
+    def read(self, marks: Sequence[float]) -> list[float]:
+        return list(marks)
+
+
+@pytest.fixture(autouse=True)
+def short_and_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_passes = training.run_passes
+
+    @functools.wraps(run_passes)
+    def emulating(step: Any, *args: Any) -> Any:
+        EmulatedClock.now += step_seconds(step.program, step.program.problem.costs)
+        return run_passes(step, *args)
+
+    monkeypatch.setattr(training, "run_passes", emulating)
+    monkeypatch.setattr(turn, "clock_of", lambda device: EmulatedClock())
+    for module in (rounds, turn, step_race, report):
+        monkeypatch.setattr(module, "ROUNDS", ROUNDS, raising=False)
+        monkeypatch.setattr(module, "TIMED", TIMED, raising=False)
+
+
+def flags(iterations: int, **more: object) -> list[str]:
+    common: Flags = {
+        "global_batch_size": 4,
+        "pipeline_model_parallel_size": 2,
+        "train_iters": iterations,
+        "lr_decay_iters": 1000,
+    }
+    return model_flags(**common | more)
+
+
+def run(ranks: int, iterations: int, **more: object) -> list[Run]:
+    return train(ranks, flags(iterations, **more))
+
+
+def said(capfd: pytest.CaptureFixture[str]) -> str:
+    """What the race has told since it was last asked."""
+    out = capfd.readouterr().out
+    return "\n".join(line for line in out.splitlines() if "megatron_ext: race" in line)
+
+
+# ---- The same training
+
+
+@pytest.mark.parametrize(
+    ("race", "ranks", "alone", "winner", "more"),
+    [
+        (
+            "zb-2p 1f1b",
+            2,
+            None,
+            "zb-2p",
+            {"pipeline_p2p": "batched", "eval_iters": 1, "eval_interval": 7},
+        ),
+        (
+            "zb-v",
+            4,
+            "1f1b-v",
+            "zb-v",
+            {
+                "bf16": True,
+                "use_distributed_optimizer": True,
+                "overlap_grad_reduce": True,
+                "overlap_param_gather": True,
+                "global_batch_size": 8,
+                "attention_dropout": 0.1,
+            },
+        ),
+        *at_night(
+            ("interleaved-zb", 2, None, "interleaved-zb", {}),
+            ("gis", 4, None, "gis", {"tensor_model_parallel_size": 2}),
+            ("zb-2p", 2, "1f1b", "nobody", {"pipeline_vocab_parallel": "2"}),
+            ("zb-h1", 2, None, "zb-h1", {"pipeline_activation_offload": "half"}),
+        ),
+    ],
+)
+def test_a_race_changes_nothing_to_the_last_bit(
+    race: str,
+    ranks: int,
+    alone: str | None,
+    winner: str,
+    more: Flags,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Stock's training, or that of the plain V; and the known winner wins."""
+    ours = {name: value for name, value in more.items() if name.startswith("pipeline_")}
+    theirs = {name: value for name, value in more.items() if name not in ours or alone}
+    if race in ("interleaved-zb", "gis"):
+        theirs["num_virtual_stages_per_pipeline_rank"] = 2
+    iterations = WHOLE + 4  # an evaluation costs the turn that it is in an iteration
+    reference = run(ranks, iterations, pipeline_schedule=alone, **theirs)
+    said(capfd)
+    costs = COSTS + ",d2h=5" if "pipeline_activation_offload" in more else COSTS
+    runs = run(ranks, iterations, pipeline_race=race, pipeline_costs=costs, **more)
+    assert len(losses(runs)) == iterations
+    assert_same(runs, reference)
+    told = said(capfd)
+    assert f"race is over: {winner} is " in told
+
+
+def test_a_schedule_that_loses_is_dropped(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One microbatch after the other, and no rank ever beside another. In a race of report alone
+    the baseline goes on."""
+    for module in (rounds, step_race, report):
+        monkeypatch.setattr(module, "ROUNDS", 3)
+    table = tmp_path / "one-by-one.csv"
+    rows = [",".join(f"{stage}F{m},{stage}B{m}" for m in range(4)) for stage in range(2)]
+    table.write_text("\n".join(rows) + "\n")
+    iterations = step_race.FIRST + 2 * 6 * (rounds.WARM_UP + TIMED) + ROUND + 2
+    runs = run(
+        2,
+        iterations,
+        pipeline_race=f"zb-h1 {table}",
+        pipeline_race_then="report",
+        pipeline_costs=COSTS,
+    )
+    assert len(losses(runs)) == iterations
+    told = said(capfd)
+    assert (
+        f"round 2 of 3, times as fast as 1f1b, median so far: zb-h1 1.087, {table} is dropped: 0."
+        in told
+    )
+    assert "round 3 of 3" in told
+    assert re.search(r"race is over: zb-h1 is .* the training goes on under 1f1b", told)
+
+
+# ---- Checkpoints, and the next start
+
+
+def test_the_next_start_knows_what_was_measured(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A checkpoint in the middle of the second round: the first one is known. And when the race is
+    over the winner is."""
+    race: Flags = {"pipeline_race": "zb-2p", "pipeline_costs": COSTS}
+    saved_at = step_race.FIRST + ROUND + 3
+    iterations = saved_at + step_race.FIRST + ROUND + 2
+    whole = run(2, iterations)
+    said(capfd)
+    folder: Flags = {"save": tmp_path, "save_interval": saved_at}
+    run(2, iterations, exit_interval=saved_at, **race, **folder)
+    told = said(capfd)
+    assert "1 of 2 rounds; a start from a checkpoint in" in told
+    record = json.loads((tmp_path / "race.json").read_text())
+    assert len(record["rounds"]) == 1 and record["winner"] is None
+    resumed = run(2, iterations, **race, **folder, load=tmp_path)
+    assert_same(resumed, whole)
+    told = said(capfd)
+    assert "2 rounds, 1 of them from an earlier start" in told
+    assert "race is over: zb-2p is" in told
+    record = json.loads((tmp_path / "race.json").read_text())
+    assert len(record["rounds"]) == 2 and record["winner"] == "zb-2p"
+    more = {"load": tmp_path, "ckpt_step": saved_at, "exit_interval": saved_at + 2}
+    again = run(2, iterations, **race, **more)
+    assert losses(again) == losses(whole)[saved_at:][:2]
+    told = said(capfd)
+    assert "race: zb-2p has won already, and this goes on under zb-2p" in told
+    assert "rounds" not in told
+
+
+def test_what_was_measured_of_something_else_does_not_count(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    race: Flags = {"pipeline_race": "zb-2p", "pipeline_costs": COSTS}
+    (tmp_path / "race.json").write_text(
+        json.dumps(
+            {
+                "version": 1,
+                "subject": {"GPU": "8 x H100"},
+                "rounds": [],
+                "figures": {},
+                "winner": "zb-2p",
+            }
+        )
+    )
+    run(2, 3, load=tmp_path, **race)
+    told = said(capfd)
+    assert "does not count: GPU was 8 x H100 there and is 2 x CPU (no GPU) here" in told
+    assert "race of zb-2p against 1f1b (stock's order)" in told
+    assert "race has not ended: the training has, after 0 of 2 rounds" in told
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "race.json").mkdir()
+    saving: Flags = {"save": tmp_path, "save_interval": 1000, "exit_interval": WHOLE}
+    words = flags(1000, pipeline_race="zb-2p", pipeline_costs=COSTS, no_save_optim=True, **saving)
+    results = train_or_fail(2, words)
+    assert len(losses(values(results))) == WHOLE
+    assert results[0].stderr.count("what the race measures is not written to") == 1
+    assert "race is over: zb-2p is" in said(capfd)
+
+
+# ---- What is timed
+
+
+def test_it_begins_when_costs_are_measured(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """They are measured under a schedule that splits the backward pass, or W's share of it would be
+    a guess."""
+    costs = tmp_path / "costs.json"
+    run(2, 8, pipeline_race="zb-2p", pipeline_costs=f"profile:{costs}")
+    out = capfd.readouterr().out
+    assert out.index("zb-2p, measured costs: ") < out.index("race of zb-2p against 1f1b")
+    assert costs.exists()
+
+
+def test_a_batch_that_grows_begins_it_anew(capfd: pytest.CaptureFixture[str]) -> None:
+    """Rounds are of steps of one size."""
+    run(
+        2,
+        12,
+        global_batch_size=None,
+        step_batch_size_schedule="0:2 192:4",
+        pipeline_race="zb-2p",
+        pipeline_costs=COSTS,
+    )
+    told = said(capfd)
+    assert told.count("race of zb-2p against 1f1b") == 2
+    assert told.count("has changed, and it begins anew") == 1
+
+
+# ---- What is refused
+
+
+def test_who_would_change_the_losses_is_refused(tmp_path: Path) -> None:
+    """A table whose microbatches are not in order sums gradients in another one."""
+    table = tmp_path / "backwards.csv"
+    order = (1, 0, 2, 3)
+    rows = [
+        ",".join([*(f"{stage}F{m}" for m in order), *(f"{stage}B{m}" for m in order)])
+        for stage in range(2)
+    ]
+    table.write_text("\n".join(rows) + "\n")
+    first, _ = train_or_fail(2, flags(3, pipeline_race=str(table), pipeline_costs=COSTS))
+    assert "does not run the microbatches of each stage in order" in first.stderr

@@ -1,0 +1,247 @@
+"""The race without a training: who races, in which turns, what they come to, and what is told."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.config import PipelineConfig, from_environment
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.registry import choose
+from megatron_ext.schedule.costs_text import parse_costs
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.program.simulate import step_seconds
+from megatron_ext.schedule.race import report
+from megatron_ext.schedule.race.line_up import LineUp, RaceThen, line_up
+from megatron_ext.schedule.race.record import (
+    Figures,
+    Record,
+    difference,
+    load_record,
+    save_record,
+)
+from megatron_ext.schedule.race.rounds import ROUNDS, TIMED, WARM_UP, Race, ratio_of
+
+# ---- Who races
+
+
+@pytest.mark.parametrize(
+    ("schedule", "wanted", "expected"),
+    [
+        (None, "zb-h1 zb-1p", "1f1b zb-h1 zb-1p"),
+        (None, "zb-h1 1f1b", "1f1b zb-h1"),
+        ("zb-h1", "zb-1p", "1f1b zb-h1 zb-1p"),
+        ("1f1b", "zb-1p", "1f1b zb-1p"),
+        ("zb-h1", "zb-h1 gpipe", "1f1b zb-h1 gpipe"),
+        (None, "interleaved-zb gis", "interleaved interleaved-zb gis"),
+        (None, "interleaved-zb:vpp=3", "interleaved:vpp=3 interleaved-zb:vpp=3"),
+        (None, "gis interleaved:group=4", "interleaved:group=4 gis"),
+        (None, "zb-v v-half", "1f1b-v zb-v v-half"),
+    ],
+)
+def test_the_baseline_is_the_plain_schedule_of_the_placement(
+    schedule: str | None, wanted: str, expected: str
+) -> None:
+    assert str(line_up(schedule, wanted.split())) == expected
+
+
+@pytest.mark.parametrize(
+    ("baseline", "words"),
+    [("1f1b", "stock's order"), ("interleaved:vpp=3", "stock's order"), ("1f1b-v", "no order of")],
+)
+def test_it_says_whether_the_baseline_is_stocks(baseline: str, words: str) -> None:
+    assert LineUp((baseline, "x")).order_of_baseline.startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"race": "zb-h1 zb-v"},
+            "--pipeline-race: zb-h1 has the placement line with 1 stage on a rank and zb-v has the "
+            "placement v with 2 stages on a rank",
+        ),
+        ({"race": "zb-v", "schedule": "zb-h1"}, "race schedules of one placement"),
+        ({"race": "gis gis:vpp=3"}, "loop with 2 stages on a rank and gis:vpp=3 has the placement"),
+        ({"race": "1f1b"}, "1f1b has nobody to race with"),
+        ({"race": ""}, "names no schedule"),
+        ({"race": "zb-h1 zb-h1"}, "zb-h1 is in it twice"),
+        ({"race": "zb-h3"}, "did you mean zb-h1"),
+        ({"race": "zb-h1", "post_validation": True}, "steps that overlap cannot be timed"),
+        ({"race_then": "report", "schedule": "zb-h1"}, "is given without --pipeline-race"),
+        ({"race_then": "report"}, "is given without --pipeline-schedule"),
+        ({"race": "zb-h1", "race_then": "win"}, "write keep or report"),
+    ],
+)
+def test_what_cannot_race_is_refused_in_one_line(
+    settings: dict[str, str | bool], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        PipelineConfig.parse(**settings)
+    assert "\n" not in str(error.value)
+
+
+def test_a_race_takes_the_place_of_a_schedule() -> None:
+    config = PipelineConfig.parse(race="zb-h1 zb-1p", race_then="report")
+    assert config.schedule == "1f1b" and str(config.race) == "1f1b zb-h1 zb-1p"
+    assert config.race_then is RaceThen.REPORT
+    assert [choice.spec for choice in config.choices] == ["1f1b", "zb-h1", "zb-1p"]
+    assert config.splits_backward and not config.choice.splits_backward
+    assert from_environment({"MEGATRON_EXT_RACE": "zb-h1"}).schedule == "1f1b"
+
+
+def test_a_plan_joins_its_race_when_it_is_made() -> None:
+    assert PipelineConfig.parse(race="zb-h1", schedule="plan").schedule == "plan"
+
+
+# ---- In which turns, and what they come to
+
+
+def drive(race: Race, seconds: dict[str, float], drift: float = 0.0) -> list[str]:
+    """Run ``race`` to its end, in which iterations take ``seconds`` and ``drift`` more each turn;
+    who had the turns."""
+    turns: list[str] = []
+    for number in itertools.count():
+        if race.is_over:
+            return turns
+        turns.append(race.current)
+        race.end_turn(seconds[race.current] * (1 + drift * number))
+    raise AssertionError
+
+
+def test_each_round_goes_there_and_back() -> None:
+    race = Race("a", ["b", "c"])
+    assert race.iterations_left == ROUNDS * 6 * (WARM_UP + TIMED)
+    turns = drive(race, {"a": 1.0, "b": 0.9, "c": 0.8})
+    assert turns == list("abccba") * ROUNDS
+    assert race.iterations_left == 0
+    assert race.winner == "c"
+    assert race.current == "a"
+
+
+def test_drift_cancels_out() -> None:
+    """Each turn takes 1 % longer than the one before it, the ratio is that without."""
+    race = Race("a", ["b"])
+    drive(race, {"a": 1.0, "b": 0.8}, drift=0.01)
+    ratio = race.ratio("b")
+    assert ratio is not None and ratio.median == pytest.approx(1.25, rel=1e-9)
+    assert ratio.lower == pytest.approx(ratio.upper)
+
+
+def test_who_is_slower_beyond_the_spread_is_dropped() -> None:
+    race = Race("a", ["b", "c"])
+    turns = drive(race, {"a": 1.0, "b": 1.03, "c": 0.9})
+    assert turns == [*"abccba" * 2, *"acca" * (ROUNDS - 2)]
+    assert race.dropped.keys() == {"b"} and "0.971 times as fast as a" in race.dropped["b"]
+    assert race.winner == "c"
+    only = Race("a", ["b"])
+    assert drive(only, {"a": 1.0, "b": 1.03}) == list("abba") * 2
+    assert only.winner == "a" and only.best == "b"
+
+
+def test_who_is_hardly_slower_stays() -> None:
+    race = Race("a", ["b"])
+    assert len(drive(race, {"a": 1.0, "b": 1.01})) == 4 * ROUNDS
+    assert race.winner == "a" and not race.dropped
+
+
+def test_a_gain_within_the_spread_is_none() -> None:
+    race = Race("a", ["b"])
+    for b in (0.9, 1.1, 0.95, 1.05, 0.99):
+        race.add_round({"a": [1.0, 1.0], "b": [b, b]})
+    ratio = race.ratio("b")
+    assert ratio is not None and ratio.median > 1 > ratio.lower
+    assert race.winner == "a"
+    assert "nobody is faster than a" in report.verdict(race, keeps=True)
+
+
+def test_quartiles_leave_an_outlier_out() -> None:
+    ratio = ratio_of([1.1, 1.11, 0.5, 1.12, 1.13])
+    assert (ratio.lower, ratio.median, ratio.upper) == pytest.approx((1.1, 1.11, 1.12))
+
+
+def test_nobody_is_left() -> None:
+    race = Race("a", ["b"])
+    race.drop("b", "it needs more memory")
+    assert race.is_over and race.winner == "a" and race.best is None
+
+
+@pytest.mark.parametrize(
+    ("specs", "winner", "dropped"),
+    [("1f1b zb-h1 zb-2p", "zb-2p", ()), ("1f1b-v zb-v v-min", "zb-v", ("v-min",))],
+)
+def test_on_simulated_clocks_the_known_winner_wins(
+    specs: str, winner: str, dropped: tuple[str, ...]
+) -> None:
+    lines = line_up(None, specs.split())
+    seconds = {}
+    for choice in lines.choices:
+        placement = choice.place(4)
+        costs = parse_costs("f=10,i=14,w=6", placement)
+        problem = Problem(placement, 8, costs)
+        seconds[choice.spec] = step_seconds(build_program(choice, problem), costs)
+    race = Race(lines.baseline, lines.candidates)
+    drive(race, seconds)
+    assert race.winner == winner
+    assert tuple(race.dropped) == dropped
+
+
+# ---- What the next start knows
+
+
+def record() -> Record:
+    figures = Figures(0.1, 0.09, 2.0**30, None, 4.0)
+    return Record({"GPU": "8 x H100"}, [{"a": [1.0, 1.1], "b": [0.9, 0.8]}], {"b": figures})
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "race.json"
+    save_record(record(), path)
+    assert load_record(path) == record()
+    race = Race("a", ["b"])
+    for measured in load_record(path).rounds:
+        race.add_round(measured)
+    ratio = race.ratio("b")
+    assert ratio is not None and ratio.median == pytest.approx(2.1 / 1.7)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 2}', '{"version": 1, "new": 3}'])
+def test_what_is_no_record_is_said(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "race.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"race\.json is not understood"):
+        load_record(path)
+
+
+def test_the_first_difference_is_named() -> None:
+    assert difference({"a": "1"}, {"a": "1"}) == ""
+    assert difference({"a": "1", "b": "2"}, {"a": "1", "b": "3"}) == "b was 3 there and is 2 here"
+
+
+# ---- What is told
+
+
+def test_the_row_can_be_pasted() -> None:
+    lines = line_up(None, ["zb-h1"])
+    race = Race(lines.baseline, lines.candidates)
+    drive(race, {"1f1b": 1.0, "zb-h1": 0.8})
+    figures = {"zb-h1": Figures(0.11, 0.1, 3 * 2.0**30, 2.5 * 2**30, 4)}
+    head, rule, row = report.table(race, lines, {"GPU": "8 x H100"}, figures).splitlines()
+    assert head.count("|") == rule.count("|") == row.count("|")
+    assert row == (
+        "| 8 x H100 | 1f1b (stock's order) | zb-h1 | 1.250 (1.250 to 1.250) | 11.0% (10.0%) | "
+        "3 GiB (2.5 GiB) |"
+    )
+    assert choose(race.winner).splits_backward
+    assert report.verdict(race, keeps=False).endswith("the training goes on under 1f1b")
+    line = report.figures_line("zb-h1", race, figures["zb-h1"])
+    assert line == (
+        "race, zb-h1: iteration 800 ms, bubble 11.0% (predicted 10.0%), peak 3 GiB (predicted "
+        "2.5 GiB, 4 microbatches)"
+    )
+
+
+def test_a_race_without_a_round_has_no_row() -> None:
+    assert report.table(Race("a", ["b"]), LineUp(("a", "b")), {}, {}) == ""
