@@ -87,6 +87,11 @@ FEATURES = (
         lambda choice: choice.example.chunks > 1,
     ),
     Feature(
+        "pipeline segments of hybrid models",
+        ("megatron.core.models.hybrid.hybrid_layer_allocation",),
+        lambda choice: True,
+    ),
+    Feature(
         "a first stage that is not on the first rank",
         (
             "megatron.core.pipeline_parallel.utils",

@@ -8,8 +8,14 @@ from typing import Any
 from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 
 from megatron_ext.adapter.compatibility import refuse, refuse_order
-from megatron_ext.adapter.dimensions import dimensions_of, rates
-from megatron_ext.adapter.layers import layers_of_stages, predicts_apart
+from megatron_ext.adapter.dimensions import are_known, dimensions_of, equal_costs, rates
+from megatron_ext.adapter.layers import (
+    SEGMENT_END,
+    layers_of_stages,
+    predicts_apart,
+    segments_of_stages,
+    symbols_of_layers,
+)
 from megatron_ext.adapter.race.order import check_order
 from megatron_ext.adapter.vocabulary_rows import check_divisible
 from megatron_ext.config import COSTS_FILE, TRACED_OF_RUN, PipelineConfig, flag
@@ -29,16 +35,41 @@ _VIRTUAL_STAGES = (
     "num_virtual_stages_per_pipeline_rank",
     "pipeline_model_parallel_layout",
 )
+_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 
 
 def add_virtual_stages(args: Any, config: PipelineConfig) -> None:
     """Give ``args``, which are not validated yet, the schedule's virtual stages unless they name
-    some themselves."""
+    some themselves. A hybrid model's are in its pattern.
+
+    Raises:
+        ValueError: the pattern has other stages.
+    """
     ranks = args.pipeline_model_parallel_size
-    if ranks > 1 and all(getattr(args, name) is None for name in _VIRTUAL_STAGES):
+    patterns = [name for name in _PATTERNS if getattr(args, name, None) is not None]
+    if ranks > 1 and patterns:
+        for name in patterns:
+            setattr(args, name, _divided(getattr(args, name), args, config.choice))
+    elif ranks > 1 and all(getattr(args, name) is None for name in _VIRTUAL_STAGES):
         chunks = config.choice.place(ranks).chunks
         if chunks > 1:
             args.num_virtual_stages_per_pipeline_rank = chunks
+
+
+def _divided(pattern: str, args: Any, choice: Choice) -> str:
+    """``pattern`` with an end of each stage. Megatron divides what has none over ranks itself."""
+    placement = choice.place(args.pipeline_model_parallel_size)
+    if placement.chunks == 1 and SEGMENT_END not in pattern:
+        return pattern
+    main, slash, depths = pattern.partition("/")
+    divided = SEGMENT_END.join(segments_of_stages(main, placement, choice.spec))
+    for name in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"):
+        if getattr(args, name) is not None:
+            raise ValueError(
+                f"drop --{name.replace('_', '-')}: with --pipeline-schedule {choice.spec} say by "
+                f"{SEGMENT_END} in --hybrid-layer-pattern where stages end: '{divided}'"
+            )
+    return divided + slash + depths
 
 
 def check(args: Any, config: PipelineConfig) -> list[Program]:
@@ -123,7 +154,9 @@ def problems(args: Any, config: PipelineConfig) -> list[Problem]:
         ValueError: as `programs`, as far as it can be told without one.
     """
     placement = config.choice.place(args.pipeline_model_parallel_size)
-    if config.costs.is_estimate:
+    if config.costs.is_estimate and not are_known(symbols_of_layers(args)):
+        costs = equal_costs(placement)
+    elif config.costs.is_estimate:
         costs = estimate(model_of(args, placement), rates())
     else:
         costs = parse_costs(config.costs.text, placement)

@@ -3,21 +3,34 @@ equal."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from megatron_ext.adapter.layers import prediction_depths
+from megatron_ext.adapter.layers import prediction_depths, symbols_of_layers
 from megatron_ext.adapter.model_parts import ChunkSize
 from megatron_ext.logger import logger
 from megatron_ext.schedule.costs import Costs, uniform
-from megatron_ext.schedule.model.estimate import CPU, GPU, ModelDimensions, Rates, estimate
+from megatron_ext.schedule.model import hybrid
+from megatron_ext.schedule.model.estimate import (
+    CPU,
+    GPU,
+    LayerWork,
+    ModelDimensions,
+    Rates,
+    attention,
+    estimate,
+    mlp,
+)
 from megatron_ext.schedule.model.frozen import without_frozen
 from megatron_ext.schedule.placement import Placement
 
 _REMEDY = "--pipeline-costs profile measures them (of install: costs='profile')"
+_SYMBOLS = "*-EGM"  # of layers whose costs are known
 _FEW = 0.005  # of a stage's parameters that are not worth a word
 
 
@@ -32,17 +45,20 @@ def costs_of_model(
 ) -> Costs:
     """The costs of a microbatch, of ``sequence`` tokens of ``micro_batch`` samples.
 
-    A model without Megatron's transformer layers has equal costs: F, I and W of every stage take as
-    long. ``is_told``: one line says so, and what of a stage is not in an estimate.
+    A model without Megatron's layers, or with some whose work is not known, has equal costs: F, I
+    and W of every stage take as long. ``is_told``: one line says so, and what of a stage is not in
+    an estimate.
     """
     layers = [size.layers for size in per_stage if size.layers is not None]
-    if len(layers) < len(per_stage) or not any(layers) or not isinstance(config, TransformerConfig):
+    is_known = len(layers) == len(per_stage) and any(layers)
+    symbols = [size.symbols for size in per_stage]
+    if not (is_known and are_known(symbols) and isinstance(config, TransformerConfig)):
         if is_told:
             logger.info(
                 f"the costs of {per_stage[0].model} cannot be estimated, and are taken as equal "
                 f"for every stage; {_REMEDY}"
             )
-        return uniform(placement, 1.0, 1.0, 1.0, origin="taken as equal")
+        return equal_costs(placement)
     shares = {
         stage: size.beside / size.parameters
         for stage, size in enumerate(per_stage)
@@ -60,6 +76,7 @@ def costs_of_model(
         sequence=sequence // config.context_parallel_size,
         micro_batch=micro_batch,
         vocabulary=sum(size.rows for size in per_stage) * config.tensor_model_parallel_size,
+        symbols=symbols if any(symbols) else None,
     )
     return without_frozen(
         costs,
@@ -69,15 +86,36 @@ def costs_of_model(
     )
 
 
+def equal_costs(placement: Placement) -> Costs:
+    """Those of a model of which nothing is known."""
+    return uniform(placement, 1.0, 1.0, 1.0, origin="taken as equal")
+
+
+def are_known(symbols: Iterable[str]) -> bool:
+    """Whether the costs of layers with such ``symbols`` can be estimated."""
+    return set().union(*symbols) <= set(_SYMBOLS)
+
+
 def estimated_costs(
-    settings: Any, layers: Sequence[int], sequence: int, micro_batch: int, vocabulary: int
+    settings: Any,
+    layers: Sequence[int],
+    sequence: int,
+    micro_batch: int,
+    vocabulary: int,
+    symbols: Sequence[str] | None = None,
 ) -> Costs:
     """Costs from the dimensions that ``settings`` tells of (`dimensions_of`)."""
-    return estimate(dimensions_of(settings, layers, sequence, micro_batch, vocabulary), rates())
+    model = dimensions_of(settings, layers, sequence, micro_batch, vocabulary, symbols)
+    return estimate(model, rates())
 
 
 def dimensions_of(
-    settings: Any, layers: Sequence[int], sequence: int, micro_batch: int, vocabulary: int
+    settings: Any,
+    layers: Sequence[int],
+    sequence: int,
+    micro_batch: int,
+    vocabulary: int,
+    symbols: Sequence[str] | None = None,
 ) -> ModelDimensions:
     """The model that ``settings`` tells of.
 
@@ -86,13 +124,18 @@ def dimensions_of(
         layers: transformer layers of each stage.
         sequence: tokens of a sample on this rank, micro_batch: samples of a microbatch.
         vocabulary: rows of the output layer, on all tensor-parallel ranks together.
+        symbols: of each stage's layers, as a hybrid model's pattern has them. None: those that
+            ``settings`` tells of.
     """
+    if symbols is None and (of_layers := symbols_of_layers(settings)):
+        ends = [0, *accumulate(layers)]
+        symbols = ["".join(of_layers[start:end]) for start, end in pairwise(ends)]
     heads = settings.num_attention_heads
     head_width = settings.kv_channels or settings.hidden_size // heads
     # Without this flag, which a TransformerConfig has not, the arguments say 1 group and mean none.
     grouped = getattr(settings, "group_query_attention", True)
     gated = getattr(settings, "gated_linear_unit", False) or getattr(settings, "swiglu", False)
-    return ModelDimensions(
+    model = ModelDimensions(
         layers=tuple(layers),
         hidden=settings.hidden_size,
         ffn_hidden=settings.ffn_hidden_size or 4 * settings.hidden_size,
@@ -114,6 +157,44 @@ def dimensions_of(
         fused_attention=getattr(settings, "transformer_impl", "") == "transformer_engine",
         sequence_parallel=settings.sequence_parallel,
         depths=prediction_depths(settings),
+    )
+    if symbols is None:
+        return model
+    of_symbol = {symbol: _work_of(symbol, model, settings) for symbol in set().union(*symbols)}
+    work = [sum((of_symbol[symbol] for symbol in own), LayerWork()) for own in symbols]
+    return replace(model, work=tuple(work))
+
+
+def _work_of(symbol: str, model: ModelDimensions, settings: Any) -> LayerWork:
+    match symbol:
+        case "*":
+            return attention(model)
+        case "-":
+            return mlp(model)
+        case "E":
+            return hybrid.experts(
+                model,
+                routed=settings.moe_router_topk,
+                width=settings.moe_ffn_hidden_size or model.ffn_hidden,
+                shared_width=settings.moe_shared_expert_intermediate_size or 0,
+                latent=getattr(settings, "moe_latent_size", None) or 0,
+            )
+        case "G":
+            heads = settings.linear_num_value_heads
+            return hybrid.delta_net(
+                model,
+                keys=settings.linear_num_key_heads * settings.linear_key_head_dim,
+                values=heads * settings.linear_value_head_dim,
+                heads=heads,
+            )
+    assert symbol == "M"
+    heads = settings.mamba_num_heads or 2 * model.hidden // settings.mamba_head_dim
+    return hybrid.mamba(
+        model,
+        width=heads * settings.mamba_head_dim,
+        state=settings.mamba_state_dim,
+        groups=settings.mamba_num_groups,
+        heads=heads,
     )
 
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.words import counted
+
+SEGMENT_END = "|"  # in a hybrid model's pattern
+_BEFORE_DEPTHS = "/"  # of its multi-token prediction
 
 
 def layers_of_stages(settings: Any, placement: Placement) -> list[int]:
@@ -16,6 +21,7 @@ def layers_of_stages(settings: Any, placement: Placement) -> list[int]:
 
     - ``pipeline_model_parallel_layout``: its i-th segment is stage i.
     - ``account_for_{embedding,loss}_in_pipeline_split``: each counts as a layer of its stage.
+    - the i-th segment of a hybrid model's pattern is stage i, too.
     - the layers of the first and the last "pipeline stage" are those of the first and the last
       rank, divided over its chunks, where Megatron itself places the stages (lines and loops); else
       those of the first and the last stage.
@@ -30,6 +36,9 @@ def layers_of_stages(settings: Any, placement: Placement) -> list[int]:
         layout = settings.pipeline_model_parallel_layout
         segments = PipelineParallelLayerLayout.parse_str_to_list(layout)
         return [segment.count(LayerType.decoder) for segment in segments]
+    segments = pattern_segments(getattr(settings, "hybrid_layer_pattern", None) or "")
+    if len(segments) == placement.stages:
+        return [len(segment) for segment in segments]
     stages = placement.stages
     given = _given_layers(settings, placement)
     embedding = int(settings.account_for_embedding_in_pipeline_split)
@@ -54,6 +63,59 @@ def layers_of_stages(settings: Any, placement: Placement) -> list[int]:
 def is_megatrons_own(placement: Placement) -> bool:
     """Whether Megatron's virtual stages lie so by themselves: on a line or a loop."""
     return placement.rank_of == tuple(range(placement.ranks)) * placement.chunks
+
+
+def pattern_segments(pattern: str) -> list[str]:
+    """The pipeline segments of a hybrid model's ``pattern``, which has a symbol for each layer:
+    ``M*`` and ``M-`` of ``M*|M-``."""
+    return pattern.partition(_BEFORE_DEPTHS)[0].split(SEGMENT_END)
+
+
+def symbols_of_layers(settings: Any) -> list[str]:
+    """What each layer of a model is, whose layers are not all alike, in the symbols of a hybrid
+    model's pattern. A transformer layer has two, as ``*-``. [] where they are alike, or where only
+    the model knows: a hybrid one's TransformerConfig."""
+    if pattern := getattr(settings, "hybrid_layer_pattern", None):
+        return [*"".join(pattern_segments(pattern))]
+    if getattr(settings, "experimental_attention_variant", None) != "gated_delta_net":
+        return []
+    number = settings.num_layers
+    linear, experts = settings.linear_attention_freq, settings.moe_layer_freq
+    if isinstance(linear, int):
+        linear = [int((layer + 1) % linear != 0) for layer in range(number)]
+    if isinstance(experts, int):
+        experts = [int(layer % experts == 0) for layer in range(number)]
+    if not _experts_of(settings):
+        experts = [0] * number
+    return [f"{'*G'[a]}{'-E'[b]}" for a, b in zip(linear, experts, strict=True)]
+
+
+def _experts_of(settings: Any) -> int | None:
+    """By an argument's name, and a TransformerConfig's."""
+    number: int | None = getattr(settings, "num_experts", None)
+    return number or getattr(settings, "num_moe_experts", None)
+
+
+def segments_of_stages(pattern: str, placement: Placement, schedule: str) -> list[str]:
+    """The segment of ``pattern`` that each stage has: an even part of one without ends of segments.
+
+    Raises:
+        ValueError: it has not as many segments as ``schedule`` has stages.
+    """
+    segments = pattern_segments(pattern)
+    stages = placement.stages
+    layers = "".join(segments)
+    ends = [0, *accumulate(_evenly(len(layers), stages))]
+    even = [layers[start:end] for start, end in pairwise(ends)]
+    if len(segments) == 1 and len(layers) % stages == 0:
+        return even
+    if len(segments) != stages:
+        raise ValueError(
+            f"the hybrid layer pattern {pattern} has {counted(len(segments), 'pipeline segment')}, "
+            f"and schedule {schedule} has {stages} stages on {placement.ranks} pipeline ranks: "
+            f"give it as many, as in --hybrid-layer-pattern '{SEGMENT_END.join(even)}'"
+        )
+    return segments
 
 
 def _given_layers(settings: Any, placement: Placement) -> dict[int, int]:
@@ -94,6 +156,11 @@ def predicts_apart(layout: str) -> bool:
 
 
 def _even_layout(layers: int, stages: int, depths: int) -> str:
-    """As even as it goes: the first stages have one layer more."""
+    """As even as it goes."""
+    return layout_of(_evenly(layers, stages), depths)
+
+
+def _evenly(layers: int, stages: int) -> list[int]:
+    """How many each stage has: the first ones one more."""
     per_stage, more = divmod(layers, stages)
-    return layout_of([per_stage + (stage < more) for stage in range(stages)], depths)
+    return [per_stage + (stage < more) for stage in range(stages)]

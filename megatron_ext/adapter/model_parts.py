@@ -29,6 +29,7 @@ class ChunkSize:
         rows: of its output layer, 0 without one.
         parameters: elements of all parameters.
         beside: elements of those that are not its language model's.
+        symbols: of a hybrid model's layers, as its pattern has them.
         head_is_looked_up: of the function of that name.
         trained_matrices: how much of the matrices of its layers is trained, from 0 to 1.
         reached: how much of its layers needs the gradient, from 0 to 1, were nothing before it
@@ -41,6 +42,7 @@ class ChunkSize:
     rows: int
     parameters: int
     beside: int
+    symbols: str = ""
     head_is_looked_up: bool = False
     trained_matrices: float = 1.0
     reached: float = 1.0
@@ -101,6 +103,7 @@ def size_of(chunk: torch.nn.Module) -> ChunkSize:
         rows=rows,
         parameters=parameters,
         beside=parameters - _elements(known),
+        symbols="".join(getattr(getattr(model, "decoder", None), "layer_type_list", "")),
         head_is_looked_up=head_is_looked_up(chunk),
         trained_matrices=_trained(weight for weight in layers if weight.dim() > 1),
         reached=_reached(chunk, model),

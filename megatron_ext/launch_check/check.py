@@ -356,7 +356,7 @@ def _predict(
     report: Report, args: Any, spec: PipelineConfig, program: Program, room: int | None
 ) -> float | None:
     from megatron_ext.adapter import model_bytes
-    from megatron_ext.adapter.layers import layers_of_stages
+    from megatron_ext.adapter.layers import layers_of_stages, symbols_of_layers
     from megatron_ext.runtime.host.memory import planned_bytes
 
     problem = program.problem
@@ -376,7 +376,7 @@ def _predict(
         f"{program.schedule.name}, {counted(problem.microbatches, 'microbatch')}: predicted bubble "
         f"{prediction.bubble:.1%} (1f1b {prediction.bubble_1f1b:.1%}), costs {costs.origin}",
     )
-    if args.num_experts is not None and spec.costs.is_estimate:
+    if args.num_experts is not None and spec.costs.is_estimate and not symbols_of_layers(args):
         text = "times and activations are off: the estimate counts experts as one dense layer"
         fix = "" if spec.costs.profile else f"have them measured: {flag('costs')} {PROFILE}"
         report.add(Verdict.REMARK, "schedule", text, fix)

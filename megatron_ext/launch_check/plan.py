@@ -246,7 +246,8 @@ class _Launch:
         problem = problems(args, config)[-1]
         placement = problem.placement
         model = None
-        if problem.costs.held_bytes is not None:
+        is_hybrid = getattr(args, "hybrid_layer_pattern", None) is not None
+        if problem.costs.held_bytes is not None and not is_hybrid:  # whose bytes Megatron knows not
             layers = layers_of_stages(args, placement)
             model = model_bytes.bytes_of_ranks(args, placement, layers, method.vocabulary)
         return Variant(config.choice, problem, model)

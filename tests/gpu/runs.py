@@ -49,7 +49,9 @@ def torchrun(ranks: int, *words: str) -> str:
 
 
 @functools.cache
-def losses(schedule: str | None, **overrides: str | int | bool | None) -> tuple[str, ...]:
+def losses(
+    schedule: str | None, script: Path = SCRIPT, **overrides: str | int | bool | None
+) -> tuple[str, ...]:
     """The losses that a run prints, digit for digit, from ``ckpt_step`` on where it is given: of
     the first iteration, and every ``log_interval``. ``overrides``: flags, for `model_flags`."""
     flags: dict[str, object] = {
@@ -64,7 +66,7 @@ def losses(schedule: str | None, **overrides: str | int | bool | None) -> tuple[
         "disable_bias_linear": True,
         "train_iters": ITERATIONS,
     }
-    printed = torchrun(RANKS, "-m", "megatron_ext", str(SCRIPT), *model_flags(**flags | overrides))
+    printed = torchrun(RANKS, "-m", "megatron_ext", str(script), *model_flags(**flags | overrides))
     texts = tuple(re.findall(r"lm loss: (\S+)", printed))
     first = int(overrides.get("ckpt_step") or 0) + 1
     last = int(overrides.get("train_iters") or ITERATIONS)

@@ -54,6 +54,22 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
         "ask for 3: remove the flags, which the schedule does not need, or give the layout 8 "
         "stages; or write interleaved:vpp=3",
     ),
+    "segments of a hybrid model": (
+        {"pipeline_schedule": "zb-v", "num_layers": None, "hybrid_layer_pattern": "*-|*-|*-|*-"},
+        "the hybrid layer pattern *-|*-|*-|*- has 4 pipeline segments, and schedule zb-v has 8 "
+        "stages on 4 pipeline ranks: give it as many, as in --hybrid-layer-pattern "
+        "'*|-|*|-|*|-|*|-'",
+    ),
+    "a hybrid model, uneven": (
+        {
+            "pipeline_schedule": "interleaved",
+            "num_layers": None,
+            "hybrid_layer_pattern": "*-*-*-*-",
+            "decoder_first_pipeline_num_layers": 1,
+        },
+        "drop --decoder-first-pipeline-num-layers: with --pipeline-schedule interleaved say by | "
+        "in --hybrid-layer-pattern where stages end: '*|-|*|-|*|-|*|-'",
+    ),
     "a race with one that needs more memory": (
         {"pipeline_race": "gpipe", "pipeline_memory_limit": "4"},
         "--pipeline-race: gpipe cannot be in it: schedule gpipe is invalid: 0F4 brings rank 0 over",
@@ -149,6 +165,15 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
     "a divided vocabulary on a loop": (
         {"pipeline_vocab_parallel": 1, "pipeline_schedule": "interleaved", "num_layers": 8},
         "whose stages are on ranks [0, 1, 2, 3, 0, 1, 2, 3]: choose a schedule with one stage",
+    ),
+    "a divided vocabulary of a hybrid model": (
+        {
+            "pipeline_vocab_parallel": 1,
+            "num_layers": None,
+            "hybrid_layer_pattern": "*-|*-|*-|*-",
+        },
+        "--pipeline-vocab-parallel 1 does not go with hybrid_layer_pattern=*-|*-|*-|*-: it divides "
+        "the tables of a GPTModel",
     ),
     "a vocabulary of fewer rows than ranks": (
         {"pipeline_vocab_parallel": 2, "vocab_size": 3},

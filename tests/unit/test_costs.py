@@ -27,7 +27,14 @@ from megatron_ext.schedule.costs_text import (
 )
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
-from megatron_ext.schedule.model.estimate import CPU, GPU, ModelDimensions, estimate
+from megatron_ext.schedule.model.estimate import (
+    CPU,
+    GPU,
+    ModelDimensions,
+    attention,
+    estimate,
+    mlp,
+)
 from megatron_ext.schedule.placement import Placement, line
 from megatron_ext.schedule.problem import Problem, VocabularyParallel
 from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, memory_curve, peaks
@@ -419,6 +426,15 @@ def test_multi_token_prediction_is_on_the_last_stage() -> None:
         logits = depths * tokens * rows * 4
         of_projections = costs.held_bytes[held][3] - of_layers[3] - logits
         assert 0 < of_projections < 0.2 * of_layers[3]
+
+
+def test_layers_that_are_not_alike_are_counted_by_what_they_do() -> None:
+    """A transformer layer is attention and an MLP, also where a pattern has them apart."""
+    apart = [attention(GPT) * 4 + mlp(GPT) * 4] * 4
+    assert estimate(replace(GPT, work=apart), GPU) == estimate(GPT, GPU)
+    attentions, mlps = (estimate(replace(GPT, work=[w(GPT)] * 4), GPU) for w in (attention, mlp))
+    assert mlps.seconds[F] == mlps.seconds[I] == mlps.seconds[W]
+    assert attentions.seconds[W] < attentions.seconds[F] < attentions.seconds[I]
 
 
 def test_layers_are_counted_per_stage() -> None:

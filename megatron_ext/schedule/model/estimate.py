@@ -8,8 +8,9 @@ Only ratios matter to a schedule; `Rates` turn operations and bytes into seconds
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import Costs, VocabularyCosts
@@ -33,11 +34,39 @@ CPU = Rates(operations=20e9, bytes=1e9, host=5e9)  # one core, gloo over loopbac
 
 
 @dataclass(frozen=True)
+class LayerWork:
+    """What layers do with a token, and keep of it, on all tensor-parallel ranks together.
+
+    Attributes:
+        weights: elements of the matrices that it meets.
+        core: operations that have no weights, as of attention: forward once, and twice for I.
+        again: operations that are run again in the backward pass, where single parts are.
+        widths: of what enters and of what leaves the matrices.
+        elements: kept for the backward pass.
+        masks: bytes kept of the dropouts.
+    """
+
+    weights: int = 0
+    core: int = 0
+    again: int = 0
+    widths: int = 0
+    elements: float = 0.0
+    masks: int = 0
+
+    def __add__(self, other: LayerWork) -> LayerWork:
+        return LayerWork(*map(operator.add, astuple(self), astuple(other)))
+
+    def __mul__(self, number: int) -> LayerWork:
+        return LayerWork(*(number * figure for figure in astuple(self)))
+
+
+@dataclass(frozen=True)
 class ModelDimensions:
     """One microbatch through a dense GPT, per tensor-parallel rank.
 
     Attributes:
         layers: transformer layers per stage.
+        work: of the layers of each stage, where it is not that of so many `transformer_layer`s.
         hidden, ffn_hidden, query_width, key_value_width: widths.
         gated: whether the MLP has a gate (SwiGLU): one more matrix.
         heads: attention heads.
@@ -70,55 +99,84 @@ class ModelDimensions:
     fused_attention: bool = True
     sequence_parallel: bool = True
     depths: int = 0
+    work: Sequence[LayerWork] = ()
 
 
-def weights_of_layer(model: ModelDimensions) -> int:
-    """Elements of a layer's four (or five) matrices."""
-    return (
-        model.hidden * (model.query_width + 2 * model.key_value_width)
-        + model.query_width * model.hidden
-        + (3 if model.gated else 2) * model.hidden * model.ffn_hidden
+def transformer_layer(model: ModelDimensions) -> LayerWork:
+    """Attention and an MLP: 34 bytes are kept for each unit of width in a GPT of 16 bits, 20 with
+    norms, activations and dropout run again (Korthikanti et al. 2022, Wan et al. 2025)."""
+    return attention(model) + mlp(model)
+
+
+def attention(model: ModelDimensions) -> LayerWork:
+    """Causal attention, with the norm before it: half of its matrix counts."""
+    query, key_value = model.query_width, model.key_value_width
+    core = 2 * model.sequence * query
+    is_core_again = "core_attn" in model.recompute_modules
+    elements = normed(model) + 2.0 * (query + key_value)  # the core's inputs, and its output
+    if not model.fused_attention and not is_core_again:
+        elements += 2.5 * model.heads * model.sequence
+    return LayerWork(
+        weights=model.hidden * (query + 2 * key_value) + query * model.hidden,
+        core=core,
+        again=core if is_core_again else 0,
+        widths=model.hidden + query + query + 2 * key_value + model.hidden,
+        elements=elements,
+        masks=model.hidden,
     )
+
+
+def mlp(model: ModelDimensions) -> LayerWork:
+    """A dense MLP, with the norm before it."""
+    weights = (3 if model.gated else 2) * model.hidden * model.ffn_hidden
+    is_again = "mlp" in model.recompute_modules
+    activation = (3 if model.gated else 2) * model.ffn_hidden  # its input, and its output
+    return LayerWork(
+        weights=weights,
+        again=2 * weights if is_again else 0,
+        widths=2 * model.hidden + (3 if model.gated else 2) * model.ffn_hidden,
+        elements=normed(model) + (0 if is_again else activation),
+        masks=model.hidden,
+    )
+
+
+def normed(model: ModelDimensions) -> int:
+    """Elements that are kept of a norm's input, and of its output, which enters matrices."""
+    return (1 if "layernorm" in model.recompute_modules else 2) * model.hidden
 
 
 def estimate(model: ModelDimensions, rates: Rates) -> Costs:
     """Seconds and bytes of each stage of ``model`` at ``rates``."""
     tokens = model.sequence * model.micro_batch
-    # widths of what enters and of what leaves the four (or five) matrices of a layer
-    inputs = model.hidden + model.query_width + model.hidden + model.ffn_hidden
-    outputs = (
-        model.query_width
-        + 2 * model.key_value_width
-        + model.hidden
-        + (2 if model.gated else 1) * model.ffn_hidden
-        + model.hidden
-    )
-    weights = weights_of_layer(model)
     share = 1 / model.tensor_parallel
-    products = 2 * tokens * weights * share
-    layers = [*model.layers[:-1], model.layers[-1] + model.depths]
-    depths = [0] * (len(layers) - 1) + [model.depths]
+    layer = transformer_layer(model)
+    depths = [0] * (len(model.layers) - 1) + [model.depths]
+    work = model.work or [layer * count for count in model.layers]
+    work = [stage + layer * d for stage, d in zip(work, depths, strict=True)]
+    counts = [count + d for count, d in zip(model.layers, depths, strict=True)]
     projection = 2 * tokens * 2 * model.hidden * model.hidden * share
-    core = 4 * tokens * model.sequence * model.query_width * share / 2  # causal: half the matrix
+    projections = [d * projection for d in depths]
     head = 2 * tokens * model.hidden * model.vocabulary * share * (1 + model.depths)
 
-    forward = [n * (products + core) + d * projection for n, d in zip(layers, depths, strict=True)]
-    of_mlp = 2 * tokens * (3 if model.gated else 2) * model.hidden * model.ffn_hidden * share
-    of_parts = {"mlp": of_mlp, "core_attn": core}
-    parts = sum(of_parts.get(name, 0.0) for name in model.recompute_modules)
-    again = forward if model.recompute else [n * parts for n in layers]
+    products = [2 * tokens * stage.weights * share for stage in work]
+    core = [tokens * stage.core * share for stage in work]
+    again = [tokens * stage.again * share for stage in work]
+    forward = [p + c + d for p, c, d in zip(products, core, projections, strict=True)]
+    if model.recompute:
+        again = forward
     input_gradient = [
-        n * (products + 2 * core) + d * projection + a
-        for n, d, a in zip(layers, depths, again, strict=True)
+        p + 2 * c + d + a for p, c, d, a in zip(products, core, projections, again, strict=True)
     ]
-    weight_gradient = [n * products + d * projection for n, d in zip(layers, depths, strict=True)]
+    weight_gradient = [p + d for p, d in zip(products, projections, strict=True)]
 
     def seconds(operations: list[float]) -> tuple[float, ...]:
         return tuple(o / rates.operations for o in operations)
 
     boundary = tokens * model.hidden * model.element_bytes
     message = boundary * (share if model.sequence_parallel else 1.0)
-    stored = _stored_bytes_of_token(model) * tokens * share
+    stored = [
+        (stage.elements * model.element_bytes + stage.masks) * tokens * share for stage in work
+    ]
     # The projection's input, and what the norms before and after it and the layer have as theirs;
     # or what is looked up, where the rest is run again.
     of_depth = boundary if model.recompute else 4 * boundary * share
@@ -132,12 +190,12 @@ def estimate(model: ModelDimensions, rates: Rates) -> Costs:
         hop=message / rates.bytes,
         held_bytes={
             Held.ACTIVATION: tuple(
-                n * (boundary if model.recompute else stored) + d * of_depth
-                for n, d in zip(layers, depths, strict=True)
+                (n * boundary if model.recompute else kept) + d * of_depth
+                for n, kept, d in zip(counts, stored, depths, strict=True)
             ),
             Held.WEIGHT_INPUTS: tuple(
-                n * (inputs + outputs) * tokens * model.element_bytes * share + d * of_projection
-                for n, d in zip(layers, depths, strict=True)
+                stage.widths * tokens * model.element_bytes * share + d * of_projection
+                for stage, d in zip(work, depths, strict=True)
             ),
         },
         origin="estimated from the model's dimensions",
@@ -152,20 +210,3 @@ def estimate(model: ModelDimensions, rates: Rates) -> Costs:
     assert costs.held_bytes is not None
     copies = [held / rates.host for held in costs.held_bytes[Held.ACTIVATION]]
     return costs.with_host(copies, copies)
-
-
-def _stored_bytes_of_token(model: ModelDimensions) -> float:
-    """What a layer stores of a token for its backward pass: 34 bytes for each of ``hidden`` in a
-    GPT of 16 bits, 20 with norms, activations and dropout run again (Korthikanti et al. 2022, Wan
-    et al. 2025)."""
-    again = model.recompute_modules
-    elements = 2 * model.hidden  # the norms' inputs
-    elements += 2 * (model.query_width + model.key_value_width)  # the attention core's, and output
-    if "layernorm" not in again:
-        elements += 2 * model.hidden
-    if "mlp" not in again:
-        elements += (3 if model.gated else 2) * model.ffn_hidden  # the activation's input, output
-    stored = float(elements * model.element_bytes)
-    if not model.fused_attention and "core_attn" not in again:
-        stored += 2.5 * model.heads * model.sequence * model.element_bytes
-    return stored + 2 * model.hidden  # the dropouts' masks

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_ext.schedule.model.estimate import ModelDimensions, weights_of_layer
+from megatron_ext.schedule.model.estimate import ModelDimensions, transformer_layer
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import VocabularyParallel
 
@@ -74,7 +74,7 @@ def parameters_of_stages(
     """Parameters of each stage on one tensor-parallel rank. A rank's part of the tables is counted
     to its first stage, where they are divided."""
     norms = 2 * model.hidden
-    layer = weights_of_layer(model) / model.tensor_parallel + norms
+    layer = transformer_layer(model).weights / model.tensor_parallel + norms
     parameters = [count * layer for count in model.layers]
     parameters[-1] += model.hidden  # the final norm
     table = model.vocabulary * model.hidden / model.tensor_parallel

@@ -1,6 +1,7 @@
 """A model that gives no layout gets that of the schedule, and its number of virtual stages.
 
-Loops have none: Megatron divides the layers over its virtual stages itself.
+Loops have none: Megatron divides the layers over its virtual stages itself. Nor have hybrid models:
+their stages are in their pattern.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         ranks = model_config.pipeline_model_parallel_size
         if ranks > 1 and model_config.pipeline_model_parallel_layout is None:
             placement = choice.place(ranks)
-            if is_megatrons_own(placement):
+            if model_config.is_hybrid_model or is_megatrons_own(placement):
                 if model_config.virtual_pipeline_model_parallel_size is None:
                     model_config.virtual_pipeline_model_parallel_size = placement.chunks
             else:

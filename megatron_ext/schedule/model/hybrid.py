@@ -1,0 +1,57 @@
+"""Layers of hybrid models beside attention and MLP, counted as theirs are in estimate.py.
+
+Operations without weights are Megatron's figures (its num_floating_point_operations).
+"""
+
+from __future__ import annotations
+
+from megatron_ext.schedule.model.estimate import LayerWork, ModelDimensions, normed
+
+
+def experts(
+    model: ModelDimensions, *, routed: int, width: int, shared_width: int, latent: int
+) -> LayerWork:
+    """Experts of ``width``, to ``routed`` of which a token goes, and a shared one.
+
+    ``latent``: the width in which experts work, 0 for the model's own. The router does not count.
+    """
+    matrices = 3 if model.gated else 2
+    inner = latent or model.hidden
+    to_latent = 2 * model.hidden * latent
+    weights = matrices * (routed * inner * width + model.hidden * shared_width) + to_latent
+    entering = routed * inner + (model.hidden if shared_width else 0)
+    activation = matrices * (routed * width + shared_width)
+    is_again = "moe" in model.recompute_modules
+    return LayerWork(
+        weights=weights,
+        again=2 * weights if is_again else 0,
+        widths=2 * entering + activation + (2 * (model.hidden + latent) if latent else 0),
+        elements=normed(model) + (0 if is_again else entering + activation),
+        masks=model.hidden,
+    )
+
+
+def delta_net(model: ModelDimensions, *, keys: int, values: int, heads: int) -> LayerWork:
+    """A gated delta net whose queries and keys are ``keys`` wide, all heads together, and its
+    values and gates ``values``, on ``heads`` heads."""
+    projected = 2 * keys + 2 * values + 2 * heads
+    state = values * (values // heads)
+    return LayerWork(
+        weights=model.hidden * (projected + values),
+        core=8 * state,
+        widths=2 * model.hidden + projected + values,
+        elements=normed(model) + 2 * projected + values,  # before and after its convolution
+        masks=model.hidden,
+    )
+
+
+def mamba(model: ModelDimensions, *, width: int, state: int, groups: int, heads: int) -> LayerWork:
+    """A Mamba layer of ``width``, all heads together, with so many states a channel."""
+    projected = 2 * width + 2 * groups * state + heads
+    return LayerWork(
+        weights=model.hidden * (projected + width),
+        core=7 * width * state,
+        widths=2 * model.hidden + projected + width,
+        elements=normed(model) + 2 * projected + width,  # likewise
+        masks=model.hidden,
+    )

@@ -1,0 +1,72 @@
+"""Pipeline segments of hybrid models: the i-th is stage i, on the rank that the placement says.
+
+On lines and loops that is Megatron's own order, and what is missing is the check: of more segments
+than there are stages it builds the first ones, and trains a smaller model.
+
+Not patched: `HybridModel`, which imports the function here in its __init__ and takes what it
+returns, layers and their first number; `HybridStack`, whose layers are numbered by that alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.models.hybrid.hybrid_layer_allocation import validate_segment_layers
+
+from megatron_ext.adapter.layers import SEGMENT_END, is_megatrons_own, segments_of_stages
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches.engine import Patch, wrap
+
+
+def patches(config: PipelineConfig) -> tuple[Patch, ...]:
+    """The patch that gives a chunk of a hybrid model the layers of its stage."""
+    choice = config.choice
+
+    def select(
+        original: Callable[..., tuple[list[str], int]],
+        main_pattern: str,
+        pp_group: dist.ProcessGroup | None,
+        vp_stage: int | None,
+        first_stage_layers: int | None = None,
+        last_stage_layers: int | None = None,
+        **groups: Any,
+    ) -> tuple[list[str], int]:
+        given = first_stage_layers, last_stage_layers
+        if pp_group is None or pp_group.size() == 1:
+            return original(main_pattern, pp_group, vp_stage, *given, **groups)
+        placement = choice.place(pp_group.size())
+        is_divided = SEGMENT_END in main_pattern
+        if placement.chunks == 1 and not is_divided:  # which Megatron divides over the ranks
+            return original(main_pattern, pp_group, vp_stage, *given, **groups)
+        if given != (None, None):
+            raise ValueError(
+                f"num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage "
+                f"({given[0]} and {given[1]}) do not go with schedule {choice.spec} and the hybrid "
+                f"layer pattern {main_pattern}: say where stages end by {SEGMENT_END} alone"
+            )
+        segments = segments_of_stages(main_pattern, placement, choice.spec)
+        if placement.chunks > 1 and vp_stage is None:
+            raise ValueError(
+                f"schedule {choice.spec} has {placement.chunks} stages on each rank, and a "
+                f"HybridModel is made without vp_stage: make one for each, and say which it is"
+            )
+        if is_megatrons_own(placement):
+            return original(SEGMENT_END.join(segments), pp_group, vp_stage, **groups)
+        stage = placement.stages_of[pp_group.rank()][vp_stage or 0]
+        return validate_segment_layers(segments[stage]), sum(map(len, segments[:stage]))
+
+    return (
+        wrap(
+            "megatron.core.models.hybrid.hybrid_layer_allocation:select_pipeline_segment",
+            select,
+            reason="the i-th segment of a hybrid model's pattern is stage i, and all are there",
+            signature=(
+                "(main_pattern, pp_group, vp_stage, first_stage_layers=None, "
+                "last_stage_layers=None)",
+                "(main_pattern, pp_group, vp_stage, first_stage_layers=None, "
+                "last_stage_layers=None, tp_group=None, dp_cp_group=None)",
+            ),
+        ),
+    )

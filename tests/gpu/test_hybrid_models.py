@@ -1,0 +1,42 @@
+"""Mamba layers, which no CPU runs, in hybrid models. Written without a GPU, and not run yet.
+
+scripts/gpu_tests.sh        # on a node with two GPUs or more
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.schedule.build.registry import choose
+from tests.gpu.runs import RANKS, losses, needs_two_gpus
+
+pytest.importorskip("mamba_ssm", reason="Mamba layers need mamba_ssm")
+pytest.importorskip("transformer_engine", reason="Megatron's hybrid models are of its layers")
+
+pytestmark = [pytest.mark.gpu, needs_two_gpus]
+
+SCRIPT = Path(__file__).with_name("pretrain_hybrid.py")
+
+
+def trained(schedule: str | None, stages: int, **more: str | int) -> tuple[str, ...]:
+    """Of a model that is alike however it is divided."""
+    layers = "M-*M" * RANKS
+    own = len(layers) // stages
+    return losses(
+        schedule,
+        SCRIPT,
+        num_layers=None,
+        hybrid_layer_pattern="|".join(layers[s * own : (s + 1) * own] for s in range(stages)),
+        transformer_impl="transformer_engine",
+        **more,
+    )
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved", "interleaved-zb", "zb-v"])
+def test_losses_are_stocks(schedule: str, tmp_path: Path) -> None:
+    resumed = {"load": str(tmp_path), "ckpt_step": 2}
+    trained(None, RANKS, save=str(tmp_path), save_interval=2)
+    stages = choose(schedule).place(RANKS).stages
+    assert trained(schedule, stages, **resumed) == trained(None, RANKS, **resumed)
