@@ -211,7 +211,9 @@ class Programs:
         if not self._programs or store is None:
             check_digests(self.choice.spec, dict(enumerate(gather(world, digest))))
             return
-        step = f"{self.choice.spec}/{shape}/{microbatches}/{forward_only}"
+        step = f"{shape}/{microbatches}/{forward_only}"
+        if self._config.race is not None:  # else a rank with another schedule would not be found
+            step += f"/{self.choice.spec}"
         key = f"megatron_ext/programs/{self._run}/{len(self._measured)}/{step}"
         here = dist.get_rank()
         rank, first = store.compare_set(key, "", f"{here} {digest}").decode().split()
