@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from megatron_ext.adapter.race import step_race, turn
 from megatron_ext.adapter.step import training
+from megatron_ext.adapter.training_globals import current_iteration
 from megatron_ext.schedule.program.simulate import step_seconds
 from megatron_ext.schedule.race import report, rounds
 from tests.helpers.combinations import at_night
@@ -205,6 +209,32 @@ def test_the_next_start_knows_what_was_measured(
     told = said(capfd)
     assert "race: zb-2p has won already, and this goes on under zb-2p" in told
     assert "rounds" not in told
+
+
+def test_a_rank_that_is_killed_takes_nothing_with_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of a turn, after a checkpoint: the job ends, and the next start knows the round
+    before."""
+    race: Flags = {"pipeline_race": "zb-2p", "pipeline_costs": COSTS}
+    saved_at = step_race.FIRST + ROUND + 1
+    folder: Flags = {"save": tmp_path, "save_interval": saved_at}
+    run_passes = training.run_passes
+
+    def run_or_die(step: Any, *args: Any) -> Any:
+        if current_iteration() == saved_at + 2 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return run_passes(step, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "run_passes", run_or_die)
+        first, last = train_or_fail(2, flags(WHOLE, **race, **folder))
+    assert last.exit_code == -signal.SIGKILL
+    assert first.exit_code == 1 and "pipeline rank 0, in 0WAIT_F0" in first.error
+    said(capfd)
+    resumed = run(2, WHOLE, **race, load=tmp_path, exit_interval=saved_at + 3)
+    assert len(losses(resumed)) == 3
+    assert "2 rounds, 1 of them from an earlier start" in said(capfd)
 
 
 def test_what_was_measured_of_something_else_does_not_count(
