@@ -51,8 +51,8 @@ KNOWN = (
         ("0.20",),
         Tried.TRAINED,
         "1f1b, zb-h1, zb-v, interleaved-zb, multimodal models and a checkpoint, bitwise as its own "
-        "schedules; vocabulary parallelism; post-validation; once. It builds multi-token prediction "
-        "with Transformer Engine only: bitwise with a stand-in for the class that it asks for",
+        "schedules; vocabulary parallelism; post-validation; once. It builds multi-token "
+        "prediction with Transformer Engine only: bitwise with a stand-in for its class",
     ),
     KnownVersion(_MEGATRON, "0.19.2", ("0.19",), Tried.TRAINED, "all tests"),
     KnownVersion(
