@@ -25,7 +25,8 @@ COMMANDS = typer.main.get_group(app).commands
 def code(page: Path) -> list[str]:
     """What is set as code on a page: in a line, as a block, indented."""
     text = page.read_text()
-    text = re.sub(r"^```(?:console|text)\n.*?^```", commands_alone, text, flags=re.DOTALL | re.MULTILINE)
+    shown = r"^```(?:console|text)\n.*?^```"
+    text = re.sub(shown, commands_alone, text, flags=re.DOTALL | re.MULTILINE)
     blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     text = re.sub(r"^```\w*\n.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     indented = re.findall(r"^ {4}(.*)$", text, re.MULTILINE)
