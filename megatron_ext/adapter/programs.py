@@ -100,7 +100,7 @@ class Programs:
         self._run, costs, microbatches = agreed
         if isinstance(costs, Exception):
             raise costs
-        self.costs[shape] = costs
+        self._set_costs(shape, costs)
         if not forward_only:
             self._searched_for = self._searched_for or microbatches
 
@@ -121,6 +121,12 @@ class Programs:
         else:
             costs = parse_costs(self._config.costs.text, placement)
         return with_input_gradient(costs) if per_stage[-1].head_is_looked_up else costs
+
+    def _set_costs(self, shape: Shape, costs: Costs) -> None:
+        """``shape`` has ``costs`` now: no step follows a program of others."""
+        self.costs[shape] = costs
+        for key in [key for key in self._programs if key[1] == shape]:
+            del self._programs[key]
 
     def known(
         self, config: Any, shape: Shape, microbatches: int, forward_only: bool
@@ -225,10 +231,8 @@ class Programs:
 
         Its order is kept where that is better. Collective over the world; raises as `make`.
         """
-        self.costs[shape] = costs
+        self._set_costs(shape, costs)
         self._measured.add(shape)
-        for key in [key for key in self._programs if key[1] == shape]:
-            del self._programs[key]
         microbatches = before.problem.microbatches
         return self.make(pipeline, config, shape, microbatches, False, before)
 

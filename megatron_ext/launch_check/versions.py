@@ -50,8 +50,9 @@ KNOWN = (
         "0.20, main of August 2026 (d98e8a6)",
         ("0.20",),
         Tried.TRAINED,
-        "1f1b, zb-h1, zb-v, interleaved-zb and a checkpoint, bitwise as its own schedules; "
-        "post-validation; once",
+        "1f1b, zb-h1, zb-v, interleaved-zb, multimodal models and a checkpoint, bitwise as its own "
+        "schedules; vocabulary parallelism; post-validation; once. It builds multi-token "
+        "prediction with Transformer Engine only: bitwise with a stand-in for its class",
     ),
     KnownVersion(_MEGATRON, "0.19.2", ("0.19",), Tried.TRAINED, "all tests"),
     KnownVersion(

@@ -6,7 +6,6 @@ scripts/gpu_tests.sh        # on a node with two GPUs or more
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -37,7 +36,7 @@ def trained(schedule: str | None, stages: int, **more: str | int) -> tuple[str, 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved", "interleaved-zb", "zb-v"])
 def test_losses_are_stocks(schedule: str, tmp_path: Path) -> None:
-    resumed: dict[str, Any] = {"load": str(tmp_path), "ckpt_step": 2}
+    resumed: dict[str, str | int] = {"load": str(tmp_path), "ckpt_step": 2}
     trained(None, RANKS, save=str(tmp_path), save_interval=2)
     stages = choose(schedule).place(RANKS).stages
     assert trained(schedule, stages, **resumed) == trained(None, RANKS, **resumed)

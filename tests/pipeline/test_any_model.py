@@ -74,7 +74,7 @@ def names_of_block(chunk: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
     return ((f"{chunk.stage}.{name}", weight) for name, weight in chunk.named_parameters())
 
 
-def blocks(stages: tuple[int, ...]) -> list[Block]:
+def blocks(stages: tuple[int, ...]) -> list[torch.nn.Module]:
     config = ModelParallelConfig(
         pipeline_model_parallel_size=RANKS,
         virtual_pipeline_model_parallel_size=len(stages) if len(stages) > 1 else None,
@@ -456,11 +456,11 @@ def check_put_off(choice: Choice, put_off: set[torch.Tensor], rank: int, is_froz
 
 
 def test_the_table_of_models() -> None:
-    kinds = {
+    kinds: dict[str, Sequence[tuple[str, Sequence[str]]]] = {
         "a module of the caller's own": [("all", OWN)],
         "a wrapper: GPTModel behind a tower": _cases("a wrapper"),
         "Megatron's LLaVAModel": _cases("LLaVAModel"),
-        "GPTModel, stages without layers": [("all", WITHOUT_LAYERS)],
+        "GPTModel, stages without layers": [("all", tuple(WITHOUT_LAYERS))],
         "GPTModel with low-rank adapters": [
             (trained, own + test_adapters.BY_NIGHT[trained])
             for trained, own in test_adapters.BY_DAY.items()

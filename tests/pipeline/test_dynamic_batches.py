@@ -190,7 +190,8 @@ def test_programs_that_were_not_used_for_longest_make_room(monkeypatch: pytest.M
 
     def on_rank(rank: int) -> list[list[int]]:
         def kept() -> list[int]:
-            return [key[1] for key in made_by_now()._programs]
+            kept = made_by_now()._programs.values()
+            return [program.problem.microbatches for program in kept]
 
         with apply(cpu.patches()), megatron_ext.install(schedule="1f1b"):
             asked = [(microbatches, 6, False) for microbatches in (2, 3, 2, 4, 3)]

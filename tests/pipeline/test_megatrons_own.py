@@ -97,7 +97,7 @@ class OursInPlace(ast.NodeTransformer):
         return node
 
 
-def embedding_groups(pipeline: dist.ProcessGroup) -> tuple[dist.ProcessGroup, ...]:
+def embedding_groups(pipeline: dist.ProcessGroup) -> tuple[Any, Any]:
     """Those of the position embedding and of the embedding. Collective over the world."""
     ranks = dist.get_process_group_ranks(pipeline)
     pipelines: list[Any] = [None] * RANKS

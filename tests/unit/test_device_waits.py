@@ -67,6 +67,11 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
             "gather",
             "dist.all_gather_object(values, value, group=group)",
         ),
+        (
+            "megatron_ext/adapter/race/step_race.py",
+            "StepRace._recall",
+            "dist.broadcast_object_list(told, src=0)",
+        ),
         ("megatron_ext/adapter/tied.py", "copies_differ", "torch.equal(*tied)"),
     },
     "between steps, or after a row's last action": {
@@ -150,6 +155,32 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
             "self._optimizer.get_loss_scale().item()",
         ),
     },
+    "between steps that are recorded for megatron-ext parity": {
+        *(
+            ("megatron_ext/adapter/parity/recorder.py", f"Recorder.{function}", call)
+            for function, call in (
+                ("end", "bits_of(tensor).cpu()"),
+                ("end", "bits_of(tensor).cpu().numpy()"),
+                ("iteration", "bool(skipped)"),
+                ("iteration", "float(norm)"),
+            )
+        ),
+        (
+            "megatron_ext/adapter/parity/recorder.py",
+            "digests",
+            "torch.stack([values[place] for place in places]).tolist()",
+        ),
+        ("megatron_ext/adapter/parity/recorder.py", "loss_of", "float(value)"),
+        ("megatron_ext/adapter/parity/recorder.py", "loss_of", "float(value[0] / value[1])"),
+    },
+    "between the turns of a race": {
+        ("megatron_ext/adapter/race/step_race.py", "StepRace._end_turn", "agreed.tolist()"),
+        (
+            "megatron_ext/adapter/race/step_race.py",
+            "StepRace._end_turn",
+            "torch.tensor([turn.seconds(), turn.peak], dtype=torch.float64, device=_device())",
+        ),
+    },
     "in the optimizer: between steps, or at SETTLE, an action like others to the proof": {
         (
             "megatron_ext/adapter/post_validation/optimizer.py",
@@ -187,6 +218,7 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
 # Functions that make numbers of numbers, of texts and of settings, and of no tensor.
 NO_TENSORS = {
     ("megatron_ext/adapter/compatibility.py", "refuse_order"),
+    ("megatron_ext/adapter/parity/recorder.py", "Recorder.begin"),
     ("megatron_ext/adapter/programs.py", "Programs._compare"),
     ("megatron_ext/runtime/host/copies.py", "pinned"),
     ("megatron_ext/runtime/host/memory.py", "_left_in"),
@@ -197,7 +229,10 @@ NO_TENSORS = {
     ("megatron_ext/adapter/model_bytes.py", "_is_moe"),
     ("megatron_ext/adapter/model_bytes.py", "bytes_of_ranks"),
     ("megatron_ext/adapter/post_validation/settle_points.py", "microbatches_will_change"),
+    ("megatron_ext/adapter/training_globals.py", "ramps_up_to"),
+    ("patches/engine.py", "Patch.is_needless"),
     ("patches/megatron/training/checkpointing.py", "_compare"),
+    ("patches/sources.py", "versions_of"),
     ("patches/megatron/training/utils/common_utils.py", "in_single_precision"),
 }
 

@@ -53,7 +53,7 @@ class NamedTensors:
         for chunk in unwrap_model(list(model)):
             try:
                 state = chunk.sharded_state_dict(metadata=_build_sharded_state_dict_metadata(args))
-            except (AttributeError, NotImplementedError) as error:
+            except (AssertionError, AttributeError, NotImplementedError) as error:
                 raise ValueError(
                     f"{type(chunk).__name__} has no names for its tensors: its "
                     f"sharded_state_dict fails with {type(error).__name__}: {error}"

@@ -61,6 +61,7 @@ class Connections:
         """The messages of one step. Where shapes vary, collective over the pipeline the first
         time."""
         if isinstance(self.p2p, PipelineGroup):
+            assert boundary.shape is not None
             return BatchedTransport(self.p2p, boundary, program, self.recorder)
         if boundary.shape is None:
             self.p2p.connect_hosts()
