@@ -166,7 +166,7 @@ MODELS: dict[str, Make] = {
 }
 BY_DAY = {
     "HybridModel, `*-E`": ("zb-h1", "interleaved-zb", "zb-v"),
-    "HybridModel, `*-G`": ("zb-h1", "zb-v"),
+    "HybridModel, `*-G`": ("zb-v",),
     "GPTModel, linear attention": ("zb-h1", "interleaved-zb", "zb-v"),
 }
 ALL = ("1f1b", "zb-h1", "interleaved", "interleaved-zb", "zb-v", "v-half", "hanayo")
