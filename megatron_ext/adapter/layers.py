@@ -82,9 +82,9 @@ def symbols_of_layers(settings: Any) -> list[str]:
     number = settings.num_layers
     linear, experts = settings.linear_attention_freq, settings.moe_layer_freq
     if isinstance(linear, int):
-        linear = [int((layer + 1) % linear != 0) for layer in range(number)]
+        linear = [(layer + 1) % linear != 0 for layer in range(number)]
     if isinstance(experts, int):
-        experts = [int(layer % experts == 0) for layer in range(number)]
+        experts = [layer % experts == 0 for layer in range(number)]
     if not _experts_of(settings):
         experts = [0] * number
     return [f"{'*G'[a]}{'-E'[b]}" for a, b in zip(linear, experts, strict=True)]

@@ -257,6 +257,7 @@ def trained(pattern: str, **flags: object) -> list[Run]:
         moe_router_topk=2,
         moe_ffn_hidden_size=32,
         disable_bias_linear=True,
+        **DELTA_NET,
         train_iters=3,
         lr_decay_iters=100,
         save_interval=1,
@@ -266,29 +267,33 @@ def trained(pattern: str, **flags: object) -> list[Run]:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "pattern"), [("zb-v", "*E*-*E*-"), *at_night(("zb-h1", "*E|*-*E*-"))]
+    ("schedule", "stocks", "ours"),
+    [
+        ("zb-v", "*E*-|*E*-", "*E*-*E*-"),
+        *at_night(("zb-h1", "*E*-|*E*-", "*E|*-*E*-"), ("zb-v", "G*E-|*GE*", "G|*E-|*G|E*")),
+    ],
 )
 def test_checkpoints_go_from_stock_to_ours_and_back(
-    schedule: str, pattern: str, tmp_path: Path
+    schedule: str, stocks: str, ours: str, tmp_path: Path
 ) -> None:
     """A pattern that says nothing of stages is divided evenly."""
-    whole = trained("*E*-|*E*-", save=tmp_path / "stock")
-    ours = trained(
-        pattern,
+    whole = trained(stocks, save=tmp_path / "stock")
+    between = trained(
+        ours,
         pipeline_schedule=schedule,
         load=tmp_path / "stock",
         ckpt_step=1,
         save=tmp_path / "ours",
         exit_interval=2,
     )
-    assert losses(ours) == losses(whole)[1:2]
-    back = trained("*E*-|*E*-", load=tmp_path / "ours")
+    assert losses(between) == losses(whole)[1:2]
+    back = trained(stocks, load=tmp_path / "ours")
     assert len(losses(back)) == 1
     assert_runs_are_same(back, whole)
 
 
 def test_the_table_of_hybrid_models() -> None:
-    launched = {"HybridModel, `*-E`": "zb-h1, zb-v"}
+    launched = {"HybridModel, `*-E`": "zb-h1, zb-v", "HybridModel, `*-G`": "zb-v, with `E`"}
     rows = [
         [model, *map(under, ("line", "loop", "v wave")), launched.get(model, "-")]
         for model in MODELS
