@@ -23,12 +23,13 @@ check() {
 check ruff check
 check ruff format --check
 
-# Types beside tests of ranks, which leave a part of two cores idle.
-types=$(mktemp)
-trap 'rm -f "$types"' EXIT
-check_types_beside() {
-  python -m mypy >"$types" 2>&1 &
-  types_process=$!
+# Beside tests of ranks, which leave a part of two cores idle. What it prints comes last.
+beside=()
+outputs=$(mktemp -d)
+trap 'rm -rf "$outputs"' EXIT
+check_beside() {
+  python -m "$@" >"$outputs/${#beside[@]}" 2>&1 &
+  beside+=("$! $*")
 }
 
 if [[ ${1:-} == --nightly ]]; then
@@ -36,27 +37,29 @@ if [[ ${1:-} == --nightly ]]; then
   shift
 fi
 if [[ ${1:-} == --quick ]]; then
-  check_types_beside
+  check_beside mypy
   against_stock='tests/pipeline/test_placements.py::test_resumed_training_is_stock_to_the_last_bit'
   check pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not search' tests/unit \
     "$against_stock"[pp2-{zb-h1,gis,zb-v,hanayo}] # a line, a loop, a V and a wave
 elif (($#)); then
-  check_types_beside
+  check_beside mypy
   check pytest "$@"
 else
   # A file's tests share what they build, and stay together. The other folders fork ranks of their
   # own, which wait for one another: two files at once keep two cores busy, the longest first.
   check pytest tests/unit -n auto --maxprocesses 4 \
     --dist loadfile --no-loadscope-reorder --durations 10
-  check_types_beside
+  check_beside mypy
+  check_beside pytest tests/slurm
   check pytest tests --ignore tests/unit --ignore tests/slurm \
     -n 2 --dist loadfile --no-loadscope-reorder --durations 20
-  # A cluster of two nodes takes longer than SLURM waits to launch a job beside all that.
-  check pytest tests/slurm
 fi
-printf '== mypy\n'
-wait "$types_process" || failed+=(mypy)
-cat "$types"
+for number in "${!beside[@]}"; do
+  read -r process words <<<"${beside[number]}"
+  printf '== %s\n' "$words"
+  wait "$process" || failed+=("$words")
+  cat "$outputs/$number"
+done
 if ((${#failed[@]})); then
   printf '== failed: %s\n' "${failed[@]}"
 fi

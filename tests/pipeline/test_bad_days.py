@@ -181,7 +181,13 @@ def said_of_the_loss(result: RankResult) -> list[str]:
     )
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["once", "whenever it is run again"])
+@pytest.mark.parametrize(
+    "again",
+    [
+        pytest.param(True, id="whenever it is run again"),
+        *at_night(pytest.param(False, id="once")),
+    ],
+)
 def test_a_loss_that_is_not_a_number(script: Script, tmp_path: Path, again: bool) -> None:
     """Megatron runs such an iteration again, to learn whether the machine is to blame, and ends
     all ranks: with 17 if the result is another then, with 16 and a checkpoint if it is not."""

@@ -179,8 +179,8 @@ def test_the_peak_is_what_the_simulator_said(spec: str) -> None:
     ("spec", "way"),
     [
         ("gis", Offload.FIT),
-        ("v-half", Offload.FULL),
         *at_night(
+            ("v-half", Offload.FULL),
             ("gis-h", Offload.HALF),
             ("1f1b", Offload.FULL),
             ("gis", Offload.FULL),

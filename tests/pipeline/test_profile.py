@@ -33,6 +33,7 @@ from megatron_ext.schedule.program.graph import channels
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.show.trace import read_trace
 from scripts import benchmark_prediction
+from tests.helpers.combinations import at_night
 from tests.helpers.held_bytes import measure_steps, read_steps
 from tests.helpers.megatron_runs import SCRIPT, Run, assert_same, losses, model_flags, train
 from tests.helpers.ranks import run_ranks, values
@@ -74,32 +75,34 @@ def costs_in(path: Path, spec: str, ranks: int) -> Costs:
         ("zb-v", 4, 2, {}),
         ("zb-auto", 4, 2, {"tensor_model_parallel_size": 2, "pipeline_memory_limit": "1GiB"}),
         ("zb-h1", 2, 2, {"pipeline_p2p": "batched", "eval_iters": 1, "eval_interval": 2}),
-        (
-            "zb-h1",
-            2,
-            2,
-            {
-                "attention_dropout": 0.1,
-                "recompute_granularity": "full",
-                "recompute_method": "uniform",
-                "recompute_num_layers": 1,
-            },
-        ),
-        (
-            "zb-h1",
-            4,
-            2,
-            {
-                "bf16": True,
-                "use_distributed_optimizer": True,
-                "overlap_grad_reduce": True,
-                "overlap_param_gather": True,
-            },
+        *at_night(
+            (
+                "zb-h1",
+                2,
+                2,
+                {
+                    "attention_dropout": 0.1,
+                    "recompute_granularity": "full",
+                    "recompute_method": "uniform",
+                    "recompute_num_layers": 1,
+                },
+            ),
+            (
+                "zb-h1",
+                4,
+                2,
+                {
+                    "bf16": True,
+                    "use_distributed_optimizer": True,
+                    "overlap_grad_reduce": True,
+                    "overlap_param_gather": True,
+                },
+            ),
         ),
     ],
     ids=[
         *("1f1b", "zb-auto", "zb-v dp2", "zb-auto tp2, bytes", "batched, evaluation"),
-        *("dropout, full recompute", "bf16, distributed optimizer"),
+        *at_night("dropout, full recompute", "bf16, distributed optimizer"),
     ],
 )
 def test_a_training_that_measures_is_the_same_to_the_last_bit(

@@ -49,6 +49,9 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SchedulerParameters=sched_interval=1,batch_sched_delay=0
+# Other tests run beside it.
+MessageTimeout=60
+BatchStartTimeout=60
 MpiDefault=none
 MailProg=/bin/true
 ReturnToService=2

@@ -153,6 +153,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",  # torchrun
         "PYTHONPATH": str(ROOT),
         "PYTHONWARNINGS": "ignore",
+        "OMP_NUM_THREADS": "1",  # as torchrun has it for several ranks a node: sums have an order
         "CUDA_VISIBLE_DEVICES": "",  # ranks train on the CPU, also where there are GPUs
     }
     running = Cluster(folder, environment)
