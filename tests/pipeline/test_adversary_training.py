@@ -72,7 +72,7 @@ def _cases() -> list[tuple[Case, str]]:
 
 
 CASES = _cases()
-BY_DAY = [(case, mode) for case, mode in CASES if case.schedule in ("zb-2p", "zb-v", "gis")]
+BY_DAY = [(case, mode) for case, mode in CASES if case.schedule in ("zb-2p", "zb-v")]
 
 
 def test_any_two_settings_that_go_together_meet() -> None:

@@ -19,7 +19,7 @@ import pytest
 
 from scripts.prepare_text import write
 from scripts.pretrain_gpt import model_provider
-from tests.helpers.combinations import at_night, each_once
+from tests.helpers.combinations import at_night, each_once, nightly
 from tests.helpers.megatron_runs import (
     Run,
     assert_same,
@@ -211,6 +211,7 @@ def test_clipping_is_close() -> None:
         assert run.norms == pytest.approx(expected.norms, rel=2**-20)
 
 
+@nightly("test_matrix has full recompute on a V, and test_parity dropout with it on a line")
 def test_dropout_is_drawn_again_by_recompute() -> None:
     """Against stock it cannot be: a V draws on other ranks, and in another order."""
     setting = SETTINGS["pp2"]

@@ -121,12 +121,12 @@ CASES = [
     ("pp2", "1f1b", 1),
     ("pp2 untied", "zb-v", 2),
     ("pp4", "v-half", 2),
-    ("tp2", "v-half", 1),
     ("sp rope", "zb-v", 1),
     ("distributed optimizer", "zb-v", 1),
     ("bf16", "zb-auto", 2),
     *at_night(
         ("pp4", "zb-v", 1),
+        ("tp2", "v-half", 1),
         ("loss per token", "v-half", 2),
         ("clipped", "1f1b", 2),
         ("pp4 untied", "1f1b", 2),
