@@ -33,7 +33,7 @@ from rich.table import Table
 from megatron_ext.adapter.observers.metrics import StepMetrics
 from megatron_ext.adapter.observers.observer import ObservedStep
 from megatron_ext.adapter.training_globals import line_interval
-from megatron_ext.bench.contestants import EmulatedStage
+from megatron_ext.bench.contestants import EmulatedStage, in_seconds
 from megatron_ext.bench.emulated import DTYPE, SHAPE, EmulatedChunk
 from megatron_ext.bench.runs import before_everything_else
 from megatron_ext.launch import CPU_PLATFORM
@@ -46,9 +46,6 @@ from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.build.output_layer import place_output_layer
 from megatron_ext.schedule.build.registry import choose
-from megatron_ext.schedule.costs import Costs
-from megatron_ext.schedule.costs_text import parse_costs
-from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.graph import channels
 
@@ -137,7 +134,7 @@ def _run(spec: str, microbatches: int, text: str, pairs: int) -> Result:
     assert world is not None
     rank, choice = world.rank(), choose(spec)
     placement = choice.place(world.size())
-    costs = _in_seconds(text, placement)
+    costs = in_seconds(text, placement)
     boundary = Boundary(SHAPE, DTYPE)
     program = place_output_layer(choice, Problem(placement, microbatches, costs))
     ways = Channels(world, channels(program.schedule), CPU)
@@ -177,11 +174,6 @@ def _run(spec: str, microbatches: int, text: str, pairs: int) -> Result:
     low, ratio, high = statistics.quantiles(ratios, n=4) if pairs > 1 else ratios * 3
     passes = len(program.schedule.compute_rows[rank])
     return Result(spec, ratio, (low, high), statistics.median(without), passes)
-
-
-def _in_seconds(text: str, placement: Placement) -> Costs:
-    given = parse_costs(text, placement)
-    return Costs({kind: tuple(ms / 1e3 for ms in row) for kind, row in given.seconds.items()})
 
 
 if __name__ == "__main__":

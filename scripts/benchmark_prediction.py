@@ -27,7 +27,7 @@ import torch.multiprocessing
 from rich.console import Console
 from rich.table import Table
 
-from megatron_ext.bench.contestants import EmulatedStage
+from megatron_ext.bench.contestants import EmulatedStage, in_seconds
 from megatron_ext.bench.emulated import DTYPE, SHAPE, EmulatedChunk
 from megatron_ext.bench.runs import before_everything_else
 from megatron_ext.runtime.executor import execute
@@ -41,9 +41,8 @@ from megatron_ext.runtime.recording import clock_of
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.build.output_layer import place_output_layer
 from megatron_ext.schedule.build.registry import choose
-from megatron_ext.schedule.costs import Costs, uniform
-from megatron_ext.schedule.costs_text import format_costs, parse_costs
-from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.costs_text import format_costs
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.graph import channels
 from megatron_ext.schedule.program.verify import Program
@@ -125,7 +124,7 @@ def _run(spec: str, microbatches: int, text: str) -> Result:
     assert world is not None
     rank, choice = world.rank(), choose(spec)
     placement = choice.place(world.size())
-    slept = _milliseconds(text, placement)
+    slept = in_seconds(text, placement)
     boundary = Boundary(SHAPE, DTYPE)
     wrong = uniform(placement, 0.05, 0.05, 0.05)
     program = place_output_layer(choice, Problem(placement, microbatches, wrong))
@@ -160,11 +159,6 @@ def _run(spec: str, microbatches: int, text: str) -> Result:
     comparison = steps.compare(world)
     assert comparison is not None
     return Result(spec, format_costs(slept), format_costs(measured), comparison.error, comparison)
-
-
-def _milliseconds(text: str, placement: Placement) -> Costs:
-    given = parse_costs(text, placement)
-    return Costs({kind: tuple(ms / 1e3 for ms in row) for kind, row in given.seconds.items()})
 
 
 if __name__ == "__main__":

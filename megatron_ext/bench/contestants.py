@@ -60,7 +60,7 @@ def program_of(
 ) -> Program:
     """The program of ``choice`` for emulated ``costs`` in milliseconds, with free messages."""
     placement = choice.place(ranks)
-    seconds = _seconds(costs, placement)
+    seconds = in_seconds(costs, placement)
     problem = Problem(
         placement,
         microbatches,
@@ -88,7 +88,7 @@ def ideal_after_bad(program: Program) -> float:
     return settled - ended + simulate(program, costs).makespan
 
 
-def _seconds(costs: str, placement: Placement) -> Costs:
+def in_seconds(costs: str, placement: Placement) -> Costs:
     """``costs`` in milliseconds as seconds, without those of messages: real ones are sent here."""
     given = parse_costs(costs, placement)
     seconds = {kind: tuple(ms / 1000 for ms in row) for kind, row in given.seconds.items()}
@@ -210,7 +210,7 @@ def _torch_contenders(
     if goes_back:
         numbers = [rank, 2 * ranks - 1 - rank]
     total = ranks if one_stage else 2 * ranks
-    per_chunk = _seconds(costs, choose("1f1b" if one_stage else "interleaved").place(ranks))
+    per_chunk = in_seconds(costs, choose("1f1b" if one_stage else "interleaved").place(ranks))
     stages = []
     for number in numbers:
         stages.append(
@@ -237,7 +237,7 @@ def _torch_contenders(
             for r in range(ranks)
         )
         table = from_csv(text, name)
-        seconds = _seconds(costs, table.placement)
+        seconds = in_seconds(costs, table.placement)
         program = complete(table, Problem(table.placement, microbatches, seconds))
     batch = torch.ones(microbatches, *SHAPE[1:], dtype=DTYPE, requires_grad=True)
     is_first, is_last = 0 in numbers, total - 1 in numbers

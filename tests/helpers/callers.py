@@ -11,9 +11,27 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
 
 Chunks = list[torch.nn.Module]
 Gradients = dict[str, torch.Tensor]
+
+
+def small_config(layers: int, ranks: int, **settings: Any) -> TransformerConfig:
+    """Of a model with local layers and without dropout, on a pipeline of so many ranks."""
+    common: dict[str, Any] = {
+        "num_layers": layers,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "pipeline_model_parallel_size": ranks,
+        "pipeline_dtype": torch.float32,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "use_cpu_initialization": True,
+        "masked_softmax_fusion": False,
+        "transformer_impl": "local",
+    }
+    return TransformerConfig(**common | settings)
 
 
 def draw_by_name(parameters: Iterator[tuple[str, torch.nn.Parameter]]) -> None:

@@ -33,7 +33,13 @@ from megatron_ext.schedule.build.registry import Choice, choose
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.placement import line
 from tests.helpers import callers
-from tests.helpers.callers import assert_same, draw_by_name, first_and_last, named_parameters
+from tests.helpers.callers import (
+    assert_same,
+    draw_by_name,
+    first_and_last,
+    named_parameters,
+    small_config,
+)
 from tests.helpers.combinations import at_night
 from tests.helpers.documents import check_written, table
 from tests.helpers.ranks import run_ranks, values
@@ -225,19 +231,7 @@ TEXT = SEQUENCE - IMAGES
 
 
 def transformer_config(chunks: int | None) -> TransformerConfig:
-    return TransformerConfig(
-        num_layers=4,
-        hidden_size=WIDTH,
-        num_attention_heads=2,
-        pipeline_model_parallel_size=RANKS,
-        virtual_pipeline_model_parallel_size=chunks,
-        pipeline_dtype=torch.float32,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        use_cpu_initialization=True,
-        masked_softmax_fusion=False,
-        transformer_impl="local",
-    )
+    return small_config(4, RANKS, hidden_size=WIDTH, virtual_pipeline_model_parallel_size=chunks)
 
 
 class Tower(MegatronModule):

@@ -27,7 +27,6 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer import TransformerConfig
 
 import megatron_ext
 from megatron_ext.adapter.step.connections import Connections
@@ -41,6 +40,7 @@ from tests.helpers.callers import (
     draw_by_name,
     first_and_last,
     named_parameters,
+    small_config,
     whole_step,
 )
 from tests.helpers.combinations import at_night
@@ -51,18 +51,7 @@ SEQUENCE, BATCH, VOCABULARY, MICROBATCHES = 8, 2, 32, 6
 
 
 def build_model() -> GPTModel:
-    config = TransformerConfig(
-        num_layers=RANKS,
-        hidden_size=16,
-        num_attention_heads=2,
-        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
-        pipeline_dtype=torch.float32,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        use_cpu_initialization=True,
-        masked_softmax_fusion=False,
-        transformer_impl="local",
-    )
+    config = small_config(RANKS, parallel_state.get_pipeline_model_parallel_world_size())
     return GPTModel(
         config,
         get_gpt_layer_local_spec(),
@@ -324,20 +313,7 @@ def build_chunks(
 ) -> list[GPTModel]:
     """This rank's chunks of a model, weights drawn by their names; ``depths``: of multi-token
     prediction."""
-    config = TransformerConfig(
-        num_layers=6,
-        hidden_size=16,
-        num_attention_heads=2,
-        pipeline_model_parallel_size=V_RANKS,
-        pipeline_model_parallel_layout=layout,
-        pipeline_dtype=torch.float32,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        use_cpu_initialization=True,
-        masked_softmax_fusion=False,
-        transformer_impl="local",
-        mtp_num_layers=depths,
-    )
+    config = small_config(6, V_RANKS, pipeline_model_parallel_layout=layout, mtp_num_layers=depths)
     spec = get_gpt_layer_local_spec()
     chunks = []
     for number in range(config.virtual_pipeline_model_parallel_size or 1):

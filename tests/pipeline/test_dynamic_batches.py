@@ -21,7 +21,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer import TransformerConfig
 
 import megatron_ext
 from megatron_ext.adapter import programs
@@ -31,7 +30,7 @@ from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.families import v_auto, zb_auto
-from tests.helpers.callers import draw_by_name, first_and_last, named_parameters
+from tests.helpers.callers import draw_by_name, first_and_last, named_parameters, small_config
 from tests.helpers.ranks import run_ranks, values
 from tests.helpers.short_search import shorten_search
 
@@ -51,19 +50,8 @@ EVALUATED_FIRST: list[Asked] = [
 
 
 def build_chunks(varies: bool) -> list[GPTModel]:
-    config = TransformerConfig(
-        num_layers=4,
-        hidden_size=16,
-        num_attention_heads=2,
-        pipeline_model_parallel_size=RANKS,
-        pipeline_dtype=torch.float32,
-        variable_seq_lengths=varies,
-        moe_token_dispatcher_type="alltoall",
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        use_cpu_initialization=True,
-        masked_softmax_fusion=False,
-        transformer_impl="local",
+    config = small_config(
+        4, RANKS, variable_seq_lengths=varies, moe_token_dispatcher_type="alltoall"
     )
     chunks = []
     for number in range(config.virtual_pipeline_model_parallel_size or 1):

@@ -31,6 +31,7 @@ from tests.helpers.callers import (
     draw_by_name,
     first_and_last,
     named_parameters,
+    small_config,
     whole_step,
 )
 from tests.helpers.combinations import at_night
@@ -52,20 +53,7 @@ EXPERTS: dict[str, Any] = {
 
 
 def config(layers: int, chunks: int | None, **settings: Any) -> TransformerConfig:
-    return TransformerConfig(
-        num_layers=layers,
-        hidden_size=16,
-        num_attention_heads=2,
-        pipeline_model_parallel_size=RANKS,
-        virtual_pipeline_model_parallel_size=chunks,
-        pipeline_dtype=torch.float32,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        use_cpu_initialization=True,
-        masked_softmax_fusion=False,
-        transformer_impl="local",
-        **settings,
-    )
+    return small_config(layers, RANKS, virtual_pipeline_model_parallel_size=chunks, **settings)
 
 
 Make = Callable[[int | None, int], Any]  # so many chunks a rank, of a model; its n-th

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -19,11 +18,11 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from megatron.core.transformer import TransformerConfig
 
 import megatron_ext
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
+from tests.helpers.callers import draw_by_name, first_and_last, small_config
 from tests.helpers.ranks import run_ranks, values
 
 RANKS, STAGES, CHUNKS = 4, 2, 3  # PP 2 x DP 2
@@ -33,18 +32,10 @@ Event = tuple[str, int]  # "gather", "late" or "F", of a chunk
 
 
 def build_chunks() -> list[DistributedDataParallel]:
-    config = TransformerConfig(
-        num_layers=STAGES * CHUNKS,
-        hidden_size=16,
-        num_attention_heads=2,
-        pipeline_model_parallel_size=STAGES,
+    config = small_config(
+        STAGES * CHUNKS,
+        STAGES,
         virtual_pipeline_model_parallel_size=CHUNKS,
-        pipeline_dtype=torch.float32,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        use_cpu_initialization=True,
-        masked_softmax_fusion=False,
-        transformer_impl="local",
         overlap_p2p_comm=True,  # without, stock mixes up the messages of two ranks
         batch_p2p_comm=False,
         finalize_model_grads_func=finalize,
@@ -58,20 +49,16 @@ def build_chunks() -> list[DistributedDataParallel]:
     )
     chunks = []
     for number in range(CHUNKS):
-        ends: dict[str, Any] = {"ignore_virtual": False, "vp_stage": number}
         chunk = GPTModel(
             config,
             get_gpt_layer_local_spec(),
             vocab_size=VOCABULARY,
             max_sequence_length=SEQUENCE,
-            pre_process=parallel_state.is_pipeline_first_stage(**ends),
-            post_process=parallel_state.is_pipeline_last_stage(**ends),
             share_embeddings_and_output_weights=False,
             vp_stage=number,
+            **first_and_last(number),
         )
-        for name, parameter in chunk.named_parameters():
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            parameter.data.normal_(std=0.1, generator=generator)
+        draw_by_name(chunk.named_parameters())
         chunks.append(DistributedDataParallel(config, overlapped, chunk))
     config.no_sync_func = [chunk.no_sync for chunk in chunks]
     config.grad_sync_func = [chunk.start_grad_sync for chunk in chunks]

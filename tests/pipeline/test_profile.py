@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from typer.testing import CliRunner
 
 import megatron_ext
+from megatron_ext.bench.contestants import in_seconds
 from megatron_ext.cli import app
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
@@ -426,7 +427,7 @@ def test_the_measured_costs_are_those_of_the_passes(spec: str) -> None:
     """A sleep never ends early. (How well steps are predicted, a benchmark tells.)"""
     result = benchmark_prediction.measure(spec, 2, 4, "f=6,i=8,w=4")
     placement = choose(spec).place(2)
-    asked = benchmark_prediction._milliseconds("f=6,i=8,w=4", placement)
+    asked = in_seconds("f=6,i=8,w=4", placement)
     measured = parse_costs(result.measured, placement)
     least = 0.999  # of figures that are printed
     for stage in range(placement.stages):

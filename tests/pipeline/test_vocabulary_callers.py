@@ -19,12 +19,12 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 import megatron_ext
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
+from tests.helpers.callers import small_config
 from tests.helpers.ranks import run_ranks, values
 
 RANKS = 2
@@ -34,18 +34,7 @@ TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 def build(kind: type[GPTModel] = GPTModel, vocabulary: int = VOCABULARY) -> GPTModel:
     """This rank's stage, weights drawn by their names; of a divided table, this rank's rows."""
-    config = TransformerConfig(
-        num_layers=RANKS,
-        hidden_size=HIDDEN,
-        num_attention_heads=2,
-        pipeline_model_parallel_size=RANKS,
-        pipeline_dtype=torch.float32,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        use_cpu_initialization=True,
-        masked_softmax_fusion=False,
-        transformer_impl="local",
-    )
+    config = small_config(RANKS, RANKS, hidden_size=HIDDEN)
     model = kind(
         config,
         get_gpt_layer_local_spec(),
