@@ -116,6 +116,7 @@ def refused(setting: str, folder: Path, schedule: str | None) -> list[RankResult
     return train_or_fail(SETTINGS[setting].ranks, model_flags(**SETTINGS[setting].flags | flags))
 
 
+@nightly("by day the other formats load another placement, and refuse what they must")
 def test_one_placement_needs_no_other_format() -> None:
     whole, folder = saved("dp_reshardable", "zb-v")
     assert_resumed(load("dp_reshardable", folder, "zb-v"), whole)

@@ -24,9 +24,9 @@ TESTS = (
     "tests/patches/test_installation.py::test_every_binding_is_changed_and_put_back",
     "tests/pipeline/test_parity.py::test_no_flag_means_stock",
     "tests/pipeline/test_placements.py::test_resumed_training_is_stock_to_the_last_bit[pp2-zb-v]",
-    "tests/pipeline/test_checkpoints.py::test_states_behind_padding[zb-v]",
-    "tests/pipeline/test_callers.py::test_gradients_and_losses_are_stocks[True-zb-h1-async]",
     *at_night(
+        "tests/pipeline/test_checkpoints.py::test_states_behind_padding[zb-v]",
+        "tests/pipeline/test_callers.py::test_gradients_and_losses_are_stocks[True-zb-h1-async]",
         *(
             f"tests/pipeline/test_parity.py::test_resumed_training_is_stock_to_the_last_bit[{case}]"
             for case in ("pp2-tied-1f1b", "pp2-tied-zb-h1")
