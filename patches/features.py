@@ -146,7 +146,7 @@ FEATURES = (
     Feature(
         "post-validation",
         (
-            "megatron.core.optimizer.optimizer",
+            "megatron.core.optimizer.optimizer.steps",
             "megatron.core.optimizer_param_scheduler",
             "megatron.training.utils.common_utils",
             "megatron.training.training.training_log",
