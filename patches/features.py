@@ -99,6 +99,7 @@ FEATURES = (
             "megatron.core.utils",
             "megatron.core.distributed.finalize_model_grads",
             "megatron.core.dist_checkpointing.strategies.fully_parallel",
+            "megatron.core.optimizer.optimizer.saving",
             "megatron.core.datasets.blended_megatron_dataset_builder",
             "megatron.core.models.common.language_module.language_module",
             "megatron.training.models.dist_utils",
