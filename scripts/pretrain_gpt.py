@@ -31,7 +31,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer import TransformerConfig
-from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_tp_rank
+from megatron.core.utils import (
+    get_attr_wrapped_model,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+)
 from megatron.training import get_args, get_timers, pretrain, print_rank_0
 from megatron.training.argument_utils import (
     core_transformer_config_from_args,
@@ -41,7 +45,6 @@ from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 UNSERVED = {
-    "context_parallel_size": 1,
     "dataloader_inter_document_masking": False,
     "fim_data": False,
     "hybrid_context_parallel": False,
@@ -81,7 +84,8 @@ def refuse_unserved(args: Namespace) -> None:
 
 
 def get_batch(data_iterator: Iterator[Batch], model: GPTModel) -> Batch:
-    """The next microbatch, as far as this stage needs it: an inner stage gets Nones."""
+    """The next microbatch, as far as this stage needs it: an inner stage gets Nones, and of each
+    sequence a rank gets its context-parallel part."""
     args = get_args()
     fields = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
     if not is_first_or_last_pipeline_stage(get_attr_wrapped_model(model, "vp_stage")):
@@ -93,14 +97,14 @@ def get_batch(data_iterator: Iterator[Batch], model: GPTModel) -> Batch:
         for field in fields:
             tensor = sample.get(field)
             batch[field] = None if tensor is None else tensor.cuda(non_blocking=True)
-    return get_batch_on_this_tp_rank(
+    batch = get_batch_on_this_tp_rank(
         batch,
         False,  # no packed sequences: has_cu_seqlens, is_sft in Megatron 0.18
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
         broadcast_group=mpu.get_tensor_model_parallel_group(),
-        cp_size=1,
+        cp_size=args.context_parallel_size,
         tp_rank=tp_rank,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
@@ -109,6 +113,8 @@ def get_batch(data_iterator: Iterator[Batch], model: GPTModel) -> Batch:
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
+    group = mpu.get_context_parallel_group()
+    return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
 
 
 def not_finite(loss: torch.Tensor) -> bool:
