@@ -259,9 +259,9 @@ class Programs:
             check_digests(self.choice.spec, dict(enumerate(gather(world, digest))))
             return
         spec, *asked, _ = step
-        if self._config.race is not None:  # else a rank with another schedule would not be found
-            asked.append(spec)
         where = "/".join(map(str, asked))
+        if self._config.race is not None:  # else a rank with another schedule would not be found
+            where += f"/{spec}"
         key = f"megatron_ext/programs/{self._run}/{len(self._measured)}/{where}"
         here = dist.get_rank()
         rank, first = store.compare_set(key, "", f"{here} {digest}").decode().split()
