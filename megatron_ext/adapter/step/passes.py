@@ -49,6 +49,7 @@ def _numbers(step: Step) -> tuple[int, ...]:
 
 def _stages(step: Step, iterators: list[Any], gathers: ParameterGathers) -> dict[int, ModelStage]:
     call, placement = step.call, step.program.schedule.placement
+    first_trained = step.program.problem.first_trained
     stages: dict[int, ModelStage] = {}
     for number, chunk, iterator in zip(_numbers(step), call.models, iterators, strict=True):
         is_last = placement.is_last(number)
@@ -56,7 +57,7 @@ def _stages(step: Step, iterators: list[Any], gathers: ParameterGathers) -> dict
         if step.shard is not None and (placement.is_first(number) or is_last):
             stages[number] = EndStage(*common, is_last=is_last)
         else:
-            stages[number] = ModelStage(*common, has_loss=is_last)
+            stages[number] = ModelStage(*common, has_loss=is_last, first_trained=first_trained)
     return stages
 
 
