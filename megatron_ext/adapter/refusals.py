@@ -146,7 +146,6 @@ VOCABULARY_REFUSALS = (
     Refusal(
         "hybrid_layer_pattern", bool, f"it divides the tables of a GPTModel: {_WITHOUT_DIVIDING}"
     ),
-    Refusal("sft", bool, f"packed sequences are untried: {_WITHOUT_DIVIDING}"),
     Refusal("logits_load_dir", bool, f"{_MADE_BY_PASSES}, from labels: {_WITHOUT_DIVIDING}"),
     Refusal("modelopt_enabled", bool, f"models of ModelOpt are untried: {_WITHOUT_DIVIDING}"),
     Refusal(

@@ -46,7 +46,6 @@ UNTRIED = (
         lambda value: value == "flex",
         "the flex dispatcher is untried: all-to-all is tested",
     ),
-    Untried("sft", bool, "packed sequences are untried"),
     Untried(
         "optimizer",
         lambda value: value not in ("adam", "sgd"),

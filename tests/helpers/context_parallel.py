@@ -10,11 +10,13 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import utils
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.common.embeddings import rotary_pos_embedding, yarn_rotary_pos_embedding
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -27,6 +29,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
     """Ranks that are forked from now on can divide sequences."""
     patch.setattr(LocalSpecProvider, "core_attention", lambda provider: DividedAttention)
     patch.delitem(cpu._REFUSED, "--context-parallel-size")
+    extension = SimpleNamespace(thd_get_partitioned_indices=part_of_packed)
+    patch.setattr(utils, "tex", extension, raising=False)  # Transformer Engine's
     for module in (rotary_pos_embedding, yarn_rotary_pos_embedding):  # which pin memory
         patch.setattr(module, "get_pos_emb_on_this_cp_rank", part_of_positions)
 
@@ -49,6 +53,13 @@ def part_of_positions(embedding: Tensor, dimension: int, group: dist.ProcessGrou
     """As Megatron's get_pos_emb_on_this_cp_rank."""
     own = places([embedding.size(dimension)], group.rank(), group.size())
     return embedding.index_select(dimension, own)
+
+
+def part_of_packed(ends: Tensor, tokens: int, ranks: int, rank: int) -> Tensor:
+    """As Transformer Engine's thd_get_partitioned_indices."""
+    own = places(ends.diff().tolist(), rank, ranks)
+    assert len(own) * ranks == tokens, f"the last of {tokens} tokens are in no sequence: {ends}"
+    return own
 
 
 class _Whole(torch.autograd.Function):
