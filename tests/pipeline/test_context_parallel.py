@@ -9,6 +9,8 @@ schedule has to do with: scales of losses, shapes, groups, checkpoints, and mess
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,14 +18,28 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.multi_token_prediction import roll_tensor
 
+import megatron_ext
 from megatron_ext.adapter.step.call import Call
 from megatron_ext.adapter.step.token_shifts import connect_token_shifts
+from megatron_ext.patches import cpu
+from megatron_ext.patches.engine import apply
 from megatron_ext.runtime.host import offload
 from tests.helpers import context_parallel
 from tests.helpers.adversary import MODES
-from tests.helpers.callers import small_config
+from tests.helpers.callers import (
+    Gradients,
+    draw_by_name,
+    first_and_last,
+    named_parameters,
+    small_config,
+    whole_step,
+)
+from tests.helpers.callers import assert_same as assert_same_gradients
 from tests.helpers.combinations import IS_NIGHT, nightly
 from tests.helpers.megatron_runs import (
     Run,
@@ -34,8 +50,10 @@ from tests.helpers.megatron_runs import (
     predictions,
     train,
 )
+from tests.helpers.packed import packed_on_the_cpu, packed_params
 from tests.helpers.ranks import lasting_folder, run_ranks, values
 from tests.pipeline.test_multi_token_prediction import drawn_by_name
+from tests.pipeline.test_packed_sequences import CONVERSATIONS
 from tests.pipeline.test_post_validation_training import EVERY_THIRD, Setting, times_redone
 
 Flags = dict[str, object]
@@ -63,6 +81,7 @@ OPTIMIZER: Flags = {
     "overlap_param_gather": True,
     "dist_ckpt_optim_fully_reshardable": True,
 }
+PACKED: Flags = UNTIED | CONVERSATIONS | {"seq_length": 64, "max_position_embeddings": 64}
 DEPTHS: Flags = UNTIED | {"mtp_num_layers": 2}
 MODELS: dict[str, Flags] = {
     "tied": {},
@@ -73,6 +92,8 @@ MODELS: dict[str, Flags] = {
     "pipelines before replicas": UNTIED | {"use_tp_pp_dp_mapping": True},
     "2 depths, bf16": DEPTHS | {"bf16": True},
     "2 depths, loss per token": DEPTHS | {"calculate_per_token_loss": True},
+    "conversations, loss per token": PACKED | {"calculate_per_token_loss": True},
+    "conversations, 1 depth, bf16": PACKED | {"mtp_num_layers": 1, "bf16": True},
 }
 LARGER: dict[str, Flags] = {  # on eight ranks
     "TP 2, SP, 2 depths": DEPTHS | {"tensor_model_parallel_size": 2, "sequence_parallel": True},
@@ -90,8 +111,10 @@ KINDS = {
 
 
 @pytest.fixture(autouse=True)
-def ranks_divide_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+def ranks_divide_sequences(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     context_parallel.install(monkeypatch)
+    with packed_on_the_cpu():
+        yield
 
 
 def covers(schedule: str, settings: Flags) -> pytest.MarkDecorator:
@@ -181,6 +204,13 @@ def test_it_is_stock_to_the_last_bit(model: str, schedule: str) -> None:
     assert_resumed(runs, reference)
 
 
+@nightly("what attention gives does not matter where two runs are compared")
+def test_the_stand_in_for_attention_attends_to_all_of_a_sequence() -> None:
+    """Stock's losses are those of undivided sequences, but for the order of sums."""
+    undivided = train(2, flags(context_parallel_size=1))
+    assert losses(saved("tied")[0]) == pytest.approx(losses(undivided), rel=2.0**-20)
+
+
 @nightly("checkpoints do not know of sequences: test_checkpoints.py")
 @pytest.mark.parametrize("model", ["distributed optimizer, both overlaps", "2 depths, bf16"])
 def test_what_a_v_has_saved_stock_trains_on(model: str) -> None:
@@ -213,6 +243,110 @@ def test_steps_that_are_taken_back(schedule: str, more: Flags) -> None:
     runs, expected = Setting(4, schedule, sizes | UNTIED | more).both(EVERY_THIRD, train_iters=7)
     assert_same(runs, expected)
     assert times_redone(runs) == 2
+
+
+# Sequences that a caller has packed, with padding behind each to what divides, as Megatron-Bridge.
+
+Batch = dict[str, Any]
+
+LENGTHS = [[5, 4, 3], [12], [1, 8, 3], [6, 6], [2, 2, 7]]
+PADDING = [[3, 0, 1], [4], [3, 0, 1], [2, 2], [2, 2, 1]]
+TOKENS, VOCABULARY = 16, 32
+
+
+def batches() -> list[Batch]:
+    """This rank's part of each: of every sequence, with what pads it, two pieces."""
+    generator = torch.Generator().manual_seed(2)
+    group = parallel_state.get_context_parallel_group()
+    made = []
+    for lengths, padding in zip(LENGTHS, PADDING, strict=True):
+        padded = [*map(sum, zip(lengths, padding, strict=True))]
+        own = context_parallel.places(padded, group.rank(), group.size())
+        is_real = [torch.arange(n) < real for n, real in zip(padded, lengths, strict=True)]
+        whole = {
+            "tokens": torch.randint(VOCABULARY, (TOKENS,), generator=generator),
+            "labels": torch.randint(VOCABULARY, (TOKENS,), generator=generator),
+            "loss_mask": torch.cat(is_real).float(),
+            "position_ids": torch.cat([*map(torch.arange, padded)]),
+        }
+        parts = {name: tensor[own].unsqueeze(0) for name, tensor in whole.items()}
+        packed = packed_params(lengths, padding)
+        packed.max_seqlen_q = packed.max_seqlen_kv = max(padded)  # rotary embeddings are made of
+        made.append(parts | {"packed": packed})
+    return made
+
+
+def forward_step(data: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+    batch = next(data)
+    output = model(
+        input_ids=batch["tokens"],
+        position_ids=batch["position_ids"],
+        attention_mask=None,
+        labels=batch["labels"],
+        packed_seq_params=batch["packed"],
+    )
+    return output, partial(sum_of_losses, batch["loss_mask"])
+
+
+def sum_of_losses(mask: torch.Tensor, output: torch.Tensor) -> tuple[Any, ...]:
+    loss = (output * mask).sum()
+    return loss, mask.sum().int(), {"loss": loss.item()}
+
+
+def chunks() -> list[torch.nn.Module]:
+    config = small_config(4, 2, context_parallel_size=2, calculate_per_token_loss=True)
+    made: list[torch.nn.Module] = []
+    for number in range(config.virtual_pipeline_model_parallel_size or 1):
+        chunk = GPTModel(
+            config,
+            get_gpt_layer_local_spec(),
+            vocab_size=VOCABULARY,
+            max_sequence_length=TOKENS,
+            share_embeddings_and_output_weights=False,
+            position_embedding_type="rope",
+            vp_stage=number,
+            **first_and_last(number),
+        )
+        draw_by_name(named_parameters(chunk))
+        made.append(chunk)
+    return made
+
+
+def names(chunk: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Each rank of a context-parallel group has gradients of its own, which nobody sums here."""
+    rank = parallel_state.get_context_parallel_rank()
+    for name, parameter in named_parameters(chunk):
+        yield f"{name} of rank {rank}", parameter
+
+
+def step() -> tuple[list[Any], Gradients]:
+    return whole_step(
+        chunks,
+        names,
+        forward_step,
+        batches,
+        context_parallel=2,
+        seq_length=TOKENS,
+        micro_batch_size=1,
+    )
+
+
+@pytest.mark.covers(
+    "B",
+    ("line", "loop", "v"),
+    context_parallel_size=2,
+    enable_offline_packing=True,
+    calculate_per_token_loss=True,
+)
+def test_packed_sequences_of_a_caller() -> None:
+    def on_rank(rank: int) -> None:
+        with apply(cpu.patches()):
+            stocks = step()
+            for schedule in ("zb-h1", "interleaved-zb", "zb-v"):
+                with megatron_ext.install(schedule=schedule):
+                    assert_same_gradients(step(), stocks)
+
+    values(run_ranks(4, on_rank))
 
 
 # Multi-token prediction's messages amid passes.
