@@ -79,6 +79,11 @@ FEATURES = (
         ),
     ),
     Feature(
+        "per-layer CUDA graphs in the order of the schedule",
+        ("megatron.core.transformer.cuda_graphs",),
+        lambda choice: True,
+    ),
+    Feature(
         "virtual stages",
         (
             "megatron.core.transformer.transformer_config",

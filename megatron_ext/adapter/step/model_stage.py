@@ -106,7 +106,8 @@ class ModelStage:
         if self._has_loss:
             self._free(output)
         with queue.collecting(self._number, microbatch):
-            return schedules.backward_step(x, output, dy, self._config)
+            dx = schedules.backward_step(x, output, dy, self._config)
+        return None if dx is None else queue.keep(dx)
 
     def backward_weight(self, microbatch: int) -> None:
         timers = self._config.timers

@@ -146,5 +146,6 @@ class _SplitLinear(torch.autograd.Function):
         # the dy in its buffer would then keep each other.)
         ctx.grad_output_buffer = None
         x, dy = x.detach(), dy.detach().to(x.dtype)  # another one where output_dtype is
+        x, dy = queue.keep(x), queue.keep(dy)
         queue.put(ctx.linear.weight, partial(ctx.linear.gradient, x, dy), (x, dy))
         return dx, None, None
