@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import layers as parallel_layers
 from megatron.core.transformer import cuda_graphs
 from torch import nn
 
-from megatron_ext.adapter.compatibility import refuse_order
+from megatron_ext.adapter.compatibility import refuse, refuse_order
 from megatron_ext.adapter.dimensions import estimated_costs
 from megatron_ext.adapter.transformer_engine import layer_graphs
 from megatron_ext.adapter.transformer_engine.capture_order import (
@@ -32,6 +32,8 @@ from megatron_ext.patches.engine import apply
 from megatron_ext.patches.megatron.core.tensor_parallel import layers as split_layers
 from megatron_ext.patches.megatron.core.transformer import cuda_graphs as patched
 from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.build.registry import choose
+from megatron_ext.schedule.problem import Extras, Offload, VocabularyParallel
 from tests.helpers import graphs_on_cpu
 from tests.helpers.graphed_rows import WIDTH, Layer, gradients, row_of
 from tests.helpers.schedules import rows_of, written
@@ -125,12 +127,20 @@ def test_microbatches_out_of_order_are_found() -> None:
         check_buffers(order, row, (0,), [2])
 
 
+def test_a_stage_without_backward_passes_is_found() -> None:
+    """As one before all that is trained; Transformer Engine would count graphs wrongly."""
+    (row,) = rows_of("0F0 1F0 0F1 1I0 1W0 1F1 1I1 1W1")
+    with pytest.raises(ValueError, match="stage 0 has 2 forward passes and 0 backward passes"):
+        check_capture(capture_order(row, (0, 1)), row, (0, 1))
+
+
 def test_a_file_that_runs_microbatches_out_of_order_is_refused() -> None:
     schedule = written("0F0 0F1 0B1 0B0\n1F0 1F1 1B1 1B0", (0, 1))
     refuse_order(SimpleNamespace(cuda_graph_impl="none", transformer_impl="local"), schedule)
     graphs = SimpleNamespace(cuda_graph_impl="transformer_engine", transformer_impl="local")
     with pytest.raises(ValueError, match="run microbatches in order, or write --cuda-graph-impl"):
         refuse_order(graphs, schedule)
+    refuse_order(graphs, written("0F1 0F0\n1F1 1F0", (0, 1)))  # an evaluation has no graphs
 
 
 def test_megatron_is_given_the_latest_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,6 +225,37 @@ def test_what_is_split_beside_graphs_has_its_gradients(
             found = run(row, stages, LayerGraphs())
             assert len(found) == len(expected)
             assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize(
+    ("settings", "extras", "why"),
+    [
+        ({"cuda_graph_impl": "local"}, Extras(), "made at the end of Megatron's own step"),
+        ({"cuda_graph_impl": "full_iteration"}, Extras(), "has no place for the host"),
+        ({"cuda_graph_warmup_steps": 0}, Extras(), "write --cuda-graph-warmup-steps 1 or more"),
+        ({"rampup_batch_size": [2, 2, 8]}, Extras(), "drop --rampup-batch-size"),
+        ({"step_batch_size_schedule": "0:2 8:4"}, Extras(), "drop --step-batch-size-schedule"),
+        ({"variable_seq_lengths": True}, Extras(), "a graph has one shape"),
+        ({}, Extras(offload=Offload.FULL), "stays in its memory"),
+        ({}, Extras(post_validation=True), "not the order that CUDA graphs are captured in"),
+        ({}, Extras(vocabulary=VocabularyParallel.ONE), None),
+        ({"recompute_granularity": "selective"}, Extras(), None),
+    ],
+)
+def test_what_goes_beside_graphs(
+    settings: dict[str, object], extras: Extras, why: str | None
+) -> None:
+    given = SimpleNamespace(
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=2,
+        transformer_impl="local",
+        **{"cuda_graph_impl": "transformer_engine", "cuda_graph_warmup_steps": 3, **settings},
+    )
+    if why is None:
+        refuse(given, choose("zb-v"), extras)
+    else:
+        with pytest.raises(ValueError, match=why):
+            refuse(given, choose("zb-v"), extras)
 
 
 MODEL = {

@@ -90,6 +90,12 @@ def _check_graphs(order: Sequence[float], passes: Sequence[Action], stages: Sequ
                 f"microbatches in order"
             )
         counted[entry] += 1
+    for chunk, stage in enumerate(stages, start=1):
+        if counted[chunk] != counted[-chunk]:
+            raise ValueError(
+                f"stage {stage} has {counted[chunk]} forward passes and {counted[-chunk]} backward "
+                f"passes, and Transformer Engine captures as many of both: train a layer before it"
+            )
 
 
 def check_buffers(
