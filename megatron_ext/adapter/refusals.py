@@ -97,10 +97,23 @@ REFUSALS = (
     _drop("hybrid_context_parallel"),
     _drop("fine_grained_activation_offloading"),
     _drop("moe_paged_stash"),
-    Refusal(
-        "cuda_graph_impl",
-        lambda value: value not in (None, "none"),
-        "write --cuda-graph-impl none: Megatron captures its own pipeline order",
+    *(
+        Refusal(
+            "cuda_graph_impl",
+            lambda value, impl=impl: value == impl,  # type: ignore[misc]
+            f"write --cuda-graph-impl transformer_engine, or none: {why}",
+        )
+        for impl, why in (
+            (
+                "local",
+                "its graphs are made at the end of Megatron's own step, of the passes that it ran",
+            ),
+            (
+                "full_iteration",
+                "a graph of the whole step has no place for the host, which posts messages when "
+                "they are due",
+            ),
+        )
     ),
     _drop("num_microbatches_with_partial_activation_checkpoints"),
     _drop("overlap_param_gather_with_optimizer_step"),
@@ -133,6 +146,28 @@ REFUSALS = (
     ),
     _drop("init_model_with_meta_device", by=_moves_first_stage),
     Refusal("yaml_cfg", bool, "give Megatron's settings as flags, not by --yaml-cfg"),
+)
+
+_WITHOUT_GRAPHS = "write --cuda-graph-impl none"
+
+GRAPH_REFUSALS = (
+    Refusal(
+        "cuda_graph_warmup_steps",
+        lambda value: value < 1,
+        "write --cuda-graph-warmup-steps 1 or more: the order of a step is captured after one",
+    ),
+    *(
+        Refusal(name, bool, f"as many microbatches as are captured must come in every step: {then}")
+        for name, then in (
+            ("rampup_batch_size", "drop --rampup-batch-size"),
+            ("step_batch_size_schedule", "drop --step-batch-size-schedule"),
+        )
+    ),
+    Refusal(
+        "variable_seq_lengths",
+        bool,
+        f"a graph has one shape: give all microbatches one sequence length, or {_WITHOUT_GRAPHS}",
+    ),
 )
 
 _MADE_BY_PASSES = "the loss is made by passes of the schedule"
@@ -183,6 +218,12 @@ OFFLOAD_REFUSALS = (
         for name in ("fp8", "fp4")
     ),
     _drop("tp_comm_overlap", "activations in its communication buffers are untried"),
+    Refusal(
+        "cuda_graph_impl",
+        lambda value: value == "transformer_engine",
+        "what a CUDA graph keeps for its backward pass stays in its memory: write "
+        "--cuda-graph-impl none, or drop --pipeline-activation-offload",
+    ),
 )
 
 _TAKEN_BACK = "a step must be one that can be taken back"
@@ -278,6 +319,12 @@ POST_VALIDATION_REFUSALS = (
             ("vision_pretraining", "its own updates of a step cannot be taken back"),
             ("freeze_all_layers", "there is no step to validate"),
         )
+    ),
+    Refusal(
+        "cuda_graph_impl",
+        lambda value: value == "transformer_engine",
+        f"{_MEETS_FORWARDS_TWICE}, which is not the order that CUDA graphs are captured in: write "
+        f"--cuda-graph-impl none, or {_WITHOUT_POST_VALIDATION}",
     ),
     Refusal(
         "variable_seq_lengths",

@@ -14,6 +14,7 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 from megatron_ext.adapter.compatibility import refuse
 from megatron_ext.adapter.refusals import (
+    GRAPH_REFUSALS,
     OFFLOAD_REFUSALS,
     POST_VALIDATION_REFUSALS,
     REFUSALS,
@@ -49,6 +50,11 @@ def test_the_docs_tell_what_is_untried() -> None:
 def test_the_docs_tell_what_a_divided_vocabulary_refuses() -> None:
     rows = [[f"`{refusal.setting}`", refusal.instead] for refusal in VOCABULARY_REFUSALS]
     check_written("vocabulary refusals", table(["setting", "because, or instead"], rows))
+
+
+def test_the_docs_tell_what_cuda_graphs_refuse() -> None:
+    rows = [[f"`{refusal.setting}`", refusal.instead] for refusal in GRAPH_REFUSALS]
+    check_written("graph refusals", table(["setting", "because, or instead"], rows))
 
 
 def test_the_docs_tell_what_offload_refuses() -> None:
