@@ -84,6 +84,21 @@ def unused_heads(chunks: Sequence[torch.nn.Module]) -> frozenset[Tensor]:
     return frozenset(head.weight for head in heads if head is not None)
 
 
+def is_trained(chunk: torch.nn.Module) -> bool:
+    """Whether any parameter of ``chunk`` is."""
+    return any(weight.requires_grad for weight in chunk.parameters())
+
+
+def may_lose_gradients(chunk: torch.nn.Module) -> bool:
+    """Whether ``chunk`` may give trained weights no gradient if its input needs none.
+
+    Megatron's recompute makes none of what it recomputes then (torch's reentrant rule); what a
+    model that is not known does is not known.
+    """
+    config = getattr(language_model(chunk), "config", None)
+    return getattr(config, "recompute_granularity", "unknown") is not None
+
+
 def size_of(chunk: torch.nn.Module) -> ChunkSize:
     """The size of one rank's ``chunk``."""
     model = language_model(chunk)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from megatron_ext.adapter import transformer_engine
+from megatron_ext.adapter.transformer_engine import installed
 from megatron_ext.schedule.build.registry import Choice
 
 
@@ -58,8 +58,7 @@ REFUSALS = (
     Refusal(
         "transformer_impl",
         lambda value: (
-            value != "local"
-            and not (value == "transformer_engine" and transformer_engine.can_split())
+            value != "local" and not (value == "transformer_engine" and installed.can_split())
         ),
         "its backward is not split: write --transformer-impl local, use 1f1b or gpipe, or install "
         "Transformer Engine 2.8 or later",

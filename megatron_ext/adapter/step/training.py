@@ -155,7 +155,10 @@ class Training:
 
     def _program(self, call: Call, shape: Shape) -> Program:
         """The program for this step, the same on every rank of the job; cached."""
-        asked = call.config, shape, call.num_microbatches, call.forward_only
+        first_trained = 0
+        if not (call.forward_only or self._divides):
+            first_trained = self._programs.first_trained(call.pipeline, call.models)
+        asked = call.config, shape, call.num_microbatches, call.forward_only, first_trained
         known = self._programs.known(*asked)
         if known is not None:
             return known
