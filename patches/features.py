@@ -84,6 +84,11 @@ FEATURES = (
         lambda choice: True,
     ),
     Feature(
+        "per-layer CUDA graphs in the order of the schedule",
+        ("megatron.core.transformer.cuda_graphs",),
+        lambda choice: True,
+    ),
+    Feature(
         "virtual stages",
         (
             "megatron.core.transformer.transformer_config",

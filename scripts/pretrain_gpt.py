@@ -32,7 +32,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer import TransformerConfig
-from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_tp_rank
+from megatron.core.utils import (
+    get_attr_wrapped_model,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+)
 from megatron.training import get_args, get_timers, pretrain, print_rank_0
 from megatron.training.argument_utils import (
     core_transformer_config_from_args,
@@ -44,7 +48,6 @@ from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 UNSERVED = {
-    "context_parallel_size": 1,
     "fim_data": False,
     "hybrid_context_parallel": False,
     "logits_load_dir": None,
@@ -91,9 +94,9 @@ def is_packed() -> bool:
 
 def get_batch(data_iterator: Iterator[Batch], model: GPTModel) -> Batch:
     """The next microbatch, as far as this stage needs it: an inner stage gets the boundaries of
-    packed sequences alone."""
+    packed sequences alone. Of each sequence a rank gets its context-parallel part."""
     args = get_args()
-    boundaries = ("cu_seqlens", "max_seqlen")
+    boundaries = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
     fields = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids", *boundaries)
     is_inner = not is_first_or_last_pipeline_stage(get_attr_wrapped_model(model, "vp_stage"))
     if is_inner and not is_packed():
@@ -112,7 +115,7 @@ def get_batch(data_iterator: Iterator[Batch], model: GPTModel) -> Batch:
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
         broadcast_group=mpu.get_tensor_model_parallel_group(),
-        cp_size=1,
+        cp_size=args.context_parallel_size,
         tp_rank=tp_rank,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
@@ -121,24 +124,31 @@ def get_batch(data_iterator: Iterator[Batch], model: GPTModel) -> Batch:
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
+    cutting = {}
     if is_packed():
         batch = flatten_batch_for_packed_sequences(batch)
+        cutting["use_per_sequence_balancing"] = not args.sft  # documents may end anywhere
     if is_inner:
-        batch |= dict.fromkeys(set(fields) - set(boundaries))
-    return batch
+        return dict.fromkeys(fields) | {name: batch.get(name) for name in boundaries}
+    group = mpu.get_context_parallel_group()
+    return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group, **cutting)
 
 
 def packed_sequences(batch: Batch) -> PackedSeqParams | None:
     """Where the sequences of a microbatch begin and end; None where it is not packed."""
     if batch.get("cu_seqlens") is None:
         return None
-    cu_seqlens = batch["cu_seqlens"].squeeze(0)
+    cu_seqlens, padded = batch["cu_seqlens"].squeeze(0), batch.get("cu_seqlens_padded")
     update_seqlen_stats_from_cu_seqlens(cu_seqlens)
+    if padded is not None:
+        cu_seqlens = padded = padded.squeeze(0)
     longest = int(batch["max_seqlen"].item())
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         tokens_per_sample=get_args().seq_length,

@@ -18,7 +18,6 @@ class Untried:
 
 
 UNTRIED = (
-    Untried("context_parallel_size", lambda value: value > 1, "context parallel is untried"),
     *(
         Untried(name, bool, f"{name.upper()} is untried: no schedule has run with it")
         for name in ("fp8", "fp4")

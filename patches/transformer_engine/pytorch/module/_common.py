@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.adapter.transformer_engine import can_split
+from megatron_ext.adapter.transformer_engine.installed import can_split
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, wrap
 from megatron_ext.runtime.weight_gradients import (
@@ -220,9 +220,9 @@ def _tensors_in(saved: Any) -> list[Tensor]:
 
 
 def _cut_off(saved: Any) -> Any:
-    """``saved`` without the graph, which holds the stage's input and its gradient."""
+    """``saved`` without the graph, which holds the stage's input and its gradient, to be kept."""
     if isinstance(saved, list | tuple):
         return [_cut_off(part) for part in saved]
-    if isinstance(saved, Tensor) and saved.requires_grad:
-        return saved.detach()
-    return saved
+    if not isinstance(saved, Tensor):
+        return saved
+    return queue.keep(saved.detach() if saved.requires_grad else saved)
