@@ -87,15 +87,22 @@ KINDS = {"zb-h1": "line", "interleaved-zb": "loop", "zb-v": "v", "v-half": "v", 
 DAY = {("conversations, loss per token, 1 depth", "zb-v")}
 
 
-def case(model: str, schedule: str) -> Any:
-    settings = {name: value for name, value in MODELS[model].items() if name not in CONVERSATIONS}
-    settings["sft"] = "sft" in MODELS[model]
-    mark = pytest.mark.covers("B", (KINDS[schedule],), **settings)
-    return pytest.param(model, schedule, marks=mark)
+SHOWN = (
+    *("mtp_num_layers", "calculate_per_token_loss", "recompute_granularity", "num_experts"),
+    *("tensor_model_parallel_size", "sequence_parallel", "expert_model_parallel_size"),
+    *("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"),
+)
+
+
+def covers(schedule: str, settings: Flags) -> pytest.MarkDecorator:
+    shown = {name: value for name, value in settings.items() if name in SHOWN}
+    return pytest.mark.covers("B", (KINDS[schedule],), packed=True, **shown)
 
 
 CASES = [
-    case(*names) for names in itertools.product(MODELS, KINDS) if names in DAY or at_night(names)
+    pytest.param(model, schedule, marks=covers(schedule, MODELS[model]))
+    for model, schedule in itertools.product(MODELS, KINDS)
+    if (model, schedule) in DAY or at_night((model, schedule))
 ]
 
 
@@ -185,9 +192,7 @@ PARALLEL: dict[str, Flags] = {
         pytest.param(
             setting,
             schedule,
-            marks=pytest.mark.covers(
-                "B", (KINDS[schedule],), sft=True, **PER_TOKEN, **PREDICTING, **PARALLEL[setting]
-            ),
+            marks=covers(schedule, {**PER_TOKEN, **PREDICTING, **PARALLEL[setting]}),
         )
         for setting, schedule in itertools.product(PARALLEL, ("zb-h1", "interleaved-zb", "zb-v"))
     ],
