@@ -42,6 +42,13 @@ TRAININGS: dict[str, dict[str, str | int | bool | None]] = {
     "bf16": {},
     "bf16, overlapped": {"overlap_grad_reduce": True},
     "bf16, fused": {"no_gradient_accumulation_fusion": None},
+    "bf16, packed documents": {  # of Megatron's mock data, of up to 4096 tokens
+        "dataloader_inter_document_masking": True,
+        "calculate_per_token_loss": True,
+        "position_embedding_type": "rope",
+        "seq_length": 8192,
+        "max_position_embeddings": 8192,
+    },
     "fp8 current": {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"},
     "fp8 delayed": {"fp8_format": "hybrid", "fp8_recipe": "delayed"},
     "experts one by one": EXPERTS,

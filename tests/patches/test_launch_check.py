@@ -365,8 +365,14 @@ def test_what_is_untried_is_said(overrides: dict[str, Any], text: str) -> None:
     assert not any(t.startswith("untried: ") for t in told(stock, Verdict.REMARK))
 
 
-def test_a_tried_line_has_no_such_remark() -> None:
-    assert not any(text.startswith("untried: ") for text in told(checked(), Verdict.REMARK))
+PACKED = {"sft": True, "no_create_attention_mask_in_dataloader": True, "null_tokenizer_pad_id": 0}
+
+
+@pytest.mark.parametrize("overrides", [{}, PACKED, {**PACKED, "pipeline_vocab_parallel": 2}])
+def test_a_tried_line_has_no_such_remark(overrides: dict[str, Any]) -> None:
+    report = checked(**overrides)
+    assert report.is_right, told(report, Verdict.WRONG)
+    assert not any(text.startswith("untried: ") for text in told(report, Verdict.REMARK))
 
 
 @pytest.mark.parametrize(
