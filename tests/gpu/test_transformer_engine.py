@@ -1,4 +1,4 @@
-"""Transformer Engine's real kernels, in BF16 and FP8. Written without a GPU, and not run yet.
+"""Transformer Engine's real kernels, in BF16, FP8 and FP4. Written without a GPU, and not run yet.
 
 pytest tests/gpu            # layers on one GPU, trainings on two or more
 """
@@ -8,11 +8,10 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
-import torch
 
 from megatron_ext.adapter.transformer_engine.installed import can_split
 from tests.gpu.runs import GPUS, losses, needs_two_gpus
-from tests.gpu.te_layers import LAYERS, RECIPES, differences
+from tests.gpu.te_layers import LAYERS, RECIPES, differences, missing
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,8 +24,8 @@ pytestmark = [
 @pytest.mark.parametrize("precision", ["bf16", *RECIPES])
 @pytest.mark.parametrize("name", LAYERS)
 def test_gradients_are_stocks(name: str, precision: str, fused: bool) -> None:
-    if precision != "bf16" and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("this GPU has no FP8")
+    if lack := missing(precision):
+        pytest.skip(lack)
     assert differences(name, precision, fused) == []
 
 
