@@ -156,6 +156,7 @@ def dimensions_of(
         ),
         fused_attention=getattr(settings, "transformer_impl", "") == "transformer_engine",
         sequence_parallel=settings.sequence_parallel,
+        context_parallel=settings.context_parallel_size,
         depths=prediction_depths(settings),
     )
     if symbols is None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from megatron_ext.adapter import transformer_engine
+from megatron_ext.adapter.transformer_engine import installed
 from megatron_ext.schedule.build.registry import Choice
 
 
@@ -58,8 +58,7 @@ REFUSALS = (
     Refusal(
         "transformer_impl",
         lambda value: (
-            value != "local"
-            and not (value == "transformer_engine" and transformer_engine.can_split())
+            value != "local" and not (value == "transformer_engine" and installed.can_split())
         ),
         "its backward is not split: write --transformer-impl local, use 1f1b or gpipe, or install "
         "Transformer Engine 2.8 or later",
@@ -145,14 +144,8 @@ VOCABULARY_REFUSALS = (
     Refusal("use_mup", bool, f"MuP scales the logits, and here they are not: {_WITHOUT_DIVIDING}"),
     _drop("fp8_output_proj", "the logits are not made in fp8"),
     Refusal(
-        "context_parallel_size",
-        lambda value: value > 1,
-        f"context parallelism is untried: {_WITHOUT_DIVIDING}",
-    ),
-    Refusal(
         "hybrid_layer_pattern", bool, f"it divides the tables of a GPTModel: {_WITHOUT_DIVIDING}"
     ),
-    Refusal("sft", bool, f"packed sequences are untried: {_WITHOUT_DIVIDING}"),
     Refusal("logits_load_dir", bool, f"{_MADE_BY_PASSES}, from labels: {_WITHOUT_DIVIDING}"),
     Refusal("modelopt_enabled", bool, f"models of ModelOpt are untried: {_WITHOUT_DIVIDING}"),
     Refusal(
@@ -188,11 +181,6 @@ OFFLOAD_REFUSALS = (
     *(
         Refusal(name, bool, f"quantised activations are untried: {_WITHOUT_OFFLOAD}")
         for name in ("fp8", "fp4")
-    ),
-    Refusal(
-        "context_parallel_size",
-        lambda value: value > 1,
-        f"context parallelism is untried: {_WITHOUT_OFFLOAD}",
     ),
     _drop("tp_comm_overlap", "activations in its communication buffers are untried"),
 )

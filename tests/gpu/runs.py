@@ -22,6 +22,10 @@ needs_two_gpus = pytest.mark.skipif(
     GPUS < 2, reason=f"needs two GPUs for a pipeline, here are {GPUS}"
 )
 
+needs_four_gpus = pytest.mark.skipif(
+    GPUS < 4, reason=f"needs four GPUs for two pipeline ranks of two each, here are {GPUS}"
+)
+
 
 def torchrun(ranks: int, *words: str) -> str:
     """What ``torchrun ... WORDS`` prints; fails with the end of it when a rank does."""

@@ -10,7 +10,7 @@ import importlib.util
 import pytest
 import torch
 
-from megatron_ext.adapter.transformer_engine import can_split
+from megatron_ext.adapter.transformer_engine.installed import can_split
 from tests.gpu.runs import GPUS, losses, needs_two_gpus
 from tests.gpu.te_layers import LAYERS, RECIPES, differences
 

@@ -6,7 +6,7 @@ a stage computes is stock's to the last bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,10 @@ class StepCall:
 
 
 class ModelStage:
-    """One model chunk during one step."""
+    """One model chunk during one step.
+
+    ``w_is_next``: the microbatches whose W its rank runs right after their I.
+    """
 
     def __init__(
         self,
@@ -47,6 +50,7 @@ class ModelStage:
         call: StepCall,
         recorder: Recorder,
         gathers: ParameterGathers,
+        w_is_next: Collection[int] = (),
         *,
         has_loss: bool,
         first_trained: int = 0,
@@ -59,6 +63,7 @@ class ModelStage:
         self._call = call
         self._recorder = recorder
         self._gathers = gathers
+        self._w_is_next = w_is_next
         self._has_loss = has_loss
         self._has_backward = not call.forward_only and number >= first_trained
         # Handed over without one: nothing before is trained.
@@ -105,15 +110,20 @@ class ModelStage:
             self._free(self._between[microbatch][1])
 
     def backward(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
-        dx = self.backward_input(microbatch, dy)
+        dx = self._backward_input(microbatch, dy, w_is_next=True)
         self.backward_weight(microbatch)
         return dx
 
     def backward_input(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
+        return self._backward_input(microbatch, dy, w_is_next=microbatch in self._w_is_next)
+
+    def _backward_input(
+        self, microbatch: int, dy: Tensor | None, *, w_is_next: bool
+    ) -> Tensor | None:
         x, output = self._between.pop(microbatch)
         if self._has_loss:
             self._free(output)
-        with queue.collecting(self._number, microbatch):
+        with queue.collecting(self._number, microbatch, w_is_next=w_is_next):
             return schedules.backward_step(_with_gradient(x), output, dy, self._config)
 
     def backward_weight(self, microbatch: int) -> None:

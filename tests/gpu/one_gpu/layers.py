@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from megatron_ext.adapter.transformer_engine import can_split
+from megatron_ext.adapter.transformer_engine.installed import can_split
 from megatron_ext.patches.engine import apply
 from tests.gpu.one_gpu.rows import CannotRun, run_case, tell
 

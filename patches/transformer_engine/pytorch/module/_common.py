@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.adapter.transformer_engine import can_split
+from megatron_ext.adapter.transformer_engine.installed import can_split
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, wrap
 from megatron_ext.runtime.weight_gradients import (
