@@ -44,7 +44,13 @@ UNTRIED = (
     Untried(
         "moe_token_dispatcher_type",
         lambda value: value == "flex",
-        "the flex dispatcher is untried: all-to-all is tested",
+        "DeepEP's and HybridEP's own kernels are untried: the flex dispatcher is tested on the "
+        "CPU, with gloo's all-to-all in their place",
+    ),
+    Untried(
+        "moe_flex_dispatcher_backend",
+        lambda value: value == "ncclep",
+        "NCCL EP is untried: DeepEP and HybridEP are tested, with gloo in their place",
     ),
     Untried(
         "optimizer",
