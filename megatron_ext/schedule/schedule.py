@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import RULES, Lane, Where
@@ -30,6 +31,17 @@ Transform = Callable[[Schedule, Problem], Schedule]
 
 def is_compute(action: Action) -> bool:
     return RULES[action.kind].lane is Lane.COMPUTE
+
+
+def followed_by_own_w(row: Sequence[Action]) -> frozenset[tuple[int, int]]:
+    """Stage and microbatch of each I of a rank's ``row`` whose W is what the rank computes next."""
+    passes = pairwise(action for action in row if is_compute(action))
+    kinds = Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+    return frozenset(
+        (i.stage, i.microbatch)
+        for i, w in passes
+        if (i.kind, w.kind) == kinds and (i.stage, i.microbatch) == (w.stage, w.microbatch)
+    )
 
 
 def bitwise_order(schedule: Schedule) -> bool:

@@ -455,10 +455,7 @@ def test_the_table_of_models() -> None:
         "a wrapper: GPTModel behind a tower": _cases("a wrapper"),
         "Megatron's LLaVAModel": _cases("LLaVAModel"),
         "GPTModel, stages without layers": [("all", tuple(WITHOUT_LAYERS))],
-        "GPTModel with low-rank adapters": [
-            (trained, own + test_adapters.BY_NIGHT[trained])
-            for trained, own in test_adapters.BY_DAY.items()
-        ],
+        "GPTModel with low-rank adapters": test_adapters.compared(),
     }
     rows = [
         [kind, trained, *(_under(schedules, placement) for placement in ("line", "loop", "v wave"))]

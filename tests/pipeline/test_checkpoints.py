@@ -79,7 +79,7 @@ def test_saved_by_stock_and_resumed(setting: str, schedule: str | None) -> None:
         assert all(len(tables) == 2 and len({*tables.values()}) == 1 for tables in moments)
 
 
-@nightly("test_bad_days has two ranks that save in the background, and resumes from it")
+@nightly("what is saved is the same; a process in the background of each rank takes half a minute")
 def test_saved_in_the_background() -> None:
     whole, folder = saved(
         "distributed optimizer",

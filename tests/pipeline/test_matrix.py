@@ -132,8 +132,14 @@ def stock(parallelism: str, embeddings: str, precision: str) -> tuple[list[Run],
     return train(RANKS, flags(parallelism, embeddings, precision, saving)), folder
 
 
-# By day a line, a V and a loop: 1f1b has the passes of interleaved, and v-half lies as zb-v.
-RUN = [case for case in CASES if IS_NIGHT or case.schedule in ("zb-auto", "zb-v", "interleaved")]
+# By day a V with every parallelism, and with each a line or a loop: linears, gradients and groups
+# of those are as a V's. 1f1b has the passes of interleaved, and v-half lies as zb-v.
+BY_DAY = {
+    "zb-v": list(PARALLELISM),
+    "zb-auto": ["TP2, SP", "DP2, distributed optimizer, both overlaps"],
+    "interleaved": ["TP2", "EP2, 4 experts", "DP2"],
+}
+RUN = [case for case in CASES if IS_NIGHT or case.parallelism in BY_DAY.get(case.schedule, [])]
 
 
 @pytest.mark.parametrize("case", RUN, ids=str)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from megatron_ext.runtime.executor import execute
 from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.runtime.owner import Owner
 from megatron_ext.runtime.vocabulary.passes import VocabularyPasses
+from megatron_ext.schedule.schedule import followed_by_own_w
 
 
 def run_passes(step: Step, iterators: list[Any], others: Sequence[Owner] = ()) -> list[ModelStage]:
@@ -31,7 +32,7 @@ def run_passes(step: Step, iterators: list[Any], others: Sequence[Owner] = ()) -
     row = program.schedule.rows[call.pipeline.rank()]
     chunks = dict(zip(_numbers(step), call.models, strict=True))
     gathers = parameter_gathers(call.config, chunks, row, call.forward_only)
-    stages = _stages(step, iterators, gathers)
+    stages = _stages(step, iterators, gathers, followed_by_own_w(row))
     vocabulary = _vocabulary(step, stages, boundary)
     offload = None
     if connections.offload is not None and not call.forward_only:
@@ -47,16 +48,23 @@ def _numbers(step: Step) -> tuple[int, ...]:
     return step.program.schedule.placement.stages_of[step.call.pipeline.rank()]
 
 
-def _stages(step: Step, iterators: list[Any], gathers: ParameterGathers) -> dict[int, ModelStage]:
+def _stages(
+    step: Step,
+    iterators: list[Any],
+    gathers: ParameterGathers,
+    followed: Collection[tuple[int, int]],
+) -> dict[int, ModelStage]:
     call, placement = step.call, step.program.schedule.placement
+    first_trained = step.program.problem.first_trained
     stages: dict[int, ModelStage] = {}
     for number, chunk, iterator in zip(_numbers(step), call.models, iterators, strict=True):
         is_last = placement.is_last(number)
-        common = number, chunk, call.config, iterator, call, step.recorder, gathers
+        w_is_next = {microbatch for stage, microbatch in followed if stage == number}
+        common = number, chunk, call.config, iterator, call, step.recorder, gathers, w_is_next
         if step.shard is not None and (placement.is_first(number) or is_last):
             stages[number] = EndStage(*common, is_last=is_last)
         else:
-            stages[number] = ModelStage(*common, has_loss=is_last)
+            stages[number] = ModelStage(*common, has_loss=is_last, first_trained=first_trained)
     return stages
 
 
@@ -72,6 +80,6 @@ def _vocabulary(
         step.shard,
         step.connections.collectives,
         boundary,
-        (step.call.micro_batch_size, step.call.seq_length),
+        step.call.tokens_shape,
         step.recorder,
     )

@@ -6,6 +6,11 @@ graph, the function's own backward makes the input's gradient, and the weight's 
 of `weight_gradients` for W. Nothing is cloned: the queue holds the layer's input and its output's
 gradient.
 
+A whole backward hides tensor-parallel communication behind its two products. Split, the reduction
+of the input's gradient is begun here, and the queue told: where W is next it computes the layer
+before meanwhile. Under sequence parallelism the queue holds this rank's part of the input, and W
+gathers it again, while the product before is computed.
+
 Since the weight is not in the graph, data-parallel hooks on it do not fire in I; W adds to
 ``main_grad`` itself, by Megatron's fused kernel where Megatron would, and the reduction starts
 after the chunk's last W.
@@ -21,7 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -73,29 +77,55 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 @dataclass(frozen=True)
 class _Linear:
-    """A layer's weight, kept from autograd, and how its weight gradient is computed."""
+    """A layer's weight, kept from autograd, and what its backward needs to know."""
 
     weight: Tensor
     fused: bool
+    allreduces: bool
     sequence_parallel: bool
-    tensor_parallel_group: Any
+    group: Any  # of tensor-parallel ranks
     newer: tuple[Any, ...]  # what newer versions of Megatron take: gtp_remat_size, output_dtype
 
-    def gradient(self, x: Tensor, dy: Tensor) -> Tensor | None:
-        """The weight's gradient; None when ``fused``, as it is in ``main_grad`` then.
-
-        Under sequence parallelism x is gathered again first.
-        """
+    def reduce(self, dx: Tensor, x: Tensor) -> Tensor:
+        """``dx`` summed over the ranks, as the gradient of ``x``, the input on this one."""
         if self.sequence_parallel:
-            sizes = list(x.size())
-            sizes[0] *= self.tensor_parallel_group.size()
-            total = torch.empty(sizes, dtype=x.dtype, device=x.device)
-            layers.dist_all_gather_func(total, x, group=self.tensor_parallel_group)
-            x = total
-        dy, x = prepare_input_tensors_for_wgrad_compute(dy, x)
-        if not self.fused:
+            total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+            scatter = layers.dist_reduce_scatter_func
+            handle = scatter(total, dx, group=self.group, async_op=True)
+        elif self.allreduces:
+            total = dx
+            handle = torch.distributed.all_reduce(total, group=self.group, async_op=True)
+        else:
+            return dx
+        queue.compute_meanwhile()
+        handle.wait()
+        return total
+
+
+class _WeightGradient:
+    """The gradient of a layer's weight, to be computed from its input and its output's gradient."""
+
+    def __init__(self, linear: _Linear, x: Tensor, dy: Tensor) -> None:
+        self._linear = linear
+        self._x, self._dy = x, dy
+        self._gathering: Any = None
+
+    def gather(self) -> None:
+        """Begin to gather the input, of which this rank has its part of the sequence."""
+        part, group = self._x, self._linear.group
+        sizes = part.size(0) * group.size(), *part.shape[1:]
+        self._x = torch.empty(sizes, dtype=part.dtype, device=part.device)
+        gather = layers.dist_all_gather_func
+        self._gathering = gather(self._x, part, group=group, async_op=True)
+
+    def compute(self) -> Tensor | None:
+        """It; None where Megatron's kernel has added it to ``main_grad``."""
+        if self._gathering is not None:
+            self._gathering.wait()
+        dy, x = prepare_input_tensors_for_wgrad_compute(self._dy, self._x)
+        if not self._linear.fused:
             return dy.t().matmul(x)
-        main_grad: Tensor = self.weight.main_grad  # type: ignore[attr-defined]  # Megatron's
+        main_grad: Tensor = self._linear.weight.main_grad  # type: ignore[attr-defined]  # Megatron's
         kernels = layers.fused_weight_gradient_mlp_cuda
         in_fp32 = main_grad.dtype == torch.float32
         add = kernels.wgrad_gemm_accum_fp32 if in_fp32 else kernels.wgrad_gemm_accum_fp16
@@ -109,8 +139,8 @@ def split_apply(original: Callable[..., Tensor], *args: Any) -> Tensor:
     if not (queue.splits(weight) and weight.requires_grad and x.requires_grad):
         return original(*args)
     assert deferred is None and newer[:1] in ([], [1])  # gtp_remat_size
-    linear = _Linear(weight, fused, sequence_parallel, group, (*newer,))
-    output: Tensor = _SplitLinear.apply(x, linear, allreduce_dgrad)
+    linear = _Linear(weight, fused, allreduce_dgrad, sequence_parallel, group, (*newer,))
+    output: Tensor = _SplitLinear.apply(x, linear)
     return output if bias is None else output + bias
 
 
@@ -118,7 +148,7 @@ class _SplitLinear(torch.autograd.Function):
     """Stock's function, told that its weight gradient goes to a buffer: then it skips it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, linear: _Linear, allreduce_dgrad: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, linear: _Linear) -> Tensor:
         ctx.linear = linear
         stock = layers.LinearWithGradAccumulationAndAsyncCommunication
         output: Tensor = stock.forward(
@@ -127,11 +157,11 @@ class _SplitLinear(torch.autograd.Function):
             linear.weight.detach(),
             None,  # bias: added by the caller, so that autograd sums its gradient as ever
             True,  # gradient_accumulation_fusion, with a buffer: no weight gradient is computed
-            allreduce_dgrad,
+            linear.allreduces,
             linear.sequence_parallel,
             [],  # grad_output_buffer
             0,  # wgrad_deferral_limit: none
-            linear.tensor_parallel_group,
+            linear.group,
             *linear.newer,
         )
         return output
@@ -139,12 +169,17 @@ class _SplitLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, _ = ctx.saved_tensors
+        linear: _Linear = ctx.linear
         stock = layers.LinearWithGradAccumulationAndAsyncCommunication
-        dx = stock.backward(ctx, dy)[0]
+        ctx.allreduce_dgrad = ctx.sequence_parallel = False  # it would wait for the reduction
+        dx = linear.reduce(stock.backward(ctx, dy)[0], x)
         # The same memory, cut off from the graph, which holds the stage's input and its gradient.
         # (dy can have one too: the loss overwrites the logits with their gradient. This node and
         # the dy in its buffer would then keep each other.)
         ctx.grad_output_buffer = None
         x, dy = x.detach(), dy.detach().to(x.dtype)  # another one where output_dtype is
-        queue.put(ctx.linear.weight, partial(ctx.linear.gradient, x, dy), (x, dy))
-        return dx, None, None
+        x, dy = queue.keep(x), queue.keep(dy)
+        gradient = _WeightGradient(linear, x, dy)
+        gather = gradient.gather if linear.sequence_parallel else None
+        queue.put(linear.weight, gradient.compute, (x, dy), gather)
+        return dx, None
