@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
-import torch
 from megatron.core.transformer.moe import fused_a2a
 
 from megatron_ext.adapter.transformer_engine.installed import can_split
