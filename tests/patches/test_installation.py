@@ -184,7 +184,7 @@ def test_what_is_refused_says_what_to_write_instead(refusal: object) -> None:
     setting, instead = refusal.setting, refusal.instead  # type: ignore[attr-defined]
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     with pytest.raises(ValueError) as caught:
-        refuse(SimpleNamespace(**sizes, **{setting: 2}), choose("zb-v"))
+        refuse(SimpleNamespace(**sizes, save="here", **{setting: 2}), choose("zb-v"))
     assert f"{setting}=2" in str(caught.value) and instead in str(caught.value)
 
 

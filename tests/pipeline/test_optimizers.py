@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -215,3 +216,22 @@ def test_optimizers_of_other_packages(setting: str, schedule: str, tmp_path: Pat
     ((whole, *runs),) = values(run_ranks(1, both, timeout=4 * HANGS, connect=False))
     for made in runs:
         assert_same(made, whole)
+        assert_one_rank_has_each(made)
+
+
+def assert_one_rank_has_each(runs: list[Run]) -> None:
+    """What `megatron-ext parity` records: of copies, which several instances have, one; and what is
+    on one data-parallel rank alone is none. But for counts of steps."""
+    pieces = Counter(
+        (piece.name, piece.index, piece.place)
+        for rank in runs
+        for piece in rank.state
+        if piece.shape and not piece.is_copy
+    )
+    everything = {
+        (piece.name, piece.index, piece.place)
+        for rank in runs
+        for piece in rank.state
+        if piece.shape
+    }
+    assert pieces.keys() == everything and set(pieces.values()) == {1}
