@@ -30,7 +30,7 @@ CAPTURED = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba", "laye
 WHOLE_LAYERS = "layer"  # what is captured where cuda_graph_scope names no modules
 _RECOMPUTED = (
     *("core_attn", "mla_up_proj", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mhc"),
-    *("gdn", "mamba"),
+    *("gdn", "gdn_norm_out", "mamba"),
 )
 _DTYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
 
