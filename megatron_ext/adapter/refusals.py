@@ -97,10 +97,23 @@ REFUSALS = (
     _drop("hybrid_context_parallel"),
     _drop("fine_grained_activation_offloading"),
     _drop("moe_paged_stash"),
-    Refusal(
-        "cuda_graph_impl",
-        lambda value: value not in (None, "none"),
-        "write --cuda-graph-impl none: Megatron captures its own pipeline order",
+    *(
+        Refusal(
+            "cuda_graph_impl",
+            lambda value, impl=impl: value == impl,  # type: ignore[misc]
+            f"write --cuda-graph-impl transformer_engine, or none: {why}",
+        )
+        for impl, why in (
+            (
+                "local",
+                "its graphs are made at the end of Megatron's own step, of the passes that it ran",
+            ),
+            (
+                "full_iteration",
+                "a graph of the whole step has no place for the host, which posts messages when "
+                "they are due",
+            ),
+        )
     ),
     _drop("num_microbatches_with_partial_activation_checkpoints"),
     _drop("overlap_param_gather_with_optimizer_step"),
@@ -135,6 +148,28 @@ REFUSALS = (
     Refusal("yaml_cfg", bool, "give Megatron's settings as flags, not by --yaml-cfg"),
 )
 
+_WITHOUT_GRAPHS = "write --cuda-graph-impl none"
+
+GRAPH_REFUSALS = (
+    Refusal(
+        "cuda_graph_warmup_steps",
+        lambda value: value < 1,
+        "write --cuda-graph-warmup-steps 1 or more: the order of a step is captured after one",
+    ),
+    *(
+        Refusal(name, bool, f"as many microbatches as are captured must come in every step: {then}")
+        for name, then in (
+            ("rampup_batch_size", "drop --rampup-batch-size"),
+            ("step_batch_size_schedule", "drop --step-batch-size-schedule"),
+        )
+    ),
+    Refusal(
+        "variable_seq_lengths",
+        bool,
+        f"a graph has one shape: give all microbatches one sequence length, or {_WITHOUT_GRAPHS}",
+    ),
+)
+
 _MADE_BY_PASSES = "the loss is made by passes of the schedule"
 _WITHOUT_DIVIDING = "drop --pipeline-vocab-parallel"
 
@@ -144,14 +179,8 @@ VOCABULARY_REFUSALS = (
     Refusal("use_mup", bool, f"MuP scales the logits, and here they are not: {_WITHOUT_DIVIDING}"),
     _drop("fp8_output_proj", "the logits are not made in fp8"),
     Refusal(
-        "context_parallel_size",
-        lambda value: value > 1,
-        f"context parallelism is untried: {_WITHOUT_DIVIDING}",
-    ),
-    Refusal(
         "hybrid_layer_pattern", bool, f"it divides the tables of a GPTModel: {_WITHOUT_DIVIDING}"
     ),
-    Refusal("sft", bool, f"packed sequences are untried: {_WITHOUT_DIVIDING}"),
     Refusal("logits_load_dir", bool, f"{_MADE_BY_PASSES}, from labels: {_WITHOUT_DIVIDING}"),
     Refusal("modelopt_enabled", bool, f"models of ModelOpt are untried: {_WITHOUT_DIVIDING}"),
     Refusal(
@@ -188,12 +217,13 @@ OFFLOAD_REFUSALS = (
         Refusal(name, bool, f"quantised activations are untried: {_WITHOUT_OFFLOAD}")
         for name in ("fp8", "fp4")
     ),
-    Refusal(
-        "context_parallel_size",
-        lambda value: value > 1,
-        f"context parallelism is untried: {_WITHOUT_OFFLOAD}",
-    ),
     _drop("tp_comm_overlap", "activations in its communication buffers are untried"),
+    Refusal(
+        "cuda_graph_impl",
+        lambda value: value == "transformer_engine",
+        "what a CUDA graph keeps for its backward pass stays in its memory: write "
+        "--cuda-graph-impl none, or drop --pipeline-activation-offload",
+    ),
 )
 
 _TAKEN_BACK = "a step must be one that can be taken back"
@@ -289,6 +319,12 @@ POST_VALIDATION_REFUSALS = (
             ("vision_pretraining", "its own updates of a step cannot be taken back"),
             ("freeze_all_layers", "there is no step to validate"),
         )
+    ),
+    Refusal(
+        "cuda_graph_impl",
+        lambda value: value == "transformer_engine",
+        f"{_MEETS_FORWARDS_TWICE}, which is not the order that CUDA graphs are captured in: write "
+        f"--cuda-graph-impl none, or {_WITHOUT_POST_VALIDATION}",
     ),
     Refusal(
         "variable_seq_lengths",

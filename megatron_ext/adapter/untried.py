@@ -18,7 +18,6 @@ class Untried:
 
 
 UNTRIED = (
-    Untried("context_parallel_size", lambda value: value > 1, "context parallel is untried"),
     *(
         Untried(name, bool, f"{name.upper()} is untried: no schedule has run with it")
         for name in ("fp8", "fp4")
@@ -47,7 +46,6 @@ UNTRIED = (
         lambda value: value == "flex",
         "the flex dispatcher is untried: all-to-all is tested",
     ),
-    Untried("sft", bool, "packed sequences are untried"),
     Untried(
         "optimizer",
         lambda value: value not in ("adam", "sgd"),

@@ -351,14 +351,13 @@ def test_what_is_left_out_of_a_line_is_said() -> None:
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
-        ({"context_parallel_size": 2}, "context_parallel_size=2: context parallel is untried"),
         ({"fp8_format": "hybrid", "bf16": True, "transformer_impl": None}, "fp8=hybrid: FP8 is"),
         ({"transformer_impl": None}, "Transformer Engine's own kernels are untried"),
         ({"inprocess_restart": True}, "untried with nvidia-resiliency-ext"),
     ],
 )
 def test_what_is_untried_is_said(overrides: dict[str, Any], text: str) -> None:
-    """Of context parallel and FP8 there was no word."""
+    """Of FP8 there was no word."""
     report = checked(**overrides)
     assert report.is_right, told(report, Verdict.WRONG)
     assert any(t.startswith("untried: ") and text in t for t in told(report, Verdict.REMARK))

@@ -220,9 +220,9 @@ def _tensors_in(saved: Any) -> list[Tensor]:
 
 
 def _cut_off(saved: Any) -> Any:
-    """``saved`` without the graph, which holds the stage's input and its gradient."""
+    """``saved`` without the graph, which holds the stage's input and its gradient, to be kept."""
     if isinstance(saved, list | tuple):
         return [_cut_off(part) for part in saved]
-    if isinstance(saved, Tensor) and saved.requires_grad:
-        return saved.detach()
-    return saved
+    if not isinstance(saved, Tensor):
+        return saved
+    return queue.keep(saved.detach() if saved.requires_grad else saved)
