@@ -32,6 +32,7 @@ from megatron_ext.runtime.host import offload
 from megatron_ext.runtime.host.offload import OffloadedStep
 from tests.helpers import transformer_engine_on_cpu as on_cpu
 from tests.helpers.combinations import IS_NIGHT
+from tests.helpers.covered import covers
 from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train
 from tests.helpers.ranks import HANGS, run_ranks, values
 
@@ -206,12 +207,24 @@ NIGHTLY = (
 )
 
 
+def case(version: str, setting: str) -> Any:
+    _, schedule, flags = SETTINGS[setting]
+    more: dict[str, Any] = {"transformer_impl": "transformer_engine"}
+    if "fused" in setting:
+        more["gradient_accumulation_fusion"] = True
+    if "grouped" in setting:
+        more |= {"moe_grouped_gemm": True, "recompute_modules": ["moe_act"]}
+    if "recompute_granularity" not in flags:
+        more.pop("recompute_modules", None)
+    return pytest.param(version, setting, marks=covers("B", (schedule,), flags, **more))
+
+
 @pytest.mark.parametrize(
     ("version", "setting"),
     [
-        (OLDEST, "overlapped"),
-        (OLDEST, "experts, grouped, biases, recompute"),
-        *((NEWEST, setting) for setting in SETTINGS if IS_NIGHT or setting not in NIGHTLY),
+        case(OLDEST, "overlapped"),
+        case(OLDEST, "experts, grouped, biases, recompute"),
+        *(case(NEWEST, setting) for setting in SETTINGS if IS_NIGHT or setting not in NIGHTLY),
     ],
 )
 def test_training_is_stocks_to_the_last_bit(
