@@ -108,13 +108,14 @@ def _capture(
 ) -> None:
     layers = [layer for chunk in chunks for layer in chunk]
     microbatches = len(order) // len(chunks) // 2
-    samples = tuple(
+    samples = [
         (torch.ones(ROWS, WIDTH, device=device, dtype=dtype, requires_grad=True),)
         for _ in range(len(layers) * microbatches)
-    )
+    ]
     made = make(
         tuple(layer.captured for layer in layers),
         samples,
+        sample_kwargs=[{} for _ in samples],
         _order=order,
         _num_layers_per_chunk=[LAYERS] * len(chunks),
         _reuse_graph_input_output_buffers=True,
