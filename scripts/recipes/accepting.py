@@ -12,7 +12,7 @@ import copy
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +31,7 @@ from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.verify import Program
 from scripts.recipes.feature import Value
 from scripts.recipes.recipe import Recipe, in_effect
+from scripts.recipes.verdict import Verdict
 from scripts.recipes.vocabulary import WHOLE_LAYERS
 
 # Of a launch, and no recipe says them.
@@ -85,29 +86,6 @@ _STOCK_CANNOT = {
         "hyper-connections have no pipeline: 0.20 raises NotImplementedError, 0.19 has none"
     ),
 }
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Whether a recipe is accepted under a ``schedule``.
-
-    Attributes:
-        why_stock: why stock itself cannot run the recipe; None where it can.
-        why: why we refuse it; None where it is accepted.
-        without: the settings without which it would be accepted, though refused; empty where that
-            does not help.
-        microbatches: of a step; None where they are not known.
-    """
-
-    schedule: str
-    why_stock: str | None = None
-    why: str | None = None
-    without: tuple[str, ...] = ()
-    microbatches: int | None = None
-
-    @property
-    def is_accepted(self) -> bool:
-        return self.why is None and self.why_stock is None
 
 
 @contextlib.contextmanager

@@ -55,7 +55,7 @@ def page(made: Sequence[Row], evidence: Evidence) -> str:
         "The best grade under each kind of schedule, and the recipes that have it.\n",
         _features(made, evidence),
         "## What stands for what\n",
-        _rules(),
+        rules(),
     ]
     return "\n".join(parts)
 
@@ -189,7 +189,8 @@ def _features(made: Sequence[Row], evidence: Evidence) -> str:
     return _table(["", "recipes", *KINDS], lines)
 
 
-def _rules() -> str:
+def rules() -> str:
+    """Which values stand for others, and of what nothing has to be shown."""
     lines = [[f"`{setting.name}`", setting.why] for setting in SETTINGS if setting.why]
     lines += [[f"`{name}`", f"is `{setting}`"] for name, setting in OTHER_NAMES.items()]
     return _table(["setting", ""], lines)
