@@ -26,7 +26,7 @@ from megatron_ext.launch_check import line as launch_line
 from megatron_ext.launch_check.importing import silently
 from megatron_ext.patches import engine
 from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import Choice
+from megatron_ext.schedule.build.registry import Choice, choose
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.verify import Program
 from scripts.recipes.feature import Value
@@ -118,7 +118,7 @@ def judge(recipe: Recipe) -> Verdict:
 def judge_on_v(recipe: Recipe, schedule: str = "v-auto") -> Verdict:
     """``recipe`` on a V, for which its layers are divided anew.
 
-    The program is that of what stands in for a search where steps cannot wait.
+    The program is zb-v's, which has its placement and needs no search.
     """
     settings = dict(recipe.settings)
     for name in (
@@ -274,6 +274,7 @@ def _cut(pattern: str, stages: int) -> str:
     return "|".join(segments) + slash + depths
 
 
+_AS_SEARCHED = "zb-v"
 _PROVED: dict[tuple[object, ...], Program] = {}
 
 
@@ -281,10 +282,10 @@ def _proved(choice: Choice, problem: Problem) -> Program:
     """The program of ``choice``, proved once for its ranks, chunks and microbatches.
 
     At equal costs, whatever the layers: another order of W for other costs is proved where it runs.
-    A search is left to what stands in for it where steps cannot wait.
+    In the place of a search, whose programs take minutes, is a schedule with its placement.
     """
     key = choice.spec, problem.placement, problem.microbatches
     if key not in _PROVED:
         equal = replace(problem, costs=equal_costs(problem.placement))
-        _PROVED[key] = build_program(choice.without_search, equal)
+        _PROVED[key] = build_program(choose(_AS_SEARCHED) if choice.searches else choice, equal)
     return _PROVED[key]

@@ -232,6 +232,7 @@ NOT_OF_RECIPES = frozenset(
         *("num_layers_per_virtual_pipeline_stage", "dist_ckpt_optim_fully_reshardable"),
         *("no_create_attention_mask_in_dataloader", "dataloader_inter_document_masking"),
         *("null_tokenizer_pad_id", "max_position_embeddings", "use_cpu_initialization"),
+        *("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
         *("pipeline_activation_offload", "pipeline_memory_limit", "pipeline_vocab_parallel"),
     )
 )

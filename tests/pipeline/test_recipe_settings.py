@@ -100,6 +100,10 @@ SETTINGS: dict[str, tuple[int, Flags]] = {
             "moe_shared_expert_intermediate_size": 32,
         },
     ),
+    "experts in a latent space": (
+        2,
+        {**EXPERTS, "moe_latent_size": 16, "moe_shared_expert_intermediate_size": 32},
+    ),
     "experts of some capacity": (
         2,
         {**EXPERTS, "moe_expert_capacity_factor": 1.1},
