@@ -51,6 +51,7 @@ EXPERTS: Flags = {
     "moe_token_dispatcher_type": "alltoall",
     "disable_bias_linear": True,
 }
+TENSOR: Flags = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 GATHERED_EARLY: Flags = {
     **SHARDED,
     "overlap_param_gather_with_optimizer_step": True,
@@ -98,6 +99,7 @@ OTHERS: dict[str, tuple[Package, Flags]] = {
     "muon by layers, averaged": (MUON, {**BY_LAYERS, **AVERAGED}),
     "muon by layers, gathers overlapped": (MUON, {**BY_LAYERS, "overlap_param_gather": True}),
     "muon by layers, averaged, experts": (MUON, {**BY_LAYERS, **AVERAGED, **EXPERTS}),
+    "muon by layers, tensor parallel": (MUON, {**BY_LAYERS, **TENSOR}),
     "fused, states in bf16, experts": (FUSED_ADAM, {**FUSED, **EXPERTS}),
 }
 
@@ -161,6 +163,7 @@ SHOWN = (
     *("use_precision_aware_optimizer", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype"),
     *("exp_avg_sq_dtype", "optimizer_cpu_offload", "optimizer", "ckpt_format"),
     *("expert_model_parallel_size", "num_experts", "moe_token_dispatcher_type"),
+    *("tensor_model_parallel_size", "sequence_parallel"),
 )
 
 CASES = [
