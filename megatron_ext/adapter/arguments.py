@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
@@ -73,8 +74,14 @@ def _divided(pattern: str, args: Any, choice: Choice) -> str:
     return divided + slash + depths
 
 
-def check(args: Any, config: PipelineConfig) -> list[Program]:
+Make = Callable[[Choice, Problem], Program]
+
+
+def check(args: Any, config: PipelineConfig, make: Make = place_output_layer) -> list[Program]:
     """Refuse, with Megatron's parsed ``args``, what ``config`` cannot honour.
+
+    Args:
+        make: proves the programs.
 
     Returns:
         As `programs`.
@@ -84,7 +91,7 @@ def check(args: Any, config: PipelineConfig) -> list[Program]:
             for these sizes and limits, with any number of microbatches that a step will have.
     """
     check_settings(args, config)
-    made = programs(args, config)
+    made = _programs_of(config.choice, args, config, make)
     for program in made:
         refuse_order(args, program.schedule)
         if config.post_validation:
@@ -145,9 +152,11 @@ def programs(args: Any, config: PipelineConfig) -> list[Program]:
     return _programs_of(config.choice, args, config)
 
 
-def _programs_of(choice: Choice, args: Any, config: PipelineConfig) -> list[Program]:
+def _programs_of(
+    choice: Choice, args: Any, config: PipelineConfig, make: Make = place_output_layer
+) -> list[Program]:
     with telling_of_long_work(args.rank):
-        return [place_output_layer(choice, problem) for problem in problems(args, config)]
+        return [make(choice, problem) for problem in problems(args, config)]
 
 
 def problems(args: Any, config: PipelineConfig) -> list[Problem]:

@@ -157,6 +157,7 @@ def dimensions_of(
         ),
         fused_attention=getattr(settings, "transformer_impl", "") == "transformer_engine",
         sequence_parallel=settings.sequence_parallel,
+        context_parallel=settings.context_parallel_size,
         depths=prediction_depths(settings),
         captured=_captured_work(settings, symbols is not None),
     )

@@ -65,6 +65,12 @@ def output_layer(chunk: torch.nn.Module) -> Any | None:
     return None
 
 
+def predicts_further(chunk: torch.nn.Module) -> bool:
+    """Whether ``chunk`` has multi-token prediction."""
+    predicts: bool = getattr(language_model(chunk), "mtp_process", False)
+    return predicts
+
+
 def head_is_looked_up(chunk: torch.nn.Module) -> bool:
     """Whether the output layer of ``chunk`` uses the table of look-ups of the same stage: those of
     tied multi-token prediction.
@@ -73,9 +79,8 @@ def head_is_looked_up(chunk: torch.nn.Module) -> bool:
     its costs are to say that there is none.
     """
     model = language_model(chunk)
-    looks_up: bool = getattr(model, "mtp_process", False)
     is_tied: bool = getattr(model, "share_embeddings_and_output_weights", False)
-    return looks_up and is_tied
+    return is_tied and predicts_further(chunk)
 
 
 def unused_heads(chunks: Sequence[torch.nn.Module]) -> frozenset[Tensor]:

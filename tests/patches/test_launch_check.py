@@ -360,14 +360,13 @@ def test_what_is_left_out_of_a_line_is_said() -> None:
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
-        ({"context_parallel_size": 2}, "context_parallel_size=2: context parallel is untried"),
         ({"fp8_format": "hybrid", "bf16": True, "transformer_impl": None}, "fp8=hybrid: FP8 is"),
         ({"transformer_impl": None}, "Transformer Engine's own kernels are untried"),
         ({"inprocess_restart": True}, "untried with nvidia-resiliency-ext"),
     ],
 )
 def test_what_is_untried_is_said(overrides: dict[str, Any], text: str) -> None:
-    """Of context parallel and FP8 there was no word."""
+    """Of FP8 there was no word."""
     report = checked(**overrides)
     assert report.is_right, told(report, Verdict.WRONG)
     assert any(t.startswith("untried: ") and text in t for t in told(report, Verdict.REMARK))
@@ -375,8 +374,14 @@ def test_what_is_untried_is_said(overrides: dict[str, Any], text: str) -> None:
     assert not any(t.startswith("untried: ") for t in told(stock, Verdict.REMARK))
 
 
-def test_a_tried_line_has_no_such_remark() -> None:
-    assert not any(text.startswith("untried: ") for text in told(checked(), Verdict.REMARK))
+PACKED = {"sft": True, "no_create_attention_mask_in_dataloader": True, "null_tokenizer_pad_id": 0}
+
+
+@pytest.mark.parametrize("overrides", [{}, PACKED, {**PACKED, "pipeline_vocab_parallel": 2}])
+def test_a_tried_line_has_no_such_remark(overrides: dict[str, Any]) -> None:
+    report = checked(**overrides)
+    assert report.is_right, told(report, Verdict.WRONG)
+    assert not any(text.startswith("untried: ") for text in told(report, Verdict.REMARK))
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,6 @@ def _vocabulary(
         step.shard,
         step.connections.collectives,
         boundary,
-        (step.call.micro_batch_size, step.call.seq_length),
+        step.call.tokens_shape,
         step.recorder,
     )

@@ -32,6 +32,7 @@ from megatron_ext.adapter.step.connections import Connections, connect
 from megatron_ext.adapter.step.gradients import finalize_gradients, tokens_of
 from megatron_ext.adapter.step.model_stage import ModelStage
 from megatron_ext.adapter.step.passes import run_passes
+from megatron_ext.adapter.step.token_shifts import connect_token_shifts
 from megatron_ext.adapter.tied import refuse_different_copies
 from megatron_ext.adapter.training_globals import current_iteration, restarts_in_process
 from megatron_ext.adapter.transformer_engine.captured import captures, left_to_w
@@ -197,6 +198,7 @@ class Training:
 
     def _connect(self, call: Call, program: Program) -> Connections:
         connections = connect(self._config, program, call.pipeline)
+        connect_token_shifts(call.models, call.groups.cp)
         if self._config.post_validation:
             placement, recorder = program.schedule.placement, connections.recorder
             connect_validation(call.pipeline, placement, recorder, call.models)

@@ -64,7 +64,7 @@ class LayerWork:
 
 @dataclass(frozen=True)
 class ModelDimensions:
-    """One microbatch through a dense GPT, per tensor-parallel rank.
+    """One microbatch through a dense GPT, per tensor-parallel and context-parallel rank.
 
     Attributes:
         layers: transformer layers per stage.
@@ -72,7 +72,7 @@ class ModelDimensions:
         hidden, ffn_hidden, query_width, key_value_width: widths.
         gated: whether the MLP has a gate (SwiGLU): one more matrix.
         heads: attention heads.
-        sequence, micro_batch: tokens of a microbatch are their product.
+        sequence, micro_batch: tokens of a microbatch on this rank are their product.
         vocabulary: rows of the output layer, on the last stage.
         depths: of multi-token prediction. Each is, on the last stage, a projection of two widths to
             one, a transformer layer, and one more run of the output layer.
@@ -82,6 +82,7 @@ class ModelDimensions:
             ``core_attn`` count here.
         fused_attention: whether the attention matrix is never stored.
         sequence_parallel: whether tensor-parallel ranks divide what goes from stage to stage.
+        context_parallel: ranks that divide a sample: attention looks at the tokens of all.
         captured: which parts of layers are in CUDA graphs, and have whole backwards, by Megatron's
             names: ``attn``, ``mlp``, ``moe``, ``moe_router`` (with the shared expert), ``mamba``.
     """
@@ -102,6 +103,7 @@ class ModelDimensions:
     recompute_modules: frozenset[str] = frozenset()
     fused_attention: bool = True
     sequence_parallel: bool = True
+    context_parallel: int = 1
     depths: int = 0
     work: Sequence[LayerWork] = ()
     captured: frozenset[str] = frozenset()
@@ -116,11 +118,12 @@ def transformer_layer(model: ModelDimensions) -> LayerWork:
 def attention(model: ModelDimensions) -> LayerWork:
     """Causal attention, with the norm before it: half of its matrix counts."""
     query, key_value = model.query_width, model.key_value_width
-    core = 2 * model.sequence * query
+    looked_at = model.sequence * model.context_parallel
+    core = 2 * looked_at * query
     is_core_again = "core_attn" in model.recompute_modules
     elements = normed(model) + 2.0 * (query + key_value)  # the core's inputs, and its output
     if not model.fused_attention and not is_core_again:
-        elements += 2.5 * model.heads * model.sequence
+        elements += 2.5 * model.heads * looked_at
     work = LayerWork(
         weights=model.hidden * (query + 2 * key_value) + query * model.hidden,
         core=core,
