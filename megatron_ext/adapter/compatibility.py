@@ -84,7 +84,7 @@ def _refuse_settings(
     settings: Any, choice: Choice, refusals: tuple[Refusal, ...], ours: str
 ) -> None:
     for refusal in refusals:
-        if not refusal.by(choice):
+        if not (refusal.by(choice) and refusal.matters(settings)):
             continue
         value = getattr(settings, refusal.setting, None)
         if value is not None and refusal.unsupported(value):

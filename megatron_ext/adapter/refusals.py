@@ -19,19 +19,29 @@ def _every_schedule(choice: Choice) -> bool:
     return True
 
 
+def _always(settings: Any) -> bool:
+    return True
+
+
+def _loads_or_saves(settings: Any) -> bool:
+    folders = ("load", "save", "pretrained_checkpoint")
+    return any(getattr(settings, name, None) for name in folders)
+
+
 @dataclass(frozen=True)
 class Refusal:
     """A setting that does not go with our schedules.
 
     ``setting`` is its name in Megatron's arguments and configs, ``unsupported`` tells of a value
     whether it is refused (it is not called where the setting does not exist), ``instead`` what to
-    write. ``by``: which schedules refuse it.
+    write. ``by``: which schedules refuse it. ``matters``: whether it does beside all the others.
     """
 
     setting: str
     unsupported: Callable[[Any], bool]
     instead: str
     by: Callable[[Choice], bool] = _every_schedule
+    matters: Callable[[Any], bool] = _always
 
 
 def _drop(setting: str, why: str = "", by: Callable[[Choice], bool] = _every_schedule) -> Refusal:
@@ -50,6 +60,19 @@ def _moves_stages(choice: Choice) -> bool:
 
 def _parts_the_ends(choice: Choice) -> bool:
     return choice.example.rank_of[0] != choice.example.rank_of[-1]
+
+
+def _only_torch_dist(why: str, by: Callable[[Choice], bool] = _every_schedule) -> Refusal:
+    return Refusal(
+        "ckpt_format",
+        lambda value: value != "torch_dist",
+        f"{why}: to load or save, write --ckpt-format torch_dist. What is of another format, "
+        f"Megatron converts: add --load FOLDER --ckpt-convert-format torch_dist "
+        f"--ckpt-convert-save OTHER --dist-ckpt-optim-fully-reshardable to the line that wrote it, "
+        f"without our flags",
+        by,
+        _loads_or_saves,
+    )
 
 
 _PLACES_W = "the schedule decides when weight gradients are computed"
@@ -116,7 +139,6 @@ REFUSALS = (
         )
     ),
     _drop("num_microbatches_with_partial_activation_checkpoints"),
-    _drop("overlap_param_gather_with_optimizer_step"),
     Refusal(
         "overlap_p2p_comm_warmup_flush",
         bool,
@@ -131,13 +153,7 @@ REFUSALS = (
     _drop("use_ring_exchange_p2p"),
     _drop("use_megatron_fsdp"),
     _drop("use_torch_fsdp2"),
-    Refusal(
-        "ckpt_format",
-        lambda value: value != "torch_dist",
-        "a rank's stages are others than stock's, and only --ckpt-format torch_dist can be loaded "
-        "wherever stages are",
-        by=_moves_stages,
-    ),
+    _only_torch_dist("a rank's stages are others than stock's", by=_moves_stages),
     _drop(
         "dataloader_save",
         "Megatron would save the state of a loader on the first pipeline rank, which reads no "
@@ -189,12 +205,7 @@ VOCABULARY_REFUSALS = (
         f"multi-token prediction needs whole tables on the last stage: {_WITHOUT_DIVIDING}",
     ),
     _drop("init_model_with_meta_device"),
-    Refusal(
-        "ckpt_format",
-        lambda value: value != "torch_dist",
-        "a rank's rows are others than stock's, and only --ckpt-format torch_dist can be loaded "
-        "wherever rows are",
-    ),
+    _only_torch_dist("a rank's rows are others than stock's"),
     Refusal(
         "variable_seq_lengths",
         bool,
@@ -235,9 +246,12 @@ POST_VALIDATION_OPTIMIZER_REFUSALS = (
         lambda value: value not in ("adam", "sgd"),
         f"{_TAKEN_BACK}: write --optimizer adam or sgd, or {_WITHOUT_POST_VALIDATION}",
     ),
-    _drop("use_layer_wise_distributed_optimizer", _TAKEN_BACK),
-    _drop("optimizer_cpu_offload", "its step writes to copies of its own"),
-    _drop("use_precision_aware_optimizer", "the main parameters are inside the optimizer"),
+    Refusal(
+        "use_layer_wise_distributed_optimizer",
+        bool,
+        f"its gradient norm is one sum over all ranks: write --optimizer adam or sgd, or "
+        f"{_WITHOUT_POST_VALIDATION}",
+    ),
     _drop("optimizer_cuda_graph", "a step is not one call"),
     *(
         _drop(name, "quantised parameters are untried")
@@ -248,7 +262,8 @@ POST_VALIDATION_OPTIMIZER_REFUSALS = (
     Refusal(
         "num_distributed_optimizer_instances",
         lambda value: value > 1,
-        "drop --num-distributed-optimizer-instances: several instances are untried",
+        "drop --num-distributed-optimizer-instances: no group has the ranks of one instance that "
+        "share a stage, whose norm is needed",
     ),
     Refusal(
         "gtp_weight_remat_size", lambda value: value > 1, "drop --tensor-parallel-num-weight-shards"

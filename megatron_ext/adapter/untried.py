@@ -50,17 +50,18 @@ UNTRIED = (
     Untried(
         "moe_token_dispatcher_type",
         lambda value: value == "flex",
-        "the flex dispatcher is untried: all-to-all is tested",
+        "DeepEP's and HybridEP's own kernels are untried: the flex dispatcher is tested on the "
+        "CPU, with gloo's all-to-all in their place",
+    ),
+    Untried(
+        "moe_flex_dispatcher_backend",
+        lambda value: value == "ncclep",
+        "NCCL EP is untried: DeepEP and HybridEP are tested, with gloo in their place",
     ),
     Untried(
         "optimizer",
-        lambda value: value not in ("adam", "sgd"),
-        "optimizers other than adam and sgd are untried",
-    ),
-    Untried(
-        "num_distributed_optimizer_instances",
-        lambda value: value > 1,
-        "several instances of the distributed optimizer are untried",
+        lambda value: value not in ("adam", "sgd", "muon", "dist_muon"),
+        "optimizers other than adam, sgd and muon are untried",
     ),
     Untried(
         "inprocess_restart",

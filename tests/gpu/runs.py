@@ -41,6 +41,7 @@ def torchrun(ranks: int, *words: str) -> str:
             # the strictest that a message which waits can meet.
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+            "NUM_OF_RANKS_PER_NVLINK_DOMAIN": "2",  # for HybridEP, of an expert-parallel group
             # As with a fresh cache, the first pass compiles, while receives are posted.
             "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
         },

@@ -30,6 +30,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from tests.helpers import transformer_engine_on_cpu as on_cpu
+from tests.helpers.callers import draw_by_name, named_parameters
 
 
 def spec(experts: int | None, grouped: bool) -> ModuleSpec:
@@ -82,7 +83,7 @@ def provide(
     if grouped:  # its flag wants --moe-grouped-gemm, which a machine without a GPU refuses
         config.recompute_modules = ["moe_act"]
     with mock.patch.object(torch.cuda, "is_available", lambda: True):
-        return GPTModel(
+        chunk = GPTModel(
             config,
             layer,
             vocab_size=args.padded_vocab_size,
@@ -95,6 +96,9 @@ def provide(
             position_embedding_type=args.position_embedding_type,
             mtp_block_spec=prediction,
         )
+    if args.untie_embeddings_and_output_weights:  # alike wherever its stages lie
+        draw_by_name(item for item in named_parameters(chunk) if item[1].dim() > 1)
+    return chunk
 
 
 def add_product(x: Tensor, dy: Tensor, main_grad: Tensor) -> None:

@@ -5,10 +5,14 @@ Where graphs are captured and replayed for real is tests/gpu/test_cuda_graphs.py
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import re
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -24,10 +28,12 @@ from megatron_ext.adapter.transformer_engine.capture_order import (
     capture_order,
     check_buffers,
     check_capture,
+    input_buffers,
 )
 from megatron_ext.adapter.transformer_engine.captured import left_to_w
 from megatron_ext.adapter.transformer_engine.layer_graphs import GraphMemory, LayerGraphs
 from megatron_ext.config import PipelineConfig
+from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
 from megatron_ext.patches.megatron.core.tensor_parallel import layers as split_layers
 from megatron_ext.patches.megatron.core.transformer import cuda_graphs as patched
@@ -35,7 +41,10 @@ from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.problem import Extras, Offload, VocabularyParallel
 from tests.helpers import graphs_on_cpu
+from tests.helpers import transformer_engine_on_cpu as on_cpu
+from tests.helpers.combinations import nightly
 from tests.helpers.graphed_rows import WIDTH, Layer, gradients, row_of
+from tests.helpers.ranks import run_ranks, values
 from tests.helpers.schedules import rows_of, written
 
 
@@ -309,3 +318,62 @@ def test_experts_are_left_where_routers_are_captured() -> None:
     assert left_to_w(settings).endswith("W has those of experts")
     settings.moe_shared_expert_overlap = True
     assert left_to_w(settings).endswith("W has those of experts, shared experts")
+
+
+class Noted(nn.Linear):
+    """Notes where it takes its input from."""
+
+    taken: ClassVar[list[int]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Noted.taken.append(x.data_ptr())
+        return super().forward(x)
+
+
+@nightly("the stand-in for graphs has the same arithmetic, and the checker's own tests are by day")
+@pytest.mark.parametrize("version", on_cpu.VERSIONS)
+def test_transformer_engine_shares_buffers_as_the_checker_says(version: str) -> None:
+    """Its own code, in which capturing a graph is to run its layer."""
+    folder = on_cpu.fetch(version)
+
+    def on_rank(rank: int) -> None:
+        with apply(cpu.patches()):
+            on_cpu.load(folder)
+            graph: Any = importlib.import_module("transformer_engine.pytorch.graph")
+            torch.cuda.graph = lambda *args, **kwargs: contextlib.nullcontext()  # type: ignore[assignment,misc]
+            torch.cuda.CUDAGraph = SimpleNamespace  # type: ignore[assignment,misc]
+            graph._graph_pool_handle = lambda: (0, 0)
+            graph.graph_safe_rng_available = lambda: False
+            graph.make_weak_ref = lambda tensors: tensors
+            for schedule in ("1f1b", "interleaved-zb", "zb-v", "v-half"):
+                for here in range(2):
+                    row, stages = row_of(schedule, 2, 4, here)
+                    check_sharing(graph.make_graphed_callables, capture_order(row, stages))
+
+    values(run_ranks(1, on_rank))
+
+
+def check_sharing(make: Callable[..., Any], order: list[int]) -> None:
+    layers = list(range(1, max(order) + 1))  # another number in each chunk
+    callables = tuple(Noted(2, 2) for _ in range(sum(layers)))
+    samples = [(torch.ones(1, 2, requires_grad=True),) for _ in range(sum(layers) * order.count(1))]
+    Noted.taken = []
+    make(
+        callables,
+        samples,
+        sample_kwargs=[{} for _ in samples],
+        num_warmup_iters=1,
+        _order=order,
+        _num_layers_per_chunk=layers,
+        _reuse_graph_input_output_buffers=True,
+    )
+    captured = Noted.taken[-len(samples) :]
+    expected, begun = [], Counter[int]()
+    buffers = input_buffers(order, layers)
+    for entry in order:
+        if entry > 0:
+            own = range(layers[entry - 1])
+            expected += [buffers[entry - 1, begun[entry], layer] for layer in own]
+            begun[entry] += 1
+    pairs = set(zip(captured, expected, strict=True))
+    assert len(pairs) == len(set(captured)) == len(set(expected))

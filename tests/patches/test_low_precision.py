@@ -174,11 +174,11 @@ class Rank:
             return made
 
         if self._case.recomputes and torch.is_grad_enabled():
-            return self._te.checkpoint(forward, x)  # type: ignore[no-any-return]
+            return self._te.checkpoint(forward, x)
         return forward(x)
 
     def _autocast(self) -> contextlib.AbstractContextManager[None]:
-        return self._te.fp8_autocast(enabled=True, fp8_recipe=self._recipe)  # type: ignore[no-any-return]
+        return self._te.fp8_autocast(enabled=True, fp8_recipe=self._recipe)
 
     def _evaluate(self, step: int) -> None:
         with torch.no_grad():
@@ -202,7 +202,7 @@ def _stepped(parameter: Any) -> Tensor:
     with torch.no_grad():
         parameter.sub_(1e-3 * gradient)
     parameter.grad = None
-    return parameter.detach().clone()  # type: ignore[no-any-return]
+    return parameter.detach().clone()
 
 
 Layers = Callable[[Te, int], list[torch.nn.Module]]

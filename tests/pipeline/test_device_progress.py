@@ -74,7 +74,7 @@ def test_nobody_asks_a_device_that_is_settled() -> None:
     after it: then no thread may, and the capture fails."""
     device = Device()
     progress = DeviceProgress(device.record)
-    progress.add(Position(parse("0F0"), None))
+    progress.add(Position(0, parse("0F0"), None, "", 0.0))
     device.ended = 1  # the host has waited for all, as before a capture
     progress.settle()
     device.events[0].query = lambda: pytest.fail("it was asked")  # type: ignore[method-assign]

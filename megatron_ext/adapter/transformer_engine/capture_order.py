@@ -102,7 +102,7 @@ def check_buffers(
     order: Sequence[float], passes: Sequence[Action], stages: Sequence[int], layers: Sequence[int]
 ) -> None:
     """No pass finds its input buffers written to since its forward pass."""
-    buffer_of = _input_buffers(order, layers)
+    buffer_of = input_buffers(order, layers)
     written: dict[int, Action] = {}
     for action in passes:
         chunk = stages.index(action.stage)
@@ -117,9 +117,7 @@ def check_buffers(
                 )
 
 
-def _input_buffers(
-    order: Sequence[float], layers: Sequence[int]
-) -> dict[tuple[int, int, int], int]:
+def input_buffers(order: Sequence[float], layers: Sequence[int]) -> dict[tuple[int, int, int], int]:
     """The input buffer of each chunk, microbatch (as counted) and layer.
 
     As the graphs of one shape have theirs: a backward pass frees as many as its chunk has layers,
