@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT))
 from rich.console import Console  # noqa: E402
 from rich.progress import Progress  # noqa: E402
 
+from scripts.recipes.accepting import as_on_gpus, judge, judge_on_v  # noqa: E402
 from scripts.recipes.counting import as_json, count, rows  # noqa: E402
 from scripts.recipes.markers import collect  # noqa: E402
 from scripts.recipes.page import own, page  # noqa: E402
@@ -42,9 +43,9 @@ def main(words: Sequence[str]) -> int:
     except (ValueError, RuntimeError) as error:
         console.print(f"error: {error}", markup=False)
         return 1
-    with Progress(console=console) as progress:
+    with Progress(console=console) as progress, as_on_gpus():
         task = progress.add_task("recipes", total=len(recipes))
-        made = rows(recipes, evidence, lambda name: progress.advance(task))
+        made = rows(recipes, evidence, judge, judge_on_v, lambda name: progress.advance(task))
     arguments.output.write_text(page(made, evidence))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps([as_json(row) for row in made], indent=1) + "\n")

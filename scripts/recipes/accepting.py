@@ -12,7 +12,7 @@ import copy
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -24,12 +24,14 @@ from megatron_ext.adapter.layers import layout_of
 from megatron_ext.config import PipelineConfig
 from megatron_ext.launch_check import line as launch_line
 from megatron_ext.launch_check.importing import silently
+from megatron_ext.patches import engine
 from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import Choice
+from megatron_ext.schedule.build.registry import Choice, choose
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.verify import Program
 from scripts.recipes.feature import Value
 from scripts.recipes.recipe import Recipe, in_effect
+from scripts.recipes.verdict import Verdict
 from scripts.recipes.vocabulary import WHOLE_LAYERS
 
 # Of a launch, and no recipe says them.
@@ -86,29 +88,6 @@ _STOCK_CANNOT = {
 }
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Whether a recipe is accepted under a ``schedule``.
-
-    Attributes:
-        why_stock: why stock itself cannot run the recipe; None where it can.
-        why: why we refuse it; None where it is accepted.
-        without: the settings without which it would be accepted, though refused; empty where that
-            does not help.
-        microbatches: of a step; None where they are not known.
-    """
-
-    schedule: str
-    why_stock: str | None = None
-    why: str | None = None
-    without: tuple[str, ...] = ()
-    microbatches: int | None = None
-
-    @property
-    def is_accepted(self) -> bool:
-        return self.why is None and self.why_stock is None
-
-
 @contextlib.contextmanager
 def as_on_gpus() -> Iterator[None]:
     """Recipes are judged in this: what Megatron asks of a GPU has an answer."""
@@ -120,7 +99,14 @@ def as_on_gpus() -> Iterator[None]:
     )
     # which Megatron demands for activations that are offloaded beside Transformer Engine
     offloads = mock.patch.dict(os.environ, {"NVTE_CPU_OFFLOAD_V1": "1"})
-    with silently(), offloads, launch_line.on_gpus(parallel):
+    # others' modules hold nothing that is patched, and looking there is most of a verdict's time
+    look = engine.holds_any
+    quickly = mock.patch.object(
+        engine,
+        "holds_any",
+        lambda module, ids: module.__name__.startswith("megatron") and look(module, ids),
+    )
+    with silently(), offloads, launch_line.on_gpus(parallel), quickly:
         yield
 
 
@@ -132,7 +118,7 @@ def judge(recipe: Recipe) -> Verdict:
 def judge_on_v(recipe: Recipe, schedule: str = "v-auto") -> Verdict:
     """``recipe`` on a V, for which its layers are divided anew.
 
-    The program is that of what stands in for a search where steps cannot wait.
+    The program is zb-v's, which has its placement and needs no search.
     """
     settings = dict(recipe.settings)
     for name in (
@@ -288,6 +274,7 @@ def _cut(pattern: str, stages: int) -> str:
     return "|".join(segments) + slash + depths
 
 
+_AS_SEARCHED = "zb-v"
 _PROVED: dict[tuple[object, ...], Program] = {}
 
 
@@ -295,10 +282,10 @@ def _proved(choice: Choice, problem: Problem) -> Program:
     """The program of ``choice``, proved once for its ranks, chunks and microbatches.
 
     At equal costs, whatever the layers: another order of W for other costs is proved where it runs.
-    A search is left to what stands in for it where steps cannot wait.
+    In the place of a search, whose programs take minutes, is a schedule with its placement.
     """
     key = choice.spec, problem.placement, problem.microbatches
     if key not in _PROVED:
         equal = replace(problem, costs=equal_costs(problem.placement))
-        _PROVED[key] = build_program(choice.without_search, equal)
+        _PROVED[key] = build_program(choose(_AS_SEARCHED) if choice.searches else choice, equal)
     return _PROVED[key]

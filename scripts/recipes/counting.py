@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from scripts.recipes.accepting import Verdict, as_on_gpus, judge, judge_on_v
 from scripts.recipes.recipe import Recipe, Settings, read_models, resolve
 from scripts.recipes.tested import Evidence, Tested, text_of
+from scripts.recipes.verdict import Verdict
 
 V = "v"
 LARGE_BUBBLE = 0.05  # of a step
@@ -43,29 +43,30 @@ class Row:
         return bubble is not None and bubble > LARGE_BUBBLE
 
 
+Judge = Callable[[Recipe], Verdict]
+
+
 def rows(
     recipes: Mapping[str, Settings],
     evidence: Evidence,
+    judge: Judge,
+    judge_on_v: Judge,
     told: Callable[[str], None] = lambda name: None,
 ) -> list[Row]:
     """Of each of ``recipes``; ``told`` is called with its name before its turn."""
     models = read_models()
     made = []
-    with as_on_gpus():
-        for name, raw in recipes.items():
-            told(name)
-            made.append(_row(name, raw, models, evidence))
+    for name, raw in recipes.items():
+        told(name)
+        try:
+            recipe = resolve(name, raw, models)
+        except ValueError as error:
+            made.append(Row(name, unknown=str(error)))
+            continue
+        own = Under(judge(recipe), evidence.of(recipe.kind, recipe.features))
+        on_v = Under(judge_on_v(recipe), evidence.of(V, recipe.features))
+        made.append(Row(name, recipe, own, on_v))
     return made
-
-
-def _row(name: str, raw: Settings, models: Mapping[str, Settings], evidence: Evidence) -> Row:
-    try:
-        recipe = resolve(name, raw, models)
-    except ValueError as error:
-        return Row(name, unknown=str(error))
-    own = Under(judge(recipe), evidence.of(recipe.kind, recipe.features))
-    on_v = Under(judge_on_v(recipe), evidence.of(V, recipe.features))
-    return Row(name, recipe, own, on_v)
 
 
 @dataclass

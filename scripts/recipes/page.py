@@ -22,8 +22,8 @@ with its layers divided anew.
 
 - **Accepted**: all that refuses was asked, with all of the recipe's settings: Megatron's own
   validation and our refusals, as `megatron-ext doctor` asks them, and a program is proved for its
-  ranks, chunks and microbatches (of v-auto by what stands in for its search). No flag is dropped.
-  "After dropping" would be accepted without a setting or two, and does not count.
+  ranks, chunks and microbatches (in v-auto's place zb-v's, which needs no search). No flag is
+  dropped. "After dropping" would be accepted without a setting or two, and does not count.
 - **Shown**: each thing that it switches on is compared with stock by a test under that kind of
   schedule. A: by Megatron's own code, to the last bit, on the CPU. B: with a stand-in for a kernel.
   C: by a test for GPUs that has not run; only kernels of FP8 and FP4, graphs' capture and replay,
@@ -55,7 +55,7 @@ def page(made: Sequence[Row], evidence: Evidence) -> str:
         "The best grade under each kind of schedule, and the recipes that have it.\n",
         _features(made, evidence),
         "## What stands for what\n",
-        _rules(),
+        rules(),
     ]
     return "\n".join(parts)
 
@@ -189,7 +189,8 @@ def _features(made: Sequence[Row], evidence: Evidence) -> str:
     return _table(["", "recipes", *KINDS], lines)
 
 
-def _rules() -> str:
+def rules() -> str:
+    """Which values stand for others, and of what nothing has to be shown."""
     lines = [[f"`{setting.name}`", setting.why] for setting in SETTINGS if setting.why]
     lines += [[f"`{name}`", f"is `{setting}`"] for name, setting in OTHER_NAMES.items()]
     return _table(["setting", ""], lines)
