@@ -68,7 +68,8 @@ def _only_torch_dist(why: str, by: Callable[[Choice], bool] = _every_schedule) -
         lambda value: value != "torch_dist",
         f"{why}: to load or save, write --ckpt-format torch_dist. What is of another format, "
         f"Megatron converts: add --load FOLDER --ckpt-convert-format torch_dist "
-        f"--ckpt-convert-save OTHER to the line that wrote it, without our flags",
+        f"--ckpt-convert-save OTHER --dist-ckpt-optim-fully-reshardable to the line that wrote it, "
+        f"without our flags",
         by,
         _loads_or_saves,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from megatron_ext.adapter.model_parts import (
     language_model,
     output_layer,
 )
-from megatron_ext.runtime.weight_gradients import is_owned, queue
+from megatron_ext.runtime.weight_gradients import Lent, is_owned, queue
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Split:
     waits: bool
     at_once: frozenset[Tensor] = frozenset()
     apart: frozenset[Tensor] = frozenset()
-    is_lent: Callable[[Tensor], bool] = is_owned
+    is_lent: Lent = is_owned
 
 
 def head_weights(models: Sequence[torch.nn.Module]) -> frozenset[Tensor]:

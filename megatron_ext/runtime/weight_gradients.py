@@ -24,6 +24,7 @@ Weights = tuple[Tensor, ...]
 Contribution = Tensor | None  # None: none, or it has been added already
 Contributions = tuple[Contribution, ...]
 Accumulate = Callable[[Weights, Contributions], None]
+Lent = Callable[[Tensor], bool]
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class WeightGradients:
         self.splitting = False
         self.at_once: frozenset[Tensor] = frozenset()
         self.weights: set[Tensor] | None = None
-        self.is_lent: Callable[[Tensor], bool] = is_owned
+        self.is_lent: Lent = is_owned
         self._key: Key | None = None
         self._pending: dict[Key, dict[tuple[Weights, int], _Uses]] = {}
         self._is_next = False  # W, after the I that runs

@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-from tests.gpu.runs import RANKS, losses, needs_two_gpus
+from tests.gpu.runs import GPUS, losses, needs_two_gpus
 
 pytestmark = [pytest.mark.gpu, needs_two_gpus]
 
@@ -44,11 +45,54 @@ def test_precision_aware(schedule: str, more: dict[str, Any], tmp_path: Any) -> 
     _assert_stocks(schedule, str(tmp_path), **PRECISION_AWARE, **more)
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "dist_muon"])
+KINDS = ("line", "loop", "v")
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param(name, marks=pytest.mark.covers("C", KINDS, optimizer=name))
+        for name in ("muon", "dist_muon")
+    ],
+)
 @pytest.mark.parametrize("schedule", ["zb-h1", "interleaved-zb", "zb-v"])
 def test_muon(schedule: str, optimizer: str, tmp_path: Any) -> None:
     pytest.importorskip("emerging_optimizers")
     _assert_stocks(schedule, str(tmp_path), **PARALLEL, optimizer=optimizer)
+
+
+@pytest.mark.skipif(
+    GPUS < 1 or torch.cuda.get_device_capability() < (10, 0),
+    reason="needs compute capability 10.0 or later (Blackwell), for MXFP8",
+)
+@pytest.mark.covers(
+    "C",
+    KINDS,
+    precision="fp8_mx",
+    fp8_param_gather=True,
+    reuse_grad_buf_for_mxfp8_param_ag=True,
+)
+@pytest.mark.parametrize("schedule", ["zb-h1", "interleaved-zb", "zb-v"])
+def test_parameters_are_gathered_in_the_gradients_buffer(schedule: str, tmp_path: Any) -> None:
+    """A chunk's gradients come after its first forward pass, in which all has been gathered."""
+    pytest.importorskip("transformer_engine")
+    flags = {
+        **PARALLEL,
+        "use_distributed_optimizer": True,
+        "overlap_param_gather": True,
+        "dist_ckpt_optim_fully_reshardable": True,
+        "transformer_impl": "transformer_engine",
+        "fp8_format": "e4m3",
+        "fp8_recipe": "mxfp8",
+        "fp8_param_gather": True,
+        "reuse_grad_buf_for_mxfp8_param_ag": True,
+        # of which MXFP8 has blocks of 32
+        "hidden_size": 128,
+        "num_attention_heads": 4,
+        "seq_length": 128,
+        "max_position_embeddings": 128,
+    }
+    _assert_stocks(schedule, str(tmp_path), **flags)
 
 
 def _assert_stocks(schedule: str, folder: str, **flags: Any) -> None:
@@ -57,4 +101,3 @@ def _assert_stocks(schedule: str, folder: str, **flags: Any) -> None:
     losses(None, **flags, save=folder, save_interval=SAVED_AT)
     flags |= {"load": folder, "ckpt_step": SAVED_AT}
     assert losses(schedule, **flags) == losses(None, **flags)
-    assert RANKS % 2 == 0

@@ -30,11 +30,12 @@ class Layer(nn.Module):
     Its sum with what came in hands the graph's gradient to that layer as it is.
     """
 
+    cuda_graphs: Sequence[Callable[..., Any]] = ()
+
     def __init__(self, captured: nn.Module, beside: nn.Module) -> None:
         super().__init__()
         self.captured = captured
         self.beside = beside
-        self.cuda_graphs: list[Callable[..., Any]] = []
 
     def forward(self, x: Tensor, microbatch: int) -> Tensor:
         if self.cuda_graphs:
@@ -106,7 +107,7 @@ def _capture(
     device: str,
     dtype: torch.dtype,
 ) -> None:
-    layers = [layer for chunk in chunks for layer in chunk]
+    layers: list[Any] = [layer for chunk in chunks for layer in chunk]
     microbatches = len(order) // len(chunks) // 2
     samples = [
         (torch.ones(ROWS, WIDTH, device=device, dtype=dtype, requires_grad=True),)

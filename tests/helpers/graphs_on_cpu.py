@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from megatron.core.transformer import cuda_graphs
 from torch import Tensor
 
 from megatron_ext.runtime.weight_gradients import queue
@@ -130,7 +131,10 @@ class Graph:
     def __call__(self, *args: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
         with torch.no_grad():
             for name, buffer in self._kwargs.items():
-                buffer.copy_(kwargs[name])
+                # Megatron makes a mask of zeros where there is none, which is for attention that
+                # is causal without one. The samples' is causal.
+                if name != "attention_mask" or kwargs[name].any():
+                    buffer.copy_(kwargs[name])
         result: tuple[Tensor, ...] = _Replayed.apply(self, *args, *self._parameters)
         return result
 
@@ -138,12 +142,15 @@ class Graph:
         self.outputs.clear()
 
     def _forward(self) -> list[Tensor]:
-        splits, queue.splitting = queue.splitting, False  # as when graphs are captured
+        # As when graphs are captured: a layer of Megatron's runs what is in a graph alone then.
+        splits, queue.splitting = queue.splitting, False
+        captures, cuda_graphs._IS_GRAPH_CAPTURING = cuda_graphs._IS_GRAPH_CAPTURING, True
         try:
             with torch.enable_grad():
                 outputs = self._run(*self._inputs, **self._kwargs)
         finally:
             queue.splitting = splits
+            cuda_graphs._IS_GRAPH_CAPTURING = captures
         return [outputs] if isinstance(outputs, Tensor) else [*outputs]
 
     def forward(self, args: Sequence[Tensor]) -> list[Tensor]:

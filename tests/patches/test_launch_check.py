@@ -81,7 +81,7 @@ def test_host_memory_of_offload_is_predicted() -> None:
 
 
 def test_cuda_graphs_are_captured_in_one_order(tmp_path: Path) -> None:
-    graphs: dict[str, object] = {"cuda_graph_impl": "transformer_engine"}
+    graphs: dict[str, Any] = {"cuda_graph_impl": "transformer_engine"}
     assert (report := checked(**graphs)).is_right, told(report, Verdict.WRONG)
     wrong = checked(**graphs, pipeline_schedule=None, pipeline_race="zb-h1 1f1b")
     assert any("graphs are captured in the order of one" in t for t in told(wrong, Verdict.WRONG))

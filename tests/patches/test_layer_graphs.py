@@ -339,7 +339,7 @@ def test_transformer_engine_shares_buffers_as_the_checker_says(version: str) -> 
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()):
             on_cpu.load(folder)
-            graph = importlib.import_module("transformer_engine.pytorch.graph")
+            graph: Any = importlib.import_module("transformer_engine.pytorch.graph")
             torch.cuda.graph = lambda *args, **kwargs: contextlib.nullcontext()  # type: ignore[assignment,misc]
             torch.cuda.CUDAGraph = SimpleNamespace  # type: ignore[assignment,misc]
             graph._graph_pool_handle = lambda: (0, 0)

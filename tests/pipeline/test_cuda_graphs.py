@@ -22,7 +22,7 @@ from megatron_ext.patches import cpu
 from scripts.pretrain_gpt import model_provider
 from tests.helpers import graphs_on_cpu
 from tests.helpers.callers import draw_by_name, named_parameters
-from tests.helpers.combinations import IS_NIGHT
+from tests.helpers.combinations import IS_NIGHT, nightly
 from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train
 
 Flags = dict[str, object]
@@ -67,11 +67,9 @@ COVERS = {"1f1b": "line", "zb-h1": "line", "interleaved-zb": "loop"}
 
 def case(model: str, parts: str, schedule: str) -> Any:
     kind = COVERS.get(schedule, "v")
-    scope = parts.split()
-    covers = pytest.mark.covers(
-        "B", (kind,), cuda_graph_impl="transformer_engine", cuda_graph_scope=scope
-    )
-    return pytest.param(model, scope, schedule, marks=covers)
+    settings = {**MODELS[model], "cuda_graph_impl": "transformer_engine"}
+    settings["cuda_graph_scope"] = parts.split() or "full"
+    return pytest.param(model, parts, schedule, marks=pytest.mark.covers("B", (kind,), **settings))
 
 
 CASES = [case(*names) for names in sorted(BY_DAY | (BY_NIGHT if IS_NIGHT else set()))]
@@ -123,21 +121,25 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
 
 
-@pytest.mark.parametrize(("model", "parts", "schedule"), CASES)
-@pytest.mark.usefixtures("graphs")
-def test_training_is_stocks_to_the_last_bit(
-    model: str, parts: list[str], schedule: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    reference = stock(model)
+def with_graphs(model: str, parts: str, schedule: str, **more: object) -> list[Run]:
     words = flags(
         model,
         pipeline_schedule=schedule,
-        pipeline_report_split=True,
         cuda_graph_impl="transformer_engine",
         cuda_graph_warmup_steps=1,
-        cuda_graph_modules=tuple(parts) or None,
+        cuda_graph_modules=tuple(parts.split()) or None,
+        **more,
     )
-    runs = train(2, words, model_provider=drawn_by_name)
+    return train(2, words, model_provider=drawn_by_name)
+
+
+@pytest.mark.parametrize(("model", "parts", "schedule"), CASES)
+@pytest.mark.usefixtures("graphs")
+def test_training_is_stocks_to_the_last_bit(
+    model: str, parts: str, schedule: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    reference = stock(model)
+    runs = with_graphs(model, parts, schedule, pipeline_report_split=True)
     assert len(losses(runs)) == 3
     assert {run.schedule for run in runs} == {"PipelineStep"}
     assert_same(runs, reference)
@@ -145,3 +147,21 @@ def test_training_is_stocks_to_the_last_bit(
     assert any("CUDA graphs hold" in line for line in lines) == (schedule != "1f1b")
     reports = [line for line in lines if "without a W" in line]
     assert len(reports) == 2 and all("(in CUDA graphs)" in line for line in reports)
+
+
+@nightly("graphs by themselves, and each of these")
+@pytest.mark.parametrize(
+    ("schedule", "more"),
+    [
+        ("interleaved-zb", {"use_distributed_optimizer": True, "overlap_grad_reduce": True}),
+        ("zb-v", {"pipeline_vocab_parallel": 1}),
+        ("zb-h1", {"pipeline_vocab_parallel": 2}),
+        ("zb-v", {"recompute_granularity": "selective"}),
+    ],
+)
+@pytest.mark.usefixtures("graphs")
+def test_beside_graphs_settings_do_what_they_do_without(schedule: str, more: Flags) -> None:
+    """Gradients that are sent go to passes of the vocabulary, too."""
+    words = flags("dense", pipeline_schedule=schedule, **more)
+    reference = train(2, words, model_provider=drawn_by_name)
+    assert_same(with_graphs("dense", "mlp", schedule, **more), reference)

@@ -42,11 +42,8 @@ OFFLOADED: Flags = {
 GATHERED_EARLY: Flags = {
     **SHARDED,
     "overlap_param_gather_with_optimizer_step": True,
-    "ckpt_format": "torch",  # Megatron wants it
+    "ckpt_format": "torch",  # Megatron wants it, and virtual stages
 }
-# With its pipeline's virtual stages: Megatron refuses it without.
-VIRTUAL: Flags = {"num_virtual_stages_per_pipeline_rank": 2}
-
 SETTINGS: dict[str, Flags] = {
     "averaged": AVERAGED,
     "averaged, sharded": SHARDED | AVERAGED,
@@ -89,10 +86,6 @@ OTHERS: dict[str, tuple[Package, Flags]] = {
 }
 
 
-# Megatron itself cannot load what is beside bf16 of main parameters.
-RESUMING = {"fused, states in bf16": "1f1b"}
-
-
 def drawn_by_name(*args: Any, **kwargs: Any) -> Any:
     """A chunk whose matrices are drawn by their names in the whole model."""
     model = model_provider(*args, **kwargs)
@@ -114,11 +107,19 @@ def run(setting: str, **more: object) -> list[Run]:
 
 
 @functools.cache
-def stock(setting: str) -> tuple[list[Run], Path]:
+def stock(setting: str, **virtual: int) -> tuple[list[Run], Path]:
     """Stock's run, and the checkpoint it left."""
     folder = lasting_folder()
-    more = VIRTUAL if setting == "gathered early" else {}
-    return run(setting, save=folder, save_interval=SAVED_AT, **more), folder
+    return run(setting, save=folder, save_interval=SAVED_AT, **virtual), folder
+
+
+def virtual_of(setting: str, schedule: str) -> dict[str, int]:
+    """Stock's flags of virtual stages, where what is compared depends on them: a state that is
+    scaled has one scale for what of a tensor is on a rank."""
+    scaled = setting == "fused, main parameters in fp16" and schedule != "zb-h1"
+    if scaled or setting == "gathered early":
+        return {"num_virtual_stages_per_pipeline_rank": 2}
+    return {}
 
 
 def shown(setting: str, schedule: str) -> Any:
@@ -130,7 +131,7 @@ def shown(setting: str, schedule: str) -> Any:
         "grad_reduce_in_fp32": not in_bf16,
         "check_for_nan_in_grad": True,  # as Megatron has it
         **{name: flags[name] for name in SHOWN if name in flags},
-        **{name: flags[flag] for flag, name in RENAMED.items() if flag in flags},
+        "average_in_collective": "ddp_average_in_collective" in flags,
     }
     kinds = {"zb-h1": "line", "interleaved-zb": "loop", "zb-v": "v"}
     grade = "B" if setting.startswith("fused") else "A"
@@ -144,7 +145,6 @@ SHOWN = (
     *("use_precision_aware_optimizer", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype"),
     *("exp_avg_sq_dtype", "optimizer_cpu_offload", "optimizer", "ckpt_format"),
 )
-RENAMED = {"ddp_average_in_collective": "average_in_collective"}
 
 CASES = [
     (setting, schedule)
@@ -161,7 +161,7 @@ BY_DAY = [case for case in CASES if case == DAY or at_night(case)]
 def test_it_is_stock_to_the_last_bit(setting: str, schedule: str) -> None:
     runs = run(setting, pipeline_schedule=schedule)
     assert {rank.schedule for rank in runs} == {"PipelineStep"}
-    assert_same(runs, stock(setting)[0])
+    assert_same(runs, stock(setting, **virtual_of(setting, schedule))[0])
 
 
 def resumed(setting: str, folder: Path, **more: object) -> list[Run]:
@@ -173,7 +173,7 @@ def resumed(setting: str, folder: Path, **more: object) -> list[Run]:
 @nightly("test_checkpoints has the distributed optimizer resumed elsewhere by day")
 @pytest.mark.parametrize(("setting", "schedule"), SAVING)
 def test_a_checkpoint_of_stocks_is_resumed(setting: str, schedule: str) -> None:
-    whole, folder = stock(setting)
+    whole, folder = stock(setting, **virtual_of(setting, schedule))
     runs = resumed(setting, folder, pipeline_schedule=schedule)
     assert len(losses(runs)) == len(losses(whole)) - SAVED_AT
     assert_same(runs, whole)
@@ -183,8 +183,8 @@ def test_a_checkpoint_of_stocks_is_resumed(setting: str, schedule: str) -> None:
 @pytest.mark.parametrize(("setting", "schedule"), SAVING)
 def test_stock_resumes_a_checkpoint_of_ours(setting: str, schedule: str, tmp_path: Path) -> None:
     run(setting, pipeline_schedule=schedule, save=tmp_path, save_interval=SAVED_AT)
-    runs = resumed(setting, tmp_path, **(VIRTUAL if setting == "gathered early" else {}))
-    assert_same(runs, stock(setting)[0])
+    virtual = virtual_of(setting, schedule)
+    assert_same(resumed(setting, tmp_path, **virtual), stock(setting, **virtual)[0])
 
 
 @nightly("they need packages, and several runs each")
@@ -195,16 +195,21 @@ def test_optimizers_of_other_packages(setting: str, schedule: str, tmp_path: Pat
     """From scratch, and resumed from what stock saved."""
     package = OTHERS[setting][0]
     folder = package.fetch()
+    virtual = virtual_of(setting, schedule)
+    # Megatron itself cannot load what is beside bf16 of main parameters.
+    stocks: Flags = {**virtual}
+    if setting == "fused, states in bf16":
+        stocks = {"pipeline_schedule": "1f1b"}
 
     def both(rank: int) -> list[list[Run]]:
         package.use(folder)
-        whole, saved = stock(setting)
+        whole, saved = stock(setting, **virtual)
         ours: Flags = {"pipeline_schedule": schedule, "save": tmp_path, "save_interval": SAVED_AT}
         return [
             whole,
             run(setting, **ours),
             resumed(setting, saved, pipeline_schedule=schedule),
-            resumed(setting, tmp_path, pipeline_schedule=RESUMING.get(setting)),
+            resumed(setting, tmp_path, **stocks),
         ]
 
     ((whole, *runs),) = values(run_ranks(1, both, timeout=4 * HANGS, connect=False))

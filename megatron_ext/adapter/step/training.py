@@ -40,7 +40,7 @@ from megatron_ext.adapter.transformer_engine.layer_graphs import layer_graphs
 from megatron_ext.adapter.vocabulary_rows import shard_of
 from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger
-from megatron_ext.runtime.weight_gradients import is_owned
+from megatron_ext.runtime.weight_gradients import Lent, is_owned
 from megatron_ext.schedule.build.output_layer import output_layer_waits
 from megatron_ext.schedule.costs_text import format_costs
 from megatron_ext.schedule.problem import VocabularyParallel
@@ -145,7 +145,7 @@ class Training:
             at_once = head_weights(call.models)
         waits = self._programs.choice.splits_backward and not call.forward_only
         apart = frozenset[Tensor]() if shard is None else frozenset([shard.output])
-        is_lent = is_owned
+        is_lent: Lent = is_owned
         if captures(call.config) and not call.forward_only:
             rank, schedule = call.pipeline.rank(), program.schedule
             stages = schedule.placement.stages_of[rank]

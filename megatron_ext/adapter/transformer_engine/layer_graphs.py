@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.adapter.transformer_engine.capture_order import capture_order, check_capture
-from megatron_ext.runtime.weight_gradients import is_owned
+from megatron_ext.runtime.weight_gradients import Lent, is_owned
 from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.words import counted
 
@@ -35,7 +35,7 @@ class LayerGraphs:
         stages: Sequence[int],
         models: Iterable[torch.nn.Module],
         settle: Callable[[], None] | None = None,
-    ) -> Callable[[Tensor], bool]:
+    ) -> Lent:
         """Before a training step that runs ``row`` on ``models``, the chunks ``stages``.
 
         ``settle`` is called before graphs are captured, when the device has ended all it was given.
