@@ -19,7 +19,13 @@ class Untried:
 
 UNTRIED = (
     *(
-        Untried(name, bool, f"{name.upper()} is untried: no schedule has run with it")
+        Untried(
+            name,
+            bool,
+            f"{name.upper()}'s kernels are untried, and amaxes reduced over ranks, and parameters "
+            f"gathered in {name.upper()}: its recipes are tested on the CPU, with torch's "
+            "operations in the kernels' place",
+        )
         for name in ("fp8", "fp4")
     ),
     Untried(

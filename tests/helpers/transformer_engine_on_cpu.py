@@ -100,13 +100,15 @@ DType = enum.IntEnum(
 )
 
 
-_FORWARD = ("INPUT", "WEIGHT", "OUTPUT")
 FP8FwdTensors = enum.IntEnum(
-    "FP8FwdTensors", [f"GEMM{gemm}_{name}" for gemm in (1, 2, 3) for name in _FORWARD], start=0
+    "FP8FwdTensors",
+    "GEMM1_INPUT GEMM1_WEIGHT GEMM1_OUTPUT GEMM2_INPUT GEMM2_WEIGHT GEMM2_OUTPUT "
+    "GEMM3_INPUT GEMM3_WEIGHT GEMM3_OUTPUT",
+    start=0,
 )
 FP8BwdTensors = enum.IntEnum(
     "FP8BwdTensors",
-    [f"GRAD_{name}{gemm}" for gemm in (1, 2, 3) for name in ("OUTPUT", "INPUT")],
+    "GRAD_OUTPUT1 GRAD_INPUT1 GRAD_OUTPUT2 GRAD_INPUT2 GRAD_OUTPUT3 GRAD_INPUT3",
     start=0,
 )
 

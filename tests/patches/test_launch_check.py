@@ -360,7 +360,10 @@ def test_what_is_left_out_of_a_line_is_said() -> None:
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
-        ({"fp8_format": "hybrid", "bf16": True, "transformer_impl": None}, "fp8=hybrid: FP8 is"),
+        (
+            {"fp8_format": "hybrid", "bf16": True, "transformer_impl": None},
+            "fp8=hybrid: FP8's kernels are",
+        ),
         ({"transformer_impl": None}, "Transformer Engine's own kernels are untried"),
         ({"inprocess_restart": True}, "untried with nvidia-resiliency-ext"),
     ],

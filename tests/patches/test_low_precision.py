@@ -36,7 +36,8 @@ from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.problem import Problem
 from tests.helpers import quantization_on_cpu as quantization
 from tests.helpers import transformer_engine_on_cpu as on_cpu
-from tests.helpers.combinations import at_night
+from tests.helpers.combinations import IS_NIGHT, at_night, nightly
+from tests.helpers.documents import check_written, table
 from tests.helpers.ranks import run_ranks, values
 
 ROWS, WIDTH = 32, 64
@@ -173,11 +174,11 @@ class Rank:
             return made
 
         if self._case.recomputes and torch.is_grad_enabled():
-            return self._te.checkpoint(forward, x)  # type: ignore[no-any-return]
+            return self._te.checkpoint(forward, x)
         return forward(x)
 
     def _autocast(self) -> contextlib.AbstractContextManager[None]:
-        return self._te.fp8_autocast(enabled=True, fp8_recipe=self._recipe)  # type: ignore[no-any-return]
+        return self._te.fp8_autocast(enabled=True, fp8_recipe=self._recipe)
 
     def _evaluate(self, step: int) -> None:
         with torch.no_grad():
@@ -201,7 +202,7 @@ def _stepped(parameter: Any) -> Tensor:
     with torch.no_grad():
         parameter.sub_(1e-3 * gradient)
     parameter.grad = None
-    return parameter.detach().clone()  # type: ignore[no-any-return]
+    return parameter.detach().clone()
 
 
 Layers = Callable[[Te, int], list[torch.nn.Module]]
@@ -291,14 +292,18 @@ def _as_bytes(tensors: Sequence[Tensor]) -> list[bytes]:
 
 
 CASES: dict[str, Callable[[Te], None]] = {}
+NIGHTLY: set[str] = set()
 
 
-def case_for(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Let ``function(te, precision)`` run for the precisions of these names."""
+def case_for(
+    *names: str, nightly: Sequence[str] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let ``function(te, precision)`` run for the precisions of these names, some at night."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
-        for name in names:
+        for name in (*names, *nightly):
             CASES[f"{function.__name__}-{name}"] = functools.partial(_checked, function, name)
+        NIGHTLY.update(f"{function.__name__}-{name}" for name in nightly)
         return function
 
     return register
@@ -316,12 +321,12 @@ def one_stage_a_rank(te: Te, name: str) -> None:
     assert is_stocks(te, Case(PRECISIONS[name], evaluates=True), LINE)
 
 
-@case_for("delayed, max", "nvfp4", *at_night("delayed", *WITHOUT_STATE))
+@case_for("delayed, max", "nvfp4", nightly=("delayed", *WITHOUT_STATE))
 def a_loop_beside_megatrons_loop(te: Te, name: str) -> None:
     assert is_stocks(te, Case(PRECISIONS[name], evaluates=True), LOOP)
 
 
-@case_for("mxfp8", *at_night("tensorwise", "blockwise"))
+@case_for("mxfp8", nightly=("tensorwise", "blockwise"))
 def a_v_beside_a_line(te: Te, name: str) -> None:
     assert is_stocks(te, Case(PRECISIONS[name], evaluates=True), V)
 
@@ -363,7 +368,7 @@ def a_recompute_is_a_pass_of_the_history(te: Te, name: str) -> None:
     assert all(is_stocks(te, case, pair) for pair in (LINE, *at_night(LOOP)))
 
 
-@case_for("mxfp8", *at_night("delayed", "delayed, max", "tensorwise", "blockwise", "nvfp4"))
+@case_for("mxfp8", nightly=[name for name in PRECISIONS if name != "mxfp8"])
 def experts_are_stocks(te: Te, name: str) -> None:
     assert is_stocks(te, Case(PRECISIONS[name], layers=experts), LINE)
 
@@ -381,7 +386,11 @@ def outcomes(version: str, capability: tuple[int, int]) -> dict[str, str]:
         apply([patch for patch in cpu.patches() if patch.target.startswith("torch")])
         apply(_common.patches(PipelineConfig(schedule="zb-h1")))
         parallel_state.initialize_model_parallel()
-        return {name: _outcome(check, te) for name, check in CASES.items()}
+        return {
+            name: _outcome(check, te)
+            for name, check in CASES.items()
+            if IS_NIGHT or name not in NIGHTLY
+        }
 
     (texts,) = values(run_ranks(1, on_rank))
     return texts
@@ -407,13 +416,14 @@ PUBLIC = {  # as public recipes name them
 }
 
 
-def shown(case: str) -> tuple[pytest.MarkDecorator, ...]:
-    """What ``case``, a name in `CASES`, shows of public recipes."""
+def marks(case: str) -> list[pytest.MarkDecorator]:
+    """Of ``case``, a name in `CASES`: when it runs, and what it shows of public recipes."""
     function, _, precision = case.partition("-")
+    marks = [nightly("of these recipes no pass reads what another has left")] * (case in NIGHTLY)
     placements = tuple(kind for word, kind in PLACEMENTS.items() if function.startswith(word))
-    if precision not in PUBLIC or not placements:
-        return ()
-    return (pytest.mark.covers("B", placements, precision=PUBLIC[precision]),)
+    if precision in PUBLIC and placements:
+        marks.append(pytest.mark.covers("B", placements, precision=PUBLIC[precision]))
+    return marks
 
 
 RUNS = (
@@ -423,7 +433,44 @@ RUNS = (
 
 
 @pytest.mark.parametrize(("version", "capability"), RUNS)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=shown(name)) for name in CASES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in CASES])
 def test_with(name: str, version: str, capability: tuple[int, int]) -> None:
     error = outcomes(version, capability)[name]
     assert not error, f"Transformer Engine {version}:\n{error}"
+
+
+BITWISE = "bitwise"
+# In docs/compatibility.md: of each recipe, and the cases above that show it.
+STATEMENTS: dict[str, tuple[str, ...]] = {
+    "`--fp8-recipe delayed`, amax `most_recent` (Megatron's default)": (
+        BITWISE,
+        BITWISE,
+        "bitwise until an evaluation (1)",
+    ),
+    "`--fp8-recipe delayed`, amax `max` of a history": (
+        "bitwise; with recompute, where F and I have stock's order, as zb-h1's (2)",
+        BITWISE,
+        "other scales (3)",
+    ),
+    "`--fp8-recipe tensorwise`": (BITWISE,) * 3,
+    "`--fp8-recipe blockwise`": (BITWISE,) * 3,
+    "`--fp8-recipe mxfp8`": (BITWISE,) * 3,
+    "`--fp4-format e2m1`, NVFP4": (BITWISE, BITWISE, "bitwise without stochastic rounding (4)"),
+}
+SHOWN_BY = {
+    "bitwise until an evaluation (1)": "a_v_beside_a_line_until_an_evaluation",
+    "bitwise; with recompute, where F and I have stock's order, as zb-h1's (2)": (
+        "a_recompute_is_a_pass_of_the_history"
+    ),
+    "other scales (3)": "a_v_s_history_is_of_all_its_passes",
+    "bitwise without stochastic rounding (4)": "a_v_rounds_by_other_chances",
+}
+WHERE = ("one_stage_a_rank", "a_loop_beside_megatrons_loop", "a_v_beside_a_line")
+
+
+def test_the_docs_tell_what_each_recipe_keeps() -> None:
+    for name, statements in zip(PRECISIONS, STATEMENTS.values(), strict=True):
+        for where, statement in zip(WHERE, statements, strict=True):
+            assert f"{SHOWN_BY.get(statement, where)}-{name}" in CASES
+    head = ["", "one stage a rank", "`interleaved-zb` beside Megatron's loop", "a V beside a line"]
+    check_written("low precision", table(head, [[k, *v] for k, v in STATEMENTS.items()]))

@@ -46,5 +46,5 @@ def parts(kind: str) -> dict[str, Part]:
         "gpt": part(
             480, trial, case(150, "gpt", "reference"), case(110, "gpt", "stock"), *trainings
         ),
-        "layers": part(180, *(case(60, "layers", *precision.split()) for precision in LAYERS)),
+        "layers": part(95, *(case(60, "layers", *precision.split()) for precision in LAYERS)),
     }
