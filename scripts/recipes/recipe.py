@@ -47,7 +47,7 @@ _OF_MODELS = (
     *("head_wise_attn_gate", "experimental_attention_variant", "enable_hyper_connections"),
     *("hybrid_layer_pattern", "num_experts", "moe_layer_freq", "moe_shared_expert_gate"),
     *("moe_shared_expert_intermediate_size", "moe_latent_size", "moe_n_hash_layers"),
-    *("moe_router_num_groups", "mtp_use_repeated_layer"),
+    *("moe_router_num_groups", "mtp_use_repeated_layer", "cp_comm_type"),
 )
 # Megatron-Bridge's own, where a recipe says nothing.
 _DEFAULTS: Settings = {

@@ -275,6 +275,7 @@ MODEL = {
     "num_query_groups": 4,
     "ffn_hidden_size": 256,
     "tensor_model_parallel_size": 1,
+    "context_parallel_size": 1,
     "bf16": True,
     "fp16": False,
     "recompute_granularity": None,

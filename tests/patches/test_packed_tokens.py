@@ -33,8 +33,8 @@ def asks(monkeypatch: pytest.MonkeyPatch, rank: int, tensor_rank: int, **config:
 
 
 def test_stages_between_the_ends_have_documents_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a V of two ranks one has neither end: with --dataloader-inter-document-masking its
-    iterators were None, where a line of two trains."""
+    """With --dataloader-inter-document-masking their iterators were None, but for global rank 0's:
+    on a loop, and on a V of two ranks with data parallelism, where a line of two trains."""
     masked = {"inter_document_masking": True}
     assert asks(monkeypatch, 2, 0, **masked) and not asks(monkeypatch, 3, 1, **masked)
     assert not asks(monkeypatch, 2, 0, inter_document_masking=False)

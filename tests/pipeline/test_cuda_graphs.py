@@ -54,10 +54,12 @@ BY_NIGHT = {
     ("dense", "attn", "zb-h1"),
     ("dense", "attn", "zb-v"),
     ("dense", "", "zb-h1"),
+    ("dense", "", "interleaved-zb"),
     ("dense", "", "v-half"),
     ("experts", f"attn {ROUTER}", "zb-h1"),
     ("experts", f"attn {ROUTER}", "interleaved-zb"),
     ("experts", f"attn {ROUTER}", "zb-v"),
+    ("experts", ROUTER, "zb-h1"),
     ("experts", ROUTER, "zb-v"),
     ("shared expert", ROUTER, "interleaved-zb"),
     ("multi-token prediction", "attn", "zb-v"),
@@ -68,7 +70,7 @@ COVERS = {"1f1b": "line", "zb-h1": "line", "interleaved-zb": "loop"}
 def case(model: str, parts: str, schedule: str) -> Any:
     kind = COVERS.get(schedule, "v")
     settings = {**MODELS[model], "cuda_graph_impl": "transformer_engine"}
-    settings["cuda_graph_scope"] = parts.split() or "full"
+    settings["cuda_graph_scope"] = parts.split() or ["layer"]
     return pytest.param(model, parts, schedule, marks=pytest.mark.covers("B", (kind,), **settings))
 
 

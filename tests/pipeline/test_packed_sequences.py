@@ -213,8 +213,8 @@ def test_parallel_besides(setting: str, schedule: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("schedule", ["zb-h1", "interleaved-zb", "zb-v"])
 @pytest.mark.parametrize("data", [CONVERSATIONS, DOCUMENTS], ids=["conversations", "documents"])
 def test_the_upstream_script(data: Flags, schedule: str, tmp_path: Path) -> None:
-    """Its datasets of documents are on the first and the last stage, which of a V are one rank's:
-    the others had nothing to read."""
+    """It builds datasets of documents for the first and the last stage; of a loop the others had
+    nothing to read."""
     script = Path(os.environ["MEGATRON_LM_DIR"]) / "pretrain_gpt.py"
     common: Flags = {**data, **PER_TOKEN, **PREDICTING}
     reference = train(2, flags(**common, save=tmp_path, save_interval=1), script)

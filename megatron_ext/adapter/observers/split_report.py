@@ -16,7 +16,6 @@ from megatron_ext.adapter.model_parts import unused_heads
 from megatron_ext.adapter.observers.observer import Step, StepObserver
 from megatron_ext.adapter.programs import gather
 from megatron_ext.adapter.transformer_engine.captured import captured_parameters, captures
-from megatron_ext.adapter.transformer_engine.layer_graphs import layer_graphs
 from megatron_ext.logger import logger
 from megatron_ext.runtime.weight_gradients import queue
 
@@ -29,11 +28,13 @@ class SplitReport(StepObserver[Step]):
     def __init__(self, *, splits: bool) -> None:
         self._splits = splits
         self._is_done = False
+        self._begun = 0  # steps
 
     def begin(self, step: Step) -> None:
         is_wanted = not self._is_done and step.split.waits == self._splits
-        if captures(step.call.config):
-            is_wanted = is_wanted and layer_graphs.are_captured
+        if captures(step.call.config):  # the same on all ranks, also where there is no layer
+            is_wanted = is_wanted and self._begun >= step.call.config.cuda_graph_warmup_steps
+        self._begun += 1
         queue.weights = set() if is_wanted else None
 
     def end(self, step: Step) -> None:

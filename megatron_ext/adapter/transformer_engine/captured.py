@@ -58,8 +58,12 @@ def captured_parameters(chunks: Iterable[torch.nn.Module]) -> set[Tensor]:
     return {
         parameter
         for chunk in chunks
-        for layer in chunk.modules()
+        for layer in _modules(chunk)
         if getattr(layer, "cuda_graphs", None)
         for part in layer._get_submodules_under_cudagraphs()
         for parameter in part.parameters()
     }
+
+
+def _modules(chunk: torch.nn.Module) -> Iterable[Any]:
+    return chunk.modules()

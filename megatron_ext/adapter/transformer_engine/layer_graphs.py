@@ -91,11 +91,6 @@ class LayerGraphs:
         self._captured, self._memory = self._order, None
         return [entry for entry in self._order if abs(entry) <= chunks]
 
-    @property
-    def are_captured(self) -> bool:
-        """Whether the steps from now on replay graphs."""
-        return self._captured is not None
-
     def forget(self) -> None:
         """The training is over."""
         self._order = self._captured = self._memory = self._settle = None
