@@ -84,6 +84,11 @@ FEATURES = (
         lambda choice: True,
     ),
     Feature(
+        "per-layer CUDA graphs in the order of the schedule",
+        ("megatron.core.transformer.cuda_graphs",),
+        lambda choice: True,
+    ),
+    Feature(
         "virtual stages",
         (
             "megatron.core.transformer.transformer_config",
@@ -105,6 +110,7 @@ FEATURES = (
             "megatron.core.utils",
             "megatron.core.distributed.finalize_model_grads",
             "megatron.core.dist_checkpointing.strategies.fully_parallel",
+            "megatron.core.optimizer.optimizer.saving",
             "megatron.core.models.common.language_module.language_module",
             "megatron.training.models.dist_utils",
             "megatron.training.training.tied_models",
@@ -151,7 +157,7 @@ FEATURES = (
     Feature(
         "post-validation",
         (
-            "megatron.core.optimizer.optimizer",
+            "megatron.core.optimizer.optimizer.steps",
             "megatron.core.optimizer_param_scheduler",
             "megatron.training.utils.common_utils",
             "megatron.training.training.training_log",

@@ -54,13 +54,8 @@ UNTRIED = (
     ),
     Untried(
         "optimizer",
-        lambda value: value not in ("adam", "sgd"),
-        "optimizers other than adam and sgd are untried",
-    ),
-    Untried(
-        "num_distributed_optimizer_instances",
-        lambda value: value > 1,
-        "several instances of the distributed optimizer are untried",
+        lambda value: value not in ("adam", "sgd", "muon", "dist_muon"),
+        "optimizers other than adam, sgd and muon are untried",
     ),
     Untried(
         "inprocess_restart",

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.recipes.feature import Feature, Value
-from scripts.recipes.vocabulary import GRADES, KINDS, features, may_wait_for_a_gpu
+from scripts.recipes.vocabulary import GRADES, KINDS, features_of_flags, may_wait_for_a_gpu
 
 ROOT = Path(__file__).resolve().parents[2]
 NIGHT = {"MEGATRON_EXT_NIGHTLY": "1"}
@@ -60,7 +60,7 @@ def read_mark(
     if needs_gpu != (grade == "C"):
         raise ValueError(f"{test}: grade C is of tests for GPUs, and these have no other")
     try:
-        shown = features(settings)
+        shown = features_of_flags(settings)
     except ValueError as error:
         raise ValueError(f"{test}: {error}") from None
     if needs_gpu:

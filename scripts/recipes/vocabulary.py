@@ -7,7 +7,7 @@ go beyond. What is not named here is unknown, in a recipe and in a test's marker
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from scripts.recipes.feature import (
     Feature,
@@ -30,7 +30,7 @@ CAPTURED = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba", "laye
 WHOLE_LAYERS = "layer"  # what is captured where cuda_graph_scope names no modules
 _RECOMPUTED = (
     *("core_attn", "mla_up_proj", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mhc"),
-    *("gdn", "mamba"),
+    *("gdn", "gdn_norm_out", "mamba"),
 )
 _DTYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
 
@@ -196,7 +196,7 @@ SETTINGS = (
     Setting("fine_grained_activation_offloading", switch),
     Setting("offload_modules", anything, "which of them"),
     Setting(
-        "cuda_graph_impl", one_of("local", "full_iteration", off=("none", "transformer_engine"))
+        "cuda_graph_impl", one_of("transformer_engine", "local", "full_iteration", off=("none",))
     ),
     Setting("cuda_graph_scope", each_of(*CAPTURED), "Transformer Engine's graphs, by module"),
     # The optimizer
@@ -218,6 +218,25 @@ SETTINGS = (
     Setting("micro_batch_size", number, _SIZE),
 )
 
+# Flags of tests' trainings that no recipe has.
+NOT_OF_RECIPES = frozenset(
+    (
+        *("add_qkv_bias", "add_bias_linear", "disable_bias_linear", "swiglu", "normalization"),
+        *("position_embedding_type", "rotary_percent", "no_rope_fusion", "q_lora_rank"),
+        *("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+        *("window_attn_skip_freq", "attention_dropout", "hidden_dropout"),
+        *("no_masked_softmax_fusion", "linear_attention_freq", "deterministic_mode"),
+        *("moe_router_topk", "moe_router_group_topk", "moe_router_score_function"),
+        *("moe_router_pre_softmax", "moe_router_load_balancing_type", "moe_ffn_hidden_size"),
+        *("mtp_detach_heads", "num_virtual_stages_per_pipeline_rank", "use_tp_pp_dp_mapping"),
+        *("num_layers_per_virtual_pipeline_stage", "dist_ckpt_optim_fully_reshardable"),
+        *("no_create_attention_mask_in_dataloader", "dataloader_inter_document_masking"),
+        *("null_tokenizer_pad_id", "max_position_embeddings", "use_cpu_initialization"),
+        *("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
+        *("pipeline_activation_offload", "pipeline_memory_limit", "pipeline_vocab_parallel"),
+    )
+)
+
 # Names that mean the same.
 OTHER_NAMES = {
     "sft": "packed",
@@ -237,6 +256,7 @@ ON_GPUS: Mapping[str, tuple[str, ...]] = {
     "fp8_param_gather": ("",),
     "reuse_grad_buf_for_mxfp8_param_ag": ("",),
     "first_last_layers_bf16": ("",),
+    "cuda_graph_impl": ("transformer_engine",),
     "cuda_graph_scope": CAPTURED,
     "tp_comm_overlap": ("",),
     "moe_flex_dispatcher_backend": ("deepep", "hybridep"),
@@ -259,6 +279,11 @@ TOGETHER = (
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
 assert len(_BY_NAME) == len(SETTINGS), "a setting has two lines"
 assert set(OTHER_NAMES.values()) | set(ON_GPUS) <= set(_BY_NAME)
+_OF_FLAGS = {
+    **{name: Setting(name, anything) for name in NOT_OF_RECIPES},
+    "bf16": Setting("precision", lambda value: ("bf16",) if value else ()),
+    "fp16": Setting("precision", lambda value: ("fp16",) if value else ()),
+}
 
 
 def setting(name: str) -> Setting:
@@ -281,8 +306,19 @@ def features(settings: Mapping[str, Value]) -> frozenset[Feature]:
     Raises:
         ValueError: a name or a value is unknown.
     """
+    return _switched_on(settings, setting)
+
+
+def features_of_flags(settings: Mapping[str, Value]) -> frozenset[Feature]:
+    """As `features`, of a test: among its settings may be flags that no recipe has."""
+    return _switched_on(settings, lambda name: _OF_FLAGS.get(name) or setting(name))
+
+
+def _switched_on(
+    settings: Mapping[str, Value], named: Callable[[str], Setting]
+) -> frozenset[Feature]:
     return frozenset(
-        feature for name, value in settings.items() for feature in setting(name).features(value)
+        feature for name, value in settings.items() for feature in named(name).features(value)
     )
 
 

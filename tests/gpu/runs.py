@@ -55,7 +55,9 @@ def torchrun(ranks: int, *words: str) -> str:
 
 @functools.cache
 def losses(
-    schedule: str | None, script: Path = SCRIPT, **overrides: str | int | bool | None
+    schedule: str | None,
+    script: Path = SCRIPT,
+    **overrides: str | int | bool | tuple[str, ...] | None,
 ) -> tuple[str, ...]:
     """The losses that a run prints, digit for digit, from ``ckpt_step`` on where it is given: of
     the first iteration, and every ``log_interval``. ``overrides``: flags, for `model_flags`."""
@@ -73,9 +75,9 @@ def losses(
     }
     printed = torchrun(RANKS, "-m", "megatron_ext", str(script), *model_flags(**flags | overrides))
     texts = tuple(re.findall(r"lm loss: (\S+)", printed))
-    first = int(overrides.get("ckpt_step") or 0) + 1
-    last = int(overrides.get("train_iters") or ITERATIONS)
-    interval = int(overrides.get("log_interval") or 1)
+    first = int(str(overrides.get("ckpt_step") or 0)) + 1
+    last = int(str(overrides.get("train_iters") or ITERATIONS))
+    interval = int(str(overrides.get("log_interval") or 1))
     logged = [i for i in range(first, last + 1) if i == first or i % interval == 0]
     assert len(texts) == len(logged), printed[-3000:]
     return texts

@@ -44,6 +44,7 @@ def trained(schedule: str | None, stages: int, **more: str | int) -> tuple[str, 
     )
 
 
+@pytest.mark.covers("C", ("line", "loop", "v"), hybrid_layer_pattern="M-*")
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved", "interleaved-zb", "zb-v"])
 def test_losses_are_stocks(schedule: str, tmp_path: Path) -> None:
     resumed: dict[str, str | int] = {"load": str(tmp_path), "ckpt_step": 2}

@@ -1,4 +1,4 @@
-"""Transformer Engine's real kernels, in BF16 and FP8. Written without a GPU, and not run yet.
+"""Transformer Engine's real kernels, in BF16, FP8 and FP4. Written without a GPU, and not run yet.
 
 pytest tests/gpu            # layers on one GPU, trainings on two or more
 """
@@ -8,12 +8,11 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
-import torch
 from megatron.core.transformer.moe import fused_a2a
 
 from megatron_ext.adapter.transformer_engine.installed import can_split
 from tests.gpu.runs import GPUS, losses, needs_two_gpus
-from tests.gpu.te_layers import LAYERS, RECIPES, differences
+from tests.gpu.te_layers import LAYERS, RECIPES, differences, missing
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,8 +25,8 @@ pytestmark = [
 @pytest.mark.parametrize("precision", ["bf16", *RECIPES])
 @pytest.mark.parametrize("name", LAYERS)
 def test_gradients_are_stocks(name: str, precision: str, fused: bool) -> None:
-    if precision != "bf16" and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("this GPU has no FP8")
+    if lack := missing(precision):
+        pytest.skip(lack)
     assert differences(name, precision, fused) == []
 
 
@@ -55,6 +54,13 @@ TRAININGS: dict[str, dict[str, str | int | bool | None]] = {
     "bf16": {},
     "bf16, overlapped": {"overlap_grad_reduce": True},
     "bf16, fused": {"no_gradient_accumulation_fusion": None},
+    "bf16, packed documents": {  # of Megatron's mock data, of up to 4096 tokens
+        "dataloader_inter_document_masking": True,
+        "calculate_per_token_loss": True,
+        "position_embedding_type": "rope",
+        "seq_length": 8192,
+        "max_position_embeddings": 8192,
+    },
     "fp8 current": {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"},
     "fp8 delayed": {"fp8_format": "hybrid", "fp8_recipe": "delayed"},
     "experts one by one": EXPERTS,

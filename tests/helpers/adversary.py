@@ -388,8 +388,8 @@ class _StandIn:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The same memory."""
-    return tensor.detach().view(-1).view(torch.uint8)
+    """The same memory. (Of a single number any stride is contiguous, and only 1 can be viewed.)"""
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 class LateCopies(DirectCopies):

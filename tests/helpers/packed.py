@@ -108,7 +108,8 @@ def tokenize_conversation(
 ) -> tuple[Tensor, Tensor]:
     """Its tokens, and the same without those that the model is not to learn."""
     assert return_target and not add_generation_prompt
-    tokens, targets = [], []
+    tokens: list[int] = []
+    targets: list[int] = []
     for message in conversation:
         words = [int(word) for word in message["content"].split()]
         is_learned = message["role"] == "assistant"

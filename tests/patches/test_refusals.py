@@ -14,6 +14,7 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 from megatron_ext.adapter.compatibility import refuse
 from megatron_ext.adapter.refusals import (
+    GRAPH_REFUSALS,
     OFFLOAD_REFUSALS,
     POST_VALIDATION_REFUSALS,
     REFUSALS,
@@ -49,6 +50,11 @@ def test_the_docs_tell_what_is_untried() -> None:
 def test_the_docs_tell_what_a_divided_vocabulary_refuses() -> None:
     rows = [[f"`{refusal.setting}`", refusal.instead] for refusal in VOCABULARY_REFUSALS]
     check_written("vocabulary refusals", table(["setting", "because, or instead"], rows))
+
+
+def test_the_docs_tell_what_cuda_graphs_refuse() -> None:
+    rows = [[f"`{refusal.setting}`", refusal.instead] for refusal in GRAPH_REFUSALS]
+    check_written("graph refusals", table(["setting", "because, or instead"], rows))
 
 
 def test_the_docs_tell_what_offload_refuses() -> None:
@@ -129,3 +135,14 @@ def test_offload_refuses_what_nobody_has_tried(setting: dict[str, object]) -> No
     refuse(settings, choose("zb-h1"))
     with pytest.raises(ValueError, match=r"^--pipeline-activation-offload full does not go with"):
         refuse(settings, choose("zb-h1"), Extras(offload=Offload.FULL))
+
+
+def test_a_v_refuses_other_formats_where_something_is_loaded_or_saved() -> None:
+    """It was refused even where there is no checkpoint."""
+    sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    settings = {**sizes, "transformer_impl": "local", "ckpt_format": "torch"}
+    refuse(SimpleNamespace(**settings, load=None, save=None), choose("zb-v"))
+    refuse(SimpleNamespace(**settings, load="here", save="here"), choose("interleaved"))
+    for name in ("load", "save", "pretrained_checkpoint"):
+        with pytest.raises(ValueError, match="add --load FOLDER --ckpt-convert-format torch_dist"):
+            refuse(SimpleNamespace(**settings, **{name: "here"}), choose("zb-v"))

@@ -31,7 +31,9 @@ from torch import Tensor
 from megatron_ext.runtime.host import offload
 from megatron_ext.runtime.host.offload import OffloadedStep
 from tests.helpers import transformer_engine_on_cpu as on_cpu
+from tests.helpers.callers import draw_by_name, named_parameters
 from tests.helpers.combinations import IS_NIGHT
+from tests.helpers.covered import covers
 from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train
 from tests.helpers.ranks import HANGS, run_ranks, values
 
@@ -84,7 +86,7 @@ def provide(
     if grouped:  # its flag wants --moe-grouped-gemm, which a machine without a GPU refuses
         config.recompute_modules = ["moe_act"]
     with mock.patch.object(torch.cuda, "is_available", lambda: True):
-        return GPTModel(
+        chunk = GPTModel(
             config,
             layer,
             vocab_size=args.padded_vocab_size,
@@ -97,6 +99,9 @@ def provide(
             position_embedding_type=args.position_embedding_type,
             mtp_block_spec=prediction,
         )
+    if args.untie_embeddings_and_output_weights:  # alike wherever its stages lie
+        draw_by_name(item for item in named_parameters(chunk) if item[1].dim() > 1)
+    return chunk
 
 
 def add_product(x: Tensor, dy: Tensor, main_grad: Tensor) -> None:
@@ -188,6 +193,25 @@ SETTINGS: dict[str, tuple[int, str, dict[str, object]]] = {
         "interleaved-zb",
         {**EXPERTS, **LOOP, "moe_shared_expert_intermediate_size": 32},
     ),
+    "experts, grouped, loop, recompute": (
+        4,
+        "interleaved-zb",
+        {
+            **EXPERTS,
+            "num_virtual_stages_per_pipeline_rank": 2,
+            "recompute_granularity": "selective",
+        },
+    ),
+    "V, experts, grouped, recompute, fused": (
+        4,
+        "zb-v",
+        {
+            **EXPERTS,
+            **OVERLAPPED,
+            "untie_embeddings_and_output_weights": True,
+            "recompute_granularity": "selective",
+        },
+    ),
     "multi-token prediction, repeated": (2, "zb-h1", REPEATED),
     "multi-token prediction, repeated, loop, overlapped, fused": (
         2,
@@ -202,16 +226,30 @@ NIGHTLY = (
     "overlapped",
     "experts one by one",
     "experts, grouped",
+    "experts, grouped, loop, recompute",
+    "V, experts, grouped, recompute, fused",
     *(setting for setting in SETTINGS if "prediction" in setting),
 )
+
+
+def case(version: str, setting: str) -> Any:
+    _, schedule, flags = SETTINGS[setting]
+    more: dict[str, Any] = {"transformer_impl": "transformer_engine"}
+    if "fused" in setting:
+        more["gradient_accumulation_fusion"] = True
+    if "grouped" in setting:
+        more |= {"moe_grouped_gemm": True, "recompute_modules": ["moe_act"]}
+    if "recompute_granularity" not in flags:
+        more.pop("recompute_modules", None)
+    return pytest.param(version, setting, marks=covers("B", (schedule,), flags, **more))
 
 
 @pytest.mark.parametrize(
     ("version", "setting"),
     [
-        (OLDEST, "overlapped"),
-        (OLDEST, "experts, grouped, biases, recompute"),
-        *((NEWEST, setting) for setting in SETTINGS if IS_NIGHT or setting not in NIGHTLY),
+        case(OLDEST, "overlapped"),
+        case(OLDEST, "experts, grouped, biases, recompute"),
+        *(case(NEWEST, setting) for setting in SETTINGS if IS_NIGHT or setting not in NIGHTLY),
     ],
 )
 def test_training_is_stocks_to_the_last_bit(

@@ -25,6 +25,7 @@ from megatron_ext.schedule.build.registry import choose
 from tests.helpers import callers
 from tests.helpers.callers import assert_same, draw_by_name, named_parameters
 from tests.helpers.combinations import at_night, nightly
+from tests.helpers.covered import kinds
 from tests.helpers.ranks import run_ranks, values
 from tests.pipeline.test_callers import (
     BATCH,
@@ -178,11 +179,19 @@ def gradients_of_inputs() -> Iterator[dict[int, bool]]:
         yield made
 
 
+def covers(trained: str, recompute: bool, schedules: tuple[str, ...]) -> pytest.MarkDecorator:
+    settings = {"peft": "lora"} if "adapters" in trained else {}
+    full = {"recompute_granularity": "full", "recompute_method": "uniform"} if recompute else {}
+    return pytest.mark.covers("A", kinds(schedules), **settings, **full)
+
+
 @pytest.mark.parametrize(
     ("trained", "recompute", "schedules"),
-    [(*case, names) for case, names in [*BY_DAY.items(), *at_night(*BY_NIGHT.items())]],
+    [
+        pytest.param(*case, names, marks=covers(*case, names))
+        for case, names in [*BY_DAY.items(), *at_night(*BY_NIGHT.items())]
+    ],
 )
-@pytest.mark.covers("A", ("line", "loop", "v"), peft="lora")
 def test_adapters_train_as_stocks(
     trained: str, recompute: bool, schedules: tuple[str, ...]
 ) -> None:

@@ -89,7 +89,6 @@ MODELS: dict[str, Flags] = {
     "learned positions, full recompute": FULL | {"position_embedding_type": "learned_absolute"},
     "experts, EP 2": EXPERTS,
     "distributed optimizer, both overlaps": OPTIMIZER,
-    "pipelines before replicas": UNTIED | {"use_tp_pp_dp_mapping": True},
     "2 depths, bf16": DEPTHS | {"bf16": True},
     "2 depths, loss per token": DEPTHS | {"calculate_per_token_loss": True},
     "conversations, loss per token": PACKED | {"calculate_per_token_loss": True},
@@ -99,6 +98,13 @@ LARGER: dict[str, Flags] = {  # on eight ranks
     "TP 2, SP, 2 depths": DEPTHS | {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "DP 2, distributed optimizer, both overlaps": OPTIMIZER,
 }
+LARGER_CASES = [
+    ("TP 2, SP, 2 depths", "zb-h1"),
+    ("TP 2, SP, 2 depths", "zb-v"),
+    # Four replicas: gloo sums in an order that depends on the place in a bucket, and a V has others
+    # than stock.
+    ("DP 2, distributed optimizer, both overlaps", "zb-h1"),
+]
 KINDS = {
     "1f1b": "line",
     "zb-h1": "line",
@@ -191,9 +197,8 @@ def test_a_rank_has_its_part_of_tokens_and_messages() -> None:
         for schedule in KINDS
     ]
     + [
-        pytest.param(model, schedule, marks=covers(schedule, settings))
-        for model, settings in LARGER.items()
-        for schedule in ("zb-h1", "zb-v")
+        pytest.param(model, schedule, marks=covers(schedule, LARGER[model]))
+        for model, schedule in LARGER_CASES
     ],
 )
 @nightly("by day one model meets a V, of all placements the one whose ends move")
@@ -409,14 +414,15 @@ def test_ranks_that_shift_tokens_meet_before_the_first_step() -> None:
             met.add(dst)
             return isend(tensor, dst)
 
-        dist.isend = noted
         chunks = [torch.nn.Module(), Predicting()]
-        torch.cuda.current_device = lambda: "cpu"
-        connect_token_shifts(chunks[:1], group)
-        before = met.copy()
-        connect_token_shifts(chunks, group)
-        at_first = met.copy()
-        roll_tensor(torch.arange(8).view(1, 8), cp_group=group)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "isend", noted)
+            patch.setattr(torch.cuda, "current_device", lambda: "cpu")
+            connect_token_shifts(chunks[:1], group)
+            before = met.copy()
+            connect_token_shifts(chunks, group)
+            at_first = met.copy()
+            roll_tensor(torch.arange(8).view(1, 8), cp_group=group)
         return before, at_first, met
 
     for rank, (before, at_first, met) in enumerate(values(run_ranks(3, run))):

@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron_ext.adapter.step.model_stage import ModelStage
 from scripts.pretrain_gpt import model_provider
 from tests.helpers.combinations import IS_NIGHT, at_night
+from tests.helpers.covered import covers
 from tests.helpers.documents import check_written, table
 from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train
 from tests.helpers.ranks import lasting_folder
@@ -142,7 +143,23 @@ BY_DAY = {
 RUN = [case for case in CASES if IS_NIGHT or case.parallelism in BY_DAY.get(case.schedule, [])]
 
 
-@pytest.mark.parametrize("case", RUN, ids=str)
+def shown(case: Case) -> list[pytest.MarkDecorator]:
+    settings: Flags = {
+        "group_query_attention": True,
+        "qk_layernorm": True,
+        **PARALLELISM[case.parallelism],
+        **EMBEDDINGS[case.embeddings],
+        **RECOMPUTE[case.recompute],
+        **PRECISION[case.precision],
+    }
+    if case.recompute == "selective":
+        settings["recompute_modules"] = ["core_attn"]  # by default
+    return covers("A", (case.schedule,), settings)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=str(case), marks=shown(case)) for case in RUN]
+)
 def test_it_is_stock_to_the_last_bit(case: Case) -> None:
     RESULTS[case] = "not stock"
     setting = case.parallelism, case.embeddings, case.precision

@@ -87,15 +87,22 @@ KINDS = {"zb-h1": "line", "interleaved-zb": "loop", "zb-v": "v", "v-half": "v", 
 DAY = {("conversations, loss per token, 1 depth", "zb-v")}
 
 
-def case(model: str, schedule: str) -> Any:
-    settings = {name: value for name, value in MODELS[model].items() if name not in CONVERSATIONS}
-    settings["sft"] = "sft" in MODELS[model]
-    mark = pytest.mark.covers("B", (KINDS[schedule],), **settings)
-    return pytest.param(model, schedule, marks=mark)
+SHOWN = (
+    *("mtp_num_layers", "calculate_per_token_loss", "recompute_granularity", "num_experts"),
+    *("tensor_model_parallel_size", "sequence_parallel", "expert_model_parallel_size"),
+    *("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"),
+)
+
+
+def covers(schedule: str, settings: Flags) -> pytest.MarkDecorator:
+    shown = {name: value for name, value in settings.items() if name in SHOWN}
+    return pytest.mark.covers("B", (KINDS[schedule],), packed=True, **shown)
 
 
 CASES = [
-    case(*names) for names in itertools.product(MODELS, KINDS) if names in DAY or at_night(names)
+    pytest.param(model, schedule, marks=covers(schedule, MODELS[model]))
+    for model, schedule in itertools.product(MODELS, KINDS)
+    if (model, schedule) in DAY or at_night((model, schedule))
 ]
 
 
@@ -130,24 +137,30 @@ def test_it_is_stock_to_the_last_bit(model: str, schedule: str) -> None:
     assert_same_runs(runs, reference)
 
 
-@nightly("what is divided, and packed, is each shown by day; together for a caller's model")
+@nightly("stock cannot show it: on several ranks it expects a row for each sample")
+@pytest.mark.parametrize("schedule", ["zb-h1", "interleaved-zb", "zb-v"])
+@pytest.mark.parametrize("data", [CONVERSATIONS, DOCUMENTS], ids=["conversations", "documents"])
+def test_several_samples_make_one_row(data: Flags, schedule: str) -> None:
+    """As on one rank of stock's."""
+    common: Flags = {**data, **PER_TOKEN, "micro_batch_size": 2}
+    alone = flags(**common, pipeline_model_parallel_size=1)
+    reference = train(1, alone, model_provider=drawn_by_name)
+    ours = flags(**common, pipeline_schedule=schedule)
+    assert_same_runs(train(2, ours, model_provider=drawn_by_name), reference)
+
+
+@nightly("a caller's model is divided by day")
+@pytest.mark.covers("B", ("line", "v"), sft=True)
 @pytest.mark.parametrize(
-    ("model", "schedule", "variant"),
-    [
-        pytest.param(*names, marks=pytest.mark.covers("B", (KINDS[names[1]],), sft=True, **more))
-        for *names, more in (
-            ("conversations", "zb-v", 2, {}),
-            ("conversations", "zb-h1", 1, {}),
-            ("conversations, loss per token", "v-half", 1, PER_TOKEN),
-        )
-    ],
+    ("schedule", "variant", "per_token"),
+    [("zb-h1", 1, False), ("zb-v", 2, False), ("v-half", 1, True)],
 )
 def test_with_the_vocabulary_divided(
-    model: str, schedule: str, variant: int, tmp_path: Path
+    schedule: str, variant: int, per_token: bool, tmp_path: Path
 ) -> None:
-    """Learned tokens alone count, and the others' labels are in no rank's part."""
-    per_token = PER_TOKEN if "per token" in model else {}
-    setting = Setting(2, 2, CONVERSATIONS | per_token | {"position_embedding_type": "rope"})
+    """What is not to be learned has a label that is in no rank's part."""
+    more: Flags = {"position_embedding_type": "rope", "calculate_per_token_loss": per_token}
+    setting = Setting(2, 2, CONVERSATIONS | more)
     reference = setting.train(tmp_path / "stock")
     runs = setting.train(
         tmp_path / "ours",
@@ -179,9 +192,7 @@ PARALLEL: dict[str, Flags] = {
         pytest.param(
             setting,
             schedule,
-            marks=pytest.mark.covers(
-                "B", (KINDS[schedule],), sft=True, **PER_TOKEN, **PREDICTING, **PARALLEL[setting]
-            ),
+            marks=covers(schedule, {**PER_TOKEN, **PREDICTING, **PARALLEL[setting]}),
         )
         for setting, schedule in itertools.product(PARALLEL, ("zb-h1", "interleaved-zb", "zb-v"))
     ],
@@ -306,9 +317,7 @@ def names(chunk: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
         yield f"{name} {dist.get_rank()}" if is_divided(name, parameter) else name, parameter
 
 
-def step(
-    lengths: list[list[int]], depths: int | None = None, forward_only: bool = False
-) -> tuple[list[Any], Gradients]:
+def step(lengths: list[list[int]], depths: int | None = None) -> tuple[list[Any], Gradients]:
     """One step on batches of sequences of these lengths."""
     varies = len(set(map(sum, lengths))) > 1
     return whole_step(
@@ -318,7 +327,6 @@ def step(
         partial(batches, lengths),
         seq_length=1 if varies else LONGEST,  # as verl says
         micro_batch_size=1,
-        forward_only=forward_only,
     )
 
 
@@ -351,11 +359,10 @@ def test_losses_and_gradients_of_a_callers_model(lengths: list[list[int]]) -> No
 
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()):
-            stocks = step(lengths, 1), step(lengths, 1, forward_only=True)
+            expected = step(lengths, 1)
             for schedule in ("zb-h1", "interleaved-zb", "zb-v"):
                 with megatron_ext.install(schedule=schedule):
-                    assert_same(step(lengths, 1), stocks[0])
-                    assert step(lengths, 1, forward_only=True)[0] == stocks[1][0]
+                    assert_same(step(lengths, 1), expected)
 
     values(run_ranks(RANKS, on_rank))
 

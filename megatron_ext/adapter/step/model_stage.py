@@ -124,7 +124,8 @@ class ModelStage:
         if self._has_loss:
             self._free(output)
         with queue.collecting(self._number, microbatch, w_is_next=w_is_next):
-            return schedules.backward_step(_with_gradient(x), output, dy, self._config)
+            dx = schedules.backward_step(_with_gradient(x), output, dy, self._config)
+        return None if dx is None else queue.keep(dx)
 
     def backward_weight(self, microbatch: int) -> None:
         timers = self._config.timers

@@ -35,9 +35,12 @@ from megatron_ext.adapter.step.passes import run_passes
 from megatron_ext.adapter.step.token_shifts import connect_token_shifts
 from megatron_ext.adapter.tied import refuse_different_copies
 from megatron_ext.adapter.training_globals import current_iteration, restarts_in_process
+from megatron_ext.adapter.transformer_engine.captured import captures, left_to_w
+from megatron_ext.adapter.transformer_engine.layer_graphs import layer_graphs
 from megatron_ext.adapter.vocabulary_rows import shard_of
 from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger
+from megatron_ext.runtime.weight_gradients import Lent, is_owned
 from megatron_ext.schedule.build.output_layer import output_layer_waits
 from megatron_ext.schedule.costs_text import format_costs
 from megatron_ext.schedule.problem import VocabularyParallel
@@ -73,6 +76,7 @@ class Training:
         if connections is not None:
             connections.end()
         post_validation.disconnect()
+        layer_graphs.forget()
 
     def finish(self, iteration: int) -> None:
         """Its last iteration was ``iteration``."""
@@ -141,7 +145,14 @@ class Training:
             at_once = head_weights(call.models)
         waits = self._programs.choice.splits_backward and not call.forward_only
         apart = frozenset[Tensor]() if shard is None else frozenset([shard.output])
-        split = Split(waits, at_once, apart)
+        is_lent: Lent = is_owned
+        if captures(call.config) and not call.forward_only:
+            rank, schedule = call.pipeline.rank(), program.schedule
+            stages = schedule.placement.stages_of[rank]
+            is_lent = layer_graphs.begin(
+                schedule.rows[rank], stages, call.models, connections.recorder.device.settle
+            )
+        split = Split(waits, at_once, apart, is_lent)
         return Step(
             pipeline=call.pipeline,
             program=program,
@@ -174,6 +185,8 @@ class Training:
             log_single_rank(logger, logging.INFO, summarize(program))
             costs = format_costs(program.problem.costs)
             log_single_rank(logger, logging.DEBUG, f"costs of each stage: {costs}")
+            if captures(call.config) and self._programs.choice.splits_backward:
+                log_single_rank(logger, logging.INFO, left_to_w(call.config))
         self._connections.expect(program)
         return program
 
