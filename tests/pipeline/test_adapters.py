@@ -188,8 +188,8 @@ def covers(trained: str, recompute: bool, schedules: tuple[str, ...]) -> pytest.
 @pytest.mark.parametrize(
     ("trained", "recompute", "schedules"),
     [
-        pytest.param(*case, names, marks=covers(*case, names))
-        for case, names in [*BY_DAY.items(), *at_night(*BY_NIGHT.items())]
+        pytest.param(trained, recompute, names, marks=covers(trained, recompute, names))
+        for (trained, recompute), names in [*BY_DAY.items(), *at_night(*BY_NIGHT.items())]
     ],
 )
 def test_adapters_train_as_stocks(
