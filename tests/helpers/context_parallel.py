@@ -28,7 +28,7 @@ from megatron_ext.patches import cpu
 def install(patch: pytest.MonkeyPatch) -> None:
     """Ranks that are forked from now on can divide sequences."""
     patch.setattr(LocalSpecProvider, "core_attention", lambda provider: DividedAttention)
-    patch.delitem(cpu._REFUSED, "--context-parallel-size")
+    patch.delitem(cpu._REFUSED, "--context-parallel-size", raising=False)
     extension = SimpleNamespace(thd_get_partitioned_indices=part_of_packed)
     patch.setattr(utils, "tex", extension, raising=False)  # Transformer Engine's
     for module in (rotary_pos_embedding, yarn_rotary_pos_embedding):  # which pin memory

@@ -52,6 +52,7 @@ from tests.helpers.megatron_runs import (
 )
 from tests.helpers.packed import packed_on_the_cpu, packed_params
 from tests.helpers.ranks import lasting_folder, run_ranks, values
+from tests.pipeline import test_vocabulary_training as vocabulary
 from tests.pipeline.test_multi_token_prediction import drawn_by_name
 from tests.pipeline.test_packed_sequences import CONVERSATIONS
 from tests.pipeline.test_post_validation_training import EVERY_THIRD, Setting, times_redone
@@ -212,8 +213,11 @@ def test_it_is_stock_to_the_last_bit(model: str, schedule: str) -> None:
 @nightly("what attention gives does not matter where two runs are compared")
 def test_the_stand_in_for_attention_attends_to_all_of_a_sequence() -> None:
     """Stock's losses are those of undivided sequences, but for the order of sums."""
-    undivided = train(2, flags(context_parallel_size=1))
-    assert losses(saved("tied")[0]) == pytest.approx(losses(undivided), rel=2.0**-20)
+    divided, undivided = (
+        train(2 * ranks, flags(context_parallel_size=ranks), model_provider=drawn_by_name)
+        for ranks in (2, 1)
+    )
+    assert losses(divided) == pytest.approx(losses(undivided), rel=2.0**-18)
 
 
 @nightly("checkpoints do not know of sequences: test_checkpoints.py")
@@ -248,6 +252,17 @@ def test_steps_that_are_taken_back(schedule: str, more: Flags) -> None:
     runs, expected = Setting(4, schedule, sizes | UNTIED | more).both(EVERY_THIRD, train_iters=7)
     assert_same(runs, expected)
     assert times_redone(runs) == 2
+
+
+@nightly("test_vocabulary_training.py has it with sequences, test_packed_sequences.py with packed")
+@pytest.mark.parametrize(("schedule", "variant"), [("zb-h1", 1), ("zb-v", 2)])
+def test_packed_with_the_vocabulary_divided(schedule: str, variant: int, tmp_path: Path) -> None:
+    sizes: Flags = {"context_parallel_size": 2, "calculate_per_token_loss": True}
+    setting = vocabulary.Setting(4, 2, PACKED | sizes | {"position_embedding_type": "rope"})
+    reference = setting.train(tmp_path / "stock")
+    ours: Flags = {"pipeline_schedule": schedule, "pipeline_vocab_parallel": variant}
+    runs = setting.train(tmp_path / "ours", load=tmp_path / "stock", ckpt_step=1, **ours)
+    vocabulary.assert_close(runs, reference)
 
 
 # Sequences that a caller has packed, with padding behind each to what divides, as Megatron-Bridge.
