@@ -85,6 +85,11 @@ SETTINGS: dict[str, tuple[int, str, dict[str, object]]] = {
         "interleaved-zb",
         {**EXPERTS, **LOOP, "moe_shared_expert_intermediate_size": 32},
     ),
+    "experts, grouped, in a latent space": (
+        4,
+        "zb-h1",
+        {**EXPERTS, "moe_latent_size": 16, "moe_shared_expert_intermediate_size": 32},
+    ),
     "experts, grouped, loop, recompute": (
         4,
         "interleaved-zb",
@@ -118,6 +123,7 @@ NIGHTLY = (
     "overlapped",
     "experts one by one",
     "experts, grouped",
+    "experts, grouped, in a latent space",
     "experts, grouped, loop, recompute",
     "V, experts, grouped, recompute, fused",
     *(setting for setting in SETTINGS if "prediction" in setting),
