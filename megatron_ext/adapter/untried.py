@@ -34,6 +34,12 @@ UNTRIED = (
         "Transformer Engine's own kernels are untried: its layers are tested on the CPU, with "
         "torch's operations in their place",
     ),
+    Untried(
+        "cuda_graph_impl",
+        lambda value: value == "transformer_engine",
+        "capture and replay of CUDA graphs are untried: their order and their memory are tested on "
+        "the CPU, with layers that run again in their place",
+    ),
     Untried("multi_latent_attention", bool, "multi-latent attention is untried"),
     Untried(
         "experimental_attention_variant",

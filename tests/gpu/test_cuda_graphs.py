@@ -19,7 +19,7 @@ from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import apply
 from megatron_ext.patches.transformer_engine.pytorch.module import _common
 from tests.gpu.runs import GPUS, losses, needs_two_gpus
-from tests.helpers.graphed_rows import WIDTH, Layer, gradients, row_of
+from tests.helpers.graphed_rows import WIDTH, Layer, gradients, row_cases, row_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,8 +33,7 @@ def layer(te: Any) -> Layer:
     return Layer(te.LayerNormLinear(WIDTH, WIDTH, **options), te.Linear(WIDTH, WIDTH, **options))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved-zb", "zb-v", "v-half"])
-@pytest.mark.covers("C", ("line", "loop", "v"), cuda_graph_impl="transformer_engine")
+@pytest.mark.parametrize("schedule", row_cases("C"))
 def test_a_row_with_graphs_has_the_gradients_of_one_without(schedule: str) -> None:
     """All of a rank's chunks are on one GPU, and messages are left out."""
     te = importlib.import_module("transformer_engine.pytorch")

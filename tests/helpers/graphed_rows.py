@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron_ext.adapter.transformer_engine.captured import IMPLEMENTATION
 from megatron_ext.adapter.transformer_engine.layer_graphs import LayerGraphs
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
@@ -45,6 +47,17 @@ class Layer(nn.Module):
             y = self.captured(x)
         made: Tensor = y + self.beside(y)
         return made
+
+
+def row_cases(grade: str) -> list[Any]:
+    """Schedules whose rows are run; their marks tell what tests of them show."""
+    kinds = {"zb-h1": "line", "interleaved-zb": "loop", "zb-v": "v", "v-half": "v"}
+    covers: Any = pytest.mark.covers
+    marked = [
+        pytest.param(schedule, marks=covers(grade, (kind,), cuda_graph_impl=IMPLEMENTATION))
+        for schedule, kind in kinds.items()
+    ]
+    return ["1f1b", *marked]
 
 
 def row_of(schedule: str, ranks: int, microbatches: int, rank: int) -> tuple[list[Action], Any]:

@@ -43,7 +43,7 @@ from megatron_ext.schedule.problem import Extras, Offload, VocabularyParallel
 from tests.helpers import graphs_on_cpu
 from tests.helpers import transformer_engine_on_cpu as on_cpu
 from tests.helpers.combinations import nightly
-from tests.helpers.graphed_rows import WIDTH, Layer, gradients, row_of
+from tests.helpers.graphed_rows import WIDTH, Layer, gradients, row_cases, row_of
 from tests.helpers.ranks import run_ranks, values
 from tests.helpers.schedules import rows_of, written
 
@@ -215,8 +215,7 @@ def layer() -> Layer:
     return Layer(captured, Split(WIDTH, WIDTH, bias=False))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved-zb", "zb-v", "v-half"])
-@pytest.mark.covers("B", ("line", "loop", "v"), cuda_graph_impl="transformer_engine")
+@pytest.mark.parametrize("schedule", row_cases("B"))
 def test_what_is_split_beside_graphs_has_its_gradients(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

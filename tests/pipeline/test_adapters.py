@@ -24,7 +24,7 @@ from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.build.registry import choose
 from tests.helpers import callers
 from tests.helpers.callers import assert_same, draw_by_name, named_parameters
-from tests.helpers.combinations import at_night
+from tests.helpers.combinations import at_night, nightly
 from tests.helpers.covered import kinds
 from tests.helpers.ranks import run_ranks, values
 from tests.pipeline.test_callers import (
@@ -79,7 +79,9 @@ def of_later_layers(name: str) -> bool:
 def layer_of(name: str) -> int:
     """Of a parameter's layer, counted from 1; 0 before the layers, 99 after them."""
     where, *rest = name.split(".")
-    return int(rest[1]) if rest[0] == "layers" else 0 if where == "embedding" else 99
+    if where == "decoder" and rest[0] == "layers":
+        return int(rest[1])
+    return 0 if where == "embedding" else 99
 
 
 def above_frozen_layers(name: str) -> bool:
@@ -88,9 +90,9 @@ def above_frozen_layers(name: str) -> bool:
 
 
 def build(
-    layout: list[list[str]], is_trained: Callable[[str], bool], recompute: bool
+    layout: list[list[str]], is_trained: Callable[[str], bool], recompute: bool, depths: int | None
 ) -> list[torch.nn.Module]:
-    chunks: list[Any] = build_chunks(layout)
+    chunks: list[Any] = build_chunks(layout, depths=depths)
     for chunk in chunks:
         if recompute:
             chunk.config.recompute_granularity = "full"
@@ -111,10 +113,13 @@ LAYOUTS = {"zb-h1": LINE, "1f1b": LINE, "interleaved-zb": FOUR, "zb-v": FOUR, "v
 
 
 def step(
-    layout: list[list[str]], is_trained: Callable[[str], bool], recompute: bool = False
+    layout: list[list[str]],
+    is_trained: Callable[[str], bool],
+    recompute: bool = False,
+    depths: int | None = None,
 ) -> Any:
     return callers.whole_step(
-        partial(build, layout, is_trained, recompute),
+        partial(build, layout, is_trained, recompute, depths),
         named_parameters,
         forward_step,
         tokens,
@@ -163,14 +168,14 @@ def compared() -> list[tuple[str, tuple[str, ...]]]:
 def gradients_of_inputs() -> Iterator[dict[int, bool]]:
     """Within, whether there is one, by the stages that have backward passes."""
     made: dict[int, bool] = {}
-    run = ModelStage.backward_input
+    run = ModelStage._backward_input
 
-    def noting(stage: Any, *args: Any) -> torch.Tensor | None:
-        gradient = run(stage, *args)
+    def noting(stage: Any, *args: Any, **more: Any) -> torch.Tensor | None:
+        gradient = run(stage, *args, **more)
         made[stage._number] = gradient is not None
         return gradient
 
-    with mock.patch.object(ModelStage, "backward_input", noting):
+    with mock.patch.object(ModelStage, "_backward_input", noting):
         yield made
 
 
@@ -183,8 +188,8 @@ def covers(trained: str, recompute: bool, schedules: tuple[str, ...]) -> pytest.
 @pytest.mark.parametrize(
     ("trained", "recompute", "schedules"),
     [
-        pytest.param(*case, names, marks=covers(*case, names))
-        for case, names in [*BY_DAY.items(), *at_night(*BY_NIGHT.items())]
+        pytest.param(trained, recompute, names, marks=covers(trained, recompute, names))
+        for (trained, recompute), names in [*BY_DAY.items(), *at_night(*BY_NIGHT.items())]
     ],
 )
 def test_adapters_train_as_stocks(
@@ -220,5 +225,25 @@ def test_adapters_train_as_stocks(
                     assert shapes <= shapes_of_adapters()
                 if is_trained is is_adapter:
                     assert bool(shapes) == choose(schedule).splits_backward
+
+    values(run_ranks(V_RANKS, on_rank))
+
+
+@nightly("what is frozen is frozen above, and what predicts is test_multi_token_prediction.py's")
+@pytest.mark.covers("A", ("line", "v"), mtp_num_layers=1)
+def test_multi_token_prediction_above_frozen_layers() -> None:
+    """Its copy of the embedding, on the last stage, is frozen as the first stage's is."""
+
+    def predicting(layout: list[list[str]]) -> list[list[str]]:
+        return [*layout[:-1], [*layout[-1][:-1], "mtp", "loss"]]
+
+    def on_rank(rank: int) -> None:
+        with apply(cpu.patches()):
+            expected = step(predicting(LINE), above_frozen_layers, depths=1)
+            for schedule in ("zb-h1", "zb-v"):
+                with megatron_ext.install(schedule=schedule), gradients_of_inputs() as made:
+                    ours = step(predicting(LAYOUTS[schedule]), above_frozen_layers, depths=1)
+                assert_same(ours, expected)
+                assert min(made, default=1) > 0
 
     values(run_ranks(V_RANKS, on_rank))

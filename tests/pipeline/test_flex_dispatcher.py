@@ -22,6 +22,7 @@ from scripts.pretrain_gpt import model_provider
 from tests.helpers import deep_ep_on_cpu
 from tests.helpers.callers import draw_by_name, named_parameters
 from tests.helpers.combinations import IS_NIGHT, at_night
+from tests.helpers.covered import covers
 from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train
 from tests.helpers.ranks import HANGS, run_ranks, values
 
@@ -81,9 +82,9 @@ def check_handles() -> None:
         assert len(deep_ep_on_cpu.buffers) == 1
         return result
 
-    Training._train = step  # type: ignore[method-assign]
-    StagePasses._forward = forward  # type: ignore[method-assign]
-    StagePasses._backward_weight = weights  # type: ignore[method-assign]
+    Training._train = step  # type: ignore[assignment,method-assign]
+    StagePasses._forward = forward  # type: ignore[assignment,method-assign]
+    StagePasses._backward_weight = weights  # type: ignore[assignment,method-assign]
 
 
 def drawn_by_name(*args: Any, **kwargs: Any) -> Any:
@@ -135,17 +136,12 @@ SELECTIVE: Flags = {"recompute_granularity": "selective", "recompute_modules": "
 FP32: Flags = {"moe_router_dtype": "fp32"}
 
 
-KIND = {"line": "line", "loop": "loop", "v": "v", "wave": "v"}
-
-
 def case(name: str, backend: str | None, flags: Flags, *schedules: str) -> Any:
     """Compared under ``schedules``, with a mark of what that covers: without a ``backend`` there is
     nothing of a stand-in in it."""
-    dispatcher = ALL_TO_ALL if backend is None else flex(backend)
-    kinds = tuple({KIND[choose(schedule).example.name]: None for schedule in schedules})
-    settings = {"expert_model_parallel_size": 2, **dispatcher, **flags}
-    covers = pytest.mark.covers("A" if backend is None else "B", kinds, **settings)
-    return pytest.param(backend, flags, schedules, id=name, marks=covers)
+    given = EXPERTS | (ALL_TO_ALL if backend is None else flex(backend)) | flags
+    marks = covers("A" if backend is None else "B", schedules, given)
+    return pytest.param(backend, flags, schedules, id=name, marks=marks)
 
 
 OF_EACH_KIND = ("zb-h1", "interleaved-zb", "zb-v")
