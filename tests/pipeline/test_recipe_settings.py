@@ -167,7 +167,8 @@ def drawn_by_name(*args: Any, **kwargs: Any) -> Any:
     backends.DotProductAttention = Attention
     # which recompute of single modules asks for whether there is FP8
     random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
-    random.activation_recompute_forward = lambda **phase: contextlib.nullcontext()
+    for name in ("activation_recompute_forward", "fp8_autocast"):
+        setattr(random, name, lambda **settings: contextlib.nullcontext())
     model = model_provider(*args, **kwargs)
     draw_by_name(
         (name, parameter)
