@@ -10,8 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -237,11 +236,17 @@ def test_a_copy_and_a_leak_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     put, kept = WeightGradients.put, []
 
     def put_copy(
-        self: WeightGradients, weight: Tensor, compute: partial[Tensor], tensors: Iterable[Tensor]
+        self: WeightGradients,
+        weight: Tensor,
+        compute: Callable[[], Tensor | None],
+        tensors: tuple[Tensor, Tensor],
+        gather: Callable[[], None] | None,
     ) -> None:
-        x, dy = compute.args
+        x, dy = tensors
         kept.append(x)
-        put(self, weight, partial(compute.func, x.clone(), dy), tensors)
+        gradient = compute.__self__  # type: ignore[attr-defined]  # a layer's, which keeps both
+        gradient._x = x.clone()
+        put(self, weight, compute, (gradient._x, dy), gather)
 
     monkeypatch.setattr(WeightGradients, "put", put_copy)
     _, expected = predicted("2bp", costs, microbatches=2)
