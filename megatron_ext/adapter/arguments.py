@@ -17,6 +17,7 @@ from megatron_ext.adapter.layers import (
     symbols_of_layers,
 )
 from megatron_ext.adapter.race.order import check_order
+from megatron_ext.adapter.taken_over.groups import with_megatrons_group
 from megatron_ext.adapter.vocabulary_rows import check_divisible
 from megatron_ext.config import COSTS_FILE, TRACED_OF_RUN, PipelineConfig, flag
 from megatron_ext.logger import logger, telling_of_long_work
@@ -143,6 +144,7 @@ def programs(args: Any, config: PipelineConfig) -> list[Program]:
 
 
 def _programs_of(choice: Choice, args: Any, config: PipelineConfig) -> list[Program]:
+    choice = with_megatrons_group(choice, args)
     with telling_of_long_work(args.rank):
         return [place_output_layer(choice, problem) for problem in problems(args, config)]
 
