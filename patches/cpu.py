@@ -116,15 +116,16 @@ def _cuda_names() -> dict[str, Any]:
             super().__init__()
 
         def record_event(self, event: Any = None) -> Any:
-            return torch.cpu  # what was given to it is done: one may `synchronize` at any time
+            return torch.cpu.Event()  # what was given to it is done
 
+    current = Stream()
     return {
         "current_device": lambda: "cpu",
         "set_device": lambda device: None,
         "synchronize": lambda device=None: None,
         "Stream": Stream,
         "stream": lambda stream: torch.cpu.stream(stream),
-        "current_stream": lambda device=None: torch.cpu.current_stream(),
+        "current_stream": lambda device=None: current,
         "get_rng_state": lambda device="cuda": torch.get_rng_state(),
         "set_rng_state": lambda new_state, device="cuda": torch.set_rng_state(new_state),
         # torch.manual_seed calls torch.cuda's, so it cannot stand in for it
@@ -221,6 +222,18 @@ def _norm(original: Any, cls: Any, config: Any, *args: Any, **kwargs: Any) -> An
     return norm
 
 
+def _on_the_host(original: Any, hybrid: Any, offload_fraction: float) -> Any:
+    """`HybridDeviceOptimizer._get_sub_optimizer_param_groups`, which copies to the host what is not
+    there. Here all is, and of each parameter the one that is updated has to be known all the same.
+    """
+    hybrid.pin_cpu_grads = False
+    of_host, of_device, *_, in_fp32 = original(hybrid, offload_fraction)
+    parameters = (parameter for group in hybrid.param_groups for parameter in group["params"])
+    updated = {parameter: in_fp32.get(parameter, parameter) for parameter in parameters}
+    originals = {inner: parameter for parameter, inner in updated.items()}
+    return of_host, of_device, updated, originals, in_fp32
+
+
 def _begun_states(original: Any, optimizer: Any) -> Any:
     """`DistributedOptimizer.state_dict`, which asks for a step that loading comes before.
 
@@ -229,6 +242,10 @@ def _begun_states(original: Any, optimizer: Any) -> Any:
     import torch
 
     adam = optimizer.optimizer
+    if hasattr(adam, "dummy_step") and not adam.state:  # main parameters are in its states too
+        adam.dummy_step()
+    if not isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
+        return original(optimizer)
     for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
         if not adam.state[parameter]:
             adam.state[parameter] = {
@@ -246,7 +263,8 @@ def _own_steps(original: Any, optimizer: Any, state_dict: Any) -> None:
     """
     original(optimizer, state_dict)
     for state in optimizer.optimizer.state.values():
-        state["step"] = state["step"].clone()
+        if "step" in state:
+            state["step"] = state["step"].clone()
 
 
 def _all_but_step(original: Any, optimizer: Any, parameter: Any, tensors: Any) -> None:
@@ -337,6 +355,13 @@ def patches() -> tuple[Patch, ...]:
             "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
             _norm,
             reason="torch's norms refuse sequence parallelism, which needs one mark from them",
+        ),
+        wrap(
+            "megatron.core.optimizer.cpu_offloading.hybrid_optimizer:"
+            "HybridDeviceOptimizer._get_sub_optimizer_param_groups",
+            _on_the_host,
+            reason="takes for granted that what is updated on the host is a copy",
+            signature="(self, offload_fraction)",
         ),
         wrap(
             f"{_DISTRIBUTED_OPTIMIZER}.state_dict",

@@ -84,10 +84,21 @@ FEATURES = (
         ),
     ),
     Feature(
+        "datasets on all ranks that read them",
+        ("megatron.core.datasets.blended_megatron_dataset_builder",),
+        lambda choice: True,
+    ),
+    Feature(
+        "per-layer CUDA graphs in the order of the schedule",
+        ("megatron.core.transformer.cuda_graphs",),
+        lambda choice: True,
+    ),
+    Feature(
         "virtual stages",
         (
             "megatron.core.transformer.transformer_config",
             "megatron.core.parallel_state.first_stage",
+            "megatron.training.training.packed_tokens",
         ),
         lambda choice: choice.example.chunks > 1,
     ),
@@ -104,7 +115,7 @@ FEATURES = (
             "megatron.core.utils",
             "megatron.core.distributed.finalize_model_grads",
             "megatron.core.dist_checkpointing.strategies.fully_parallel",
-            "megatron.core.datasets.blended_megatron_dataset_builder",
+            "megatron.core.optimizer.optimizer.saving",
             "megatron.core.models.common.language_module.language_module",
             "megatron.training.models.dist_utils",
             "megatron.training.training.tied_models",
@@ -151,7 +162,7 @@ FEATURES = (
     Feature(
         "post-validation",
         (
-            "megatron.core.optimizer.optimizer",
+            "megatron.core.optimizer.optimizer.steps",
             "megatron.core.optimizer_param_scheduler",
             "megatron.training.utils.common_utils",
             "megatron.training.training.training_log",

@@ -27,36 +27,42 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_layer_specs,
     get_gpt_mtp_block_spec,
 )
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer import TransformerConfig
-from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_tp_rank
+from megatron.core.utils import (
+    get_attr_wrapped_model,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+)
 from megatron.training import get_args, get_timers, pretrain, print_rank_0
 from megatron.training.argument_utils import (
     core_transformer_config_from_args,
     pretrain_cfg_container_from_args,
 )
 from megatron.training.arguments import parse_and_validate_args
+from megatron.training.datasets.sft_dataset import SFTDataset
+from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 UNSERVED = {
-    "context_parallel_size": 1,
-    "dataloader_inter_document_masking": False,
     "fim_data": False,
     "hybrid_context_parallel": False,
     "logits_load_dir": None,
     "per_dataset_sequences_path": None,
-    "sft": False,
 }
 
 try:
+    from megatron.core.utils import flatten_batch_for_packed_sequences
     from megatron.training.argument_utils import gpt_config_from_args
 except ImportError:  # Megatron 0.18, for which `model_provider` builds the model
     gpt_config_from_args = None
     UNSERVED |= {
         "experimental_attention_variant": None,
         "heterogeneous_layers_config_path": None,
+        "sft": False,
         "spec": None,
     }
 
@@ -80,11 +86,20 @@ def refuse_unserved(args: Namespace) -> None:
         )
 
 
-def get_batch(data_iterator: Iterator[Batch], model: GPTModel) -> Batch:
-    """The next microbatch, as far as this stage needs it: an inner stage gets Nones."""
+def is_packed() -> bool:
+    """Whether a microbatch is several sequences in a row, with their boundaries."""
     args = get_args()
-    fields = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
-    if not is_first_or_last_pipeline_stage(get_attr_wrapped_model(model, "vp_stage")):
+    return args.sft or getattr(args, "dataloader_inter_document_masking", False)
+
+
+def get_batch(data_iterator: Iterator[Batch], model: GPTModel) -> Batch:
+    """The next microbatch, as far as this stage needs it: an inner stage gets the boundaries of
+    packed sequences alone. Of each sequence a rank gets its context-parallel part."""
+    args = get_args()
+    boundaries = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
+    fields = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids", *boundaries)
+    is_inner = not is_first_or_last_pipeline_stage(get_attr_wrapped_model(model, "vp_stage"))
+    if is_inner and not is_packed():
         return dict.fromkeys(fields)
     tp_rank = mpu.get_tensor_model_parallel_rank()
     batch: Batch = {}
@@ -93,14 +108,14 @@ def get_batch(data_iterator: Iterator[Batch], model: GPTModel) -> Batch:
         for field in fields:
             tensor = sample.get(field)
             batch[field] = None if tensor is None else tensor.cuda(non_blocking=True)
-    return get_batch_on_this_tp_rank(
+    batch = get_batch_on_this_tp_rank(
         batch,
-        False,  # no packed sequences: has_cu_seqlens, is_sft in Megatron 0.18
+        is_packed(),  # has_cu_seqlens, is_sft in Megatron 0.18
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
         broadcast_group=mpu.get_tensor_model_parallel_group(),
-        cp_size=1,
+        cp_size=args.context_parallel_size,
         tp_rank=tp_rank,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
@@ -108,6 +123,35 @@ def get_batch(data_iterator: Iterator[Batch], model: GPTModel) -> Batch:
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
+    )
+    cutting = {}
+    if is_packed():
+        batch = flatten_batch_for_packed_sequences(batch)
+        cutting["use_per_sequence_balancing"] = not args.sft  # documents may end anywhere
+    if is_inner:
+        return dict.fromkeys(fields) | {name: batch.get(name) for name in boundaries}
+    group = mpu.get_context_parallel_group()
+    return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group, **cutting)
+
+
+def packed_sequences(batch: Batch) -> PackedSeqParams | None:
+    """Where the sequences of a microbatch begin and end; None where it is not packed."""
+    if batch.get("cu_seqlens") is None:
+        return None
+    cu_seqlens, padded = batch["cu_seqlens"].squeeze(0), batch.get("cu_seqlens_padded")
+    update_seqlen_stats_from_cu_seqlens(cu_seqlens)
+    if padded is not None:
+        cu_seqlens = padded = padded.squeeze(0)
+    longest = int(batch["max_seqlen"].item())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        tokens_per_sample=get_args().seq_length,
     )
 
 
@@ -141,6 +185,7 @@ def forward_step(
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     batch = get_batch(data_iterator, model)
+    packed = packed_sequences(batch)
     timers("batch-generator").stop()
     output = model(
         batch["tokens"],
@@ -148,18 +193,23 @@ def forward_step(
         batch["attention_mask"],
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
+        packed_seq_params=packed,
     )
     return output, partial(loss_func, batch["loss_mask"])
 
 
 def needs_data(vp_stage: int | None) -> bool:
-    return mpu.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(vp_stage)
+    reads = is_packed() or is_first_or_last_pipeline_stage(vp_stage)
+    return mpu.get_tensor_model_parallel_rank() == 0 and reads
 
 
 def datasets(samples: list[int], vp_stage: int | None = None) -> Any:
     """The train, validation and test datasets; ``samples`` is how many of each are wanted."""
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
+    masking = {}
+    if getattr(args, "dataloader_inter_document_masking", False):  # since Megatron 0.19
+        masking["inter_document_masking"] = True
     config = GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
@@ -177,12 +227,14 @@ def datasets(samples: list[int], vp_stage: int | None = None) -> Any:
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=args.create_attention_mask_in_dataloader,
+        context_parallel_size=args.context_parallel_size,
         data_parallel_size=args.data_parallel_size,
+        **masking,
     )
     print_rank_0("> building the datasets ...")
     kind = MockGPTDataset if args.mock_data else GPTDataset
     return BlendedMegatronDatasetBuilder(
-        kind, samples, partial(needs_data, vp_stage), config
+        SFTDataset if args.sft else kind, samples, partial(needs_data, vp_stage), config
     ).build()
 
 

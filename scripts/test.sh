@@ -52,7 +52,7 @@ else
   check_beside mypy
   check_beside pytest tests/slurm
   check pytest tests --ignore tests/unit --ignore tests/slurm \
-    -n 2 --dist loadfile --no-loadscope-reorder --durations 20
+    -n 2 --dist loadfile --no-loadscope-reorder --durations 60
 fi
 for number in "${!beside[@]}"; do
   read -r process words <<<"${beside[number]}"

@@ -10,7 +10,8 @@ An output stands beneath its command, in a block with this mark above it:
     ```
 
 ``<!-- slow output: ... -->`` marks what takes longer than some seconds; --quick leaves it as it
-stands. ``<!-- output | sed 9q: ... -->`` shortens what is shown. A page's commands run in one
+stands, and so it does docs/recipes.md, which scripts/recipe_coverage.py writes.
+``<!-- output | sed 9q: ... -->`` shortens what is shown. A page's commands run in one
 shell, in a folder with the files that the page shows (blocks whose first line is ``# NAME.py`` or
 ``# NAME.sh``) and a ``pretrain_gpt.py``; outputs are what they print to stdout on a terminal of 120
 columns, without a GPU.
@@ -29,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+RECIPES = ROOT / "docs" / "recipes.md"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 COLUMNS = 120
 
@@ -59,6 +61,8 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("pages", nargs="*", type=Path, metavar="PAGE", default=PAGES)
     parser.add_argument("--quick", action="store_true", help="leave slow outputs as they stand")
     arguments = parser.parse_args(words)
+    if not arguments.quick and RECIPES in arguments.pages:
+        subprocess.run([sys.executable, ROOT / "scripts" / "recipe_coverage.py"], check=True)
     for page in arguments.pages:
         text = page.read_text()
         if not list(blocks(text)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
@@ -18,6 +19,7 @@ from megatron_ext.adapter.layers import (
 )
 from megatron_ext.adapter.race.order import check_order
 from megatron_ext.adapter.taken_over.groups import with_megatrons_group
+from megatron_ext.adapter.transformer_engine.captured import captures
 from megatron_ext.adapter.vocabulary_rows import check_divisible
 from megatron_ext.config import COSTS_FILE, TRACED_OF_RUN, PipelineConfig, flag
 from megatron_ext.logger import logger, telling_of_long_work
@@ -73,8 +75,14 @@ def _divided(pattern: str, args: Any, choice: Choice) -> str:
     return divided + slash + depths
 
 
-def check(args: Any, config: PipelineConfig) -> list[Program]:
+Make = Callable[[Choice, Problem], Program]
+
+
+def check(args: Any, config: PipelineConfig, make: Make = place_output_layer) -> list[Program]:
     """Refuse, with Megatron's parsed ``args``, what ``config`` cannot honour.
+
+    Args:
+        make: proves the programs.
 
     Returns:
         As `programs`.
@@ -84,7 +92,7 @@ def check(args: Any, config: PipelineConfig) -> list[Program]:
             for these sizes and limits, with any number of microbatches that a step will have.
     """
     check_settings(args, config)
-    made = programs(args, config)
+    made = _programs_of(config.choice, args, config, make)
     for program in made:
         refuse_order(args, program.schedule)
         if config.post_validation:
@@ -131,6 +139,8 @@ def check_settings(args: Any, config: PipelineConfig) -> None:
     _refuse_multi_token_prediction(args, config)
     check_trace(args, config)
     _check_profile(args, config)
+    if captures(args):
+        _check_one_order(config)
     _refuse_checkpoints_of_one_placement(args, choice.place(ranks))
 
 
@@ -143,10 +153,12 @@ def programs(args: Any, config: PipelineConfig) -> list[Program]:
     return _programs_of(config.choice, args, config)
 
 
-def _programs_of(choice: Choice, args: Any, config: PipelineConfig) -> list[Program]:
+def _programs_of(
+    choice: Choice, args: Any, config: PipelineConfig, make: Make = place_output_layer
+) -> list[Program]:
     choice = with_megatrons_group(choice, args)
     with telling_of_long_work(args.rank):
-        return [place_output_layer(choice, problem) for problem in problems(args, config)]
+        return [make(choice, problem) for problem in problems(args, config)]
 
 
 def problems(args: Any, config: PipelineConfig) -> list[Problem]:
@@ -221,6 +233,22 @@ def check_trace(args: Any, config: PipelineConfig) -> None:
         raise ValueError(
             f"--pipeline-trace {config.trace}: the folder cannot be made: {error}"
         ) from None
+
+
+def _check_one_order(config: PipelineConfig) -> None:
+    """CUDA graphs are captured once, in the order of the first steps."""
+    graphs = "--cuda-graph-impl transformer_engine"
+    if config.race is not None:
+        raise ValueError(
+            f"{flag('race')} does not go with {graphs}: graphs are captured in the order of one "
+            f"schedule; race without them, and train with them under the winner"
+        )
+    if config.costs.profile is not None:
+        raise ValueError(
+            f"{flag('costs')} {config.costs} does not go with {graphs}: with the costs that are "
+            f"measured the order may change after it was captured; write 'estimate', or a costs "
+            f"file"
+        )
 
 
 def _check_profile(args: Any, config: PipelineConfig) -> None:

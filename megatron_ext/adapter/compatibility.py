@@ -6,6 +6,7 @@ from collections import defaultdict
 from typing import Any
 
 from megatron_ext.adapter.refusals import (
+    GRAPH_REFUSALS,
     OFFLOAD_REFUSALS,
     POST_VALIDATION_REFUSALS,
     REFUSALS,
@@ -14,6 +15,8 @@ from megatron_ext.adapter.refusals import (
     Refusal,
 )
 from megatron_ext.adapter.taken_over.groups import with_megatrons_group
+from megatron_ext.adapter.transformer_engine.capture_order import capture_order, check_capture
+from megatron_ext.adapter.transformer_engine.captured import captures
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.registry import Choice, with_option
 from megatron_ext.schedule.kinds import RULES
@@ -23,6 +26,7 @@ from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.words import counted
 
 _NO_EXTRAS = Extras()
+_GRAPHS = "--cuda-graph-impl transformer_engine"
 
 
 def refuse(settings: Any, choice: Choice, extras: Extras = _NO_EXTRAS) -> None:
@@ -43,6 +47,8 @@ def refuse(settings: Any, choice: Choice, extras: Extras = _NO_EXTRAS) -> None:
         )
     with_megatrons_group(choice, settings)
     _refuse_settings(settings, choice, REFUSALS, f"--pipeline-schedule {choice.spec}")
+    if captures(settings):
+        _refuse_settings(settings, choice, GRAPH_REFUSALS, _GRAPHS)
     if extras.vocabulary is not VocabularyParallel.NONE:
         ours = f"--pipeline-vocab-parallel {extras.vocabulary}"
         if not is_line_or_v(placement):
@@ -77,7 +83,7 @@ def _refuse_settings(
     settings: Any, choice: Choice, refusals: tuple[Refusal, ...], ours: str
 ) -> None:
     for refusal in refusals:
-        if not refusal.by(choice):
+        if not (refusal.by(choice) and refusal.matters(settings)):
             continue
         value = getattr(settings, refusal.setting, None)
         if value is not None and refusal.unsupported(value):
@@ -90,6 +96,8 @@ def refuse_order(settings: Any, schedule: Schedule) -> None:
     """Raise ValueError if Transformer Engine relies on an order of microbatches that ``schedule``
     does not keep. (Only a schedule file can break it: our families run the microbatches in one
     order in all their passes.)"""
+    if captures(settings):
+        _refuse_capture_order(schedule)
     if getattr(settings, "transformer_impl", None) != "transformer_engine":
         return
     if settings.gradient_accumulation_fusion:
@@ -97,6 +105,20 @@ def refuse_order(settings: Any, schedule: Schedule) -> None:
     scales_lag = bool(getattr(settings, "fp8", None)) and settings.fp8_recipe == "delayed"
     if scales_lag and settings.recompute_granularity is not None:
         _refuse_recompute_order(schedule)
+
+
+def _refuse_capture_order(schedule: Schedule) -> None:
+    """The k-th graph of a stage is microbatch k's."""
+    if not _in_order(schedule, Kind.BACKWARD_INPUT):
+        return  # an evaluation, in which graphs are not used
+    for row, stages in zip(schedule.rows, schedule.placement.stages_of, strict=True):
+        try:
+            check_capture(capture_order(row, stages), row, stages)
+        except ValueError as error:
+            raise ValueError(
+                f"{schedule.name} does not go with {_GRAPHS}: {error}, or write "
+                f"--cuda-graph-impl none"
+            ) from error
 
 
 def _refuse_first_weight_gradient(schedule: Schedule) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from megatron_ext.adapter.layers import prediction_depths, symbols_of_layers
+from megatron_ext.adapter.layers import experts_of, prediction_depths, symbols_of_layers
 from megatron_ext.adapter.model_parts import ChunkSize
+from megatron_ext.adapter.transformer_engine.captured import captured_parts
 from megatron_ext.logger import logger
 from megatron_ext.schedule.costs import Costs, uniform
 from megatron_ext.schedule.model import hybrid
@@ -156,13 +157,26 @@ def dimensions_of(
         ),
         fused_attention=getattr(settings, "transformer_impl", "") == "transformer_engine",
         sequence_parallel=settings.sequence_parallel,
+        context_parallel=settings.context_parallel_size,
         depths=prediction_depths(settings),
+        captured=_captured_work(settings, symbols is not None),
     )
     if symbols is None:
         return model
     of_symbol = {symbol: _work_of(symbol, model, settings) for symbol in set().union(*symbols)}
     work = [sum((of_symbol[symbol] for symbol in own), LayerWork()) for own in symbols]
     return replace(model, work=tuple(work))
+
+
+def _captured_work(settings: Any, knows_experts: bool) -> frozenset[str]:
+    """What is captured, by the names under which work is counted: where layers are counted as all
+    alike, experts are counted as an MLP."""
+    parts = captured_parts(settings)
+    if getattr(settings, "moe_shared_expert_overlap", False):
+        parts -= {"moe_router"}
+    if knows_experts or not experts_of(settings):
+        return parts
+    return parts - {"mlp"} | ({"mlp"} if "moe" in parts else set())
 
 
 def _work_of(symbol: str, model: ModelDimensions, settings: Any) -> LayerWork:

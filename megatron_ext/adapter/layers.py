@@ -85,13 +85,14 @@ def symbols_of_layers(settings: Any) -> list[str]:
         linear = [(layer + 1) % linear != 0 for layer in range(number)]
     if isinstance(experts, int):
         experts = [layer % experts == 0 for layer in range(number)]
-    if not _experts_of(settings):
+    if not experts_of(settings):
         experts = [0] * number
     return [f"{'*G'[a]}{'-E'[b]}" for a, b in zip(linear, experts, strict=True)]
 
 
-def _experts_of(settings: Any) -> int | None:
-    """By an argument's name, and a TransformerConfig's."""
+def experts_of(settings: Any) -> int | None:
+    """How many experts a layer has, by an argument's name and a TransformerConfig's; None or 0
+    where it has none."""
     number: int | None = getattr(settings, "num_experts", None)
     return number or getattr(settings, "num_moe_experts", None)
 

@@ -65,6 +65,12 @@ def output_layer(chunk: torch.nn.Module) -> Any | None:
     return None
 
 
+def predicts_further(chunk: torch.nn.Module) -> bool:
+    """Whether ``chunk`` has multi-token prediction."""
+    predicts: bool = getattr(language_model(chunk), "mtp_process", False)
+    return predicts
+
+
 def head_is_looked_up(chunk: torch.nn.Module) -> bool:
     """Whether the output layer of ``chunk`` uses the table of look-ups of the same stage: those of
     tied multi-token prediction.
@@ -73,15 +79,29 @@ def head_is_looked_up(chunk: torch.nn.Module) -> bool:
     its costs are to say that there is none.
     """
     model = language_model(chunk)
-    looks_up: bool = getattr(model, "mtp_process", False)
     is_tied: bool = getattr(model, "share_embeddings_and_output_weights", False)
-    return looks_up and is_tied
+    return is_tied and predicts_further(chunk)
 
 
 def unused_heads(chunks: Sequence[torch.nn.Module]) -> frozenset[Tensor]:
     """The weights that Megatron gives output layers of ``chunks`` which use look-ups' tables."""
     heads = [output_layer(chunk) for chunk in chunks if head_is_looked_up(chunk)]
     return frozenset(head.weight for head in heads if head is not None)
+
+
+def is_trained(chunk: torch.nn.Module) -> bool:
+    """Whether any parameter of ``chunk`` is."""
+    return any(weight.requires_grad for weight in chunk.parameters())
+
+
+def may_lose_gradients(chunk: torch.nn.Module) -> bool:
+    """Whether ``chunk`` may give trained weights no gradient if its input needs none.
+
+    Megatron's recompute makes none of what it recomputes then (torch's reentrant rule); what a
+    model that is not known does is not known.
+    """
+    config = getattr(language_model(chunk), "config", None)
+    return getattr(config, "recompute_granularity", "unknown") is not None
 
 
 def size_of(chunk: torch.nn.Module) -> ChunkSize:

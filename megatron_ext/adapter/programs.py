@@ -15,7 +15,9 @@ import logging
 import uuid
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -23,7 +25,7 @@ from megatron.core.utils import log_single_rank
 
 from megatron_ext.adapter.compatibility import refuse_order
 from megatron_ext.adapter.dimensions import costs_of_model
-from megatron_ext.adapter.model_parts import ChunkSize, size_of
+from megatron_ext.adapter.model_parts import ChunkSize, is_trained, size_of
 from megatron_ext.adapter.taken_over.groups import with_megatrons_group
 from megatron_ext.adapter.training_globals import ramps_up_to
 from megatron_ext.config import PipelineConfig
@@ -44,6 +46,7 @@ from megatron_ext.schedule.words import counted
 KEPT = 64  # programs
 
 Shape = tuple[int, int] | None  # micro batch, sequence; None where microbatches vary
+_Key = tuple[str, Shape, int, bool, int, bool]
 
 
 class Programs:
@@ -57,7 +60,8 @@ class Programs:
     def __init__(self, config: PipelineConfig) -> None:
         self._config = config
         self.choice = config.choice
-        self._programs: dict[tuple[str, Shape, int, bool, bool], Program] = {}  # latest last
+        self._programs: dict[_Key, Program] = {}  # latest last
+        self._first_trained: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
         self._searched_for: int | None = None  # microbatches; None before the first training step
         self._has_told_of_others = False
         self._run = ""  # a key that no other run with the same store has
@@ -129,21 +133,58 @@ class Programs:
         for key in [key for key in self._programs if key[1] == shape]:
             del self._programs[key]
 
+    def first_trained(self, pipeline: dist.ProcessGroup, models: list[torch.nn.Module]) -> int:
+        """The first stage with anything to train; 0 where nothing is. Collective over ``pipeline``
+        the first time that ``models``, the chunks of this rank, take a training step.
+
+        Raises:
+            ValueError: what was frozen then is trained now.
+        """
+        stages = self.choice.place(pipeline.size()).stages_of
+        if models[0] not in self._first_trained:
+            of_ranks = gather(pipeline, [is_trained(chunk) for chunk in models])
+            trained = (
+                stage
+                for numbers, chunks in zip(stages, of_ranks, strict=True)
+                for stage, has_any in zip(numbers, chunks, strict=True)
+                if has_any
+            )
+            self._first_trained[models[0]] = min(trained, default=0)
+        first = self._first_trained[models[0]]
+        for stage, chunk in zip(stages[pipeline.rank()], models, strict=True):
+            if stage < first and is_trained(chunk):
+                raise ValueError(
+                    f"stage {stage} has parameters that require a gradient now, and in the first "
+                    f"step nothing before stage {first} did, so that no backward pass runs there: "
+                    f"have some on stage 0 require one from the first step on, or start anew"
+                )
+        return first
+
     def known(
-        self, config: Any, shape: Shape, microbatches: int, forward_only: bool
+        self,
+        config: Any,
+        shape: Shape,
+        microbatches: int,
+        forward_only: bool,
+        first_trained: int = 0,
     ) -> Program | None:
         """The program for such a step, if there has been one."""
-        key = self._key(config, shape, microbatches, forward_only)
+        key = self._key(config, shape, microbatches, forward_only, first_trained)
         program = self._programs.pop(key, None)
         if program is not None:
             self._programs[key] = program
         return program
 
     def _key(
-        self, config: Any, shape: Shape, microbatches: int, forward_only: bool
-    ) -> tuple[str, Shape, int, bool, bool]:
+        self,
+        config: Any,
+        shape: Shape,
+        microbatches: int,
+        forward_only: bool,
+        first_trained: int,
+    ) -> _Key:
         varies = config.variable_seq_lengths
-        return self.choice.spec, shape, microbatches, forward_only, varies
+        return self.choice.spec, shape, microbatches, forward_only, first_trained, varies
 
     def are_measured(self, shape: Shape) -> bool:
         """Whether the costs of ``shape`` are measured ones."""
@@ -156,18 +197,23 @@ class Programs:
         shape: Shape,
         microbatches: int,
         forward_only: bool,
+        first_trained: int = 0,
         before: Program | None = None,
     ) -> Program:
         """The program for such a step. The first one is collective over the world.
 
-        ``before`` is one of other costs, whose order is kept where it is better.
+        Stages before ``first_trained`` have forward passes alone. ``before`` is a program of other
+        costs, whose order is kept where it is better.
 
         Raises:
             InvalidSchedule: there is none within the memory limit.
             RuntimeError: the ranks have built different ones.
         """
         placement = self.choice.place(pipeline.size())
-        problem = self._config.problem(placement, microbatches, self.costs[shape], forward_only)
+        problem = replace(
+            self._config.problem(placement, microbatches, self.costs[shape], forward_only),
+            first_trained=first_trained,
+        )
         with telling_of_long_work(dist.get_rank()):
             if before is None:
                 choice = self._choice_for(microbatches, forward_only)
@@ -176,8 +222,9 @@ class Programs:
                 choice = with_megatrons_group(self.choice, config)
                 program = place_again(choice, problem, before)
         refuse_order(config, program.schedule)
-        self._compare(program.digest, shape, microbatches, forward_only)
-        self._programs[self._key(config, shape, microbatches, forward_only)] = program
+        key = self._key(config, shape, microbatches, forward_only, first_trained)
+        self._compare(program.digest, key)
+        self._programs[key] = program
         if len(self._programs) > KEPT:
             del self._programs[next(iter(self._programs))]
         return program
@@ -201,7 +248,7 @@ class Programs:
             )
         return self.choice.without_search
 
-    def _compare(self, digest: str, shape: Shape, microbatches: int, forward_only: bool) -> None:
+    def _compare(self, digest: str, step: _Key) -> None:
         """Raise RuntimeError if another rank has built another program for such a step.
 
         All ranks are there for the first one. Later ones are told in torch's store: pipelines that
@@ -213,10 +260,11 @@ class Programs:
         if not self._programs or store is None:
             check_digests(self.choice.spec, dict(enumerate(gather(world, digest))))
             return
-        step = f"{shape}/{microbatches}/{forward_only}"
+        spec, *asked, _ = step
+        where = "/".join(map(str, asked))
         if self._config.race is not None:  # else a rank with another schedule would not be found
-            step += f"/{self.choice.spec}"
-        key = f"megatron_ext/programs/{self._run}/{len(self._measured)}/{step}"
+            where += f"/{spec}"
+        key = f"megatron_ext/programs/{self._run}/{len(self._measured)}/{where}"
         here = dist.get_rank()
         rank, first = store.compare_set(key, "", f"{here} {digest}").decode().split()
         check_digests(self.choice.spec, {int(rank): first, here: digest})
@@ -236,7 +284,8 @@ class Programs:
         self._set_costs(shape, costs)
         self._measured.add(shape)
         microbatches = before.problem.microbatches
-        return self.make(pipeline, config, shape, microbatches, False, before)
+        first_trained = before.problem.first_trained
+        return self.make(pipeline, config, shape, microbatches, False, first_trained, before)
 
 
 def check_digests(schedule: str, digests: Mapping[int, str]) -> None:

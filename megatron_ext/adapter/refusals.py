@@ -11,12 +11,21 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from megatron_ext.adapter import transformer_engine
+from megatron_ext.adapter.transformer_engine import installed
 from megatron_ext.schedule.build.registry import Choice
 
 
 def _every_schedule(choice: Choice) -> bool:
     return True
+
+
+def _always(settings: Any) -> bool:
+    return True
+
+
+def _loads_or_saves(settings: Any) -> bool:
+    folders = ("load", "save", "pretrained_checkpoint")
+    return any(getattr(settings, name, None) for name in folders)
 
 
 @dataclass(frozen=True)
@@ -25,13 +34,14 @@ class Refusal:
 
     ``setting`` is its name in Megatron's arguments and configs, ``unsupported`` tells of a value
     whether it is refused (it is not called where the setting does not exist), ``instead`` what to
-    write. ``by``: which schedules refuse it.
+    write. ``by``: which schedules refuse it. ``matters``: whether it does beside all the others.
     """
 
     setting: str
     unsupported: Callable[[Any], bool]
     instead: str
     by: Callable[[Choice], bool] = _every_schedule
+    matters: Callable[[Any], bool] = _always
 
 
 def _drop(setting: str, why: str = "", by: Callable[[Choice], bool] = _every_schedule) -> Refusal:
@@ -52,12 +62,24 @@ def _parts_the_ends(choice: Choice) -> bool:
     return choice.example.rank_of[0] != choice.example.rank_of[-1]
 
 
+def _only_torch_dist(why: str, by: Callable[[Choice], bool] = _every_schedule) -> Refusal:
+    return Refusal(
+        "ckpt_format",
+        lambda value: value != "torch_dist",
+        f"{why}: to load or save, write --ckpt-format torch_dist. What is of another format, "
+        f"Megatron converts: add --load FOLDER --ckpt-convert-format torch_dist "
+        f"--ckpt-convert-save OTHER --dist-ckpt-optim-fully-reshardable to the line that wrote it, "
+        f"without our flags",
+        by,
+        _loads_or_saves,
+    )
+
+
 REFUSALS = (
     Refusal(
         "transformer_impl",
         lambda value: (
-            value != "local"
-            and not (value == "transformer_engine" and transformer_engine.can_split())
+            value != "local" and not (value == "transformer_engine" and installed.can_split())
         ),
         "its backward is not split: write --transformer-impl local, use 1f1b or gpipe, or install "
         "Transformer Engine 2.8 or later",
@@ -88,13 +110,25 @@ REFUSALS = (
     _drop("overlap_moe_expert_parallel_comm"),
     _drop("hybrid_context_parallel"),
     _drop("moe_paged_stash"),
-    Refusal(
-        "cuda_graph_impl",
-        lambda value: value not in (None, "none"),
-        "write --cuda-graph-impl none: Megatron captures its own pipeline order",
+    *(
+        Refusal(
+            "cuda_graph_impl",
+            lambda value, impl=impl: value == impl,  # type: ignore[misc]
+            f"write --cuda-graph-impl transformer_engine, or none: {why}",
+        )
+        for impl, why in (
+            (
+                "local",
+                "its graphs are made at the end of Megatron's own step, of the passes that it ran",
+            ),
+            (
+                "full_iteration",
+                "a graph of the whole step has no place for the host, which posts messages when "
+                "they are due",
+            ),
+        )
     ),
     _drop("num_microbatches_with_partial_activation_checkpoints"),
-    _drop("overlap_param_gather_with_optimizer_step"),
     Refusal(
         "overlap_p2p_comm_warmup_flush",
         bool,
@@ -109,13 +143,7 @@ REFUSALS = (
     _drop("use_ring_exchange_p2p"),
     _drop("use_megatron_fsdp"),
     _drop("use_torch_fsdp2"),
-    Refusal(
-        "ckpt_format",
-        lambda value: value != "torch_dist",
-        "a rank's stages are others than stock's, and only --ckpt-format torch_dist can be loaded "
-        "wherever stages are",
-        by=_moves_stages,
-    ),
+    _only_torch_dist("a rank's stages are others than stock's", by=_moves_stages),
     _drop(
         "dataloader_save",
         "Megatron would save the state of a loader on the first pipeline rank, which reads no "
@@ -126,6 +154,28 @@ REFUSALS = (
     Refusal("yaml_cfg", bool, "give Megatron's settings as flags, not by --yaml-cfg"),
 )
 
+_WITHOUT_GRAPHS = "write --cuda-graph-impl none"
+
+GRAPH_REFUSALS = (
+    Refusal(
+        "cuda_graph_warmup_steps",
+        lambda value: value < 1,
+        "write --cuda-graph-warmup-steps 1 or more: the order of a step is captured after one",
+    ),
+    *(
+        Refusal(name, bool, f"as many microbatches as are captured must come in every step: {then}")
+        for name, then in (
+            ("rampup_batch_size", "drop --rampup-batch-size"),
+            ("step_batch_size_schedule", "drop --step-batch-size-schedule"),
+        )
+    ),
+    Refusal(
+        "variable_seq_lengths",
+        bool,
+        f"a graph has one shape: give all microbatches one sequence length, or {_WITHOUT_GRAPHS}",
+    ),
+)
+
 _MADE_BY_PASSES = "the loss is made by passes of the schedule"
 _WITHOUT_DIVIDING = "drop --pipeline-vocab-parallel"
 
@@ -134,14 +184,8 @@ VOCABULARY_REFUSALS = (
     Refusal("use_mup", bool, f"MuP scales the logits, and here they are not: {_WITHOUT_DIVIDING}"),
     _drop("fp8_output_proj", "the logits are not made in fp8"),
     Refusal(
-        "context_parallel_size",
-        lambda value: value > 1,
-        f"context parallelism is untried: {_WITHOUT_DIVIDING}",
-    ),
-    Refusal(
         "hybrid_layer_pattern", bool, f"it divides the tables of a GPTModel: {_WITHOUT_DIVIDING}"
     ),
-    Refusal("sft", bool, f"packed sequences are untried: {_WITHOUT_DIVIDING}"),
     Refusal("logits_load_dir", bool, f"{_MADE_BY_PASSES}, from labels: {_WITHOUT_DIVIDING}"),
     Refusal("modelopt_enabled", bool, f"models of ModelOpt are untried: {_WITHOUT_DIVIDING}"),
     Refusal(
@@ -150,12 +194,7 @@ VOCABULARY_REFUSALS = (
         f"multi-token prediction needs whole tables on the last stage: {_WITHOUT_DIVIDING}",
     ),
     _drop("init_model_with_meta_device"),
-    Refusal(
-        "ckpt_format",
-        lambda value: value != "torch_dist",
-        "a rank's rows are others than stock's, and only --ckpt-format torch_dist can be loaded "
-        "wherever rows are",
-    ),
+    _only_torch_dist("a rank's rows are others than stock's"),
     Refusal(
         "variable_seq_lengths",
         bool,
@@ -187,12 +226,13 @@ OFFLOAD_REFUSALS = (
         Refusal(name, bool, f"quantised activations are untried: {_WITHOUT_OFFLOAD}")
         for name in ("fp8", "fp4")
     ),
-    Refusal(
-        "context_parallel_size",
-        lambda value: value > 1,
-        f"context parallelism is untried: {_WITHOUT_OFFLOAD}",
-    ),
     _drop("tp_comm_overlap", "activations in its communication buffers are untried"),
+    Refusal(
+        "cuda_graph_impl",
+        lambda value: value == "transformer_engine",
+        "what a CUDA graph keeps for its backward pass stays in its memory: write "
+        "--cuda-graph-impl none, or drop --pipeline-activation-offload",
+    ),
 )
 
 _TAKEN_BACK = "a step must be one that can be taken back"
@@ -204,9 +244,12 @@ POST_VALIDATION_OPTIMIZER_REFUSALS = (
         lambda value: value not in ("adam", "sgd"),
         f"{_TAKEN_BACK}: write --optimizer adam or sgd, or {_WITHOUT_POST_VALIDATION}",
     ),
-    _drop("use_layer_wise_distributed_optimizer", _TAKEN_BACK),
-    _drop("optimizer_cpu_offload", "its step writes to copies of its own"),
-    _drop("use_precision_aware_optimizer", "the main parameters are inside the optimizer"),
+    Refusal(
+        "use_layer_wise_distributed_optimizer",
+        bool,
+        f"its gradient norm is one sum over all ranks: write --optimizer adam or sgd, or "
+        f"{_WITHOUT_POST_VALIDATION}",
+    ),
     _drop("optimizer_cuda_graph", "a step is not one call"),
     *(
         _drop(name, "quantised parameters are untried")
@@ -217,7 +260,8 @@ POST_VALIDATION_OPTIMIZER_REFUSALS = (
     Refusal(
         "num_distributed_optimizer_instances",
         lambda value: value > 1,
-        "drop --num-distributed-optimizer-instances: several instances are untried",
+        "drop --num-distributed-optimizer-instances: no group has the ranks of one instance that "
+        "share a stage, whose norm is needed",
     ),
     Refusal(
         "gtp_weight_remat_size", lambda value: value > 1, "drop --tensor-parallel-num-weight-shards"
@@ -288,6 +332,12 @@ POST_VALIDATION_REFUSALS = (
             ("vision_pretraining", "its own updates of a step cannot be taken back"),
             ("freeze_all_layers", "there is no step to validate"),
         )
+    ),
+    Refusal(
+        "cuda_graph_impl",
+        lambda value: value == "transformer_engine",
+        f"{_MEETS_FORWARDS_TWICE}, which is not the order that CUDA graphs are captured in: write "
+        f"--cuda-graph-impl none, or {_WITHOUT_POST_VALIDATION}",
     ),
     Refusal(
         "variable_seq_lengths",

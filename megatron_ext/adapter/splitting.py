@@ -14,7 +14,7 @@ from megatron_ext.adapter.model_parts import (
     language_model,
     output_layer,
 )
-from megatron_ext.runtime.weight_gradients import queue
+from megatron_ext.runtime.weight_gradients import Lent, is_owned, queue
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,13 @@ class Split:
         waits: there are W passes.
         at_once: weights of layers that are split, and whose gradients yet do not wait for them.
         apart: weights that have passes of their own.
+        is_lent: of a tensor, whether its memory is written to again before W.
     """
 
     waits: bool
     at_once: frozenset[Tensor] = frozenset()
     apart: frozenset[Tensor] = frozenset()
+    is_lent: Lent = is_owned
 
 
 def head_weights(models: Sequence[torch.nn.Module]) -> frozenset[Tensor]:
@@ -49,6 +51,7 @@ def splitting(split: Split) -> Iterator[None]:
     empty, also after an error."""
     queue.splitting = split.waits
     queue.at_once = split.at_once
+    queue.is_lent = split.is_lent
     try:
         yield
         assert not len(queue), "weight gradients are left over after the step"

@@ -7,6 +7,8 @@ from typing import Any
 
 from megatron.core import num_microbatches_calculator
 
+_PACKING = ("sft", "dataloader_inter_document_masking")  # since 0.19
+
 
 def current_iteration() -> int | None:
     """The iteration as Megatron's log will count it; None where its training loop does not run."""
@@ -28,6 +30,12 @@ def line_interval() -> int:
 def has_writers() -> bool:
     """Whether Megatron's last rank writes to TensorBoard or W&B; the same on all ranks."""
     return getattr(training_global("_GLOBAL_ARGS"), "tensorboard_dir", None) not in (None, "")
+
+
+def packs_microbatches() -> bool:
+    """Whether Megatron's scripts make one row of a microbatch, of several sequences each."""
+    args = training_global("_GLOBAL_ARGS")
+    return any(getattr(args, name, False) is True for name in _PACKING)
 
 
 def restarts_in_process() -> bool:

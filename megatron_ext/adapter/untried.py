@@ -18,9 +18,14 @@ class Untried:
 
 
 UNTRIED = (
-    Untried("context_parallel_size", lambda value: value > 1, "context parallel is untried"),
     *(
-        Untried(name, bool, f"{name.upper()} is untried: no schedule has run with it")
+        Untried(
+            name,
+            bool,
+            f"{name.upper()}'s kernels are untried, and amaxes reduced over ranks, and parameters "
+            f"gathered in {name.upper()}: its recipes are tested on the CPU, with torch's "
+            "operations in the kernels' place",
+        )
         for name in ("fp8", "fp4")
     ),
     Untried(
@@ -28,6 +33,12 @@ UNTRIED = (
         lambda value: value == "transformer_engine",
         "Transformer Engine's own kernels are untried: its layers are tested on the CPU, with "
         "torch's operations in their place",
+    ),
+    Untried(
+        "cuda_graph_impl",
+        lambda value: value == "transformer_engine",
+        "capture and replay of CUDA graphs are untried: their order and their memory are tested on "
+        "the CPU, with layers that run again in their place",
     ),
     Untried("multi_latent_attention", bool, "multi-latent attention is untried"),
     Untried(
@@ -45,18 +56,18 @@ UNTRIED = (
     Untried(
         "moe_token_dispatcher_type",
         lambda value: value == "flex",
-        "the flex dispatcher is untried: all-to-all is tested",
+        "DeepEP's and HybridEP's own kernels are untried: the flex dispatcher is tested on the "
+        "CPU, with gloo's all-to-all in their place",
     ),
-    Untried("sft", bool, "packed sequences are untried"),
+    Untried(
+        "moe_flex_dispatcher_backend",
+        lambda value: value == "ncclep",
+        "NCCL EP is untried: DeepEP and HybridEP are tested, with gloo in their place",
+    ),
     Untried(
         "optimizer",
-        lambda value: value not in ("adam", "sgd"),
-        "optimizers other than adam and sgd are untried",
-    ),
-    Untried(
-        "num_distributed_optimizer_instances",
-        lambda value: value > 1,
-        "several instances of the distributed optimizer are untried",
+        lambda value: value not in ("adam", "sgd", "muon", "dist_muon"),
+        "optimizers other than adam, sgd and muon are untried",
     ),
     Untried(
         "inprocess_restart",

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.adapter.transformer_engine import can_split
+from megatron_ext.adapter.transformer_engine.installed import can_split
 from megatron_ext.adapter.untried import untried
 from megatron_ext.config import PLAN, PROFILE, PipelineConfig, flag, from_argv
 from megatron_ext.launch_check.communicators import check_communicators

@@ -26,8 +26,8 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import arguments, global_vars, training
 from packaging.version import Version
 
-from megatron_ext.adapter import transformer_engine
 from megatron_ext.adapter.arguments import add_virtual_stages, pad_vocabulary
+from megatron_ext.adapter.transformer_engine import installed
 from megatron_ext.config import PipelineConfig, add_flags
 from megatron_ext.patches.engine import Patch, apply, replace
 from megatron_ext.patches.megatron.core.transformer import transformer_config
@@ -94,11 +94,11 @@ def _gpu_patches() -> list[Patch]:
         replace("torch.cuda:get_device_capability", lambda device=None: CAPABILITY, reason=reason),
         replace("megatron_ext.adapter.dimensions:rates", lambda: GPU, reason=reason),
     ]
-    if not transformer_engine.can_split():
+    if not installed.can_split():
         answers += [
             replace(target, answer, reason="there is no Transformer Engine here to ask")
             for target, answer in (
-                ("megatron_ext.adapter.transformer_engine:can_split", lambda: True),
+                ("megatron_ext.adapter.transformer_engine.installed:can_split", lambda: True),
                 ("megatron.core.utils:get_te_version", lambda: Version("999")),
             )
         ]

@@ -41,7 +41,8 @@ def execute(
         PeerFailure: another rank has failed. Exceptions of a stage pass through, with a note that
             names the action. Either way the channels are closed, so that all ranks fail.
     """
-    handover = Handover(program.schedule.placement, stages, transport, vocabulary)
+    placement, first_trained = program.schedule.placement, program.problem.first_trained
+    handover = Handover(placement, stages, transport, vocabulary, first_trained)
     passes = StagePasses(stages, handover, recorder, offload)
     owners = [handover, passes, *(owner for owner in (vocabulary, offload) if owner), *others]
     _Execution(program, transport.rank, stages, recorder, owners).run()

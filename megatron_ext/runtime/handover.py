@@ -41,15 +41,17 @@ class Handover(Owner):
         stages: Mapping[int, Stage],
         transport: Messages,
         vocabulary: VocabularyPasses | None,
+        first_trained: int = 0,
     ) -> None:
         """``vocabulary``: where it is divided, its passes come before the first stage and after the
-        last."""
+        last. ``first_trained``: of the program's problem."""
         self.outputs: dict[tuple[int, int], Tensor] = {}
         self.gradients: dict[tuple[int, int], Tensor] = {}
         self._placement = placement
         self._stages = stages
         self._transport = transport
         self._vocabulary = vocabulary
+        self._first_trained = first_trained
 
     def handlers(self) -> Mapping[Kind, Handler]:
         return {
@@ -62,7 +64,8 @@ class Handover(Owner):
         }
 
     def input_of(self, stage: int, microbatch: int) -> Tensor | None:
-        """None on the first stage of an undivided model, which reads the data."""
+        """None on the first stage of an undivided model, which reads the data. It needs a gradient
+        where a stage before is trained."""
         before = self._placement.previous(stage)
         if before is None:
             if self._vocabulary is None:
@@ -73,7 +76,7 @@ class Handover(Owner):
         else:  # handed over on this rank: the same memory, cut off from the graph that made it
             x = self.outputs.pop((before, microbatch)).detach()
             self._stages[before].output_sent(microbatch)
-        return x.requires_grad_()
+        return x.requires_grad_(self._needs_gradient(stage))
 
     def take_output(self, stage: int, microbatch: int, y: Tensor) -> None:
         if not self._placement.is_last(stage):
@@ -97,13 +100,17 @@ class Handover(Owner):
         """``dx``: what the backward pass ``action`` gave of its input."""
         stage, _, microbatch = action
         is_first = self._placement.is_first(stage)
-        if is_first and self._vocabulary is None:
+        if (is_first and self._vocabulary is None) or not self._needs_gradient(stage):
             return
         assert dx is not None, f"{action} gave no gradient of its input"
         if not is_first:
             self.gradients[stage, microbatch] = dx
         elif self._vocabulary is not None:
             self._vocabulary.take_embedding_gradient(microbatch, dx)
+
+    def _needs_gradient(self, stage: int) -> bool:
+        """Whether anything before ``stage``, or a divided embedding, is trained."""
+        return self._first_trained == 0 or stage > self._first_trained
 
     def forget(self) -> None:
         self._transport.drain()

@@ -24,6 +24,7 @@ Weights = tuple[Tensor, ...]
 Contribution = Tensor | None  # None: none, or it has been added already
 Contributions = tuple[Contribution, ...]
 Accumulate = Callable[[Weights, Contributions], None]
+Lent = Callable[[Tensor], bool]
 
 
 @dataclass(frozen=True)
@@ -72,15 +73,16 @@ class WeightGradients:
 
     ``splitting`` tells layers, in the forward pass, that a W pass will come, but not for the
     weights in ``at_once``. ``weights`` collects whose gradients are put off, while it is a set and
-    not None. The current key is a
-    plain attribute and not a thread's: autograd runs backwards, and with activation recompute
-    forwards too, on threads of its own.
+    not None. ``is_lent`` tells of a tensor whether its memory is written to again soon after I, as
+    that of CUDA graphs is. The current key is a plain attribute and not a thread's: autograd runs
+    backwards, and with activation recompute forwards too, on threads of its own.
     """
 
     def __init__(self) -> None:
         self.splitting = False
         self.at_once: frozenset[Tensor] = frozenset()
         self.weights: set[Tensor] | None = None
+        self.is_lent: Lent = is_owned
         self._key: Key | None = None
         self._pending: dict[Key, dict[tuple[Weights, int], _Uses]] = {}
         self._is_next = False  # W, after the I that runs
@@ -89,6 +91,10 @@ class WeightGradients:
     def splits(self, weight: Tensor) -> bool:
         """Whether the gradient of ``weight`` is to be put off."""
         return self.splitting and weight not in self.at_once
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """``tensor``, which is read later than in I, or a copy where its memory is lent."""
+        return tensor.clone() if self.is_lent(tensor) else tensor
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -195,6 +201,12 @@ class WeightGradients:
         self._used_once.clear()
         self.splitting = False
         self.at_once = frozenset()
+        self.is_lent = is_owned
+
+
+def is_owned(tensor: Tensor) -> bool:
+    """No ``tensor`` is lent."""
+    return False
 
 
 def _as_tuple(made: Contribution | Contributions) -> Contributions:

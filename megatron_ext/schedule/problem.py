@@ -111,6 +111,9 @@ class Problem:
         memory_limit: what no rank may exceed; None is no limit.
         forward_only: evaluation, where nothing is differentiated and nothing is held.
         extras: what is asked beside the order of passes.
+        first_trained: the first stage with anything to train. Those before it have forward passes
+            alone, which hold nothing. (Families are asked without: `transforms.untrained` takes the
+            other passes out.)
     """
 
     placement: Placement
@@ -119,6 +122,7 @@ class Problem:
     memory_limit: MemoryLimit | None = None
     forward_only: bool = False
     extras: Extras = Extras()
+    first_trained: int = 0
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
@@ -141,6 +145,9 @@ class Problem:
         if self.extras.post_validation:
             self._check_chain()
         assert self.costs.stages == self.placement.stages
+        assert 0 <= self.first_trained <= self.placement.last
+        # A divided embedding has gradients of the first stage.
+        assert not self.first_trained or self.extras.vocabulary is VocabularyParallel.NONE
 
     def _check_chain(self) -> None:
         firsts = sorted(stages[0] for stages in self.placement.stages_of)

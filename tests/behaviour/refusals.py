@@ -99,6 +99,7 @@ def _megatrons(choice: Choice, settings: dict[str, Any]) -> SimpleNamespace:
     sizes = {
         "pipeline_model_parallel_size": 2,
         "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
+        "save": "checkpoints",
     }
     return SimpleNamespace(**sizes | settings)
 

@@ -22,6 +22,10 @@ needs_two_gpus = pytest.mark.skipif(
     GPUS < 2, reason=f"needs two GPUs for a pipeline, here are {GPUS}"
 )
 
+needs_four_gpus = pytest.mark.skipif(
+    GPUS < 4, reason=f"needs four GPUs for two pipeline ranks of two each, here are {GPUS}"
+)
+
 
 def torchrun(ranks: int, *words: str) -> str:
     """What ``torchrun ... WORDS`` prints; fails with the end of it when a rank does."""
@@ -37,6 +41,7 @@ def torchrun(ranks: int, *words: str) -> str:
             # the strictest that a message which waits can meet.
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+            "NUM_OF_RANKS_PER_NVLINK_DOMAIN": "2",  # for HybridEP, of an expert-parallel group
             # As with a fresh cache, the first pass compiles, while receives are posted.
             "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
         },
@@ -50,7 +55,9 @@ def torchrun(ranks: int, *words: str) -> str:
 
 @functools.cache
 def losses(
-    schedule: str | None, script: Path = SCRIPT, **overrides: str | int | bool | None
+    schedule: str | None,
+    script: Path = SCRIPT,
+    **overrides: str | int | bool | tuple[str, ...] | None,
 ) -> tuple[str, ...]:
     """The losses that a run prints, digit for digit, from ``ckpt_step`` on where it is given: of
     the first iteration, and every ``log_interval``. ``overrides``: flags, for `model_flags`."""
@@ -68,9 +75,9 @@ def losses(
     }
     printed = torchrun(RANKS, "-m", "megatron_ext", str(script), *model_flags(**flags | overrides))
     texts = tuple(re.findall(r"lm loss: (\S+)", printed))
-    first = int(overrides.get("ckpt_step") or 0) + 1
-    last = int(overrides.get("train_iters") or ITERATIONS)
-    interval = int(overrides.get("log_interval") or 1)
+    first = int(str(overrides.get("ckpt_step") or 0)) + 1
+    last = int(str(overrides.get("train_iters") or ITERATIONS))
+    interval = int(str(overrides.get("log_interval") or 1))
     logged = [i for i in range(first, last + 1) if i == first or i % interval == 0]
     assert len(texts) == len(logged), printed[-3000:]
     return texts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +18,26 @@ from megatron_ext.runtime.weight_gradients import queue
 ROWS, WIDTH = 128, 256
 TOKENS = ([96, 32], [0, 128], [64, 64])  # rows of a GroupedLinear's parts, by microbatch
 MICROBATCHES = len(TOKENS)
-RECIPES = {"fp8 delayed": "DelayedScaling", "fp8 current": "Float8CurrentScaling"}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One of Transformer Engine's: its class, and the compute capability that has it."""
+
+    name: str
+    since: tuple[int, int]
+
+    def make(self) -> Any:
+        return getattr(importlib.import_module("transformer_engine.common.recipe"), self.name)()
+
+
+RECIPES = {
+    "fp8 delayed": Recipe("DelayedScaling", (8, 9)),
+    "fp8 current": Recipe("Float8CurrentScaling", (8, 9)),
+    "fp8 blockwise": Recipe("Float8BlockScaling", (9, 0)),
+    "mxfp8": Recipe("MXFP8BlockScaling", (10, 0)),
+    "nvfp4": Recipe("NVFP4BlockScaling", (10, 0)),
+}
 
 LAYERS: dict[str, Callable[..., Any]] = {
     "Linear": lambda te, **options: te.Linear(WIDTH, WIDTH, **options),
@@ -27,14 +47,23 @@ LAYERS: dict[str, Callable[..., Any]] = {
 }
 
 
+def missing(precision: str) -> str:
+    """What this GPU or its Transformer Engine lacks for ``precision``; empty if nothing."""
+    if precision not in RECIPES:
+        return ""
+    recipe = RECIPES[precision]
+    if torch.cuda.get_device_capability() < recipe.since:
+        since = ".".join(map(str, recipe.since))
+        return f"this GPU has no {recipe.name} (compute capability {since} and later have)"
+    if not hasattr(importlib.import_module("transformer_engine.common.recipe"), recipe.name):
+        return f"this Transformer Engine has no {recipe.name}"
+    return ""
+
+
 def differences(name: str, precision: str, fused: bool, kind: str = "cuda") -> list[str]:
     """What is not bitwise the same when the layer's weight gradients wait for W."""
     te = importlib.import_module("transformer_engine.pytorch")
-    recipe = None
-    if precision in RECIPES:
-        recipe = getattr(
-            importlib.import_module("transformer_engine.common.recipe"), RECIPES[precision]
-        )()
+    recipe = RECIPES[precision].make() if precision in RECIPES else None
     torch.manual_seed(0)
     options = {"device": kind, "params_dtype": torch.bfloat16, "fuse_wgrad_accumulation": fused}
     stock, ours = (LAYERS[name](te, **options) for _ in "12")
@@ -46,9 +75,11 @@ def differences(name: str, precision: str, fused: bool, kind: str = "cuda") -> l
             if parameter.dim() == 2:
                 parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
     expected: list[Any] = []
+    torch.manual_seed(1)  # NVFP4 rounds gradients by chance
     for x, y, dy in _steps(stock, te, recipe, kind):
         y.backward(dy)
         expected.append(x.grad)
+    torch.manual_seed(1)
     gradients = _split(ours, te, recipe, kind)
     different = [
         f"dx of microbatch {microbatch}"
@@ -60,7 +91,17 @@ def differences(name: str, precision: str, fused: bool, kind: str = "cuda") -> l
             pair: list[Any] = [getattr(parameter, gradient, None), getattr(other, gradient, None)]
             if not (pair[0] is pair[1] is None or torch.equal(*pair)):
                 different.append(f"{gradient} of {words}")
+    for key in ("scaling_fwd", "scaling_bwd"):
+        states = (layer.fp8_meta.get(key) for layer in (stock, ours))
+        for words, kept, other in zip(("scale", "amax_history"), *map(_state, states), strict=True):
+            if not (kept is other is None or torch.equal(kept, other)):
+                different.append(f"{words} of {key}")
     return different
+
+
+def _state(recipe_state: Any) -> list[Any]:
+    """Delayed scaling's scales and amax history; None with other recipes."""
+    return [getattr(recipe_state, name, None) for name in ("scale", "amax_history")]
 
 
 def _split(layer: Any, te: Any, recipe: Any, kind: str) -> list[Any]:

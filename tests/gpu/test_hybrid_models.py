@@ -5,6 +5,7 @@ scripts/gpu_tests.sh        # on a node with two GPUs or more
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,19 @@ import pytest
 from megatron_ext.schedule.build.registry import choose
 from tests.gpu.runs import RANKS, losses, needs_two_gpus
 
-pytest.importorskip("mamba_ssm", reason="Mamba layers need mamba_ssm")
-pytest.importorskip("transformer_engine", reason="Megatron's hybrid models are of its layers")
 
-pytestmark = [pytest.mark.gpu, needs_two_gpus]
+def is_missing(package: str) -> bool:
+    return importlib.util.find_spec(package) is None
+
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(is_missing("mamba_ssm"), reason="Mamba layers need mamba_ssm"),
+    pytest.mark.skipif(
+        is_missing("transformer_engine"), reason="Megatron's hybrid models are of its layers"
+    ),
+    needs_two_gpus,
+]
 
 SCRIPT = Path(__file__).with_name("pretrain_hybrid.py")
 
@@ -34,6 +44,7 @@ def trained(schedule: str | None, stages: int, **more: str | int) -> tuple[str, 
     )
 
 
+@pytest.mark.covers("C", ("line", "loop", "v"), hybrid_layer_pattern="M-*")
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved", "interleaved-zb", "zb-v"])
 def test_losses_are_stocks(schedule: str, tmp_path: Path) -> None:
     resumed: dict[str, str | int] = {"load": str(tmp_path), "ckpt_step": 2}

@@ -13,7 +13,7 @@ import pytest
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.show.trace import read_trace
-from tests.gpu.runs import ITERATIONS, RANKS, losses, needs_two_gpus
+from tests.gpu.runs import ITERATIONS, RANKS, losses, needs_four_gpus, needs_two_gpus
 
 pytestmark = [pytest.mark.gpu, needs_two_gpus]
 
@@ -57,6 +57,29 @@ def test_a_divided_vocabulary_has_stocks_losses(
     ours = losses(schedule, pipeline_vocab_parallel=variant, **resumed)
     expected = [float(loss) for loss in losses(None, **resumed)]
     assert [float(loss) for loss in ours] == pytest.approx(expected, rel=1e-5)
+
+
+@needs_four_gpus
+@pytest.mark.parametrize("schedule", ["zb-h1", "interleaved-zb", "zb-v"])
+def test_divided_sequences_have_stocks_losses(schedule: str, tmp_path: Path) -> None:
+    """Within F and I Transformer Engine's attention sends keys and values, and within F multi-token
+    prediction sends tokens, in one hardware queue with the messages of the pipeline."""
+    flags: dict[str, Any] = {
+        "pipeline_model_parallel_size": 2,
+        "context_parallel_size": 2,
+        "mtp_num_layers": 1,
+        "untie_embeddings_and_output_weights": True,
+        "transformer_impl": "transformer_engine",
+        "bf16": True,
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "seq_length": 512,
+        "max_position_embeddings": 512,
+        "position_embedding_type": "rope",
+    }
+    losses(None, save=str(tmp_path), save_interval=SAVED_AT, **flags)
+    flags |= {"load": str(tmp_path), "ckpt_step": SAVED_AT}
+    assert losses(schedule, **flags) == losses(None, **flags)
 
 
 @pytest.mark.parametrize("schedule", ["zb-2p", "zb-v"])

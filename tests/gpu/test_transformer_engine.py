@@ -1,4 +1,4 @@
-"""Transformer Engine's real kernels, in BF16 and FP8. Written without a GPU, and not run yet.
+"""Transformer Engine's real kernels, in BF16, FP8 and FP4. Written without a GPU, and not run yet.
 
 pytest tests/gpu            # layers on one GPU, trainings on two or more
 """
@@ -8,11 +8,11 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
-import torch
+from megatron.core.transformer.moe import fused_a2a
 
-from megatron_ext.adapter.transformer_engine import can_split
+from megatron_ext.adapter.transformer_engine.installed import can_split
 from tests.gpu.runs import GPUS, losses, needs_two_gpus
-from tests.gpu.te_layers import LAYERS, RECIPES, differences
+from tests.gpu.te_layers import LAYERS, RECIPES, differences, missing
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,8 +25,8 @@ pytestmark = [
 @pytest.mark.parametrize("precision", ["bf16", *RECIPES])
 @pytest.mark.parametrize("name", LAYERS)
 def test_gradients_are_stocks(name: str, precision: str, fused: bool) -> None:
-    if precision != "bf16" and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("this GPU has no FP8")
+    if lack := missing(precision):
+        pytest.skip(lack)
     assert differences(name, precision, fused) == []
 
 
@@ -38,10 +38,29 @@ EXPERTS: dict[str, str | int | bool | None] = {
     "moe_token_dispatcher_type": "alltoall",
     "disable_bias_linear": True,
 }
+EXPERT_PARALLEL: dict[str, str | int | bool | None] = {
+    "pipeline_model_parallel_size": 2,
+    "expert_model_parallel_size": 2,
+}
+FLEX: dict[str, str | int | bool | None] = {
+    **EXPERTS,
+    **EXPERT_PARALLEL,
+    "hidden_size": 512,  # whole lines of what their kernels copy
+    "moe_grouped_gemm": True,
+    "moe_token_dispatcher_type": "flex",
+    "moe_router_dtype": "fp32",
+}
 TRAININGS: dict[str, dict[str, str | int | bool | None]] = {
     "bf16": {},
     "bf16, overlapped": {"overlap_grad_reduce": True},
     "bf16, fused": {"no_gradient_accumulation_fusion": None},
+    "bf16, packed documents": {  # of Megatron's mock data, of up to 4096 tokens
+        "dataloader_inter_document_masking": True,
+        "calculate_per_token_loss": True,
+        "position_embedding_type": "rope",
+        "seq_length": 8192,
+        "max_position_embeddings": 8192,
+    },
     "fp8 current": {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"},
     "fp8 delayed": {"fp8_format": "hybrid", "fp8_recipe": "delayed"},
     "experts one by one": EXPERTS,
@@ -55,9 +74,18 @@ TRAININGS: dict[str, dict[str, str | int | bool | None]] = {
     "experts, grouped, expert parallel": {
         **EXPERTS,
         "moe_grouped_gemm": True,
-        "pipeline_model_parallel_size": 2,
-        "expert_model_parallel_size": 2,
+        **EXPERT_PARALLEL,
     },
+    "experts, grouped, expert parallel, shared beside": {
+        **EXPERTS,
+        **EXPERT_PARALLEL,
+        "moe_grouped_gemm": True,
+        "moe_shared_expert_intermediate_size": 128,
+        "moe_shared_expert_overlap": True,
+    },
+    "experts, grouped, expert parallel, DeepEP": FLEX | {"moe_flex_dispatcher_backend": "deepep"},
+    "experts, grouped, expert parallel, HybridEP": FLEX
+    | {"moe_flex_dispatcher_backend": "hybridep"},
 }
 
 
@@ -69,6 +97,10 @@ def test_losses_are_stocks(setting: str) -> None:
         pytest.skip("the output layer's fused accumulation needs NVIDIA apex")
     if "expert parallel" in setting and GPUS < 4:
         pytest.skip(f"a pipeline of two with expert parallelism needs four GPUs, here are {GPUS}")
+    if setting.endswith("DeepEP") and not fused_a2a.HAVE_DEEP_EP:
+        pytest.skip("needs DeepEP")
+    if setting.endswith("HybridEP") and not fused_a2a.HAVE_HYBRIDEP:
+        pytest.skip("needs DeepEP with HybridEP, of its branch hybrid-ep")
     flags: dict[str, str | int | bool | None] = {
         "transformer_impl": "transformer_engine",
         "bf16": True,

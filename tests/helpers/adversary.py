@@ -20,7 +20,9 @@ for.
 Both stand between the runtime and what moves tensors: in this process, and in ranks forked from it
 meanwhile. Messages of post-validation go from host to host, which no device holds up: they are
 left alone. Of what Megatron starts beside the passes, its reductions of gradients and gathers of
-parameters, the first waits for all, too.
+parameters, the first waits for all, too. What it sends within passes, over the default group, goes
+through both; and as NCCL makes a communicator at the first message of two ranks, a rank fails where
+that is in a pass.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ from typing import Any, Protocol
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _CoalescingManager
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -103,7 +107,7 @@ class _Adversary(Protocol):
 
 
 Post = Callable[..., list[Any]]  # a start, and each tensor with its use; the works
-Substitute = tuple[type, str, Any]  # what stands in the place of a class's attribute
+Substitute = tuple[Any, str, Any]  # what stands in the place of a class's or module's attribute
 
 
 @contextlib.contextmanager
@@ -120,6 +124,7 @@ def _installed(adversary: _Adversary) -> Iterator[None]:
             *_adverse_channels(post),
             *_adverse_collectives(post),
             *_adverse_groups(post),
+            *_adverse_pairs(post, current),
             *_adverse_execution(adversary, current),
         ):
             patch.setattr(owner, name, substitute)
@@ -185,6 +190,35 @@ def _adverse_groups(post: Post) -> list[Substitute]:
         return started
 
     return [(group, "start", adverse_start(group.start)) for group in (PipelineGroup, InOrderGroup)]
+
+
+def _adverse_pairs(post: Post, current: Sequence[Action]) -> list[Substitute]:
+    """Of messages over the default group, ``current`` the pass that they are in."""
+    met: set[int] = set()
+
+    def adverse(move: Callable[..., Any], use: Use) -> Callable[..., Any]:
+        def adverse_move(tensor: Tensor, *args: Any, **named: Any) -> Any:
+            peer = named.get("dst", named.get("src"))
+            if peer is None or "group" in named:
+                return move(tensor, *args, **named)
+            assert peer in met or not current, (
+                f"global ranks {dist.get_rank()} and {peer} make a communicator in {current[-1]}"
+            )
+            met.add(peer)
+            (work,) = post(lambda moved: [move(moved[0], peer)], (tensor, use))
+            return work
+
+        return adverse_move
+
+    substitutes = {
+        "isend": adverse(dist.isend, Use.GIVEN),
+        "irecv": adverse(dist.irecv, Use.FILLED),
+    }
+    return [  # in both: batches are of these functions and no others
+        (module, name, substitute)
+        for module in (dist, distributed_c10d)
+        for name, substitute in substitutes.items()
+    ]
 
 
 def _adverse_execution(adversary: _Adversary, current: list[Action]) -> list[Substitute]:
@@ -354,8 +388,8 @@ class _StandIn:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The same memory."""
-    return tensor.detach().view(-1).view(torch.uint8)
+    """The same memory. (Of a single number any stride is contiguous, and only 1 can be viewed.)"""
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 class LateCopies(DirectCopies):

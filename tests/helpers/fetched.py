@@ -16,16 +16,17 @@ import pytest
 FETCHED = Path(__file__).parents[2] / "build"
 
 
-def fetched(package: str, version: str) -> Path:
-    """The folder with that version alone; skips the test if it cannot be had."""
-    folder, problem = _fetch(package, version)
+def fetched(package: str, version: str, address: str = "") -> Path:
+    """The folder with that version alone; skips the test if it cannot be had. ``address``: where
+    pip finds it, of what is on no index."""
+    folder, problem = _fetch(package, version, address)
     if problem:
         pytest.skip(f"{package} {version} cannot be fetched with pip: {problem}")
     return folder
 
 
 @functools.cache  # without a network, one attempt is enough
-def _fetch(package: str, version: str) -> tuple[Path, str]:
+def _fetch(package: str, version: str, address: str) -> tuple[Path, str]:
     folder = FETCHED / package / version
     if folder.exists():
         return folder, ""
@@ -34,7 +35,7 @@ def _fetch(package: str, version: str) -> tuple[Path, str]:
         [
             *(sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--quiet"),
             *("--no-deps", "--retries", "1", "--timeout", "10", "--target", str(arriving)),
-            f"{package}=={version}",
+            address or f"{package}=={version}",
         ],
         capture_output=True,
         text=True,

@@ -147,7 +147,8 @@ class Run:
 
 
 def model_flags(**overrides: object) -> list[str]:
-    """A GPT of 4 layers on mock data; an override of None drops a flag, of True is a switch."""
+    """A GPT of 4 layers on mock data; an override of None drops a flag, of True is a switch, and a
+    tuple is several words."""
     flags: dict[str, object] = {
         "num_layers": 4,
         "hidden_size": 32,
@@ -178,7 +179,7 @@ def model_flags(**overrides: object) -> list[str]:
             continue
         words.append("--" + name.replace("_", "-"))
         if value is not True:
-            words.append(str(value))
+            words += map(str, value if isinstance(value, tuple) else (value,))
     return words
 
 

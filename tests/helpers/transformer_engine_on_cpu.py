@@ -1,8 +1,8 @@
 """Transformer Engine's own Python classes on the CPU, in several versions, for forked processes.
 
 Its wheel on PyPI holds the Python sources alone. They are fetched once, and their compiled
-extension is stood in for by torch's own operations: GEMMs, norms and activations in high precision.
-FP8, attention and communication are not there.
+extension is stood in for by torch's own operations: GEMMs, norms, activations and, in
+`quantization_on_cpu`, quantisation. Attention and communication are not there.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from unittest.mock import MagicMock
 import torch
 from torch import Tensor
 
+from tests.helpers import quantization_on_cpu as quantization
 from tests.helpers.fetched import fetched
 from tests.helpers.userbuffers_on_cpu import multiply_and_communicate
 
@@ -40,18 +41,23 @@ def fetch(version: str) -> Path:
     return fetched("transformer_engine", version)
 
 
-def load(folder: Path) -> Any:
+def load(folder: Path, capability: tuple[int, int] = (8, 0)) -> Any:
     """``transformer_engine.pytorch`` from ``folder``. Changes torch: for a forked process only.
 
-    Its layers run on the CPU platform's patches of torch.
+    Its layers run on the CPU platform's patches of torch. It takes the device for a GPU of
+    ``capability``: FP8 needs (9, 0), MXFP8 and NVFP4 need (10, 0).
     """
     sys.path.insert(0, str(folder))
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # its libraries are not loaded
+    os.environ["NVTE_UNFUSED_FP8_UPDATE"] = "1"  # its own Python updates scales,
+    os.environ["NVTE_TORCH_COMPILE"] = "0"  # as it stands
+    torch.version.cuda = "13.0"
     sys.modules["transformer_engine_torch"] = Extension("transformer_engine_torch")
     for name in ("onnx", "onnxscript", "einops"):  # for what is not asked for here
         sys.modules[name] = MagicMock(__spec__=importlib.machinery.ModuleSpec(name, None))
     torch.compiler.set_stance("force_eager")
-    gpu = SimpleNamespace(major=8, minor=0, multi_processor_count=1)
+    major, minor = capability
+    gpu = SimpleNamespace(major=major, minor=minor, multi_processor_count=1)
     cuda = {
         "is_available": lambda: True,
         "get_device_properties": lambda device=None: gpu,
@@ -66,7 +72,11 @@ def load(folder: Path) -> Any:
     torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[assignment]
     common: Any = importlib.import_module("transformer_engine.common")
     common.load_framework_extension = lambda framework: None
-    return importlib.import_module("transformer_engine.pytorch")
+    loaded = importlib.import_module("transformer_engine.pytorch")
+    distributed: Any = importlib.import_module("transformer_engine.pytorch.distributed")
+    distributed._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    distributed._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    return loaded
 
 
 class _Numbered(type):
@@ -92,6 +102,19 @@ DType = enum.IntEnum(
 )
 
 
+FP8FwdTensors = enum.IntEnum(
+    "FP8FwdTensors",
+    "GEMM1_INPUT GEMM1_WEIGHT GEMM1_OUTPUT GEMM2_INPUT GEMM2_WEIGHT GEMM2_OUTPUT "
+    "GEMM3_INPUT GEMM3_WEIGHT GEMM3_OUTPUT",
+    start=0,
+)
+FP8BwdTensors = enum.IntEnum(
+    "FP8BwdTensors",
+    "GRAD_OUTPUT1 GRAD_INPUT1 GRAD_OUTPUT2 GRAD_INPUT2 GRAD_OUTPUT3 GRAD_INPUT3",
+    start=0,
+)
+
+
 class Extension(types.ModuleType):
     """Stands in for the compiled ``transformer_engine_torch``.
 
@@ -101,6 +124,7 @@ class Extension(types.ModuleType):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.DType = DType
+        self.FP8FwdTensors, self.FP8BwdTensors = FP8FwdTensors, FP8BwdTensors
         for operation in OPERATIONS:
             setattr(self, operation.__name__, torch.no_grad()(operation))
 
@@ -145,6 +169,8 @@ def generic_gemm(
         made = multiply_and_communicate(
             multiply, comm, overlap["comm_type"], extra, overlap["bulk_overlap"]
         )
+    if _is_quantized(a) and out is None and out_dtype == DType.kBFloat16:
+        made = made.bfloat16()
     bias_gradient = None
     if bias is not None and grad:
         bias_gradient = b.reshape(-1, b.shape[-1]).sum(0)
@@ -183,9 +209,10 @@ def te_general_grouped_gemm(
 
 
 def layernorm_fwd(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, out: Any, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, out: Any, quantizer: Any, *rest: Any
+) -> tuple[Any, Tensor, Tensor]:
+    normed, mean, scale = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
+    return _quantized(normed, quantizer), mean, scale
 
 
 def layernorm_bwd(
@@ -197,10 +224,10 @@ def layernorm_bwd(
 
 
 def rmsnorm_fwd(
-    x: Tensor, weight: Tensor, eps: float, out: Any, *rest: Any
-) -> tuple[Tensor, None, Tensor]:
+    x: Tensor, weight: Tensor, eps: float, out: Any, quantizer: Any, *rest: Any
+) -> tuple[Any, None, Tensor]:
     scale = (x.square().mean(-1) + eps).rsqrt()
-    return x * scale[:, None] * weight, None, scale
+    return _quantized(x * scale[:, None] * weight, quantizer), None, scale
 
 
 def rmsnorm_bwd(
@@ -222,9 +249,18 @@ def drelu(dy: Tensor, x: Tensor, quantizer: None) -> Tensor:
 
 def _multiply(a: Tensor, transpose_a: bool, b: Tensor, transpose_b: bool) -> Tensor:
     """All but the last dimension are one; they are b's afterwards, unless b is transposed."""
+    a, b = quantization.operand(a, transpose_a), quantization.operand(b, not transpose_b)
     rows, columns = b.reshape(-1, b.shape[-1]), a.reshape(-1, a.shape[-1])
     made = (rows.t() if transpose_b else rows) @ (columns.t() if transpose_a else columns)
     return made if transpose_b else made.reshape(*b.shape[:-1], made.shape[-1])
+
+
+def _is_quantized(tensor: Any) -> bool:
+    return hasattr(tensor, "_quantizer")
+
+
+def _quantized(tensor: Tensor, quantizer: Any) -> Any:
+    return tensor if quantizer is None else quantization.quantize(tensor, quantizer)
 
 
 def _write(made: Tensor, out: Tensor | None, accumulate: bool, dtype: Any) -> Tensor:
@@ -243,4 +279,5 @@ OPERATIONS = (
     rmsnorm_bwd,
     relu,
     drelu,
+    *quantization.OPERATIONS,
 )

@@ -78,6 +78,17 @@ def test_layers_of_hybrid_models_have_megatrons_operations(symbol: str) -> None:
     assert ours == pytest.approx(num_floating_point_operations(args, 1), rel=0.01)
 
 
+def test_context_parallel_ranks_share_the_operations_of_a_sample() -> None:
+    """Attention looks at all of it: on 8 ranks seven eighths of its time were missing."""
+    args = launch_line.parse(model_flags(**HYBRID, context_parallel_size=8)).args
+    args.hybrid_layer_pattern = "***"
+    args.padded_vocab_size = 64
+    args.ffn_hidden_size = 2816
+    model = dimensions_of(args, [3], args.seq_length // 8, 1, args.padded_vocab_size)
+    ours = sum(map(sum, estimate(model, GPU).seconds.values())) * GPU.operations
+    assert 8 * ours == pytest.approx(num_floating_point_operations(args, 1), rel=0.01)
+
+
 def test_attention_that_is_linear_but_in_every_fourth_layer() -> None:
     """As in Qwen3-Next: a stage with two full ones takes longer."""
     flags = {**HYBRID, "num_layers": 8, "linear_attention_freq": 4}

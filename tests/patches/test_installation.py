@@ -20,7 +20,7 @@ from megatron.core.transformer.module import MegatronModule
 
 import megatron_ext
 from megatron_ext.adapter.compatibility import refuse, refuse_order
-from megatron_ext.adapter.refusals import REFUSALS
+from megatron_ext.adapter.refusals import REFUSALS, Refusal
 from megatron_ext.config import ALLOW_UNKNOWN, PipelineConfig
 from megatron_ext.launch_check.doctor import diagnose
 from megatron_ext.patches.engine import PatchError
@@ -180,12 +180,14 @@ def test_a_pipeline_of_one_rank_is_refused() -> None:
 
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.setting)
-def test_what_is_refused_says_what_to_write_instead(refusal: object) -> None:
-    setting, instead = refusal.setting, refusal.instead  # type: ignore[attr-defined]
+def test_what_is_refused_says_what_to_write_instead(refusal: Refusal) -> None:
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    value = next(value for value in (2, "local", "full_iteration") if refusal.unsupported(value))
+    settings = SimpleNamespace(**sizes, load="folder", **{refusal.setting: value})
     with pytest.raises(ValueError) as caught:
-        refuse(SimpleNamespace(**sizes, **{setting: 2}), choose("zb-v"))
-    assert f"{setting}=2" in str(caught.value) and instead in str(caught.value)
+        refuse(settings, choose("zb-v"))
+    assert f"{refusal.setting}={value}" in str(caught.value)
+    assert refusal.instead in str(caught.value)
 
 
 def test_whole_backward_schedules_refuse_less() -> None:

@@ -80,6 +80,15 @@ def test_host_memory_of_offload_is_predicted() -> None:
         assert bool(said) == expected
 
 
+def test_cuda_graphs_are_captured_in_one_order(tmp_path: Path) -> None:
+    graphs: dict[str, Any] = {"cuda_graph_impl": "transformer_engine"}
+    assert (report := checked(**graphs)).is_right, told(report, Verdict.WRONG)
+    wrong = checked(**graphs, pipeline_schedule=None, pipeline_race="zb-h1 1f1b")
+    assert any("graphs are captured in the order of one" in t for t in told(wrong, Verdict.WRONG))
+    wrong = checked(**graphs, pipeline_costs=f"profile:{tmp_path / 'costs'}", train_iters=20)
+    assert any("may change after it was captured" in t for t in told(wrong, Verdict.WRONG))
+
+
 def test_megatrons_own_pipeline_is_predicted_too() -> None:
     report = checked(pipeline_schedule=None, num_layers_per_virtual_pipeline_stage=1)
     assert report.is_right, told(report, Verdict.WRONG)
@@ -351,14 +360,16 @@ def test_what_is_left_out_of_a_line_is_said() -> None:
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
-        ({"context_parallel_size": 2}, "context_parallel_size=2: context parallel is untried"),
-        ({"fp8_format": "hybrid", "bf16": True, "transformer_impl": None}, "fp8=hybrid: FP8 is"),
+        (
+            {"fp8_format": "hybrid", "bf16": True, "transformer_impl": None},
+            "fp8=hybrid: FP8's kernels are",
+        ),
         ({"transformer_impl": None}, "Transformer Engine's own kernels are untried"),
         ({"inprocess_restart": True}, "untried with nvidia-resiliency-ext"),
     ],
 )
 def test_what_is_untried_is_said(overrides: dict[str, Any], text: str) -> None:
-    """Of context parallel and FP8 there was no word."""
+    """Of FP8 there was no word."""
     report = checked(**overrides)
     assert report.is_right, told(report, Verdict.WRONG)
     assert any(t.startswith("untried: ") and text in t for t in told(report, Verdict.REMARK))
@@ -366,8 +377,14 @@ def test_what_is_untried_is_said(overrides: dict[str, Any], text: str) -> None:
     assert not any(t.startswith("untried: ") for t in told(stock, Verdict.REMARK))
 
 
-def test_a_tried_line_has_no_such_remark() -> None:
-    assert not any(text.startswith("untried: ") for text in told(checked(), Verdict.REMARK))
+PACKED = {"sft": True, "no_create_attention_mask_in_dataloader": True, "null_tokenizer_pad_id": 0}
+
+
+@pytest.mark.parametrize("overrides", [{}, PACKED, {**PACKED, "pipeline_vocab_parallel": 2}])
+def test_a_tried_line_has_no_such_remark(overrides: dict[str, Any]) -> None:
+    report = checked(**overrides)
+    assert report.is_right, told(report, Verdict.WRONG)
+    assert not any(text.startswith("untried: ") for text in told(report, Verdict.REMARK))
 
 
 @pytest.mark.parametrize(

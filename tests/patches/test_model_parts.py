@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from megatron.core import ModelParallelConfig
 from megatron.core.transformer import TransformerConfig
 
+from megatron_ext.adapter import programs as programs_module
 from megatron_ext.adapter.dimensions import costs_of_model
-from megatron_ext.adapter.model_parts import ChunkSize, language_model, output_layer, size_of
+from megatron_ext.adapter.model_parts import (
+    ChunkSize,
+    language_model,
+    may_lose_gradients,
+    output_layer,
+    size_of,
+)
+from megatron_ext.adapter.programs import Programs
 from megatron_ext.adapter.tied import tied_weights
+from megatron_ext.config import PipelineConfig
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import line
@@ -153,3 +164,28 @@ def test_one_line_says_what_is_not_estimated(
     else:
         (text,) = lines
         assert told in text and "--pipeline-costs profile measures them" in text
+
+
+def test_what_was_frozen_in_the_first_step_stays_so() -> None:
+    """No backward pass runs there: without a word its gradients would be missing."""
+    programs = Programs(PipelineConfig(schedule="zb-h1"))
+    pipeline: Any = SimpleNamespace(size=lambda: 3, rank=lambda: 1)
+    frozen, other = linear().requires_grad_(False), linear()
+    with mock.patch.object(programs_module, "gather", return_value=[[False], [False], [True]]):
+        assert programs.first_trained(pipeline, [frozen]) == 2
+        assert programs.first_trained(pipeline, [frozen]) == 2
+    with mock.patch.object(programs_module, "gather", return_value=[[True], [True], [True]]):
+        assert programs.first_trained(pipeline, [other]) == 0
+    frozen.weight.requires_grad = True
+    with pytest.raises(ValueError, match="stage 1 has parameters that require a gradient now"):
+        programs.first_trained(pipeline, [frozen])
+
+
+def test_where_gradients_could_be_lost() -> None:
+    """Of what is recomputed, and of models that are not known."""
+    model = gpt(1)
+    assert may_lose_gradients(linear()) and may_lose_gradients(model)
+    model.config = replace(CONFIG)
+    assert not may_lose_gradients(holding(module=model))
+    model.config.recompute_granularity = "selective"
+    assert may_lose_gradients(holding(module=model))

@@ -7,13 +7,14 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_ext.schedule.build.registry import choose, entries
-from megatron_ext.schedule.problem import Extras, Offload
+from megatron_ext.schedule.problem import Extras, Offload, VocabularyParallel
 from tests.helpers.documents import check_written, table
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 from megatron_ext.adapter.compatibility import refuse
 from megatron_ext.adapter.refusals import (
+    GRAPH_REFUSALS,
     OFFLOAD_REFUSALS,
     POST_VALIDATION_REFUSALS,
     REFUSALS,
@@ -49,6 +50,11 @@ def test_the_docs_tell_what_is_untried() -> None:
 def test_the_docs_tell_what_a_divided_vocabulary_refuses() -> None:
     rows = [[f"`{refusal.setting}`", refusal.instead] for refusal in VOCABULARY_REFUSALS]
     check_written("vocabulary refusals", table(["setting", "because, or instead"], rows))
+
+
+def test_the_docs_tell_what_cuda_graphs_refuse() -> None:
+    rows = [[f"`{refusal.setting}`", refusal.instead] for refusal in GRAPH_REFUSALS]
+    check_written("graph refusals", table(["setting", "because, or instead"], rows))
 
 
 def test_the_docs_tell_what_offload_refuses() -> None:
@@ -110,10 +116,33 @@ def test_post_validation_takes_what_does_not_wait(setting: dict[str, object]) ->
     refuse(settings, choose("zb-v"), Extras(post_validation=True))
 
 
-@pytest.mark.parametrize("setting", [{"fp8": "hybrid"}, {"context_parallel_size": 2}])
+def test_sequences_are_divided_beside_all_of_ours() -> None:
+    """A divided vocabulary and offload refused it, as nobody had tried."""
+    sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    settings = SimpleNamespace(**sizes, transformer_impl="local", context_parallel_size=2)
+    for extras in (
+        Extras(vocabulary=VocabularyParallel.ONE),
+        Extras(vocabulary=VocabularyParallel.TWO, offload=Offload.FULL),
+        Extras(post_validation=True),
+    ):
+        refuse(settings, choose("zb-v"), extras)
+
+
+@pytest.mark.parametrize("setting", [{"fp8": "hybrid"}])
 def test_offload_refuses_what_nobody_has_tried(setting: dict[str, object]) -> None:
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": None}
     settings = SimpleNamespace(**sizes, transformer_impl="local", **setting)
     refuse(settings, choose("zb-h1"))
     with pytest.raises(ValueError, match=r"^--pipeline-activation-offload full does not go with"):
         refuse(settings, choose("zb-h1"), Extras(offload=Offload.FULL))
+
+
+def test_a_v_refuses_other_formats_where_something_is_loaded_or_saved() -> None:
+    """It was refused even where there is no checkpoint."""
+    sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    settings = {**sizes, "transformer_impl": "local", "ckpt_format": "torch"}
+    refuse(SimpleNamespace(**settings, load=None, save=None), choose("zb-v"))
+    refuse(SimpleNamespace(**settings, load="here", save="here"), choose("interleaved"))
+    for name in ("load", "save", "pretrained_checkpoint"):
+        with pytest.raises(ValueError, match="add --load FOLDER --ckpt-convert-format torch_dist"):
+            refuse(SimpleNamespace(**settings, **{name: "here"}), choose("zb-v"))

@@ -38,7 +38,7 @@ from megatron_ext.adapter.post_validation.optimizer import (
 from megatron_ext.adapter.refusals import POST_VALIDATION_OPTIMIZER_REFUSALS
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
-from megatron_ext.patches.megatron.core.optimizer.optimizer import optimizer_patches
+from megatron_ext.patches.megatron.core.optimizer.optimizer.steps import optimizer_patches
 from megatron_ext.runtime.post_validation.partial_state import PartialState
 from tests.helpers.combinations import each_once
 from tests.helpers.ranks import run_ranks, values

@@ -492,6 +492,23 @@ def megatrons_data_parallel_wrapper_is_content(
     assert_same(gradients(ours), gradients(stock))
 
 
+@case_for(("Linear",), ("LayerNormLinear",))
+def an_output_layers_gradient_may_come_with_i(te: Te, name: str) -> None:
+    """Where W would hold the gradient of the logits for long. (MXFP8's output layer is a Linear.)
+    It waited all the same."""
+    stock, ours = same_layers(te, name)
+    whole(stock)
+    with Split():
+        queue.at_once = frozenset([ours.weight])  # type: ignore[list-item]
+        for microbatch, (x, dy) in enumerate(inputs()):
+            y = forward(ours, x)
+            with queue.collecting(0, microbatch):
+                backward(y, dy)
+            assert not queue._pending[0, microbatch]
+            queue.run(0, microbatch)
+    assert_same(gradients(ours), gradients(stock))
+
+
 @case_for(("Linear",), ("GroupedLinear",))
 def its_own_delay_stays_as_it_is(te: Te, name: str) -> None:
     """Someone else's delayed weight gradients, in a process with our patches, are theirs."""

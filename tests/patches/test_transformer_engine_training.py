@@ -1,125 +1,22 @@
-"""Trainings of a GPT with Transformer Engine's linear layers: ours are stock's to the last bit.
-
-Layers are Megatron's own TE classes, built on the real Python sources and torch's GEMMs; attention,
-the embedding and the output layer are local ones.
-"""
+"""Trainings of a GPT with Transformer Engine's linear layers: ours are stock's to the last bit."""
 
 from __future__ import annotations
 
 import functools
-import importlib
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
-import torch
-from megatron.core import utils
-from megatron.core.extensions import transformer_engine as extension
-from megatron.core.extensions import transformer_engine_spec_provider as provider
-from megatron.core.models.gpt import GPTModel, moe_module_specs
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_mtp_block_spec,
-)
-from megatron.core.tensor_parallel import layers, random
-from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.spec_utils import ModuleSpec
-from torch import Tensor
 
 from megatron_ext.runtime.host import offload
 from megatron_ext.runtime.host.offload import OffloadedStep
 from tests.helpers import transformer_engine_on_cpu as on_cpu
 from tests.helpers.combinations import IS_NIGHT
+from tests.helpers.covered import covers
 from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train
 from tests.helpers.ranks import HANGS, run_ranks, values
+from tests.helpers.transformer_engine_gpt import provide, use_transformer_engine
 
 OLDEST, *_, NEWEST = on_cpu.VERSIONS
-
-
-def spec(experts: int | None, grouped: bool) -> ModuleSpec:
-    """A layer whose linear layers are Transformer Engine's, with the norms in front of them; the
-    norm in front of experts is a local one."""
-    made = get_gpt_layer_local_spec()
-    parts, attention = made.submodules, made.submodules.self_attention.submodules
-    parts.input_layernorm = IdentityOp
-    attention.linear_qkv = extension.TELayerNormColumnParallelLinear
-    attention.linear_proj = extension.TERowParallelLinear
-    if experts is not None:
-        parts.mlp = moe_module_specs.get_moe_module_spec_for_backend(
-            provider.TESpecProvider(), num_experts=experts, moe_grouped_gemm=grouped
-        )
-        return made
-    parts.pre_mlp_layernorm = IdentityOp
-    parts.mlp = functools.partial(
-        MLP.as_mlp_submodule,
-        submodules=MLPSubmodules(
-            linear_fc1=extension.TELayerNormColumnParallelLinear,
-            linear_fc2=extension.TERowParallelLinear,
-        ),
-    )
-    return made
-
-
-def provide(
-    fused: bool,
-    grouped: bool,
-    pre_process: bool = True,
-    post_process: bool = True,
-    vp_stage: int | None = None,
-    config: Any = None,
-    pg_collection: Any = None,
-) -> GPTModel:
-    from megatron.training import get_args
-    from megatron.training.argument_utils import core_transformer_config_from_args
-
-    args = get_args()
-    config = config or core_transformer_config_from_args(args)
-    layer = spec(config.num_moe_experts, grouped)
-    prediction = None
-    if config.mtp_num_layers:
-        prediction = get_gpt_mtp_block_spec(config, layer, False, vp_stage=vp_stage)
-    config.gradient_accumulation_fusion = fused
-    if grouped:  # its flag wants --moe-grouped-gemm, which a machine without a GPU refuses
-        config.recompute_modules = ["moe_act"]
-    with mock.patch.object(torch.cuda, "is_available", lambda: True):
-        return GPTModel(
-            config,
-            layer,
-            vocab_size=args.padded_vocab_size,
-            max_sequence_length=args.max_position_embeddings,
-            pre_process=pre_process,
-            post_process=post_process,
-            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-            pg_collection=pg_collection,
-            vp_stage=vp_stage,
-            position_embedding_type=args.position_embedding_type,
-            mtp_block_spec=prediction,
-        )
-
-
-def add_product(x: Tensor, dy: Tensor, main_grad: Tensor) -> None:
-    main_grad.add_(dy.t().matmul(x))
-
-
-def use_transformer_engine(version: str) -> None:
-    """In a forked process: Megatron, which has been imported without it, finds it now."""
-    on_cpu.load(on_cpu.fetch(version))
-    torch.cuda.is_available = lambda: False  # else ranks would look for NCCL
-    utils._te_version = None
-    importlib.reload(extension)
-    importlib.reload(provider)
-    for module, name in (
-        ("distributed", "activation_recompute_forward"),
-        ("fp8", "FP8GlobalStateManager"),
-        ("fp8", "fp8_autocast"),
-    ):
-        attribute = getattr(importlib.import_module(f"transformer_engine.pytorch.{module}"), name)
-        setattr(random, name, attribute)
-    kernels = SimpleNamespace(wgrad_gemm_accum_fp32=add_product, wgrad_gemm_accum_fp16=add_product)
-    layers.fused_weight_gradient_mlp_cuda = kernels
-    layers._grad_accum_fusion_available = True
 
 
 OVERLAPPED: dict[str, object] = {"bf16": True, "overlap_grad_reduce": True}
@@ -188,6 +85,30 @@ SETTINGS: dict[str, tuple[int, str, dict[str, object]]] = {
         "interleaved-zb",
         {**EXPERTS, **LOOP, "moe_shared_expert_intermediate_size": 32},
     ),
+    "experts, grouped, in a latent space": (
+        4,
+        "zb-h1",
+        {**EXPERTS, "moe_latent_size": 16, "moe_shared_expert_intermediate_size": 32},
+    ),
+    "experts, grouped, loop, recompute": (
+        4,
+        "interleaved-zb",
+        {
+            **EXPERTS,
+            "num_virtual_stages_per_pipeline_rank": 2,
+            "recompute_granularity": "selective",
+        },
+    ),
+    "V, experts, grouped, recompute, fused": (
+        4,
+        "zb-v",
+        {
+            **EXPERTS,
+            **OVERLAPPED,
+            "untie_embeddings_and_output_weights": True,
+            "recompute_granularity": "selective",
+        },
+    ),
     "multi-token prediction, repeated": (2, "zb-h1", REPEATED),
     "multi-token prediction, repeated, loop, overlapped, fused": (
         2,
@@ -202,16 +123,31 @@ NIGHTLY = (
     "overlapped",
     "experts one by one",
     "experts, grouped",
+    "experts, grouped, in a latent space",
+    "experts, grouped, loop, recompute",
+    "V, experts, grouped, recompute, fused",
     *(setting for setting in SETTINGS if "prediction" in setting),
 )
+
+
+def case(version: str, setting: str) -> Any:
+    _, schedule, flags = SETTINGS[setting]
+    more: dict[str, Any] = {"transformer_impl": "transformer_engine"}
+    if "fused" in setting:
+        more["gradient_accumulation_fusion"] = True
+    if "grouped" in setting:
+        more |= {"moe_grouped_gemm": True, "recompute_modules": ["moe_act"]}
+    if "recompute_granularity" not in flags:
+        more.pop("recompute_modules", None)
+    return pytest.param(version, setting, marks=covers("B", (schedule,), flags, **more))
 
 
 @pytest.mark.parametrize(
     ("version", "setting"),
     [
-        (OLDEST, "overlapped"),
-        (OLDEST, "experts, grouped, biases, recompute"),
-        *((NEWEST, setting) for setting in SETTINGS if IS_NIGHT or setting not in NIGHTLY),
+        case(OLDEST, "overlapped"),
+        case(OLDEST, "experts, grouped, biases, recompute"),
+        *(case(NEWEST, setting) for setting in SETTINGS if IS_NIGHT or setting not in NIGHTLY),
     ],
 )
 def test_training_is_stocks_to_the_last_bit(
@@ -220,7 +156,7 @@ def test_training_is_stocks_to_the_last_bit(
     on_cpu.fetch(version)  # here, where a test can be skipped
     ranks, schedule, given = SETTINGS[setting]
     flags = {"pipeline_model_parallel_size": 2, "train_iters": 2, **given}
-    build = functools.partial(provide, "fused" in setting, "grouped" in setting)
+    build = functools.partial(provide, "fused" in setting, "grouped" in setting, {})
 
     def both(rank: int) -> tuple[list[Run], list[Run]]:
         use_transformer_engine(version)
@@ -250,7 +186,7 @@ def test_its_activations_leave_for_the_host(schedule: str) -> None:
         pipeline_activation_offload="full",
         pipeline_costs="f=10,i=12,w=8,comm=1,d2h=3,h2d=3",
     )
-    provider = functools.partial(provide, True, False)
+    provider = functools.partial(provide, True, False, {})
     finish = OffloadedStep.finish
 
     def finished(step: OffloadedStep) -> None:

@@ -5,9 +5,11 @@ Only the adapters' weight gradients wait for W. Losses and gradients are stock's
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,13 +17,15 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import TransformerConfig
 
 import megatron_ext
+from megatron_ext.adapter.step.model_stage import ModelStage
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.build.registry import choose
 from tests.helpers import callers
 from tests.helpers.callers import assert_same, draw_by_name, named_parameters
-from tests.helpers.combinations import at_night
+from tests.helpers.combinations import at_night, nightly
+from tests.helpers.covered import kinds
 from tests.helpers.ranks import run_ranks, values
 from tests.pipeline.test_callers import (
     BATCH,
@@ -69,12 +73,30 @@ def is_adapter(name: str) -> bool:
 
 def of_later_layers(name: str) -> bool:
     """Adapters, but for those of the first three layers."""
-    return is_adapter(name) and int(name.split(".")[2]) > 3
+    return is_adapter(name) and layer_of(name) > 3
 
 
-def build(layout: list[list[str]], is_trained: Callable[[str], bool]) -> list[torch.nn.Module]:
-    chunks: list[Any] = build_chunks(layout)
+def layer_of(name: str) -> int:
+    """Of a parameter's layer, counted from 1; 0 before the layers, 99 after them."""
+    where, *rest = name.split(".")
+    if where == "decoder" and rest[0] == "layers":
+        return int(rest[1])
+    return 0 if where == "embedding" else 99
+
+
+def above_frozen_layers(name: str) -> bool:
+    """All but the embedding and the first three layers, and no adapters at all."""
+    return not is_adapter(name) and layer_of(name) > 3
+
+
+def build(
+    layout: list[list[str]], is_trained: Callable[[str], bool], recompute: bool, depths: int | None
+) -> list[torch.nn.Module]:
+    chunks: list[Any] = build_chunks(layout, depths=depths)
     for chunk in chunks:
+        if recompute:
+            chunk.config.recompute_granularity = "full"
+            chunk.config.recompute_method, chunk.config.recompute_num_layers = "uniform", 1
         for module in list(chunk.decoder.modules()):
             for name in LINEAR:
                 if hasattr(module, name):
@@ -90,9 +112,14 @@ FOUR = [["embedding", "decoder"], ["decoder", "decoder"], ["decoder"], ["decoder
 LAYOUTS = {"zb-h1": LINE, "1f1b": LINE, "interleaved-zb": FOUR, "zb-v": FOUR, "v-half": FOUR}
 
 
-def step(layout: list[list[str]], is_trained: Callable[[str], bool]) -> Any:
+def step(
+    layout: list[list[str]],
+    is_trained: Callable[[str], bool],
+    recompute: bool = False,
+    depths: int | None = None,
+) -> Any:
     return callers.whole_step(
-        partial(build, layout, is_trained),
+        partial(build, layout, is_trained, recompute, depths),
         named_parameters,
         forward_step,
         tokens,
@@ -108,36 +135,115 @@ def shapes_of_adapters() -> set[tuple[int, ...]]:
     return {(RANK, wide) for wide in inputs} | {(out, RANK) for out in outputs}
 
 
-TRAINED = {"adapters": is_adapter, "adapters of the last layers": of_later_layers}
+TRAINED = {
+    "adapters": is_adapter,
+    "adapters of the last layers": of_later_layers,
+    "all above frozen layers": above_frozen_layers,
+}
 
 BY_DAY = {
-    "adapters": ("zb-h1", "interleaved-zb", "zb-v"),
-    "adapters of the last layers": ("zb-h1",),
+    ("adapters", False): ("zb-h1", "interleaved-zb", "zb-v"),
+    ("adapters of the last layers", True): ("zb-h1", "zb-v"),
 }
 BY_NIGHT = {
-    "adapters": ("1f1b", "v-half"),
-    "adapters of the last layers": ("1f1b", "interleaved-zb", "zb-v"),
+    ("adapters", False): ("1f1b", "v-half"),
+    ("adapters of the last layers", True): ("1f1b", "interleaved-zb", "v-half"),
+    ("adapters of the last layers", False): tuple(LAYOUTS),
+    ("all above frozen layers", True): tuple(LAYOUTS),
+    ("all above frozen layers", False): tuple(LAYOUTS),
 }
 
 
-@pytest.mark.parametrize(("trained", "schedules"), [*BY_DAY.items(), *at_night(*BY_NIGHT.items())])
-def test_adapters_train_as_stocks(trained: str, schedules: tuple[str, ...]) -> None:
-    """With those of the last layers alone the first stage of a line has no backward pass."""
+def compared() -> list[tuple[str, tuple[str, ...]]]:
+    """What is trained, in words, and under which schedules."""
+    names: dict[str, dict[str, None]] = {}
+    for cases in (BY_DAY, BY_NIGHT):
+        for (trained, recompute), schedules in cases.items():
+            what = f"{trained}, all layers recomputed" if recompute else trained
+            names.setdefault(what, {}).update(dict.fromkeys(schedules))
+    return [(what, tuple(schedules)) for what, schedules in names.items()]
+
+
+@contextlib.contextmanager
+def gradients_of_inputs() -> Iterator[dict[int, bool]]:
+    """Within, whether there is one, by the stages that have backward passes."""
+    made: dict[int, bool] = {}
+    run = ModelStage._backward_input
+
+    def noting(stage: Any, *args: Any, **more: Any) -> torch.Tensor | None:
+        gradient = run(stage, *args, **more)
+        made[stage._number] = gradient is not None
+        return gradient
+
+    with mock.patch.object(ModelStage, "_backward_input", noting):
+        yield made
+
+
+def covers(trained: str, recompute: bool, schedules: tuple[str, ...]) -> pytest.MarkDecorator:
+    settings = {"peft": "lora"} if "adapters" in trained else {}
+    full = {"recompute_granularity": "full", "recompute_method": "uniform"} if recompute else {}
+    return pytest.mark.covers("A", kinds(schedules), **settings, **full)
+
+
+@pytest.mark.parametrize(
+    ("trained", "recompute", "schedules"),
+    [
+        pytest.param(trained, recompute, names, marks=covers(trained, recompute, names))
+        for (trained, recompute), names in [*BY_DAY.items(), *at_night(*BY_NIGHT.items())]
+    ],
+)
+def test_adapters_train_as_stocks(
+    trained: str, recompute: bool, schedules: tuple[str, ...]
+) -> None:
+    """Stages before the first trained layer have no backward passes.
+
+    The first trained one makes no gradient of its input, but where it recomputes: what is
+    recomputed is differentiated only if its input needs a gradient, and adapters would be left
+    without theirs, in silence.
+    """
     is_trained = TRAINED[trained]
 
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()):
-            expected = step(LINE, is_trained)
+            expected = step(LINE, is_trained, recompute)
             for schedule in schedules:
                 queue.weights = set()
-                with megatron_ext.install(schedule=schedule):
-                    ours = step(LAYOUTS[schedule], is_trained)
+                with megatron_ext.install(schedule=schedule), gradients_of_inputs() as made:
+                    ours = step(LAYOUTS[schedule], is_trained, recompute)
                 put_off, queue.weights = queue.weights, None
                 assert_same(ours, expected)
-                assert all(is_adapter(name) for name in ours[1])
-                shapes = {tuple(weight.shape) for weight in put_off}
-                assert shapes <= shapes_of_adapters()
+                assert all(is_trained(name) for name in ours[1])
+                stages = choose(schedule).place(V_RANKS)
+                first = 0 if is_trained is is_adapter else stages.stages // 2
+                assert made == {
+                    stage: stage > first or (recompute and stage > 0)
+                    for stage in stages.stages_of[rank]
+                    if stage >= first
+                }
+                if is_trained is not above_frozen_layers:
+                    shapes = {tuple(weight.shape) for weight in put_off}
+                    assert shapes <= shapes_of_adapters()
                 if is_trained is is_adapter:
                     assert bool(shapes) == choose(schedule).splits_backward
+
+    values(run_ranks(V_RANKS, on_rank))
+
+
+@nightly("what is frozen is frozen above, and what predicts is test_multi_token_prediction.py's")
+@pytest.mark.covers("A", ("line", "v"), mtp_num_layers=1)
+def test_multi_token_prediction_above_frozen_layers() -> None:
+    """Its copy of the embedding, on the last stage, is frozen as the first stage's is."""
+
+    def predicting(layout: list[list[str]]) -> list[list[str]]:
+        return [*layout[:-1], [*layout[-1][:-1], "mtp", "loss"]]
+
+    def on_rank(rank: int) -> None:
+        with apply(cpu.patches()):
+            expected = step(predicting(LINE), above_frozen_layers, depths=1)
+            for schedule in ("zb-h1", "zb-v"):
+                with megatron_ext.install(schedule=schedule), gradients_of_inputs() as made:
+                    ours = step(predicting(LAYOUTS[schedule]), above_frozen_layers, depths=1)
+                assert_same(ours, expected)
+                assert min(made, default=1) > 0
 
     values(run_ranks(V_RANKS, on_rank))

@@ -41,6 +41,7 @@ from tests.helpers.callers import (
     small_config,
 )
 from tests.helpers.combinations import at_night
+from tests.helpers.covered import kinds
 from tests.helpers.documents import check_written, table
 from tests.helpers.ranks import run_ranks, values
 from tests.pipeline import test_adapters
@@ -399,6 +400,14 @@ def names_of_model(chunk: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
 TRAINED: dict[str, Callable[[str], bool]] = {
     "all": lambda name: False,
     "all but the tower": lambda name: name.startswith(("tower", "vision_model")),
+    "the tower": lambda name: name.startswith("language_model"),
+    "the projection": lambda name: not name.startswith(("tower.projection", "vision_projection")),
+}
+FROZEN: dict[str, dict[str, bool]] = {
+    "all": {},
+    "all but the tower": {"freeze_vision_model": True},
+    "the tower": {"freeze_language_model": True},
+    "the projection": {"freeze_vision_model": True, "freeze_language_model": True},
 }
 
 Case = tuple[str, str, tuple[str, ...]]  # model, what of it is trained, schedules
@@ -413,10 +422,20 @@ BY_NIGHT: tuple[Case, ...] = (
     ("a wrapper", "all but the tower", ("1f1b", "zb-h1", "interleaved-zb")),
     ("LLaVAModel", "all", ("1f1b", "interleaved", "v-half", "hanayo:waves=1")),
     ("LLaVAModel", "all but the tower", ("zb-h1", "interleaved-zb", "zb-v")),
+    ("a wrapper", "the tower", ("zb-h1", "interleaved-zb", "zb-v")),
+    ("a wrapper", "the projection", ("zb-h1", "interleaved-zb", "zb-v")),
+    ("LLaVAModel", "the projection", ("zb-h1", "interleaved-zb", "zb-v")),
 )
 
 
-@pytest.mark.parametrize(("name", "trained", "schedules"), [*BY_DAY, *at_night(*BY_NIGHT)])
+def case(name: str, trained: str, schedules: tuple[str, ...]) -> Any:
+    mark = pytest.mark.covers("A", kinds(schedules), vision=True, **FROZEN[trained])
+    return pytest.param(name, trained, schedules, marks=mark)
+
+
+@pytest.mark.parametrize(
+    ("name", "trained", "schedules"), [case(*names) for names in (*BY_DAY, *at_night(*BY_NIGHT))]
+)
 def test_a_tower_on_the_first_stage(name: str, trained: str, schedules: tuple[str, ...]) -> None:
     """It ended with `_get_attr_wrapped_model couldn't find attribute decoder`. Under a V LLaVA's
     tower then had as many layers as the language model's layout has on that stage, in silence."""
@@ -435,7 +454,7 @@ def test_a_tower_on_the_first_stage(name: str, trained: str, schedules: tuple[st
                 put_off, queue.weights = queue.weights, None
                 assert_same(ours, expected)
                 if name == "a wrapper":
-                    check_put_off(choose(schedule), put_off, rank, is_frozen("tower"))
+                    check_put_off(choose(schedule), put_off, rank, is_frozen("tower.projection"))
 
     values(run_ranks(RANKS, on_rank))
 
@@ -450,19 +469,16 @@ def check_put_off(choice: Choice, put_off: set[torch.Tensor], rank: int, is_froz
 
 
 def test_the_table_of_models() -> None:
-    kinds: dict[str, Sequence[tuple[str, Sequence[str]]]] = {
+    models: dict[str, Sequence[tuple[str, Sequence[str]]]] = {
         "a module of the caller's own": [("all", OWN)],
         "a wrapper: GPTModel behind a tower": _cases("a wrapper"),
         "Megatron's LLaVAModel": _cases("LLaVAModel"),
         "GPTModel, stages without layers": [("all", tuple(WITHOUT_LAYERS))],
-        "GPTModel with low-rank adapters": [
-            (trained, own + test_adapters.BY_NIGHT[trained])
-            for trained, own in test_adapters.BY_DAY.items()
-        ],
+        "GPTModel with low-rank adapters": test_adapters.compared(),
     }
     rows = [
         [kind, trained, *(_under(schedules, placement) for placement in ("line", "loop", "v wave"))]
-        for kind, cases in kinds.items()
+        for kind, cases in models.items()
         for trained, schedules in cases
     ]
     check_written("models", table(["model", "trained", "lines", "loops", "V's, waves"], rows))

@@ -44,6 +44,7 @@ from tests.helpers.callers import (
     whole_step,
 )
 from tests.helpers.combinations import at_night
+from tests.helpers.covered import kinds
 from tests.helpers.ranks import run_ranks, running_ranks, values
 
 RANKS = 4
@@ -393,7 +394,16 @@ WITHOUT_LAYERS = {
 
 
 @pytest.mark.parametrize(
-    "schedules", [("interleaved-zb:vpp=4", "zb-v"), *at_night(tuple(WITHOUT_LAYERS))]
+    "schedules",
+    [
+        pytest.param(
+            schedules,
+            marks=pytest.mark.covers(
+                "A", kinds(schedules), pipeline_model_parallel_layout="E|tt||t||ttt||L"
+            ),
+        )
+        for schedules in (("interleaved-zb:vpp=4", "zb-v"), *at_night(tuple(WITHOUT_LAYERS)))
+    ],
 )
 def test_stages_without_layers(schedules: tuple[str, ...]) -> None:
     """Of embedding, of loss or of nothing at all, as recipes of GLM have them (Megatron-LM #1852):

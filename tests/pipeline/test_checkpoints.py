@@ -79,7 +79,7 @@ def test_saved_by_stock_and_resumed(setting: str, schedule: str | None) -> None:
         assert all(len(tables) == 2 and len({*tables.values()}) == 1 for tables in moments)
 
 
-@nightly("test_bad_days has two ranks that save in the background, and resumes from it")
+@nightly("what is saved is the same; a process in the background of each rank takes half a minute")
 def test_saved_in_the_background() -> None:
     whole, folder = saved(
         "distributed optimizer",
@@ -150,3 +150,16 @@ def test_model_alone_loads_anywhere() -> None:
     folder = saved("dp_reshardable", "zb-v")[1]
     runs = load("dp_reshardable", folder, "gis", no_load_optim=True)
     assert losses(runs)[0] == losses(saved("dp_reshardable", "zb-v")[0])[SAVED_AT]
+
+
+@nightly("two runs of stock's to see that what a refusal says can be done")
+def test_another_format_is_converted_by_stock(tmp_path: Path) -> None:
+    setting = SETTINGS["distributed optimizer"]
+    older: dict[str, object] = {"ckpt_format": "torch"}
+    whole = setting.train(save=tmp_path / "old", save_interval=SAVED_AT, **older)
+    (tmp_path / "old" / "latest_checkpointed_iteration.txt").write_text(str(SAVED_AT))
+    to = {"ckpt_convert_format": "torch_dist", "ckpt_convert_save": tmp_path / "new"}
+    # It ends before it trains, and a rank has nothing to hand back.
+    train_or_fail(setting.ranks, model_flags(**setting.flags | older | to, load=tmp_path / "old"))
+    runs = setting.train(load=tmp_path / "new" / "torch_dist", pipeline_schedule="zb-v")
+    assert_resumed(runs, whole)

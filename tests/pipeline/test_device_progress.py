@@ -69,6 +69,19 @@ class KnownProgress(DeviceProgress):
         return sum(position.peer is None for position in self.positions[self.device.ended :])
 
 
+def test_nobody_asks_a_device_that_is_settled() -> None:
+    """The watchdog's thread would ask for the last events of a step while CUDA graphs are captured
+    after it: then no thread may, and the capture fails."""
+    device = Device()
+    progress = DeviceProgress(device.record)
+    progress.add(Position(0, parse("0F0"), None, "", 0.0))
+    device.ended = 1  # the host has waited for all, as before a capture
+    progress.settle()
+    device.events[0].query = lambda: pytest.fail("it was asked")  # type: ignore[method-assign]
+    progress.look()
+    progress.look()
+
+
 def test_the_host_is_a_few_passes_ahead_of_its_device() -> None:
     """A device that takes its time: messages of passes long begun kept their memory, as the host
     had freed it and the device had not come by."""

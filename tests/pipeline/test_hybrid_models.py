@@ -35,12 +35,14 @@ from tests.helpers.callers import (
     whole_step,
 )
 from tests.helpers.combinations import at_night
+from tests.helpers.covered import covers
 from tests.helpers.documents import check_written, table
 from tests.helpers.hybrid import DELTA_NET, hybrid_model, stub_kernels
 from tests.helpers.megatron_runs import Run, losses, model_flags, train
 from tests.helpers.megatron_runs import assert_same as assert_runs_are_same
 from tests.helpers.ranks import run_ranks, values
 
+UNTIED = {"untie_embeddings_and_output_weights": True}
 RANKS, SEQUENCE, BATCH, VOCABULARY, MICROBATCHES = 2, 8, 2, 32, 6
 EXPERTS: dict[str, Any] = {
     "num_moe_experts": 4,
@@ -161,7 +163,27 @@ ALL = ("1f1b", "zb-h1", "interleaved", "interleaved-zb", "zb-v", "v-half", "hana
 CASES = [*BY_DAY.items(), *at_night(*((model, ALL) for model in MODELS))]
 
 
-@pytest.mark.parametrize(("model", "schedules"), CASES)
+LINEAR: dict[str, Any] = {"experimental_attention_variant": "gated_delta_net"}
+SHOWN: dict[str, dict[str, Any]] = {
+    "HybridModel, `*-E`": {"hybrid_layer_pattern": "*-E", **EXPERTS},
+    "HybridModel, `*-E`, two depths of multi-token prediction": {
+        "hybrid_layer_pattern": "*-E/*-/*-",
+        "mtp_num_layers": 2,
+        **EXPERTS,
+    },
+    "HybridModel, `*-G`": {"hybrid_layer_pattern": "*-G"},
+    "GPTModel, linear attention": LINEAR,
+    "GPTModel, linear attention, experts": {**LINEAR, **EXPERTS},
+}
+
+
+def case(model: str, schedules: tuple[str, ...]) -> Any:
+    """Attention is Megatron's own, but for the delta rule's kernel."""
+    grade = "A" if "-E" in model else "B"
+    return pytest.param(model, schedules, marks=covers(grade, schedules, UNTIED | SHOWN[model]))
+
+
+@pytest.mark.parametrize(("model", "schedules"), [case(*names) for names in CASES])
 def test_steps_are_stocks(model: str, schedules: tuple[str, ...]) -> None:
     """Of a hybrid model's stages a V had those of a loop, in silence: its first one was the third
     of the pattern."""

@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron_ext.adapter.step.model_stage import ModelStage
 from scripts.pretrain_gpt import model_provider
 from tests.helpers.combinations import IS_NIGHT, at_night
+from tests.helpers.covered import covers
 from tests.helpers.documents import check_written, table
 from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train
 from tests.helpers.ranks import lasting_folder
@@ -132,11 +133,33 @@ def stock(parallelism: str, embeddings: str, precision: str) -> tuple[list[Run],
     return train(RANKS, flags(parallelism, embeddings, precision, saving)), folder
 
 
-# By day a line, a V and a loop: 1f1b has the passes of interleaved, and v-half lies as zb-v.
-RUN = [case for case in CASES if IS_NIGHT or case.schedule in ("zb-auto", "zb-v", "interleaved")]
+# By day a V with every parallelism, and with each a line or a loop: linears, gradients and groups
+# of those are as a V's. 1f1b has the passes of interleaved, and v-half lies as zb-v.
+BY_DAY = {
+    "zb-v": list(PARALLELISM),
+    "zb-auto": ["TP2, SP", "DP2, distributed optimizer, both overlaps"],
+    "interleaved": ["TP2", "EP2, 4 experts", "DP2"],
+}
+RUN = [case for case in CASES if IS_NIGHT or case.parallelism in BY_DAY.get(case.schedule, [])]
 
 
-@pytest.mark.parametrize("case", RUN, ids=str)
+def shown(case: Case) -> list[pytest.MarkDecorator]:
+    settings: Flags = {
+        "group_query_attention": True,
+        "qk_layernorm": True,
+        **PARALLELISM[case.parallelism],
+        **EMBEDDINGS[case.embeddings],
+        **RECOMPUTE[case.recompute],
+        **PRECISION[case.precision],
+    }
+    if case.recompute == "selective":
+        settings["recompute_modules"] = ["core_attn"]  # by default
+    return covers("A", (case.schedule,), settings)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=str(case), marks=shown(case)) for case in RUN]
+)
 def test_it_is_stock_to_the_last_bit(case: Case) -> None:
     RESULTS[case] = "not stock"
     setting = case.parallelism, case.embeddings, case.precision

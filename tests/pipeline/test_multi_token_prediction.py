@@ -18,6 +18,7 @@ import pytest
 from scripts.pretrain_gpt import model_provider
 from tests.helpers.callers import draw_by_name, named_parameters
 from tests.helpers.combinations import at_night, nightly
+from tests.helpers.covered import covers
 from tests.helpers.documents import check_written, table
 from tests.helpers.megatron_runs import (
     Run,
@@ -143,7 +144,13 @@ def stock(model: str) -> list[Run]:
     return train(2, flags(**MODELS[model]), model_provider=drawn_by_name)
 
 
-@pytest.mark.parametrize(("model", "placement"), CASES)
+def case(model: str, placement: str) -> Any:
+    settings = {**MODELS[model], **PLACEMENTS[placement]}
+    schedule = str(settings["pipeline_schedule"])
+    return pytest.param(model, placement, marks=covers("A", (schedule,), settings))
+
+
+@pytest.mark.parametrize(("model", "placement"), [case(*names) for names in CASES])
 def test_it_is_stock_to_the_last_bit(
     model: str, placement: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -222,8 +229,14 @@ def saved_in_parallel(setting: str) -> tuple[list[Run], Path]:
 
 
 @nightly("what is parallel besides meets every placement in test_matrix.py")
-@pytest.mark.parametrize("schedule", ["zb-h1", "interleaved-zb", "zb-v"])
-@pytest.mark.parametrize("setting", PARALLEL)
+@pytest.mark.parametrize(
+    ("setting", "schedule"),
+    [
+        pytest.param(setting, schedule, marks=covers("A", (schedule,), {**SAVED, **flags}))
+        for setting, flags in PARALLEL.items()
+        for schedule in ("zb-h1", "interleaved-zb", "zb-v")
+    ],
+)
 def test_parallel_besides(setting: str, schedule: str) -> None:
     reference, folder = saved_in_parallel(setting)
     resumed = {"load": folder, "ckpt_step": SAVED_AT, "pipeline_schedule": schedule}

@@ -10,10 +10,12 @@ from __future__ import annotations
 import functools
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.helpers.combinations import at_night, in_pairs, nightly
+from tests.helpers.covered import covers
 from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train
 from tests.helpers.ranks import lasting_folder
 
@@ -60,7 +62,15 @@ def resume(shape: str, model: str, folder: Path, **overrides: object) -> list[Ru
     return train(ranks, model_flags(**layout, **MODELS[model], **loading, train_iters=ITERATIONS))
 
 
-@pytest.mark.parametrize(("shape", "model", "family"), in_pairs(SHAPES, MODELS, FAMILIES))
+def case(shape: str, model: str, family: str) -> Any:
+    flags = {**SHAPES[shape][1], **MODELS[model]}
+    return pytest.param(shape, model, family, marks=covers("A", (family,), flags))
+
+
+@pytest.mark.parametrize(
+    ("shape", "model", "family"),
+    [case(*names) for names in in_pairs(SHAPES, MODELS, FAMILIES)],
+)
 def test_resumed_training_is_stock_to_the_last_bit(shape: str, model: str, family: str) -> None:
     reference, folder = stock(shape, model)
     runs = resume(shape, model, folder, pipeline_schedule=family)
@@ -98,6 +108,7 @@ def test_any_number_of_microbatches(ranks: int, microbatches: int) -> None:
     assert_same(runs, reference)
 
 
+@pytest.mark.covers("A", ("line",), overlap_grad_reduce=True)
 def test_gradient_reduction_overlaps() -> None:
     """Steps 1 to 3 matter: Megatron learns its bucket order in the first."""
     runs, reference = compare(
@@ -107,6 +118,13 @@ def test_gradient_reduction_overlaps() -> None:
 
 
 @nightly("test_matrix.py has zb-auto with these")
+@pytest.mark.covers(
+    "A",
+    ("line",),
+    use_distributed_optimizer=True,
+    overlap_grad_reduce=True,
+    overlap_param_gather=True,
+)
 def test_distributed_optimizer_with_both_overlaps() -> None:
     runs, reference = compare(
         4,
@@ -133,11 +151,13 @@ def test_tensor_parallel(sequence_parallel: bool) -> None:
 
 
 @nightly("test_matrix.py has zb-auto with it")
+@pytest.mark.covers("A", ("line",), precision="bf16")
 def test_bf16() -> None:
     runs, reference = compare(2, pipeline_model_parallel_size=2, bf16=True, train_iters=3)
     assert_same(runs, reference)
 
 
+@pytest.mark.covers("A", ("line",), calculate_per_token_loss=True, group_query_attention=True)
 def test_without_linear_bias_and_loss_per_token() -> None:
     runs, reference = compare(
         2,
@@ -160,6 +180,7 @@ def test_evaluation_between_iterations() -> None:
     assert reference[-1].evaluation and runs[-1].evaluation == reference[-1].evaluation
 
 
+@pytest.mark.covers("A", ("line",), variable_seq_lengths=True)
 def test_shapes_exchanged_when_sequence_lengths_vary() -> None:
     flags: dict[str, object] = {"pipeline_model_parallel_size": 4, "train_iters": 3}
     varying = {"variable_seq_lengths": True}

@@ -13,6 +13,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ import pytest
 from scripts.prepare_text import write
 from scripts.pretrain_gpt import model_provider
 from tests.helpers.combinations import at_night, each_once, nightly
+from tests.helpers.covered import covers
 from tests.helpers.megatron_runs import (
     Run,
     assert_same,
@@ -144,7 +146,12 @@ def assert_copies_agree(runs: Sequence[Run]) -> None:
         assert len({digest for _, digest in digests}) == 1, f"they differ at moment {number}"
 
 
-@pytest.mark.parametrize(("setting", "schedule"), PARITY)
+def case(setting: str, schedule: str) -> Any:
+    flags = {**SETTINGS[setting].flags, **SETTINGS[setting].config}
+    return pytest.param(setting, schedule, marks=covers("A", (schedule,), flags))
+
+
+@pytest.mark.parametrize(("setting", "schedule"), [case(*names) for names in PARITY])
 def test_resumed_training_is_stock_to_the_last_bit(setting: str, schedule: str) -> None:
     reference, _ = stock(setting)
     runs = resume(setting, pipeline_schedule=schedule)
@@ -190,6 +197,7 @@ def test_stages_without_layers(schedule: str, layout: str) -> None:
     assert_same(runs, stock("pp2")[0])
 
 
+@pytest.mark.covers("A", ("v",), recompute_granularity="full", recompute_method="uniform")
 def test_full_recompute() -> None:
     runs = resume(
         "pp2",
@@ -334,7 +342,13 @@ UNEVEN: dict[str, tuple[str, dict[str, object], list[list[list[int]]]]] = {
 }
 
 
-@pytest.mark.parametrize("case", UNEVEN)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(name, marks=covers("A", ("zb-v",), flags))
+        for name, (_, flags, _) in UNEVEN.items()
+    ],
+)
 def test_uneven_stages(case: str) -> None:
     setting, flags, layers = UNEVEN[case]
     runs = resume(setting, pipeline_schedule="zb-v", **flags)

@@ -69,6 +69,20 @@ DROPOUT: dict[str, object] = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 FP16: dict[str, object] = {"fp16": True, "initial_loss_scale": 2.0**10, "loss_scale_window": 5}
 SHARDED: dict[str, object] = {"use_distributed_optimizer": True}
 OVERLAPS = SHARDED | {"overlap_grad_reduce": True, "overlap_param_gather": True}
+OFFLOADED_AT_ONCE: dict[str, object] = {
+    "bf16": True,
+    **SHARDED,
+    "use_precision_aware_optimizer": True,
+    "optimizer_cpu_offload": True,
+    "optimizer_offload_fraction": 1.0,
+}
+OFFLOADED = OFFLOADED_AT_ONCE | OVERLAPS | {"main_grads_dtype": "bf16"}
+GATHERED_EARLY: dict[str, object] = {
+    "bf16": True,
+    **OVERLAPS,
+    "overlap_param_gather_with_optimizer_step": True,
+    "ckpt_format": "torch",
+}
 
 SETTINGS = {
     "zb-auto, dropout": Setting(2, "zb-auto", PP2 | UNTIED | DROPOUT),
@@ -82,6 +96,12 @@ SETTINGS = {
             ("zb-2p", Setting(4, "zb-2p", PP4 | UNTIED)),
             ("zb-v, tied", Setting(4, "zb-v", PP4)),
             ("v-auto, bf16", Setting(2, "v-auto", PP2 | {"bf16": True})),
+            ("zb-v, bf16, dp 2, overlaps, offloaded", Setting(4, "zb-v", DP2 | OFFLOADED)),
+            (
+                "zb-2p, bf16, dp 2, sharded, offloaded",
+                Setting(4, "zb-2p", DP2 | UNTIED | OFFLOADED_AT_ONCE),
+            ),
+            ("zb-v, bf16, dp 2, gathered early", Setting(4, "zb-v", DP2 | GATHERED_EARLY)),
         )
     ),
 }

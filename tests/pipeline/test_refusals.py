@@ -89,8 +89,8 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
         "1",
     ),
     "checkpoints that stay where they are": (
-        {"pipeline_schedule": "zb-v", "num_layers": 8, "ckpt_format": "torch"},
-        "only --ckpt-format torch_dist can be loaded wherever stages are",
+        {"pipeline_schedule": "zb-v", "num_layers": 8, "ckpt_format": "torch", "load": "here"},
+        "a rank's stages are others than stock's: to load or save, write --ckpt-format torch_dist",
     ),
     "an iteration to trace that will not come": (
         {"pipeline_trace": "/dev/null/no", "pipeline_trace_iters": "5:7", "train_iters": 5},
@@ -256,7 +256,8 @@ def test_refused_before_process_groups(case: str) -> None:
         ),
         (
             {"ckpt_format": "torch"},
-            "only --ckpt-format torch_dist can be loaded wherever stages are",
+            "a rank's stages are others than stock's: to load or save, write --ckpt-format "
+            "torch_dist",
         ),
     ],
 )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.combinations import at_night
+from tests.helpers.combinations import nightly
 from tests.helpers.fetched import fetched
 from tests.helpers.ranks import ROOT
 
@@ -24,16 +24,14 @@ TESTS = (
     "tests/patches/test_installation.py::test_every_binding_is_changed_and_put_back",
     "tests/pipeline/test_parity.py::test_no_flag_means_stock",
     "tests/pipeline/test_placements.py::test_resumed_training_is_stock_to_the_last_bit[pp2-zb-v]",
-    *at_night(
-        "tests/pipeline/test_checkpoints.py::test_states_behind_padding[zb-v]",
-        "tests/pipeline/test_callers.py::test_gradients_and_losses_are_stocks[True-zb-h1-async]",
-        *(
-            f"tests/pipeline/test_parity.py::test_resumed_training_is_stock_to_the_last_bit[{case}]"
-            for case in ("pp2-tied-1f1b", "pp2-tied-zb-h1")
-        ),
-        "tests/pipeline/test_placements.py::test_dropout_is_that_of_stocks_interleaving",
-        "tests/pipeline/test_placements.py::test_saved_on_a_v_and_resumed_elsewhere[None]",
+    "tests/pipeline/test_checkpoints.py::test_states_behind_padding[zb-v]",
+    "tests/pipeline/test_callers.py::test_gradients_and_losses_are_stocks[True-zb-h1-async]",
+    *(
+        f"tests/pipeline/test_parity.py::test_resumed_training_is_stock_to_the_last_bit[{case}]"
+        for case in ("pp2-tied-1f1b", "pp2-tied-zb-h1")
     ),
+    "tests/pipeline/test_placements.py::test_dropout_is_that_of_stocks_interleaving",
+    "tests/pipeline/test_placements.py::test_saved_on_a_v_and_resumed_elsewhere[None]",
 )
 
 
@@ -63,6 +61,7 @@ def test_doctor_finds_that_every_patch_fits(other_megatron: Path) -> None:
     assert result.returncode == 0
 
 
+@nightly("by day doctor reads all that is patched there")
 def test_it_trains_to_its_own_numbers(other_megatron: Path) -> None:
     """Stock of that version is the reference; checkpoints go from one schedule to another."""
     result = run_under(other_megatron, "pytest", "-q", "-p", "no:cacheprovider", *TESTS)

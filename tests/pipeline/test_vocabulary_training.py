@@ -27,6 +27,7 @@ from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from scripts.pretrain_gpt import model_provider
+from tests.helpers import context_parallel
 from tests.helpers.combinations import at_night
 from tests.helpers.megatron_runs import Run, evaluations, losses, model_flags, train, train_or_fail
 from tests.helpers.ranks import lasting_folder
@@ -73,7 +74,10 @@ class Setting:
 
     def train(self, folder: Path, **more: object) -> list[Run]:
         """Train, and leave a checkpoint of each iteration."""
-        return train(self.ranks, self.words(save=folder, save_interval=1, **more))
+        with pytest.MonkeyPatch.context() as patch:
+            if "context_parallel_size" in self.flags:
+                context_parallel.install(patch)
+            return train(self.ranks, self.words(save=folder, save_interval=1, **more))
 
 
 SETTINGS = {
@@ -89,6 +93,11 @@ SETTINGS = {
     "loss per token": Setting(2, 2, SMALLER | {"calculate_per_token_loss": True}),
     "clipped": Setting(2, 2, SMALLER | {"clip_grad": 0.5}),
     "bf16": Setting(2, 2, SMALLER | {"bf16": True}),
+    "divided sequences": Setting(4, 2, SMALLER | ROPE | {"context_parallel_size": 2}),
+    "divided sequences, loss per token": Setting(
+        4, 2, SMALLER | UNTIED | {"context_parallel_size": 2, "calculate_per_token_loss": True}
+    ),
+    "divided sequences, SP": Setting(8, 2, SEQUENCE | {"context_parallel_size": 2}),
 }
 
 
@@ -134,6 +143,11 @@ CASES = [
         ("sp untied", "1f1b", 2),
         ("distributed optimizer untied", "zb-auto", 2),
         ("bf16", "zb-v", 1),
+        ("divided sequences", "1f1b", 1),
+        ("divided sequences", "zb-v", 2),
+        ("divided sequences, loss per token", "zb-v", 1),
+        ("divided sequences, loss per token", "zb-auto", 2),
+        ("divided sequences, SP", "zb-v", 2),
     ),
 ]
 

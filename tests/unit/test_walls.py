@@ -235,9 +235,9 @@ WALLS = {
         ),
     ),
     "transformer_engine": Wall(
-        "only patches/transformer_engine names Transformer Engine's modules; the adapter asks in "
-        "one file whether it is there, features.py, engine.py, installation.py and launch_check/ "
-        "may in strings",
+        "only patches/transformer_engine names Transformer Engine's modules, and the adapter's "
+        "room of that name; features.py, engine.py, installation.py and launch_check/ may in "
+        "strings",
         in_package,
         only_in(
             "megatron_ext.patches.transformer_engine",

@@ -15,20 +15,26 @@ from torch import Tensor
 from megatron_ext.adapter.model_parts import unused_heads
 from megatron_ext.adapter.observers.observer import Step, StepObserver
 from megatron_ext.adapter.programs import gather
+from megatron_ext.adapter.transformer_engine.captured import captured_parameters, captures
 from megatron_ext.logger import logger
 from megatron_ext.runtime.weight_gradients import queue
 
 
 class SplitReport(StepObserver[Step]):
     """Logs the `split_report` of all ranks, on one of them, after the first training step: of a
-    race that has a schedule that ``splits`` the backward pass, after the first one under such."""
+    race that has a schedule that ``splits`` the backward pass, after the first one under such; of
+    one with CUDA graphs, after the first one that replays them."""
 
     def __init__(self, *, splits: bool) -> None:
         self._splits = splits
         self._is_done = False
+        self._begun = 0  # steps
 
     def begin(self, step: Step) -> None:
         is_wanted = not self._is_done and step.split.waits == self._splits
+        if captures(step.call.config):  # the same on all ranks, also where there is no layer
+            is_wanted = is_wanted and self._begun >= step.call.config.cuda_graph_warmup_steps
+        self._begun += 1
         queue.weights = set() if is_wanted else None
 
     def end(self, step: Step) -> None:
@@ -60,6 +66,7 @@ def split_report(
         for parameter in module.parameters(recurse=False)
     }
     unused = unused_heads(chunks)
+    captured = captured_parameters(chunks)
     split = whole = 0
     reasons: Counter[str] = Counter()
     for name, parameter in (item for chunk in chunks for item in chunk.named_parameters()):
@@ -79,7 +86,10 @@ def split_report(
         else:
             whole += parameter.numel()
             alike = re.sub(r"\.\d+\.", ".*.", name.removeprefix("module."))
-            reasons[f"{alike} (its layer is not split, or its input has no gradient)"] += 1
+            why = "its layer is not split, or its input has no gradient"
+            if parameter in captured:
+                why = "in CUDA graphs"
+            reasons[f"{alike} ({why})"] += 1
     work = split + whole
     share = split / work if work else 0.0
     left = ", ".join(f"{count} {reason}" for reason, count in reasons.items()) or "none"

@@ -8,7 +8,7 @@ distributed optimizer's are taken as they lie, divided over ranks, and nothing i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.mapping import (
     is_main_replica,
 )
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.utils import unwrap_model
 from megatron.training.checkpointing import _build_sharded_state_dict_metadata
 
@@ -47,7 +48,7 @@ class NamedTensors:
     """
 
     def __init__(self, model: Sequence[torch.nn.Module], optimizer: Any, args: Any) -> None:
-        self._optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
+        self._optimizers = list(_steppers(optimizer))
         self._others: list[NamedTensor] = []  # saved, and no parameters: buffers
         self._parts: dict[torch.nn.Parameter, tuple[_Part, ...]] = {}
         for chunk in unwrap_model(list(model)):
@@ -79,19 +80,40 @@ class NamedTensors:
 
     def optimizer_states(self) -> Iterator[NamedTensor]:
         """Main parameters and what the optimizer keeps for each, as far as they are here."""
-        for optimizer in self._optimizers:
-            if getattr(optimizer, "is_stub_optimizer", False) or optimizer is None:
-                continue
-            divided = getattr(optimizer, "model_param_group_index_map", None)
-            states = (
-                _whole_states(optimizer, self._parts)
-                if divided is None
-                else _divided_states(optimizer)
-            )
+        for optimizer, is_copy in self._optimizers:
+            if hasattr(optimizer, "model_param_group_index_map"):
+                states = _divided_states(optimizer)
+            else:
+                states = _whole_states(optimizer, self._parts)
             for parameter, kind, tensor, start in states:
                 if parts := self._parts.get(parameter):
-                    prefix = f"optimizer.state.{kind}."
-                    yield from _cut(parts, tensor, prefix, start, divided is not None)
+                    yield from _cut(parts, tensor, f"optimizer.state.{kind}.", start, is_copy)
+
+
+def _is_copy(part: _Part) -> bool:
+    return part.piece.is_copy
+
+
+def _is_copy_but_for_data(part: _Part) -> bool:
+    return not part.is_main
+
+
+def _steppers(
+    optimizer: Any, is_copy: Callable[[_Part], bool] = _is_copy
+) -> Iterator[tuple[Any, Callable[[_Part], bool]]]:
+    """The optimizers of nested chains that step, and of each which states are copies of another
+    rank's."""
+    if isinstance(optimizer, LayerWiseDistributedOptimizer):
+        is_copy = _is_copy_but_for_data  # a parameter's states are on one data-parallel rank
+    chain = getattr(optimizer, "chained_optimizers", None)
+    if chain is not None:
+        for chained in chain:
+            yield from _steppers(chained, is_copy)
+    elif optimizer is not None and not getattr(optimizer, "is_stub_optimizer", False):
+        instance = getattr(optimizer, "distributed_optimizer_instance_id", None)
+        if instance is not None:
+            is_copy = _is_copy_but_for_data if instance == 0 else lambda part: True
+        yield optimizer, is_copy
 
 
 def _parts(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[_Part]:
@@ -140,15 +162,19 @@ def _but_for_data(replica: Any) -> Any:
 
 
 def _cut(
-    parts: Sequence[_Part], tensor: torch.Tensor, prefix: str, start: int, divided: bool = False
+    parts: Sequence[_Part],
+    tensor: torch.Tensor,
+    prefix: str,
+    start: int,
+    is_copy: Callable[[_Part], bool] = _is_copy,
 ) -> Iterator[NamedTensor]:
     """``tensor``, which has the elements of a flattened parameter from ``start`` on, in pieces."""
     flat = tensor.detach().reshape(-1)
     if tensor.dim() == 0:  # a count of steps, whole wherever a part of the parameter is
         piece = parts[0].piece
-        is_copy = not parts[0].is_main if divided else piece.is_copy
+        copied = is_copy(parts[0])
         yield (
-            Piece(prefix + piece.name, piece.index, (), (), (), 0, 1, dtype_of(tensor), is_copy),
+            Piece(prefix + piece.name, piece.index, (), (), (), 0, 1, dtype_of(tensor), copied),
             flat,
         )
         return
@@ -161,7 +187,7 @@ def _cut(
                 start=first - part.start,
                 stop=end - part.start,
                 dtype=dtype_of(tensor),
-                is_copy=not part.is_main if divided else part.piece.is_copy,
+                is_copy=is_copy(part),
             )
             yield piece, flat[first - start : end - start]
 
@@ -179,7 +205,7 @@ _State = tuple[torch.nn.Parameter, str, torch.Tensor, int]
 def _whole_states(
     optimizer: Any, parameters: Sequence[torch.nn.Parameter] | dict[torch.nn.Parameter, Any]
 ) -> Iterator[_State]:
-    inner = optimizer.optimizer
+    inner = getattr(optimizer, "optimizer", optimizer)  # torch's own, of fp32 parameters by layers
     own = {id(main) for group in inner.param_groups for main in group["params"]}
     for parameter in parameters:
         main = getattr(parameter, "main_param", parameter)

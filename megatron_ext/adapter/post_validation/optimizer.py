@@ -6,7 +6,7 @@ gradients with reductions inside a rank's own stages, steps before the whole nor
 back what the step has overwritten, and has stock's own step run on the prepared gradients.
 
 What of Megatron it relies on is told where its optimizers are patched
-(`patches/megatron/core/optimizer/optimizer.py`).
+(`patches/megatron/core/optimizer/optimizer/steps.py`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from megatron.core.optimizer import (
     Float16OptimizerWithFloat16Params,
     FP32Optimizer,
 )
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_ext.adapter.refusals import POST_VALIDATION_OPTIMIZER_REFUSALS
@@ -168,11 +169,12 @@ def why_not(optimizer: Any) -> str | None:
             megatron_optimizers.Adam,
             megatron_optimizers.SGD,
         )
-        if part.optimizer is not None and not isinstance(part.optimizer, known):
-            return (
-                f"a step of {type(part.optimizer).__name__} cannot be taken back: write "
-                f"--optimizer adam or --optimizer sgd"
-            )
+        for inner in () if part.optimizer is None else _inner(part.optimizer):
+            if not isinstance(inner, known):
+                return (
+                    f"a step of {type(inner).__name__} cannot be taken back: write "
+                    f"--optimizer adam or --optimizer sgd"
+                )
         for settings in (part.config, getattr(part, "ddp_config", None)):
             for refusal in POST_VALIDATION_OPTIMIZER_REFUSALS:
                 value = getattr(settings, refusal.setting, None)
@@ -210,9 +212,21 @@ def _overwritten(
             continue
         for group in part.optimizer.param_groups:
             tensors += group["params"]
-        # The outer one too: of some parameters there may be no state yet.
-        mappings += [part.optimizer.state, *part.optimizer.state.values()]
+        for inner in _inner(part.optimizer):
+            for group in inner.param_groups:
+                tensors += group["params"]
+            # The outer one too: of some parameters there may be no state yet.
+            mappings += [inner.state, *inner.state.values()]
+            if inner is not part.optimizer:
+                mappings.append(vars(inner))  # its groups are exchanged in each step
     return tensors, mappings
+
+
+def _inner(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
+    """Those that step: a hybrid optimizer has some on the host, and others on the device."""
+    if isinstance(optimizer, HybridDeviceOptimizer):
+        return list(optimizer.sub_optimizers)
+    return [optimizer]
 
 
 def _found_anywhere(part: Any) -> bool:

@@ -58,6 +58,11 @@ class Call(StepCall):
             return f"seq_length={self.seq_length}, decoder_seq_length={self.decoder_seq_length}"
         return None
 
+    @property
+    def tokens_shape(self) -> tuple[int, int]:
+        """b, s of a microbatch's tokens on this rank, which has its context-parallel share."""
+        return self.micro_batch_size, self.seq_length // self.context_parallel_size
+
     def boundary(self) -> Boundary:
         """What passes between stages. Where that varies, the shape is the largest."""
         shapes = schedules.get_tensor_shapes(

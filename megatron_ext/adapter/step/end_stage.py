@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron_ext.adapter.step.model_stage import ModelStage
 
 _FORWARD = inspect.signature(GPTModel.forward)
-_UNTRIED = ("decoder_input", "inference_context", "inference_params", "packed_seq_params")
+_UNTRIED = ("decoder_input", "inference_context", "inference_params")
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
+from megatron_ext.adapter.model_parts import may_lose_gradients
 from megatron_ext.adapter.observers.gradient_reductions import watch
 from megatron_ext.adapter.step.parameter_gathers import ParameterGathers
 from megatron_ext.runtime.recorder import Recorder
@@ -52,7 +53,9 @@ class ModelStage:
         w_is_next: Collection[int] = (),
         *,
         has_loss: bool,
+        first_trained: int = 0,
     ) -> None:
+        """``first_trained``: of the program's problem; before it a stage has no backward pass."""
         self._number = number
         self._model = model
         self._config = config
@@ -62,6 +65,9 @@ class ModelStage:
         self._gathers = gathers
         self._w_is_next = w_is_next
         self._has_loss = has_loss
+        self._has_backward = not call.forward_only and number >= first_trained
+        # Handed over without one: nothing before is trained.
+        self._asks_gradient = number == first_trained and may_lose_gradients(model)
         self._between: dict[int, tuple[Tensor | None, Tensor]] = {}  # input, output of F
         self._has_begun = False  # its forward passes of this step
         self.losses: list[Any] = []
@@ -72,6 +78,8 @@ class ModelStage:
         # What is made of the weights once a step, as their FP8 copies, is made in its first forward
         # pass: a file's schedule may begin with any microbatch.
         is_first, self._has_begun = not self._has_begun, True
+        if x is not None and self._asks_gradient:
+            x.requires_grad_()
         if is_first:
             self._gathers.stage_begins(self._number)
         output, tokens = schedules.forward_step(
@@ -93,12 +101,12 @@ class ModelStage:
         # Megatron's model would keep its input, and through it the gradient, until the next F.
         get_attr_wrapped_model(self._model, "set_input_tensor")([None])
         self.tokens += tokens
-        if not call.forward_only:
+        if self._has_backward:
             self._between[microbatch] = (x, output)
         return output
 
     def output_sent(self, microbatch: int) -> None:
-        if not self._call.forward_only:
+        if self._has_backward:
             self._free(self._between[microbatch][1])
 
     def backward(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
@@ -116,7 +124,8 @@ class ModelStage:
         if self._has_loss:
             self._free(output)
         with queue.collecting(self._number, microbatch, w_is_next=w_is_next):
-            return schedules.backward_step(x, output, dy, self._config)
+            dx = schedules.backward_step(_with_gradient(x), output, dy, self._config)
+        return None if dx is None else queue.keep(dx)
 
     def backward_weight(self, microbatch: int) -> None:
         timers = self._config.timers
@@ -151,3 +160,8 @@ class ModelStage:
 
     def _free(self, output: Tensor) -> None:
         schedules.deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
+
+
+def _with_gradient(x: Tensor | None) -> Tensor | None:
+    """``x`` if it has a gradient: Megatron would ask it to keep one."""
+    return None if x is None or not x.requires_grad else x

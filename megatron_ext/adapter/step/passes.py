@@ -55,6 +55,7 @@ def _stages(
     followed: Collection[tuple[int, int]],
 ) -> dict[int, ModelStage]:
     call, placement = step.call, step.program.schedule.placement
+    first_trained = step.program.problem.first_trained
     stages: dict[int, ModelStage] = {}
     for number, chunk, iterator in zip(_numbers(step), call.models, iterators, strict=True):
         is_last = placement.is_last(number)
@@ -63,7 +64,7 @@ def _stages(
         if step.shard is not None and (placement.is_first(number) or is_last):
             stages[number] = EndStage(*common, is_last=is_last)
         else:
-            stages[number] = ModelStage(*common, has_loss=is_last)
+            stages[number] = ModelStage(*common, has_loss=is_last, first_trained=first_trained)
     return stages
 
 
@@ -79,6 +80,6 @@ def _vocabulary(
         step.shard,
         step.connections.collectives,
         boundary,
-        (step.call.micro_batch_size, step.call.seq_length),
+        step.call.tokens_shape,
         step.recorder,
     )

@@ -20,6 +20,7 @@ from megatron_ext.adapter.step.call import (
     refuse_shapes,
 )
 from megatron_ext.adapter.step.training import Training
+from megatron_ext.adapter.training_globals import packs_microbatches
 from megatron_ext.config import PipelineConfig
 
 
@@ -60,6 +61,8 @@ class PipelineStep:
             pg_collection,
         )
         pipeline, groups = groups_of(p2p_communicator, pg_collection)
+        if packs_microbatches():  # into one row, whose shape stock's messages do not have
+            seq_length, micro_batch_size = seq_length * micro_batch_size, 1
         call = Call(
             forward_step_func=forward_step_func,
             num_microbatches=num_microbatches,

@@ -32,11 +32,15 @@ from megatron_ext.adapter.step.connections import Connections, connect
 from megatron_ext.adapter.step.gradients import finalize_gradients, tokens_of
 from megatron_ext.adapter.step.model_stage import ModelStage
 from megatron_ext.adapter.step.passes import run_passes
+from megatron_ext.adapter.step.token_shifts import connect_token_shifts
 from megatron_ext.adapter.tied import refuse_different_copies
 from megatron_ext.adapter.training_globals import current_iteration, restarts_in_process
+from megatron_ext.adapter.transformer_engine.captured import captures, left_to_w
+from megatron_ext.adapter.transformer_engine.layer_graphs import layer_graphs
 from megatron_ext.adapter.vocabulary_rows import shard_of
 from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger
+from megatron_ext.runtime.weight_gradients import Lent, is_owned
 from megatron_ext.schedule.build.output_layer import output_layer_waits
 from megatron_ext.schedule.costs_text import format_costs
 from megatron_ext.schedule.problem import VocabularyParallel
@@ -72,6 +76,7 @@ class Training:
         if connections is not None:
             connections.end()
         post_validation.disconnect()
+        layer_graphs.forget()
 
     def finish(self, iteration: int) -> None:
         """Its last iteration was ``iteration``."""
@@ -140,7 +145,14 @@ class Training:
             at_once = head_weights(call.models)
         waits = self._programs.choice.splits_backward and not call.forward_only
         apart = frozenset[Tensor]() if shard is None else frozenset([shard.output])
-        split = Split(waits, at_once, apart)
+        is_lent: Lent = is_owned
+        if captures(call.config) and not call.forward_only:
+            rank, schedule = call.pipeline.rank(), program.schedule
+            stages = schedule.placement.stages_of[rank]
+            is_lent = layer_graphs.begin(
+                schedule.rows[rank], stages, call.models, connections.recorder.device.settle
+            )
+        split = Split(waits, at_once, apart, is_lent)
         return Step(
             pipeline=call.pipeline,
             program=program,
@@ -155,7 +167,10 @@ class Training:
 
     def _program(self, call: Call, shape: Shape) -> Program:
         """The program for this step, the same on every rank of the job; cached."""
-        asked = call.config, shape, call.num_microbatches, call.forward_only
+        first_trained = 0
+        if not (call.forward_only or self._divides):
+            first_trained = self._programs.first_trained(call.pipeline, call.models)
+        asked = call.config, shape, call.num_microbatches, call.forward_only, first_trained
         known = self._programs.known(*asked)
         if known is not None:
             return known
@@ -170,6 +185,8 @@ class Training:
             log_single_rank(logger, logging.INFO, summarize(program))
             costs = format_costs(program.problem.costs)
             log_single_rank(logger, logging.DEBUG, f"costs of each stage: {costs}")
+            if captures(call.config) and self._programs.choice.splits_backward:
+                log_single_rank(logger, logging.INFO, left_to_w(call.config))
         self._connections.expect(program)
         return program
 
@@ -181,6 +198,7 @@ class Training:
 
     def _connect(self, call: Call, program: Program) -> Connections:
         connections = connect(self._config, program, call.pipeline)
+        connect_token_shifts(call.models, call.groups.cp)
         if self._config.post_validation:
             placement, recorder = program.schedule.placement, connections.recorder
             connect_validation(call.pipeline, placement, recorder, call.models)

@@ -19,6 +19,7 @@ from megatron_ext.schedule.schedule import Schedule, Transform
 from megatron_ext.schedule.transforms.forward_only import keep_forward
 from megatron_ext.schedule.transforms.offload import offload
 from megatron_ext.schedule.transforms.post_validation import validate_afterwards
+from megatron_ext.schedule.transforms.untrained import drop_untrained, without_backward
 from megatron_ext.schedule.transforms.vocabulary import INTERVALS, divide_vocabulary
 from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
 
@@ -28,14 +29,15 @@ _TRIES = 4  # how often what messages hold is taken off what passes may
 def build_program(choice: Choice, problem: Problem) -> Program:
     """The proved program of ``choice`` for ``problem``.
 
-    With vocabulary parallelism the program's own problem has costs whose vocabulary is shared.
+    With vocabulary parallelism the program's own problem has costs whose vocabulary is shared;
+    where the first stages have nothing to train, costs without their backward passes.
 
     Raises:
         InvalidSchedule: the schedule does not solve the problem, or not within its memory limit.
         ValueError: this machine has not the memory to build one that large.
     """
     check_size(problem)
-    problem = _with_shared_vocabulary(problem)
+    problem = _with_own_costs(problem)
     limit = _limit_of_passes(problem)
     with task(f"building {choice.spec} for {size_of(problem)}"):
         schedule = _transformed(_compute(choice, problem, limit), problem)
@@ -52,15 +54,18 @@ def complete(schedule: Schedule, problem: Problem) -> Program:
     Raises:
         InvalidSchedule: the schedule does not solve the problem, or not within its memory limit.
     """
-    problem = _with_shared_vocabulary(problem)
+    problem = _with_own_costs(problem)
     _check_passes(schedule, problem)
     return prove(_transformed(schedule, problem), problem)
 
 
-def _with_shared_vocabulary(problem: Problem) -> Problem:
-    if problem.extras.vocabulary is VocabularyParallel.NONE:
-        return problem
-    costs = share_vocabulary(problem.costs, problem.placement, problem.extras.vocabulary)
+def _with_own_costs(problem: Problem) -> Problem:
+    """``problem`` with the costs of what its passes do."""
+    costs = problem.costs
+    if problem.first_trained:
+        costs = without_backward(costs, problem.first_trained)
+    if problem.extras.vocabulary is not VocabularyParallel.NONE:
+        costs = share_vocabulary(costs, problem.placement, problem.extras.vocabulary)
     return replace(problem, costs=costs)
 
 
@@ -71,13 +76,20 @@ def _transformed(schedule: Schedule, problem: Problem) -> Schedule:
         transforms.insert(0, divide_vocabulary)
     if problem.forward_only:
         transforms.insert(transforms.index(communicate), keep_forward)
-    elif problem.extras.offload is not Offload.NONE:
-        transforms.append(offload)
-    elif problem.extras.post_validation:
-        transforms.append(validate_afterwards)
+    else:
+        transforms += _for_training(problem)
     for transform in transforms:
         schedule = transform(schedule, problem)
     return schedule
+
+
+def _for_training(problem: Problem) -> list[Transform]:
+    transforms: list[Transform] = [drop_untrained] if problem.first_trained else []
+    if problem.extras.offload is not Offload.NONE:
+        transforms.append(offload)
+    elif problem.extras.post_validation:
+        transforms.append(validate_afterwards)
+    return transforms
 
 
 def _limit_of_passes(problem: Problem) -> MemoryLimit | None:
@@ -126,5 +138,6 @@ def _check_passes(schedule: Schedule, problem: Problem) -> None:
 
 
 def _for_family(problem: Problem) -> Problem:
-    """``problem`` without what transforms add."""
-    return problem.with_extras(vocabulary=VocabularyParallel.NONE, offload=Offload.NONE)
+    """``problem`` without what transforms add, and with what they take out."""
+    alone = problem.with_extras(vocabulary=VocabularyParallel.NONE, offload=Offload.NONE)
+    return replace(alone, first_trained=0)

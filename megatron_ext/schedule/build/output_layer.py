@@ -45,6 +45,8 @@ def place_again(choice: Choice, problem: Problem, before: Program) -> Program:
     now = place_output_layer(choice, problem)
     if problem.extras.vocabulary is not VocabularyParallel.NONE:
         return now  # the rows of ``before`` have the vocabulary's passes in them
+    if problem.first_trained:
+        return now  # and here they lack passes
     passes = replace(before.schedule, rows=before.schedule.compute_rows)
     try:
         again = _better_placed(partial(complete, passes), problem, choice.splits_backward)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import Costs, VocabularyCosts
@@ -39,14 +39,16 @@ class LayerWork:
 
     Attributes:
         weights: elements of the matrices that it meets.
+        fused: of ``weights``, those whose gradient comes with the input's, whatever schedules say.
         core: operations that have no weights, as of attention: forward once, and twice for I.
         again: operations that are run again in the backward pass, where single parts are.
-        widths: of what enters and of what leaves the matrices.
+        widths: of what enters and of what leaves the matrices, but those of ``fused``.
         elements: kept for the backward pass.
         masks: bytes kept of the dropouts.
     """
 
     weights: int = 0
+    fused: int = 0
     core: int = 0
     again: int = 0
     widths: int = 0
@@ -62,7 +64,7 @@ class LayerWork:
 
 @dataclass(frozen=True)
 class ModelDimensions:
-    """One microbatch through a dense GPT, per tensor-parallel rank.
+    """One microbatch through a dense GPT, per tensor-parallel and context-parallel rank.
 
     Attributes:
         layers: transformer layers per stage.
@@ -70,7 +72,7 @@ class ModelDimensions:
         hidden, ffn_hidden, query_width, key_value_width: widths.
         gated: whether the MLP has a gate (SwiGLU): one more matrix.
         heads: attention heads.
-        sequence, micro_batch: tokens of a microbatch are their product.
+        sequence, micro_batch: tokens of a microbatch on this rank are their product.
         vocabulary: rows of the output layer, on the last stage.
         depths: of multi-token prediction. Each is, on the last stage, a projection of two widths to
             one, a transformer layer, and one more run of the output layer.
@@ -80,6 +82,9 @@ class ModelDimensions:
             ``core_attn`` count here.
         fused_attention: whether the attention matrix is never stored.
         sequence_parallel: whether tensor-parallel ranks divide what goes from stage to stage.
+        context_parallel: ranks that divide a sample: attention looks at the tokens of all.
+        captured: which parts of layers are in CUDA graphs, and have whole backwards, by Megatron's
+            names: ``attn``, ``mlp``, ``moe``, ``moe_router`` (with the shared expert), ``mamba``.
     """
 
     layers: Sequence[int]
@@ -98,8 +103,10 @@ class ModelDimensions:
     recompute_modules: frozenset[str] = frozenset()
     fused_attention: bool = True
     sequence_parallel: bool = True
+    context_parallel: int = 1
     depths: int = 0
     work: Sequence[LayerWork] = ()
+    captured: frozenset[str] = frozenset()
 
 
 def transformer_layer(model: ModelDimensions) -> LayerWork:
@@ -111,12 +118,13 @@ def transformer_layer(model: ModelDimensions) -> LayerWork:
 def attention(model: ModelDimensions) -> LayerWork:
     """Causal attention, with the norm before it: half of its matrix counts."""
     query, key_value = model.query_width, model.key_value_width
-    core = 2 * model.sequence * query
+    looked_at = model.sequence * model.context_parallel
+    core = 2 * looked_at * query
     is_core_again = "core_attn" in model.recompute_modules
     elements = normed(model) + 2.0 * (query + key_value)  # the core's inputs, and its output
     if not model.fused_attention and not is_core_again:
-        elements += 2.5 * model.heads * model.sequence
-    return LayerWork(
+        elements += 2.5 * model.heads * looked_at
+    work = LayerWork(
         weights=model.hidden * (query + 2 * key_value) + query * model.hidden,
         core=core,
         again=core if is_core_again else 0,
@@ -124,6 +132,7 @@ def attention(model: ModelDimensions) -> LayerWork:
         elements=elements,
         masks=model.hidden,
     )
+    return unsplit(work) if "attn" in model.captured else work
 
 
 def mlp(model: ModelDimensions) -> LayerWork:
@@ -131,13 +140,19 @@ def mlp(model: ModelDimensions) -> LayerWork:
     weights = (3 if model.gated else 2) * model.hidden * model.ffn_hidden
     is_again = "mlp" in model.recompute_modules
     activation = (3 if model.gated else 2) * model.ffn_hidden  # its input, and its output
-    return LayerWork(
+    work = LayerWork(
         weights=weights,
         again=2 * weights if is_again else 0,
         widths=2 * model.hidden + (3 if model.gated else 2) * model.ffn_hidden,
         elements=normed(model) + (0 if is_again else activation),
         masks=model.hidden,
     )
+    return unsplit(work) if "mlp" in model.captured else work
+
+
+def unsplit(work: LayerWork) -> LayerWork:
+    """``work`` with a whole backward, which leaves nothing to W."""
+    return replace(work, fused=work.weights, widths=0)
 
 
 def normed(model: ModelDimensions) -> int:
@@ -159,15 +174,17 @@ def estimate(model: ModelDimensions, rates: Rates) -> Costs:
     head = 2 * tokens * model.hidden * model.vocabulary * share * (1 + model.depths)
 
     products = [2 * tokens * stage.weights * share for stage in work]
+    fused = [2 * tokens * stage.fused * share for stage in work]
     core = [tokens * stage.core * share for stage in work]
     again = [tokens * stage.again * share for stage in work]
     forward = [p + c + d for p, c, d in zip(products, core, projections, strict=True)]
     if model.recompute:
         again = forward
     input_gradient = [
-        p + 2 * c + d + a for p, c, d, a in zip(products, core, projections, again, strict=True)
+        p + 2 * c + d + a + w
+        for p, c, d, a, w in zip(products, core, projections, again, fused, strict=True)
     ]
-    weight_gradient = [p + d for p, d in zip(products, projections, strict=True)]
+    weight_gradient = [p + d - w for p, d, w in zip(products, projections, fused, strict=True)]
 
     def seconds(operations: list[float]) -> tuple[float, ...]:
         return tuple(o / rates.operations for o in operations)

@@ -5,7 +5,9 @@ Operations without weights are Megatron's figures (its num_floating_point_operat
 
 from __future__ import annotations
 
-from megatron_ext.schedule.model.estimate import LayerWork, ModelDimensions, normed
+from dataclasses import replace
+
+from megatron_ext.schedule.model.estimate import LayerWork, ModelDimensions, normed, unsplit
 
 
 def experts(
@@ -13,7 +15,8 @@ def experts(
 ) -> LayerWork:
     """Experts of ``width``, to ``routed`` of which a token goes, and a shared one.
 
-    ``latent``: the width in which experts work, 0 for the model's own. The router does not count.
+    ``latent``: the width in which experts work, 0 for the model's own. The router does not count;
+    where it is captured alone, so is the shared expert.
     """
     matrices = 3 if model.gated else 2
     inner = latent or model.hidden
@@ -22,13 +25,20 @@ def experts(
     entering = routed * inner + (model.hidden if shared_width else 0)
     activation = matrices * (routed * width + shared_width)
     is_again = "moe" in model.recompute_modules
-    return LayerWork(
+    work = LayerWork(
         weights=weights,
         again=2 * weights if is_again else 0,
         widths=2 * entering + activation + (2 * (model.hidden + latent) if latent else 0),
         elements=normed(model) + (0 if is_again else entering + activation),
         masks=model.hidden,
     )
+    if "moe" in model.captured:
+        return unsplit(work)
+    if "moe_router" in model.captured and shared_width:
+        shared = matrices * model.hidden * shared_width
+        left = work.widths - 2 * model.hidden - matrices * shared_width
+        return replace(work, fused=shared, widths=left)
+    return work
 
 
 def delta_net(model: ModelDimensions, *, keys: int, values: int, heads: int) -> LayerWork:
@@ -36,22 +46,24 @@ def delta_net(model: ModelDimensions, *, keys: int, values: int, heads: int) -> 
     values and gates ``values``, on ``heads`` heads."""
     projected = 2 * keys + 2 * values + 2 * heads
     state = values * (values // heads)
-    return LayerWork(
+    work = LayerWork(
         weights=model.hidden * (projected + values),
         core=8 * state,
         widths=2 * model.hidden + projected + values,
         elements=normed(model) + 2 * projected + values,  # before and after its convolution
         masks=model.hidden,
     )
+    return unsplit(work) if "attn" in model.captured else work
 
 
 def mamba(model: ModelDimensions, *, width: int, state: int, groups: int, heads: int) -> LayerWork:
     """A Mamba layer of ``width``, all heads together, with so many states a channel."""
     projected = 2 * width + 2 * groups * state + heads
-    return LayerWork(
+    work = LayerWork(
         weights=model.hidden * (projected + width),
         core=7 * width * state,
         widths=2 * model.hidden + projected + width,
         elements=normed(model) + 2 * projected + width,  # likewise
         masks=model.hidden,
     )
+    return unsplit(work) if "mamba" in model.captured else work

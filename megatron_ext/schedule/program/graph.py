@@ -39,6 +39,7 @@ from megatron_ext.schedule.kinds import (
     RULES,
     Lane,
     Need,
+    Rule,
     Source,
     Where,
 )
@@ -149,16 +150,22 @@ def _looked_for_on(need: Need, stage: int, placement: Placement) -> int | None:
 _ENDS = {Source.FIRST: 0, Source.INPUT_SHARD: 0, Source.LAST: -1, Source.OUTPUT_SHARD: -1}
 
 
-def has_place(kind: Kind, stage: int, placement: Placement, forward_only: bool = False) -> bool:
+def has_place(
+    kind: Kind,
+    stage: int,
+    placement: Placement,
+    forward_only: bool = False,
+    first_trained: int = 0,
+) -> bool:
     """Whether ``kind`` is found on ``stage``, in a schedule (an evaluation's, with
-    ``forward_only``) that has such kinds."""
+    ``forward_only``) that has such kinds, where nothing before ``first_trained`` is trained."""
     rule = RULES[kind]
     if forward_only and not rule.in_evaluation:
         return False
     if rule.neighbour is not None and not placement.is_remote(stage, rule.neighbour):
         return False
     if rule.where is Where.STAGE:
-        return True
+        return rule.in_evaluation or first_trained <= _first_of(rule, stage, placement)
     if rule.where is Where.SHARD:
         return stage == placement.shard_beside(stage)
     if rule.where is Where.GIVER:
@@ -172,6 +179,15 @@ def has_place(kind: Kind, stage: int, placement: Placement, forward_only: bool =
             ends.append(partner_of(Action(stage, kind, 0), placement).stage)
         return all(end == placement.shard_beside(end) for end in ends)
     return stage == placement.shard_beside(placement.last)
+
+
+def _first_of(rule: Rule, stage: int, placement: Placement) -> int:
+    """The first of the stages that ``rule`` is about: ``stage``, and a message's other end."""
+    if rule.neighbour is None:
+        return stage
+    other = placement.neighbour(stage, rule.neighbour)
+    assert other is not None
+    return min(stage, other)
 
 
 def _is_used(collective: Action, placement: Placement, forward_only: bool) -> bool:

@@ -39,8 +39,10 @@ def held_during(row: tuple[Action, ...], amount: Amount) -> Iterator[float]:
     """The same for every action of ``row``: messages and copies from the host take memory too.
 
     What has been received is counted until the pass that uses it begins: what F keeps of it is part
-    of the activation, and a gradient goes as the pass makes the next one.
+    of the activation, and a gradient goes as the pass makes the next one. A pass keeps nothing that
+    no pass of its stage uses: F does not where nothing is differentiated.
     """
+    used = {(action.stage, kind) for action in row for kind in RULES[action.kind].releases}
     held = 0.0
     received: set[Action] = set()  # and not used
     for action in row:
@@ -50,7 +52,11 @@ def held_during(row: tuple[Action, ...], amount: Amount) -> Iterator[float]:
         elif (message := action._replace(kind=_USES.get(action.kind, action.kind))) in received:
             received.remove(message)
             held -= amount(Held.MESSAGE, action.stage)
-        gained = sum(amount(kind, action.stage) for kind in rule.acquires)
+        gained = sum(
+            amount(kind, action.stage)
+            for kind in rule.acquires
+            if kind is Held.MESSAGE or (action.stage, kind) in used
+        )
         lost = sum(amount(kind, action.stage) for kind in rule.releases)
         yield held + (gained if not lost else 0.0)
         held += gained - lost

@@ -210,10 +210,10 @@ def _belongs(kind: Kind, stage: int, problem: Problem) -> bool:
         return False
     if RULES[kind].all_or_none is not None and problem.extras.offload is Offload.NONE:
         return False
-    return has_place(kind, stage, problem.placement, problem.forward_only)
+    return has_place(kind, stage, problem.placement, problem.forward_only, problem.first_trained)
 
 
-def _why_not(kind: Kind, problem: Problem) -> str:
+def _why_not(kind: Kind, stage: int, problem: Problem) -> str:
     rule = RULES[kind]
     if rule.all_or_none is not None:
         return "belongs to offload, which is not asked for"
@@ -221,6 +221,8 @@ def _why_not(kind: Kind, problem: Problem) -> str:
         return "belongs to post-validation, which is not asked for"
     if problem.forward_only and not rule.in_evaluation:
         return "has no place in an evaluation"
+    if problem.first_trained and has_place(kind, stage, problem.placement):
+        return f"has no place, as nothing before stage {problem.first_trained} is trained"
     if rule.neighbour is not None:
         return "has no other rank to talk to"
     if problem.extras.vocabulary is VocabularyParallel.NONE:
@@ -257,7 +259,7 @@ def _done(schedule: Schedule, problem: Problem) -> _Done:
             stage, kind, microbatch = action
             if (stage, kind) not in sets:
                 if not _belongs(kind, stage, problem):
-                    _reject(schedule, f"{action} {_why_not(kind, problem)}", [action])
+                    _reject(schedule, f"{action} {_why_not(kind, stage, problem)}", [action])
                 sets[stage, kind] = [(other, done[stage, other]) for other in RULES[kind].covers]
             for covered, flags in sets[stage, kind]:
                 if flags[microbatch]:

@@ -15,8 +15,8 @@ from itertools import zip_longest
 
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.kinds import RULES
-from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.program.verify import Program
+from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.timeline import Timeline
 
 POINTS = 0.05  # by which a measured bubble share may leave the predicted one
@@ -25,7 +25,8 @@ PATIENCE = 100  # iterations, after which somebody should look
 
 def telling_passes(program: Program, rank: int) -> list[int]:
     """Which of its passes tell when a rank's clock begins: two for each of its stages, F of the
-    first microbatch and I (or B) of the last. Ranks mostly wait for what those need."""
+    first microbatch and I (or B) of the last. Ranks mostly wait for what those need. (Of a stage
+    with forward passes alone it is F of the last.)"""
     last = program.problem.microbatches - 1
     place = {
         (action.stage, kind, action.microbatch): number
@@ -33,9 +34,12 @@ def telling_passes(program: Program, rank: int) -> list[int]:
         for kind in RULES[action.kind].covers
     }
     return [
-        place[wanted]
+        number
         for stage in program.schedule.placement.stages_of[rank]
-        for wanted in ((stage, Kind.FORWARD, 0), (stage, Kind.BACKWARD_INPUT, last))
+        for number in (
+            place[stage, Kind.FORWARD, 0],
+            place.get((stage, Kind.BACKWARD_INPUT, last), place[stage, Kind.FORWARD, last]),
+        )
     ]
 
 
@@ -155,7 +159,7 @@ def metrics_of(ranks: Sequence[RankSums], predicted: Timeline, *, overlap: bool)
     if overlap:
         seconds, unscaled = max(ends), predicted.span
     else:
-        begins = _begins(predicted.schedule.placement, ranks)
+        begins = _begins(predicted.schedule, ranks)
         seconds = max(map(operator.add, begins, ends)) - min(begins)
         unscaled = predicted.makespan
     work = sum(busy) / len(busy)
@@ -171,13 +175,18 @@ def metrics_of(ranks: Sequence[RankSums], predicted: Timeline, *, overlap: bool)
     )
 
 
-def _begins(placement: Placement, ranks: Sequence[RankSums]) -> list[float]:
+def _begins(schedule: Schedule, ranks: Sequence[RankSums]) -> list[float]:
     """When each rank's first pass began, by the clock of the first stage's rank.
 
     What begins between two ranks is bounded by their messages: F of a stage ends before that of the
     next stage begins, and its I begins when that one's has ended. The middle of what the bounds
-    leave is taken; that is as much as two messages take, where both ranks waited.
+    leave is taken; that is as much as two messages take, where both ranks waited. To a stage with
+    forward passes alone nothing comes back: there it is the bound itself.
     """
+    placement = schedule.placement
+    sends_back = {
+        action.stage - 1 for row in schedule.rows for action in row if action.kind is Kind.SEND_B
+    }
     times: dict[int, list[float]] = {}
     for rank, stages in zip(ranks, placement.stages_of, strict=True):
         for chunk, stage in enumerate(stages):
@@ -192,14 +201,16 @@ def _begins(placement: Placement, ranks: Sequence[RankSums]) -> list[float]:
         _, sent, back, _ = times[stage]
         arrived, _, _, sent_back = times[stage + 1]
         least.setdefault(pair, []).append(sent - arrived)
-        least.setdefault(pair[::-1], []).append(sent_back - back)
+        if stage in sends_back:
+            least.setdefault(pair[::-1], []).append(sent_back - back)
         pairs.append(pair)
     begins = {placement.rank_of[0]: 0.0}
     for pair in pairs:
         sender, other = pair
         if other not in begins:
-            bounds = max(least[pair]), -max(least[pair[::-1]])
-            begins[other] = begins[sender] + sum(bounds) / 2
+            earliest = max(least[pair])
+            latest = -max(least[pair[::-1]]) if pair[::-1] in least else earliest
+            begins[other] = begins[sender] + (earliest + latest) / 2
     return [begins[number] for number in range(placement.ranks)]
 
 

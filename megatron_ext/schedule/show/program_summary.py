@@ -73,13 +73,23 @@ def summarize(program: Program) -> str:
         f"{counted(problem.microbatches, 'microbatch')}: "
         f"predicted bubble {bubble:.1%} of the makespan (1f1b {stock:.1%}), "
         f"peak {counted(peak, 'microbatch')}{held}"
-        f"{_offloaded_part(program)}{_what_overlaps(program)}; "
+        f"{_untrained_part(problem)}{_offloaded_part(program)}{_what_overlaps(program)}; "
         f"costs {costs.origin} (of a microbatch on one rank): {outlined}"
     )
 
 
 def _what_overlaps(program: Program) -> str:
     return f"; {what_overlapping_gains(program)}" if program.problem.extras.post_validation else ""
+
+
+def _untrained_part(problem: Problem) -> str:
+    match problem.first_trained:
+        case 0:
+            return ""
+        case 1:
+            return "; stage 0 has nothing to train, and forward passes alone"
+    last = problem.first_trained - 1
+    return f"; stages 0 to {last} have nothing to train, and forward passes alone"
 
 
 def _offloaded_part(program: Program) -> str:

@@ -11,7 +11,7 @@ CALLS = (  # host_calls.py has what they are; this file needs no torch
     "first_compiled",
 )
 SCHEDULES = (("zb-h1", "async"), ("zb-v", "async"), ("v-half", "async"), ("zb-v", "batched"))
-LAYERS = ("bf16", "fp8 delayed", "fp8 current")
+LAYERS = ("bf16", "fp8 delayed", "fp8 current", "fp8 blockwise", "mxfp8", "nvfp4")
 PATIENCE = {"cuda": 1, "cpu": 3}  # a laptop's, or a machine's that has other things to do
 
 
@@ -46,5 +46,5 @@ def parts(kind: str) -> dict[str, Part]:
         "gpt": part(
             480, trial, case(150, "gpt", "reference"), case(110, "gpt", "stock"), *trainings
         ),
-        "layers": part(90, *(case(60, "layers", *precision.split()) for precision in LAYERS)),
+        "layers": part(95, *(case(60, "layers", *precision.split()) for precision in LAYERS)),
     }

@@ -1,19 +1,15 @@
 """Transformer Engine's layers on one GPU: gradients whose W waits are bitwise the others.
 
-python -m tests.gpu.one_gpu.layers cuda|cpu bf16|"fp8 delayed"|"fp8 current"
+python -m tests.gpu.one_gpu.layers cuda|cpu bf16|"fp8 delayed"|mxfp8|...
 """
 
 from __future__ import annotations
 
 import sys
 
-import torch
-
-from megatron_ext.adapter.transformer_engine import can_split
+from megatron_ext.adapter.transformer_engine.installed import can_split
 from megatron_ext.patches.engine import apply
 from tests.gpu.one_gpu.rows import CannotRun, run_case, tell
-
-FP8_SINCE = (8, 9)  # compute capability
 
 
 def layers(kind: str, precision: str) -> None:
@@ -21,10 +17,10 @@ def layers(kind: str, precision: str) -> None:
         _stand_in(precision)
     elif not can_split():
         raise CannotRun("Transformer Engine 2.8 or later is not installed")
-    elif precision != "bf16" and torch.cuda.get_device_capability() < FP8_SINCE:
-        raise CannotRun("this GPU has no FP8 (compute capability 8.9 and later have)")
-    from tests.gpu.te_layers import LAYERS, differences  # which import Transformer Engine
+    from tests.gpu.te_layers import LAYERS, differences, missing  # they import Transformer Engine
 
+    if kind == "cuda" and (lack := missing(precision)):
+        raise CannotRun(lack)
     for name in LAYERS:
         for fused in (False, True):
             different = differences(name, precision, fused, kind)

@@ -1,4 +1,4 @@
-"""Optimizer states that any placement can load are cut at the right places.
+"""Optimizer states that any placement can load are cut at the right places, and can be loaded.
 
 For --dist-ckpt-optim-fully-reshardable Megatron gathers a buffer without the padding at its
 buckets' ends, and up to 0.19 cuts out each parameter where it lies in the buffer with it. Behind a
@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, expect, wrap
@@ -31,6 +33,12 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             signature="(self, model_sharded_state_dict, is_loading=False, metadata=None)",
             digests={"0.18": "700ff1c53e47", "0.19": "dfa3ca8dc4d0"},
             needless={"0.20": "e2092978eb68"},
+        ),
+        wrap(
+            f"{_OPTIMIZER}._set_main_param_and_optimizer_states",
+            with_bits_as_they_were,
+            reason="what bf16 lacks of main parameters was gathered as floats",
+            signature="(self, model_param, tensors)",
         ),
         expect(
             f"{_OPTIMIZER}.get_parameter_state_dp_zero",
@@ -64,3 +72,13 @@ def index_without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
         parameter: (start - padding_before[bucket], end - padding_before[bucket], bucket)
         for parameter, (start, end, bucket) in buffer.param_index_map.items()
     }
+
+
+def with_bits_as_they_were(
+    original: Callable[..., None], optimizer: Any, parameter: torch.Tensor, tensors: dict[str, Any]
+) -> None:
+    """``original``, with what bf16 lacks of a main parameter in 16 bits."""
+    keeps_bits = getattr(optimizer.optimizer, "store_param_remainders", False)
+    if keeps_bits and parameter.dtype is torch.bfloat16 and "param" in tensors:
+        tensors = {**tensors, "param": tensors["param"].to(torch.int16)}
+    original(optimizer, parameter, tensors)

@@ -178,6 +178,7 @@ class _SplitLinear(torch.autograd.Function):
         # the dy in its buffer would then keep each other.)
         ctx.grad_output_buffer = None
         x, dy = x.detach(), dy.detach().to(x.dtype)  # another one where output_dtype is
+        x, dy = queue.keep(x), queue.keep(dy)
         gradient = _WeightGradient(linear, x, dy)
         gather = gradient.gather if linear.sequence_parallel else None
         queue.put(linear.weight, gradient.compute, (x, dy), gather)

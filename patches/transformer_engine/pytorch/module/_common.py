@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.adapter.transformer_engine import can_split
+from megatron_ext.adapter.transformer_engine.installed import can_split
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, wrap
 from megatron_ext.runtime.weight_gradients import (
@@ -73,7 +73,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 def delays(original: Callable[[Any], bool], store: Any) -> bool:
     """Whether weight gradients are put off."""
-    if not queue.splitting or _lies_in_userbuffers(store):
+    if not queue.splitting or _comes_at_once(store) or _lies_in_userbuffers(store):
         return original(store)
     from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
@@ -98,8 +98,7 @@ def _reduces(module: Any) -> bool:
 
 
 def _lies_in_userbuffers(store: Any) -> bool:
-    reference = _module_of.get(store)
-    module = None if reference is None else reference()
+    module = _remembered(store)
     return any(getattr(module, name, False) for name in _IN_USERBUFFERS)
 
 
@@ -119,7 +118,7 @@ def put(
     ``tensors`` are the layer's input and its output's gradient. A GroupedLinear's are lists, with a
     third one of what ``function`` writes the weights' gradients to.
     """
-    if not queue.splitting:
+    if not queue.splitting or _comes_at_once(store):
         original(store, tensors, function)
         return
     module = _owner(store)
@@ -148,9 +147,19 @@ def put(
     queue.put_together((*weights, *biases), gradient.compute, _tensors_in((x, dy)), add)
 
 
-def _owner(store: Any) -> Any:
+def _comes_at_once(store: Any) -> bool:
+    """Whether it is the store of an output layer whose weight gradient comes with I."""
+    module = _remembered(store)
+    return module is not None and getattr(module, "weight", None) in queue.at_once
+
+
+def _remembered(store: Any) -> Any:
     reference = _module_of.get(store)
-    module = None if reference is None else reference()
+    return None if reference is None else reference()
+
+
+def _owner(store: Any) -> Any:
+    module = _remembered(store)
     if module is None:
         raise ValueError(
             "a layer that is no Linear, LayerNormLinear, LayerNormMLP or GroupedLinear of "
@@ -244,9 +253,9 @@ def _tensors_in(saved: Any) -> list[Tensor]:
 
 
 def _cut_off(saved: Any) -> Any:
-    """``saved`` without the graph, which holds the stage's input and its gradient."""
+    """``saved`` without the graph, which holds the stage's input and its gradient, to be kept."""
     if isinstance(saved, list | tuple):
         return [_cut_off(part) for part in saved]
-    if isinstance(saved, Tensor) and saved.requires_grad:
-        return saved.detach()
-    return saved
+    if not isinstance(saved, Tensor):
+        return saved
+    return queue.keep(saved.detach() if saved.requires_grad else saved)

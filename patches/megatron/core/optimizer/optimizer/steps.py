@@ -26,6 +26,7 @@ from megatron_ext.patches.engine import Patch, expect, wrap
 
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
 _DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+_HYBRID = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer:HybridDeviceOptimizer"
 _DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel"
 _BUCKETS = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
 
@@ -142,6 +143,12 @@ def _relied_on() -> tuple[Patch, ...]:
         ),
         (f"{_OPTIMIZER}:ChainedOptimizer._step", steps, {"0.18, 0.19, 0.20": "754298bf751a"}),
         (f"{_DISTRIBUTED}.step_with_ready_grads", steps, {"0.18, 0.19, 0.20": "3537a2f5f636"}),
+        (f"{_HYBRID}.step", steps, {"0.18, 0.19, 0.20": "b00112fa1d2d"}),
+        (
+            f"{_HYBRID}._sync_hdo_param_groups_to_sub_optimizers",
+            "exchanges the groups of those on the host and on the device",
+            {"0.18, 0.19, 0.20": "cd9b045d41ee"},
+        ),
         (
             f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params._copy_main_params_to_model_params",
             copies,

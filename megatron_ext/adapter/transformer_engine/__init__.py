@@ -1,0 +1,1 @@
+"""What Transformer Engine can do here, and what it asks of a schedule."""

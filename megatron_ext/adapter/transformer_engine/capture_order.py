@@ -1,0 +1,141 @@
+"""The order in which Transformer Engine captures a rank's CUDA graphs, and a check of it.
+
+Its `make_graphed_callables` takes an order of chunks: c is a forward pass of chunk c (counted from
+1), -c a backward pass. Which microbatch a pass is of it counts: the k-th c is that of graph k. The
+graphs share memory as if they ran in this order ever after: a backward pass gives the input buffers
+of its chunk's oldest forward pass to the forward passes that come next. It does not look whether
+that is so, and neither does Megatron: `check_capture` does, by the same arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from math import floor
+
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.kinds import RULES, Where
+
+
+def graphed_passes(row: Sequence[Action]) -> list[Action]:
+    """The passes of ``row``, a rank's, that run what is captured: F, and I or B. (A captured module
+    has no W of its own.)"""
+    return [
+        action
+        for action in row
+        if RULES[action.kind].where is Where.STAGE
+        and {Kind.FORWARD, Kind.BACKWARD_INPUT} & set(RULES[action.kind].covers)
+    ]
+
+
+def capture_order(row: Sequence[Action], stages: Sequence[int]) -> list[int]:
+    """What Transformer Engine is to capture for ``row``, that of a rank whose chunks are
+    ``stages``."""
+    chunk_of = {stage: chunk for chunk, stage in enumerate(stages, start=1)}
+    return [
+        chunk_of[action.stage] if action.kind is Kind.FORWARD else -chunk_of[action.stage]
+        for action in graphed_passes(row)
+    ]
+
+
+def check_capture(
+    order: Sequence[float],
+    row: Sequence[Action],
+    stages: Sequence[int],
+    layers: Sequence[int] | None = None,
+) -> None:
+    """Refuse an ``order`` from which Transformer Engine would make graphs that are wrong here.
+
+    Args:
+        order: its `_order`.
+        row: what the rank runs.
+        stages: its chunks.
+        layers: captured in each of them; one each by default.
+
+    Raises:
+        ValueError: a pass would run a graph of another microbatch, or one whose buffers another
+            microbatch has written to; names the pass.
+    """
+    passes = graphed_passes(row)
+    _check_graphs(order, passes, stages)
+    check_buffers(order, passes, stages, layers or [1] * len(stages))
+
+
+def _check_graphs(order: Sequence[float], passes: Sequence[Action], stages: Sequence[int]) -> None:
+    """Each pass is captured in its turn, and counted as its microbatch's."""
+    for entry in order:
+        if entry % 1:
+            raise ValueError(
+                f"the order to capture has {entry}, a weight gradient apart, and Transformer "
+                f"Engine takes that of the chunk's latest backward pass: captured modules compute "
+                f"theirs with the input's"
+            )
+    if len(order) != len(passes):
+        raise ValueError(
+            f"the order to capture has {len(order)} entries, and the rank runs {len(passes)} passes"
+        )
+    counted: dict[float, int] = defaultdict(int)
+    for entry, action in zip(order, passes, strict=True):
+        chunk = stages.index(action.stage) + 1
+        runs = chunk if action.kind is Kind.FORWARD else -chunk
+        if entry != runs:
+            raise ValueError(
+                f"the order to capture has {entry:g} where the rank runs {action}, of its chunk "
+                f"{chunk}: graphs would share memory that both need"
+            )
+        if counted[entry] != action.microbatch:
+            raise ValueError(
+                f"{action} comes as number {counted[entry]} of its kind on stage {action.stage}, "
+                f"and Transformer Engine would capture it as microbatch {counted[entry]}'s: run "
+                f"microbatches in order"
+            )
+        counted[entry] += 1
+    for chunk, stage in enumerate(stages, start=1):
+        if counted[chunk] != counted[-chunk]:
+            raise ValueError(
+                f"stage {stage} has {counted[chunk]} forward passes and {counted[-chunk]} backward "
+                f"passes, and Transformer Engine captures as many of both: train a layer before it"
+            )
+
+
+def check_buffers(
+    order: Sequence[float], passes: Sequence[Action], stages: Sequence[int], layers: Sequence[int]
+) -> None:
+    """No pass finds its input buffers written to since its forward pass."""
+    buffer_of = input_buffers(order, layers)
+    written: dict[int, Action] = {}
+    for action in passes:
+        chunk = stages.index(action.stage)
+        for layer in range(layers[chunk]):
+            buffer = buffer_of[chunk, action.microbatch, layer]
+            if action.kind is Kind.FORWARD:
+                written[buffer] = action
+            elif (by := written[buffer])[::2] != action[::2]:
+                raise ValueError(
+                    f"{by} would write to the buffers of microbatch {action.microbatch} before "
+                    f"{action} has read them"
+                )
+
+
+def input_buffers(order: Sequence[float], layers: Sequence[int]) -> dict[tuple[int, int, int], int]:
+    """The input buffer of each chunk, microbatch (as counted) and layer.
+
+    As the graphs of one shape have theirs: a backward pass frees as many as its chunk has layers,
+    those of the oldest forward pass, and whichever forward pass comes next takes the first ones.
+    """
+    buffers: dict[tuple[int, int, int], int] = {}
+    waiting: dict[int, deque[int]] = defaultdict(deque)
+    free: deque[int] = deque()
+    begun: dict[int, int] = defaultdict(int)
+    for entry in order:
+        chunk = floor(abs(entry)) - 1
+        if entry < 0:
+            for _ in range(layers[chunk]):
+                free.append(waiting[chunk].popleft())
+            continue
+        for layer in range(layers[chunk]):
+            buffer = free.popleft() if free else len(set(buffers.values()))
+            buffers[chunk, begun[chunk], layer] = buffer
+            waiting[chunk].append(buffer)
+        begun[chunk] += 1
+    return buffers

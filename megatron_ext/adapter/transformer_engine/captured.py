@@ -1,0 +1,69 @@
+"""Which parts of a model are in per-layer CUDA graphs, as Megatron's settings say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IMPLEMENTATION = "transformer_engine"
+_WHOLE_LAYERS = frozenset({"attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba"})
+
+
+def captures(settings: Any) -> bool:
+    """Whether ``settings``, Megatron's arguments or a config, ask for per-layer graphs."""
+    return getattr(settings, "cuda_graph_impl", None) == IMPLEMENTATION
+
+
+def captured_parts(settings: Any) -> frozenset[str]:
+    """The parts of layers that are captured, by Megatron's names for them (attn, mlp, moe,
+    moe_router, moe_preprocess, mamba): all of them where whole layers are."""
+    if not captures(settings):
+        return frozenset()
+    named = getattr(settings, "cuda_graph_modules", None)
+    if named is None:  # 0.18's name
+        named = getattr(settings, "cuda_graph_scope", None)
+    parts = frozenset(_names(named))
+    return parts - {"full"} or _WHOLE_LAYERS
+
+
+def _names(parts: Any) -> Iterable[str]:
+    if parts is None or isinstance(parts, str):
+        return (parts or "").split(",") if parts else ()
+    return (getattr(part, "name", part) for part in parts)
+
+
+def left_to_w(settings: Any) -> str:
+    """One line: which weight gradients wait for W passes beside graphs, and which do not."""
+    parts = captured_parts(settings)
+    routed = getattr(settings, "num_experts", None) or getattr(settings, "num_moe_experts", None)
+    left = [] if "attn" in parts else ["attention"]
+    if not routed or isinstance(settings.moe_layer_freq, list):  # some layers are dense
+        left += [] if "mlp" in parts else ["dense MLPs"]
+    if routed and "moe" not in parts:
+        left.append("experts")
+        if getattr(settings, "moe_shared_expert_overlap", False) or "moe_router" not in parts:
+            left.append("shared experts")
+    held = "whole layers" if parts == _WHOLE_LAYERS else ", ".join(sorted(parts))
+    rest = f"W has those of {', '.join(left)}" if left else "no layer leaves any to W"
+    return (
+        f"CUDA graphs hold {held}: their weight gradients are computed with their input's; {rest}"
+    )
+
+
+def captured_parameters(chunks: Iterable[torch.nn.Module]) -> set[Tensor]:
+    """The parameters of ``chunks`` that are in graphs now."""
+    return {
+        parameter
+        for chunk in chunks
+        for layer in _modules(chunk)
+        if getattr(layer, "cuda_graphs", None)
+        for part in layer._get_submodules_under_cudagraphs()
+        for parameter in part.parameters()
+    }
+
+
+def _modules(chunk: torch.nn.Module) -> Iterable[Any]:
+    return chunk.modules()

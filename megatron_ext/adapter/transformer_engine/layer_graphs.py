@@ -1,0 +1,134 @@
+"""A rank's per-layer CUDA graphs (``--cuda-graph-impl transformer_engine``), while it trains.
+
+Megatron captures them between two steps, one graph for each layer, microbatch and direction. They
+share memory as passes come after one another in the order of capture, so every later step has to
+run in that very order. And what a graph leaves is in that memory: a later pass writes over it,
+though a weight gradient that waits for its W or a message may still need it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_ext.adapter.transformer_engine.capture_order import capture_order, check_capture
+from megatron_ext.runtime.weight_gradients import Lent, is_owned
+from megatron_ext.schedule.action import Action
+from megatron_ext.schedule.words import counted
+
+
+class LayerGraphs:
+    """What is known of the graphs of this process's training."""
+
+    def __init__(self) -> None:
+        self._order: list[int] | None = None  # of the latest training step
+        self._captured: list[int] | None = None
+        self._memory: GraphMemory | None = None
+        self._settle: Callable[[], None] | None = None
+
+    def begin(
+        self,
+        row: Sequence[Action],
+        stages: Sequence[int],
+        models: Iterable[torch.nn.Module],
+        settle: Callable[[], None] | None = None,
+    ) -> Lent:
+        """Before a training step that runs ``row`` on ``models``, the chunks ``stages``.
+
+        ``settle`` is called before graphs are captured, when the device has ended all it was given.
+
+        Returns:
+            whether a tensor is in the memory of graphs.
+
+        Raises:
+            ValueError: graphs were captured in another order.
+        """
+        self._settle = settle
+        self._order = capture_order(row, stages)
+        check_capture(self._order, row, stages)
+        if self._captured is not None and not any(map(_has_graphs, models)):
+            self._captured = self._memory = None  # they have been deleted
+        if self._captured is None:
+            return is_owned
+        if self._order != self._captured:
+            before, now = (_microbatches(order) for order in (self._captured, self._order))
+            what = "another order of passes"
+            if before != now:
+                what = counted(now, "microbatch")
+            raise ValueError(
+                f"--cuda-graph-impl transformer_engine has captured a step of "
+                f"{counted(before, 'microbatch')}, and this one has {what}: give every step as "
+                f"many microbatches and one schedule, or write --cuda-graph-impl none"
+            )
+        if self._memory is None:
+            self._memory = GraphMemory(graph_memory())
+        return self._memory.holds
+
+    def order(self, chunks: int, microbatches: int) -> list[int]:
+        """The order in which graphs are to be captured now: that of the latest training step, for
+        the first ``chunks`` of this rank. (A vision tower is in the first one.)
+
+        Raises:
+            ValueError: there has been no step, or it had another number of ``microbatches``.
+        """
+        if self._order is None:
+            raise ValueError(
+                "--cuda-graph-impl transformer_engine captures the order of a step, and there has "
+                "been none: write --cuda-graph-warmup-steps 1 or more"
+            )
+        before = _microbatches(self._order)
+        if microbatches != before:
+            raise ValueError(
+                f"--cuda-graph-impl transformer_engine would capture "
+                f"{counted(microbatches, 'microbatch')}, and the steps so far had {before}: give "
+                f"every step as many, or write --cuda-graph-impl none"
+            )
+        if self._settle is not None:
+            self._settle()
+        self._captured, self._memory = self._order, None
+        return [entry for entry in self._order if abs(entry) <= chunks]
+
+    def forget(self) -> None:
+        """The training is over."""
+        self._order = self._captured = self._memory = self._settle = None
+
+
+class GraphMemory:
+    """Ranges of memory."""
+
+    def __init__(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """``ranges``: first address, and the first one after it."""
+        self._ranges = sorted(ranges)
+        self._starts = [start for start, _ in self._ranges]
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` begins in one of them. (A quantised one has no memory of its own, and
+        is made where it is used, in no graph.)"""
+        if type(tensor) not in (Tensor, torch.nn.Parameter):
+            return False
+        address = tensor.data_ptr()
+        index = bisect_right(self._starts, address) - 1
+        return index >= 0 and address < self._ranges[index][1]
+
+
+def graph_memory() -> list[tuple[int, int]]:
+    """The memory that CUDA graphs have for themselves: torch's private pools."""
+    return [
+        (segment["address"], segment["address"] + segment["total_size"])
+        for segment in torch.cuda.memory_snapshot()
+        if tuple(segment["segment_pool_id"]) != (0, 0)
+    ]
+
+
+def _has_graphs(model: torch.nn.Module) -> bool:
+    return any(getattr(module, "cuda_graphs", None) for module in model.modules())
+
+
+def _microbatches(order: Sequence[int]) -> int:
+    return order.count(1)
+
+
+layer_graphs = LayerGraphs()

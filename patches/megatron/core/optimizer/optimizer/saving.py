@@ -1,0 +1,47 @@
+"""Main parameters of 16-bit ones are saved wherever the first stage is.
+
+A checkpoint has, from global rank 0, what is no tensor. Of a group of parameters that has none on
+that rank (embeddings have one of their own with --decoupled-lr, or beside Muon, and on a V are on
+another rank) that is an empty list, and whoever loads it fails: it does not fit the tensors there.
+
+Not patched: what is loaded, and into what; the distributed optimizer, which saves no such lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches.engine import Patch, wrap
+
+_GROUPS = "fp32_from_fp16_params"
+
+
+def patches(config: PipelineConfig) -> tuple[Patch, ...]:
+    """The patch that saves no empty groups."""
+    return (
+        wrap(
+            "megatron.core.optimizer.optimizer:"
+            "Float16OptimizerWithFloat16Params.sharded_state_dict",
+            without_empty_groups,
+            reason="a checkpoint has global rank 0's empty groups, and nobody can load it",
+            signature="(self, model_sharded_state_dict, is_loading=False, metadata=None)",
+        ),
+    )
+
+
+def without_empty_groups(
+    original: Callable[..., dict[str, Any]],
+    optimizer: Any,
+    model_sharded_state_dict: Any,
+    is_loading: bool = False,
+    **named: Any,
+) -> dict[str, Any]:
+    """``original``, where it saves, with the groups that have tensors to save."""
+    state = original(optimizer, model_sharded_state_dict, is_loading, **named)
+    if not is_loading:
+        groups = [group for group in state.pop(_GROUPS) if group]
+        if groups:
+            state[_GROUPS] = groups
+    return state

@@ -1,0 +1,291 @@
+"""Whether a recipe may be trained under our schedules: all that refuses is asked.
+
+Megatron's own validation of arguments, its model's config, the schedule's refusals and its proved
+program are what ``megatron-ext doctor`` asks of a launch line, by the same functions. Nothing is
+started and no flag is dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from megatron_ext.adapter import arguments
+from megatron_ext.adapter.dimensions import equal_costs
+from megatron_ext.adapter.layers import layout_of
+from megatron_ext.config import PipelineConfig
+from megatron_ext.launch_check import line as launch_line
+from megatron_ext.launch_check.importing import silently
+from megatron_ext.patches import engine
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.registry import Choice, choose
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.program.verify import Program
+from scripts.recipes.feature import Value
+from scripts.recipes.recipe import Recipe, in_effect
+from scripts.recipes.verdict import Verdict
+from scripts.recipes.vocabulary import WHOLE_LAYERS
+
+# Of a launch, and no recipe says them.
+_FLAGS = (
+    *("--train-iters", "1000", "--lr", "1e-4", "--eval-interval", "1000", "--eval-iters", "0"),
+    *("--mock-data", "--tokenizer-type", "NullTokenizer", "--save", "checkpoints"),
+    *("--save-interval", "500"),
+)
+
+_PRECISIONS: Mapping[str, Mapping[str, Value]] = {
+    "bf16": {"bf16": True},
+    "fp16": {"fp16": True},
+    "fp8_delayed": {"bf16": True, "fp8": "hybrid", "fp8_recipe": "delayed"},
+    "fp8_cs": {"bf16": True, "fp8": "hybrid", "fp8_recipe": "tensorwise"},
+    "fp8_mx": {"bf16": True, "fp8": "e4m3", "fp8_recipe": "mxfp8"},
+    "fp8_sc": {"bf16": True, "fp8": "e4m3", "fp8_recipe": "blockwise"},
+    "nvfp4": {"bf16": True, "fp4": "e2m1", "fp4_recipe": "nvfp4"},
+}
+
+# The arguments that have other names than the settings.
+_ARGUMENTS = {
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+    "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
+    "cuda_graph_scope": "cuda_graph_modules",
+    "check_for_nan_in_grad": "check_for_nan_in_loss_and_grad",
+    "average_in_collective": "ddp_average_in_collective",
+    "packed": "sft",
+}
+
+# Megatron-Bridge's defaults, where Megatron's arguments have others.
+_DEFAULTS: Mapping[str, Value] = {
+    "add_bias_linear": False,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "check_for_nan_in_grad": False,
+}
+
+# pretrain_gpt.py's validation refuses these as Megatron-Bridge, which has none, uses them:
+# Transformer Engine's cross entropy, parameters gathered during the step beside any checkpoint,
+# data sets of its own that are packed. They are set after it, and our refusals see them.
+_NOT_VALIDATED = (
+    *("cross_entropy_loss_fusion", "overlap_param_gather_with_optimizer_step", "sft"),
+)
+
+# Which Megatron looks for a GPU for.
+_OF_GPUS = ("dsa_kernel_backend",)
+
+# What Megatron cannot pipeline, and no check of its arguments says.
+_STOCK_CANNOT = {
+    "enable_hyper_connections": (
+        "hyper-connections have no pipeline: 0.20 raises NotImplementedError, 0.19 has none"
+    ),
+}
+
+
+@contextlib.contextmanager
+def as_on_gpus() -> Iterator[None]:
+    """Recipes are judged in this: what Megatron asks of a GPU has an answer."""
+    parallel = SimpleNamespace(
+        tensor_model_parallel_size=2,
+        context_parallel_size=1,
+        use_megatron_fsdp=False,
+        use_torch_fsdp2=False,
+    )
+    # which Megatron demands for activations that are offloaded beside Transformer Engine
+    offloads = mock.patch.dict(os.environ, {"NVTE_CPU_OFFLOAD_V1": "1"})
+    # others' modules hold nothing that is patched, and looking there is most of a verdict's time
+    look = engine.holds_any
+    quickly = mock.patch.object(
+        engine,
+        "holds_any",
+        lambda module, ids: module.__name__.startswith("megatron") and look(module, ids),
+    )
+    with silently(), offloads, launch_line.on_gpus(parallel), quickly:
+        yield
+
+
+def judge(recipe: Recipe) -> Verdict:
+    """``recipe`` under the schedule that has its own stages."""
+    return _judge(recipe, recipe.schedule, recipe.settings)
+
+
+def judge_on_v(recipe: Recipe, schedule: str = "v-auto") -> Verdict:
+    """``recipe`` on a V, for which its layers are divided anew.
+
+    The program is zb-v's, which has its placement and needs no search.
+    """
+    settings = dict(recipe.settings)
+    for name in (
+        *("virtual_pipeline_model_parallel_size", "microbatch_group_size_per_vp_stage"),
+        *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
+        *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+        "pipeline_model_parallel_layout",
+    ):
+        settings.pop(name, None)
+    pattern = settings.get("hybrid_layer_pattern")
+    stages = 2 * recipe.ranks
+    if pattern is not None:
+        settings["hybrid_layer_pattern"] = _cut(str(pattern), stages)
+    else:
+        layers = int(settings.get("num_layers") or recipe.dimensions["num_layers"])
+        depths = int(settings.get("mtp_num_layers") or 0)
+        settings["pipeline_model_parallel_layout"] = layout_of(_evenly(layers, stages), depths)
+    return _judge(recipe, schedule, settings)
+
+
+def _judge(recipe: Recipe, schedule: str, settings: Mapping[str, Value]) -> Verdict:
+    config = PipelineConfig(schedule=schedule)
+    why_stock = _refused_by_megatron(recipe)
+    try:
+        microbatches = _check(recipe, settings, config)
+    except ValueError as error:
+        why = _in_a_line(error)
+        without = () if why_stock else _without(recipe, settings, config, why)
+        return Verdict(schedule, why_stock, why, without)
+    return Verdict(schedule, why_stock, microbatches=microbatches)
+
+
+def _refused_by_megatron(recipe: Recipe) -> str | None:
+    """Why stock cannot run ``recipe`` under its own schedule; None where it can."""
+    for name, why in _STOCK_CANNOT.items():
+        if recipe.settings.get(name):
+            return why
+    args = _arguments(recipe, recipe.settings)
+    try:
+        _validate(recipe, args, recipe.settings, PipelineConfig())
+    except ValueError as error:
+        return _in_a_line(error)
+    return None
+
+
+def _check(recipe: Recipe, settings: Mapping[str, Value], config: PipelineConfig) -> int:
+    """The microbatches of a step of ``recipe``, with ``settings`` in the place of its own.
+
+    Raises:
+        ValueError: something refuses.
+    """
+    args = _arguments(recipe, settings)
+    _validate(recipe, args, settings, config)
+    (program,) = arguments.check(args, config, _proved)
+    return program.problem.microbatches
+
+
+def _check_settings(recipe: Recipe, settings: Mapping[str, Value], config: PipelineConfig) -> None:
+    """As `_check`, without a program."""
+    args = _arguments(recipe, settings)
+    _validate(recipe, args, settings, config)
+    arguments.check_settings(args, config)
+
+
+def _without(
+    recipe: Recipe, settings: Mapping[str, Value], config: PipelineConfig, why: str
+) -> tuple[str, ...]:
+    """The settings without which ``recipe`` would be accepted; () where that does not help."""
+    left = dict(settings)
+    dropped: list[str] = []
+    names = {argument: name for name, argument in _ARGUMENTS.items()}
+    while named := re.search(r"does not go with (\w+)=", why):
+        name = names.get(named[1], named[1])
+        if left.pop(name, None) is None:
+            break
+        dropped.append(name)
+        try:
+            _check_settings(recipe, in_effect(left), config)
+        except ValueError as error:
+            why = _in_a_line(error)
+        else:
+            return tuple(dropped)
+    return ()
+
+
+def _validate(
+    recipe: Recipe, args: Any, settings: Mapping[str, Value], config: PipelineConfig
+) -> None:
+    launch_line.validate(args, config, recipe.gpus or launch_line.least_world_size(args))
+    for name, value in settings.items():
+        name = _ARGUMENTS.get(name, name)
+        if name in _NOT_VALIDATED or not hasattr(args, name):  # the latter have no flag
+            setattr(args, name, value)
+    launch_line.count_microbatches(args)
+    launch_line.check_model(args, config)
+
+
+@cache
+def _defaults() -> Any:
+    return launch_line.parse(_FLAGS).args
+
+
+def _arguments(recipe: Recipe, settings: Mapping[str, Value]) -> Any:
+    """Megatron's arguments, not validated yet."""
+    args = copy.deepcopy(_defaults())
+    given = {**_DEFAULTS, **recipe.dimensions, **settings}
+    for name, value in given.items():
+        name = _ARGUMENTS.get(name, name)
+        if hasattr(args, name) and name not in (*_NOT_VALIDATED, *_OF_GPUS):
+            setattr(args, name, _as_argument(name, value))
+    for name, value in _PRECISIONS[settings["precision"]].items():
+        setattr(args, name, value)
+    args.grad_reduce_in_bf16 = settings["grad_reduce_in_fp32"] is False
+    args.max_position_embeddings = args.seq_length
+    if args.pipeline_model_parallel_layout is not None:
+        args.num_virtual_stages_per_pipeline_rank = None
+    if args.position_embedding_type == "mrope":  # whose sections no order of passes sees
+        args.position_embedding_type = "rope"
+    if args.hybrid_layer_pattern is not None:
+        args.num_layers = None
+    return args
+
+
+_DTYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
+
+
+def _as_argument(name: str, value: Value) -> Value:
+    if name == "cp_comm_type":
+        return [value]
+    if name == "cuda_graph_modules":
+        return [module for module in value if module != WHOLE_LAYERS]
+    if name == "window_size":
+        return tuple(value)
+    return _DTYPES.get(value, value) if isinstance(value, str) else value
+
+
+def _in_a_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _evenly(layers: int, stages: int) -> list[int]:
+    return [layers // stages + (stage < layers % stages) for stage in range(stages)]
+
+
+def _cut(pattern: str, stages: int) -> str:
+    """A hybrid model's ``pattern``, in as many even segments."""
+    main, slash, depths = pattern.partition("/")
+    symbols = main.replace("|", "")
+    segments, start = [], 0
+    for layers in _evenly(len(symbols), stages):
+        segments.append(symbols[start : start + layers])
+        start += layers
+    return "|".join(segments) + slash + depths
+
+
+_AS_SEARCHED = "zb-v"
+_PROVED: dict[tuple[object, ...], Program] = {}
+
+
+def _proved(choice: Choice, problem: Problem) -> Program:
+    """The program of ``choice``, proved once for its ranks, chunks and microbatches.
+
+    At equal costs, whatever the layers: another order of W for other costs is proved where it runs.
+    In the place of a search, whose programs take minutes, is a schedule with its placement.
+    """
+    key = choice.spec, problem.placement, problem.microbatches
+    if key not in _PROVED:
+        equal = replace(problem, costs=equal_costs(problem.placement))
+        _PROVED[key] = build_program(choose(_AS_SEARCHED) if choice.searches else choice, equal)
+    return _PROVED[key]

@@ -1,0 +1,34 @@
+"""A plugin of pytest's: writes the ``covers`` marks of what it has collected, as JSON.
+
+Its list goes into the file that `markers.OUTPUT` names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _pytest.skipping import evaluate_skip_marks
+
+from scripts.recipes.markers import OUTPUT
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    marks = [mark for item in session.items for mark in marks_of(item)]
+    Path(os.environ[OUTPUT]).write_text(json.dumps(marks))
+
+
+def marks_of(item: pytest.Item) -> Iterator[dict[str, Any]]:
+    """The ``covers`` marks of ``item``, as `markers.read_mark` takes them."""
+    for mark in item.iter_markers("covers"):
+        yield {
+            "test": item.nodeid,
+            "words": mark.args,
+            "settings": mark.kwargs,
+            "needs_gpu": item.get_closest_marker("gpu") is not None,
+            "is_skipped": evaluate_skip_marks(item) is not None,
+        }

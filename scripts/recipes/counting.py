@@ -1,0 +1,129 @@
+"""What is known of every recipe of a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from scripts.recipes.recipe import Recipe, Settings, read_models, resolve
+from scripts.recipes.tested import Evidence, Tested, text_of
+from scripts.recipes.verdict import Verdict
+
+V = "v"
+LARGE_BUBBLE = 0.05  # of a step
+
+
+@dataclass(frozen=True)
+class Under:
+    """A recipe under a schedule."""
+
+    verdict: Verdict
+    tested: Tested
+
+    @property
+    def is_covered(self) -> bool:
+        """Accepted with all its settings, and all of them are shown."""
+        return self.verdict.is_accepted and self.tested.grade is not None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A recipe. ``unknown`` is what of it is not understood; then there is nothing else."""
+
+    name: str
+    recipe: Recipe | None = None
+    own: Under | None = None
+    v: Under | None = None
+    unknown: str | None = None
+
+    @property
+    def has_large_bubble(self) -> bool:
+        bubble = self.recipe.bubble if self.recipe else None
+        return bubble is not None and bubble > LARGE_BUBBLE
+
+
+Judge = Callable[[Recipe], Verdict]
+
+
+def rows(
+    recipes: Mapping[str, Settings],
+    evidence: Evidence,
+    judge: Judge,
+    judge_on_v: Judge,
+    told: Callable[[str], None] = lambda name: None,
+) -> list[Row]:
+    """Of each of ``recipes``; ``told`` is called with its name before its turn."""
+    models = read_models()
+    made = []
+    for name, raw in recipes.items():
+        told(name)
+        try:
+            recipe = resolve(name, raw, models)
+        except ValueError as error:
+            made.append(Row(name, unknown=str(error)))
+            continue
+        own = Under(judge(recipe), evidence.of(recipe.kind, recipe.features))
+        on_v = Under(judge_on_v(recipe), evidence.of(V, recipe.features))
+        made.append(Row(name, recipe, own, on_v))
+    return made
+
+
+@dataclass
+class Count:
+    """Of some recipes under one schedule each."""
+
+    recipes: int = 0
+    unknown: int = 0
+    stock_cannot: int = 0
+    accepted: int = 0
+    after_dropping: int = 0
+    tested: dict[str, int] = field(default_factory=lambda: dict.fromkeys("ABC", 0))
+    covered: dict[str, int] = field(default_factory=lambda: dict.fromkeys("ABC", 0))
+
+
+def count(made: Iterable[Row], under: Callable[[Row], Under | None]) -> Count:
+    """Of the rows ``made``, each under the schedule that ``under`` gives."""
+    total = Count()
+    for row in made:
+        total.recipes += 1
+        what = under(row)
+        if what is None:
+            total.unknown += 1
+            continue
+        verdict, grade = what.verdict, what.tested.grade
+        total.stock_cannot += verdict.why_stock is not None
+        total.accepted += verdict.is_accepted
+        total.after_dropping += bool(verdict.without)
+        if grade is not None:
+            total.tested[grade] += 1
+            total.covered[grade] += what.is_covered
+    return total
+
+
+def as_json(row: Row) -> dict[str, Any]:
+    """For other programs."""
+    if row.recipe is None or row.own is None or row.v is None:
+        return {"recipe": row.name, "unknown": row.unknown}
+    return {
+        "recipe": row.name,
+        "model": row.recipe.model,
+        "bubble": row.recipe.bubble,
+        "features": sorted(map(str, row.recipe.features)),
+        **{key: _under_as_json(under) for key, under in (("own", row.own), ("v", row.v))},
+    }
+
+
+def _under_as_json(under: Under) -> dict[str, Any]:
+    verdict = under.verdict
+    return {
+        "schedule": verdict.schedule,
+        "accepted": verdict.is_accepted,
+        "refused": verdict.why,
+        "stock_cannot": verdict.why_stock,
+        "accepted_without": verdict.without,
+        "microbatches": verdict.microbatches,
+        "grade": under.tested.grade,
+        "missing": [text_of(wanted) for wanted in under.tested.missing],
+        "covered": under.is_covered,
+    }

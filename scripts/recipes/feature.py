@@ -1,0 +1,123 @@
+"""A feature: what a setting switches on, as far as a test has to show it.
+
+Values that no schedule can tell apart are one class: context parallel over 2 ranks stands for over
+32. A setting that is off, or one that no test needs to show, has no feature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Value = Any  # of a setting: a bool, number, text or a list, as JSON has them
+
+
+@dataclass(frozen=True, order=True)
+class Feature:
+    """``setting`` with a class of its values, which ``text`` names; "" for a switch."""
+
+    setting: str
+    text: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.setting} {self.text}".strip()
+
+
+Classes = Callable[[Value], tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting of Megatron's, or of what builds its model and optimizer.
+
+    Attributes:
+        classes: of a value; () where it is off. Raises ValueError for an unknown one.
+        why: what a class stands for, or why nothing has to be shown.
+    """
+
+    name: str
+    classes: Classes
+    why: str = ""
+
+    def features(self, value: Value) -> tuple[Feature, ...]:
+        """What ``value`` switches on.
+
+        Raises:
+            ValueError: it is not a value of the setting.
+        """
+        try:
+            return tuple(Feature(self.name, text) for text in self.classes(value))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{self.name}={value!r} is not known: {error}") from None
+
+
+def switch(value: Value) -> tuple[str, ...]:
+    """On or off."""
+    if value is None or value is False:
+        return ()
+    if value is True:
+        return ("",)
+    raise ValueError("it is True or False")
+
+
+def number(value: Value) -> tuple[str, ...]:
+    """A size or a factor: nothing has to be shown of it."""
+    if value is None or isinstance(value, int | float):
+        return ()
+    raise ValueError("it is a number")
+
+
+def anything(value: Value) -> tuple[str, ...]:
+    """Nothing has to be shown of any value."""
+    return ()
+
+
+def given(value: Value) -> tuple[str, ...]:
+    """Whether there is a value at all."""
+    return () if value is None or value is False else ("",)
+
+
+def at_least(least: int) -> Classes:
+    """A number: off below ``least``, and from there on all are one."""
+
+    def classes(value: Value) -> tuple[str, ...]:
+        if value is None:
+            return ()
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError("it is a number")
+        return (f">= {least}",) if value >= least else ()
+
+    return classes
+
+
+def one_of(*values: str, off: Iterable[str] = (), same: Mapping[str, str] | None = None) -> Classes:
+    """A name among ``values``; ``off`` are those that need no test, ``same`` other names."""
+    others = dict(same or {})
+
+    def classes(value: Value) -> tuple[str, ...]:
+        if value is None or value is False:
+            return ()
+        value = others.get(str(value), str(value))
+        if value in off:
+            return ()
+        if value in values:
+            return (value,)
+        raise ValueError(f"it is one of {', '.join((*values, *off))}")
+
+    return classes
+
+
+def each_of(*names: str) -> Classes:
+    """A list of ``names``, each of which is a class of its own."""
+
+    def classes(value: Value) -> tuple[str, ...]:
+        if value is None:
+            return ()
+        listed = [value] if isinstance(value, str) else [str(name) for name in value]
+        unknown = [name for name in listed if name not in names]
+        if unknown:
+            raise ValueError(f"{', '.join(unknown)}: there are {', '.join(names)}")
+        return tuple(dict.fromkeys(listed))
+
+    return classes

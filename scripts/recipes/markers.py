@@ -1,0 +1,99 @@
+"""What tests show: their ``covers`` marks, of all that are collected and not skipped at night.
+
+    @pytest.mark.covers("A", ("line", "v"), context_parallel_size=2, mtp_num_layers=1)
+
+says: under zb-h1 and under V's this test compares with stock, bit for bit and by Megatron's own
+code, a training with both of these settings on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts.recipes.feature import Feature, Value
+from scripts.recipes.vocabulary import GRADES, KINDS, features_of_flags, may_wait_for_a_gpu
+
+ROOT = Path(__file__).resolve().parents[2]
+NIGHT = {"MEGATRON_EXT_NIGHTLY": "1"}
+PLUGIN = "scripts.recipes.collecting"
+OUTPUT = "MEGATRON_EXT_COVERS"  # the variable by which the plugin is told where to write
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a ``test`` compares with stock, under each of ``kinds`` of schedule and all at once.
+
+    ``grade`` is A for Megatron's own code on the CPU, bit for bit; B with a stand-in for a kernel;
+    C for a test for GPUs that has not run.
+    """
+
+    test: str
+    grade: str
+    kinds: tuple[str, ...]
+    features: frozenset[Feature]
+
+
+def read_mark(
+    test: str, words: Sequence[Value], settings: Mapping[str, Value], *, needs_gpu: bool
+) -> Shown:
+    """What the mark ``covers(*words, **settings)`` of ``test`` says.
+
+    Raises:
+        ValueError: a grade, a kind of schedule or a setting is unknown; or the grade is not that of
+            a test that runs where this one does.
+    """
+    try:
+        grade, kinds = words
+    except ValueError:
+        raise ValueError(f"{test}: covers wants a grade and kinds of schedule") from None
+    if grade not in GRADES:
+        raise ValueError(f"{test}: grade {grade!r} is not one of {', '.join(GRADES)}")
+    if isinstance(kinds, str) or not kinds or not set(kinds) <= set(KINDS):
+        raise ValueError(f"{test}: kinds of schedule {kinds!r} are not of {KINDS}")
+    if needs_gpu != (grade == "C"):
+        raise ValueError(f"{test}: grade C is of tests for GPUs, and these have no other")
+    try:
+        shown = features_of_flags(settings)
+    except ValueError as error:
+        raise ValueError(f"{test}: {error}") from None
+    if needs_gpu:
+        shown = frozenset(filter(may_wait_for_a_gpu, shown))
+        if not shown:
+            raise ValueError(f"{test}: nothing in {dict(settings)} has to wait for a GPU")
+    return Shown(test, grade, tuple(kinds), shown)
+
+
+def collect(tests: Sequence[str] = ("tests",)) -> list[Shown]:
+    """All marks of the tests that pytest collects at night, without those that are skipped here.
+
+    A test for GPUs counts though there is none.
+
+    Raises:
+        ValueError: a mark is not understood.
+        RuntimeError: pytest cannot collect.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "marks.json"
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-p", PLUGIN]
+        done = subprocess.run(
+            [*command, "-p", "no:cacheprovider", *tests],
+            cwd=ROOT,
+            env={**os.environ, **NIGHT, OUTPUT: str(path)},
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode or not path.exists():
+            raise RuntimeError(f"pytest cannot collect the tests:\n{done.stdout}{done.stderr}")
+        marks = json.loads(path.read_text())
+    return [
+        read_mark(mark["test"], mark["words"], mark["settings"], needs_gpu=mark["needs_gpu"])
+        for mark in marks
+        if mark["needs_gpu"] or not mark["is_skipped"]
+    ]

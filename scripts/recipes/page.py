@@ -1,0 +1,196 @@
+"""docs/recipes.md, of what was counted."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from scripts.recipes.counting import LARGE_BUBBLE, Count, Row, Under, count
+from scripts.recipes.feature import Feature
+from scripts.recipes.tested import Evidence, Wanted, by_frequency, text_of
+from scripts.recipes.vocabulary import GRADES, KINDS, OTHER_NAMES, SETTINGS
+
+_HEAD = """# Recipes
+
+<!-- written by scripts/recipe_coverage.py -->
+
+How many of Megatron-Bridge's public recipes with a pipeline train under megatron_ext as they stand.
+A recipe counts under the schedule with its own stages: zb-h1 for one chunk a rank, else
+interleaved-zb with its own virtual stages, layout and group; and, as a second figure, under v-auto
+with its layers divided anew.
+
+- **Accepted**: all that refuses was asked, with all of the recipe's settings: Megatron's own
+  validation and our refusals, as `megatron-ext doctor` asks them, and a program is proved for its
+  ranks, chunks and microbatches (in v-auto's place zb-v's, which needs no search). No flag is
+  dropped. "After dropping" would be accepted without a setting or two, and does not count.
+- **Shown**: each thing that it switches on is compared with stock by a test under that kind of
+  schedule. A: by Megatron's own code, to the last bit, on the CPU. B: with a stand-in for a kernel.
+  C: by a test for GPUs that has not run; only kernels of FP8 and FP4, graphs' capture and replay,
+  Userbuffers, DeepEP and HybridEP, Mamba, DSA and Muon. A recipe has the grade of its worst
+  feature. Every recipe has Transformer Engine's layers, so that B is the best there is.
+- **Covered**: both.
+
+`python scripts/recipe_coverage.py FILE.json` writes this page of another file, and with `--json`
+all that is known of each recipe. Settings, dimensions and their sources are in `scripts/recipes/`.
+"""
+
+
+def page(made: Sequence[Row], evidence: Evidence) -> str:
+    """The text of the page."""
+    parts = [
+        _HEAD,
+        "## How many\n",
+        _totals(made),
+        "## By model\n",
+        _by_model(made),
+        "## What is refused\n",
+        _refusals(made),
+        "## What no test shows\n",
+        _missing(made),
+        "## What stock cannot run\n",
+        _stock_cannot(made),
+        *_unknown(made),
+        "## What recipes switch on\n",
+        "The best grade under each kind of schedule, and the recipes that have it.\n",
+        _features(made, evidence),
+        "## What stands for what\n",
+        rules(),
+    ]
+    return "\n".join(parts)
+
+
+def own(row: Row) -> Under | None:
+    return row.own
+
+
+def on_v(row: Row) -> Under | None:
+    return row.v
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = [head, ["-"] * len(head), *rows]
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part} ({part / whole:.0%})" if whole else "0"
+
+
+def _figures(total: Count) -> list[object]:
+    covered = sum(total.covered.values())
+    return [
+        total.recipes,
+        _share(total.accepted, total.recipes),
+        sum(total.tested.values()),
+        f"**{_share(covered, total.recipes)}**",
+        *(total.covered[grade] for grade in GRADES),
+        total.after_dropping,
+    ]
+
+
+def _totals(made: Sequence[Row]) -> str:
+    bubbly = [row for row in made if row.has_large_bubble]
+    large = f"those with more than {LARGE_BUBBLE:.0%} of bubble"
+    lines = [
+        ["all, own stages", *_figures(count(made, own))],
+        ["all, v-auto", *_figures(count(made, on_v))],
+        [f"{large}, own stages", *_figures(count(bubbly, own))],
+        [f"{large}, v-auto", *_figures(count(bubbly, on_v))],
+    ]
+    head = ["", "recipes", "accepted", "shown", "covered", "A", "B", "C", "after dropping"]
+    return _table(head, lines)
+
+
+def _by_model(made: Sequence[Row]) -> str:
+    models = Counter(row.recipe.model for row in made if row.recipe)
+    lines = []
+    for model, number in models.most_common():
+        those = [row for row in made if row.recipe and row.recipe.model == model]
+        figures = [count(those, under) for under in (own, on_v)]
+        lines.append(
+            [
+                model,
+                number,
+                figures[0].accepted,
+                sum(figures[0].covered.values()),
+                figures[1].accepted,
+                sum(figures[1].covered.values()),
+            ]
+        )
+    return _table(["model", "recipes", "accepted", "covered", "v-auto accepted", "covered"], lines)
+
+
+def _refusals(made: Sequence[Row]) -> str:
+    counts: dict[str, Counter[str]] = {}
+    for row in made:
+        for column, under in (("own", row.own), ("v", row.v)):
+            if under and under.verdict.why and not under.verdict.why_stock:
+                counts.setdefault(_short(under.verdict.why), Counter())[column] += 1
+                if under.verdict.without:
+                    counts[_short(under.verdict.why)][f"{column} without"] += 1
+    lines = [
+        [why, *(counts[why][key] for key in ("own", "own without", "v", "v without"))]
+        for why in sorted(counts, key=lambda why: (-counts[why]["own"], why))
+    ]
+    head = ["the first that refuses", "own stages", "after dropping", "v-auto", "after dropping"]
+    return _table(head, lines)
+
+
+def _short(why: str) -> str:
+    """Without what differs from recipe to recipe."""
+    found = re.search(r"does not go with (\w+)=([\w.]+)", why)
+    return f"`{found[1]}`" if found else why.partition(";")[0][:110]
+
+
+def _missing(made: Sequence[Row]) -> str:
+    lines: list[list[object]] = []
+    for kind in KINDS:
+        of_kind: dict[str, Sequence[Wanted]] = {}
+        for row in made:
+            under = row.v if kind == "v" else row.own
+            if row.recipe and under and kind in ("v", row.recipe.kind):
+                of_kind[row.name] = under.tested.missing
+        for wanted, number, alone in by_frequency(of_kind):
+            lines.append([kind, text_of(wanted), number, alone])
+    if not lines:
+        return "Nothing.\n"
+    return _table(["kind", "setting", "recipes", "that lack nothing else"], lines)
+
+
+def _stock_cannot(made: Sequence[Row]) -> str:
+    why = {row.name: row.own.verdict.why_stock for row in made if row.own}
+    counts = Counter(text for text in why.values() if text)
+    if not counts:
+        return "Nothing.\n"
+    lines = [
+        [number, text, ", ".join(_function(name) for name, own in why.items() if own == text)]
+        for text, number in counts.most_common()
+    ]
+    return _table(["recipes", "because", ""], lines)
+
+
+def _function(name: str) -> str:
+    return name.partition(":")[2].removesuffix("_config") or name
+
+
+def _unknown(made: Sequence[Row]) -> list[str]:
+    lines = [[_function(row.name), row.unknown] for row in made if row.unknown]
+    return ["## What is not understood\n", _table(["recipe", ""], lines)] if lines else []
+
+
+def _features(made: Sequence[Row], evidence: Evidence) -> str:
+    used = Counter(feature for row in made if row.recipe for feature in row.recipe.features)
+
+    def grades(feature: Feature) -> list[str]:
+        return [evidence.grade(kind, (feature,)) or "-" for kind in KINDS]
+
+    lines = [[feature, used[feature], *grades(feature)] for feature in sorted(used)]
+    return _table(["", "recipes", *KINDS], lines)
+
+
+def rules() -> str:
+    """Which values stand for others, and of what nothing has to be shown."""
+    lines = [[f"`{setting.name}`", setting.why] for setting in SETTINGS if setting.why]
+    lines += [[f"`{name}`", f"is `{setting}`"] for name, setting in OTHER_NAMES.items()]
+    return _table(["setting", ""], lines)

@@ -1,0 +1,88 @@
+"""Whether tests show what a recipe switches on, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from scripts.recipes.feature import Feature
+from scripts.recipes.markers import Shown
+from scripts.recipes.vocabulary import GRADES, TOGETHER
+
+# What is asked of a test: one feature, or two at once.
+Wanted = tuple[Feature, ...]
+
+
+@dataclass(frozen=True)
+class Tested:
+    """What is known of a recipe.
+
+    Attributes:
+        grade: that of its worst feature; None where one is not shown at all.
+        missing: what no test shows under its kind of schedule.
+    """
+
+    grade: str | None
+    missing: tuple[Wanted, ...]
+
+
+class Evidence:
+    """What all tests show together."""
+
+    def __init__(self, shown: Iterable[Shown]) -> None:
+        self._of_kind: dict[str, list[Shown]] = {}
+        self._grades: dict[tuple[str, Wanted], str | None] = {}
+        for test in shown:
+            for kind in test.kinds:
+                self._of_kind.setdefault(kind, []).append(test)
+
+    def grade(self, kind: str, wanted: Wanted) -> str | None:
+        """The best grade of a test with all of ``wanted`` under that ``kind`` of schedule."""
+        key = kind, wanted
+        if key not in self._grades:
+            grades = [
+                shown.grade
+                for shown in self._of_kind.get(kind, ())
+                if shown.features.issuperset(wanted)
+            ]
+            self._grades[key] = min(grades, default=None, key=GRADES.index)
+        return self._grades[key]
+
+    def of(self, kind: str, features: frozenset[Feature]) -> Tested:
+        """Of a recipe that switches ``features`` on, under that ``kind`` of schedule."""
+        grades = {wanted: self.grade(kind, wanted) for wanted in wanted_of(features)}
+        missing = tuple(wanted for wanted, grade in grades.items() if grade is None)
+        shown = [grade for grade in grades.values() if grade is not None]
+        worst = max(shown, default="A", key=GRADES.index)
+        return Tested(None if missing else worst, missing)
+
+
+def wanted_of(features: frozenset[Feature]) -> list[Wanted]:
+    """Each of ``features``, and the pairs of them that one test must have together."""
+    wanted: list[Wanted] = [(feature,) for feature in sorted(features)]
+    for first, second in TOGETHER:
+        wanted += [
+            (a, b)
+            for a in sorted(features)
+            for b in sorted(features)
+            if (a.setting, b.setting) == (first, second)
+        ]
+    return wanted
+
+
+def text_of(wanted: Wanted) -> str:
+    """For people."""
+    return " with ".join(map(str, wanted))
+
+
+def by_frequency(missing: Mapping[str, Sequence[Wanted]]) -> list[tuple[Wanted, int, int]]:
+    """Of the recipes' ``missing``, by name: what it is, how many recipes miss it, and how many of
+    these nothing else. The most frequent first."""
+    count: dict[Wanted, int] = {}
+    alone: dict[Wanted, int] = {}
+    for wants in missing.values():
+        for wanted in wants:
+            count[wanted] = count.get(wanted, 0) + 1
+            alone[wanted] = alone.get(wanted, 0) + (len(wants) == 1)
+    ordered = sorted(count, key=lambda wanted: (-count[wanted], wanted))
+    return [(wanted, count[wanted], alone[wanted]) for wanted in ordered]

@@ -1,0 +1,42 @@
+"""The ``covers`` marks of tests that train by Megatron's flags."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from megatron_ext.schedule.build.registry import choose
+from scripts.recipes.vocabulary import OTHER_NAMES, SETTINGS
+
+_KNOWN = {setting.name for setting in SETTINGS} | set(OTHER_NAMES)
+_KINDS = {"line": "line", "loop": "loop", "v": "v", "wave": "v"}
+
+
+def kinds(schedules: Sequence[str]) -> tuple[str, ...]:
+    """The kinds of those ``schedules`` that split the backward."""
+    chosen = [choose(schedule) for schedule in schedules]
+    named = (_KINDS[choice.example.name] for choice in chosen if choice.splits_backward)
+    return tuple(dict.fromkeys(named))
+
+
+def covers(
+    grade: str, schedules: Sequence[str], flags: Mapping[str, Any], **more: Any
+) -> list[pytest.MarkDecorator]:
+    """The mark of a training with ``flags``, as `model_flags` has them, through the launcher.
+
+    Flags that no recipe has are left out. ``more`` is on and has no flag. [] where no schedule
+    splits the backward.
+    """
+    of = kinds(schedules)
+    if not of:
+        return []
+    settings = {name: value for name, value in flags.items() if name in _KNOWN}
+    settings["precision"] = next((name for name in ("bf16", "fp16") if flags.get(name)), "fp32")
+    settings["check_for_nan_in_grad"] = True  # by default
+    if flags.get("grad_reduce_in_bf16"):
+        settings["grad_reduce_in_fp32"] = False
+    if not flags.get("untie_embeddings_and_output_weights"):
+        settings["untie_embeddings_and_output_weights"] = False
+    return [pytest.mark.covers(grade, of, **settings | more)]

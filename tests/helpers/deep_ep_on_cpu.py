@@ -1,0 +1,225 @@
+"""DeepEP and HybridEP on a machine without GPUs: what Megatron's flex dispatcher calls, on gloo.
+
+Megatron's own code runs, down to its autograd functions: only the package ``deep_ep`` is another.
+As there, all calls of a process share one buffer, through which every token goes. Each call
+overwrites it, and what is returned is a copy. Where tokens went is in a call's handle.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe import fused_a2a, token_dispatcher
+from torch import Tensor
+
+handles: list[Handle] = []  # of all calls of this process
+buffers: list[Any] = []  # that have been made
+
+
+def use_deep_ep() -> None:
+    """In a forked process: Megatron, which has been imported without it, finds it now."""
+    package, utils = ModuleType("deep_ep"), ModuleType("deep_ep.utils")
+    vars(package).update(Buffer=Buffer, HybridEPBuffer=HybridEPBuffer, utils=utils)
+    vars(utils).update(EventHandle=SimpleNamespace, EventOverlap=_Event)
+    sys.modules |= {"deep_ep": package, "deep_ep.utils": utils}
+    importlib.reload(fused_a2a)
+    for name in ("fused_dispatch", "fused_combine", "set_deepep_num_sms"):
+        setattr(token_dispatcher, name, getattr(fused_a2a, name))
+    for name in ("hybrid_ep_dispatch", "hybrid_ep_combine"):
+        setattr(token_dispatcher, name, getattr(fused_a2a, name))
+
+
+class _Event:
+    """Of what is done when the call returns."""
+
+    def __init__(self, handle: object = None) -> None:
+        pass
+
+    def current_stream_wait(self) -> None:
+        pass
+
+
+@dataclass
+class Handle:
+    """Where the tokens of one call went.
+
+    Attributes:
+        tokens: how many this rank had.
+        sent: the numbers of those that went to each rank.
+        received: how many have come from each.
+        chosen: of those that have come, by local expert, whether it was chosen; HybridEP's.
+        uses: what it was used for, in order.
+    """
+
+    tokens: int
+    sent: list[Tensor]
+    received: list[int]
+    chosen: Tensor | None = None
+    uses: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        handles.append(self)
+
+    @property
+    def rows(self) -> Tensor:
+        """For each row that was sent, the number of its token."""
+        return torch.cat(self.sent)
+
+    @property
+    def permutation(self) -> tuple[Tensor, Tensor]:
+        """For each row of a local expert, expert after expert: which expert, and which of the rows
+        that have come."""
+        assert self.chosen is not None
+        experts, come = self.chosen.T.nonzero(as_tuple=True)
+        return experts, come
+
+
+class _Exchange:
+    """All-to-all through memory that all calls share."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self._memory = torch.empty(0)
+        buffers.append(self)
+
+    def handle(self, is_chosen: Tensor) -> Handle:
+        """For tokens of which ``is_chosen`` [tokens, experts] says which experts get them."""
+        per_rank = is_chosen.view(len(is_chosen), self.group.size(), -1).any(2)
+        sent = [column.nonzero().flatten() for column in per_rank.unbind(1)]
+        sizes = torch.tensor([len(tokens) for tokens in sent])
+        received = torch.empty_like(sizes)
+        dist.all_to_all_single(received, sizes, group=self.group)
+        return Handle(len(is_chosen), sent, received.tolist())
+
+    def out(self, x: Tensor, handle: Handle) -> Tensor:
+        """The rows of all ranks' ``x``, one a token, that have come here."""
+        sizes = [len(tokens) for tokens in handle.sent]
+        return self._exchange(x[handle.rows], sizes, handle.received)
+
+    def back(self, x: Tensor, handle: Handle) -> Tensor:
+        """Of all ranks' ``x``, which has a row for each that has come there, the sum for each token
+        of this rank."""
+        sizes = [len(tokens) for tokens in handle.sent]
+        returned = self._exchange(x, handle.received, sizes)
+        return x.new_zeros(handle.tokens, x.shape[1]).index_add_(0, handle.rows, returned)
+
+    def _exchange(self, rows: Tensor, out: Sequence[int], back: Sequence[int]) -> Tensor:
+        width = rows.shape[1]
+        leaving, coming = rows.numel(), sum(back) * width
+        if self._memory.numel() < leaving + coming or self._memory.dtype != rows.dtype:
+            self._memory = rows.new_empty(2 * (leaving + coming))
+        source = self._memory[:leaving].view(-1, width).copy_(rows)
+        target = self._memory[leaving : leaving + coming].view(-1, width)
+        dist.all_to_all_single(target, source, list(back), list(out), group=self.group)
+        result = target.clone()
+        self._memory.fill_(torch.nan if rows.is_floating_point() else -1)
+        return result
+
+
+class Buffer(_Exchange):
+    """DeepEP's."""
+
+    def __init__(self, group: dist.ProcessGroup, num_nvl_bytes: int, num_rdma_bytes: int) -> None:
+        super().__init__(group)
+        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
+
+    @staticmethod
+    def set_num_sms(number: int) -> None:
+        pass
+
+    @staticmethod
+    def get_dispatch_config(ranks: int) -> Any:
+        return SimpleNamespace(
+            get_nvl_buffer_size_hint=lambda hidden_bytes, ranks: hidden_bytes * ranks,
+            get_rdma_buffer_size_hint=lambda hidden_bytes, ranks: 0,
+        )
+
+    get_combine_config = get_dispatch_config
+
+    def get_dispatch_layout(self, topk_idx: Tensor, num_experts: int, **events: Any) -> Any:
+        """What `dispatch` asks for: of all this only which experts get a token."""
+        is_chosen = torch.zeros(len(topk_idx), num_experts + 1, dtype=torch.bool)
+        is_chosen.scatter_(1, topk_idx + 1, True)  # -1 is none
+        return None, None, None, is_chosen[:, 1:], _Event()
+
+    def dispatch(
+        self,
+        x: Tensor,
+        handle: Handle | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        **others: Any,
+    ) -> tuple[Any, ...]:
+        if handle is not None:
+            handle.uses.append("dispatch of gradients")
+            return self.out(x, handle), None, None, None, None, _Event()
+        assert is_token_in_rank is not None and topk_idx is not None and topk_weights is not None
+        experts = is_token_in_rank.shape[1] // self.group.size()
+        handle = self.handle(is_token_in_rank)
+        handle.uses.append("dispatch")
+        chosen = self.out(topk_idx, handle) - self.group.rank() * experts
+        is_here = (chosen >= 0) & (chosen < experts)
+        chosen = chosen.where(is_here, -1)
+        weights = self.out(topk_weights, handle).where(is_here, 0.0)
+        counts = [int((chosen == expert).sum()) for expert in range(experts)]
+        return self.out(x, handle), chosen, weights, counts, handle, _Event()
+
+    def combine(
+        self, x: Tensor, handle: Handle, topk_weights: Tensor | None = None, **others: Any
+    ) -> tuple[Tensor, Tensor | None, _Event]:
+        handle.uses.append("combine" if topk_weights is None else "combine of gradients")
+        weights = None if topk_weights is None else self.back(topk_weights, handle)
+        return self.back(x, handle), weights, _Event()
+
+
+class HybridEPBuffer(_Exchange):
+    """HybridEP's, which brings the tokens into the order of the experts."""
+
+    def __init__(self, group: dist.ProcessGroup, num_local_experts: int, **sizes: Any) -> None:
+        super().__init__(group)
+        self._experts = num_local_experts
+
+    def dispatch_with_permute(
+        self,
+        hidden: Tensor,
+        routing_map: Tensor | None = None,
+        probs: Tensor | None = None,
+        handle: Handle | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, Tensor | None, None, Tensor | None, Handle]:
+        if handle is not None:
+            handle.uses.append("dispatch of gradients")
+            _, come = handle.permutation
+            return self.out(hidden, handle)[come], None, None, None, handle
+        assert routing_map is not None and probs is not None
+        handle = self.handle(routing_map)
+        handle.uses.append("dispatch")
+        handle.chosen = self._of_this_rank(self.out(routing_map.long(), handle)).bool()
+        experts, come = handle.permutation
+        weights = self._of_this_rank(self.out(probs, handle))[come, experts]
+        return self.out(hidden, handle)[come], weights, None, handle.chosen.sum(0), handle
+
+    def combine_with_unpermute(
+        self, hidden: Tensor, handle: Handle, probs: Tensor | None = None, **others: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        handle.uses.append("combine" if probs is None else "combine of gradients")
+        experts, come = handle.permutation
+        assert handle.chosen is not None
+        rows = hidden.new_zeros(len(handle.chosen), hidden.shape[1]).index_add_(0, come, hidden)
+        if probs is None:
+            return self.back(rows, handle), None
+        weights = probs.new_zeros(len(handle.chosen), self._experts * self.group.size())
+        weights[come, experts + self.group.rank() * self._experts] = probs
+        return self.back(rows, handle), self.back(weights, handle)
+
+    def _of_this_rank(self, of_experts: Tensor) -> Tensor:
+        first = self.group.rank() * self._experts
+        return of_experts[:, first : first + self._experts]

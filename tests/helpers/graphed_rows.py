@@ -1,0 +1,168 @@
+"""A rank's row, run on layers of which some are in CUDA graphs and the others split.
+
+On the CPU graphs have a stand-in, on a GPU they are Transformer Engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_ext.adapter.transformer_engine.captured import IMPLEMENTATION
+from megatron_ext.adapter.transformer_engine.layer_graphs import LayerGraphs
+from megatron_ext.runtime.weight_gradients import queue
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.registry import choose
+from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.schedule import is_compute
+
+ROWS, WIDTH = 8, 32
+LAYERS = 2  # of a chunk
+
+
+class Layer(nn.Module):
+    """What is captured, and then a linear layer whose weight's gradient can wait.
+
+    Its sum with what came in hands the graph's gradient to that layer as it is.
+    """
+
+    cuda_graphs: Sequence[Callable[..., Any]] = ()
+
+    def __init__(self, captured: nn.Module, beside: nn.Module) -> None:
+        super().__init__()
+        self.captured = captured
+        self.beside = beside
+
+    def forward(self, x: Tensor, microbatch: int) -> Tensor:
+        if self.cuda_graphs:
+            left = self.cuda_graphs[microbatch](x)
+            y = left if isinstance(left, Tensor) else left[0]
+        else:
+            y = self.captured(x)
+        made: Tensor = y + self.beside(y)
+        return made
+
+
+def row_cases(grade: str) -> list[Any]:
+    """Schedules whose rows are run; their marks tell what tests of them show."""
+    kinds = {"zb-h1": "line", "interleaved-zb": "loop", "zb-v": "v", "v-half": "v"}
+    covers: Any = pytest.mark.covers
+    marked = [
+        pytest.param(schedule, marks=covers(grade, (kind,), cuda_graph_impl=IMPLEMENTATION))
+        for schedule, kind in kinds.items()
+    ]
+    return ["1f1b", *marked]
+
+
+def row_of(schedule: str, ranks: int, microbatches: int, rank: int) -> tuple[list[Action], Any]:
+    """The passes of ``rank``, and its stages."""
+    choice = choose(schedule)
+    placement = choice.place(ranks)
+    problem = Problem(placement, microbatches, uniform(placement, 1, 1, 1))
+    row = build_program(choice, problem).schedule.rows[rank]
+    return [action for action in row if is_compute(action)], placement.stages_of[rank]
+
+
+def gradients(
+    make: Callable[..., Any],
+    build: Callable[[], Layer],
+    row: Sequence[Action],
+    stages: Sequence[int],
+    graphs: LayerGraphs | None,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> list[Tensor]:
+    """Of all parameters and inputs, after two steps of ``row`` on chunks of layers of ``build``.
+
+    Args:
+        make: captures: `make_graphed_callables`.
+        graphs: None for none; then nothing is captured.
+    """
+    torch.manual_seed(0)
+    chunks = [nn.ModuleList(build() for _ in range(LAYERS)).to(device, dtype) for _ in stages]
+    microbatches = 1 + max(action.microbatch for action in row)
+    generator = torch.Generator().manual_seed(1)
+    data = {
+        (stage, m, what): torch.randn(ROWS, WIDTH, generator=generator).to(device, dtype)
+        for stage in stages
+        for m in range(microbatches)
+        for what in "xg"
+    }
+    if graphs is not None:
+        graphs.begin(row, stages, chunks)
+        _capture(make, chunks, graphs.order(len(stages), microbatches), device, dtype)
+    found: list[Tensor] = []
+    for _ in range(2):
+        for parameter in (p for chunk in chunks for p in chunk.parameters()):
+            parameter.grad = None
+        if graphs is not None:
+            queue.is_lent = graphs.begin(row, stages, chunks)
+        queue.splitting = True
+        try:
+            dx = _run(row, dict(zip(stages, chunks, strict=True)), data)
+        finally:
+            queue.clear()
+        found = [p.grad for chunk in chunks for p in chunk.parameters() if p.grad is not None]
+        found += [dx[key] for key in sorted(dx)]
+    return found
+
+
+def _capture(
+    make: Callable[..., Any],
+    chunks: Sequence[nn.ModuleList],
+    order: list[int],
+    device: str,
+    dtype: torch.dtype,
+) -> None:
+    layers: list[Any] = [layer for chunk in chunks for layer in chunk]
+    microbatches = len(order) // len(chunks) // 2
+    samples = [
+        (torch.ones(ROWS, WIDTH, device=device, dtype=dtype, requires_grad=True),)
+        for _ in range(len(layers) * microbatches)
+    ]
+    made = make(
+        tuple(layer.captured for layer in layers),
+        samples,
+        sample_kwargs=[{} for _ in samples],
+        _order=order,
+        _num_layers_per_chunk=[LAYERS] * len(chunks),
+        _reuse_graph_input_output_buffers=True,
+        allow_unused_input=True,
+    )
+    for number, layer in enumerate(layers):
+        chunk, own = divmod(number, LAYERS)
+        first = chunk * LAYERS * microbatches
+        layer.cuda_graphs = [made[first + m * LAYERS + own] for m in range(microbatches)]
+
+
+def _run(
+    row: Sequence[Action], chunks: dict[int, nn.ModuleList], data: dict[Any, Tensor]
+) -> dict[tuple[int, int], Tensor]:
+    """The gradients of what came into each stage, kept until the end as a message might be."""
+    between: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+    dx: dict[tuple[int, int], Tensor] = {}
+    for action in row:
+        stage, microbatch = key = action.stage, action.microbatch
+        match action.kind:
+            case Kind.FORWARD:
+                x = y = data[*key, "x"].clone().requires_grad_()
+                for layer in chunks[stage]:
+                    y = layer(y, microbatch)
+                between[key] = x, y
+            case Kind.BACKWARD_INPUT | Kind.FULL_BACKWARD:
+                x, y = between.pop(key)
+                with queue.collecting(stage, microbatch):
+                    y.backward(data[*key, "g"])
+                assert x.grad is not None
+                dx[key] = queue.keep(x.grad)
+                if action.kind is Kind.FULL_BACKWARD:
+                    queue.run(stage, microbatch)
+            case Kind.BACKWARD_WEIGHT:
+                queue.run(stage, microbatch)
+    return dx

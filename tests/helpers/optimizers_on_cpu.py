@@ -1,0 +1,139 @@
+"""Packages that some of Megatron's optimizers need, on the CPU: for forked processes only.
+
+They are fetched, and Megatron, which has been imported without them, finds them then. Transformer
+Engine's kernels are stood in for by torch's operations; the others need none here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+from megatron.core import optimizer as optimizers
+from megatron.core import parallel_state, utils
+from megatron.core.optimizer import distrib_optimizer, emerging_optimizers
+from torch import Tensor
+
+from tests.helpers import transformer_engine_on_cpu
+from tests.helpers.fetched import fetched
+
+
+@dataclass(frozen=True)
+class Package:
+    """``fetch`` gives its folder, or skips the test; ``use`` has Megatron find it there."""
+
+    fetch: Callable[[], Path]
+    use: Callable[[Path], None]
+
+
+# ---- Adam, of Transformer Engine
+
+
+def _use_fused_adam(folder: Path) -> None:
+    transformer_engine_on_cpu.load(folder)
+    torch.cuda.is_available = lambda: False  # else ranks would look for NCCL
+    utils._te_version = None
+    kernels: Any = sys.modules["transformer_engine_torch"]
+    kernels.multi_tensor_adam = multi_tensor_adam
+    kernels.multi_tensor_adam_param_remainder = multi_tensor_adam_param_remainder
+    adam = importlib.import_module("transformer_engine.pytorch.optimizers").FusedAdam
+    optimizers.Adam = distrib_optimizer.Adam = adam
+    optimizers.USING_PYTORCH_OPTIMIZER = False
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
+
+
+FUSED_ADAM = Package(
+    partial(transformer_engine_on_cpu.fetch, transformer_engine_on_cpu.VERSIONS[-1]),
+    _use_fused_adam,
+)
+
+Lists = list[list[Tensor]]
+
+
+@torch.no_grad()
+def multi_tensor_adam(chunk: int, skip: Tensor, lists: Lists, *settings: Any) -> None:
+    """A step: lists of gradients, parameters, first and second moments and, where there are,
+    parameters in high precision, from which the others are made."""
+    mains = lists[4] if len(lists) == 5 else lists[1]
+    for gradient, parameter, first, second, main in zip(*lists[:4], mains, strict=True):
+        high = main.float()
+        high -= _update(gradient.float(), high, first, second, *settings)
+        main.copy_(high)
+        parameter.copy_(high)
+
+
+@torch.no_grad()
+def multi_tensor_adam_param_remainder(
+    chunk: int, skip: Tensor, lists: Lists, *settings: Any
+) -> None:
+    """As the other; of parameters in high precision there are the bits that bf16 lacks."""
+    for gradient, parameter, first, second, remainder in zip(*lists, strict=True):
+        upper = parameter.view(torch.int16).int() - (remainder < 0).int()
+        high = ((upper << 16) | (remainder.int() & 0xFFFF)).view(torch.float32)
+        high -= _update(gradient.float(), high, first, second, *settings)
+        written = high.view(torch.int32)
+        remainder.copy_(((written & 0xFFFF) ^ 0x8000) - 0x8000)
+        parameter.view(torch.int16).copy_((written >> 16) + (remainder < 0).int())
+
+
+def _update(
+    gradient: Tensor,
+    high: Tensor,
+    first: Tensor,
+    second: Tensor,
+    rate: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int,
+    decoupled: int,
+    corrected: int,
+    decay: float,
+) -> Tensor:
+    assert decoupled and corrected
+    first.copy_(first.float().lerp(gradient, 1 - beta1))
+    second.copy_(second.float().lerp(gradient.square(), 1 - beta2))
+    direction = first.float() / (1 - beta1**step)
+    direction /= (second.float() / (1 - beta2**step)).sqrt() + epsilon
+    return rate * (direction + decay * high)
+
+
+# ---- Muon, of NVIDIA's emerging optimizers
+
+_MUON = "0.2.0"  # Megatron 0.19's
+_REPOSITORY = "https://github.com/NVIDIA-NeMo/Emerging-Optimizers"
+
+
+def _use_muon(folder: Path) -> None:
+    sys.path.insert(0, str(folder))
+    for name in ("absl", "triton"):  # for logs, and for kernels that nobody calls
+        if importlib.util.find_spec(name) is None:
+            sys.modules[name] = MagicMock(__spec__=importlib.machinery.ModuleSpec(name, None))
+    importlib.reload(emerging_optimizers)
+    importlib.reload(optimizers)
+
+
+MUON = Package(
+    partial(fetched, "emerging-optimizers", _MUON, f"git+{_REPOSITORY}@v{_MUON}"), _use_muon
+)
+
+
+# ---- einops, by which Megatron divides ranks over instances of the distributed optimizer
+
+
+def _use_einops(folder: Path) -> None:
+    sys.path.insert(0, str(folder))
+    parallel_state.einops = importlib.import_module("einops")
+    parallel_state.HAVE_EINOPS = True
+
+
+EINOPS = Package(partial(fetched, "einops", "0.8.2"), _use_einops)

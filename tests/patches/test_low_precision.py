@@ -1,0 +1,481 @@
+"""What Transformer Engine's recipes share between microbatches, under reordered and split passes.
+
+Real layers, recipes and state, kernels by torch (`tests.helpers.quantization_on_cpu`): the passes
+of a rank are run one by one, as its row of a program has them, on data that are the same for every
+order. Each stage is compared with what stock's order makes of it: outputs, gradients, weights after
+two steps, scales, histories, weights' copies, and all that is read of them, in order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import itertools
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches import cpu
+from megatron_ext.patches.engine import apply
+from megatron_ext.patches.transformer_engine.pytorch.module import _common
+from megatron_ext.runtime.weight_gradients import queue
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.registry import choose
+from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.problem import Problem
+from tests.helpers import quantization_on_cpu as quantization
+from tests.helpers import transformer_engine_on_cpu as on_cpu
+from tests.helpers.combinations import IS_NIGHT, at_night, nightly
+from tests.helpers.documents import check_written, table
+from tests.helpers.ranks import run_ranks, values
+
+ROWS, WIDTH = 32, 64
+MICROBATCHES = 4
+STEPS = 2
+
+Te = Any  # transformer_engine.pytorch
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A recipe: its class, and what it is made with."""
+
+    recipe: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def make(self) -> Any:
+        from transformer_engine.common import recipe
+
+        return getattr(recipe, self.recipe)(**self.options)
+
+
+PRECISIONS = {
+    "delayed": Precision(
+        "DelayedScaling", {"amax_history_len": 1, "amax_compute_algo": "most_recent"}
+    ),
+    "delayed, max": Precision(
+        "DelayedScaling", {"amax_history_len": 4, "amax_compute_algo": "max"}
+    ),
+    "tensorwise": Precision("Float8CurrentScaling"),
+    "blockwise": Precision("Float8BlockScaling"),
+    "mxfp8": Precision("MXFP8BlockScaling"),
+    "nvfp4": Precision("NVFP4BlockScaling"),
+}
+
+
+# ---- A rank's passes
+
+
+@dataclass
+class Stage:
+    """What a stage has made, and with which scales its passes have quantised: forward passes,
+    backward passes and evaluations, each in their order."""
+
+    made: list[Tensor] = field(default_factory=list)
+    read: dict[str, list[tuple[Any, ...]]] = field(default_factory=lambda: defaultdict(list))
+
+
+class Rank:
+    """Runs the passes of one rank's row on its stages, step by step."""
+
+    def __init__(self, te: Te, row: Sequence[Action], case: Case) -> None:
+        self._te = te
+        self._case = case
+        self._recipe = case.precision.make()
+        self._row = row
+        self._splits = any(action.kind is Kind.BACKWARD_WEIGHT for action in row)
+        self.stages: dict[int, Stage] = defaultdict(Stage)
+        self._layers = {action.stage: case.layers(te, action.stage) for action in row}
+        self._outputs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._running: tuple[int, str] | None = None  # the stage, its pass
+
+    def run(self) -> dict[int, Stage]:
+        importlib.import_module("transformer_engine.pytorch.fp8").FP8GlobalStateManager.reset()
+        quantization.watchers[:] = [self._watch]
+        try:
+            for step in range(STEPS):
+                self._train(step)
+                if self._case.evaluates:
+                    self._evaluate(step)
+        finally:
+            quantization.watchers.clear()
+        for number, layers in self._layers.items():
+            for layer in layers:
+                self.stages[number].made += _state(layer)
+        return dict(self.stages)
+
+    def _train(self, step: int) -> None:
+        torch.manual_seed(step)  # NVFP4 rounds gradients by chance
+        parameters = {
+            number: [parameter for layer in layers for parameter in layer.parameters()]
+            for number, layers in self._layers.items()
+        }
+        for parameter in (p for several in parameters.values() for p in several):
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
+        begun: set[int] = set()
+        queue.splitting = self._splits
+        for action in self._row:
+            self._pass(action, step, begun)
+        assert not len(queue)
+        queue.splitting = False
+        for number, several in parameters.items():
+            for parameter in several:
+                self.stages[number].made.append(_stepped(parameter))
+
+    def _pass(self, action: Action, step: int, begun: set[int]) -> None:
+        stage, kind, microbatch = action
+        key = stage, microbatch
+        made = self.stages[stage].made
+        if kind is Kind.FORWARD:
+            self._running = stage, f"F{microbatch}"
+            x = data(stage, microbatch, step)[0].requires_grad_()
+            y = self._forward(stage, x, is_first=stage not in begun)
+            begun.add(stage)
+            self._outputs[key] = x, y
+            made.append(y.detach().clone())
+        elif kind is Kind.BACKWARD_WEIGHT:
+            self._running = None  # nothing is quantised
+            queue.run(*key)
+        else:
+            self._running = stage, f"I{microbatch}"
+            x, y = self._outputs.pop(key)
+            splits = kind is Kind.BACKWARD_INPUT
+            with queue.collecting(*key) if splits else contextlib.nullcontext():
+                y.backward(data(stage, microbatch, step)[1])
+            assert x.grad is not None
+            made.append(x.grad)
+
+    def _forward(self, stage: int, x: Tensor, is_first: bool) -> Tensor:
+        """As a TransformerBlock: delayed scaling has one context for all layers, others have one
+        for each."""
+        whole = self._recipe.delayed()
+        with self._autocast() if whole else contextlib.nullcontext():
+            for layer in self._layers[stage]:
+                with contextlib.nullcontext() if whole else self._autocast():
+                    x = self._layer(layer, x, is_first)
+        return x
+
+    def _layer(self, layer: torch.nn.Module, x: Tensor, is_first: bool) -> Tensor:
+        firsts = itertools.chain([is_first], itertools.repeat(False))  # a recompute is none
+
+        def forward(x: Tensor) -> Tensor:
+            made: Tensor = layer(x, *splits_of(layer), is_first_microbatch=next(firsts))
+            return made
+
+        if self._case.recomputes and torch.is_grad_enabled():
+            return self._te.checkpoint(forward, x)
+        return forward(x)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[None]:
+        return self._te.fp8_autocast(enabled=True, fp8_recipe=self._recipe)
+
+    def _evaluate(self, step: int) -> None:
+        with torch.no_grad():
+            for microbatch in range(2):
+                for number in self._layers:
+                    self._running = number, f"evaluation {microbatch}"
+                    x, _ = data(number, microbatch, step + 1)
+                    self._forward(number, 3 * x, is_first=microbatch == 0)
+
+    def _watch(self, quantizer: Any, tensor: Tensor) -> None:
+        assert self._running is not None, "a W pass quantises"
+        stage, running = self._running
+        kind = type(quantizer).__name__
+        scale = quantizer.scale.item() if kind == "Float8Quantizer" else None  # of the others: none
+        event = (kind, *tensor.shape, scale)
+        self.stages[stage].read[running[0]].append((running, *event))
+
+
+def _stepped(parameter: Any) -> Tensor:
+    """A step of plain gradient descent; the gradient of a bias or of a norm is in ``.grad``."""
+    gradient = parameter.main_grad if parameter.grad is None else parameter.grad
+    with torch.no_grad():
+        parameter.sub_(1e-3 * gradient)
+    parameter.grad = None
+    return parameter.detach().clone()
+
+
+Layers = Callable[[Te, int], list[torch.nn.Module]]
+
+
+def linears(te: Te, stage: int) -> list[torch.nn.Module]:
+    torch.manual_seed(stage)
+    options = {"device": "cpu", "params_dtype": torch.bfloat16, "fuse_wgrad_accumulation": True}
+    return [te.Linear(WIDTH, WIDTH, **options), te.LayerNormLinear(WIDTH, WIDTH, **options)]
+
+
+def experts(te: Te, stage: int) -> list[torch.nn.Module]:
+    torch.manual_seed(stage)
+    options = {"device": "cpu", "params_dtype": torch.bfloat16, "fuse_wgrad_accumulation": True}
+    return [te.GroupedLinear(2, WIDTH, WIDTH, **options)]
+
+
+def splits_of(layer: torch.nn.Module) -> tuple[Any, ...]:
+    return ([ROWS // 2, ROWS // 2],) if hasattr(layer, "num_gemms") else ()
+
+
+def data(stage: int, microbatch: int, step: int) -> tuple[Tensor, Tensor]:
+    """x and dy, the same in every order of passes, and larger and smaller from one to the next."""
+    generator = torch.Generator().manual_seed(1000 * step + 100 * stage + microbatch)
+    x, dy = (torch.randn(ROWS, WIDTH, generator=generator) for _ in "12")
+    size = 1 + 5 * ((2 * microbatch + stage) % 3)
+    return (size * x).bfloat16(), (dy / size).bfloat16()
+
+
+def _state(layer: Any) -> list[Tensor]:
+    """Scales and amax histories, and the copies of weights that are kept."""
+    states = [layer.fp8_meta[key] for key in ("scaling_fwd", "scaling_bwd")]
+    named = [getattr(s, name, None) for s in states for name in ("scale", "amax_history")]
+    copies = [quantization.operand(kept, True) for kept in layer._fp8_workspaces.values()]
+    return [tensor.clone() for tensor in (*named, *copies) if tensor is not None]
+
+
+# ---- Comparisons
+
+
+@dataclass(frozen=True)
+class Case:
+    precision: Precision
+    layers: Layers = linears
+    evaluates: bool = False
+    recomputes: bool = False
+
+
+@functools.cache
+def rows(schedule: str, ranks: int) -> tuple[tuple[Action, ...], ...]:
+    choice = choose(schedule)
+    placement = choice.place(ranks)
+    problem = Problem(placement, MICROBATCHES, uniform(placement, 1, 1, 1, 0))
+    return build_program(choice, problem).schedule.compute_rows
+
+
+def run(te: Te, case: Case, schedule: str, ranks: int) -> dict[int, Stage]:
+    """The stages of all ranks of ``schedule``."""
+    made: dict[int, Stage] = {}
+    for row in rows(schedule, ranks):
+        made |= Rank(te, row, case).run()
+    return made
+
+
+LINE = (("zb-h1", 2), ("1f1b", 2))
+AHEAD = (("zb-2p", 2), ("1f1b", 2))  # F and I in another order than stock's
+LOOP = (("interleaved-zb", 2), ("interleaved", 2))
+V = (("zb-v", 2), ("1f1b", 4))
+
+
+def is_stocks(te: Te, case: Case, pair: tuple[tuple[str, int], tuple[str, int]]) -> bool:
+    """Whether a schedule's stages are those of another, which stands for Megatron's."""
+    ours, stock = (run(te, case, *schedule) for schedule in pair)
+    assert ours.keys() == stock.keys()
+    alike = True
+    for number, expected in stock.items():
+        assert expected.read["F"] and expected.read["I"]
+        assert all(tensor.count_nonzero() for tensor in expected.made[:4]), "nothing is tested"
+        alike &= ours[number].read == expected.read
+        alike &= _as_bytes(ours[number].made) == _as_bytes(expected.made)
+    return alike
+
+
+def _as_bytes(tensors: Sequence[Tensor]) -> list[bytes]:
+    """Of passes in any order."""
+    return sorted(tensor.float().numpy().tobytes() for tensor in tensors)
+
+
+CASES: dict[str, Callable[[Te], None]] = {}
+NIGHTLY: set[str] = set()
+
+
+def case_for(
+    *names: str, nightly: Sequence[str] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let ``function(te, precision)`` run for the precisions of these names, some at night."""
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        for name in (*names, *nightly):
+            CASES[f"{function.__name__}-{name}"] = functools.partial(_checked, function, name)
+        NIGHTLY.update(f"{function.__name__}-{name}" for name in nightly)
+        return function
+
+    return register
+
+
+def _checked(function: Callable[[Te, str], None], name: str, te: Te) -> None:
+    function(te, name)
+
+
+WITHOUT_STATE = ("tensorwise", "blockwise", "mxfp8")
+
+
+@case_for(*PRECISIONS)
+def one_stage_a_rank(te: Te, name: str) -> None:
+    assert is_stocks(te, Case(PRECISIONS[name], evaluates=True), LINE)
+
+
+@case_for("delayed, max", "nvfp4", nightly=("delayed", *WITHOUT_STATE))
+def a_loop_beside_megatrons_loop(te: Te, name: str) -> None:
+    assert is_stocks(te, Case(PRECISIONS[name], evaluates=True), LOOP)
+
+
+@case_for("mxfp8", nightly=("tensorwise", "blockwise"))
+def a_v_beside_a_line(te: Te, name: str) -> None:
+    assert is_stocks(te, Case(PRECISIONS[name], evaluates=True), V)
+
+
+@case_for("delayed")
+def a_v_beside_a_line_until_an_evaluation(te: Te, name: str) -> None:
+    """Which leaves its amaxes behind: the next forward pass on the rank, of any of its stages,
+    makes scales of them, and the other stage's first pass has these already."""
+    assert is_stocks(te, Case(PRECISIONS[name]), V)
+    assert not is_stocks(te, Case(PRECISIONS[name], evaluates=True), V)
+
+
+@case_for("delayed, max")
+def a_v_s_history_is_of_all_its_passes(te: Te, name: str) -> None:
+    """A history's length is counted in passes of the rank."""
+    assert not is_stocks(te, Case(PRECISIONS[name]), V)
+
+
+@case_for("nvfp4")
+def a_v_rounds_by_other_chances(te: Te, name: str) -> None:
+    """They are drawn in the order of the rank's backward passes."""
+    assert not is_stocks(te, Case(PRECISIONS[name]), V)
+    nearest = dataclasses.replace(PRECISIONS[name], options={"disable_stochastic_rounding": True})
+    assert is_stocks(te, Case(nearest), V)
+
+
+@case_for("delayed")
+def a_recompute_leaves_scales_alone(te: Te, name: str) -> None:
+    for pair in (AHEAD, V, *at_night(LINE, LOOP)):
+        assert is_stocks(te, Case(PRECISIONS[name], recomputes=True), pair)
+
+
+@case_for("delayed, max")
+def a_recompute_is_a_pass_of_the_history(te: Te, name: str) -> None:
+    """It moves the forward passes' history on: the order of F and I counts."""
+    case = Case(PRECISIONS[name], recomputes=True)
+    assert is_stocks(te, Case(PRECISIONS[name]), AHEAD)
+    assert not is_stocks(te, case, AHEAD)
+    assert all(is_stocks(te, case, pair) for pair in (LINE, *at_night(LOOP)))
+
+
+@case_for("mxfp8", nightly=[name for name in PRECISIONS if name != "mxfp8"])
+def experts_are_stocks(te: Te, name: str) -> None:
+    assert is_stocks(te, Case(PRECISIONS[name], layers=experts), LINE)
+
+
+HOPPER, BLACKWELL = (9, 0), (10, 0)  # whose GEMMs want FP8 transposed, or not
+
+
+@functools.cache
+def outcomes(version: str, capability: tuple[int, int]) -> dict[str, str]:
+    """How each case ended: an empty text, or the traceback."""
+    folder = on_cpu.fetch(version)
+
+    def on_rank(rank: int) -> dict[str, str]:
+        te = on_cpu.load(folder, capability)
+        apply([patch for patch in cpu.patches() if patch.target.startswith("torch")])
+        apply(_common.patches(PipelineConfig(schedule="zb-h1")))
+        parallel_state.initialize_model_parallel()
+        return {
+            name: _outcome(check, te)
+            for name, check in CASES.items()
+            if IS_NIGHT or name not in NIGHTLY
+        }
+
+    (texts,) = values(run_ranks(1, on_rank))
+    return texts
+
+
+def _outcome(check: Callable[[Te], None], te: Te) -> str:
+    try:
+        check(te)
+    except BaseException:
+        return traceback.format_exc()
+    finally:
+        queue.clear()
+    return ""
+
+
+PLACEMENTS = {"one_stage": "line", "experts": "line", "a_loop": "loop", "a_v": "v"}
+PUBLIC = {  # as public recipes name them
+    "delayed": "fp8_delayed",
+    "tensorwise": "fp8_cs",
+    "blockwise": "fp8_sc",
+    "mxfp8": "fp8_mx",
+    "nvfp4": "nvfp4",
+}
+
+
+def marks(case: str) -> list[pytest.MarkDecorator]:
+    """Of ``case``, a name in `CASES`: when it runs, and what it shows of public recipes."""
+    function, _, precision = case.partition("-")
+    marks = [nightly("of these recipes no pass reads what another has left")] * (case in NIGHTLY)
+    placements = tuple(kind for word, kind in PLACEMENTS.items() if function.startswith(word))
+    if precision in PUBLIC and placements:
+        marks.append(pytest.mark.covers("B", placements, precision=PUBLIC[precision]))
+    return marks
+
+
+RUNS = [
+    pytest.param(name, version, capability, marks=marks(name))
+    for version, capability in (
+        (on_cpu.VERSIONS[-1], BLACKWELL),
+        *at_night(*((version, HOPPER) for version in on_cpu.VERSIONS)),
+    )
+    for name in CASES
+    if capability == BLACKWELL or not name.endswith(("mxfp8", "nvfp4"))
+]
+
+
+@pytest.mark.parametrize(("name", "version", "capability"), RUNS)
+def test_with(name: str, version: str, capability: tuple[int, int]) -> None:
+    error = outcomes(version, capability)[name]
+    assert not error, f"Transformer Engine {version}:\n{error}"
+
+
+BITWISE = "bitwise"
+# In docs/compatibility.md: of each recipe, and the cases above that show it.
+STATEMENTS: dict[str, tuple[str, ...]] = {
+    "`--fp8-recipe delayed`, amax `most_recent` (Megatron's default)": (
+        BITWISE,
+        BITWISE,
+        "bitwise until an evaluation (1)",
+    ),
+    "`--fp8-recipe delayed`, amax `max` of a history": (
+        "bitwise; with recompute, where F and I have stock's order, as zb-h1's (2)",
+        BITWISE,
+        "other scales (3)",
+    ),
+    "`--fp8-recipe tensorwise`": (BITWISE,) * 3,
+    "`--fp8-recipe blockwise`": (BITWISE,) * 3,
+    "`--fp8-recipe mxfp8`": (BITWISE,) * 3,
+    "`--fp4-format e2m1`, NVFP4": (BITWISE, BITWISE, "bitwise without stochastic rounding (4)"),
+}
+SHOWN_BY = {
+    "bitwise until an evaluation (1)": "a_v_beside_a_line_until_an_evaluation",
+    "bitwise; with recompute, where F and I have stock's order, as zb-h1's (2)": (
+        "a_recompute_is_a_pass_of_the_history"
+    ),
+    "other scales (3)": "a_v_s_history_is_of_all_its_passes",
+    "bitwise without stochastic rounding (4)": "a_v_rounds_by_other_chances",
+}
+WHERE = ("one_stage_a_rank", "a_loop_beside_megatrons_loop", "a_v_beside_a_line")
+
+
+def test_the_docs_tell_what_each_recipe_keeps() -> None:
+    for name, statements in zip(PRECISIONS, STATEMENTS.values(), strict=True):
+        for where, statement in zip(WHERE, statements, strict=True):
+            assert f"{SHOWN_BY.get(statement, where)}-{name}" in CASES
+    head = ["", "one stage a rank", "`interleaved-zb` beside Megatron's loop", "a V beside a line"]
+    check_written("low precision", table(head, [[k, *v] for k, v in STATEMENTS.items()]))

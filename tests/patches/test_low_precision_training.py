@@ -1,0 +1,125 @@
+"""Trainings of a GPT in FP8 and FP4, with stand-ins for the kernels: ours are stock's."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import quantization_on_cpu as quantization
+from tests.helpers import transformer_engine_on_cpu as on_cpu
+from tests.helpers.combinations import at_night, nightly
+from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train
+from tests.helpers.ranks import HANGS, run_ranks, values
+from tests.helpers.transformer_engine_gpt import provide, use_transformer_engine
+
+Settings = dict[str, Any]
+
+NEWEST = on_cpu.VERSIONS[-1]
+BLACKWELL = (10, 0)  # compute capability: it has all of them
+
+MXFP8: Settings = {"fp8": "e4m3", "fp8_recipe": "mxfp8"}
+TENSORWISE: Settings = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+PRECISIONS: dict[str, Settings] = {  # as public recipes name them
+    "fp8_delayed": {"fp8": "hybrid", "fp8_recipe": "delayed"},
+    "fp8_cs": TENSORWISE,
+    "fp8_sc": {"fp8": "hybrid", "fp8_recipe": "blockwise"},
+    "fp8_mx": MXFP8,
+    "nvfp4": {"fp4": "e2m1", "fp4_recipe": "nvfp4"},
+}
+OUTPUT_LAYER: Settings = {"fp8_output_proj": True}
+BF16_ENDS: Settings = {"first_last_layers_bf16": True}
+
+MODEL: Settings = {
+    "pipeline_model_parallel_size": 2,
+    "bf16": True,
+    "seq_length": 32,
+    "max_position_embeddings": 32,
+    "untie_embeddings_and_output_weights": True,
+    "make_vocab_size_divisible_by": 64,
+}
+LOOP: Settings = {"num_virtual_stages_per_pipeline_rank": 2}
+SAVED_AT = 1
+
+
+def shown(kind: str, precision: str, settings: Settings) -> Any:
+    """A case, and what it shows of public recipes."""
+    mark = pytest.mark.covers("B", (kind,), precision=precision, **settings)
+    return pytest.param(precision, settings, marks=mark)
+
+
+def both(flags: Settings, schedule: str, settings: Settings, saved: Path | None = None) -> None:
+    """Stock's training and ours, from the same weights: those that stock has ``saved`` on its way,
+    or those of a start."""
+    on_cpu.fetch(NEWEST)  # here, where a test can be skipped
+    build = functools.partial(provide, True, False, settings)
+    saving: Settings = {} if saved is None else {"save": saved, "save_interval": SAVED_AT}
+    loading: Settings = {} if saved is None else {"load": saved, "ckpt_step": SAVED_AT}
+
+    def on_rank(rank: int) -> tuple[list[Run], list[Run]]:
+        use_transformer_engine(NEWEST, BLACKWELL)
+        quantised = multiprocessing.Value("i")
+        quantization.watchers.append(lambda quantizer, tensor: _count(quantised))
+        reference = train(2, model_flags(**flags, **saving, train_iters=3), model_provider=build)
+        ours = model_flags(**flags, **loading, train_iters=3, pipeline_schedule=schedule)
+        runs = train(2, ours, model_provider=build)
+        assert quantised.value, "nothing is tested: no tensor was quantised"
+        return runs, reference
+
+    ((runs, reference),) = values(run_ranks(1, on_rank, timeout=2 * HANGS, connect=False))
+    assert len(losses(runs)) == 3 - (0 if saved is None else SAVED_AT)
+    assert {run.schedule for run in runs} == {"PipelineStep"}
+    assert_same(runs, reference)
+
+
+def _count(quantised: Any) -> None:
+    with quantised.get_lock():
+        quantised.value += 1
+
+
+@pytest.mark.parametrize(
+    ("precision", "settings"),
+    [
+        shown("line", "fp8_mx", OUTPUT_LAYER),
+        *at_night(
+            *(shown("line", precision, {}) for precision in PRECISIONS),
+            shown("line", "fp8_cs", BF16_ENDS),
+        ),
+    ],
+)
+def test_one_stage_a_rank(precision: str, settings: Settings) -> None:
+    both(MODEL, "zb-h1", PRECISIONS[precision] | settings)
+
+
+@nightly("test_low_precision.py has loops pass by pass")
+@pytest.mark.parametrize(
+    ("precision", "settings"),
+    [
+        *(shown("loop", precision, {}) for precision in PRECISIONS),
+        shown("loop", "fp8_cs", BF16_ENDS),
+        shown("loop", "fp8_mx", OUTPUT_LAYER),
+    ],
+)
+def test_a_loop(precision: str, settings: Settings) -> None:
+    both(MODEL | LOOP, "interleaved-zb", PRECISIONS[precision] | settings)
+
+
+@nightly("test_low_precision.py has V's pass by pass")
+@pytest.mark.parametrize(
+    ("precision", "settings"),
+    [
+        *(shown("v", precision, {}) for precision in PRECISIONS),
+        shown("v", "fp8_cs", BF16_ENDS),
+        shown("v", "fp8_mx", OUTPUT_LAYER),
+    ],
+)
+def test_a_v(
+    precision: str, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without chance: NVFP4 rounds gradients by it in the order of a rank's backward passes."""
+    monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")  # delayed scaling's
+    monkeypatch.setenv("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING", "1")
+    both(MODEL, "zb-v", PRECISIONS[precision] | settings, tmp_path)

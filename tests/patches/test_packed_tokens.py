@@ -1,0 +1,54 @@
+"""What ranks do with packed sequences beside the passes: datasets are built, tokens counted."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.training import training
+
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches.engine import apply
+from megatron_ext.patches.megatron.core.datasets.blended_megatron_dataset_builder import (
+    build_where_read,
+)
+from megatron_ext.patches.megatron.training.training import packed_tokens
+
+
+def asks(monkeypatch: pytest.MonkeyPatch, rank: int, tensor_rank: int, **config: bool) -> bool:
+    """Whether a rank builds a dataset that its script does not see it read."""
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: tensor_rank)
+    built: list[bool] = []
+
+    def original(builder: Any, cls: type, sizes: list[int], is_built: Any, config: Any) -> None:
+        built.append(is_built())
+
+    build_where_read(original, None, object, [], lambda: False, SimpleNamespace(**config))
+    return built[0]
+
+
+def test_stages_between_the_ends_have_documents_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --dataloader-inter-document-masking their iterators were None, but for global rank 0's:
+    on a loop, and on a V of two ranks with data parallelism, where a line of two trains."""
+    masked = {"inter_document_masking": True}
+    assert asks(monkeypatch, 2, 0, **masked) and not asks(monkeypatch, 3, 1, **masked)
+    assert not asks(monkeypatch, 2, 0, inter_document_masking=False)
+    assert not asks(monkeypatch, 2, 0)  # Megatron 0.18
+    assert asks(monkeypatch, 0, 0)
+
+
+@pytest.mark.parametrize("chunks", [None, 2, 4])
+def test_tokens_are_counted_once(chunks: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TFLOP/s on a V were twice what they are: each chunk adds what its rank has read."""
+    name = "get_virtual_pipeline_model_parallel_world_size"
+    monkeypatch.setattr(parallel_state, name, lambda: chunks)
+    with apply(packed_tokens.patches(PipelineConfig(schedule="zb-v"))):
+        assert training.consume_seqlen_stats_in_iteration() == (None, None)
+        for _ in range(chunks or 1):
+            training.update_seqlen_stats_from_cu_seqlens(torch.tensor([0, 3, 8]))
+        assert training.consume_seqlen_stats_in_iteration() == (8, 9 + 25)

@@ -1,0 +1,32 @@
+"""What a checkpoint has, besides tensors, of groups of parameters that global rank 0 has not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="needs megatron-core")
+
+from megatron_ext.patches.megatron.core.optimizer.optimizer.saving import without_empty_groups
+
+
+@pytest.mark.parametrize(
+    ("groups", "is_loading", "expected"),
+    [
+        ([["norm"], []], False, {"fp32_from_fp16_params": [["norm"]]}),
+        ([[], []], False, {}),
+        ([["norm"], []], True, {"fp32_from_fp16_params": [["norm"], []]}),
+    ],
+)
+def test_empty_groups_are_not_saved(
+    groups: list[list[str]], is_loading: bool, expected: dict[str, Any]
+) -> None:
+    """Nobody could load what a V with Muon, or with --decoupled-lr, had saved: on global rank 0 the
+    embeddings' group is empty, and lists of other lengths cannot be merged."""
+
+    def stock(optimizer: Any, model: Any, is_loading: bool) -> dict[str, Any]:
+        return {"fp32_from_fp16_params": groups, "optimizer": {}}
+
+    made = without_empty_groups(stock, None, {}, is_loading)
+    assert made == {"optimizer": {}} | expected

@@ -1,0 +1,168 @@
+"""Megatron's flex dispatcher under schedules of ours: DeepEP and HybridEP, on gloo's all-to-all.
+
+Several microbatches of a rank are under way at once, each with handles of its own from F to I, and
+all calls go through the process's one buffer. W needs neither: what it multiplies are the layers'
+own tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from megatron.core import parallel_state
+
+from megatron_ext.adapter.step.training import Training
+from megatron_ext.runtime.stage_passes import StagePasses
+from megatron_ext.schedule.action import Action
+from megatron_ext.schedule.build.registry import choose
+from scripts.pretrain_gpt import model_provider
+from tests.helpers import deep_ep_on_cpu
+from tests.helpers.callers import draw_by_name, named_parameters
+from tests.helpers.combinations import IS_NIGHT, at_night
+from tests.helpers.covered import covers
+from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train
+from tests.helpers.ranks import HANGS, run_ranks, values
+
+RANKS, STAGES = 4, 2
+Flags = dict[str, object]
+
+EXPERTS: Flags = {
+    "pipeline_model_parallel_size": STAGES,
+    "expert_model_parallel_size": 2,
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 32,
+    "moe_aux_loss_coeff": 1e-2,
+    "disable_bias_linear": True,
+    "untie_embeddings_and_output_weights": True,
+    "train_iters": 2,
+}
+EXPERTS_OF_A_RANK = 2
+SHARED: Flags = {"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_overlap": True}
+LOOP: Flags = {"num_virtual_stages_per_pipeline_rank": 2}
+ALL_TO_ALL: Flags = {"moe_token_dispatcher_type": "alltoall"}
+
+
+def flex(backend: str) -> Flags:
+    return {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": backend}
+
+
+def check_handles() -> None:
+    """In a forked process, whose ranks then check this in each step: a handle is used in F and in
+    I and never in W, and several microbatches are between the two at once."""
+    run, run_weights = Training._train, StagePasses._backward_weight
+    run_forward = StagePasses._forward
+    between: list[int] = []
+
+    def uses() -> int:
+        return sum(len(handle.uses) for handle in deep_ep_on_cpu.handles)
+
+    def forward(passes: Any, action: Action) -> None:
+        run_forward(passes, action)
+        between.append(sum(len(handle.uses) == 2 for handle in deep_ep_on_cpu.handles))
+
+    def weights(passes: Any, action: Action) -> None:
+        before = uses()
+        run_weights(passes, action)
+        assert uses() == before, f"{action} uses the dispatcher"
+
+    def step(training: Any, step: Any) -> Any:
+        deep_ep_on_cpu.handles.clear()
+        result = run(training, step)
+        assert {tuple(handle.uses) for handle in deep_ep_on_cpu.handles} == {
+            ("dispatch", "combine", "dispatch of gradients", "combine of gradients")
+        }
+        layers = sum(len(chunk.module.decoder.layers) for chunk in step.call.models)
+        assert len(deep_ep_on_cpu.handles) == layers * step.call.num_microbatches
+        if step.pipeline.rank() == 0:
+            assert max(between) > layers, "one microbatch was done before the next began"
+        assert len(deep_ep_on_cpu.buffers) == 1
+        return result
+
+    Training._train = step  # type: ignore[assignment,method-assign]
+    StagePasses._forward = forward  # type: ignore[assignment,method-assign]
+    StagePasses._backward_weight = weights  # type: ignore[assignment,method-assign]
+
+
+def drawn_by_name(*args: Any, **kwargs: Any) -> Any:
+    """A chunk whose matrices are drawn by their names in the whole model: V's and loops draw in
+    another order than a line. Experts are numbered through all ranks."""
+    model = model_provider(*args, **kwargs)
+    first = parallel_state.get_expert_model_parallel_rank() * EXPERTS_OF_A_RANK
+
+    def renamed(name: str) -> str:
+        return re.sub(r"(?<=local_experts\.)\d+", lambda number: str(int(number[0]) + first), name)
+
+    matrices = named_parameters(model)
+    draw_by_name((renamed(name), matrix) for name, matrix in matrices if matrix.dim() > 1)
+    return model
+
+
+def compare(backend: str | None, flags: Flags, schedules: Sequence[str]) -> None:
+    """Ours with ``backend``, or else the all-to-all dispatcher, and stock's with the latter."""
+    given = EXPERTS | flags
+    dispatcher = ALL_TO_ALL if backend is None else flex(backend)
+
+    def run(**more: object) -> list[Run]:
+        return train(RANKS, model_flags(**given, **more), model_provider=drawn_by_name)
+
+    def on_ranks(rank: int) -> list[list[Run]]:
+        deep_ep_on_cpu.use_deep_ep()
+        runs = [run(**ALL_TO_ALL)]
+        if backend is not None and IS_NIGHT:
+            runs.append(run(**dispatcher))
+        if backend is not None and "recompute_granularity" not in flags:
+            check_handles()
+        for schedule in schedules:
+            virtual = LOOP if choose(schedule).example.name == "loop" else {}
+            runs.append(run(**dispatcher, **virtual, pipeline_schedule=schedule))
+        return runs
+
+    ((stocks, *others),) = values(run_ranks(1, on_ranks, timeout=2 * HANGS, connect=False))
+    assert len(losses(stocks)) == 2
+    for runs in others:
+        assert_same(runs, stocks)
+
+
+FULL: Flags = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+SELECTIVE: Flags = {"recompute_granularity": "selective", "recompute_modules": "moe"}
+FP32: Flags = {"moe_router_dtype": "fp32"}
+
+
+def case(name: str, backend: str | None, flags: Flags, *schedules: str) -> Any:
+    """Compared under ``schedules``, with a mark of what that covers: without a ``backend`` there is
+    nothing of a stand-in in it."""
+    given = EXPERTS | (ALL_TO_ALL if backend is None else flex(backend)) | flags
+    marks = covers("A" if backend is None else "B", schedules, given)
+    return pytest.param(backend, flags, schedules, id=name, marks=marks)
+
+
+OF_EACH_KIND = ("zb-h1", "interleaved-zb", "zb-v")
+
+
+@pytest.mark.parametrize(
+    ("backend", "flags", "schedules"),
+    [
+        case("DeepEP, a V", "deepep", {}, "zb-v"),
+        *at_night(
+            case("DeepEP", "deepep", {}, "1f1b", "zb-h1", "interleaved-zb", "v-half"),
+            case("DeepEP, full recompute", "deepep", FULL | FP32, *OF_EACH_KIND),
+            case("HybridEP", "hybridep", {}, *OF_EACH_KIND),
+            case("HybridEP, recompute", "hybridep", SELECTIVE, *OF_EACH_KIND),
+            case("DeepEP, shared expert", "deepep", SHARED, *OF_EACH_KIND),
+            case("shared expert", None, SHARED, *OF_EACH_KIND),
+        ),
+    ],
+)
+def test_trainings_are_stocks_to_the_last_bit(
+    backend: str | None, flags: Flags, schedules: Sequence[str]
+) -> None:
+    """Stock's with the all-to-all dispatcher, which stock's flex dispatcher equals (at night)."""
+    compare(backend, flags, schedules)

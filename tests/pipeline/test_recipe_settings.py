@@ -1,0 +1,299 @@
+"""Settings of public recipes that say nothing to a schedule, and must not: each against stock.
+
+What a layer computes, how tokens find their experts, what is recomputed, how layers divide. Weights
+are drawn by their names, so that a model starts alike wherever its stages lie; losses, parameters
+and optimizer tensors are stock's to the last bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.models import backends
+from megatron.core.models.common.language_module import language_module
+from megatron.core.tensor_parallel import random, vocab_parallel_cross_entropy
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.training import get_args
+from megatron.training.argument_utils import core_transformer_config_from_args
+
+from scripts.pretrain_gpt import model_provider
+from tests.helpers.callers import draw_by_name, named_parameters
+from tests.helpers.combinations import at_night, nightly
+from tests.helpers.covered import covers
+from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train
+
+Flags = dict[str, Any]
+
+MLA: Flags = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 16,
+    "kv_channels": 16,
+    "qk_layernorm": True,
+    "no_rope_fusion": True,
+}
+EXPERTS: Flags = {
+    "num_experts": 8,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 32,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_aux_loss_coeff": 1e-2,
+    "disable_bias_linear": True,
+}
+UNTIED: Flags = {"untie_embeddings_and_output_weights": True}
+SELECTIVE: Flags = {"recompute_granularity": "selective"}
+# the number of ranks, and flags
+SETTINGS: dict[str, tuple[int, Flags]] = {
+    "multi-latent attention": (
+        2,
+        {
+            **MLA,
+            **SELECTIVE,
+            "recompute_modules": ["core_attn", "mla_up_proj", "mlp", "layernorm"],
+        },
+    ),
+    "multi-latent attention, experts, multi-token prediction, bf16": (
+        2,
+        {**MLA, **EXPERTS, "mtp_num_layers": 1, "bf16": True},
+    ),
+    "windows, sinks, an output gate": (
+        2,
+        {
+            "window_size": "4,0",
+            "window_attn_skip_freq": 2,
+            "softmax_type": "learnable",
+            "no_masked_softmax_fusion": True,
+            "group_query_attention": True,
+            "num_query_groups": 1,
+            "attention_output_gate": True,
+        },
+    ),
+    "experts in groups, dense layers, a gated shared one, recomputed": (
+        2,
+        {
+            **EXPERTS,
+            **SELECTIVE,
+            "recompute_modules": ["moe"],
+            "moe_router_dtype": "fp32",
+            "moe_router_score_function": "sigmoid",
+            "moe_router_num_groups": 2,
+            "moe_router_group_topk": 1,
+            "moe_router_pre_softmax": True,
+            "moe_layer_freq": "([0]*1+[1]*5)",
+            "moe_shared_expert_intermediate_size": 32,
+            "moe_shared_expert_gate": True,
+        },
+    ),
+    "shared experts recomputed": (
+        2,
+        {
+            **EXPERTS,
+            **SELECTIVE,
+            "recompute_modules": ["shared_experts"],
+            "moe_shared_expert_intermediate_size": 32,
+        },
+    ),
+    "experts of some capacity": (
+        2,
+        {**EXPERTS, "moe_expert_capacity_factor": 1.1},
+    ),
+    "whole experts beside tensor parallel": (
+        4,
+        {
+            **EXPERTS,
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "expert_model_parallel_size": 2,
+            "expert_tensor_parallel_size": 1,
+        },
+    ),
+    "ends that count as layers, fused cross entropy, loss per token": (
+        2,
+        {
+            "account_for_embedding_in_pipeline_split": True,
+            "account_for_loss_in_pipeline_split": True,
+            "cross_entropy_loss_fusion": True,
+            "cross_entropy_fusion_impl": "native",
+            "calculate_per_token_loss": True,
+            "bf16": True,
+        },
+    ),
+    "full recompute": (
+        2,
+        {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+            "bf16": True,
+        },
+    ),
+}
+SCHEDULES = ("zb-h1", "interleaved-zb", "zb-v")
+DAY = {("multi-latent attention", "zb-v")}
+
+
+def case(setting: str, schedule: str) -> Any:
+    grade = "B" if setting.startswith("multi-latent") else "A"
+    settings = {**UNTIED, **SETTINGS[setting][1]}
+    return pytest.param(setting, schedule, marks=covers(grade, (schedule,), settings))
+
+
+CASES = [
+    case(setting, schedule)
+    for setting in SETTINGS
+    for schedule in SCHEDULES
+    if (setting, schedule) in DAY or at_night((setting, schedule))
+]
+
+
+class Attention(DotProductAttention):
+    """Megatron's own, as multi-latent attention calls Transformer Engine's."""
+
+    def __init__(
+        self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **more: Any
+    ) -> None:
+        super().__init__(*args, **more)
+
+
+def drawn_by_name(*args: Any, **kwargs: Any) -> Any:
+    backends.DotProductAttention = Attention
+    # which recompute of single modules asks for whether there is FP8
+    random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
+    random.activation_recompute_forward = lambda **phase: contextlib.nullcontext()
+    model = model_provider(*args, **kwargs)
+    draw_by_name(
+        (name, parameter)
+        for name, parameter in named_parameters(model)
+        if parameter.dim() > 1 or "softmax_offset" in name
+    )
+    return model
+
+
+def flags(**more: Any) -> list[str]:
+    modules = more.pop("recompute_modules", None)
+    words = model_flags(
+        **{
+            "pipeline_model_parallel_size": 2,
+            "num_layers": 6,
+            "position_embedding_type": "rope",
+            "train_iters": 3,
+            **UNTIED,
+            **more,
+        }
+    )
+    return words + (["--recompute-modules", *modules] if modules else [])
+
+
+@functools.cache
+def stock(setting: str) -> list[Run]:
+    ranks, more = SETTINGS[setting]
+    return train(ranks, flags(**more), model_provider=drawn_by_name)
+
+
+@pytest.mark.parametrize(("setting", "schedule"), CASES)
+def test_it_is_stock_to_the_last_bit(setting: str, schedule: str) -> None:
+    ranks, more = SETTINGS[setting]
+    if schedule != "zb-h1" and "account_for_loss_in_pipeline_split" not in more:
+        more = {
+            **more,
+            "pipeline_model_parallel_layout": "Ett|tt|t|t{}L".format(
+                "m" * more.get("mtp_num_layers", 0)
+            ),
+        }
+    ours = flags(**more, pipeline_schedule=schedule)
+    runs = train(ranks, ours, model_provider=drawn_by_name)
+    assert len(losses(runs)) == 3
+    assert {run.schedule for run in runs} == {"PipelineStep"}
+    assert_same(runs, stock(setting))
+
+
+# Layers of the first and the last stage by number.
+
+ENDS: Flags = {"decoder_first_pipeline_num_layers": 5, "decoder_last_pipeline_num_layers": 3}
+
+
+@nightly("test_placements.py has them on a V")
+@pytest.mark.parametrize(
+    ("schedule", "ends"),
+    [
+        pytest.param(schedule, ends, marks=covers("A", (schedule,), ends))
+        for schedule in ("zb-h1", "interleaved-zb")
+        for ends in ({name: layers} for name, layers in ENDS.items())
+    ],
+)
+def test_layers_of_the_ends(schedule: str, ends: Flags) -> None:
+    """Of a loop they are divided over the first and the last rank's chunks."""
+    ends = {name: 2 * (layers // 2) for name, layers in ends.items()}
+    more: Flags = {"num_layers": 8, **ends}
+    reference = train(2, flags(**more), model_provider=drawn_by_name)
+    runs = train(2, flags(**more, pipeline_schedule=schedule), model_provider=drawn_by_name)
+    assert_same(runs, reference)
+
+
+# Routing at random, as benchmarks have it.
+
+BALANCED: Flags = {**EXPERTS, "moe_router_force_load_balancing": True}
+
+
+@nightly("test_placements.py has dropout, which draws alike")
+@pytest.mark.parametrize(
+    ("schedule", "chunks"),
+    [
+        pytest.param(schedule, chunks, marks=covers("A", (schedule,), BALANCED))
+        for schedule, chunks in (("zb-h1", None), ("interleaved-zb", 2))
+    ],
+)
+def test_routing_at_random_is_stocks(schedule: str, chunks: int | None) -> None:
+    """A rank draws in the order of its forward passes, and lines and loops have stock's. A V, whose
+    stages lie elsewhere, draws others."""
+    more: Flags = {**BALANCED, "num_layers": 8}
+    reference = train(
+        2, flags(**more, num_virtual_stages_per_pipeline_rank=chunks), model_provider=drawn_by_name
+    )
+    runs = train(2, flags(**more, pipeline_schedule=schedule), model_provider=drawn_by_name)
+    assert_same(runs, reference)
+    unforced = {**more, "moe_router_force_load_balancing": None}
+    assert losses(train(2, flags(**unforced), model_provider=drawn_by_name)) != losses(runs)
+
+
+# Transformer Engine's cross entropy, by a stand-in for its kernel.
+
+
+def with_its_cross_entropy(
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    config: Any = None,
+    pg_collection: Any = None,
+) -> Any:
+    """Megatron's arguments refuse it, and the model's config warns of it."""
+    config = config or core_transformer_config_from_args(get_args())
+    config.cross_entropy_loss_fusion, config.cross_entropy_fusion_impl = True, "te"
+    language_module.te_parallel_cross_entropy = cross_entropy
+    return drawn_by_name(pre_process, post_process, vp_stage, config, pg_collection)
+
+
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, *settings: Any) -> torch.Tensor:
+    return vocab_parallel_cross_entropy(logits.float(), labels)
+
+
+TE_LOSS: Flags = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
+
+
+@nightly("the loss of a layer's stage is Megatron's own, and test_parity.py has that")
+@pytest.mark.parametrize(
+    "schedule",
+    [pytest.param(schedule, marks=covers("B", (schedule,), TE_LOSS)) for schedule in SCHEDULES],
+)
+def test_its_cross_entropy(schedule: str) -> None:
+    reference = train(2, flags(num_layers=8), model_provider=with_its_cross_entropy)
+    ours = flags(num_layers=8, pipeline_schedule=schedule)
+    assert_same(train(2, ours, model_provider=with_its_cross_entropy), reference)

@@ -1,0 +1,176 @@
+"""The count of recipes: what it makes of a recipe, and that it cannot be raised by leaving out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.recipes.counting import Row, count, rows
+from scripts.recipes.feature import Feature
+from scripts.recipes.markers import ROOT, Shown
+from scripts.recipes.page import own, page, rules
+from scripts.recipes.recipe import RECIPES, Recipe, expanded, read_models, read_recipes, resolve
+from scripts.recipes.tested import Evidence
+from scripts.recipes.verdict import Verdict
+from scripts.recipes.vocabulary import KINDS
+
+ALL = read_recipes(RECIPES)
+MODELS = read_models()
+LLAMA = "recipes.llama.h100.llama3:llama3_70b_pretrain_32gpu_h100_bf16_16k_config"
+DEEPSEEK = "perf_recipes.deepseek.b200.deepseek_v3:deepseek_v3_pretrain_256gpu_b200_bf16_config"
+
+
+def accepted(recipe: Recipe) -> Verdict:
+    return Verdict(recipe.schedule)
+
+
+def made(evidence: list[Shown], recipes: Any = ALL, verdict: Any = accepted) -> list[Row]:
+    return rows(recipes, Evidence(evidence), verdict, verdict)
+
+
+def everything() -> list[Shown]:
+    """A test for each feature that a recipe has, and one of all at once."""
+    features = {
+        feature for name, raw in ALL.items() for feature in resolve(name, raw, MODELS).features
+    }
+    one_by_one = [Shown(str(feature), "B", KINDS, frozenset({feature})) for feature in features]
+    return [*one_by_one, Shown("all", "B", KINDS, frozenset(features))]
+
+
+def test_all_recipes_are_understood() -> None:
+    assert not [row.unknown for row in made([]) if row.unknown]
+    assert len(ALL) == 243
+
+
+def test_a_mark_that_is_removed_lowers_the_figure() -> None:
+    evidence = everything()[:-1]
+    together = Shown(
+        "together",
+        "B",
+        KINDS,
+        frozenset(
+            Feature(name, text)
+            for name, text in (
+                ("mtp_num_layers", ">= 1"),
+                ("context_parallel_size", ">= 2"),
+                ("packed", ""),
+            )
+        ),
+    )
+    whole = made([*evidence, together])
+    assert sum(count(whole, own).covered.values()) == len(ALL)
+    low = Feature("precision", "nvfp4")
+    recipes = sum(low in row.recipe.features for row in whole if row.recipe)
+    without = [shown for shown in evidence if shown.features != {low}]
+    figure = count(made([*without, together]), own)
+    assert sum(figure.covered.values()) == len(ALL) - recipes and recipes > 20
+    # Features that one test must have together are not shown by one test each.
+    assert sum(count(made(evidence), own).covered.values()) < len(ALL)
+
+
+def test_a_recipe_has_the_grade_of_its_worst_feature() -> None:
+    features = resolve(LLAMA, ALL[LLAMA], MODELS).features
+    worst, *others = sorted(features)
+    shown = [Shown("others", "A", KINDS, frozenset(others))]
+    for grade in ("C", "B", "A"):
+        shown.append(Shown("worst", grade, KINDS, frozenset({worst})))
+        (row,) = made(shown, {LLAMA: ALL[LLAMA]})
+        assert row.own and row.own.tested.grade == grade
+    elsewhere = Shown("worst", "A", ("v",), frozenset({worst}))
+    (row,) = made([shown[0], elsewhere], {LLAMA: ALL[LLAMA]})
+    assert row.own and row.own.tested.missing == ((worst,),)
+    assert row.v and row.v.tested.missing == ()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("model.fancy_schedule", True, "model.fancy_schedule is unknown"),
+        ("rerun.mode", True, "its config is none of"),
+        ("optimizer.optimizer", "lion", "optimizer='lion' is not known"),
+        ("model.HF", "meta-llama/Llama-9", "the model meta-llama/Llama-9 is unknown"),
+        ("mixed_precision", "fp2_mixed", "mixed_precision='fp2_mixed' is unknown"),
+    ],
+)
+def test_what_is_unknown_fails(key: str, value: Any, told: str) -> None:
+    raw = {**ALL[DEEPSEEK], key: value}
+    (row,) = made(everything(), {DEEPSEEK: raw})
+    assert row.unknown and told in row.unknown
+    total = count([row], own)
+    assert (total.recipes, total.unknown) == (1, 1)
+    assert not total.accepted and not sum(total.covered.values())
+
+
+def test_what_is_refused_or_what_stock_cannot_run_is_not_covered() -> None:
+    for verdict in (
+        Verdict("zb-h1", why="no"),
+        Verdict("zb-h1", why="no", without=("tp_comm_overlap",)),
+        Verdict("zb-h1", why_stock="its layers do not divide"),
+    ):
+        (row,) = made(everything(), {LLAMA: ALL[LLAMA]}, lambda recipe, verdict=verdict: verdict)
+        total = count([row], own)
+        assert sum(total.tested.values()) == 1 and not sum(total.covered.values())
+        assert total.after_dropping == bool(verdict.without)
+
+
+def understood(name: str, **more: Any) -> Recipe:
+    raw = {key: value for key, value in {**ALL[name], **more}.items() if value is not None}
+    return resolve(name, raw, MODELS)
+
+
+def test_what_name_model_and_bridge_say_besides() -> None:
+    recipe = understood(DEEPSEEK)
+    assert recipe.settings["precision"] == "bf16" and recipe.gpus == 256
+    assert recipe.settings["multi_latent_attention"] is True
+    assert (recipe.kind, recipe.schedule, recipe.ranks) == ("line", "zb-h1", 16)
+    assert recipe.bubble == pytest.approx(15 / (256 + 15))
+    # its layout has an m; without both, its model has one depth; and a name may say that it has not
+    no_depths = {"model.mtp_num_layers": None}
+    assert understood(DEEPSEEK, **no_depths).settings["mtp_num_layers"] == 1
+    layout = {"model.pipeline_model_parallel_layout": None}
+    assert understood(DEEPSEEK, **no_depths, **layout).settings["mtp_num_layers"] == 1
+    name = DEEPSEEK.replace("pretrain", "no_mtp_pretrain")
+    raw = {key: value for key, value in ALL[DEEPSEEK].items() if "mtp_num" not in key}
+    assert resolve(name, raw, MODELS).settings["mtp_num_layers"] is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_on"),
+    [
+        ({"model.tensor_model_parallel_size": 2, "model.sequence_parallel": True}, True),
+        ({"model.tensor_model_parallel_size": 1, "model.sequence_parallel": True}, False),
+        ({"model.tensor_model_parallel_size": 2, "model.sequence_parallel": None}, False),
+    ],
+)
+def test_some_switches_need_others(settings: dict[str, Any], is_on: bool) -> None:
+    recipe = understood(LLAMA, **settings, **{"comm_overlap.tp_comm_overlap": True})
+    assert (Feature("tp_comm_overlap") in recipe.features) == is_on
+
+
+def test_layouts_are_written_out() -> None:
+    assert expanded("Et*2|(t*2|)*2,tL") == "Ett|tt|tt|tL"
+    assert expanded("Et|(tt|)*30mL") == "Et|" + "tt|" * 30 + "mL"
+
+
+def test_of_a_loop_the_schedule_has_its_chunks_and_group() -> None:
+    recipe = understood(
+        LLAMA,
+        **{
+            "model.virtual_pipeline_model_parallel_size": 5,
+            "model.microbatch_group_size_per_vp_stage": 8,
+            "model.pipeline_model_parallel_size": 4,
+        },
+    )
+    assert (recipe.kind, recipe.schedule) == ("loop", "interleaved-zb:vpp=5,group=8")
+
+
+def test_the_page_is_of_these_recipes_and_rules() -> None:
+    """Its figures are written anew by scripts/write_outputs.py."""
+    text = Path(ROOT / "docs" / "recipes.md").read_text()
+    assert rules() in text
+    assert f"| all, own stages | {len(ALL)} |" in text
+    for model in {row.recipe.model for row in made([]) if row.recipe}:
+        assert f"| {model} |" in text
+    assert page(made([]), Evidence([])).splitlines()[:20] == text.splitlines()[:20]
