@@ -61,7 +61,7 @@ def multiply_and_communicate(
 ) -> Tensor:
     """``multiply()``, with the communication that belongs to its operand, to its product, or, in
     ``bulk``, to another tensor in the buffer."""
-    types: Any = sys.modules["transformer_engine_torch"].CommOverlapType  # type: ignore[attr-defined]
+    types: Any = sys.modules["transformer_engine_torch"].CommOverlapType
     if kind == types.AG:
         comm.gather()
         made: Tensor = multiply()

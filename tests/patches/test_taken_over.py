@@ -116,7 +116,7 @@ def test_a_models_layers_are_built_without_it() -> None:
     config = PipelineConfig.parse(schedule="1f1b")
     settings = on("overlap_dispatch_backward_with_experts_wgrad", config)
     with apply(module.patches(config)):
-        built = MegatronModule(settings)
+        built = MegatronModule(config=settings)
     assert built.config is settings
     assert not settings.overlap_dispatch_backward_with_experts_wgrad
 

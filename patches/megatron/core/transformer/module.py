@@ -16,12 +16,12 @@ from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, wrap
 
 
-def patches(config: PipelineConfig) -> tuple[Patch, ...]:
+def patches(ours: PipelineConfig) -> tuple[Patch, ...]:
     """The patch that takes settings over."""
 
-    def without_what_is_ours(original: Callable[..., None], module: Any, settings: Any) -> None:
-        take_over(settings, config)
-        original(module, settings)
+    def without_what_is_ours(original: Callable[..., None], module: Any, config: Any) -> None:
+        take_over(config, ours)
+        original(module, config)
 
     return (
         wrap(
