@@ -10,9 +10,9 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -237,11 +237,16 @@ def test_a_copy_and_a_leak_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     put, kept = WeightGradients.put, []
 
     def put_copy(
-        self: WeightGradients, weight: Tensor, compute: partial[Tensor], tensors: Iterable[Tensor]
+        self: WeightGradients,
+        weight: Tensor,
+        compute: Callable[[], Tensor],
+        tensors: Iterable[Tensor],
+        gather: Callable[[], None] | None = None,
     ) -> None:
-        x, dy = compute.args
-        kept.append(x)
-        put(self, weight, partial(compute.func, x.clone(), dy), tensors)
+        gradient: Any = compute.__self__  # type: ignore[attr-defined]  # a layer's `_WeightGradient`
+        kept.append(gradient._x)
+        gradient._x = gradient._x.clone()
+        put(self, weight, compute, (gradient._x, gradient._dy), gather)
 
     monkeypatch.setattr(WeightGradients, "put", put_copy)
     _, expected = predicted("2bp", costs, microbatches=2)
