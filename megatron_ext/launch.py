@@ -18,6 +18,7 @@ from pathlib import Path
 from megatron_ext.config import (
     PLAN,
     PipelineConfig,
+    flag,
     flags_from_environment,
     from_argv,
     settings_given,
@@ -26,8 +27,10 @@ from megatron_ext.errors import exit_for
 from megatron_ext.installation import install
 from megatron_ext.logger import logger, telling_of_long_work
 from megatron_ext.patches.engine import PatchError, apply
+from megatron_ext.schedule.problem import Offload
 
 CPU_PLATFORM = "megatron_ext.patches.cpu"
+_MEGATRONS_OFFLOAD = "--fine-grained-activation-offloading"
 
 
 def is_launch(argv: Sequence[str]) -> bool:
@@ -70,6 +73,7 @@ def launch(argv: Sequence[str], choose: ChoosePlan, recorded: Recorded | None = 
     sys.argv = [script, *arguments]
     try:
         sys.argv += _from_environment(arguments)
+        sys.argv += _for_megatrons_offload(sys.argv[1:])
         config = from_argv(sys.argv[1:])
         if not _has_gpu():
             _use_cpu()
@@ -105,6 +109,20 @@ def _from_environment(arguments: Sequence[str]) -> list[str]:
             logger.warning(line)
         if added:
             logger.info(f"from the environment: {' '.join(added)}")
+    return added
+
+
+def _for_megatrons_offload(arguments: Sequence[str]) -> list[str]:
+    """The flag of ours that does what one of Megatron's among ``arguments`` asks for, under a
+    schedule of ours and where nothing is said of it."""
+    config, ours = from_argv(arguments), flag("activation_offload")
+    is_said = any(word.split("=")[0] == ours for word in arguments)
+    if _MEGATRONS_OFFLOAD not in arguments or config.schedule is None or is_said:
+        return []
+    way = Offload.FULL if config.memory_limit is None else Offload.FIT
+    added = [ours, str(way)]
+    if os.environ.get("RANK", "0") == "0":
+        logger.info(f"for {_MEGATRONS_OFFLOAD}: {' '.join(added)}")
     return added
 
 

@@ -56,6 +56,11 @@ FEATURES = (
         lambda choice: True,
     ),
     Feature(
+        "settings whose work the schedule does",
+        ("megatron.core.transformer.module",),
+        lambda choice: True,
+    ),
+    Feature(
         "optimizer states that any placement can load",
         ("megatron.core.optimizer.distrib_optimizer",),
         lambda choice: True,

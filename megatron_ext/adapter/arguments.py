@@ -18,6 +18,7 @@ from megatron_ext.adapter.layers import (
     symbols_of_layers,
 )
 from megatron_ext.adapter.race.order import check_order
+from megatron_ext.adapter.taken_over.groups import with_megatrons_group
 from megatron_ext.adapter.transformer_engine.captured import captures
 from megatron_ext.adapter.vocabulary_rows import check_divisible
 from megatron_ext.config import COSTS_FILE, TRACED_OF_RUN, PipelineConfig, flag
@@ -155,6 +156,7 @@ def programs(args: Any, config: PipelineConfig) -> list[Program]:
 def _programs_of(
     choice: Choice, args: Any, config: PipelineConfig, make: Make = place_output_layer
 ) -> list[Program]:
+    choice = with_megatrons_group(choice, args)
     with telling_of_long_work(args.rank):
         return [make(choice, problem) for problem in problems(args, config)]
 

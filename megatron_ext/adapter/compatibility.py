@@ -11,8 +11,10 @@ from megatron_ext.adapter.refusals import (
     POST_VALIDATION_REFUSALS,
     REFUSALS,
     VOCABULARY_REFUSALS,
+    WITHOUT_OFFLOAD_REFUSALS,
     Refusal,
 )
+from megatron_ext.adapter.taken_over.groups import with_megatrons_group
 from megatron_ext.adapter.transformer_engine.capture_order import capture_order, check_capture
 from megatron_ext.adapter.transformer_engine.captured import captures
 from megatron_ext.schedule.action import Action, Kind
@@ -43,13 +45,7 @@ def refuse(settings: Any, choice: Choice, extras: Extras = _NO_EXTRAS) -> None:
             f"{len(placement.rank_of)} stages"
             + (f"; or write {_with_chunks(choice, chunks)}" if placement.name == "loop" else "")
         )
-    group = getattr(settings, "microbatch_group_size_per_vp_stage", None)
-    if group not in (None, placement.ranks):
-        raise ValueError(
-            f"--pipeline-schedule {choice.spec} does not go with "
-            f"microbatch_group_size_per_vp_stage={group}: the group is an option of the schedules "
-            f"that have one; write {with_option(choice.spec, 'group', group)} in its place"
-        )
+    with_megatrons_group(choice, settings)
     _refuse_settings(settings, choice, REFUSALS, f"--pipeline-schedule {choice.spec}")
     if captures(settings):
         _refuse_settings(settings, choice, GRAPH_REFUSALS, _GRAPHS)
@@ -62,7 +58,10 @@ def refuse(settings: Any, choice: Choice, extras: Extras = _NO_EXTRAS) -> None:
                 f"in order, or a V such as zb-v, v-half or v-auto"
             )
         _refuse_settings(settings, choice, VOCABULARY_REFUSALS, ours)
-    if extras.offload is not Offload.NONE:
+    if extras.offload is Offload.NONE:
+        ours = f"--pipeline-schedule {choice.spec}"
+        _refuse_settings(settings, choice, WITHOUT_OFFLOAD_REFUSALS, ours)
+    else:
         ours = f"--pipeline-activation-offload {extras.offload}"
         _refuse_settings(settings, choice, OFFLOAD_REFUSALS, ours)
     if extras.post_validation:

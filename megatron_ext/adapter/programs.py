@@ -26,6 +26,7 @@ from megatron.core.utils import log_single_rank
 from megatron_ext.adapter.compatibility import refuse_order
 from megatron_ext.adapter.dimensions import costs_of_model
 from megatron_ext.adapter.model_parts import ChunkSize, is_trained, size_of
+from megatron_ext.adapter.taken_over.groups import with_megatrons_group
 from megatron_ext.adapter.training_globals import ramps_up_to
 from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger, telling_of_long_work
@@ -216,9 +217,10 @@ class Programs:
         with telling_of_long_work(dist.get_rank()):
             if before is None:
                 choice = self._choice_for(microbatches, forward_only)
-                program = place_output_layer(choice, problem)
+                program = place_output_layer(with_megatrons_group(choice, config), problem)
             else:
-                program = place_again(self.choice, problem, before)
+                choice = with_megatrons_group(self.choice, config)
+                program = place_again(choice, problem, before)
         refuse_order(config, program.schedule)
         key = self._key(config, shape, microbatches, forward_only, first_trained)
         self._compare(program.digest, key)

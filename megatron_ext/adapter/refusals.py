@@ -75,8 +75,6 @@ def _only_torch_dist(why: str, by: Callable[[Choice], bool] = _every_schedule) -
     )
 
 
-_PLACES_W = "the schedule decides when weight gradients are computed"
-
 REFUSALS = (
     Refusal(
         "transformer_impl",
@@ -85,11 +83,6 @@ REFUSALS = (
         ),
         "its backward is not split: write --transformer-impl local, use 1f1b or gpipe, or install "
         "Transformer Engine 2.8 or later",
-        by=_splits,
-    ),
-    _drop(
-        "tp_comm_overlap",
-        "Transformer Engine cannot put off a weight gradient whose GEMM overlaps communication",
         by=_splits,
     ),
     _drop(
@@ -113,12 +106,9 @@ REFUSALS = (
         "off",
         by=_splits,
     ),
-    _drop("defer_embedding_wgrad_compute", _PLACES_W),
-    _drop("delay_wgrad_compute", _PLACES_W),
-    _drop("overlap_dispatch_backward_with_experts_wgrad", _PLACES_W),
+    _drop("delay_wgrad_compute", "the schedule decides when weight gradients are computed"),
     _drop("overlap_moe_expert_parallel_comm"),
     _drop("hybrid_context_parallel"),
-    _drop("fine_grained_activation_offloading"),
     _drop("moe_paged_stash"),
     *(
         Refusal(
@@ -190,7 +180,6 @@ _MADE_BY_PASSES = "the loss is made by passes of the schedule"
 _WITHOUT_DIVIDING = "drop --pipeline-vocab-parallel"
 
 VOCABULARY_REFUSALS = (
-    _drop("cross_entropy_loss_fusion", _MADE_BY_PASSES),
     _drop("fp16_lm_cross_entropy", f"{_MADE_BY_PASSES}, in fp32"),
     Refusal("use_mup", bool, f"MuP scales the logits, and here they are not: {_WITHOUT_DIVIDING}"),
     _drop("fp8_output_proj", "the logits are not made in fp8"),
@@ -213,6 +202,15 @@ VOCABULARY_REFUSALS = (
     ),
     Refusal(
         "gtp_weight_remat_size", lambda value: value > 1, "drop --tensor-parallel-num-weight-shards"
+    ),
+)
+
+WITHOUT_OFFLOAD_REFUSALS = (
+    Refusal(
+        "fine_grained_activation_offloading",
+        bool,
+        "its copies follow Megatron's own order of passes: write --pipeline-activation-offload "
+        "full, or half, whose copies follow the schedule's",
     ),
 )
 

@@ -16,7 +16,7 @@ from megatron_ext.commands.progress import showing_progress
 from megatron_ext.schedule.build.registry import Mark
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import parse_limit
-from megatron_ext.schedule.model.estimate import GPU
+from megatron_ext.schedule.model.estimate import GPU, ModelDimensions, Rates, exchange_shares
 from megatron_ext.schedule.model.gpus import GPUS, USABLE, Gpu, parse_gpu
 from megatron_ext.schedule.model.model import parse_model
 from megatron_ext.schedule.model.model_memory import TrainingState
@@ -123,6 +123,8 @@ def plan(
     else:
         _print_plan(plan_made)
         _print_unit(is_estimate=model is not None and costs is None)
+        if model is not None and costs is None and tp > 1:
+            _print_exchanges(described.on_stages([described.layers], tp), machine.rates)
         _print_vocabulary(report.vocabulary)
         if report.recommended is not None:
             _print_recommended(report.recommended)
@@ -159,6 +161,12 @@ def _print_plan(plan: Plan) -> None:
 
 def _print_unit(*, is_estimate: bool) -> None:
     typer.echo(f"times are in {'seconds, as estimated' if is_estimate else 'the unit of --costs'}")
+
+
+def _print_exchanges(dimensions: ModelDimensions, rates: Rates) -> None:
+    shares = exchange_shares(dimensions, rates)
+    parts = ", ".join(f"{share:.1%} of {kind}" for kind, share in shares.items())
+    typer.echo(f"waiting for tensor-parallel ranks is {parts}")
 
 
 def _print_candidates(candidates: Sequence[Candidate], plan: Plan) -> None:

@@ -37,11 +37,9 @@ AS_1F1B = "1x"  # the limit where bytes are not known: what 1F1B holds, in micro
 # Switches of Megatron's that some schedules refuse and that are about speed alone: without them the
 # same is trained.
 FOR_SPEED = (
-    "cross_entropy_loss_fusion",
     "fp8_output_proj",
     "moe_single_grouped_bias",
     "moe_single_grouped_weight",
-    "tp_comm_overlap",
     "use_grouped_gemm_for_shared_expert",
     "use_transformer_engine_op_fuser",
 )

@@ -86,6 +86,8 @@ class Costs:
         vocabulary: which part of the first and the last stage's figures is the embedding's and the
             output layer's; None when that is not known.
         host: what copies to the host and back take; None when that is not known.
+        spared: seconds per stage that I and W take less where one follows the other at once, as in
+            B, since one hides what the other waits for; () where that is nothing.
         whole: of costs whose vocabulary is shared by the ranks, what they were before.
         origin: how these figures came about, for people to read.
     """
@@ -98,6 +100,7 @@ class Costs:
     host: HostCosts | None = None
     whole: Costs | None = None
     message_bytes: float = 0.0
+    spared: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not any(map(any, self.seconds.values())):
@@ -115,11 +118,16 @@ class Costs:
         if rule.where is Where.RANK:
             return 0.0
         if rule.lane is Lane.COMPUTE:
-            return sum(self.seconds[kind][action.stage] for kind in rule.covers)
+            seconds = sum(self.seconds[kind][action.stage] for kind in rule.covers)
+            return seconds - (self.spared_on(action.stage) if len(rule.covers) > 1 else 0.0)
         if rule.lane in HOST_LANES:
             assert self.host is not None
             return self.host.seconds[action.kind][action.stage]
         return self.hop if rule.lane in (Lane.SEND, Lane.COLLECTIVE) else 0.0
+
+    def spared_on(self, stage: int) -> float:
+        """Seconds that I and W of ``stage`` take less, one right after the other."""
+        return self.spared[stage] if self.spared else 0.0
 
     def per_rank(self, placement: Placement) -> Costs:
         """The same work with each rank's chunks in one stage, as on a line."""
@@ -134,6 +142,7 @@ class Costs:
             None if held is None else {what: joined(figures) for what, figures in held.items()},
             self.origin,
             message_bytes=self.message_bytes,
+            spared=joined(self.spared) if self.spared else (),
         )
 
     def with_host(

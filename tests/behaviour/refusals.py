@@ -133,7 +133,7 @@ def _of_schedules() -> Subject:
         "last stage": ("turned.csv", {}, {}),
         "chunks": ("zb-v", {"virtual_pipeline_model_parallel_size": 3}, {}),
         "chunks of a loop": ("interleaved", {"virtual_pipeline_model_parallel_size": 3}, {}),
-        "group": ("interleaved", {"microbatch_group_size_per_vp_stage": 4}, {}),
+        "group": ("interleaved:group=6", {"microbatch_group_size_per_vp_stage": 4}, {}),
         "vocabulary": ("interleaved", {}, {"vocabulary": VocabularyParallel.ONE}),
         "barriers": (
             "zb-h1",

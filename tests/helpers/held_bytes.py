@@ -193,9 +193,8 @@ class _MeasuredExecution:
 
 def queued(whose: Microbatch) -> tuple[set[int], set[int]]:
     """The storages in the queue: inputs of layers, and gradients of their outputs."""
-    pending = queue._pending.get(whose, {}).values()
-    pairs = [use.tensors for uses in pending for use in uses.uses]
-    return addresses([x for x, _ in pairs]), addresses([dy for _, dy in pairs])
+    pairs = [use.tensors for uses in queue._pending.get(whose, {}).values() for use in uses.uses]
+    return addresses([x for x, *_ in pairs]), addresses([dy for _, *dy in pairs])
 
 
 def measure_steps(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import importlib
 import importlib.machinery
 import itertools
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from tests.helpers import quantization_on_cpu as quantization
 from tests.helpers.fetched import fetched
+from tests.helpers.userbuffers_on_cpu import multiply_and_communicate
 
 # The nightly workflow adds what has come out since.
 VERSIONS = tuple(
@@ -155,11 +157,18 @@ def generic_gemm(
     accumulate: bool,
     use_split_accumulator: bool,
     **overlap: Any,
-) -> tuple[Tensor, Tensor | None, None, None]:
+) -> tuple[Tensor, Tensor | None, None, Tensor | None]:
     """b times a, columns first as cuBLAS counts; and a bias, or the bias's gradient."""
     assert quantizer is None and not gelu
-    assert not any(v for k, v in overlap.items() if k not in ("alpha", "beta"))
-    made = _multiply(a, transpose_a, b, transpose_b)
+    comm, extra = overlap.get("comm_overlap"), overlap.get("extra_output")
+    multiply = functools.partial(_multiply, a, transpose_a, b, transpose_b)
+    if comm is None:
+        assert not any(v for k, v in overlap.items() if k not in ("alpha", "beta"))
+        made = multiply()
+    else:
+        made = multiply_and_communicate(
+            multiply, comm, overlap["comm_type"], extra, overlap["bulk_overlap"]
+        )
     if _is_quantized(a) and out is None and out_dtype == DType.kBFloat16:
         made = made.bfloat16()
     bias_gradient = None
@@ -167,7 +176,7 @@ def generic_gemm(
         bias_gradient = b.reshape(-1, b.shape[-1]).sum(0)
     elif bias is not None:
         made = made + bias
-    return _write(made, out, accumulate, out_dtype), bias_gradient, None, None
+    return _write(made, out, accumulate, out_dtype), bias_gradient, None, extra
 
 
 def te_general_grouped_gemm(

@@ -182,10 +182,10 @@ def test_nothing_is_left_behind() -> None:
         ({"micro_batch_size": 0}, (), "arguments", "assert args.micro_batch_size > 0"),
         ({"checkpoint_activations": True}, (), "arguments", "is no longer valid"),
         (
-            {"defer_embedding_wgrad_compute": True, "untie_embeddings_and_output_weights": True},
+            {"use_ring_exchange_p2p": True},
             (),
             "schedule",
-            "drop --defer-embedding-wgrad-compute",
+            "drop --use-ring-exchange-p2p",
         ),
         ({"pipeline_memory_limit": "1"}, (), "schedule", "over the memory limit of 1"),
         (

@@ -76,8 +76,8 @@ def test_refused_schedules_are_no_candidates() -> None:
     _, choice = chosen(**fused)
     whole = {name for name, entry in entries().items() if not entry.splits_backward}
     assert choice.flags[1] in whole
-    with pytest.raises(ValueError, match=r"finds no schedule .*: drop --defer-embedding-wgrad"):
-        chosen(defer_embedding_wgrad_compute=True, untie_embeddings_and_output_weights=True)
+    with pytest.raises(ValueError, match=r"finds no schedule .*: drop --use-ring-exchange-p2p"):
+        chosen(use_ring_exchange_p2p=True)
 
 
 def test_it_is_the_same_each_time_and_leaves_nothing_behind(
@@ -188,15 +188,14 @@ def test_choice_honours_the_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_flag_that_hides_a_better_choice_is_named() -> None:
-    """A fused loss leaves the vocabulary on the last rank, which was slow, and nothing said so."""
-    large: dict[str, object] = {"vocab_size": 65535, "hidden_size": 1024, "seq_length": 1024}
-    large |= {"max_position_embeddings": 1024, "pipeline_memory_limit": "8"}
-    _, fused = chosen(**large, cross_entropy_loss_fusion=True)
-    assert "--pipeline-vocab-parallel" not in fused.flags
-    hidden = fused.why.partition("Without --cross-entropy-loss-fusion: ")[2]
-    assert "--pipeline-vocab-parallel" in hidden and " shorter (bubble " in hidden
-    _, plain = chosen(**large)
-    assert "--pipeline-vocab-parallel" in plain.flags and "Without" not in plain.why
+    """A flag about speed alone leaves whole backward passes, which was slow, and nothing said
+    so."""
+    _, whole = chosen(use_transformer_engine_op_fuser=True)
+    assert not entries()[whole.flags[1]].splits_backward
+    hidden = whole.why.partition("Without --use-transformer-engine-op-fuser: ")[2]
+    assert "zb-" in hidden and " shorter (bubble " in hidden
+    _, plain = chosen()
+    assert entries()[plain.flags[1]].splits_backward and "Without" not in plain.why
 
 
 def test_only_stable_schedules_are_chosen() -> None:

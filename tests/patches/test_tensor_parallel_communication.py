@@ -158,7 +158,8 @@ def trained(rank: int, scatters: bool) -> tuple[bool, list[str], int]:
     layers.dist_reduce_scatter_func = recorded.communication("scatter", scatter)
     dist.all_reduce = recorded.communication("reduce", dist.all_reduce)
     torch.distributed.all_reduce = dist.all_reduce
-    ours._WeightGradient.compute = recorded.product(ours._WeightGradient.compute)  # type: ignore[method-assign,assignment]
+    product: Any = recorded.product(ours._WeightGradient.compute)
+    ours._WeightGradient.compute = product  # type: ignore[method-assign]
     generator = torch.Generator().manual_seed(rank)
     shapes = [(WIDE, HIDDEN), (HIDDEN, WIDE)] * LAYERS
     stocks = [torch.nn.Parameter(torch.randn(*shape, generator=generator) / 4) for shape in shapes]

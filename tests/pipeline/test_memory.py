@@ -10,8 +10,9 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -238,15 +239,14 @@ def test_a_copy_and_a_leak_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def put_copy(
         self: WeightGradients,
         weight: Tensor,
-        compute: Callable[[], Tensor | None],
-        tensors: tuple[Tensor, Tensor],
-        gather: Callable[[], None] | None,
+        compute: Callable[[], Tensor],
+        tensors: Iterable[Tensor],
+        gather: Callable[[], None] | None = None,
     ) -> None:
-        x, dy = tensors
-        kept.append(x)
-        gradient = compute.__self__  # type: ignore[attr-defined]  # a layer's, which keeps both
-        gradient._x = x.clone()
-        put(self, weight, compute, (gradient._x, dy), gather)
+        gradient: Any = compute.__self__  # type: ignore[attr-defined]  # a layer's `_WeightGradient`
+        kept.append(gradient._x)
+        gradient._x = gradient._x.clone()
+        put(self, weight, compute, (gradient._x, gradient._dy), gather)
 
     monkeypatch.setattr(WeightGradients, "put", put_copy)
     _, expected = predicted("2bp", costs, microbatches=2)

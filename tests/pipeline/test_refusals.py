@@ -116,10 +116,7 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
         {"pipeline_costs": "profile:"},
         "--pipeline-costs profile: names no file: write profile:FILE",
     ),
-    "delayed weight gradients": (
-        {"defer_embedding_wgrad_compute": True, "untie_embeddings_and_output_weights": True},
-        "does not go with",
-    ),
+    "messages in a ring": ({"use_ring_exchange_p2p": True}, "does not go with"),
     "offload, no such way": (
         {"pipeline_activation_offload": "some"},
         "--pipeline-activation-offload some: write none, half, full or fit",
@@ -185,8 +182,8 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
         "68",
     ),
     "a divided vocabulary, another loss": (
-        {"pipeline_vocab_parallel": 2, "cross_entropy_loss_fusion": True},
-        "--pipeline-vocab-parallel 2 does not go with cross_entropy_loss_fusion=True: drop",
+        {"pipeline_vocab_parallel": 2, "fp16": True, "fp16_lm_cross_entropy": True},
+        "--pipeline-vocab-parallel 2 does not go with fp16_lm_cross_entropy=True: drop",
     ),
     "multi-token prediction on a stage of its own": (
         {

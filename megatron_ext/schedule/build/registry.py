@@ -173,13 +173,7 @@ def choose(spec: str) -> Choice:
         return _from_csv_file(Path(spec))
     if table := _TABLE_WITH_OPTIONS.fullmatch(spec):
         raise ValueError(f"schedule file {table[1]} is a table and has no options: drop {table[2]}")
-    if python := _PYTHON_FILE.fullmatch(spec):
-        entry = _from_python_file(Path(python[1]))
-        options_text = python[2] or ""
-    else:
-        name, _, options_text = spec.partition(":")
-        entry = _find(name)
-    options = _parse_options(entry, options_text)
+    entry, options = _entry_and_options(spec)
     # Megatron asks where the first stage is several times a microbatch.
     place = functools.cache(functools.partial(entry.place, **_accepted(entry.place, options)))
     build = functools.partial(entry.build, **_accepted(entry.build, options))
@@ -189,6 +183,24 @@ def choose(spec: str) -> Choice:
     return Choice(
         spec, place, build, entry.splits_backward, searches=entry.searches, at_once=at_once
     )
+
+
+def _entry_and_options(spec: str) -> tuple[FamilyEntry, dict[str, Any]]:
+    """The family that ``spec``, which is no table, names, and the options that it gives."""
+    if python := _PYTHON_FILE.fullmatch(spec):
+        entry, options_text = _from_python_file(Path(python[1])), python[2] or ""
+    else:
+        name, _, options_text = spec.partition(":")
+        entry = _find(name)
+    return entry, _parse_options(entry, options_text)
+
+
+def options_of(spec: str) -> tuple[frozenset[str], dict[str, Any]]:
+    """Which options the schedule that ``spec`` names takes, and those that ``spec`` gives."""
+    if spec.lower().endswith(".csv"):
+        return frozenset(), {}
+    entry, given = _entry_and_options(spec)
+    return frozenset(_options_of(entry.place) | _options_of(entry.build)), given
 
 
 def file_of(spec: str) -> Path | None:

@@ -36,7 +36,8 @@ def without_frozen(costs: Costs, matrices: Sequence[float], *, reached: float, h
     held = layers.held_bytes
     if held is not None:
         held = {**held, Held.WEIGHT_INPUTS: shared(held[Held.WEIGHT_INPUTS])}
-    changed = replace(layers, seconds=seconds, held_bytes=held)
+    spared = shared(layers.spared) if layers.spared else ()
+    changed = replace(layers, seconds=seconds, held_bytes=held, spared=spared)
     vocabulary = costs.vocabulary
     if vocabulary is not None:
         forward, input_gradient, weight_gradient = vocabulary.head

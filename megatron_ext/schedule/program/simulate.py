@@ -13,7 +13,7 @@ from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.communication import communicate
 from megatron_ext.schedule.program.graph import Device, Graph, build_graph
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import Schedule
+from megatron_ext.schedule.schedule import Schedule, followed_by_own_w
 from megatron_ext.schedule.timeline import Event, Timeline
 
 _STEPS = 16  # consecutive ones, after the first half of which a step takes what it always will
@@ -100,6 +100,9 @@ def _run(
             seconds[key] = costs.of(action)
         if node not in graph.followers:
             lasts[node] = seconds[key]
+    if any(costs.spared):
+        for node in _after_own_input_gradient(graph, schedule):
+            lasts[node] -= costs.spared_on(graph.actions[node].stage)
     links = _links(graph, costs)
     earliest = [0.0] * len(lasts) if free is None else _earliest(graph, free)
     if links:
@@ -108,6 +111,16 @@ def _run(
         starts, ends = graph.longest_paths(lasts, earliest)
     events = tuple(map(Event, graph.ranks, graph.actions, starts, ends))
     return Timeline(schedule, events)
+
+
+def _after_own_input_gradient(graph: Graph, schedule: Schedule) -> list[int]:
+    """The W that are right behind their I on their rank."""
+    behind = frozenset().union(*map(followed_by_own_w, schedule.rows))
+    return [
+        node
+        for node, action in enumerate(graph.actions)
+        if action.kind is Kind.BACKWARD_WEIGHT and (action.stage, action.microbatch) in behind
+    ]
 
 
 def _earliest(graph: Graph, free: Sequence[float]) -> list[float]:

@@ -36,11 +36,12 @@ def lower_bound(problem: Problem, splits_backward: bool) -> float:
     weight_gradient = costs.seconds[Kind.BACKWARD_WEIGHT]
     stages = range(placement.stages)
     hop = [costs.hop if placement.is_remote(stage, Neighbour.PREVIOUS) else 0.0 for stage in stages]
+    spared = [costs.spared_on(stage) for stage in stages]
     backward = [
-        i if splits_backward else i + w
-        for i, w in zip(input_gradient, weight_gradient, strict=True)
+        i if splits_backward else i + w - less
+        for i, w, less in zip(input_gradient, weight_gradient, spared, strict=True)
     ]
-    last_weight = weight_gradient[0] if splits_backward else 0.0
+    last_weight = weight_gradient[0] - spared[0] if splits_backward else 0.0
 
     way_out = sum(forward) + sum(hop)
     bound = way_out + sum(backward) + sum(hop) + last_weight  # one microbatch
@@ -53,7 +54,7 @@ def lower_bound(problem: Problem, splits_backward: bool) -> float:
         left = 0.0
         if splits_backward:
             left = _most_work(weight_gradient, Held.WEIGHT_INPUTS, rank, problem, memory)
-        work = m * sum(forward[s] + input_gradient[s] + weight_gradient[s] for s in row)
+        work = m * sum(forward[s] + input_gradient[s] + weight_gradient[s] - spared[s] for s in row)
         idle_before = max(arrival, way_out + way_back - ahead)
         if problem.extras.post_validation:
             idle_before, return_trip = max(0.0, way_out + way_back - ahead - arrival), 0.0

@@ -93,7 +93,9 @@ def _search(program: Program, makespan: float, seconds: float) -> float:
     for rank, row in enumerate(program.schedule.compute_rows):
         intervals = []
         for action, event in zip(row, timeline.compute[rank], strict=True):
-            ticks = _ticks(costs.of(action), tick)
+            is_w = action.kind is Kind.BACKWARD_WEIGHT
+            least = costs.of(action) - (costs.spared_on(action.stage) if is_w else 0.0)
+            ticks = _ticks(least, tick)
             starts[action] = model.new_int_var(0, horizon, "")
             ends[action] = starts[action] + ticks
             intervals.append(model.new_fixed_size_interval_var(starts[action], ticks, ""))

@@ -18,6 +18,7 @@ from megatron_ext.adapter.arguments import (
     pad_vocabulary,
 )
 from megatron_ext.adapter.post_validation.settle_points import warn_of_settling
+from megatron_ext.adapter.taken_over.settings import take_over
 from megatron_ext.config import PipelineConfig, add_flags
 from megatron_ext.errors import exit_for
 from megatron_ext.patches.engine import Patch, wrap
@@ -44,6 +45,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         try:
             add_virtual_stages(args, config)
             args = original(args, defaults)
+            take_over(args, config)
             check(args, config)
             check_race(args, config)
             if config.vocab_parallel is not VocabularyParallel.NONE:

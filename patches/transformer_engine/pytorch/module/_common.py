@@ -7,8 +7,12 @@ the stores of all modules are on while a schedule splits the backward, and what 
 into the queue of `weight_gradients` instead, under its stage and microbatch. Nothing is copied: in
 FP8 the queue holds what I has quantised, and a fused accumulation is still one with the GEMM.
 
+A column-parallel layer is put while the reduction of its input's gradient is under way, and waits
+for it afterwards: what the queue computes meanwhile hides it. What it puts is the gathered input.
+
 Not patched: the layers themselves; ``backward_dw``, which nobody calls here. Not split: te.ops,
-attention, norms.
+attention, norms, and layers whose operands lie in Userbuffers, where the next layer overwrites
+them.
 """
 
 from __future__ import annotations
@@ -69,7 +73,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 def delays(original: Callable[[Any], bool], store: Any) -> bool:
     """Whether weight gradients are put off."""
-    if not queue.splitting or _comes_at_once(store):
+    if not queue.splitting or _comes_at_once(store) or _lies_in_userbuffers(store):
         return original(store)
     from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
@@ -79,6 +83,23 @@ def delays(original: Callable[[Any], bool], store: Any) -> bool:
             "gradients off: leave it off, or use 1f1b or gpipe"
         )
     return True
+
+
+# What of a module says that its weight gradient's input, its output's gradient or its product
+# itself is in a buffer of Userbuffers. (The last is LayerNormMLP's name for the last but one.)
+_IN_USERBUFFERS = ("ub_bulk_dgrad", "ub_bulk_wgrad", "ub_overlap_ag_dgrad", "ub_overlap_ag")
+
+
+def _reduces(module: Any) -> bool:
+    """Whether the reduction of its input's gradient is under way when ``module`` puts."""
+    if getattr(module, "ub_overlap_rs_dgrad", False):
+        return False  # done, within the product
+    return getattr(module, "parallel_mode", None) == "column" and module.tp_size > 1
+
+
+def _lies_in_userbuffers(store: Any) -> bool:
+    module = _remembered(store)
+    return any(getattr(module, name, False) for name in _IN_USERBUFFERS)
 
 
 def remember_module(original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -117,6 +138,8 @@ def put(
         weights = _parameters(module, [f"{prefix}weight"])
         biases = _parameters(module, [f"{prefix}bias"] * module.use_bias)
         make = partial(_make, function, x, dy)
+        if _reduces(module):
+            queue.compute_meanwhile()
         if prefix == "fc2_" and module.fc1_weight.requires_grad:
             hooks = []  # fc1's gradient is still to come
     gradient = _Gradient(weights, biases, module.fuse_wgrad_accumulation, make)

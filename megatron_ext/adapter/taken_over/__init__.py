@@ -1,0 +1,1 @@
+"""Settings of Megatron's that are accepted, and whose work is done by ours."""

@@ -1,0 +1,30 @@
+"""Megatron's microbatch_group_size_per_vp_stage, which is an option of ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_ext.schedule.build.registry import Choice, choose, options_of, with_option
+
+_OPTION = "group"
+_SETTING = "microbatch_group_size_per_vp_stage"
+
+
+def with_megatrons_group(choice: Choice, settings: Any) -> Choice:
+    """``choice`` with the microbatches that a rank takes through a virtual stage in a row, where
+    ``settings``, Megatron's arguments or a config, say how many, and it has them in groups.
+
+    Raises:
+        ValueError: it was chosen with another number.
+    """
+    group = getattr(settings, _SETTING, None)
+    ranks = settings.pipeline_model_parallel_size
+    accepted, given = options_of(choice.spec)
+    if group in (None, ranks) or _OPTION not in accepted:
+        return choice
+    if given.get(_OPTION, group) not in (0, group):
+        raise ValueError(
+            f"--pipeline-schedule {choice.spec} does not go with {_SETTING}={group}, Megatron's "
+            f"word for the same: drop one of them"
+        )
+    return choice if _OPTION in given else choose(with_option(choice.spec, _OPTION, group))

@@ -1,0 +1,80 @@
+"""Settings of Megatron's whose work the schedule or its passes do: accepted, with a line each.
+
+Those that would act on layers are switched off in the configs that models are built of.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ext.config import PipelineConfig
+from megatron_ext.logger import logger
+from megatron_ext.schedule.problem import Offload, VocabularyParallel
+
+
+def _always(config: PipelineConfig) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class TakenOver:
+    """A switch of Megatron's.
+
+    ``setting`` is its name in arguments and configs, ``text`` what is done in its place, or what
+    of it is left, ``by`` whether our settings do so, ``stays`` whether it stays on.
+    """
+
+    setting: str
+    text: str
+    by: Callable[[PipelineConfig], bool] = _always
+    stays: bool = False
+
+
+_PLACES_W = "the schedule says when weight gradients are computed"
+
+TAKEN_OVER = (
+    TakenOver(
+        "defer_embedding_wgrad_compute",
+        f"{_PLACES_W}, the output layer's too; wgrad_deferral_limit is not read",
+    ),
+    TakenOver("overlap_dispatch_backward_with_experts_wgrad", f"{_PLACES_W}, those of experts too"),
+    TakenOver(
+        "fine_grained_activation_offloading",
+        "--pipeline-activation-offload does it: all that a microbatch leaves is copied on the "
+        "schedule's time, whatever offload_modules names",
+        by=lambda config: config.activation_offload is not Offload.NONE,
+    ),
+    TakenOver(
+        "cross_entropy_loss_fusion",
+        "passes of --pipeline-vocab-parallel make the loss, fused their own way",
+        by=lambda config: config.vocab_parallel is not VocabularyParallel.NONE,
+        stays=True,
+    ),
+    TakenOver(
+        "tp_comm_overlap",
+        "layers whose operands lie in Userbuffers keep whole backward passes; W has the others' "
+        "weight gradients (--pipeline-report-split counts them)",
+        by=lambda config: config.splits_backward,
+        stays=True,
+    ),
+)
+
+
+def take_over(settings: Any, config: PipelineConfig) -> None:
+    """Switch off in ``settings``, Megatron's arguments or a config, what ``config`` does, and say
+    so, once in a process and on global rank 0."""
+    for entry in TAKEN_OVER:
+        if getattr(settings, entry.setting, False) and entry.by(config):
+            _tell(f"{entry.setting}: {entry.text}")
+            if not entry.stays:
+                setattr(settings, entry.setting, False)
+
+
+@functools.cache
+def _tell(line: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        logger.info(line)

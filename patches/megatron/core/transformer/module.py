@@ -1,0 +1,33 @@
+"""A model's config without the settings whose work the schedule does: its layers are built of it.
+
+Who builds a model without Megatron's arguments sets them in the config, up to the last moment:
+all modules of a model begin here.
+
+Not patched: the config's own checks, which come before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_ext.adapter.taken_over.settings import take_over
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches.engine import Patch, wrap
+
+
+def patches(ours: PipelineConfig) -> tuple[Patch, ...]:
+    """The patch that takes settings over."""
+
+    def without_what_is_ours(original: Callable[..., None], module: Any, config: Any) -> None:
+        take_over(config, ours)
+        original(module, config)
+
+    return (
+        wrap(
+            "megatron.core.transformer.module:MegatronModule.__init__",
+            without_what_is_ours,
+            reason="switch off settings whose work the schedule does",
+            signature="(self, config)",
+        ),
+    )

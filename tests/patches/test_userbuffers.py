@@ -1,0 +1,109 @@
+"""Layers of Transformer Engine whose operands lie in Userbuffers: they keep whole backwards, and
+the rest splits.
+
+All of them were refused. Put off, such a layer's weight gradient would read what the next layer of
+its name has written to its buffer.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches import cpu
+from megatron_ext.patches.engine import apply
+from megatron_ext.patches.transformer_engine.pytorch.module import _common
+from megatron_ext.runtime.weight_gradients import queue
+from tests.helpers import transformer_engine_on_cpu as on_cpu
+from tests.helpers import userbuffers_on_cpu
+from tests.helpers.combinations import IS_NIGHT
+from tests.helpers.ranks import run_ranks, values
+
+*_, NEWEST = on_cpu.VERSIONS
+TP, ROWS, HIDDEN, WIDE = 2, 4, 8, 12
+BLOCKS, MICROBATCHES = 2, 3
+OVERLAPPED = {
+    "bulk": {"ub_bulk_dgrad": True, "ub_bulk_wgrad": True},  # as Megatron has it
+    "reduce-scatter": {"ub_overlap_rs_dgrad": True},  # --tp-comm-overlap-rs-dgrad
+}
+
+
+def blocks(te: Any, way: str) -> torch.nn.Sequential:
+    """MLPs with Userbuffers, and a layer without beside each."""
+    common = {"device": "cpu", "params_dtype": torch.float32, "bias": False}
+    parallel = common | {"tp_group": dist.group.WORLD, "tp_size": TP, "sequence_parallel": True}
+    made = []
+    for _ in range(BLOCKS):
+        column = {"parallel_mode": "column", "ub_overlap_ag": True, "ub_name": "fc1"}
+        row = {"parallel_mode": "row", "ub_overlap_ag": True, "ub_overlap_rs": True}
+        made += [
+            te.LayerNormLinear(HIDDEN, WIDE, **parallel, **column, **OVERLAPPED[way]),
+            te.Linear(WIDE, HIDDEN, **parallel, **row, ub_name="fc2"),
+            te.Linear(HIDDEN, HIDDEN, **common),
+        ]
+    return torch.nn.Sequential(*made)
+
+
+def compared(rank: int, version: str, way: str) -> tuple[list[str], set[str]]:
+    """Names of what differs, and of the weights whose gradients waited for W."""
+    te = on_cpu.load(on_cpu.fetch(version))
+    apply([patch for patch in cpu.patches() if patch.target.startswith("torch")])
+    parallel_state.initialize_model_parallel(TP)
+    userbuffers_on_cpu.initialize(TP * ROWS, {"fc1": HIDDEN, "fc2": HIDDEN})
+    torch.manual_seed(rank)
+    stock, ours = blocks(te, way), blocks(te, way)
+    ours.load_state_dict(stock.state_dict())
+    inputs = [torch.randn(ROWS, HIDDEN) for _ in range(MICROBATCHES)]
+    expected = [_gradient(stock, x) for x in inputs]
+    apply(_common.patches(PipelineConfig(schedule="zb-h1")))
+    queue.splitting = True
+    queue.weights = set()
+    for microbatch, x in enumerate(inputs):
+        x.grad = None
+        with queue.collecting(0, microbatch, w_is_next=True):
+            dx = _gradient(ours, x)
+        if not torch.equal(dx, expected[microbatch]):
+            return [f"input {microbatch}"], set()
+        queue.run(0, microbatch)
+    put_off = {name for name, weight in ours.named_parameters() if weight in queue.weights}
+    pairs = zip(stock.named_parameters(), ours.parameters(), strict=True)
+    different = [
+        name
+        for (name, a), b in pairs
+        if b.grad is None or not torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
+    ]
+    return different, put_off
+
+
+def _gradient(model: torch.nn.Module, x: Tensor) -> Tensor:
+    x = x.requires_grad_()
+    model(x).square().sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+@pytest.mark.covers("B", ("line", "loop", "v"), tp_comm_overlap=True, sequence_parallel=True)
+@pytest.mark.parametrize(
+    ("version", "way"),
+    [
+        (version, way)
+        for version in on_cpu.VERSIONS
+        for way in OVERLAPPED
+        if IS_NIGHT or (version, way) == (NEWEST, "bulk")
+    ],
+)
+def test_layers_in_userbuffers_keep_whole_backwards(version: str, way: str) -> None:
+    on_cpu.fetch(version)  # here, where a test can be skipped
+    run = partial(compared, version=version, way=way)
+    for different, put_off in values(run_ranks(TP, run)):
+        assert not different
+        kinds = (0, 2) if way == "reduce-scatter" else (2,)  # of a block's layers
+        numbers = [3 * block + kind for block in range(BLOCKS) for kind in kinds]
+        assert put_off == {f"{number}.weight" for number in numbers}
