@@ -40,7 +40,6 @@ UNTRIED = (
         "capture and replay of CUDA graphs are untried: their order and their memory are tested on "
         "the CPU, with layers that run again in their place",
     ),
-    Untried("multi_latent_attention", bool, "multi-latent attention is untried"),
     Untried(
         "experimental_attention_variant",
         lambda value: value != "gated_delta_net",

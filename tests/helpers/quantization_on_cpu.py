@@ -93,8 +93,8 @@ def _reads_columns_of_rows() -> bool:
     return is_non_tn_fp8_gemm_supported()
 
 
-def operand(tensor: Tensor | Quantized, rowwise: bool) -> Tensor:
-    """The values that a GEMM reads of ``tensor``."""
+def operand(tensor: Quantized, rowwise: bool) -> Tensor:
+    """The values that a GEMM reads of ``tensor``, which may be a plain one."""
     if not hasattr(tensor, "_quantizer"):
         return tensor
     if not hasattr(tensor, "_transpose"):

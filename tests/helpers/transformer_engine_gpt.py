@@ -26,6 +26,7 @@ from megatron.core.tensor_parallel import layers, random
 from megatron.core.transformer import multi_token_prediction, transformer_block
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
@@ -129,3 +130,4 @@ def use_transformer_engine(version: str, capability: tuple[int, int] = (8, 0)) -
     kernels = SimpleNamespace(wgrad_gemm_accum_fp32=add_product, wgrad_gemm_accum_fp16=add_product)
     layers.fused_weight_gradient_mlp_cuda = kernels
     layers._grad_accum_fusion_available = True
+    moe_layer.HAVE_TE, moe_layer.TELinear = True, extension.TELinear
