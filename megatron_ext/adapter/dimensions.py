@@ -160,6 +160,12 @@ def dimensions_of(
         context_parallel=settings.context_parallel_size,
         depths=prediction_depths(settings),
         captured=_captured_work(settings, symbols is not None),
+        gathers_again=frozenset(
+            ["inputs"]
+            if getattr(settings, "transformer_impl", "") == "local"
+            else ["inputs", "gradients"]
+        ),
+        userbuffers=_whole_in_userbuffers(settings),
     )
     if symbols is None:
         return model
@@ -177,6 +183,14 @@ def _captured_work(settings: Any, knows_experts: bool) -> frozenset[str]:
     if knows_experts or not experts_of(settings):
         return parts
     return parts - {"mlp"} | ({"mlp"} if "moe" in parts else set())
+
+
+def _whole_in_userbuffers(settings: Any) -> frozenset[str]:
+    """Which matrices of a pair keep whole backwards, as their operands are in Userbuffers."""
+    if not getattr(settings, "tp_comm_overlap", False):
+        return frozenset()
+    of_columns = not getattr(settings, "tp_comm_overlap_rs_dgrad", False)
+    return frozenset(["row", "column"] if of_columns else ["row"])
 
 
 def _work_of(symbol: str, model: ModelDimensions, settings: Any) -> LayerWork:

@@ -1,6 +1,7 @@
 """What users write about a schedule: costs, limits and names; and costs estimated from a model."""
 
 import json
+import math
 import resource
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +14,7 @@ from hypothesis import given
 
 import megatron_ext
 from megatron_ext.config import from_argv, from_environment
-from megatron_ext.schedule.action import Kind, parse
+from megatron_ext.schedule.action import Action, Kind, parse
 from megatron_ext.schedule.build import registry
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import FamilyEntry, choose, entries
@@ -38,7 +39,9 @@ from megatron_ext.schedule.model.estimate import (
 from megatron_ext.schedule.placement import Placement, line
 from megatron_ext.schedule.problem import Problem, VocabularyParallel
 from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, memory_curve, peaks
+from megatron_ext.schedule.program.simulate import simulate_unproved
 from megatron_ext.schedule.schedule import Schedule
+from megatron_ext.schedule.search.bounds import lower_bound
 from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
 from tests.helpers.schedules import PROPERTY, line_problem, random_costs, rows_of, seeds, written
 
@@ -443,11 +446,82 @@ def test_layers_are_counted_per_stage() -> None:
     assert seconds[3] == 0
 
 
+ALONE = replace(GPU, peers=math.inf)  # nobody is waited for
+FOUR = replace(GPT, tensor_parallel=4)
+
+
 def test_tensor_parallel_ranks_share_the_work() -> None:
-    alone, four = estimate(GPT, GPU), estimate(replace(GPT, tensor_parallel=4), GPU)
+    alone, four = estimate(GPT, GPU), estimate(FOUR, ALONE)
     for kind in (F, I, W):
         assert four.seconds[kind] == pytest.approx([s / 4 for s in alone.seconds[kind]])
     assert four.hop == alone.hop / 4
+
+
+def test_tensor_parallel_ranks_wait_for_one_another() -> None:
+    """A layer has two pairs of matrices, of which each gathers and scatters once in F and in I. W
+    has nothing to wait for; B hides reductions behind weight gradients of second matrices, as I and
+    W do that follow one another."""
+    layers = replace(FOUR, vocabulary=0)
+    exchanged = 4 * GPT.sequence * GPT.micro_batch * GPT.hidden * GPT.element_bytes * 3 / 4
+    once = exchanged / GPU.peers * GPT.layers[0]
+    waiting, alone = estimate(layers, GPU), estimate(layers, ALONE)
+    for kind, more in ((F, once), (I, once), (W, 0.0)):
+        assert waiting.seconds[kind][1] == pytest.approx(alone.seconds[kind][1] + more)
+    assert waiting.spared_on(1) == pytest.approx(once / 2)
+    whole = Action(1, Kind.FULL_BACKWARD, 0)
+    assert waiting.of(whole) == pytest.approx(alone.of(whole) + once / 2)
+    assert not any(alone.spared)
+    together = estimate(replace(layers, sequence_parallel=False), GPU)
+    assert together.seconds[F][1] == pytest.approx(waiting.seconds[F][1])
+    assert together.spared_on(1) > waiting.spared_on(1), "nothing but reductions"
+    again = estimate(replace(layers, recompute=True), GPU)
+    recomputed = (
+        again.seconds[I][1] - estimate(replace(layers, recompute=True), ALONE).seconds[I][1]
+    )
+    assert recomputed == pytest.approx(2 * once)
+
+
+def test_what_w_gathers_again_hides_behind_its_products() -> None:
+    """Unless it takes longer; and what waits for W is then a rank's part."""
+    local = replace(FOUR, vocabulary=0, gathers_again=frozenset(["inputs"]))
+    kept = replace(local, gathers_again=frozenset())
+    both = replace(FOUR, vocabulary=0)
+    assert estimate(local, GPU).seconds[W] == estimate(kept, GPU).seconds[W]
+    slow = replace(GPU, peers=1e9)
+    assert estimate(local, slow).seconds[W][1] > estimate(kept, slow).seconds[W][1]
+    held = [
+        estimate(model, GPU).held_bytes[Held.WEIGHT_INPUTS][1]  # type: ignore[index]
+        for model in (kept, local, both, replace(both, sequence_parallel=False))
+    ]
+    inputs = GPT.sequence * GPT.micro_batch * GPT.hidden * GPT.element_bytes * 2 * GPT.layers[0]
+    assert held[0] - held[1] == held[1] - held[2] == pytest.approx(inputs * 3 / 4)
+    assert held[3] == held[0], "every rank has them whole"
+
+
+def test_layers_in_userbuffers_leave_nothing_to_w() -> None:
+    """Or the first matrices of each pair alone, where their reduction is within a product."""
+    layers = replace(FOUR, vocabulary=0)
+    split = estimate(layers, ALONE)
+    all_whole = estimate(replace(layers, userbuffers=frozenset(["row", "column"])), GPU)
+    rows_whole = estimate(replace(layers, userbuffers=frozenset(["row"])), GPU)
+    assert not any(all_whole.seconds[W]) and not any(all_whole.held_bytes[Held.WEIGHT_INPUTS])  # type: ignore[index]
+    assert 0 < rows_whole.seconds[W][1] < split.seconds[W][1]
+    for costs in (all_whole, rows_whole):
+        assert costs.seconds[F] == pytest.approx(split.seconds[F])
+        whole = Action(1, Kind.FULL_BACKWARD, 0)
+        assert costs.of(whole) == pytest.approx(split.of(whole))
+        assert not any(costs.spared)
+
+
+def test_a_w_right_behind_its_i_is_spared_what_b_is() -> None:
+    costs = replace(uniform(line(1), 1, 2, 2), spared=(0.5,))
+    problem = Problem(line(1), 2, costs)
+    ends = {
+        text: simulate_unproved(written(text, (0,)), problem).makespan
+        for text in ("0F0 0I0 0W0 0F1 0I1 0W1", "0F0 0I0 0F1 0W0 0I1 0W1", "0F0 0B0 0F1 0B1")
+    }
+    assert list(ends.values()) == [9, 9.5, 9]
+    assert lower_bound(problem, splits_backward=True) <= 9
 
 
 def test_a_slower_machine_takes_longer_and_holds_as_much() -> None:

@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_ext.schedule.model.estimate import LayerWork, ModelDimensions, normed, unsplit
+from megatron_ext.schedule.model.estimate import (
+    LayerWork,
+    ModelDimensions,
+    Pair,
+    divided,
+    normed,
+    unsplit,
+)
 
 
 def experts(
@@ -16,7 +23,7 @@ def experts(
     """Experts of ``width``, to ``routed`` of which a token goes, and a shared one.
 
     ``latent``: the width in which experts work, 0 for the model's own. The router does not count;
-    where it is captured alone, so is the shared expert.
+    where it is captured alone, so is the shared expert. Nor does what tokens take on their way.
     """
     matrices = 3 if model.gated else 2
     inner = latent or model.hidden
@@ -32,12 +39,16 @@ def experts(
         elements=normed(model) + (0 if is_again else entering + activation),
         masks=model.hidden,
     )
+    shared = matrices * model.hidden * shared_width
+    if shared_width:
+        widths = 2 * model.hidden + matrices * shared_width
+        pair = Pair(shared, widths, model.hidden * shared_width, shared_width)
+        work = divided(work, model, pair)
     if "moe" in model.captured:
         return unsplit(work)
-    if "moe_router" in model.captured and shared_width:
-        shared = matrices * model.hidden * shared_width
+    if "moe_router" in model.captured and shared_width and not work.fused:
         left = work.widths - 2 * model.hidden - matrices * shared_width
-        return replace(work, fused=shared, widths=left)
+        return replace(work, fused=shared, widths=left, whole=0, rows=0)
     return work
 
 
@@ -46,24 +57,28 @@ def delta_net(model: ModelDimensions, *, keys: int, values: int, heads: int) -> 
     values and gates ``values``, on ``heads`` heads."""
     projected = 2 * keys + 2 * values + 2 * heads
     state = values * (values // heads)
+    weights, widths = model.hidden * (projected + values), 2 * model.hidden + projected + values
     work = LayerWork(
-        weights=model.hidden * (projected + values),
+        weights=weights,
         core=8 * state,
-        widths=2 * model.hidden + projected + values,
+        widths=widths,
         elements=normed(model) + 2 * projected + values,  # before and after its convolution
         masks=model.hidden,
     )
+    work = divided(work, model, Pair(weights, widths, model.hidden * values, values))
     return unsplit(work) if "attn" in model.captured else work
 
 
 def mamba(model: ModelDimensions, *, width: int, state: int, groups: int, heads: int) -> LayerWork:
     """A Mamba layer of ``width``, all heads together, with so many states a channel."""
     projected = 2 * width + 2 * groups * state + heads
+    weights, widths = model.hidden * (projected + width), 2 * model.hidden + projected + width
     work = LayerWork(
-        weights=model.hidden * (projected + width),
+        weights=weights,
         core=7 * width * state,
-        widths=2 * model.hidden + projected + width,
+        widths=widths,
         elements=normed(model) + 2 * projected + width,  # likewise
         masks=model.hidden,
     )
+    work = divided(work, model, Pair(weights, widths, model.hidden * width, width))
     return unsplit(work) if "mamba" in model.captured else work
