@@ -22,9 +22,11 @@ from megatron_ext.schedule.words import counted
 
 _LATEST = "latest_checkpointed_iteration.txt"
 _SHOWN = 12  # lines of the output of a run that failed
-# What ended a rank: ours and argparse's, or the last line of a traceback. torchrun's own report,
-# which comes after it, names no reason.
-_REASON = re.compile(r"\berror\b[^:]*: |^(\[rank\d+\]:\s*)?(\w+\.)*\w*(Error|Exception)(:|$)")
+# What ended a rank: ours and argparse's, the last line of a traceback, or C++'s. torchrun's own
+# report, which comes after it, names no reason.
+_REASON = re.compile(
+    r"\berror\b[^:]*: |^(\[rank\d+\]:\s*)?(\w+\.)*\w*(Error|Exception)(:|$)|^\s+what\(\): "
+)
 # What does not go on with it: torch's log, another traceback, an empty line.
 _APART = re.compile(r"[IWE]\d{4} |(\[rank\d+\]:\s*)?(Traceback|$)")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
