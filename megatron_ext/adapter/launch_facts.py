@@ -41,7 +41,9 @@ def launch_facts(config: PipelineConfig) -> dict[str, Fact]:
     facts |= {f"the file {path}": _contents(path) for path in _files(config)}
     versions = {
         "megatron_ext": sys.modules["megatron_ext"].__version__,  # not imported: it imports this
-        "Megatron": megatron.core.__version__,
+        # Then comes the commit of the repository around, read as each rank starts: somebody may
+        # commit meanwhile, or a node have no git. What is patched is looked at by its source.
+        "Megatron": megatron.core.__version__.partition("+")[0],
         "torch": torch.__version__,
     }
     return facts | {name: Fact(str(version)) for name, version in versions.items()}

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,13 @@ from megatron_ext.schedule.words import counted
 
 _LATEST = "latest_checkpointed_iteration.txt"
 _SHOWN = 12  # lines of the output of a run that failed
-# What ended a rank: ours and argparse's, or the last line of a traceback. torchrun's own report,
-# which comes after it, names no reason.
-_REASON = re.compile(r"\berror\b[^:]*: |^(\[rank\d+\]:\s*)?(\w+\.)*\w*(Error|Exception)(:|$)")
+# What ended a rank: ours and argparse's, the last line of a traceback, or C++'s. torchrun's own
+# report, which comes after it, names no reason.
+_REASON = re.compile(
+    r"\berror\b[^:]*: |^(\[rank\d+\]:\s*)?(\w+\.)*\w*(Error|Exception)(:|$)|^\s+what\(\): "
+)
+# What does not go on with it: torch's log, another traceback, an empty line.
+_APART = re.compile(r"[IWE]\d{4} |(\[rank\d+\]:\s*)?(Traceback|$)")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 
 Tell = Callable[[str], None]  # something begins; or, with a newline, has ended
@@ -145,10 +150,21 @@ def _environment(is_stock: bool) -> Mapping[str, str]:
 def _failure(what: str, status: int, log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines()
     text = f"{what}: the run failed with exit status {status}; its output is in {log}"
-    reasons = (line.strip() for line in lines if _REASON.search(line))
-    if (reason := next(reasons, None)) is not None:
+    if reason := _reason(lines):
         return f"{text}\nIt says first: {reason}"
     return "\n  ".join([f"{text}, and ends with", *lines[-_SHOWN:]])
+
+
+def _reason(lines: Sequence[str]) -> str:
+    """The first of ``lines`` that says what ended a rank, with those that go on with it; "" where
+    none does."""
+    start = next((n for n, line in enumerate(lines) if _REASON.search(line)), len(lines))
+    following = takewhile(_goes_on, lines[start + 1 : start + _SHOWN])
+    return "\n".join([*lines[start : start + 1], *following]).strip()
+
+
+def _goes_on(line: str) -> bool:
+    return not (_REASON.search(line) or _APART.match(line))
 
 
 def _size(folder: Path) -> int:

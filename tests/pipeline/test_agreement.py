@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import megatron.core
 import pytest
 import torch.distributed as dist
 
@@ -130,6 +131,17 @@ def test_a_folder_of_traces_may_be_each_ranks_own() -> None:
     assert launch_facts(one)["--pipeline-trace-iters"].text == "2:3"
     untraced = PipelineConfig.parse(schedule="zb-h1")
     assert difference([Told("a", launch_facts(one)), Told("b", launch_facts(untraced))])
+
+
+def test_a_commit_while_ranks_start_is_no_other_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the repository around Megatron, which may be the user's own."""
+    facts = []
+    for version in ("0.19.2+0123abc", "0.19.2+4567def", "0.19.2", "0.19.1+0123abc"):
+        monkeypatch.setattr(megatron.core, "__version__", version)
+        facts.append(launch_facts(PipelineConfig.parse(schedule="zb-h1")))
+    assert facts[0] == facts[1] == facts[2]
+    text = difference([Told("a", facts[0]), Told("b", facts[3])])
+    assert "Megatron: 0.19.2 on global rank 0 (a); 0.19.1 on global rank 1 (b)" in text
 
 
 def test_a_launch_with_two_schedules_ends_at_once() -> None:

@@ -106,21 +106,11 @@ RESULTS: dict[tuple[str, str], str] = {}
 
 
 def drawn_by_name(*args: Any, **kwargs: Any) -> Any:
-    """A chunk whose matrices are drawn by their names in the whole model.
-
-    A tied one gets names in torch_dist too, by which tensors are compared: Megatron stumbles over
-    the output layer's own weight, which nobody uses.
-    """
+    """A chunk whose matrices are drawn by their names in the whole model."""
     model = model_provider(*args, **kwargs)
     matrices = (item for item in named_parameters(model) if item[1].dim() > 1)
     draw_by_name(matrices)
-    if model.share_embeddings_and_output_weights:
-        model.tie_embeddings_and_output_weights_state_dict = leave_out_the_output_layer
     return model
-
-
-def leave_out_the_output_layer(state: dict[str, Any], key: str, *unused: Any) -> None:
-    state.pop(key, None)
 
 
 def flags(**more: object) -> list[str]:

@@ -189,6 +189,18 @@ def test_other_models_and_data_cannot_be_compared(tmp_path: Path) -> None:
         compared(tmp_path, A, b)
 
 
+def test_stages_of_a_hybrid_model_may_end_elsewhere(tmp_path: Path) -> None:
+    """Under a V its pattern has twice as many segments."""
+    a, b, other = (
+        A.but(arguments={"hybrid_layer_pattern": p}) for p in ("*-|*-", "*|-|*|-", "*-*E")
+    )
+    found = compared(tmp_path / "b", a, b)
+    assert found.verdict is Verdict.SAME
+    assert found.settings["--hybrid-layer-pattern"] == ("*-|*-", "*|-|*|-")
+    with pytest.raises(ValueError, match="differ in their model: --hybrid-layer-pattern"):
+        compared(tmp_path / "other", a, other)
+
+
 def test_other_iterations_cannot_be_compared(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="3 iterations from 0 on, and 2 iterations from 0 on"):
         compared(tmp_path, A, A.but(losses=(3.0, 2.5), norms=(1.5, 1.25)))

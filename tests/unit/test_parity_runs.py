@@ -149,6 +149,7 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
         "pretrain_gpt.py: error: argument --num-layers: invalid int value: 'six'",
         "[rank1]: torch.OutOfMemoryError: CUDA out of memory",
         "AssertionError",
+        "  what():  [enforce fail at pair.cc:464] Received data size doesn't match expected size",
     ],
 )
 def test_a_run_that_fails(machine: Machine, reason: str) -> None:
@@ -159,8 +160,32 @@ def test_a_run_that_fails(machine: Machine, reason: str) -> None:
     assert "A again: the run failed with exit status 1; its output is in parity/A-again.log" in (
         result.stderr
     )
-    assert f"It says first: {reason}\n" in result.stderr
+    assert f"It says first: {reason.strip()}\n" in result.stderr
     assert len(machine.lines) == 3
+
+
+@pytest.mark.parametrize(
+    "after",
+    ["", "megatron_ext: error on node2: the same\n", "[rank0]: Traceback (most recent\n", TORCHRUN],
+)
+def test_a_reason_of_several_lines_is_told_whole(machine: Machine, after: str) -> None:
+    reason = (
+        "megatron_ext: error: the ranks of this job differ:\n"
+        "  torch: 2.9 on global rank 0 (node1); 2.8 on global rank 1 (node2)\n"
+        "start every rank with the same versions\n"
+    )
+    machine.failing, machine.output = "B", f"before\n{reason}{after}"
+    assert parity("--", *OURS).stderr.endswith(f"It says first: {reason}")
+
+
+def test_a_reason_without_end_is_cut(machine: Machine) -> None:
+    machine.failing = "B"
+    machine.output = "RuntimeError: of many tensors\n" + "".join(
+        f"\ttensor {n}\n" for n in range(30)
+    )
+    result = parity("--", *OURS)
+    assert "RuntimeError: of many tensors\n\ttensor 0\n" in result.stderr
+    assert "tensor 10\n" in result.stderr and "tensor 11" not in result.stderr
 
 
 def test_a_run_that_fails_without_a_word(machine: Machine) -> None:

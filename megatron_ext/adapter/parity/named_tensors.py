@@ -7,6 +7,7 @@ distributed optimizer's are taken as they lie, divided over ranks, and nothing i
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOpt
 from megatron.core.utils import unwrap_model
 from megatron.training.checkpointing import _build_sharded_state_dict_metadata
 
+from megatron_ext.adapter.model_parts import head_is_looked_up, language_model
 from megatron_ext.adapter.parity.digest import dtype_of
 from megatron_ext.parity.records.piece import Piece
 
@@ -53,7 +55,10 @@ class NamedTensors:
         self._parts: dict[torch.nn.Parameter, tuple[_Part, ...]] = {}
         for chunk in unwrap_model(list(model)):
             try:
-                state = chunk.sharded_state_dict(metadata=_build_sharded_state_dict_metadata(args))
+                with _output_layer_left_out(chunk):
+                    state = chunk.sharded_state_dict(
+                        metadata=_build_sharded_state_dict_metadata(args)
+                    )
             except (AssertionError, AttributeError, NotImplementedError) as error:
                 raise ValueError(
                     f"{type(chunk).__name__} has no names for its tensors: its "
@@ -88,6 +93,25 @@ class NamedTensors:
             for parameter, kind, tensor, start in states:
                 if parts := self._parts.get(parameter):
                     yield from _cut(parts, tensor, f"optimizer.state.{kind}.", start, is_copy)
+
+
+@contextlib.contextmanager
+def _output_layer_left_out(chunk: torch.nn.Module) -> Iterator[None]:
+    """Within, tied multi-token prediction has names on a last stage too: Megatron asserts there
+    that the output layer has no weight of its own, and it has one, which nobody uses."""
+    model: Any = language_model(chunk)
+    if not head_is_looked_up(chunk):
+        yield
+        return
+    model.tie_embeddings_and_output_weights_state_dict = _leave_out
+    try:
+        yield
+    finally:
+        del model.tie_embeddings_and_output_weights_state_dict
+
+
+def _leave_out(state: dict[str, Any], output_layer: str, *unused: Any) -> None:
+    state.pop(output_layer, None)
 
 
 def _is_copy(part: _Part) -> bool:

@@ -63,23 +63,26 @@ MUST_AGREE: Mapping[str, tuple[str, ...]] = {
 }
 
 
+# Of a hybrid model's layers, and by "|" of where stages end, which is not the model's.
+_PATTERNS = {"hybrid_layer_pattern", "hybrid_override_pattern"}
+
+
 def refusal(a: Mapping[str, Any], b: Mapping[str, Any], words: str) -> str | None:
     """Why runs with the arguments ``a`` and ``b`` cannot be compared; None where they can.
 
     ``words`` says whose they are.
     """
+    apart = {
+        kind: [name for name in names if _without_ends(name, a) != _without_ends(name, b)]
+        for kind, names in MUST_AGREE.items()
+    }
+    kinds = [kind for kind, names in apart.items() if names]
+    if not kinds:
+        return None
     lines = [
         f"{_flag(name)} ({a.get(name)!r} and {b.get(name)!r})"
-        for names in MUST_AGREE.values()
+        for names in apart.values()
         for name in names
-        if a.get(name) != b.get(name)
-    ]
-    if not lines:
-        return None
-    kinds = [
-        kind
-        for kind, names in MUST_AGREE.items()
-        if any(a.get(name) != b.get(name) for name in names)
     ]
     return (
         f"{words} cannot be compared, they differ in their {' and '.join(kinds)}: "
@@ -87,9 +90,14 @@ def refusal(a: Mapping[str, Any], b: Mapping[str, Any], words: str) -> str | Non
     )
 
 
+def _without_ends(name: str, arguments: Mapping[str, Any]) -> Any:
+    value = arguments.get(name)
+    return value.replace("|", "") if name in _PATTERNS and isinstance(value, str) else value
+
+
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """All other arguments in which the runs differ, by their flags."""
-    must = {name for names in MUST_AGREE.values() for name in names}
+    must = {name for names in MUST_AGREE.values() for name in names} - _PATTERNS
     a, b = {**_OURS, **a}, {**_OURS, **b}
     return {
         _flag(name): (a.get(name), b.get(name))
