@@ -175,6 +175,7 @@ def run(program: Program, ways: Channels, recorder: Recorder) -> None:
     execute(program, stages, transport, recorder)
     assert transport.is_empty(), "messages are left over"
     assert not len(queue), "weight gradients are left over"
+    queue.clear()  # the step is over: it need not know these weights any more
     assert recorder.position is None
     for number, stage in stages.items():
         assert not stage.between, f"activations of stage {number} are left over"

@@ -21,6 +21,7 @@ from megatron_ext.patches.engine import applied
 from megatron_ext.schedule.build.registry import Mark, entries
 from megatron_ext.schedule.model.gpus import USABLE
 from megatron_ext.schedule.program.simulate import simulate
+from tests.helpers.combinations import nightly
 from tests.helpers.megatron_runs import SCRIPT, model_flags
 from tests.helpers.short_search import shorten_search
 
@@ -173,6 +174,7 @@ def test_no_more_than_1f1b_by_the_table_that_is_printed(monkeypatch: pytest.Monk
     assert taken <= fullest("1f1b")[0]
 
 
+@nightly("by day a limit is honoured")
 def test_choice_honours_the_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     shorten_search(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -198,6 +200,7 @@ def test_flag_that_hides_a_better_choice_is_named() -> None:
     assert entries()[plain.flags[1]].splits_backward and "Without" not in plain.why
 
 
+@nightly("tests/unit asks the same of plan without a launch")
 def test_only_stable_schedules_are_chosen() -> None:
     _, choice = chosen(pipeline_memory_limit="8")
     assert entries()[choice.flags[1]].mark is Mark.STABLE
