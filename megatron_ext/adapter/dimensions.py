@@ -160,7 +160,11 @@ def dimensions_of(
         context_parallel=settings.context_parallel_size,
         depths=prediction_depths(settings),
         captured=_captured_work(settings, symbols is not None),
-        gathers_again=getattr(settings, "transformer_impl", "") == "local",
+        gathers_again=frozenset(
+            ["inputs"]
+            if getattr(settings, "transformer_impl", "") == "local"
+            else ["inputs", "gradients"]
+        ),
         userbuffers=_whole_in_userbuffers(settings),
     )
     if symbols is None:

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.config import PipelineConfig, flag
-from megatron_ext.runtime.agreement import Fact, agree
+from megatron_ext.runtime.store.agreement import Fact, agree
+from megatron_ext.runtime.store.once_for_all import store_of_all
 from megatron_ext.schedule.build.registry import file_of
 
 
@@ -23,13 +24,12 @@ def refuse_other_launches(config: PipelineConfig) -> None:
 
     Nothing is compared where torch has no store (MPI), or has no processes behind it.
     """
-    ranks = dist.get_world_size()
-    store = dist.distributed_c10d._get_default_store()
-    if store is None or ranks == 1 or dist.get_backend() == "fake":
+    store = store_of_all()
+    if store is None:
         return
     world = dist.distributed_c10d._get_default_group()
     timeout = world._get_backend(world._device_types[0]).options._timeout
-    agree(store, dist.get_rank(), ranks, launch_facts(config), timeout)
+    agree(store, dist.get_rank(), dist.get_world_size(), launch_facts(config), timeout)
 
 
 def launch_facts(config: PipelineConfig) -> dict[str, Fact]:

@@ -6,16 +6,20 @@ other.
 
 No step waits for a search but the first of a training: callers that divide batches by tokens come
 with another number of microbatches in each. The numbers that a schedule is searched for are the
-same on all ranks, or they would follow different programs.
+same on all ranks, or they would follow different programs. One rank searches for all; each proves
+what was found.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import time
 import uuid
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -30,7 +34,8 @@ from megatron_ext.adapter.taken_over.groups import with_megatrons_group
 from megatron_ext.adapter.training_globals import ramps_up_to
 from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger, telling_of_long_work
-from megatron_ext.runtime.agreement import listed
+from megatron_ext.runtime.store.agreement import listed
+from megatron_ext.runtime.store.once_for_all import once_for_all, store_of_all
 from megatron_ext.schedule.build.output_layer import (
     place_again,
     place_output_layer,
@@ -40,7 +45,10 @@ from megatron_ext.schedule.build.registry import Choice
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.verify import Program
+from megatron_ext.schedule.progress import FIRST, duration
+from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.words import counted
 
 KEPT = 64  # programs
@@ -217,9 +225,10 @@ class Programs:
         with telling_of_long_work(dist.get_rank()):
             if before is None:
                 choice = self._choice_for(microbatches, forward_only)
-                program = place_output_layer(with_megatrons_group(choice, config), problem)
+                choice = self._searched_once(with_megatrons_group(choice, config))
+                program = place_output_layer(choice, problem)
             else:
-                choice = with_megatrons_group(self.choice, config)
+                choice = self._searched_once(with_megatrons_group(self.choice, config))
                 program = place_again(choice, problem, before)
         refuse_order(config, program.schedule)
         key = self._key(config, shape, microbatches, forward_only, first_trained)
@@ -247,6 +256,21 @@ class Programs:
                 f"other numbers run the best that is built at once within the same limit",
             )
         return self.choice.without_search
+
+    def _searched_once(self, choice: Choice) -> Choice:
+        """``choice``, but if it takes long, one rank of the job searches for those that ask for a
+        schedule of the same problem, whichever these are."""
+        store = store_of_all()
+        if store is None or not choice.takes_long:
+            return choice
+
+        def build(problem: Problem) -> Schedule:
+            asked = hashlib.sha256(f"{choice.spec}\n{problem!r}".encode()).hexdigest()
+            apart = dist.PrefixStore(f"megatron_ext/searches/{self._run}/{asked}", store)
+            what, search = f"the search for {choice.spec}", partial(_search, choice, problem)
+            return once_for_all(apart, dist.get_rank(), what, search)
+
+        return replace(choice, build=build)
 
     def _compare(self, digest: str, step: _Key) -> None:
         """Raise RuntimeError if another rank has built another program for such a step.
@@ -286,6 +310,21 @@ class Programs:
         microbatches = before.problem.microbatches
         first_trained = before.problem.first_trained
         return self.make(pipeline, config, shape, microbatches, False, first_trained, before)
+
+
+def _search(choice: Choice, problem: Problem) -> Schedule:
+    """The schedule of ``choice``; if that takes long, a line says how to do without."""
+    start = time.perf_counter()
+    schedule = choice.build(problem)
+    seconds = time.perf_counter() - start
+    if seconds > FIRST:
+        logger.info(
+            f"{choice.spec} took {duration(seconds)}, on this rank for all. A job that starts "
+            f"without it: on a login node `megatron-ext simulate {choice.spec} --pp "
+            f"{problem.ranks} -m {problem.microbatches} --csv FILE` with the job's --costs and "
+            f"--memory-limit, then --pipeline-schedule FILE"
+        )
+    return schedule
 
 
 def check_digests(schedule: str, digests: Mapping[int, str]) -> None:

@@ -2,16 +2,51 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 from megatron_ext.config import PipelineConfig
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 
 def choose_plan(
     argv: Sequence[str], config: PipelineConfig, world_size: int
 ) -> tuple[tuple[str, ...], str]:
-    """For `megatron_ext.launch`: the flags to add to ``argv``, and why."""
-    from megatron_ext.launch_check.plan import choose_for  # torch and Megatron
+    """For `megatron_ext.launch`: the flags to add to ``argv``, and why.
 
-    chosen = choose_for(argv, config, world_size)
+    Under torchrun, whose agent has a store before there are process groups, one rank chooses for
+    all with the same ``argv``. Elsewhere each does, and all come to the same.
+
+    Raises:
+        ValueError: no schedule can run so.
+        RuntimeError: the rank that chooses has failed otherwise, or died.
+    """
+    from megatron_ext.launch_check.plan import choose_for  # torch and Megatron
+    from megatron_ext.runtime.store.once_for_all import once_for_all
+
+    choose = partial(choose_for, argv, config, world_size)
+    store = _agents_store(f"{argv} {config} {world_size}")
+    if store is None:
+        chosen = choose()
+    else:
+        chosen = once_for_all(store, int(os.environ["RANK"]), "the choice of a plan", choose)
     return chosen.flags, chosen.why
+
+
+def _agents_store(asked: str) -> dist.Store | None:
+    """That of torchrun's agent, for those who have ``asked`` the same in this attempt; None where
+    there is none."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    import torch.distributed as dist
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    digest = hashlib.sha256(asked.encode()).hexdigest()
+    store = dist.TCPStore(address, port, is_master=False)
+    return dist.PrefixStore(f"megatron_ext/plan/{attempt}/{digest}", store)

@@ -15,9 +15,9 @@ import torch
 
 from megatron_ext.runtime.device_progress import DeviceProgress
 from megatron_ext.runtime.held_bytes import HeldBytes
-from megatron_ext.runtime.last_words import LastWords
 from megatron_ext.runtime.position import Position
 from megatron_ext.runtime.recording import Clock, RecordedReduction, Recording
+from megatron_ext.runtime.store.last_words import LastWords
 from megatron_ext.runtime.whereabouts import Whereabouts
 from megatron_ext.schedule.action import Action
 

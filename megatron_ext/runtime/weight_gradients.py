@@ -72,8 +72,9 @@ class WeightGradients:
     """Pending weight gradients by stage and microbatch.
 
     ``splitting`` tells layers, in the forward pass, that a W pass will come, but not for the
-    weights in ``at_once``. ``weights`` collects whose gradients are put off, while it is a set and
-    not None. ``is_lent`` tells of a tensor whether its memory is written to again soon after I, as
+    weights in ``at_once``. ``w_is_next``: after the I that runs, its rank computes nothing before
+    its W. ``weights`` collects whose gradients are put off, while it is a set and not None.
+    ``is_lent`` tells of a tensor whether its memory is written to again soon after I, as
     that of CUDA graphs is. The current key is a plain attribute and not a thread's: autograd runs
     backwards, and with activation recompute forwards too, on threads of its own.
     """
@@ -85,7 +86,7 @@ class WeightGradients:
         self.is_lent: Lent = is_owned
         self._key: Key | None = None
         self._pending: dict[Key, dict[tuple[Weights, int], _Uses]] = {}
-        self._is_next = False  # W, after the I that runs
+        self.w_is_next = False
         self._used_once: set[Weights] = set()  # in each backward pass of this step so far
 
     def splits(self, weight: Tensor) -> bool:
@@ -105,12 +106,12 @@ class WeightGradients:
         the rank computes nothing between this pass and its W."""
         self._key = (stage, microbatch)
         self._pending[self._key] = {}
-        self._is_next = w_is_next
+        self.w_is_next = w_is_next
         try:
             yield
         finally:
             self._key = None
-            self._is_next = False
+            self.w_is_next = False
 
     def put(
         self,
@@ -133,6 +134,7 @@ class WeightGradients:
         compute: Callable[[], Contributions],
         tensors: Iterable[Tensor],
         accumulate: Accumulate,
+        gather: Callable[[], None] | None = None,
     ) -> None:
         """Keep ``compute``, which makes the gradients of several weights at once, for W.
 
@@ -140,7 +142,7 @@ class WeightGradients:
         ``tensors``. ``accumulate`` is called once for all uses of the weights in one backward pass
         of autograd's, with their sum.
         """
-        self._put(weights, _Use(compute, tuple(tensors)), accumulate)
+        self._put(weights, _Use(compute, tuple(tensors), gather), accumulate)
 
     def tensors(self, stage: int, microbatch: int) -> Sequence[Tensor]:
         """The tensors that wait for the W pass of this stage and microbatch."""
@@ -165,7 +167,7 @@ class WeightGradients:
         """
         assert self._key is not None, "a split layer ran its backward outside an I pass"
         pending = self._pending[self._key]
-        if not (self._is_next and pending):
+        if not (self.w_is_next and pending):
             return
         (weights, backward), uses = next(reversed(pending.items()))
         if weights in self._used_once and uses.uses[0].gather is None:

@@ -35,8 +35,8 @@ _TABLES: dict[str, tuple[tuple[Refusal, ...], dict[str, Any]]] = {
     "POST_VALIDATION_REFUSALS": (POST_VALIDATION_REFUSALS, {"post_validation": True}),
 }
 _VALUES: tuple[object, ...] = (
-    *(False, True, 0, 1, 2, "none", "full", "local", "transformer_engine", "torch_dist"),
-    *("adam", "sgd", "muon", "disabled"),
+    *(False, True, 0, 1, 2, "none", "full", "local", "full_iteration", "transformer_engine"),
+    *("torch_dist", "adam", "sgd", "muon", "disabled"),
 )
 
 
@@ -73,7 +73,7 @@ def _row(refusal: Refusal, asked: dict[str, Any]) -> str:
     which = "whatever is true" if values == [value for value in _VALUES if value] else f"{values}"
     whose = _of_all(names)
     line_or_v = next(name for name in names if choose(name).example.name in ("line", "v"))
-    settings = {refusal.setting: values[0]}
+    settings = {"load": "FOLDER", refusal.setting: values[0]}
     return f"{which}, by {whose}\n{_refusal(partial(_refuse, line_or_v, settings, **asked))}"
 
 

@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from megatron_ext.adapter.launch_facts import launch_facts
 from megatron_ext.config import PipelineConfig
-from megatron_ext.runtime import agreement
-from megatron_ext.runtime.agreement import Fact, Told, agree, difference, listed
+from megatron_ext.runtime.store import agreement
+from megatron_ext.runtime.store.agreement import Fact, Told, agree, difference, listed
 from tests.helpers.megatron_runs import SCRIPT, _train_rank, model_flags
 from tests.helpers.ranks import RankResult, agent_store, run_ranks, values
 

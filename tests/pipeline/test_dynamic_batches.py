@@ -165,8 +165,9 @@ def test_no_step_waits_for_a_search_but_the_first_of_a_training(
             assert of_training[0] == costs[1] == costs[-1] != costs[0]
         return counts, printed.getvalue()
 
-    (counts, told), _ = values(run_ranks(RANKS, on_rank))
+    (counts, told), (of_other, _) = values(run_ranks(RANKS, on_rank))
     assert counts[0] == 0 and counts[1] > 0
+    assert set(of_other) == {0}  # one rank searches for all
     assert set(counts[1:]) == {counts[1]}
     line = f"{schedule} was searched for 4 microbatches a step, and one has come with 3: "
     assert told.count("was searched for") == told.count(line) == 1

@@ -20,15 +20,16 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from megatron_ext.runtime import last_words, watchdog  # noqa: E402
+from megatron_ext.runtime import watchdog  # noqa: E402
 from megatron_ext.runtime.interruption import Interruption  # noqa: E402
-from megatron_ext.runtime.last_words import connect_last_words  # noqa: E402
 from megatron_ext.runtime.messages.transport import (  # noqa: E402
     Boundary,
     Channels,
     PeerFailure,
     Transport,
 )
+from megatron_ext.runtime.store import last_words  # noqa: E402
+from megatron_ext.runtime.store.last_words import connect_last_words  # noqa: E402
 from megatron_ext.runtime.whereabouts import whereabouts  # noqa: E402
 from megatron_ext.schedule.action import Action, parse  # noqa: E402
 from megatron_ext.schedule.build.registry import choose  # noqa: E402

@@ -483,14 +483,19 @@ def test_tensor_parallel_ranks_wait_for_one_another() -> None:
 
 def test_what_w_gathers_again_hides_behind_its_products() -> None:
     """Unless it takes longer; and what waits for W is then a rank's part."""
-    local = replace(FOUR, vocabulary=0, gathers_again=True)
-    kept = estimate(replace(local, gathers_again=False), GPU)
-    assert estimate(local, GPU).seconds[W] == kept.seconds[W]
-    slow = estimate(local, replace(GPU, peers=1e9))
-    assert slow.seconds[W][1] > kept.seconds[W][1]
+    local = replace(FOUR, vocabulary=0, gathers_again=frozenset(["inputs"]))
+    kept = replace(local, gathers_again=frozenset())
+    both = replace(FOUR, vocabulary=0)
+    assert estimate(local, GPU).seconds[W] == estimate(kept, GPU).seconds[W]
+    slow = replace(GPU, peers=1e9)
+    assert estimate(local, slow).seconds[W][1] > estimate(kept, slow).seconds[W][1]
+    held = [
+        estimate(model, GPU).held_bytes[Held.WEIGHT_INPUTS][1]  # type: ignore[index]
+        for model in (kept, local, both, replace(both, sequence_parallel=False))
+    ]
     inputs = GPT.sequence * GPT.micro_batch * GPT.hidden * GPT.element_bytes * 2 * GPT.layers[0]
-    held = [costs.held_bytes[Held.WEIGHT_INPUTS][1] for costs in (kept, estimate(local, GPU))]  # type: ignore[index]
-    assert held[0] - held[1] == pytest.approx(inputs * 3 / 4)
+    assert held[0] - held[1] == held[1] - held[2] == pytest.approx(inputs * 3 / 4)
+    assert held[3] == held[0], "every rank has them whole"
 
 
 def test_layers_in_userbuffers_leave_nothing_to_w() -> None:

@@ -43,7 +43,7 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
             "dist.all_gather_object(reports, (socket.gethostname(), planned, available_bytes()))",
         ),
         (
-            "megatron_ext/runtime/last_words.py",
+            "megatron_ext/runtime/store/last_words.py",
             "connect_last_words",
             "dist.broadcast_object_list(key)",
         ),

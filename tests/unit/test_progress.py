@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -110,6 +111,9 @@ def test_search_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         build_program(choose("v-auto"), Problem(v(3), 7, uniform(v(3), 10, 12, 8, 1)))
     packing = next(work for work in tasks if work.what == "packing plans")
     assert packing.alike and 0 < packing.done <= packing.steps
+    assert re.fullmatch(
+        r"packing plans, \d+ of \d+, the best is \d+\.\d% above the bound", str(packing)
+    )
 
 
 def _listener_that_keeps(kept: list[Task]) -> object:

@@ -19,13 +19,13 @@ from megatron_ext.runtime.handover import Messages
 from megatron_ext.runtime.host.memory import check_host_memory
 from megatron_ext.runtime.host.offload import ActivationOffload
 from megatron_ext.runtime.interruption import Interruption
-from megatron_ext.runtime.last_words import connect_last_words
 from megatron_ext.runtime.messages.batched import BatchedTransport, PipelineGroup
 from megatron_ext.runtime.messages.channels import Channels
 from megatron_ext.runtime.messages.collectives import Collectives
 from megatron_ext.runtime.messages.nccl import ctas_for
 from megatron_ext.runtime.messages.transport import Boundary, Transport
 from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.store.last_words import connect_last_words
 from megatron_ext.runtime.watchdog import Watchdog
 from megatron_ext.runtime.whereabouts import whereabouts
 from megatron_ext.schedule.problem import P2P, Offload, VocabularyParallel

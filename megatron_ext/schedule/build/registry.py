@@ -145,9 +145,16 @@ class Choice:
     at_once: Family | None = None
 
     @property
+    def takes_long(self) -> bool:
+        """Whether its schedule is searched for, which steps cannot wait for."""
+        return self.searches or self.at_once is not None
+
+    @property
     def without_search(self) -> Choice:
         """This choice, or the same by what stands in for its search."""
-        return self if self.at_once is None else replace(self, build=self.at_once)
+        if self.at_once is None:
+            return self
+        return replace(self, build=self.at_once, searches=False, at_once=None)
 
     @property
     def example(self) -> Placement:

@@ -114,8 +114,9 @@ class ModelDimensions:
         context_parallel: ranks that divide a sample: attention looks at the tokens of all.
         captured: which parts of layers are in CUDA graphs, and have whole backwards, by Megatron's
             names: ``attn``, ``mlp``, ``moe``, ``moe_router`` (with the shared expert), ``mamba``.
-        gathers_again: whether W does with a share of the sequence, as Megatron's local layers do:
-            Transformer Engine's keep what I has gathered.
+        gathers_again: what W gathers again with a share of the sequence, which is kept: ``inputs``
+            of pairs, as Megatron's local layers do, and ``gradients`` of their outputs, as
+            Transformer Engine's do too.
         userbuffers: of pairs whose products overlap their communication, which matrices keep whole
             backwards for it: ``column``, ``row``. Empty: they wait for communication.
     """
@@ -140,7 +141,7 @@ class ModelDimensions:
     depths: int = 0
     work: Sequence[LayerWork] = ()
     captured: frozenset[str] = frozenset()
-    gathers_again: bool = False
+    gathers_again: frozenset[str] = frozenset(["inputs", "gradients"])
     userbuffers: frozenset[str] = frozenset()
 
 
@@ -301,8 +302,8 @@ def estimate(model: ModelDimensions, rates: Rates) -> Costs:
 def _weight_inputs(work: LayerWork, model: ModelDimensions) -> float:
     """Widths that wait for W on a rank."""
     share = 1 / model.tensor_parallel
-    of_inputs = share if model.gathers_again and model.sequence_parallel else 1.0
-    return (work.widths - work.whole) * share + work.whole / 2 * (1.0 + of_inputs)
+    kinds = 2 - len(model.gathers_again) if model.sequence_parallel else 2  # that stay whole
+    return work.widths * share + work.whole / 2 * kinds * (1 - share)
 
 
 def _with_exchanges(
@@ -329,9 +330,9 @@ def _with_exchanges(
         kind: tuple(map(operator.add, figures, more[kind]))
         for kind, figures in costs.seconds.items()
     }
-    if model.gathers_again and model.sequence_parallel:
+    if model.sequence_parallel:
         products = seconds[Kind.BACKWARD_WEIGHT]
-        gathers = [e / 2 for e in exchanges]
+        gathers = [len(model.gathers_again) * e / 2 for e in exchanges]
         seconds[Kind.BACKWARD_WEIGHT] = tuple(map(max, products, gathers))
     reductions = [e / 2 if model.sequence_parallel else e for e in exchanges]
     return replace(costs, seconds=seconds, spared=tuple(map(min, reductions, rows)))

@@ -197,6 +197,7 @@ def _improved(
     """``best`` and what shifting its passes ``steps`` times makes of it, best first."""
     mirrored, random = shop.mirrored(), Random(0)
     current, recent = best[0], [best[0][0]] * _MEMORY
+    work.found = _found(shop, best, least)
     for step in range(steps):
         if best[0][0] <= least:
             break
@@ -208,7 +209,16 @@ def _improved(
         recent[slot] = current[0]
         if current[0] < best[0][0]:
             best = [current, *best[: _RESULTS - 1]]
+            work.found = _found(shop, best, least)
     return best
+
+
+def _found(shop: Shop, best: list[_Packed], least: float) -> str:
+    """How far the best is from ``least``, in words."""
+    if not least:
+        return ""
+    own = least - max(shop.tails)
+    return f"the best is {max(best[0][0] - least, 0.0) / own:.1%} above the bound"
 
 
 def _makespan(packed: _Packed) -> float:

@@ -8,7 +8,11 @@ into the queue of `weight_gradients` instead, under its stage and microbatch. No
 FP8 the queue holds what I has quantised, and a fused accumulation is still one with the GEMM.
 
 A column-parallel layer is put while the reduction of its input's gradient is under way, and waits
-for it afterwards: what the queue computes meanwhile hides it. What it puts is the gathered input.
+for it afterwards: what the queue computes meanwhile hides it.
+
+Under sequence parallelism a layer puts an operand that it has gathered: whole, that would be most
+of what waits for W. Where W is not next a rank's own part is kept, and W gathers it again while the
+product before is computed. (Quantised operands are kept whole.)
 
 Not patched: the layers themselves; ``backward_dw``, which nobody calls here. Not split: te.ops,
 attention, norms, and layers whose operands lie in Userbuffers, where the next layer overwrites
@@ -137,6 +141,7 @@ def put(
         prefix = _PREFIX_OF.get(function.__name__, "")
         weights = _parameters(module, [f"{prefix}weight"])
         biases = _parameters(module, [f"{prefix}bias"] * module.use_bias)
+        x, dy = _in_parts(module, x, dy)
         make = partial(_make, function, x, dy)
         if _reduces(module):
             queue.compute_meanwhile()
@@ -144,7 +149,42 @@ def put(
             hooks = []  # fc1's gradient is still to come
     gradient = _Gradient(weights, biases, module.fuse_wgrad_accumulation, make)
     add = partial(_add_before, hooks) if hooks else accumulate_each
-    queue.put_together((*weights, *biases), gradient.compute, _tensors_in((x, dy)), add)
+    gather = next((part.gather for part in (x, dy) if isinstance(part, _Part)), None)
+    queue.put_together((*weights, *biases), gradient.compute, _tensors_in((x, dy)), add, gather)
+
+
+class _Part:
+    """This rank's part of a tensor that was gathered from all of ``group``, and is once more."""
+
+    def __init__(self, whole: Tensor, group: Any) -> None:
+        self.tensor = whole.chunk(group.size())[group.rank()].clone()
+        self._shape, self._group = whole.shape, group
+        self._whole: Tensor | None = None
+        self._work: Any = None
+
+    def gather(self) -> None:
+        """Begin to gather."""
+        part = self.tensor
+        self._whole = torch.empty(self._shape, dtype=part.dtype, device=part.device)
+        gather = torch.distributed.all_gather_into_tensor
+        self._work = gather(self._whole, part, group=self._group, async_op=True)
+
+    def whole(self) -> Tensor:
+        """What has been gathered."""
+        self._work.wait()
+        assert self._whole is not None
+        return self._whole
+
+
+def _in_parts(module: Any, x: Any, dy: Any) -> tuple[Any, Any]:
+    """``x`` and ``dy``, with this rank's `_Part` for the one that ``module`` has gathered."""
+    if queue.w_is_next or not getattr(module, "sequence_parallel", False):
+        return x, dy
+    if module.parallel_mode == "column" and type(x) is Tensor:
+        return _Part(x, module.tp_group), dy
+    if module.parallel_mode == "row" and type(dy) is Tensor:
+        return x, _Part(dy, module.tp_group)
+    return x, dy
 
 
 def _comes_at_once(store: Any) -> bool:
@@ -172,7 +212,8 @@ _Made = tuple[Sequence[Tensor], Sequence[Contribution]]  # of the weights, of th
 
 
 def _make(function: Callable[..., Any], x: Any, dy: Any) -> _Made:
-    weight_gradient, bias_gradient = function(x, dy)
+    operands = (part.whole() if isinstance(part, _Part) else part for part in (x, dy))
+    weight_gradient, bias_gradient = function(*operands)
     return [weight_gradient], [bias_gradient]
 
 
@@ -249,6 +290,8 @@ def _tensors_in(saved: Any) -> list[Tensor]:
     """The tensors in ``saved``; what is no `Tensor`, as of quantised ones, is left out."""
     if isinstance(saved, list | tuple):
         return [tensor for part in saved for tensor in _tensors_in(part)]
+    if isinstance(saved, _Part):
+        return [saved.tensor]
     return [saved] if isinstance(saved, Tensor) else []
 
 

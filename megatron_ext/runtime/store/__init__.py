@@ -1,0 +1,1 @@
+"""What ranks tell one another by way of torch's store, outside of collectives."""

@@ -1,0 +1,137 @@
+"""Work that one rank of a job does for all.
+
+A search on every rank takes minutes of every core of a node. So global rank 0 makes it, or whoever
+asks first where that rank does not come, and the others look at torch's store for what came of it:
+they are in no collective, whose timeout could be shorter than the work.
+
+A process that is killed says nothing. So who works gives signs of life, and who waits misses them.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import pickle
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_ext.logger import logger
+from megatron_ext.schedule.progress import reporting
+
+LOOK_SECONDS = 0.5  # from one look at the store to the next, at the most
+BEAT_SECONDS = 2.0  # from one sign of life to the next
+SILENT_SECONDS = 60.0  # without a sign of life, which a compiler may hold up
+AHEAD_SECONDS = 5.0  # that others may come before global rank 0, and leave it the work
+
+_WORKER, _BEATS, _RESULT = "worker", "signs of life", "result"
+
+
+def once_for_all[T](store: dist.Store, rank: int, what: str, work: Callable[[], T]) -> T:
+    """The result of ``work``, which only one of the ranks that come here does; it can be pickled.
+
+    ``rank`` is the global one, ``store`` for this work alone (a `PrefixStore`); ``what`` names the
+    work, in errors: ``the search for v-auto``.
+
+    Raises:
+        ValueError: that of ``work``, on every rank.
+        RuntimeError: on those that wait, if ``work`` has failed otherwise, or its rank has died.
+    """
+    for seconds in _looks():
+        if rank == 0 or seconds > AHEAD_SECONDS or store.check([_WORKER]):
+            break
+    here = f"global rank {rank} on {socket.gethostname()}"
+    if store.check([_RESULT]) or store.compare_set(_WORKER, "", here).decode() != here:
+        return _result_of_another(store, what)
+    try:
+        with _giving_signs_of_life(store), reporting(logger.info, logger.warning):
+            result = work()
+    except BaseException as error:
+        with contextlib.suppress(RuntimeError):  # the store may be gone too
+            store.set(_RESULT, _packed(_for_others(error, what, here)))
+        time.sleep(2 * LOOK_SECONDS)  # it may end with this process
+        raise
+    store.set(_RESULT, _packed(result))
+    return result
+
+
+def store_of_all() -> dist.Store | None:
+    """torch's; None where there is none (MPI), or no other process behind it."""
+    if dist.get_world_size() == 1 or dist.get_backend() == "fake":
+        return None
+    store: dist.Store | None = dist.distributed_c10d._get_default_store()
+    return store
+
+
+def _for_others(error: BaseException, what: str, here: str) -> Exception:
+    if isinstance(error, ValueError):
+        return error
+    return RuntimeError(f"{what} failed on {here}, for all ranks: {type(error).__name__}: {error}")
+
+
+def _result_of_another(store: dist.Store, what: str) -> Any:
+    """Wait for it. Raises as `once_for_all`."""
+    worker = store.get(_WORKER).decode()
+    heard, beats = 0.0, -1
+    for seconds in _looks():
+        try:
+            if store.check([_RESULT]):
+                break
+            latest = store.add(_BEATS, 0)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"torch's store is gone, and {worker} was at {what}, for all ranks: that rank has "
+                f"ended or was killed (was there memory enough?), or the job ends"
+            ) from error
+        if latest != beats:
+            heard, beats = seconds, latest
+        elif seconds - heard > SILENT_SECONDS:
+            raise RuntimeError(
+                f"{worker} was at {what}, for all ranks, and has given no sign of life for "
+                f"{SILENT_SECONDS:.0f} s: it has ended or was killed (was there memory enough?)"
+            )
+    result = _unpacked(store.get(_RESULT))
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def _looks() -> Iterator[float]:
+    """The seconds since the first look, at each; after short pauses at first."""
+    start, pause = time.monotonic(), 0.01
+    while True:
+        yield time.monotonic() - start
+        time.sleep(pause)
+        pause = min(1.5 * pause, LOOK_SECONDS)
+
+
+@contextlib.contextmanager
+def _giving_signs_of_life(store: dist.Store) -> Iterator[None]:
+    over = threading.Event()
+
+    def give() -> None:
+        with contextlib.suppress(RuntimeError):  # without a store nobody waits
+            while not over.wait(BEAT_SECONDS):
+                store.add(_BEATS, 1)
+
+    thread = threading.Thread(target=give, name="megatron_ext signs of life", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _packed(value: object) -> str:
+    """Small: all ranks fetch it from one process."""
+    return base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
+
+
+def _unpacked(text: bytes) -> Any:
+    return pickle.loads(zlib.decompress(base64.b64decode(text)))

@@ -1,0 +1,154 @@
+"""One rank searches for all, and those that wait for it end when it fails or dies.
+
+Each rank searched by itself: eight times the work on a node, and a search that took the longer.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron_ext.config import PipelineConfig
+from megatron_ext.launch_check import chosen_plan, plan
+from megatron_ext.launch_check.plan import Chosen
+from megatron_ext.runtime.store import once_for_all as waiting
+from megatron_ext.runtime.store.once_for_all import once_for_all, store_of_all
+from megatron_ext.schedule.program.verify import InvalidSchedule
+from tests.helpers.ranks import (
+    RankResult,
+    agent_store,
+    run_ranks,
+    running_ranks,
+    torchrun_environment,
+    values,
+)
+
+RANKS = 3
+HERE = "at work"
+
+
+def asked(work: Callable[[], Any], late: int | None = None) -> Callable[[int], tuple[Any, int]]:
+    """In a rank: the result, and how often it has worked. Rank ``late`` comes after the others."""
+
+    def on_rank(rank: int) -> tuple[Any, int]:
+        store = store_of_all()
+        assert store is not None
+        if rank == late:
+            time.sleep(1.0)
+        worked: list[None] = []
+
+        def counted() -> Any:
+            worked.append(None)
+            return work()
+
+        apart = dist.PrefixStore("a search", store)
+        for _ in range(2):  # a rank may ask again
+            result = once_for_all(apart, rank, "the search", counted)
+        return result, len(worked)
+
+    return on_rank
+
+
+def take_long() -> str:
+    time.sleep(0.3)
+    return "rows" * 100_000
+
+
+def run_out_of_memory() -> None:
+    raise MemoryError("no more")
+
+
+def refuse() -> None:
+    raise InvalidSchedule("does not fit")
+
+
+def work_for_ever() -> None:
+    sys.stderr.write(HERE)
+    time.sleep(600)
+
+
+def test_one_rank_works_for_all() -> None:
+    results = values(run_ranks(RANKS, asked(take_long)))
+    assert [result for result, _ in results] == ["rows" * 100_000] * RANKS
+    assert [worked for _, worked in results] == [1, 0, 0]
+
+
+def test_who_comes_first_does_not_wait_for_ever_for_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be in a pipeline whose step asks for nothing."""
+    monkeypatch.setattr(waiting, "AHEAD_SECONDS", 0.1)
+    results = values(run_ranks(2, asked(take_long, late=0)))
+    assert [worked for _, worked in results] == [0, 1]
+
+
+def errors(results: list[RankResult]) -> list[str]:
+    return [result.error.strip().splitlines()[-1] for result in results]
+
+
+def test_a_refusal_is_every_ranks() -> None:
+    refusal = "megatron_ext.schedule.program.verify.InvalidSchedule: does not fit"
+    assert errors(run_ranks(2, asked(refuse))) == [refusal] * 2
+
+
+def test_no_memory_on_the_rank_that_works_ends_all() -> None:
+    own, others = errors(run_ranks(2, asked(run_out_of_memory)))
+    assert own == "MemoryError: no more"
+    assert others.startswith("RuntimeError: the search failed on global rank 0 on ")
+    assert others.endswith(", for all ranks: MemoryError: no more")
+
+
+def test_who_is_killed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by the kernel, for memory. The store goes on: the agent's, or another rank's."""
+    monkeypatch.setattr(waiting, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(waiting, "SILENT_SECONDS", 1.0)
+    with running_ranks(2, asked(work_for_ever)) as running:
+        running.wait_until_it_says(0, HERE)
+        time.sleep(1.5)  # it works for longer than it may be silent
+        running.send_signal(0, signal.SIGKILL)
+        killed, other = running.wait()
+    assert killed.exit_code == -signal.SIGKILL and killed.seconds < other.seconds
+    (error,) = errors([other])
+    assert "RuntimeError: global rank 0 on " in error and "no sign of life for 1 s" in error
+
+
+def test_who_is_killed_with_the_store_is_not_waited_for() -> None:
+    """Without torchrun it is in the process of global rank 0."""
+
+    def on_rank(rank: int, port: int) -> None:
+        store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+        sys.stderr.write(f"port {store.port}\n")
+        once_for_all(store, rank, "the search", work_for_ever)
+
+    with running_ranks(1, lambda rank: on_rank(0, 0), connect=False) as first:
+        first.wait_until_it_says(0, HERE)
+        port = int(first.stderr(0).split()[1])
+        with running_ranks(1, lambda rank: on_rank(1, port), connect=False) as second:
+            second.wait_until_it_says(0, "port")
+            first.send_signal(0, signal.SIGKILL)
+            (error,) = errors(second.wait())
+    assert error.startswith("RuntimeError: torch's store is gone, and global rank 0 on ")
+
+
+def test_one_rank_chooses_the_plan_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before there are process groups, in the store of torchrun's agent."""
+    chosen: list[str] = []
+
+    def choose_for(argv: list[str], config: PipelineConfig, world_size: int) -> Chosen:
+        chosen.append("here")
+        return Chosen(tuple(argv), "why")
+
+    def on_rank(rank: int, port: int) -> tuple[Any, int]:
+        os.environ |= torchrun_environment(rank, 2, port)
+        made = chosen_plan.choose_plan(["--a"], PipelineConfig(schedule="plan"), 2)
+        return made, len(chosen)
+
+    monkeypatch.setattr(plan, "choose_for", choose_for)
+    with agent_store() as port:
+        results = values(run_ranks(2, lambda rank: on_rank(rank, port), connect=False))
+    assert results == [((("--a",), "why"), 1), ((("--a",), "why"), 0)]
