@@ -15,7 +15,7 @@ from tests.helpers.combinations import nightly
 from tests.helpers.documents import check_written, table
 from tests.helpers.hybrid import DELTA_NET
 from tests.helpers.megatron_runs import SCRIPT, model_flags
-from tests.pipeline.test_multi_token_prediction import EXPERTS, UNTIED
+from tests.pipeline.test_multi_token_prediction import EXPERTS, REPEATED, UNTIED
 from tests.pipeline.test_packed_sequences import CONVERSATIONS
 from tests.pipeline.test_recipe_settings import MLA
 
@@ -68,9 +68,14 @@ LINEAR: Flags = {
 HYBRID: Flags = {"num_layers": None, "hybrid_layer_pattern": "*E*-*E*-"}
 MODELS: dict[str, Model] = {
     "untied, multi-token prediction": Model({**UNTIED, "mtp_num_layers": 1}, "zb-v"),
+    "untied, multi-token prediction of 2 depths": Model({**UNTIED, "mtp_num_layers": 2}, "zb-h1"),
+    "untied, multi-token prediction, repeated layer": Model(
+        {**UNTIED, **REPEATED}, "interleaved-zb"
+    ),
     "tied, multi-token prediction, `--from-seed`": Model(
         {"mtp_num_layers": 1}, "zb-v", ANY, is_saved=False
     ),
+    "experts, EP 2": Model({**UNTIED, **EXPERTS, "expert_model_parallel_size": 2}, "zb-v", ranks=4),
     "multi-latent attention": Model({**UNTIED, **MLA}, "zb-v", ANY, stand_in="its core"),
     "packed sequences (`--sft`)": Model(
         {**UNTIED, **CONVERSATIONS, "eval_iters": 1},
