@@ -67,6 +67,8 @@ LINEAR: Flags = {
 }
 HYBRID: Flags = {"num_layers": None, "hybrid_layer_pattern": "*E*-*E*-"}
 MODELS: dict[str, Model] = {
+    "tied": Model({}, "interleaved-zb"),
+    "untied, bf16": Model({**UNTIED, "bf16": True}, "zb-h1"),
     "untied, multi-token prediction": Model({**UNTIED, "mtp_num_layers": 1}, "zb-v"),
     "untied, multi-token prediction of 2 depths": Model({**UNTIED, "mtp_num_layers": 2}, "zb-h1"),
     "untied, multi-token prediction, repeated layer": Model(
