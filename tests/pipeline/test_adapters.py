@@ -13,8 +13,6 @@ from unittest import mock
 
 import pytest
 import torch
-from megatron.core.tensor_parallel import ColumnParallelLinear
-from megatron.core.transformer import TransformerConfig
 
 import megatron_ext
 from megatron_ext.adapter.step.model_stage import ModelStage
@@ -23,6 +21,7 @@ from megatron_ext.patches.engine import apply
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.build.registry import choose
 from tests.helpers import callers
+from tests.helpers.adapters import RANK, above_frozen_layers, adapt, is_adapter, layer_of
 from tests.helpers.callers import assert_same, draw_by_name, named_parameters
 from tests.helpers.combinations import at_night, nightly
 from tests.helpers.covered import kinds
@@ -36,57 +35,10 @@ from tests.pipeline.test_callers import (
     tokens,
 )
 
-LINEAR = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-RANK = 4  # of an adapter's matrices
-
-
-class Adapter(torch.nn.Module):
-    """As Bridge's ParallelLinearAdapter."""
-
-    def __init__(self, wide: int, out: int, config: TransformerConfig) -> None:
-        super().__init__()
-        init = {"config": config, "init_method": torch.nn.init.zeros_, "bias": False}
-        self.linear_in = ColumnParallelLinear(wide, RANK, gather_output=True, **init)
-        self.linear_out = ColumnParallelLinear(RANK, out, **init)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear_out(self.linear_in(x)[0])[0]
-
-
-class Adapted(torch.nn.Module):
-    """As Bridge's LoRALinear."""
-
-    def __init__(self, to_wrap: Any, config: TransformerConfig) -> None:
-        super().__init__()
-        self.to_wrap = to_wrap
-        out, wide = to_wrap.weight.shape
-        self.adapter = Adapter(wide, out, config)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        output, bias = self.to_wrap(x)
-        return output + self.adapter(x), bias
-
-
-def is_adapter(name: str) -> bool:
-    return ".adapter." in name
-
 
 def of_later_layers(name: str) -> bool:
     """Adapters, but for those of the first three layers."""
     return is_adapter(name) and layer_of(name) > 3
-
-
-def layer_of(name: str) -> int:
-    """Of a parameter's layer, counted from 1; 0 before the layers, 99 after them."""
-    where, *rest = name.split(".")
-    if where == "decoder" and rest[0] == "layers":
-        return int(rest[1])
-    return 0 if where == "embedding" else 99
-
-
-def above_frozen_layers(name: str) -> bool:
-    """All but the embedding and the first three layers, and no adapters at all."""
-    return not is_adapter(name) and layer_of(name) > 3
 
 
 def build(
@@ -97,10 +49,7 @@ def build(
         if recompute:
             chunk.config.recompute_granularity = "full"
             chunk.config.recompute_method, chunk.config.recompute_num_layers = "uniform", 1
-        for module in list(chunk.decoder.modules()):
-            for name in LINEAR:
-                if hasattr(module, name):
-                    setattr(module, name, Adapted(getattr(module, name), chunk.config))
+        adapt(chunk)
         draw_by_name(named_parameters(chunk))
         for name, weight in named_parameters(chunk):
             weight.requires_grad = is_trained(name)

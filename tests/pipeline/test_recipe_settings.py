@@ -14,10 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.models import backends
 from megatron.core.models.common.language_module import language_module
 from megatron.core.tensor_parallel import random, vocab_parallel_cross_entropy
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.training import get_args
 from megatron.training.argument_utils import core_transformer_config_from_args
 
@@ -25,6 +23,7 @@ from scripts.pretrain_gpt import model_provider
 from tests.helpers.callers import draw_by_name, named_parameters
 from tests.helpers.combinations import at_night, nightly
 from tests.helpers.covered import covers
+from tests.helpers.latent_attention import take_local_attention
 from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train
 
 Flags = dict[str, Any]
@@ -160,17 +159,8 @@ CASES = [
 ]
 
 
-class Attention(DotProductAttention):
-    """Megatron's own, as multi-latent attention calls Transformer Engine's."""
-
-    def __init__(
-        self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **more: Any
-    ) -> None:
-        super().__init__(*args, **more)
-
-
 def drawn_by_name(*args: Any, **kwargs: Any) -> Any:
-    backends.DotProductAttention = Attention
+    take_local_attention()
     # which recompute of single modules asks for whether there is FP8
     random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
     for name in ("activation_recompute_forward", "fp8_autocast"):
