@@ -271,7 +271,8 @@ class Graph:
             return self.known_order
         waiting: list[int] = np.diff(self.before.bounds).tolist()
         after = self.before.turned
-        bounds, later = after.bounds.tolist(), after.nodes.tolist()
+        # As views: lists of their numbers would take as much memory as all actions.
+        bounds, later = memoryview(after.bounds), memoryview(after.nodes)
         order = [node for node, count in enumerate(waiting) if not count]
         for node in order:  # which grows
             for follower in later[bounds[node] : bounds[node + 1]]:
@@ -293,8 +294,8 @@ class Graph:
         """
         zeros: list[float] = [0] * len(self.actions)
         starts, ends = list(earliest or zeros), zeros
-        bounds, before = self.before.bounds.tolist(), self.before.nodes.tolist()
-        for node in self.order.tolist():
+        bounds, before = memoryview(self.before.bounds), memoryview(self.before.nodes)
+        for node in memoryview(self.order):
             start = starts[node]
             for earlier in before[bounds[node] : bounds[node + 1]]:
                 if ends[earlier] > start:
