@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.columns import Columns, columns_of
 from megatron_ext.schedule.kinds import RULES, Lane, Where
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
@@ -24,13 +26,21 @@ class Schedule:
     def compute_rows(self) -> tuple[tuple[Action, ...], ...]:
         return tuple(tuple(a for a in row if is_compute(a)) for row in self.rows)
 
+    @cached_property
+    def columns(self) -> Columns:
+        """The actions of all rows as numbers. Stages and microbatches have to fit into 32 bits."""
+        return columns_of(self.rows)
+
 
 Family = Callable[[Problem], Schedule]
 Transform = Callable[[Schedule, Problem], Schedule]
 
 
+_PASSES = frozenset(kind for kind, rule in RULES.items() if rule.lane is Lane.COMPUTE)
+
+
 def is_compute(action: Action) -> bool:
-    return RULES[action.kind].lane is Lane.COMPUTE
+    return action.kind in _PASSES
 
 
 def followed_by_own_w(row: Sequence[Action]) -> frozenset[tuple[int, int]]:

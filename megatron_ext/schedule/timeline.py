@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.schedule import Schedule, is_compute
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """``action`` held its lane on ``rank`` from ``start`` to ``end`` (seconds)."""
 
     rank: int
@@ -95,6 +95,6 @@ class Timeline:
 
         return replace(
             self,
-            events=tuple(replace(e, start=at(e.start), end=at(e.end)) for e in self.events),
+            events=tuple(e._replace(start=at(e.start), end=at(e.end)) for e in self.events),
             reductions=tuple(replace(r, start=at(r.start), end=at(r.end)) for r in self.reductions),
         )

@@ -65,7 +65,7 @@ def _write_trace(folder: Path) -> None:
     simulated = simulate(made, made.problem.costs)
     passes = tuple(event for event in simulated.events if is_compute(event.action))
     last = passes[-1]
-    slow = tuple(replace(e, end=e.end + 50.0) if e == last else e for e in passes)
+    slow = tuple(e._replace(end=e.end + 50.0) if e == last else e for e in passes)
     file = TraceFile(folder / NAME)
     for iteration, events in ((7, passes), (8, slow)):
         step = replace(simulated, events=events).moved(1000.0 + iteration, 1 / 128)

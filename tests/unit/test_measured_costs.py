@@ -160,7 +160,7 @@ def test_a_median_is_of_a_stage_and_a_kind() -> None:
     program = placed("zb-h1")
     events = [e for row in simulate(program, program.problem.costs).compute for e in row]
     slow = next(e for e in events if e.action.stage == 0 and e.action.kind is Kind.FORWARD)
-    events[events.index(slow)] = replace(slow, end=slow.end + 100)
+    events[events.index(slow)] = slow._replace(end=slow.end + 100)
     assert medians(events) == pytest.approx(medians(e for e in events if e is not slow))
 
 

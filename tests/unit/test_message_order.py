@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 
@@ -26,6 +27,7 @@ from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.problem import Extras, Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.program.graph import Device, Graph, build_graph, partner_of
 from megatron_ext.schedule.program.memory import held_during, in_bytes, peaks
+from megatron_ext.schedule.program.node_lists import NodeLists
 from megatron_ext.schedule.program.simulate import simulate, simulate_unproved
 from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove
 from megatron_ext.schedule.schedule import Schedule, is_compute
@@ -157,9 +159,9 @@ def tied(first: Program, other: Program) -> Graph:
     """The graph of two pipelines in which the n-th pass of a rank ends in both together. Each rank
     is held up by all that it posts."""
     graphs = [build_graph(made.schedule, device=Device.ONE_QUEUE) for made in (first, other)]
-    offset = len(graphs[0].actions)
-    before = [list(nodes) for nodes in graphs[0].before]
-    before += [[node + offset for node in nodes] for nodes in graphs[1].before]
+    offset, others = (len(graph.actions) for graph in graphs)
+    before = [graphs[0].before[node] for node in range(offset)]
+    before += [[n + offset for n in graphs[1].before[node]] for node in range(others)]
     passes = [
         [
             [
@@ -176,13 +178,12 @@ def tied(first: Program, other: Program) -> Graph:
             # What comes before either comes before both; they end together.
             before[node] += [earlier + offset for earlier in graphs[1].before[twin]]
             before[twin + offset] += graphs[0].before[node]
-    return Graph(
-        graphs[0].actions + graphs[1].actions,
-        graphs[0].ranks + graphs[1].ranks,
-        tuple(map(tuple, before)),
-        {},
-        {},
-        frozenset(),
+    waits = [(node, earlier) for node, nodes in enumerate(before) for earlier in nodes]
+    later, earlier = np.array(waits, dtype=np.int32).T
+    return replace(
+        graphs[0],
+        actions=graphs[0].actions + graphs[1].actions,
+        before=NodeLists.of(later, earlier, len(before)),
     )
 
 

@@ -40,7 +40,7 @@ def measured(start: float, slow: Action | None = None) -> Timeline:
     passes = tuple(event for event in SIMULATED.events if is_compute(event.action))
     timeline = replace(SIMULATED, events=passes).moved(start, 0.01)
     events = tuple(
-        replace(event, end=event.end + 0.5) if event.action == slow else event
+        event._replace(end=event.end + 0.5) if event.action == slow else event
         for event in timeline.events
     )
     reductions = tuple(

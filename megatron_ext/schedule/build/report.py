@@ -68,7 +68,8 @@ def report(
     problem = program.problem
     with task(f"simulating {choice.spec}"):
         timeline = simulate(program, problem.costs)
-        step = step_seconds(program, problem.costs)
+        overlap = problem.extras.post_validation
+        step = step_seconds(program, problem.costs) if overlap else timeline.makespan
     schedule = program.schedule
     return program, ScheduleReport(
         schedule=choice.spec,

@@ -9,11 +9,11 @@ from megatron_ext.schedule.progress import duration
 from megatron_ext.schedule.words import counted
 
 _MANY = 500_000  # passes
-# Measured of 1f1b, interleaved, zb-h1 and zb-v on 8 to 256 ranks: what a microbatch takes on a
+# Measured of 1f1b, interleaved, zb-h1 and zb-v on 8 to 128 ranks: what a microbatch takes on a
 # stage, with its messages and waits, to be built, proved and simulated. Those actions are eight;
-# of each it is remembered how far every rank has come (`waits`).
-_SECONDS, _SECONDS_PER_RANK = 250e-6, 0.25e-6
-_BYTES, _BYTES_PER_RANK = 6000, 8 * 4
+# for each pass it is found out how far every rank has come (`waits`).
+_SECONDS, _SECONDS_PER_RANK = 60e-6, 0.1e-6
+_BYTES = 3500
 
 
 def size_of(problem: Problem) -> str:
@@ -45,7 +45,7 @@ def seconds_to_build(problem: Problem) -> float:
 
 def bytes_to_build(problem: Problem) -> int:
     """About what it takes to build a program, and to simulate it."""
-    return _pairs(problem) * (_BYTES + _BYTES_PER_RANK * problem.ranks)
+    return _pairs(problem) * _BYTES
 
 
 def _counts(problem: Problem) -> str:

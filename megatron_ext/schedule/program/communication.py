@@ -8,9 +8,11 @@ row, in the order in which the other rank sends: nothing waits for one to be pos
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import cache
 
 from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.kinds import RULES, Kind, Lane
+from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.graph import has_place, partner_of
 from megatron_ext.schedule.schedule import Schedule
@@ -28,18 +30,28 @@ _SENDS_AFTER: dict[Kind, list[Kind]] = {
 def communicate(schedule: Schedule, problem: Problem) -> Schedule:
     """``schedule``, which has no messages, with its sends and receives."""
     placement = schedule.placement
+    ends_of = cache(lambda stage, kind: _ends(stage, kind, placement))
     with_sends: list[list[Action]] = []
     receives: dict[int, list[Action]] = defaultdict(list)  # by rank
     for row in schedule.rows:
         rank_actions: list[Action] = []
         for action in row:
             rank_actions.append(action)
-            for kind in _SENDS_AFTER[action.kind]:
-                if has_place(kind, action.stage, placement):
-                    send = Action(action.stage, kind, action.microbatch)
-                    rank_actions.append(send)
-                    receive = partner_of(send, placement)
-                    receives[placement.rank_of[receive.stage]].append(receive)
+            stage, kind, microbatch = action
+            for send, receiver, there, receive in ends_of(stage, kind):
+                rank_actions.append(Action(stage, send, microbatch))
+                receives[receiver].append(Action(there, receive, microbatch))
         with_sends.append(rank_actions)
     rows = tuple((*receives[rank], *actions) for rank, actions in enumerate(with_sends))
     return Schedule(schedule.name, placement, rows)
+
+
+def _ends(stage: int, kind: Kind, placement: Placement) -> list[tuple[Kind, int, int, Kind]]:
+    """Of each message that ``kind`` on ``stage`` makes: the kind of its send, and the rank, stage
+    and kind of its receive."""
+    ends = []
+    for send in _SENDS_AFTER[kind]:
+        if has_place(send, stage, placement):
+            there, receive, _ = partner_of(Action(stage, send, 0), placement)
+            ends.append((send, placement.rank_of[there], there, receive))
+    return ends

@@ -27,13 +27,23 @@ that streams do, and a host call can wait for all that has been posted.
 from __future__ import annotations
 
 import enum
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
+from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
+
 from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.columns import (
+    HOLDS_UP,
+    IS_COLLECTIVE,
+    IS_RECEIVE,
+    IS_SEND,
+    Columns,
+    Ints,
+)
 from megatron_ext.schedule.kinds import (
     HOST_LANES,
     RULES,
@@ -45,6 +55,7 @@ from megatron_ext.schedule.kinds import (
 )
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import P2P
+from megatron_ext.schedule.program.node_lists import NodeLists
 from megatron_ext.schedule.schedule import Schedule
 
 
@@ -217,7 +228,20 @@ class Needs(dict[tuple[int, Kind], list[tuple[int, Kind]]]):
         return self[key]
 
 
-@dataclass(frozen=True)
+_needs_on = lru_cache(maxsize=8)(Needs)  # the graphs of a program are made one after the other
+
+
+def needed_numbers(columns: Columns, placement: Placement) -> Iterator[Ints]:
+    """The numbers of all that actions may need, and that is there: of each action's first need,
+    then of each one's second, and so on; -1 where there is none."""
+    needs, place = _needs_on(placement), {pair: at for at, pair in enumerate(columns.pairs)}
+    wanted = [[place[w] for w in needs[pair] if w in place] for pair in columns.pairs]
+    for turn in range(max(map(len, wanted), default=0)):
+        pairs = [row[turn] if turn < len(row) else -1 for row in wanted]
+        yield columns.of_pairs(np.array(pairs, dtype=np.int32))
+
+
+@dataclass(frozen=True, eq=False)
 class Graph:
     """Actions as numbered nodes with the nodes each must wait for.
 
@@ -225,43 +249,37 @@ class Graph:
         actions: all actions of all ranks, rank after rank.
         ranks: the rank of each.
         before: for each, the nodes that must have ended before it can start.
-        partners: by the node of a message, that of its other end.
+        partners: by the node of a message, that of its other end; -1 for other nodes.
         batches: by the node of a batched message, the nodes that move together.
-        followers: collectives, but for one node of each, which all its others wait for.
+        leaders: by the node of a collective, the node of it that all its others wait for; for
+            other nodes, themselves.
+        known_order: the nodes, each after all it waits for, if that is known.
     """
 
     actions: tuple[Action, ...]
-    ranks: tuple[int, ...]
-    before: tuple[tuple[int, ...], ...]
-    partners: Mapping[int, int]
+    ranks: Ints
+    before: NodeLists
+    partners: Ints
     batches: Mapping[int, Sequence[int]]
-    followers: frozenset[int]
+    leaders: Ints
+    known_order: Ints | None = None
 
     @cached_property
-    def order(self) -> tuple[int, ...]:
+    def order(self) -> Ints:
         """The nodes, each after all it waits for; shorter than ``actions`` if there is a cycle."""
-        waiting = [len(nodes) for nodes in self.before]
-        # The nodes after each, as linked lists in three flat ones: a list for each would keep the
-        # garbage collector busy. An entry is where a node's list goes on; 0 is the end.
-        first, follows, entries = [0] * len(waiting), [0], [0]
-        for node in reversed(range(len(waiting))):
-            for earlier in self.before[node]:
-                follows.append(node)
-                entries.append(first[earlier])
-                first[earlier] = len(follows) - 1
-        ready = deque(node for node, count in enumerate(waiting) if count == 0)
-        order = []
-        while ready:
-            node = ready.popleft()
-            order.append(node)
-            entry = first[node]
-            while entry:
-                later = follows[entry]
-                waiting[later] -= 1
-                if waiting[later] == 0:
-                    ready.append(later)
-                entry = entries[entry]
-        return tuple(order)
+        if self.known_order is not None:
+            return self.known_order
+        waiting: list[int] = np.diff(self.before.bounds).tolist()
+        after = self.before.turned
+        # As views: lists of their numbers would take as much memory as all actions.
+        bounds, later = memoryview(after.bounds), memoryview(after.nodes)
+        order = [node for node, count in enumerate(waiting) if not count]
+        for node in order:  # which grows
+            for follower in later[bounds[node] : bounds[node + 1]]:
+                waiting[follower] -= 1
+                if not waiting[follower]:
+                    order.append(follower)
+        return np.array(order, dtype=np.int32)
 
     def longest_paths(
         self, seconds: Sequence[float], earliest: Sequence[float] | None = None
@@ -275,10 +293,11 @@ class Graph:
             earliest: before which each does not start; 0 if not given.
         """
         zeros: list[float] = [0] * len(self.actions)
-        starts, ends = list(earliest or zeros), list(zeros)
-        for node in self.order:
+        starts, ends = list(earliest or zeros), zeros
+        bounds, before = memoryview(self.before.bounds), memoryview(self.before.nodes)
+        for node in memoryview(self.order):
             start = starts[node]
-            for earlier in self.before[node]:
+            for earlier in before[bounds[node] : bounds[node + 1]]:
                 if ends[earlier] > start:
                     start = ends[earlier]
             starts[node] = start
@@ -287,9 +306,9 @@ class Graph:
 
     def cycle(self) -> list[Action]:
         """Actions that wait for one another, each for the next and the last for the first."""
-        stuck = set(range(len(self.actions))) - set(self.order)
-        if not stuck:
+        if len(self.order) == len(self.actions):
             return []
+        stuck = set(range(len(self.actions))) - set(self.order.tolist())
         node = min(stuck)
         path: list[int] = []
         position: dict[int, int] = {}
@@ -300,67 +319,95 @@ class Graph:
         return [self.actions[n] for n in path[position[node] :]]
 
 
+class _Waits:
+    """Who waits for whom, as it is found out."""
+
+    def __init__(self, nodes: int) -> None:
+        self._nodes = nodes
+        self._later: list[Ints] = []
+        self._earlier: list[Ints] = []
+
+    def add(self, later: Ints, earlier: Ints) -> None:
+        """Each of ``later`` waits for the one of ``earlier`` in its place, unless that is -1."""
+        is_there = earlier >= 0
+        self._later.append(later[is_there])
+        self._earlier.append(earlier[is_there])
+
+    @property
+    def before(self) -> NodeLists:
+        """For each node those that it waits for, in the order in which they were added."""
+        later, earlier = np.concatenate(self._later), np.concatenate(self._earlier)
+        return NodeLists.of(later, earlier, self._nodes)
+
+
 def build_graph(
-    schedule: Schedule, p2p: P2P = P2P.ASYNC, device: Device = Device.PARALLEL
+    schedule: Schedule,
+    p2p: P2P = P2P.ASYNC,
+    device: Device = Device.PARALLEL,
+    known_order: Ints | None = None,
 ) -> Graph:
     """The graph of ``schedule``, whose actions are complete and whose needs are all there."""
-    placement = schedule.placement
-    actions = tuple(action for row in schedule.rows for action in row)
-    ranks = tuple(rank for rank, row in enumerate(schedule.rows) for _ in row)
-    # Plain tuples are as good a key, and sooner made than actions.
-    number: dict[tuple[int, Kind, int], int] = {a: node for node, a in enumerate(actions)}
-    before: list[list[int]] = [[] for _ in actions]
-    issued_after = _wait_in_rows(schedule, device, before)
-
-    needs = Needs(placement)
-    # The same for every microbatch.
-    other_end = cache(lambda stage, kind: partner_of(Action(stage, kind, 0), placement)[:2])
-    partners: dict[int, int] = {}
-    for node, action in enumerate(actions):
-        stage, kind, microbatch = action
-        if device is not Device.ONE_QUEUE:
-            # There whatever an action needs has ended: it comes before it in its row.
-            for needed_stage, needed_kind in needs[stage, kind]:
-                earlier = number.get((needed_stage, needed_kind, microbatch))
-                if earlier is not None:
-                    before[node].append(earlier)
-        rule = RULES[kind]
-        if rule.is_message:
-            partner = partners[node] = number[(*other_end(stage, kind), microbatch)]
-            before[node] += [partner] if rule.lane is Lane.RECEIVE else issued_after[partner]
-    batches = _move_in_batches(schedule, partners, before) if p2p is P2P.BATCHED else {}
-    followers = _move_together(actions, before)
-    waits_for = tuple(tuple(nodes) for nodes in before)
-    return Graph(actions, ranks, waits_for, partners, batches, followers)
+    placement, columns = schedule.placement, schedule.columns
+    waits, nodes = _Waits(len(columns)), columns.numbers
+    held_up_by = held_up(columns, device)
+    waits.add(nodes, held_up_by)
+    if device is not Device.ONE_QUEUE:
+        # There whatever an action needs has ended: it comes before it in its row.
+        waits.add(nodes, _before_in_queue(columns, placement))
+        if device is Device.WAITS_AT_PASSES:
+            waits.add(*_waited_for_at_passes(columns))
+        for earlier in needed_numbers(columns, placement):
+            waits.add(nodes, earlier)
+    partners = partners_of(columns, placement)
+    sends, receives = (nodes[flags[columns.kind]] for flags in (IS_SEND, IS_RECEIVE))
+    waits.add(receives, partners[receives])
+    waits.add(sends, held_up_by[partners[sends]])
+    batches = _move_in_batches(schedule, partners, waits) if p2p is P2P.BATCHED else {}
+    leaders = _move_together(columns, waits)
+    return Graph(
+        tuple(chain.from_iterable(schedule.rows)),
+        columns.rank,
+        waits.before,
+        partners,
+        batches,
+        leaders,
+        known_order,
+    )
 
 
-def _wait_in_rows(schedule: Schedule, device: Device, before: list[list[int]]) -> list[list[int]]:
-    """Add to ``before`` what a rank's own row imposes; return what held each node up, if any."""
-    issued_after: list[list[int]] = []
-    # The same for every microbatch.
-    queue_of = cache(lambda stage, kind: _queue(Action(stage, kind, 0), schedule.placement))
-    for row in schedule.rows:
-        latest: list[int] = []
-        posted: list[int] = []  # since, and not waited for
-        queue_end: dict[Channel | Kind | Lane, list[int]] = {}
-        for node, action in enumerate(row, start=len(issued_after)):
-            issued_after.append(latest)
-            before[node] += latest
-            if device is Device.ONE_QUEUE:
-                latest = [node]
-                continue
-            queue = queue_of(action.stage, action.kind)
-            if queue is not None:
-                before[node] += queue_end.get(queue, [])
-                queue_end[queue] = [node]
-            if not RULES[action.kind].holds_up:
-                posted.append(node)
-                continue
-            if device is Device.WAITS_AT_PASSES:
-                before[node] += posted
-                posted.clear()
-            latest = [node]
-    return issued_after
+def held_up(columns: Columns, device: Device = Device.PARALLEL) -> Ints:
+    """For each action, the last one before it in its row that held its rank up; -1: none did."""
+    before = columns.numbers - 1
+    if device is not Device.ONE_QUEUE:
+        before = np.append(np.int32(-1), columns.latest(HOLDS_UP[columns.kind]))[:-1]
+    return np.where(before < columns.first, np.int32(-1), before)
+
+
+def _waited_for_at_passes(columns: Columns) -> tuple[Ints, Ints]:
+    """What holds a rank up, and all that was posted since what held it up before."""
+    holds_up = HOLDS_UP[columns.kind]
+    posted, held = columns.numbers[~holds_up], columns.numbers[holds_up]
+    next_held = np.append(held, np.int32(len(columns)))[np.searchsorted(held, posted)]
+    rank = np.append(columns.rank, np.int32(-1))
+    is_of_row = rank[next_held] == columns.rank[posted]
+    return next_held[is_of_row], posted[is_of_row]
+
+
+def _before_in_queue(columns: Columns, placement: Placement) -> Ints:
+    """For each action, the one before it in what runs both in order; -1 if there is none."""
+    queues: dict[tuple[int, Channel | Kind | Lane | None], int] = {}
+    of_pairs = []
+    for stage, kind in columns.pairs:
+        queue = _queue(Action(stage, kind, 0), placement)
+        which = placement.rank_of[stage], queue
+        of_pairs.append(-1 if queue is None else queues.setdefault(which, len(queues)))
+    queue_of = np.array(of_pairs, dtype=np.int32)[columns.pair]
+    queued = columns.numbers[queue_of >= 0]
+    queued = queued[np.argsort(queue_of[queued], kind="stable")]
+    before = np.full(len(columns), -1, dtype=np.int32)
+    is_next = queue_of[queued[1:]] == queue_of[queued[:-1]]
+    before[queued[1:][is_next]] = queued[:-1][is_next]
+    return before
 
 
 def _queue(action: Action, placement: Placement) -> Channel | Kind | Lane | None:
@@ -373,25 +420,38 @@ def _queue(action: Action, placement: Placement) -> Channel | Kind | Lane | None
     return rule.lane if rule.lane in HOST_LANES else None
 
 
-def _move_together(actions: Sequence[Action], before: list[list[int]]) -> frozenset[int]:
-    """Add to ``before`` that a collective ends on all ranks together; return `Graph.followers`."""
-    leaders: dict[tuple[Kind, int], int] = {}
-    followers = set()
-    for node, action in enumerate(actions):
-        if RULES[action.kind].lane is Lane.COLLECTIVE:
-            leader = leaders.setdefault((action.kind, action.microbatch), node)
-            if leader != node:
-                before[leader] += before[node]
-                before[node].append(leader)
-                followers.add(node)
-    return frozenset(followers)
+def partners_of(columns: Columns, placement: Placement) -> Ints:
+    """`Graph.partners`."""
+    place = {pair: at for at, pair in enumerate(columns.pairs)}
+    others = [-1] * len(place)
+    for (stage, kind), at in place.items():
+        if RULES[kind].is_message:
+            others[at] = place[partner_of(Action(stage, kind, 0), placement)[:2]]
+    return columns.of_pairs(np.array(others, dtype=np.int32))
 
 
-def _move_in_batches(
-    schedule: Schedule, partners: Mapping[int, int], before: list[list[int]]
-) -> dict[int, Sequence[int]]:
-    """Add to ``before`` what comes of one communicator; return `Graph.batches`."""
+def _move_together(columns: Columns, waits: _Waits) -> Ints:
+    """Add to ``waits`` that a collective ends on all ranks together; return `Graph.leaders`."""
+    leaders = columns.numbers.copy()
+    nodes = columns.numbers[IS_COLLECTIVE[columns.kind]]
+    if not len(nodes):
+        return leaders
+    calls = columns.microbatch[nodes].astype(np.int64) * len(RULES) + columns.kind[nodes]
+    _, first, call = np.unique(calls, return_index=True, return_inverse=True)
+    leaders[nodes] = nodes[first[call]]
+    before = waits.before
+    leader = leaders[before.owners]
+    follows = leader != before.owners
+    waits.add(leader[follows], before.nodes[follows])
+    followers = nodes[leaders[nodes] != nodes]
+    waits.add(followers, leaders[followers])
+    return leaders
+
+
+def _move_in_batches(schedule: Schedule, partners: Ints, waits: _Waits) -> dict[int, Sequence[int]]:
+    """Add to ``waits`` what comes of one communicator; return `Graph.batches`."""
     together: dict[int, Sequence[int]] = {}
+    pairs: list[tuple[int, int]] = []
     start = 0
     for row in schedule.rows:
         previous: Sequence[int] = ()
@@ -399,13 +459,17 @@ def _move_in_batches(
             batch = range(start + positions.start, start + positions.stop)
             for node in batch:
                 together[node] = batch
-                before[node] += previous
+                pairs += [(node, earlier) for earlier in previous]
                 if RULES[row[node - start].kind].lane is Lane.RECEIVE:
-                    before[partners[node]] += previous
+                    pairs += [(int(partners[node]), earlier) for earlier in previous]
             previous = batch
-        for node, action in enumerate(row, start=start):
-            if RULES[action.kind].holds_up:
-                for earlier in tuple(before[node]):
-                    before[node] += together.get(earlier, ())
         start += len(row)
+    before = waits.before
+    ends_batch = HOLDS_UP[schedule.columns.kind[before.owners]]
+    for node, message in zip(
+        before.owners[ends_batch].tolist(), before.nodes[ends_batch].tolist(), strict=True
+    ):
+        pairs += [(node, beside) for beside in together.get(message, ())]
+    later, earlier = np.array(pairs, dtype=np.int32).reshape(-1, 2).T
+    waits.add(later, earlier)
     return together

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 
-from megatron_ext.schedule.action import Action
+from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import RULES, Held, Lane, Source
 from megatron_ext.schedule.limit import MemoryLimit
@@ -43,21 +44,29 @@ def held_during(row: tuple[Action, ...], amount: Amount) -> Iterator[float]:
     no pass of its stage uses: F does not where nothing is differentiated.
     """
     used = {(action.stage, kind) for action in row for kind in RULES[action.kind].releases}
-    held = 0.0
-    received: set[Action] = set()  # and not used
-    for action in row:
-        rule = RULES[action.kind]
-        if rule.lane is Lane.RECEIVE and rule.acquires:
-            received.add(action)
-        elif (message := action._replace(kind=_USES.get(action.kind, action.kind))) in received:
-            received.remove(message)
-            held -= amount(Held.MESSAGE, action.stage)
+
+    @cache
+    def rule_on(stage: int, kind: Kind) -> tuple[float, float, Kind | None, bool]:
+        """What it gains and loses, the kind of message that it uses, and whether it is one."""
+        rule = RULES[kind]
         gained = sum(
-            amount(kind, action.stage)
-            for kind in rule.acquires
-            if kind is Held.MESSAGE or (action.stage, kind) in used
+            amount(held, stage)
+            for held in rule.acquires
+            if held is Held.MESSAGE or (stage, held) in used
         )
-        lost = sum(amount(kind, action.stage) for kind in rule.releases)
+        lost = sum(amount(held, stage) for held in rule.releases)
+        receives = rule.lane is Lane.RECEIVE and bool(rule.acquires)
+        return gained, lost, _USES.get(kind), receives
+
+    held = 0.0
+    received: set[tuple[int, Kind, int]] = set()  # and not used
+    for stage, kind, microbatch in row:
+        gained, lost, message, receives = rule_on(stage, kind)
+        if receives:
+            received.add((stage, kind, microbatch))
+        elif message is not None and (used_now := (stage, message, microbatch)) in received:
+            received.remove(used_now)
+            held -= amount(Held.MESSAGE, stage)
         yield held + (gained if not lost else 0.0)
         held += gained - lost
 

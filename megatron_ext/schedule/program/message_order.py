@@ -23,11 +23,22 @@ then, right before it sends what it has made at that time itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
+from itertools import accumulate, pairwise
 
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ext.schedule.action import Action
+from megatron_ext.schedule.columns import (
+    IS_COLLECTIVE,
+    IS_PASS,
+    IS_RECEIVE,
+    IS_SEND,
+    KINDS,
+    Columns,
+)
 from megatron_ext.schedule.costs import Costs
-from megatron_ext.schedule.kinds import RULES, Lane
 from megatron_ext.schedule.problem import P2P, Problem
 from megatron_ext.schedule.program.graph import Graph, build_graph
 from megatron_ext.schedule.schedule import Schedule, is_compute
@@ -38,9 +49,10 @@ _TICKS = 10**6  # of the longest pass
 # some time in truth, and a pass that depends on one should not come before others for nothing.
 _LEAST_HOP = 1 / 32
 
-_BATCHED_PLACE = {Lane.COMPUTE: 0, Lane.RECEIVE: 1, Lane.SEND: 2}
+_BY_NAME = np.argsort(np.argsort(KINDS))  # the place of each kind among their names
 
-_Key = tuple[float, int, int]  # a time, what comes first at that time, and a place among those
+# By node: a time, what comes first at that time, and a place among those.
+_Keys = tuple[NDArray[np.generic], NDArray[np.generic], NDArray[np.generic]]
 
 
 def order_messages(schedule: Schedule, problem: Problem) -> Schedule:
@@ -48,68 +60,66 @@ def order_messages(schedule: Schedule, problem: Problem) -> Schedule:
 
     One whose passes wait for one another is left as it is, for `prove` to show how.
     """
-    graph = build_graph(schedule)
+    graph, columns = build_graph(schedule), schedule.columns
     if len(graph.order) < len(graph.actions):
         return schedule
     keys = _batched if problem.extras.p2p is P2P.BATCHED else _in_sequence
-    key_of = dict(zip(graph.actions, keys(graph, problem.costs), strict=True))
-    rows = tuple(tuple(sorted(row, key=key_of.__getitem__)) for row in schedule.rows)
-    return replace(schedule, rows=rows)
+    times, firsts, places = keys(graph, columns, problem.costs)
+    ordered = [graph.actions[n] for n in np.lexsort((places, firsts, times, columns.rank)).tolist()]
+    bounds = pairwise(accumulate(map(len, schedule.rows), initial=0))
+    return replace(schedule, rows=tuple(tuple(ordered[start:end]) for start, end in bounds))
 
 
-def _in_sequence(graph: Graph, costs: Costs) -> Iterator[_Key]:
-    """A key for each node: the two ends of a message share theirs, and so do a collective's."""
-    starts, ends = _times(graph, costs, _LEAST_HOP)
-    made = _last_pass_ends(graph, ends)
-    place = {node: place for place, node in enumerate(graph.order)}
-    leaders = {
-        (action.kind, action.microbatch): node
-        for node, action in enumerate(graph.actions)
-        if RULES[action.kind].lane is Lane.COLLECTIVE and node not in graph.followers
-    }
-    for node, action in enumerate(graph.actions):
-        lane = RULES[action.kind].lane
-        if lane is Lane.COLLECTIVE:
-            leader = leaders[action.kind, action.microbatch]
-            yield starts[leader], 2, place[leader]
-        elif RULES[action.kind].is_message:
-            send = graph.partners[node] if lane is Lane.RECEIVE else node
-            yield made[send], 1, send
-        else:
-            yield ends[node], 0, node
+def _in_sequence(graph: Graph, columns: Columns, costs: Costs) -> _Keys:
+    """The keys by which nodes are in sequence: the two ends of a message share theirs, and so do a
+    collective's."""
+    starts, ends = _times(graph, columns, costs, _LEAST_HOP)
+    kind, nodes = columns.kind, columns.numbers
+    is_collective, is_message = IS_COLLECTIVE[kind], IS_SEND[kind] | IS_RECEIVE[kind]
+    send = np.where(IS_RECEIVE[kind], graph.partners, nodes)
+    place = np.empty_like(nodes)
+    place[graph.order] = nodes
+    return (
+        np.select(
+            [is_message, is_collective], [_made(columns, ends)[send], starts[graph.leaders]], ends
+        ),
+        np.select([is_message, is_collective], [1, 2], 0),
+        np.select([is_message, is_collective], [send, place[graph.leaders]], nodes),
+    )
 
 
-def _batched(graph: Graph, costs: Costs) -> Iterator[_Key]:
-    """A key for each node, where messages share one communicator."""
-    _, ends = _times(graph, costs, least_hop=0.0)
-    made = _last_pass_ends(graph, ends)
-    by_name = {action: place for place, action in enumerate(sorted(graph.actions))}
-    for node, action in enumerate(graph.actions):
-        lane = RULES[action.kind].lane
-        sender = graph.partners[node] if lane is Lane.RECEIVE else node
-        yield made[sender], _BATCHED_PLACE[lane], by_name[action]
+def _batched(graph: Graph, columns: Columns, costs: Costs) -> _Keys:
+    """The same where messages share one communicator."""
+    _, ends = _times(graph, columns, costs, least_hop=0.0)
+    kind = columns.kind
+    send = np.where(IS_RECEIVE[kind], graph.partners, columns.numbers)
+    by_name = np.lexsort((columns.microbatch, _BY_NAME[kind], columns.stage))
+    place = np.empty_like(by_name)
+    place[by_name] = columns.numbers
+    return (
+        _made(columns, ends)[send],
+        np.select([IS_PASS[kind], IS_RECEIVE[kind]], [0, 1], 2),
+        place,
+    )
 
 
-def _times(graph: Graph, costs: Costs, least_hop: float) -> tuple[list[float], list[float]]:
+def _times(
+    graph: Graph, columns: Columns, costs: Costs, least_hop: float
+) -> tuple[NDArray[np.generic], NDArray[np.generic]]:
     """When each node starts and ends, in ticks. ``least_hop`` is a share of the longest pass."""
-    longest = max(costs.of(action) for action in graph.actions if is_compute(action))
+    actions = [Action(stage, kind, 0) for stage, kind in columns.pairs]
+    longest = max(costs.of(action) for action in actions if is_compute(action))
     costs = replace(costs, hop=max(costs.hop, longest * least_hop))
     tick = longest / _TICKS or 1.0  # an evaluation's passes may cost nothing
-    ticks = []
-    for node, action in enumerate(graph.actions):
-        takes = 0 if node in graph.followers else round(costs.of(action) / tick)
-        ticks.append(max(takes, 1) if is_compute(action) else takes)
-    return graph.longest_paths(ticks)
+    of_pairs = [max(round(costs.of(a) / tick), int(is_compute(a))) for a in actions]
+    ticks = [of_pairs[pair] for pair in columns.pair.tolist()]
+    for node in columns.numbers[graph.leaders != columns.numbers].tolist():
+        ticks[node] = 0
+    starts, ends = graph.longest_paths(ticks)
+    return np.array(starts), np.array(ends)
 
 
-def _last_pass_ends(graph: Graph, ends: list[float]) -> list[float]:
+def _made(columns: Columns, ends: NDArray[np.generic]) -> NDArray[np.generic]:
     """For each node, when the last pass of its rank up to it ends."""
-    made: list[float] = []
-    now, rank = 0.0, 0
-    for node, action in enumerate(graph.actions):
-        if graph.ranks[node] != rank:
-            now, rank = 0.0, graph.ranks[node]
-        if is_compute(action):
-            now = ends[node]
-        made.append(now)
-    return made
+    latest = columns.latest(IS_PASS[columns.kind])
+    return np.where(latest < 0, 0, ends[latest])

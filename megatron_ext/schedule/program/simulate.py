@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 
-from megatron_ext.schedule.action import Kind
+import numpy as np
+
+from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import HOST_LANES, RULES, Lane
 from megatron_ext.schedule.problem import Problem
@@ -28,7 +31,8 @@ def simulate(program: Program, costs: Costs, device: Device = Device.PARALLEL) -
     """
     graph = program.graph
     if device is not Device.PARALLEL:
-        graph = build_graph(program.schedule, program.problem.extras.p2p, device)
+        p2p = program.problem.extras.p2p
+        graph = build_graph(program.schedule, p2p, device, program.known_order)
     return _run(graph, program.schedule, costs)
 
 
@@ -92,14 +96,11 @@ def _run(
     graph: Graph, schedule: Schedule, costs: Costs, free: Sequence[float] | None = None
 ) -> Timeline:
     """``free``: when each rank begins, if not at 0."""
-    seconds: dict[tuple[int, Kind], float] = {}  # the same for every microbatch
-    lasts = [0.0] * len(graph.actions)
-    for node, action in enumerate(graph.actions):
-        key = action.stage, action.kind
-        if key not in seconds:
-            seconds[key] = costs.of(action)
-        if node not in graph.followers:
-            lasts[node] = seconds[key]
+    columns = schedule.columns
+    of_pairs = [costs.of(Action(stage, kind, 0)) for stage, kind in columns.pairs]
+    lasts = [of_pairs[pair] for pair in columns.pair.tolist()]
+    for node in columns.numbers[graph.leaders != columns.numbers].tolist():
+        lasts[node] = 0.0
     if any(costs.spared):
         for node in _after_own_input_gradient(graph, schedule):
             lasts[node] -= costs.spared_on(graph.actions[node].stage)
@@ -109,8 +110,12 @@ def _run(
         starts, ends = _take_turns(graph, lasts, links, earliest)
     else:
         starts, ends = graph.longest_paths(lasts, earliest)
-    events = tuple(map(Event, graph.ranks, graph.actions, starts, ends))
-    return Timeline(schedule, events)
+    events = zip(graph.ranks.tolist(), graph.actions, starts, ends, strict=True)
+    return Timeline(schedule, tuple(map(_event, events)))
+
+
+# What `Event._make` does, which is most of a simulation's time if Python does it.
+_event: Callable[[tuple[int, Action, float, float]], Event] = partial(tuple.__new__, Event)
 
 
 def _after_own_input_gradient(graph: Graph, schedule: Schedule) -> list[int]:
@@ -125,11 +130,12 @@ def _after_own_input_gradient(graph: Graph, schedule: Schedule) -> list[int]:
 
 def _earliest(graph: Graph, free: Sequence[float]) -> list[float]:
     """By node, when its rank is ``free``; of a message, when both its ranks are."""
-    times = [free[rank] for rank in graph.ranks]
+    ranks, partners = graph.ranks.tolist(), graph.partners.tolist()
+    times = [free[rank] for rank in ranks]
     for node, action in enumerate(graph.actions):
         rule = RULES[action.kind]
         if rule.is_message:
-            times[node] = max(times[node], free[graph.ranks[graph.partners[node]]])
+            times[node] = max(times[node], free[ranks[partners[node]]])
         elif rule.lane is Lane.COLLECTIVE:
             times[node] = max(free)
     return times
@@ -141,7 +147,8 @@ def _links(graph: Graph, costs: Costs) -> dict[int, object]:
     if host is None or not host.is_shared:
         return {}
     lanes = ((node, RULES[action.kind].lane) for node, action in enumerate(graph.actions))
-    return {n: host.link(graph.ranks[n], lane) for n, lane in lanes if lane in HOST_LANES}
+    ranks = graph.ranks.tolist()
+    return {n: host.link(ranks[n], lane) for n, lane in lanes if lane in HOST_LANES}
 
 
 def _take_turns(
@@ -150,11 +157,8 @@ def _take_turns(
     """`Graph.longest_paths` where a copy waits until its link is free, too: whose turn came first
     goes first."""
     start, end = list(earliest), [0.0] * len(lasts)
-    after: list[list[int]] = [[] for _ in lasts]
-    for node, nodes in enumerate(graph.before):
-        for earlier in nodes:
-            after[earlier].append(node)
-    waiting = [len(nodes) for nodes in graph.before]
+    after = graph.before.turned
+    waiting: list[int] = np.diff(graph.before.bounds).tolist()
     free: dict[object, float] = {}
     ready = [(start[node], node) for node, count in enumerate(waiting) if not count]
     heapq.heapify(ready)

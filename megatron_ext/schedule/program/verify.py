@@ -5,12 +5,16 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, field
 from functools import cached_property
-from itertools import product
+from itertools import chain, product
+from operator import itemgetter
 from typing import NoReturn
 
+import numpy as np
+
 from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.columns import IS_COLLECTIVE, IS_RECEIVE, IS_SEND, Flags, Ints
 from megatron_ext.schedule.kinds import (
     RULES,
     Lane,
@@ -25,7 +29,9 @@ from megatron_ext.schedule.program.graph import (
     build_graph,
     channel_of,
     has_place,
+    needed_numbers,
     partner_of,
+    partners_of,
 )
 from megatron_ext.schedule.program.memory import Amount, amount_of, held_during, peaks
 from megatron_ext.schedule.program.speculation import can_be_undone, first_crossing, settles_at
@@ -45,11 +51,17 @@ class InvalidSchedule(ValueError):
 
 @dataclass(frozen=True)
 class Program:
-    """A proved schedule: what `execute` and `simulate` accept. Only `prove` makes one."""
+    """A proved schedule: what `execute` and `simulate` accept. Only `prove` makes one.
+
+    Attributes:
+        known_order: the numbers of its actions, each after all it waits for on any `Device`; None
+            where messages are batched.
+    """
 
     schedule: Schedule
     problem: Problem
     seal: InitVar[object]  # no field, or `dataclasses.replace` would copy it and skip the proof
+    known_order: Ints | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self, seal: object) -> None:
         if seal is not _SEAL:
@@ -58,7 +70,8 @@ class Program:
     @cached_property
     def graph(self) -> Graph:
         """Who waits for whom."""
-        return build_graph(self.schedule, self.problem.extras.p2p)
+        p2p = self.problem.extras.p2p
+        return build_graph(self.schedule, p2p, known_order=self.known_order)
 
     @property
     def text(self) -> str:
@@ -113,29 +126,30 @@ def prove(schedule: Schedule, problem: Problem) -> Program:
     _check_collectives(schedule)
     if problem.extras.post_validation and not problem.forward_only:
         _check_speculation(schedule)
-    program = Program(schedule, problem, _SEAL)
-    _check_acyclic(program)
+    known_order = _check_acyclic(schedule, problem.extras.p2p)
     _check_memory(schedule, problem)
-    return program
+    return Program(schedule, problem, _SEAL, known_order)
 
 
-def _check_acyclic(program: Program) -> None:
-    schedule, p2p, where = program.schedule, program.problem.extras.p2p, ""
+def _check_acyclic(schedule: Schedule, p2p: P2P) -> Ints | None:
+    """Return `Program.known_order`."""
+    known_order, where = None, ""
     if p2p is P2P.BATCHED:
         # One queue has nothing more to hold up: what needs something later of this rank needs a
         # message of it, and that waits for all batches before it anyway.
-        cycle = program.graph.cycle()
+        cycle = build_graph(schedule, p2p).cycle()
     else:
         # One queue holds up whatever a device that runs things side by side does.
-        cycle = build_graph(schedule, p2p, Device.ONE_QUEUE).cycle()
-        if cycle and (side_by_side := program.graph.cycle()):
+        one_queue = build_graph(schedule, p2p, Device.ONE_QUEUE)
+        known_order, cycle = one_queue.order, one_queue.cycle()
+        if cycle and (side_by_side := build_graph(schedule, p2p).cycle()):
             cycle = side_by_side
         elif cycle:
             where = f" on a device where {Device.ONE_QUEUE.value} can hold up what comes next"
-    if not cycle:
-        return
-    path = " waits for ".join(map(str, [*cycle, cycle[0]]))
-    _reject(schedule, f"it would hang{where}: {path}", cycle)
+    if cycle:
+        path = " waits for ".join(map(str, [*cycle, cycle[0]]))
+        _reject(schedule, f"it would hang{where}: {path}", cycle)
+    return known_order
 
 
 def _reject(schedule: Schedule, why: str, actions: Sequence[Action] = ()) -> NoReturn:
@@ -150,6 +164,8 @@ def _check_places(schedule: Schedule, problem: Problem) -> None:
             f"it has {counted(len(schedule.rows), 'row')} for {counted(placement.ranks, 'rank')}",
         )
     for rank, row in enumerate(schedule.rows):
+        if _are_at_home(row, placement.stages_of[rank], problem.microbatches):
+            continue
         for action in row:
             if not 0 <= action.stage < placement.stages:
                 _reject(
@@ -167,6 +183,14 @@ def _check_places(schedule: Schedule, problem: Problem) -> None:
                     f"{action} is on rank {rank}; stage {action.stage} is on rank {home}",
                     [action],
                 )
+
+
+def _are_at_home(row: Sequence[Action], stages: Sequence[int], microbatches: int) -> bool:
+    """Whether all actions of ``row`` are of these stages, and of a microbatch that there is."""
+    if not set(map(itemgetter(0), row)) <= set(stages):
+        return False
+    least, most = (find(map(itemgetter(2), row), default=0) for find in (min, max))
+    return least >= 0 and most < microbatches
 
 
 def _reject_microbatch(
@@ -189,7 +213,7 @@ def _required_work(
 ) -> dict[int, dict[Kind, Kind]]:
     """What each stage has to do per microbatch, and the kind of action that would do it: one that
     the schedule uses, if there is one. What may be left out (`Rule.all_or_none`) is among it."""
-    used = {action.kind for row in schedule.rows for action in row}
+    used = {kind for _, kind in schedule.columns.pairs}
     to_do: dict[int, dict[Kind, Kind]] = defaultdict(dict)
     for stage in range(schedule.placement.stages):
         for kind in sorted(RULES, key=lambda kind: kind not in used):
@@ -231,13 +255,13 @@ def _why_not(kind: Kind, stage: int, problem: Problem) -> str:
 
 
 # By stage and kind, a flag for each microbatch: whether it is done.
-_Done = dict[tuple[int, Kind], bytearray]
+_Done = dict[tuple[int, Kind], Flags]
 
 
 def _check_all_done_once(schedule: Schedule, problem: Problem, lanes: set[Lane]) -> None:
     done = _done(schedule, problem)
     for stage, to_do in _required_work(schedule, problem, lanes).items():
-        if all(all(done[stage, kind]) for kind in to_do):
+        if all(done[stage, kind].all() for kind in to_do):
             continue
         for microbatch, kind in product(range(problem.microbatches), to_do):
             if _is_missing(stage, kind, microbatch, done):
@@ -252,21 +276,36 @@ def _check_all_done_once(schedule: Schedule, problem: Problem, lanes: set[Lane])
 
 def _done(schedule: Schedule, problem: Problem) -> _Done:
     """What is done in ``schedule``, nothing of it twice or where it does not belong."""
-    done: _Done = defaultdict(lambda: bytearray(problem.microbatches))
-    sets: dict[tuple[int, Kind], list[tuple[Kind, bytearray]]] = {}  # what a kind sets on a stage
-    for row in schedule.rows:
-        for action in row:
-            stage, kind, microbatch = action
-            if (stage, kind) not in sets:
-                if not _belongs(kind, stage, problem):
-                    _reject(schedule, f"{action} {_why_not(kind, stage, problem)}", [action])
-                sets[stage, kind] = [(other, done[stage, other]) for other in RULES[kind].covers]
-            for covered, flags in sets[stage, kind]:
-                if flags[microbatch]:
-                    what = RULES[covered].does
-                    _reject(schedule, f"{action} does the {what} a second time", [action])
-                flags[microbatch] = 1
+    columns, microbatches = schedule.columns, problem.microbatches
+    work: dict[tuple[int, Kind], int] = {}  # what there is to do, numbered
+    covers = [
+        [work.setdefault((stage, part), len(work)) for part in RULES[kind].covers]
+        for stage, kind in columns.pairs
+    ]
+    parts = np.array([(*row, -1)[:2] for row in covers]).reshape(-1, 2)[columns.pair]
+    which = parts * microbatches + columns.microbatch[:, np.newaxis]
+    times = np.bincount(which[parts >= 0], minlength=len(work) * microbatches)
+    belong = all(_belongs(kind, stage, problem) for stage, kind in columns.pairs)
+    if not belong or times.max(initial=0) > 1:
+        _reject_what_is_too_much(schedule, problem)
+    done: _Done = defaultdict(lambda: np.zeros(microbatches, dtype=bool))
+    done.update(zip(work, times.reshape(len(work), microbatches) > 0, strict=True))
     return done
+
+
+def _reject_what_is_too_much(schedule: Schedule, problem: Problem) -> None:
+    """Name the first action that is done twice, or does not belong where it is."""
+    done = set()
+    for action in chain.from_iterable(schedule.rows):
+        stage, kind, microbatch = action
+        if not _belongs(kind, stage, problem):
+            _reject(schedule, f"{action} {_why_not(kind, stage, problem)}", [action])
+        for covered in RULES[kind].covers:
+            work = stage, covered, microbatch
+            if work in done:
+                what = RULES[covered].does
+                _reject(schedule, f"{action} does the {what} a second time", [action])
+            done.add(work)
 
 
 def _is_missing(stage: int, kind: Kind, microbatch: int, done: _Done) -> bool:
@@ -281,9 +320,12 @@ def _is_missing(stage: int, kind: Kind, microbatch: int, done: _Done) -> bool:
 
 
 def _check_needs(schedule: Schedule) -> None:
+    columns, placement = schedule.columns, schedule.placement
+    if all((at < columns.numbers).all() for at in needed_numbers(columns, placement)):
+        return
+    wanted = Needs(placement)
     for row in schedule.rows:
         position: dict[tuple[int, Kind, int], int] = {a: index for index, a in enumerate(row)}
-        wanted = Needs(schedule.placement)
         for index, action in enumerate(row):
             for stage, kind in wanted[action.stage, action.kind]:
                 if position.get((stage, kind, action.microbatch), -1) > index:
@@ -296,6 +338,8 @@ def _check_needs(schedule: Schedule) -> None:
 def _check_channels(schedule: Schedule, p2p: P2P) -> None:
     # On one communicator activations and gradients from one rank to another go one way.
     ends = 2 if p2p is P2P.BATCHED else 3
+    if _ends_meet(schedule, ends):
+        return
     sent: dict[tuple[object, ...], list[Action]] = defaultdict(list)
     received: dict[tuple[object, ...], list[Action]] = defaultdict(list)
     for row in schedule.rows:
@@ -316,8 +360,31 @@ def _check_channels(schedule: Schedule, p2p: P2P) -> None:
                 )
 
 
+def _ends_meet(schedule: Schedule, ends: int) -> bool:
+    """Whether the k-th send of a way is that of its k-th receive. A way is the first ``ends``
+    entries of a `Channel`."""
+    columns, placement = schedule.columns, schedule.placement
+    numbers: dict[tuple[object, ...], int] = {}
+    ways = [
+        numbers.setdefault(channel_of(Action(stage, kind, 0), placement)[:ends], len(numbers))
+        if RULES[kind].is_message
+        else -1
+        for stage, kind in columns.pairs
+    ]
+    way_of = np.array(ways, dtype=np.int32)[columns.pair]
+
+    def of_each_way(is_lane: Flags) -> Ints:
+        nodes = columns.numbers[is_lane[columns.kind]]
+        return nodes[np.argsort(way_of[nodes], kind="stable")]
+
+    sends, receives = of_each_way(IS_SEND), of_each_way(IS_RECEIVE)
+    return np.array_equal(partners_of(columns, placement)[sends], receives)
+
+
 def _check_collectives(schedule: Schedule) -> None:
     """Each kind has a communicator of its own, on which every rank must call in one order."""
+    if not IS_COLLECTIVE[schedule.columns.kind].any():
+        return
     called: list[dict[Kind, list[Action]]] = [defaultdict(list) for _ in schedule.rows]
     for row, calls in zip(schedule.rows, called, strict=True):
         for action in row:

@@ -1,0 +1,120 @@
+"""The actions of a schedule as numbers, for what looks at all of them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.kinds import RULES, Lane, Rule
+
+Ints = NDArray[np.int32]
+Flags = NDArray[np.bool_]
+
+KINDS: tuple[Kind, ...] = tuple(RULES)
+_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
+
+
+def by_kind(is_so: Callable[[Rule], bool]) -> Flags:
+    """What ``is_so`` says of the rule of each of `KINDS`."""
+    return np.array([is_so(rule) for rule in RULES.values()])
+
+
+IS_PASS = by_kind(lambda rule: rule.lane is Lane.COMPUTE)
+IS_SEND = by_kind(lambda rule: rule.lane is Lane.SEND)
+IS_RECEIVE = by_kind(lambda rule: rule.lane is Lane.RECEIVE)
+IS_COLLECTIVE = by_kind(lambda rule: rule.lane is Lane.COLLECTIVE)
+HOLDS_UP = by_kind(lambda rule: rule.holds_up)
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """Entry n of each is about the n-th action of a schedule, rank after rank.
+
+    Attributes:
+        rank, stage, microbatch: its own.
+        kind: the place of its kind in `KINDS`.
+        first: the number of the first action of its rank.
+    """
+
+    rank: Ints
+    stage: Ints
+    kind: Ints
+    microbatch: Ints
+    first: Ints
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+    @cached_property
+    def numbers(self) -> Ints:
+        """Of the actions: 0, 1, 2 and so on."""
+        return np.arange(len(self), dtype=np.int32)
+
+    @cached_property
+    def pairs(self) -> tuple[tuple[int, Kind], ...]:
+        """The stages and kinds that there are. What is the same for every microbatch is asked of
+        these."""
+        codes = self._codes_in_use.tolist()
+        return tuple((code // len(KINDS), KINDS[code % len(KINDS)]) for code in codes)
+
+    @cached_property
+    def pair(self) -> Ints:
+        """The place in `pairs` of each action's stage and kind."""
+        place = np.zeros(self._codes.max(initial=-1) + 1, dtype=np.int32)
+        place[self._codes_in_use] = np.arange(len(self._codes_in_use))
+        return place[self._codes]
+
+    @cached_property
+    def _codes(self) -> Ints:
+        return self.stage * np.int32(len(KINDS)) + self.kind
+
+    @cached_property
+    def _codes_in_use(self) -> NDArray[np.intp]:
+        return np.flatnonzero(np.bincount(self._codes))
+
+    def of_pairs(self, pairs: Ints) -> Ints:
+        """For each action, the number of the one of its microbatch whose place in `pairs` is that
+        which ``pairs`` has for its own; -1 where it has -1, or there is no such action."""
+        pair = pairs[self.pair]
+        return np.where(pair < 0, np.int32(-1), self._table[pair, self.microbatch])
+
+    @cached_property
+    def _table(self) -> Ints:
+        """By pair and microbatch, the number of the action."""
+        microbatches = self.microbatch.max(initial=0) + 1
+        table = np.full((max(len(self.pairs), 1), microbatches), -1, dtype=np.int32)
+        table[self.pair, self.microbatch] = self.numbers
+        return table
+
+    def latest(self, flags: Flags) -> Ints:
+        """For each action, the last one of its rank up to it that has one of ``flags``; -1 where
+        there is none."""
+        latest = np.maximum.accumulate(np.where(flags, self.numbers, np.int32(-1)))
+        return np.where(latest < self.first, np.int32(-1), latest)
+
+
+def columns_of(rows: Sequence[Sequence[Action]]) -> Columns:
+    """The `Columns` of the actions of ``rows``, a row a rank."""
+    lengths = [len(row) for row in rows]
+    count = sum(lengths)
+
+    def column(place: int) -> chain[Any]:
+        return chain.from_iterable(map(itemgetter(place), row) for row in rows)
+
+    kinds = map(_NUMBERS.__getitem__, column(1))
+    firsts = np.cumsum([0, *lengths[:-1]], dtype=np.int32)[: len(lengths)]
+    return Columns(
+        rank=np.repeat(np.arange(len(rows), dtype=np.int32), lengths),
+        stage=np.fromiter(column(0), np.int32, count),
+        kind=np.fromiter(kinds, np.int32, count),
+        microbatch=np.fromiter(column(2), np.int32, count),
+        first=np.repeat(firsts, lengths),
+    )

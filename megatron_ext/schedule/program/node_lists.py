@@ -1,0 +1,53 @@
+"""Lists of nodes in two arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ext.schedule.columns import Ints
+
+
+@dataclass(frozen=True, eq=False)
+class NodeLists:
+    """A list of nodes for each node: that of node n is ``nodes[bounds[n] : bounds[n + 1]]``.
+
+    (Lists of their own would take most of a program's memory, and of the time that it takes.)
+    """
+
+    bounds: NDArray[np.intp]
+    nodes: Ints
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def __getitem__(self, node: int) -> list[int]:
+        nodes: list[int] = self.nodes[self.bounds[node] : self.bounds[node + 1]].tolist()
+        return nodes
+
+    @classmethod
+    def of(cls, owners: Ints, nodes: Ints, count: int) -> NodeLists:
+        """``count`` lists: each of ``nodes`` in that of its owner, in the order given."""
+        bounds = np.zeros(count + 1, dtype=np.intp)
+        np.cumsum(np.bincount(owners, minlength=count), out=bounds[1:])
+        return cls(bounds, nodes[np.argsort(owners, kind="stable")])
+
+    def joined(self, names: Ints, owners: Ints) -> tuple[Ints, Ints]:
+        """The nodes in the lists of ``owners``, one list after the other, behind the one of
+        ``names`` in its owner's place, as often as there are any."""
+        lengths = np.diff(self.bounds)[owners]
+        starts = self.bounds[owners] - (np.cumsum(lengths) - lengths)
+        places = np.repeat(starts, lengths) + np.arange(lengths.sum())
+        return np.repeat(names, lengths), self.nodes[places]
+
+    @property
+    def owners(self) -> Ints:
+        """In whose list each of ``nodes`` is."""
+        return np.repeat(np.arange(len(self), dtype=np.int32), np.diff(self.bounds))
+
+    @property
+    def turned(self) -> NodeLists:
+        """For each node, those in whose lists it is."""
+        return NodeLists.of(self.nodes, self.owners, len(self))
