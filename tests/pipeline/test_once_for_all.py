@@ -70,7 +70,7 @@ def refuse() -> None:
 
 
 def work_for_ever() -> None:
-    sys.stderr.write(HERE)
+    sys.stderr.write(f"{HERE}\n")  # which is written out by lines
     time.sleep(600)
 
 
