@@ -22,12 +22,39 @@ GROUP = "microbatch_group_size_per_virtual_pipeline_stage"
 
 
 @nightly("test_taken_over.py: the setting is off")
-@pytest.mark.covers("A", ("line",), defer_embedding_wgrad_compute=True, wgrad_deferral_limit=1)
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.covers(
+    "A", ("line", "loop"), defer_embedding_wgrad_compute=True, wgrad_deferral_limit=1
+)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved-zb"])
 def test_deferred_weight_gradients_of_the_embedding(schedule: str) -> None:
     common: dict[str, object] = {"pipeline_model_parallel_size": 2, "train_iters": 3, **UNTIED}
+    if schedule == "interleaved-zb":
+        common["num_virtual_stages_per_pipeline_rank"] = 2
     reference = train(2, model_flags(**common))
     assert_same(train(2, model_flags(**common, **DEFERRED, pipeline_schedule=schedule)), reference)
+
+
+@nightly("test_taken_over.py: the setting is off")
+@pytest.mark.covers("A", ("line", "loop"), overlap_dispatch_backward_with_experts_wgrad=True)
+@pytest.mark.parametrize("schedule", ["zb-h1", "interleaved-zb"])
+def test_weight_gradients_of_experts_beside_their_dispatch(schedule: str) -> None:
+    common: dict[str, object] = {
+        "pipeline_model_parallel_size": 2,
+        "train_iters": 3,
+        "expert_model_parallel_size": 2,
+        "num_experts": 4,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": 32,
+        "moe_token_dispatcher_type": "alltoall",
+        "disable_bias_linear": True,
+    }
+    if schedule == "interleaved-zb":
+        common["num_virtual_stages_per_pipeline_rank"] = 2
+    reference = train(4, model_flags(**common))
+    overlapped = {"overlap_dispatch_backward_with_experts_wgrad": True}
+    assert_same(
+        train(4, model_flags(**common, **overlapped, pipeline_schedule=schedule)), reference
+    )
 
 
 @nightly("test_taken_over.py: the schedule is that of the option")
