@@ -146,6 +146,17 @@ class Run:
     redone: int = 0
 
 
+# A model with experts; how many ranks share them is for its test to say.
+EXPERTS: dict[str, object] = {
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 32,
+    "moe_aux_loss_coeff": 1e-2,
+    "moe_token_dispatcher_type": "alltoall",
+    "disable_bias_linear": True,
+}
+
+
 def model_flags(**overrides: object) -> list[str]:
     """A GPT of 4 layers on mock data; an override of None drops a flag, of True is a switch, and a
     tuple is several words."""

@@ -23,18 +23,10 @@ from scripts.pretrain_gpt import model_provider
 from tests.helpers import graphs_on_cpu
 from tests.helpers.callers import draw_by_name, named_parameters
 from tests.helpers.combinations import IS_NIGHT, nightly
-from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train
+from tests.helpers.megatron_runs import EXPERTS, Run, assert_same, losses, model_flags, train
 
 Flags = dict[str, object]
 
-EXPERTS: Flags = {
-    "num_experts": 4,
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 32,
-    "moe_aux_loss_coeff": 1e-2,
-    "moe_token_dispatcher_type": "alltoall",
-    "disable_bias_linear": True,
-}
 MODELS: dict[str, Flags] = {
     "dense": {},
     "experts": EXPERTS,

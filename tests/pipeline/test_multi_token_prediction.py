@@ -21,6 +21,7 @@ from tests.helpers.combinations import at_night, nightly
 from tests.helpers.covered import covers
 from tests.helpers.documents import check_written, table
 from tests.helpers.megatron_runs import (
+    EXPERTS,
     Run,
     assert_same,
     evaluations,
@@ -39,14 +40,6 @@ FULL: Flags = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
     "recompute_num_layers": 1,
-}
-EXPERTS: Flags = {
-    "num_experts": 4,
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 32,
-    "moe_aux_loss_coeff": 1e-2,
-    "moe_token_dispatcher_type": "alltoall",
-    "disable_bias_linear": True,
 }
 MODELS: dict[str, Flags] = {
     "untied, 1 depth": {**UNTIED, "mtp_num_layers": 1},

@@ -30,8 +30,10 @@ def captured_parts(settings: Any) -> frozenset[str]:
 
 
 def _names(parts: Any) -> Iterable[str]:
-    if parts is None or isinstance(parts, str):
-        return (parts or "").split(",") if parts else ()
+    if not parts:
+        return ()
+    if isinstance(parts, str):
+        return parts.split(",")
     return (getattr(part, "name", part) for part in parts)
 
 
