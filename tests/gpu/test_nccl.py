@@ -16,9 +16,11 @@ import pytest
 from megatron_ext.schedule.problem import P2P
 from tests.gpu.runs import RANKS, needs_two_gpus, torchrun
 from tests.gpu.small_stages import Seen, check, program_of
+from tests.helpers.combinations import at_night
 
 CASES = [
-    ("cpu", "zb-v", P2P.ASYNC),
+    # A rehearsal; by day test_one_gpu_cases has one, and test_memory the same peaks.
+    *at_night(("cpu", "zb-v", P2P.ASYNC)),
     *(
         pytest.param("cuda", spec, p2p, marks=[pytest.mark.gpu, needs_two_gpus])
         for spec in ("1f1b", "zb-h1", "zb-v", "v-half", "interleaved", "gis", "hanayo")

@@ -196,7 +196,7 @@ FP16: Flags = {
 
 
 @pytest.mark.parametrize(
-    "schedule", ["zb-auto", "v-half", *at_night("1f1b", "zb-v", "interleaved")]
+    "schedule", ["v-half", *at_night("zb-auto", "1f1b", "zb-v", "interleaved")]
 )
 def test_fp16_skips_the_steps_that_stock_skips(schedule: str) -> None:
     reference, folder = stock_in_fp16()
