@@ -54,6 +54,7 @@ FAMILIES: dict[str, tuple[int, int, str, tuple[str, ...]]] = {
     "zb-2p": (4, 8, USUAL, ()),
     "interleaved": (4, 8, USUAL, ()),
     "breadth-first": (4, 8, USUAL, ()),
+    "units": (4, 8, USUAL, ()),
     "interleaved-zb": (4, 8, EQUAL, ()),
     "gis": (4, 8, USUAL, ()),
     "gis-h": (4, 8, USUAL, ()),

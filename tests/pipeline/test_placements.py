@@ -99,7 +99,7 @@ SETTINGS = {
 TRAINED = (
     *("zb-v", "v-half", "interleaved-zb", "gis"),
     *at_night("v-auto", "v-min", "1f1b-v", "dualpipe-v", "interleaved", "breadth-first", "gis-h"),
-    *at_night("chimera"),
+    *at_night("chimera", "units:u=2"),
 )
 PARITY = [
     *each_once(["pp2 untied", "pp4"], TRAINED),

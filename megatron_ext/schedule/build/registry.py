@@ -233,6 +233,8 @@ _TWO_COPIES = {"dualpipe": "dualpipe-v", "ScheduleDualPipe": "dualpipe-v", "Dual
 
 def _find(name: str) -> FamilyEntry:
     for entry in entries().values():
+        if name in entry.aliases:
+            remark(f"{name} is {entry.name} here")
         if name == entry.name or name in entry.aliases:
             return entry
     if folded := _TWO_COPIES.get(name):
