@@ -19,8 +19,12 @@ from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.build.checked_family import CheckedFamily, line_of
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.progress import remark
 from megatron_ext.schedule.schedule import Family, Schedule
-from megatron_ext.schedule.schedule_csv import load_csv
+from megatron_ext.schedule.schedule_csv import from_csv, rows_from_csv
+from megatron_ext.schedule.text_file import read_text_file
+from megatron_ext.schedule.two_copies.fold import fold
+from megatron_ext.schedule.two_copies.two_copies import from_rows, holds_two_copies
 from megatron_ext.schedule.words import counted, meant_by
 
 
@@ -223,10 +227,22 @@ def with_option(spec: str, key: str, value: object) -> str:
     return f"{spec}{',' if ':' in spec else ':'}{key}={value}"
 
 
+# By the names that they were published under: the family that is each of them folded.
+_TWO_COPIES = {"dualpipe": "dualpipe-v", "ScheduleDualPipe": "dualpipe-v", "DualPipe": "dualpipe-v"}
+
+
 def _find(name: str) -> FamilyEntry:
     for entry in entries().values():
+        if name in entry.aliases:
+            remark(f"{name} is {entry.name} here")
         if name == entry.name or name in entry.aliases:
             return entry
+    if folded := _TWO_COPIES.get(name):
+        raise ValueError(
+            f"{name} holds every stage twice; on the same GPUs that is half the pipeline ranks "
+            f"with data parallelism doubled, the same passes at the same times: halve "
+            f"--pipeline-model-parallel-size and write --pipeline-schedule {folded}"
+        )
     known = (
         f"known are {', '.join(entries())}, or a .csv or .py file; in a launch, 'plan' chooses one"
     )
@@ -286,7 +302,7 @@ def _parse_options(entry: FamilyEntry, text: str) -> dict[str, Any]:
 
 
 def _from_csv_file(path: Path) -> Choice:
-    schedule = load_csv(path)
+    schedule = _in_csv_file(path)
     microbatches = 1 + max(action.microbatch for row in schedule.rows for action in row)
 
     def place(ranks: int) -> Placement:
@@ -308,6 +324,21 @@ def _from_csv_file(path: Path) -> Choice:
     splits = any(a.kind is Kind.BACKWARD_WEIGHT for row in schedule.rows for a in row)
     rows = len(schedule.rows)
     return Choice(str(path), place, build, splits, ranks=rows, microbatches=microbatches)
+
+
+def _in_csv_file(path: Path) -> Schedule:
+    """The schedule in a file. One that holds every stage twice is folded."""
+    text = read_text_file(path, "schedule file")
+    rows = rows_from_csv(text, path.name)
+    if not holds_two_copies(rows):
+        return from_csv(text, path.name)
+    schedule = fold(from_rows(rows, path.name))
+    remark(
+        f"schedule file {path} holds every stage twice: on these GPUs that is "
+        f"{counted(len(schedule.rows), 'pipeline rank')} with data parallelism doubled, and half "
+        f"of its microbatches each; so it is folded"
+    )
+    return schedule
 
 
 _TABLE_WITH_OPTIONS = re.compile(r"(.+\.csv):(.*)", re.IGNORECASE)
