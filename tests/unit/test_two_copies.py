@@ -33,7 +33,8 @@ BY_V = ("zb-v", "v-half", "1f1b-v", "dualpipe-v", "chimera", "hanayo:waves=1", "
 
 def costs_of(placement: Placement, hop: float) -> Costs:
     """F, I and W of a stage take 1, as `two_copies.makespan` has it."""
-    return uniform(placement, *[placement.chunks] * 3, hop)
+    f = placement.chunks
+    return uniform(placement, f, f, f, hop)
 
 
 def scheduled(spec: str, p: int, m: int) -> Schedule:
@@ -224,10 +225,10 @@ _ROW = re.compile(
 @pytest.mark.parametrize("row", _ROW.findall(PAGE.read_text()), ids=lambda row: row[0])
 def test_figures_of_the_page(row: tuple[str, ...]) -> None:
     name, *makespans = row
-    for (p, m, seconds_of_a_kind), written in zip(
+    for (p, m, f), written in zip(
         ((8, 16, 1), (4, 8, 2), (16, 16, 1), (8, 8, 2)), makespans, strict=True
     ):
         placement = choose(name).place(p)
-        problem = Problem(placement, m, uniform(placement, *[seconds_of_a_kind] * 3))
+        problem = Problem(placement, m, uniform(placement, f, f, f))
         timeline = simulate(build_program(choose(name), problem), problem.costs)
         assert timeline.makespan == float(written), (p, m)
