@@ -233,10 +233,10 @@ _TWO_COPIES = {"dualpipe": "dualpipe-v", "ScheduleDualPipe": "dualpipe-v", "Dual
 
 def _find(name: str) -> FamilyEntry:
     for entry in entries().values():
-        if name in entry.aliases:
-            remark(f"{name} is {entry.name} here")
-        if name == entry.name or name in entry.aliases:
+        if name == entry.name:
             return entry
+        if name in entry.aliases:
+            return replace(entry, build=_remarking(entry.build, f"{name} is {entry.name} here"))
     if folded := _TWO_COPIES.get(name):
         raise ValueError(
             f"{name} holds every stage twice; on the same GPUs that is half the pipeline ranks "
@@ -247,6 +247,17 @@ def _find(name: str) -> FamilyEntry:
         f"known are {', '.join(entries())}, or a .csv or .py file; in a launch, 'plan' chooses one"
     )
     raise ValueError(f"there is no schedule {name!r}; {_perhaps(name, _all_names(), known)}")
+
+
+def _remarking(build: Callable[..., Schedule], text: str) -> Callable[..., Schedule]:
+    """``build``, which says ``text`` to who listens."""
+
+    @functools.wraps(build)  # with its options, which are read off its signature
+    def remarking(problem: Problem, **options: Any) -> Schedule:
+        remark(text)
+        return build(problem, **options)
+
+    return remarking
 
 
 def _all_names() -> list[str]:
@@ -302,7 +313,7 @@ def _parse_options(entry: FamilyEntry, text: str) -> dict[str, Any]:
 
 
 def _from_csv_file(path: Path) -> Choice:
-    schedule = _in_csv_file(path)
+    schedule, is_folded = _in_csv_file(path)
     microbatches = 1 + max(action.microbatch for row in schedule.rows for action in row)
 
     def place(ranks: int) -> Placement:
@@ -314,6 +325,12 @@ def _from_csv_file(path: Path) -> Choice:
         return schedule.placement
 
     def build(problem: Problem) -> Schedule:
+        if is_folded:
+            remark(
+                f"schedule file {path} holds every stage twice: on the same GPUs that is "
+                f"{counted(len(schedule.rows), 'pipeline rank')} with data parallelism doubled, "
+                f"and half of its microbatches each; so it is folded"
+            )
         if problem.microbatches != microbatches:
             raise ValueError(
                 f"schedule file {path} is for {counted(microbatches, 'microbatch')}, and this step "
@@ -326,19 +343,13 @@ def _from_csv_file(path: Path) -> Choice:
     return Choice(str(path), place, build, splits, ranks=rows, microbatches=microbatches)
 
 
-def _in_csv_file(path: Path) -> Schedule:
-    """The schedule in a file. One that holds every stage twice is folded."""
+def _in_csv_file(path: Path) -> tuple[Schedule, bool]:
+    """The schedule in a file, and whether it holds every stage twice there: then it is folded."""
     text = read_text_file(path, "schedule file")
     rows = rows_from_csv(text, path.name)
-    if not holds_two_copies(rows):
-        return from_csv(text, path.name)
-    schedule = fold(from_rows(rows, path.name))
-    remark(
-        f"schedule file {path} holds every stage twice: on these GPUs that is "
-        f"{counted(len(schedule.rows), 'pipeline rank')} with data parallelism doubled, and half "
-        f"of its microbatches each; so it is folded"
-    )
-    return schedule
+    if holds_two_copies(rows):
+        return fold(from_rows(rows, path.name)), True
+    return from_csv(text, path.name), False
 
 
 _TABLE_WITH_OPTIONS = re.compile(r"(.+\.csv):(.*)", re.IGNORECASE)
