@@ -25,6 +25,7 @@ from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule import Schedule, bitwise_order
 from megatron_ext.schedule.search import disk_cache, v_search
+from megatron_ext.schedule.search.bounds import lower_bound
 from megatron_ext.schedule.search.double_justification import Shop, double_justify, rows_of
 from megatron_ext.schedule.search.v_search import plan_of, search, shop_of
 from tests.helpers.combinations import at_night
@@ -91,6 +92,7 @@ def test_any_problem_is_solved(seed: int, p: int, m: int, halves: int) -> None:
     program = best(problem)
     assert bitwise_order(program.schedule)
     assert runs_to_end(program.schedule, problem)
+    assert lower_bound(problem, splits_backward=True) <= makespan(program) * (1 + 1e-9)
 
 
 @pytest.mark.usefixtures("little_effort")
