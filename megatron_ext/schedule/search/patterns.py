@@ -36,7 +36,6 @@ import enum
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from random import Random
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,17 +90,18 @@ def patterns(
     """
     if any(sum(rank.ticks) > period for rank in ranks):
         return []
-    line, random = _Line(tuple(ranks), hop, period, idle), Random(0)
+    line = _Line(tuple(ranks), hop, period, idle)
     chosen: dict[Pattern, None] = {}
     for end in line.ends():
-        for tries in range(1 + _VARIANTS):
+        for variant in range(_VARIANTS):
             if len(chosen) == most:
                 return list(chosen)
-            chosen[line.pattern(end, random if tries else None)] = None
+            chosen[line.pattern(end, variant)] = None
     return list(chosen)
 
 
-_VARIANTS = 2  # tries more for each end: there may be many patterns that take equally long
+_VARIANTS = 3  # for each end: there may be many patterns that take equally long
+_PRIME = 7919  # to choose by, of however many
 
 
 def exists(ranks: Sequence[RankWork], hop: int, period: int) -> bool:
@@ -278,8 +278,8 @@ class _Line:
         way = circle.within[arrangements] + circle.without[arrangements] + periods * self.period
         return [_End(int(arrangements[n]), int(periods[n])) for n in (-way).argsort(kind="stable")]
 
-    def pattern(self, end: _End, random: Random | None) -> Pattern:
-        """A pattern that ends so: the one with least memory to spare, or with ``random`` any."""
+    def pattern(self, end: _End, variant: int) -> Pattern:
+        """A pattern that ends so: the first with the least memory to spare, others anyhow."""
         arrangement, within, without = end.arrangement, end.periods, 0
         arrangements, ways = [arrangement], []
         for rank in range(len(self.ranks) - 1, 0, -1):
@@ -288,7 +288,8 @@ class _Line:
                 if 0 <= within - more < before.shape[1]:
                     spare = before[:, within - more] - joint[arrangement] - without
                     choices += [(int(spare[n]), int(n), more) for n in np.flatnonzero(spare >= 0)]
-            _, inner, more = random.choice(choices) if random else min(choices)
+            chosen = choices[variant * rank * _PRIME % len(choices)] if variant else min(choices)
+            _, inner, more = chosen
             further = int(self.joints[rank][more][arrangement, inner])
             ways.append(self._ways(rank, (arrangement, inner), (more, further)))
             arrangement, within, without = inner, within - more, without + further
