@@ -13,6 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ext.schedule.build.build import complete
+from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.placement import v, wave
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.program.simulate import simulate
+from megatron_ext.schedule.schedule import Schedule
+from megatron_ext.schedule.search import pack
+from megatron_ext.schedule.search.improve import sides_of
 from megatron_ext.schedule.search.patterns import (
     F_INNER,
     F_OUTER,
@@ -27,8 +36,10 @@ from megatron_ext.schedule.search.patterns import (
     exists,
     patterns,
 )
-from tests.helpers.combinations import nightly
-from tests.helpers.schedules import PROPERTY, seeds
+from megatron_ext.schedule.search.shop import end_of, rows_of, shop_of
+from megatron_ext.schedule.search.v_patterns import excluded_period, pattern_plans
+from tests.helpers.combinations import at_night, nightly
+from tests.helpers.schedules import PROPERTY, random_costs, seeds
 
 pytestmark = pytest.mark.search
 
@@ -99,7 +110,7 @@ def test_patterns_are_what_they_say(p: int, limit: float) -> None:
     seed=seeds,
     p=st.integers(1, 5),
     hop=st.integers(0, 9),
-    idle=st.integers(0, 4),
+    idle=st.integers(0, 2),
     spread=st.sampled_from(Arrangements),
 )
 def test_any_costs(seed: int, p: int, hop: int, idle: int, spread: Arrangements) -> None:
@@ -115,7 +126,7 @@ def test_any_costs(seed: int, p: int, hop: int, idle: int, spread: Arrangements)
         for _ in range(p)
     ]
     period = max(sum(rank.ticks) for rank in ranks) + idle
-    if max(period - sum(rank.ticks) for rank in ranks) > 6:
+    if max(period - sum(rank.ticks) for rank in ranks) > 2:
         spread = Arrangements.ONE_GAP
     for pattern in patterns(ranks, hop, period, 8, spread):
         check(pattern, ranks, hop, period)
@@ -238,3 +249,62 @@ def test_fineness_of_ticks_changes_nothing() -> None:
     assert patterns(fine, 100, 3000, 5, Arrangements.EACH) == [
         tuple(tuple(100 * start for start in row) for row in pattern) for pattern in coarse
     ]
+
+
+# ---- On a problem
+
+
+def problem_of(p: int, m: int, limit: float, costs: tuple[float, ...] = (10, 12, 8, 1)) -> Problem:
+    placement = v(p)
+    return Problem(placement, m, uniform(placement, *costs), MemoryLimit(limit))
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "limit", "target"),
+    [(8, 32, 5, 1109), (8, 32, 6, 1079), (16, 64, 9, 2261), *at_night((16, 64, 12, 2173))],
+)
+def test_packed_patterns_take_what_long_searches_take(
+    p: int, m: int, limit: float, target: float
+) -> None:
+    """The grid of plans and ten seconds of search ended at 2358 for 16 ranks and limit 9."""
+    shop = shop_of(problem_of(p, m, limit))
+    sides = sides_of(shop, pack.packer)
+    packed = (sides.justified(plan).makespan for plan in pattern_plans(shop))
+    assert min(itertools.islice(packed, 2)) * shop.tick <= target
+
+
+@settings(PROPERTY, max_examples=6)
+@given(seed=seeds, p=st.integers(1, 4), m=st.integers(1, 6), more=st.integers(0, 4))
+def test_repeated_they_are_schedules(seed: int, p: int, m: int, more: int) -> None:
+    """Costs that differ by stage: proved, within the limit, and no longer than they say."""
+    placement = v(p)
+    limit = MemoryLimit(microbatches=p / 2 + 1 + more / 2)
+    problem = Problem(placement, m, random_costs(Random(seed), placement), limit)
+    shop = shop_of(problem)
+    for plan in pattern_plans(shop)[:2]:
+        instant = replace(problem, costs=replace(problem.costs, hop=0.0))
+        program = complete(Schedule("repeated", placement, rows_of(plan, placement)), instant)
+        took = simulate(program, instant.costs).makespan
+        rounding = shop.lanes * m * shop.tick
+        assert took <= (end_of(plan, shop) - plan.min()) * shop.tick + rounding
+
+
+def test_only_a_v_has_them() -> None:
+    placement = wave(2)
+    problem = Problem(placement, 4, uniform(placement, 10, 12, 8, 1), MemoryLimit(4))
+    assert not pattern_plans(shop_of(problem))
+    assert excluded_period(problem, seconds=0) is None
+
+
+def test_excluded_period_is_that_of_the_work_at_least() -> None:
+    assert excluded_period(problem_of(8, 32, 4), seconds=0) == 30
+    assert excluded_period(problem_of(8, 32, 5), seconds=9) is None
+    halves = (1.25, 1.5, 1, 0.125)  # 30 units of an eighth
+    assert excluded_period(problem_of(8, 32, 4, halves), seconds=0) == pytest.approx(30 / 8)
+    unrelated = (1.0123456, 1.3456789, 0.9876543, 0.1)  # rounded to ticks: nothing is proved
+    assert excluded_period(problem_of(8, 32, 4, unrelated), seconds=0) is None
+
+
+@nightly("the same, with idle time")
+def test_longer_periods_are_excluded() -> None:
+    assert excluded_period(problem_of(4, 16, 2), seconds=60) == 35
