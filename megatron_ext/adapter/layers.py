@@ -71,32 +71,6 @@ def pattern_segments(pattern: str) -> list[str]:
     return pattern.partition(_BEFORE_DEPTHS)[0].split(SEGMENT_END)
 
 
-def symbols_of_layers(settings: Any) -> list[str]:
-    """What each layer of a model is, whose layers are not all alike, in the symbols of a hybrid
-    model's pattern. A transformer layer has two, as ``*-``. [] where they are alike, or where only
-    the model knows: a hybrid one's TransformerConfig."""
-    if pattern := getattr(settings, "hybrid_layer_pattern", None):
-        return [*"".join(pattern_segments(pattern))]
-    if getattr(settings, "experimental_attention_variant", None) != "gated_delta_net":
-        return []
-    number = settings.num_layers
-    linear, experts = settings.linear_attention_freq, settings.moe_layer_freq
-    if isinstance(linear, int):
-        linear = [(layer + 1) % linear != 0 for layer in range(number)]
-    if isinstance(experts, int):
-        experts = [layer % experts == 0 for layer in range(number)]
-    if not experts_of(settings):
-        experts = [0] * number
-    return [f"{'*G'[a]}{'-E'[b]}" for a, b in zip(linear, experts, strict=True)]
-
-
-def experts_of(settings: Any) -> int | None:
-    """How many experts a layer has, by an argument's name and a TransformerConfig's; None or 0
-    where it has none."""
-    number: int | None = getattr(settings, "num_experts", None)
-    return number or getattr(settings, "num_moe_experts", None)
-
-
 def segments_of_stages(pattern: str, placement: Placement, schedule: str) -> list[str]:
     """The segment of ``pattern`` that each stage has: an even part of one without ends of segments.
 

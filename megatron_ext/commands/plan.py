@@ -16,10 +16,13 @@ from megatron_ext.commands.progress import showing_progress
 from megatron_ext.schedule.build.registry import Mark
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import parse_limit
-from megatron_ext.schedule.model.estimate import GPU, ModelDimensions, Rates, exchange_shares
-from megatron_ext.schedule.model.gpus import GPUS, USABLE, Gpu, parse_gpu
-from megatron_ext.schedule.model.model import parse_model
+from megatron_ext.schedule.model.estimate import waiting_shares
+from megatron_ext.schedule.model.execution import Execution, Precision
+from megatron_ext.schedule.model.gpus import GPUS, USABLE, assumed_rates, parse_gpu
+from megatron_ext.schedule.model.model import Model
 from megatron_ext.schedule.model.model_memory import TrainingState
+from megatron_ext.schedule.model.rates import Rates
+from megatron_ext.schedule.model.short_form import parse_model
 from megatron_ext.schedule.plan.model_plan import Training
 from megatron_ext.schedule.plan.plan_report import VocabularyRow, plan_report
 from megatron_ext.schedule.plan.planner import Candidate, Plan, VocabMethod, make_plan
@@ -52,7 +55,8 @@ def plan(
         str | None,
         typer.Option(
             help="layers=64,hidden=6144,heads=48,sequence=4096,vocabulary=128000 and, where they "
-            "differ, micro-batch=1,ffn=,kv-heads=,head-width=,gated=true,tied=true,recompute=true: "
+            "differ, micro-batch=1,ffn=,kv-heads=,head-width=,gated=true,tied=true,recompute=true,"
+            "precision=fp8: "
             "estimate times and count memory."
         ),
     ] = None,
@@ -94,19 +98,21 @@ def plan(
         else:
             if gpu is None and costs is None:
                 raise ValueError("--model does not say how fast it runs: add --gpu, or --costs")
+            state = TrainingState(
+                distributed=distributed_optimizer, data_parallel=dp, expert_data_parallel=dp
+            )
+            measured = None if costs is None else partial(parse_costs, costs)
             described = parse_model(model)
             layers = described.layers
-            machine = Gpu(GPU) if gpu is None else parse_gpu(gpu)
-            room = None if machine.memory is None else USABLE * machine.memory
-            state = TrainingState(described.tied, dp if distributed_optimizer else 1)
-            measured = None if costs is None else partial(parse_costs, costs)
+            execution = described.execution(tp)
+            rates, room = _machine(gpu, execution.precision)
             variant = Training(
-                described,
+                described.model,
+                execution,
                 state,
-                tp,
                 pp,
                 microbatches,
-                machine.rates,
+                rates,
                 limit,
                 measured,
                 post_validation,
@@ -124,12 +130,21 @@ def plan(
         _print_plan(plan_made)
         _print_unit(is_estimate=model is not None and costs is None)
         if model is not None and costs is None and tp > 1:
-            _print_exchanges(described.on_stages([described.layers], tp), machine.rates)
+            _print_waits(described.model, execution, rates)
         _print_vocabulary(report.vocabulary)
         if report.recommended is not None:
             _print_recommended(report.recommended)
     if report.recommended is None:
         fail(ValueError(_NOTHING_FITS if model else _NOTHING_FITS_THE_LIMIT))
+
+
+def _machine(gpu: str | None, precision: Precision) -> tuple[Rates, float | None]:
+    """What a rank reaches, and the bytes that it may take. Raises ValueError."""
+    if gpu is None:
+        return assumed_rates(precision), None
+    machine = parse_gpu(gpu)
+    room = None if machine.memory is None else USABLE * machine.memory
+    return machine.rates(precision), room
 
 
 _NOTHING_FITS = (
@@ -163,10 +178,10 @@ def _print_unit(*, is_estimate: bool) -> None:
     typer.echo(f"times are in {'seconds, as estimated' if is_estimate else 'the unit of --costs'}")
 
 
-def _print_exchanges(dimensions: ModelDimensions, rates: Rates) -> None:
-    shares = exchange_shares(dimensions, rates)
-    parts = ", ".join(f"{share:.1%} of {kind}" for kind, share in shares.items())
-    typer.echo(f"waiting for tensor-parallel ranks is {parts}")
+def _print_waits(model: Model, execution: Execution, rates: Rates) -> None:
+    for group, shares in waiting_shares(model, execution, rates).items():
+        parts = ", ".join(f"{share:.1%} of {kind}" for kind, share in shares.items())
+        typer.echo(f"waiting for {group} ranks is {parts}")
 
 
 def _print_candidates(candidates: Sequence[Candidate], plan: Plan) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_ext.adapter.transformer_engine.installed import can_split
 from megatron_ext.adapter.untried import untried
-from megatron_ext.config import PLAN, PROFILE, PipelineConfig, flag, from_argv
+from megatron_ext.config import PLAN, PipelineConfig, flag, from_argv
 from megatron_ext.launch_check.communicators import check_communicators
 from megatron_ext.launch_check.doctor import diagnose
 from megatron_ext.launch_check.flags import (
@@ -356,7 +356,7 @@ def _predict(
     report: Report, args: Any, spec: PipelineConfig, program: Program, room: int | None
 ) -> float | None:
     from megatron_ext.adapter import model_bytes
-    from megatron_ext.adapter.layers import layers_of_stages, symbols_of_layers
+    from megatron_ext.adapter.layers import layers_of_stages
     from megatron_ext.runtime.host.memory import planned_bytes
 
     problem = program.problem
@@ -376,10 +376,6 @@ def _predict(
         f"{program.schedule.name}, {counted(problem.microbatches, 'microbatch')}: predicted bubble "
         f"{prediction.bubble:.1%} (1f1b {prediction.bubble_1f1b:.1%}), costs {costs.origin}",
     )
-    if args.num_experts is not None and spec.costs.is_estimate and not symbols_of_layers(args):
-        text = "times and activations are off: the estimate counts experts as one dense layer"
-        fix = "" if spec.costs.profile else f"have them measured: {flag('costs')} {PROFILE}"
-        report.add(Verdict.REMARK, "schedule", text, fix)
     if getattr(args, "hybrid_layer_pattern", None) is not None:
         report.add(Verdict.REMARK, "memory", "Megatron cannot estimate that of hybrid models")
         return None

@@ -31,7 +31,7 @@ from megatron_ext.adapter.transformer_engine import installed
 from megatron_ext.config import PipelineConfig, add_flags
 from megatron_ext.patches.engine import Patch, apply, replace
 from megatron_ext.patches.megatron.core.transformer import transformer_config
-from megatron_ext.schedule.model.estimate import GPU
+from megatron_ext.schedule.model.gpus import assumed_rates
 from megatron_ext.schedule.problem import VocabularyParallel
 
 # Fusions for whose kernels Megatron looks where Transformer Engine should be.
@@ -92,7 +92,7 @@ def _gpu_patches() -> list[Patch]:
             reason=reason,
         ),
         replace("torch.cuda:get_device_capability", lambda device=None: CAPABILITY, reason=reason),
-        replace("megatron_ext.adapter.dimensions:rates", lambda: GPU, reason=reason),
+        replace("megatron_ext.adapter.dimensions:rates", assumed_rates, reason=reason),
     ]
     if not installed.can_split():
         answers += [
