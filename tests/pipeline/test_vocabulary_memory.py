@@ -123,9 +123,7 @@ def test_what_each_rank_holds(
 
     gpt = Described(RANKS, HIDDEN, 2, SEQUENCE, tokens)
     stages = stages_of(gpt.model, [1] * RANKS)
-    expected = bytes_of_ranks(
-        gpt.model, stages, gpt.execution(), line(RANKS), way, TrainingState()
-    )
+    expected = bytes_of_ranks(gpt.model, stages, gpt.execution(), line(RANKS), way, TrainingState())
     for held, bytes_ in zip(figures, expected, strict=True):
         assert (held["weights"], held["gradients"], held["optimizer"]) == (
             bytes_.weights,

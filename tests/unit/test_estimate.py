@@ -33,7 +33,9 @@ from megatron_ext.schedule.model.rates import CPU, Rates
 from megatron_ext.schedule.model.stage_seconds import seconds_of_layers
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Problem
+from tests.helpers.documents import check_written, table
 
+PAGE = "estimated-costs.md"
 F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
 EVEN = (4, 4, 4, 4)
 TOKENS, WIDTH = 4096, 2048
@@ -432,6 +434,28 @@ def test_what_whole_trainings_are_published_to_reach() -> None:
         whole = costs.of(Action(0, Kind.FULL_BACKWARD, 0)) + costs.seconds[F][0]
         assert least < counted / whole / DATA_SHEETS[name].bf16 < most, name
     assert all(0 < share <= 1 for share in vars(ACHIEVED).values())
+
+
+def test_the_table_of_gpus_is_that_of_the_data_sheets() -> None:
+    def terabytes(figure: float, unit: float) -> str:
+        return f"{figure / unit:,.0f}" if figure else "-"
+
+    rows = [
+        [
+            f"`{name}`",
+            *(terabytes(figure, 1e12) for figure in (sheet.bf16, sheet.fp8, sheet.fp4)),
+            *(terabytes(figure, 1e9) for figure in (sheet.bandwidth, sheet.peers)),
+            f"{sheet.domain}",
+            *(terabytes(figure, 1e9) for figure in (sheet.network, sheet.host)),
+            f"{sheet.memory / 2**30:.0f} GiB",
+            sheet.source,
+        ]
+        for name, sheet in DATA_SHEETS.items()
+    ]
+    units = ["bf16", "fp8", "fp4", "memory", "peers", "joined", "network", "host"]
+    check_written("gpus", table(["", *units, "has", "source"], rows), PAGE)
+    shares = {name: f"{share:.2f}" for name, share in vars(ACHIEVED).items()}
+    check_written("achieved", table([*shares], [[*shares.values()]]), PAGE)
 
 
 def test_a_gpu_by_its_drivers_name() -> None:
