@@ -50,6 +50,7 @@ class Described:
             ffn_hidden_size=self.ffn or 4 * self.hidden,
             vocabulary=self.vocabulary,
             gated_linear_unit=self.gated,
+            normalization="RMSNorm",
             untie_embeddings_and_output_weights=not self.tied,
         )
 

@@ -12,7 +12,6 @@ from megatron_ext.schedule.model.operations.operation import (
     Operation,
     Part,
     Passes,
-    divided,
     elementwise,
     linear,
     passing_over,
@@ -55,11 +54,13 @@ def output_layer(model: Model, execution: Execution) -> Part:
 def projection_of_depth(model: Model, execution: Execution) -> Part:
     """What a depth of multi-token prediction has before its layer: two norms, and a matrix of two
     widths to one."""
-    hidden = model.hidden_size
-    own = hidden / execution.tensor_parallel
+    hidden, ranks = model.hidden_size, execution.tensor_parallel
     elements = execution.split_tokens * hidden
-    operations = [
+    operations = (
         passing_over("norms", 3 * elements, (2, 3), execution),
-        *linear("projection", execution.tokens, 2 * hidden, own, execution),
-    ]
-    return divided(operations, 3 * hidden, execution)
+        *linear("projection", execution.tokens, 2 * hidden, hidden / ranks, execution),
+    )
+    if ranks == 1:
+        return Part(operations)
+    moved = 3 * execution.tokens * hidden * execution.element_bytes  # what enters, and what leaves
+    return Part(operations, (Exchange(Group.TENSOR, ranks, 1, Passes(moved, moved)),))
