@@ -28,7 +28,10 @@ from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.build.report import report
 from megatron_ext.schedule.costs_text import parse_costs
-from megatron_ext.schedule.model.estimate import GPU, ModelDimensions, estimate
+from megatron_ext.schedule.model.estimate import estimate
+from megatron_ext.schedule.model.gpus import GPU
+from megatron_ext.schedule.model.model import stages_of
+from megatron_ext.schedule.model.short_form import Described
 from megatron_ext.schedule.problem import Extras, Problem, VocabularyParallel
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.show.draw import draw, draw_bars
@@ -193,20 +196,10 @@ def share_of_work(
     spec: str, layers: Sequence[int], vocabulary: int, how: VocabularyParallel
 ) -> float:
     """The share of a step of 128 microbatches in which a rank works, on average over 8 ranks."""
-    model = ModelDimensions(
-        layers=layers,
-        hidden=3072,
-        ffn_hidden=4 * 3072,
-        query_width=3072,
-        key_value_width=3072,
-        gated=False,
-        heads=24,
-        sequence=2048,
-        micro_batch=1,
-        vocabulary=vocabulary,
-    )
+    gpt = Described(sum(layers), hidden=3072, heads=24, sequence=2048, vocabulary=vocabulary)
     choice = choose(spec)
-    problem = Problem(choice.place(8), 128, estimate(model, GPU), extras=Extras(vocabulary=how))
+    costs = estimate(gpt.model, stages_of(gpt.model, layers), gpt.execution(), GPU)
+    problem = Problem(choice.place(8), 128, costs, extras=Extras(vocabulary=how))
     return 1 - report(choice, problem)[1].bubble_share_makespan
 
 
