@@ -36,8 +36,9 @@ def layers_of_stages(settings: Any, placement: Placement) -> list[int]:
         layout = settings.pipeline_model_parallel_layout
         segments = PipelineParallelLayerLayout.parse_str_to_list(layout)
         return [segment.count(LayerType.decoder) for segment in segments]
-    segments = pattern_segments(getattr(settings, "hybrid_layer_pattern", None) or "")
-    if len(segments) == placement.stages:
+    pattern = getattr(settings, "hybrid_layer_pattern", None) or ""
+    segments = pattern_segments(pattern)
+    if pattern and len(segments) == placement.stages:
         return [len(segment) for segment in segments]
     stages = placement.stages
     given = _given_layers(settings, placement)
