@@ -53,7 +53,7 @@ def layers_of_stages(settings: Any, placement: Placement) -> list[int]:
         raise ValueError(
             f"{settings.num_layers} layers do not divide over {stages} stages{uneven}; say which "
             f"stage has which: --pipeline-model-parallel-layout "
-            f"'{_even_layout(settings.num_layers, stages, prediction_depths(settings))}'"
+            f"'{even_layout(settings.num_layers, stages, prediction_depths(settings))}'"
         )
     layers = [given.get(stage, per_stage) for stage in range(stages)]
     layers[0] -= embedding
@@ -81,7 +81,7 @@ def segments_of_stages(pattern: str, placement: Placement, schedule: str) -> lis
     segments = pattern_segments(pattern)
     stages = placement.stages
     layers = "".join(segments)
-    ends = [0, *accumulate(_evenly(len(layers), stages))]
+    ends = [0, *accumulate(evenly(len(layers), stages))]
     even = [layers[start:end] for start, end in pairwise(ends)]
     if len(segments) == 1 and len(layers) % stages == 0:
         return even
@@ -131,12 +131,12 @@ def predicts_apart(layout: str) -> bool:
     return any(LayerType.mtp in segment for segment in segments)
 
 
-def _even_layout(layers: int, stages: int, depths: int) -> str:
+def even_layout(layers: int, stages: int, depths: int) -> str:
     """As even as it goes."""
-    return layout_of(_evenly(layers, stages), depths)
+    return layout_of(evenly(layers, stages), depths)
 
 
-def _evenly(layers: int, stages: int) -> list[int]:
+def evenly(layers: int, stages: int) -> list[int]:
     """How many each stage has: the first ones one more."""
     per_stage, more = divmod(layers, stages)
     return [per_stage + (stage < more) for stage in range(stages)]

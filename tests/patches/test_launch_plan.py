@@ -12,9 +12,10 @@ import torch
 from megatron_ext.adapter.arguments import check
 from megatron_ext.config import from_argv, from_environment
 from megatron_ext.installation import install
+from megatron_ext.launch import Chosen
 from megatron_ext.launch_check import line as launch_line
 from megatron_ext.launch_check.check import check_launch
-from megatron_ext.launch_check.plan import Chosen, choose_for
+from megatron_ext.launch_check.plan import choose_for
 from megatron_ext.launch_check.report import Finding, Verdict
 from megatron_ext.launch_check.words import Launch
 from megatron_ext.patches.engine import applied

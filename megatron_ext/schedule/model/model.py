@@ -89,6 +89,11 @@ class Model:
     unknown: tuple[str, ...] = ()
 
     @property
+    def is_known(self) -> bool:
+        """Whether all parts of its layers are."""
+        return set("".join(self.layers)) <= SYMBOLS
+
+    @property
     def query_width(self) -> int:
         """Of all heads' queries together."""
         return self.num_attention_heads * self.kv_channels
