@@ -132,7 +132,7 @@ DATA_SHEETS = {
         domain=72,
         network=_XDR,
         host=_GRACE,
-        source=f"{_NVIDIA}/gb300-nvl72/ (20 TB and 576 TB/s for 72; ConnectX-8); nvidia-smi: 284,208 MiB",
+        source=f"{_NVIDIA}/gb300-nvl72/ (20 TB for 72; ConnectX-8); nvidia-smi: 284,208 MiB",
     ),
     "mi300x": DataSheet(
         bf16=1307.4e12,
