@@ -88,8 +88,8 @@ def _ranks_of(shop: Shop) -> list[RankWork]:
         works.append(
             RankWork(
                 ticks,
-                (gains[F_OUTER], gains[F_INNER]),
-                (-gains[W_OUTER], -gains[W_INNER]),
+                (float(gains[F_OUTER]), float(gains[F_INNER])),  # bytes are beyond int32
+                (-float(gains[W_OUTER]), -float(gains[W_INNER])),
                 shop.limit,
             )
         )
