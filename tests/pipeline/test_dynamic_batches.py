@@ -124,7 +124,7 @@ class Searches:
 
     def __init__(self) -> None:
         self.count = 0
-        for module, name in ((best, "_searched"), (zb_auto, "_best")):
+        for module, name in ((best, "searched"), (zb_auto, "_best")):
             setattr(module, name, partial(self._counted, vars(module)[name]))
 
     def _counted(self, search: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
+import builtins
+import os
+import pickle
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.build.build import complete
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement, line, loop, v, wave
-from megatron_ext.schedule.problem import Problem, Recompute
-from megatron_ext.schedule.program.memory import share_made_again
+from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.simulate import simulate
+from megatron_ext.schedule.progress import reporting
 from megatron_ext.schedule.schedule import Schedule, bitwise_order
 from megatron_ext.schedule.search import improve
-from megatron_ext.schedule.search.again import Again, search_again
+from megatron_ext.schedule.search.effort import LARGE, SMALL, effort, small_effort
 from megatron_ext.schedule.search.improve import search, sides_of
 from megatron_ext.schedule.search.pack import Pack, packer
 from megatron_ext.schedule.search.shop import Shop, Starts, end_of, rows_of, shop_of, starts_of
 from tests.helpers.schedules import PROPERTY, random_costs, seeds
 from tests.helpers.short_search import little_effort
 
+COMPILED = "megatron_ext.schedule.search.compiled"
 PLACEMENTS = {
     "line": line,
     "v": v,
@@ -151,7 +157,7 @@ def test_search_ends_where_nothing_can_be_shorter() -> None:
 )
 def test_compiled_search_finds_the_same(problem: Problem) -> None:
     """The small effort, so that with numba or without a schedule is the same."""
-    compiled = pytest.importorskip("megatron_ext.schedule.search.compiled")
+    compiled = pytest.importorskip(COMPILED)
     shop = shop_of(problem)
     for ours, theirs in zip(short(shop), short(shop, compiled.packer), strict=True):
         assert np.array_equal(ours, theirs)
@@ -162,7 +168,7 @@ def test_compiled_search_finds_the_same(problem: Problem) -> None:
 def test_compiled_packing_is_the_same_to_the_digit(
     seed: int, place: Callable[[int], Placement], p: int, m: int, more: int
 ) -> None:
-    compiled = pytest.importorskip("megatron_ext.schedule.search.compiled")
+    compiled = pytest.importorskip(COMPILED)
     random, placement = Random(seed), place(p)
     costs = random_costs(random, placement)
     limit = MemoryLimit(1 + more / placement.chunks)
@@ -177,47 +183,82 @@ def test_compiled_packing_is_the_same_to_the_digit(
             assert np.array_equal(ours.starts, theirs.starts)
 
 
-# ---- With activations that are made again
+# ---- What is installed
 
 
-def random_again(random: Random, problem: Problem) -> Again:
-    shape = problem.placement.stages, problem.microbatches
-    share = random.random()
-    return np.array([[random.random() < share for _ in range(shape[1])] for _ in range(shape[0])])
+def test_effort_is_large_where_numba_is() -> None:
+    pytest.importorskip("numba")
+    assert effort().name == LARGE
+    assert all(effort().passes(p) > 9 * small_effort().passes(p) for p in (2, 8, 16, 32, 64))
 
 
-@settings(PROPERTY, max_examples=60)
-@given(seed=seeds, place=shapes, p=st.integers(1, 4), m=st.integers(1, 6), more=st.integers(0, 6))
-def test_any_choice_of_what_is_made_again_packs_soundly(
-    seed: int, place: Callable[[int], Placement], p: int, m: int, more: int
+@pytest.mark.parametrize("error", ["No module named 'numba'", "Numba needs NumPy 2.5 or less"])
+def test_search_without_numba_says_what_to_install(
+    error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory cannot deadlock, in either direction of time; R is where it was chosen, and only
-    there; plain Python and numba agree to the digit."""
-    random, placement = Random(seed), place(p)
-    problem = usual(placement, m, 1 + more / placement.chunks)
-    again = random_again(random, problem)
-    shop = shop_of(problem, again)
-    plan = random_plan(random, shop)
-    packed = sides_of(shop, packer).justified(plan, rounds=3)
-    rows = rows_of(packed.starts, placement, shop.again)
-    made = {(a.stage, a.microbatch) for row in rows for a in row if a.kind is Kind.RECOMPUTE}
-    assert made == {tuple(place) for place in np.argwhere(again).tolist()}
-    complete(Schedule("packed", placement, rows), problem)  # within the limit
-    back = starts_of(rows, shop)
-    assert rows_of(back, placement, shop.again) == rows
-    assert end_of(back, shop) <= packed.makespan
-    compiled = pytest.importorskip("megatron_ext.schedule.search.compiled")
-    other = sides_of(shop, compiled.packer).justified(plan, rounds=3)
-    assert np.array_equal(packed.starts, other.starts)
+    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "numba":
+            raise ImportError(error)
+        return imported(name, *args, **kwargs)
+
+    imported = builtins.__import__
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    monkeypatch.delitem(sys.modules, COMPILED, raising=False)
+    monkeypatch.delattr("megatron_ext.schedule.search.compiled", raising=False)
+    heard: list[str] = []
+    with reporting(heard.append):
+        assert effort().name == SMALL
+    (line,) = heard
+    assert error in line and "pip install 'megatron_ext[search]'" in line
 
 
-def test_a_search_chooses_what_is_made_again() -> None:
-    """Within 2 microbatches a V of 4 ranks takes 579 without, and 1F1B with Megatron's full
-    recompute (four passes for three) more than 480 whatever it does."""
-    problem = usual(v(4), 12, 2).with_extras(recompute=Recompute(fit=True))
-    found = search_again(problem, [], little_effort())
-    program = complete(Schedule("found", problem.placement, found[0]), problem)
-    assert share_made_again(program.schedule) > 0
-    without = search(shop_of(usual(v(4), 12, 2)), [], 0, little_effort())
-    shop = shop_of(usual(v(4), 12, 2))
-    assert simulate(program, problem.costs).makespan < without[0].makespan * shop.tick
+def test_compiled_code_lies_in_the_cache_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never beside the package, which a container has read-only; and nothing of numba's changes."""
+    numba = pytest.importorskip("numba")
+    compiled = pytest.importorskip(COMPILED)
+    asked: list[object] = []
+
+    class Dispatcher:
+        def compile(self, signature: object) -> None:
+            asked.append((signature, numba.config.CACHE_DIR))
+
+    def njit(function: object, cache: bool = False) -> Dispatcher:
+        asked.append((cache, numba.config.CACHE_DIR))
+        return Dispatcher()
+
+    monkeypatch.setattr(compiled, "njit", njit)
+    monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(tmp_path))
+    before = numba.config.CACHE_DIR
+    compiled._compiled.__wrapped__(("types",))
+    folder = os.fspath(tmp_path / "megatron_ext" / "numba")
+    assert asked == [(True, folder), (("types",), before)]
+
+
+@pytest.mark.parametrize("fault", ["unwritable", "broken"])
+def test_cache_of_compiled_code_that_fails_is_done_without(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = pytest.importorskip(COMPILED)
+    cached: list[bool] = []
+
+    class Dispatcher:
+        def compile(self, signature: object) -> None:
+            if cached[-1]:
+                raise pickle.UnpicklingError("pickle data was truncated")
+
+    def njit(function: object, cache: bool = False) -> Dispatcher:
+        cached.append(cache)
+        return Dispatcher()
+
+    monkeypatch.setattr(compiled, "njit", njit)
+    home = tmp_path / "file"
+    home.write_text("in the way") if fault == "unwritable" else home.mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(home))
+    heard: list[str] = []
+    with reporting(heard.append):
+        compiled._compiled.__wrapped__(("types",))
+    assert cached == ([False] if fault == "unwritable" else [True, False])
+    (line,) = heard
+    assert str(home) in line and "XDG_CACHE_HOME" in line

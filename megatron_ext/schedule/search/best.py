@@ -48,7 +48,7 @@ def best_schedule(name: str, problem: Problem) -> Schedule:
     kept = None if how.name == LARGE else _kept(name, problem, how.name)
     if kept is not None:
         return kept
-    best = _searched(name, problem, how)
+    best = searched(name, problem, how)
     disk_cache.store(name, _key(problem, how.name), to_csv(best))
     return best
 
@@ -97,7 +97,8 @@ class _Chosen:
     seconds: float  # of a step, simulated
 
 
-def _searched(name: str, problem: Problem, how: Effort) -> Schedule:
+def searched(name: str, problem: Problem, how: Effort) -> Schedule:
+    """The same, made anew, with so much effort. The limit has to hold a microbatch."""
     shop = shop_of(problem)
     if problem.extras.recompute.fit:
         known = _known_again(name, problem)
