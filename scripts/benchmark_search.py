@@ -7,7 +7,9 @@ Costs are 10:12:8 for a rank's F, I and W, and 1 for a hop; m = 4p (--microbatch
 A cell is p:limit, the limit in microbatches. For each and each number of passes packed, in
 millions, it prints CPU seconds of the search alone, of all that makes the schedule (the families it
 starts from, the proof of the best), the makespan, the lower bound and what is left between them.
-Without numba it packs in plain Python. Compiling is not counted.
+The last column is a period: it is proved that no V within the limit repeats one microbatch's passes
+as often, looked for in --pattern-seconds. Without numba the search packs in plain Python. Compiling
+is not counted.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from megatron_ext.schedule.search.bounds import lower_bound
 from megatron_ext.schedule.search.effort import Effort, effort
 from megatron_ext.schedule.search.pack import Pack, Packed
 from megatron_ext.schedule.search.shop import Shop, Starts, shop_of
+from megatron_ext.schedule.search.v_patterns import excluded_period
 
 COSTS = (10, 12, 8, 1)  # f, i, w, comm
 CELLS = ("8:4", "8:5", "8:6", "8:8", "16:8", "16:9", "16:12", "16:16", "32:16", "32:18", "32:32")
@@ -65,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cells", nargs="+", default=CELLS, help="p:limit")
     parser.add_argument("--millions", nargs="+", type=float, default=MILLIONS, help="of passes")
     parser.add_argument("--microbatches-per-rank", type=int, default=4)
+    parser.add_argument("--pattern-seconds", type=float, default=3)
     arguments = parser.parse_args(argv)
     how = effort()
     how.packer(shop_of(problem_of(2, 2, 2.0)))  # compiled here
@@ -72,12 +76,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"costs {COSTS}, {how.name} effort's packer, {platform.machine()}, {os.cpu_count()} CPUs, "
         f"load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}, numpy {np.__version__}"
     )
-    print("p:limit   m  M passes  search s  all s  M passes/s  makespan   bound    gap")
+    print("p:limit   m  M passes  search s  all s  M passes/s  makespan   bound    gap  excluded")
     for cell in arguments.cells:
         p, limit = cell.split(":")
         problem = problem_of(int(p), int(p) * arguments.microbatches_per_rank, float(limit))
+        excluded = excluded_period(problem, arguments.pattern_seconds) or "-"
         for millions in arguments.millions:
-            print(f"{cell:>7} {problem.microbatches:4} {line(problem, how, millions)}", flush=True)
+            figures = line(problem, how, millions)
+            print(f"{cell:>7} {problem.microbatches:4} {figures} {excluded:>9}", flush=True)
     return 0
 
 
