@@ -8,7 +8,7 @@ from dataclasses import replace
 from megatron_ext.schedule.build.registry import Choice
 from megatron_ext.schedule.build.size import check_size, size_of
 from megatron_ext.schedule.limit import MemoryLimit
-from megatron_ext.schedule.problem import Offload, Problem, VocabularyParallel
+from megatron_ext.schedule.problem import Offload, Problem, Recompute, VocabularyParallel
 from megatron_ext.schedule.program.communication import communicate
 from megatron_ext.schedule.program.memory import bytes_for, in_bytes, leaving_room, peaks
 from megatron_ext.schedule.program.message_order import order_messages
@@ -19,6 +19,7 @@ from megatron_ext.schedule.schedule import Schedule, Transform
 from megatron_ext.schedule.transforms.forward_only import keep_forward
 from megatron_ext.schedule.transforms.offload import offload
 from megatron_ext.schedule.transforms.post_validation import validate_afterwards
+from megatron_ext.schedule.transforms.recompute import recompute
 from megatron_ext.schedule.transforms.untrained import drop_untrained, without_backward
 from megatron_ext.schedule.transforms.vocabulary import INTERVALS, divide_vocabulary
 from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
@@ -76,7 +77,9 @@ def _transformed(schedule: Schedule, problem: Problem) -> Schedule:
         transforms.insert(0, divide_vocabulary)
     if problem.forward_only:
         transforms.insert(transforms.index(communicate), keep_forward)
-    else:
+    elif problem.extras.recompute != Recompute():
+        transforms.insert(transforms.index(communicate), recompute)
+    if not problem.forward_only:
         transforms += _for_training(problem)
     for transform in transforms:
         schedule = transform(schedule, problem)
@@ -94,8 +97,10 @@ def _for_training(problem: Problem) -> list[Transform]:
 
 def _limit_of_passes(problem: Problem) -> MemoryLimit | None:
     """What the family may use, with room left for the microbatches that are held longer. What
-    leaves for the host is not known yet: with offload there is no limit."""
-    limit = problem.memory_limit if problem.extras.offload is Offload.NONE else None
+    leaves for the host, or is made again, is not known yet: with these there is no limit."""
+    extras = problem.extras
+    fits_otherwise = extras.offload is not Offload.NONE or extras.recompute.fit
+    limit = None if fits_otherwise else problem.memory_limit
     if limit is not None and problem.extras.vocabulary is not VocabularyParallel.NONE:
         limit = leaving_room(limit, INTERVALS[problem.extras.vocabulary], problem)
     return limit
@@ -139,5 +144,7 @@ def _check_passes(schedule: Schedule, problem: Problem) -> None:
 
 def _for_family(problem: Problem) -> Problem:
     """``problem`` without what transforms add, and with what they take out."""
-    alone = problem.with_extras(vocabulary=VocabularyParallel.NONE, offload=Offload.NONE)
+    alone = problem.with_extras(
+        vocabulary=VocabularyParallel.NONE, offload=Offload.NONE, recompute=Recompute()
+    )
     return replace(alone, first_trained=0)

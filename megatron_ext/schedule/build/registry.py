@@ -142,6 +142,7 @@ class Choice:
     searches: bool = False
     ranks: int | None = None  # that a table is for; None: any number
     microbatches: int | None = None  # the same
+    recomputes: bool = False  # whether it is a table with passes that make activations again
     at_once: Family | None = None
 
     @property
@@ -305,9 +306,16 @@ def _from_csv_file(path: Path) -> Choice:
             )
         return schedule
 
-    splits = any(a.kind is Kind.BACKWARD_WEIGHT for row in schedule.rows for a in row)
-    rows = len(schedule.rows)
-    return Choice(str(path), place, build, splits, ranks=rows, microbatches=microbatches)
+    kinds = {action.kind for row in schedule.rows for action in row}
+    return Choice(
+        str(path),
+        place,
+        build,
+        splits_backward=Kind.BACKWARD_WEIGHT in kinds,
+        ranks=len(schedule.rows),
+        microbatches=microbatches,
+        recomputes=Kind.RECOMPUTE in kinds,
+    )
 
 
 _TABLE_WITH_OPTIONS = re.compile(r"(.+\.csv):(.*)", re.IGNORECASE)

@@ -1,0 +1,200 @@
+"""Activations that are given up after F and made again: order, memory, time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.build.build import complete
+from megatron_ext.schedule.build.registry import choose
+from megatron_ext.schedule.costs import Costs, uniform
+from megatron_ext.schedule.costs_text import parse_costs
+from megatron_ext.schedule.kinds import Held
+from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.placement import line
+from megatron_ext.schedule.problem import (
+    Extras,
+    Offload,
+    Problem,
+    Recompute,
+    parse_recompute,
+)
+from megatron_ext.schedule.program.memory import (
+    in_bytes,
+    in_microbatches,
+    memory_curve,
+    peaks,
+    share_made_again,
+)
+from megatron_ext.schedule.program.simulate import simulate
+from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove
+from megatron_ext.schedule.schedule import bitwise_order
+from megatron_ext.schedule.schedule_csv import from_csv, to_csv
+from megatron_ext.schedule.show.program_summary import summarize
+from megatron_ext.schedule.transforms.recompute import recompute
+from tests.helpers.schedules import (
+    PROPERTY,
+    random_case,
+    rows_of,
+    seeds,
+    with_messages,
+    written,
+)
+
+NONE, FIT, FIRST_1 = Recompute(), Recompute(fit=True), Recompute(first=1)
+
+BY_HAND = """
+0F0 0F1 0R0 0I0 0W0 0R1 0I1 0W1
+1F0 1I0 1W0 1F1 1I1 1W1
+"""
+
+
+def problem_by_hand(limit: float | None = None, recompute: Recompute = NONE) -> Problem:
+    placement = line(2)
+    allowed = None if limit is None else MemoryLimit(microbatches=limit)
+    costs = uniform(placement, 1, 1, 1)
+    return Problem(placement, 2, costs, allowed, extras=Extras(recompute=recompute))
+
+
+def proved_by_hand(text: str, problem: Problem) -> Program:
+    schedule = written(text, problem.placement.rank_of)
+    return prove(with_messages(schedule, problem), problem)
+
+
+def makespan(program: Program) -> float:
+    return simulate(program, program.problem.costs).makespan
+
+
+# ---- The kind
+
+
+def test_a_schedule_by_hand() -> None:
+    """F keeps a tenth, R takes the rest at its start; R runs while the rank waits for a
+    gradient."""
+    program = proved_by_hand(BY_HAND, problem_by_hand(limit=1.1))
+    row = program.schedule.rows[0]
+    held = memory_curve(row, in_microbatches(program.schedule))
+    assert held == pytest.approx([0.1, 0.2, 1.1, 1.1, 1.1, 1.0, 1.0, 1.0])
+    starts = {str(event.action): event.start for event in simulate(program, UNIT).events}
+    assert (starts["0F1"], starts["0R0"], starts["0I0"]) == (1, 2, 3)
+    assert bitwise_order(program.schedule)
+
+
+UNIT = uniform(line(2), 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("there", "damaged", "names"),
+    [
+        ("0R0 0I0", "0I0", "0R0 is missing on rank 0: nothing does the recomputation"),
+        ("0F0 0F1 0R0", "0R0 0F0 0F1", "0R0 comes before 0F0, which it needs"),
+        ("0R0 0I0", "0I0 0R0", "0I0 comes before 0R0, which it needs"),
+        ("0R0 0I0", "0R0 0R0 0I0", "0R0 does the recomputation a second time"),
+        ("1F0", "0R0 1F0", "0R0 is on rank 1; stage 0 is on rank 0"),
+    ],
+    ids=["missing", "before F", "after I", "twice", "elsewhere"],
+)
+def test_what_is_wrong_with_r_is_named(there: str, damaged: str, names: str) -> None:
+    problem = problem_by_hand(recompute=FIRST_1)
+    proved_by_hand(BY_HAND, problem)
+    with pytest.raises(InvalidSchedule, match=names):
+        proved_by_hand(BY_HAND.replace(there, damaged, 1), problem)
+
+
+def test_without_one_r_there_is_no_room() -> None:
+    """Into a limit which activations are made again is free; one too few is a question of
+    memory."""
+    problem = problem_by_hand(limit=1.1, recompute=FIT)
+    with pytest.raises(InvalidSchedule, match="0R0 brings rank 0 over the memory limit"):
+        proved_by_hand(BY_HAND.replace("0R1 ", ""), problem)
+
+
+def test_r_has_no_place_in_an_evaluation() -> None:
+    problem = replace(problem_by_hand(), forward_only=True)
+    with pytest.raises(InvalidSchedule, match="0R0 has no place in an evaluation"):
+        proved_by_hand("0F0 0F1 0R0\n1F0 1F1", problem)
+    program = complete(written(BY_HAND, (0, 1)), problem)
+    assert program.schedule.compute_rows == rows_of("0F0 0F1\n1F0 1F1")
+
+
+def test_in_bytes_the_input_is_what_comes_from_the_stage_before() -> None:
+    costs = Costs(
+        dict.fromkeys((Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT), (1.0, 1.0)),
+        held_bytes={Held.ACTIVATION: (100.0, 100.0), Held.WEIGHT_INPUTS: (50.0, 50.0)},
+        message_bytes=7.0,
+    )
+    amount = in_bytes(costs)
+    assert [amount(Held.INPUT, stage) for stage in (0, 1)] == [0.0, 7.0]  # tokens are nothing
+    amount = in_bytes(replace(costs, message_bytes=0.0))
+    assert amount(Held.INPUT, 1) == 10.0
+    rows = rows_of("1F0 1F1 1R0 1I0 1W0 1R1 1I1 1W1")
+    held = memory_curve(rows[0], in_bytes(costs))
+    assert held == [7, 14, 107, 107, 57, 100, 100, 50]
+
+
+def test_a_table_with_r() -> None:
+    schedule = written(BY_HAND, (0, 1))
+    again = from_csv(to_csv(schedule), "file")
+    assert again.rows == schedule.rows
+    program = complete(again, problem_by_hand())
+    assert share_made_again(program.schedule) == 0.5
+    assert "50% of the activations are made again" in summarize(program)
+
+
+def test_a_table_with_r_needs_no_flag(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    path.write_text(to_csv(written(BY_HAND, (0, 1))))
+    assert choose(str(path)).recomputes
+    assert not choose("zb-h1").recomputes
+
+
+# ---- What is asked for
+
+
+def test_texts() -> None:
+    for text in ("none", "fit", "first:2"):
+        assert str(parse_recompute(text)) == text
+    for text in ("first", "first:0", "first:x", "all", ""):
+        with pytest.raises(ValueError, match=r"write none, fit .* or first:N"):
+            parse_recompute(text)
+
+
+@pytest.mark.parametrize(
+    ("problem", "message"),
+    [
+        ({"recompute": FIT}, "recompute fit has no memory limit .* or write first:2 for all"),
+        ({"recompute": Recompute(first=3)}, "the pipeline has 2 stages; write first:2 for all"),
+        ({"recompute": FIRST_1, "offload": Offload.FULL}, "offload full does not go with recomp"),
+    ],
+)
+def test_refusals(problem: dict[str, object], message: str) -> None:
+    costs = parse_costs("f=1,i=1,w=1,d2h=1", line(2))
+    with pytest.raises(ValueError, match=message):
+        Problem(line(2), 4, costs).with_extras(**problem)
+
+
+# ---- The transform
+
+
+@settings(PROPERTY, max_examples=150)
+@given(seeds)
+def test_any_schedule_takes_them(seed: int) -> None:
+    """Its passes stay in their order, each R comes between its F and its I, the whole is proved,
+    and no rank holds more than before."""
+    case = random_case(seed)
+    stages = case.problem.placement.stages
+    problem = case.problem.with_extras(recompute=Recompute(first=Random(seed).randint(1, stages)))
+    made = recompute(case.schedule, problem)
+    passes = [tuple(a for a in row if a.kind is not Kind.RECOMPUTE) for row in made.rows]
+    assert tuple(passes) == case.schedule.rows
+    program = prove(with_messages(made, problem), problem)
+    for amount in (in_microbatches(made), in_bytes(problem.costs)):
+        for now, before in zip(
+            peaks(program.schedule, amount), peaks(case.schedule, amount), strict=True
+        ):
+            assert now <= before * (1 + 1e-9)
