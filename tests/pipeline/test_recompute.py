@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.schedule.build.registry import choose
 from tests.helpers.combinations import at_night, nightly
 from tests.helpers.covered import covers
 from tests.helpers.megatron_runs import EXPERTS, Run, assert_same, losses, model_flags, train
@@ -22,7 +23,7 @@ from tests.pipeline.test_multi_token_prediction import drawn_by_name
 Flags = dict[str, object]
 
 DROPOUT: Flags = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
-UNTIED: Flags = {"untie_embeddings_and_output_weights": True}
+TIED: Flags = {"untie_embeddings_and_output_weights": None}
 # Three of eight experts: their scores' sum has an order. Each loss and count that there is.
 ROUTED: Flags = EXPERTS | {
     "num_experts": 8,
@@ -34,11 +35,12 @@ ROUTED: Flags = EXPERTS | {
 }
 MODELS: dict[str, tuple[int, Flags]] = {
     "dropout": (2, DROPOUT),
-    "untied, bf16": (2, UNTIED | {"bf16": True}),
+    "PP 4, dropout": (4, {"pipeline_model_parallel_size": 4} | DROPOUT),
+    "bf16": (2, {"bf16": True}),
     "experts, dropout": (2, ROUTED | DROPOUT),
     "EP 2, experts": (4, ROUTED | {"expert_model_parallel_size": 2}),
-    "multi-token prediction": (2, {"mtp_num_layers": 2}),
-    "multi-token prediction, experts": (2, ROUTED | UNTIED | {"mtp_num_layers": 1}),
+    "multi-token prediction, tied": (2, TIED | {"mtp_num_layers": 2}),
+    "multi-token prediction, experts": (2, ROUTED | {"mtp_num_layers": 1}),
     "TP 2, sequence parallel": (
         4,
         {"tensor_model_parallel_size": 2, "sequence_parallel": True} | DROPOUT,
@@ -54,7 +56,7 @@ MODELS: dict[str, tuple[int, Flags]] = {
     "selective recompute": (2, {"recompute_granularity": "selective"} | DROPOUT),
     "selective recompute of modules": (
         2,
-        {"recompute_granularity": "selective", "recompute_modules": ("mlp", "layernorm")},
+        {"recompute_granularity": "selective", "recompute_modules": "mlp"},
     ),
     "loss per token": (2, {"calculate_per_token_loss": True, "swiglu": True}),
 }
@@ -69,6 +71,7 @@ def flags(model: str, **more: object) -> list[str]:
         **{
             "pipeline_model_parallel_size": 2,
             "num_layers": 8,
+            "untie_embeddings_and_output_weights": True,
             "position_embedding_type": "rope",
             "train_iters": 3,
             **MODELS[model][1],
@@ -103,7 +106,9 @@ def test_it_is_stock_to_the_last_bit(
     reference.cache_clear()  # its output is wanted
     expected = reference(model, schedule if draws else None)
     said = of_experts(capfd.readouterr().out)
-    runs = run(model, pipeline_schedule=schedule, pipeline_recompute="first:8")
+    ranks = int(str(MODELS[model][1].get("pipeline_model_parallel_size", 2)))
+    stages = choose(schedule).place(ranks).stages
+    runs = run(model, pipeline_schedule=schedule, pipeline_recompute=f"first:{stages}")
     assert {run.schedule for run in runs} == {"PipelineStep"}
     assert_same(runs, expected)
     assert of_experts(capfd.readouterr().out) == said
@@ -117,7 +122,7 @@ def test_it_is_stock_to_the_last_bit(
         {"pipeline_vocab_parallel": 1},
         {"pipeline_vocab_parallel": 2},
         {"pipeline_p2p": "batched"},
-        {"pipeline_memory_limit": "0.6x", "pipeline_recompute": "fit"},
+        {"pipeline_memory_limit": "0.8x", "pipeline_recompute": "fit"},
     ],
     ids=str,
 )
@@ -126,9 +131,9 @@ def test_beside_our_own_settings(more: Flags) -> None:
     beside = {name: value for name, value in more.items() if name != "pipeline_recompute"}
     if "pipeline_recompute" in more:
         beside.pop("pipeline_memory_limit")
-    expected = run("untied, bf16", pipeline_schedule="zb-v", **beside)
+    expected = run("bf16", pipeline_schedule="zb-v", **beside)
     ours: Flags = {"pipeline_schedule": "zb-v", "pipeline_recompute": "first:4", **more}
-    runs = run("untied, bf16", **ours)
+    runs = run("bf16", **ours)
     assert_same(runs, expected)
 
 
