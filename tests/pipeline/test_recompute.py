@@ -54,9 +54,9 @@ MODELS: dict[str, tuple[int, Flags]] = {
         },
     ),
     "selective recompute": (2, {"recompute_granularity": "selective"} | DROPOUT),
-    "selective recompute of modules": (
+    "selective recompute of experts": (
         2,
-        {"recompute_granularity": "selective", "recompute_modules": "mlp"},
+        ROUTED | {"recompute_granularity": "selective", "recompute_modules": "moe"},
     ),
     "loss per token": (2, {"calculate_per_token_loss": True, "swiglu": True}),
 }
