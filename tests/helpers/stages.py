@@ -28,7 +28,7 @@ from megatron_ext.schedule.build.registry import Choice
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.kinds import RULES, Where
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.problem import P2P, Extras, Offload, Problem
+from megatron_ext.schedule.problem import P2P, Extras, Offload, Problem, Recompute
 from megatron_ext.schedule.program.graph import Channel, channels
 from megatron_ext.schedule.program.speculation import settles_at
 from megatron_ext.schedule.program.verify import Program
@@ -104,9 +104,10 @@ def program_for(
     p2p: P2P = P2P.ASYNC,
     offload: Offload = Offload.NONE,
     post_validation: bool = False,
+    recompute: Recompute = Recompute(),  # noqa: B008  # frozen
 ) -> Program:
     problem = problem_for(choice.place(ranks), microbatches, forward_only)
-    extras = Extras(p2p=p2p, offload=offload, post_validation=post_validation)
+    extras = Extras(p2p=p2p, offload=offload, recompute=recompute, post_validation=post_validation)
     return build_program(choice, replace(problem, extras=extras))
 
 
