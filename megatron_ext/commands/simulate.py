@@ -28,7 +28,14 @@ from megatron_ext.schedule.build.registry import Choice, choose, with_option
 from megatron_ext.schedule.build.report import ScheduleReport, report
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import parse_limit
-from megatron_ext.schedule.problem import P2P, Extras, Offload, Problem, VocabularyParallel
+from megatron_ext.schedule.problem import (
+    P2P,
+    Extras,
+    Offload,
+    Problem,
+    VocabularyParallel,
+    parse_recompute,
+)
 from megatron_ext.schedule.program.graph import Device
 from megatron_ext.schedule.program.simulate import simulate as simulate_program
 from megatron_ext.schedule.program.simulate import simulate_steps
@@ -66,6 +73,14 @@ def simulate(
     offload: Annotated[
         Offload, typer.Option(help="What leaves for host memory; give d2h= (and h2d=) in COSTS.")
     ] = Offload.NONE,
+    recompute: Annotated[
+        str,
+        typer.Option(
+            metavar="{none,fit,first:N}",
+            help="Which activations are given up and made again: fit as few as meet the memory "
+            "limit, first:N those of the first N stages.",
+        ),
+    ] = "none",
     post_validation: PostValidation = False,
     steps: Annotated[
         int,
@@ -114,7 +129,11 @@ def simulate(
             parse_costs(costs, placement),
             limit,
             extras=Extras(
-                p2p=p2p, vocabulary=vocab_parallel, offload=offload, post_validation=post_validation
+                p2p=p2p,
+                vocabulary=vocab_parallel,
+                offload=offload,
+                recompute=parse_recompute(recompute, "--recompute"),
+                post_validation=post_validation,
             ),
         )
         with showing_progress():
@@ -159,6 +178,8 @@ def _of_schedule(made: ScheduleReport) -> dict[str, Any]:
         rows["vocabulary parallelism"] = made.vocabulary
     if made.offload is not Offload.NONE:
         rows["offload"] = made.offload
+    if made.recompute != "none":
+        rows["recompute"] = made.recompute
     if made.memory_limit is not None:
         rows["memory limit"] = made.memory_limit
     rows["makespan"] = made.makespan
@@ -173,6 +194,8 @@ def _of_schedule(made: ScheduleReport) -> dict[str, Any]:
     rows["peak activations"] = _of_ranks(made.peak_activation_microbatches)
     if made.offload is not Offload.NONE:
         rows["peak on the host"] = _of_ranks(made.host_microbatches)
+    if made.made_again:
+        rows["made again"] = f"{made.made_again:.0%} of the activations"
     rows["results"] = _EXACT if made.bitwise_order else _ROUNDED
     rows["made in"] = f"{made.generation_seconds:.2g} s"
     return rows
