@@ -208,9 +208,16 @@ def _bound(certificate: Certificate, made: ScheduleReport) -> str:
         others = "this placement, backward pass and memory limit"
     if certificate.optimal:
         return f"proved: no schedule with {others} has a shorter makespan"
-    return (
+    bound = (
         f"no schedule with {others} has a makespan under {certificate.lower_bound:.6g}, which is "
         f"{certificate.gap:.1%} less"
+    )
+    if certificate.excluded_period is None:
+        return bound
+    return (
+        f"{bound}\nno V within {made.memory_limit} repeats the passes of one microbatch every "
+        f"{certificate.excluded_period:g} or less (proved; those of several may come together, and "
+        f"more often)"
     )
 
 
@@ -238,13 +245,14 @@ def _check_files(csv: Path | None, program_file: Path | None, plot: Path | None)
         check_picture(plot)
 
 
-def _certified(certificate: Certificate | None) -> dict[str, float | bool]:
+def _certified(certificate: Certificate | None) -> dict[str, float | None]:
     if certificate is None:
         return {}
     return {
         "lower_bound": certificate.lower_bound,
         "gap": certificate.gap,
         "optimal": certificate.optimal,
+        "excluded_period": certificate.excluded_period,
     }
 
 

@@ -126,7 +126,7 @@ class Searches:
     def __init__(self) -> None:
         self.count = self.longer_or_shorter = 0
         programs.extended = self._extended
-        for module, name in ((best, "_searched"), (zb_auto, "_best")):
+        for module, name in ((best, "searched"), (zb_auto, "_best")):
             setattr(module, name, partial(self._counted, vars(module)[name]))
 
     def _extended(self, *args: Any) -> Any:

@@ -27,8 +27,17 @@ from megatron_ext.schedule.schedule_csv import from_csv, to_csv
 from megatron_ext.schedule.search import disk_cache
 from megatron_ext.schedule.search.bounds import lower_bound
 from megatron_ext.schedule.search.effort import LARGE, Effort, effort
+from megatron_ext.schedule.search.extension import MIDDLE, plans_from
 from megatron_ext.schedule.search.improve import search
-from megatron_ext.schedule.search.shop import Rows, Shop, end_of, rows_of, shop_of, starts_of
+from megatron_ext.schedule.search.shop import (
+    Rows,
+    Shop,
+    Starts,
+    end_of,
+    rows_of,
+    shop_of,
+    starts_of,
+)
 
 
 def best_schedule(name: str, problem: Problem) -> Schedule:
@@ -46,7 +55,7 @@ def best_schedule(name: str, problem: Problem) -> Schedule:
     kept = None if how.name == LARGE else _kept(name, problem, how.name)
     if kept is not None:
         return kept
-    best = _searched(name, problem, how)
+    best = searched(name, problem, how)
     disk_cache.store(name, _key(problem, how.name), to_csv(best))
     return best
 
@@ -92,19 +101,31 @@ class _Chosen:
     seconds: float  # of a step, simulated
 
 
-def _searched(name: str, problem: Problem, how: Effort) -> Schedule:
+def searched(name: str, problem: Problem, how: Effort) -> Schedule:
+    """The same, made anew, with so much effort. The limit has to hold a microbatch."""
     shop = shop_of(problem)
     known = _known(name, problem)
     best = _best_of(_candidates(known, shop), problem)
     assert best is not None  # one microbatch at a time
     least = lower_bound(problem, splits_backward=True) * (1 + 1e-9)
     if best.seconds > least and shop.fits:
-        plans = [starts_of(rows, shop) for rows in known]
+        if problem.microbatches > MIDDLE * problem.ranks:
+            how = how.halved  # the other half goes to the shorter step
+        plans = [*(starts_of(rows, shop) for rows in known), *_of_shorter(problem, how)]
         packed = search(shop, plans, int(least / shop.tick) + max(shop.tails), how)
         found = [rows_of(result.starts, problem.placement) for result in packed]
         best = _best_of(_candidates(found, shop), problem, best)
         assert best is not None
     return _passes(name, best.program)
+
+
+def _of_shorter(problem: Problem, how: Effort) -> Iterator[Starts]:
+    """Plans that repeat the middle of what a search finds for as few microbatches as have one: it
+    packs more plans of them for the same effort."""
+    fewer = MIDDLE * problem.ranks
+    if problem.microbatches > fewer:
+        best, *_ = search(shop_of(replace(problem, microbatches=fewer)), how=how)
+        yield from plans_from(best.starts, problem.microbatches)
 
 
 def _passes(name: str, program: Program) -> Schedule:

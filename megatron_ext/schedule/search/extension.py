@@ -54,14 +54,14 @@ def extended(known: Schedule, problem: Problem) -> Schedule:
     starts = starts_of(known.rows, shop_of(replace(problem, microbatches=length)))
     sides = sides_of(shop, packer)  # which is there before numba has been loaded
     number = _PASSES // (2 * shop.lanes * shop.microbatches)
-    some = islice(plans(starts, problem.microbatches), max(number, 1))
+    some = islice(plans_from(starts, problem.microbatches), max(number, 1))
     best = min(map(sides.justified, some), key=lambda packed: packed.makespan)
     if number:
         best = sides.justified(best.starts, _ROUNDS)
     return replace(known, rows=rows_of(best.starts, problem.placement))
 
 
-def plans(known: Starts, microbatches: int) -> Iterator[Starts]:
+def plans_from(known: Starts, microbatches: int) -> Iterator[Starts]:
     """Plans for ``microbatches`` from ``known``, the starts of a schedule for another number."""
     have = known.shape[1]
     if microbatches < have:

@@ -4,7 +4,8 @@ placement: many plans, the best of them improved.
 A plan that repeats one microbatch's way through all stages and back at a fixed period becomes a
 good schedule once it is packed from both sides: warm-up, steady state, cool-down and the places of
 W need no rules of their own. Which period, and how much a backward pass counts against a forward
-pass in the plan's order, depends on costs and memory, so a grid of both is tried. The best is then
+pass in the plan's order, depends on costs and memory, so a grid of both is tried; on a V the plans
+that are a steady state already (`pattern_plans`) come first. The best is then
 improved step by step: shift some passes in its own start times at random, pack again, keep what is
 not worse (late acceptance, Burke and Bykov 2017: not worse than twenty steps ago will do, which
 leads out of plateaus).
@@ -31,6 +32,7 @@ from megatron_ext.schedule.progress import Task, task
 from megatron_ext.schedule.search.effort import Effort, effort
 from megatron_ext.schedule.search.pack import Pack, Packed
 from megatron_ext.schedule.search.shop import Shop, Starts, passes_of
+from megatron_ext.schedule.search.v_patterns import pattern_plans
 
 _PERIODS = (35, 42, 50, 57, 65, 73, 80, 90, 100, 120, 150, 200)  # % of a rank's work
 _WEIGHTS = (100, 55, 75, 135, 180)  # %
@@ -93,7 +95,7 @@ def search(
     sides = sides_of(shop, how.packer)
     passes = how.passes(shop.placement.ranks)
     steps = max(passes // (2 * shop.lanes * shop.microbatches), _STEPS)
-    plans = (*known, *_periodic_plans(shop))
+    plans = (*known, *pattern_plans(shop), *_periodic_plans(shop))
     packings = len(plans) + _PROMISING * _ROUNDS + steps
     with task(f"packing plans, {how.name} effort", packings, alike=True) as work:
         best = _best_of(sides, plans, work)
