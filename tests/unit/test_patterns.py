@@ -43,6 +43,7 @@ from tests.helpers.schedules import PROPERTY, random_costs, seeds
 
 pytestmark = pytest.mark.search
 
+FourCosts = tuple[float, float, float, float]  # f, i, w, comm
 CHUNKS = ((F_OUTER, I_OUTER, W_OUTER), (F_INNER, I_INNER, W_INNER))
 Many = npt.NDArray[np.int_]  # a row a way, by rank and lane
 EQUAL = (1, 1, 1, 1, 1, 1)
@@ -254,7 +255,7 @@ def test_fineness_of_ticks_changes_nothing() -> None:
 # ---- On a problem
 
 
-def problem_of(p: int, m: int, limit: float, costs: tuple[float, ...] = (10, 12, 8, 1)) -> Problem:
+def problem_of(p: int, m: int, limit: float, costs: FourCosts = (10, 12, 8, 1)) -> Problem:
     placement = v(p)
     return Problem(placement, m, uniform(placement, *costs), MemoryLimit(limit))
 
