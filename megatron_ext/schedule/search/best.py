@@ -28,8 +28,17 @@ from megatron_ext.schedule.search import disk_cache
 from megatron_ext.schedule.search.again import search_again
 from megatron_ext.schedule.search.bounds import lower_bound
 from megatron_ext.schedule.search.effort import LARGE, Effort, effort
+from megatron_ext.schedule.search.extension import MIDDLE, plans_from
 from megatron_ext.schedule.search.improve import search
-from megatron_ext.schedule.search.shop import Rows, Shop, end_of, rows_of, shop_of, starts_of
+from megatron_ext.schedule.search.shop import (
+    Rows,
+    Shop,
+    Starts,
+    end_of,
+    rows_of,
+    shop_of,
+    starts_of,
+)
 from megatron_ext.schedule.transforms.recompute import recompute
 
 
@@ -111,12 +120,23 @@ def searched(name: str, problem: Problem, how: Effort) -> Schedule:
     assert best is not None  # one microbatch at a time
     least = lower_bound(problem, splits_backward=True) * (1 + 1e-9)
     if best.seconds > least and shop.fits:
-        plans = [starts_of(rows, shop) for rows in known]
+        if problem.microbatches > MIDDLE * problem.ranks:
+            how = how.halved  # the other half goes to the shorter step
+        plans = [*(starts_of(rows, shop) for rows in known), *_of_shorter(problem, how)]
         packed = search(shop, plans, int(least / shop.tick) + max(shop.tails), how)
         found = [rows_of(result.starts, problem.placement) for result in packed]
         best = _best_of(_candidates(found, shop), problem, best)
         assert best is not None
     return _passes(name, best.program)
+
+
+def _of_shorter(problem: Problem, how: Effort) -> Iterator[Starts]:
+    """Plans that repeat the middle of what a search finds for as few microbatches as have one: it
+    packs more plans of them for the same effort."""
+    fewer = MIDDLE * problem.ranks
+    if problem.microbatches > fewer:
+        best, *_ = search(shop_of(replace(problem, microbatches=fewer)), how=how)
+        yield from plans_from(best.starts, problem.microbatches)
 
 
 def _passes(name: str, program: Program) -> Schedule:
