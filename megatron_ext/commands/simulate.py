@@ -37,6 +37,7 @@ from megatron_ext.schedule.problem import (
     parse_recompute,
 )
 from megatron_ext.schedule.program.graph import Device
+from megatron_ext.schedule.program.noise import Spread, spread
 from megatron_ext.schedule.program.simulate import simulate as simulate_program
 from megatron_ext.schedule.program.simulate import simulate_steps
 from megatron_ext.schedule.program.verify import Program
@@ -45,6 +46,7 @@ from megatron_ext.schedule.schedule_csv import to_csv
 from megatron_ext.schedule.search.certify import Certificate
 from megatron_ext.schedule.search.certify import certify as certify_program
 from megatron_ext.schedule.show.draw import check_picture, draw_steps
+from megatron_ext.schedule.show.noise_text import parse_noise, rows_of_spread
 from megatron_ext.schedule.show.program_summary import program_of_1f1b
 from megatron_ext.schedule.show.trace import write_trace
 from megatron_ext.schedule.timeline import Timeline
@@ -93,6 +95,13 @@ def simulate(
     seconds: Annotated[
         float, typer.Option(min=0, max=LONGEST, help="For how long --certify may search.")
     ] = 60.0,
+    noise: Annotated[
+        str | None,
+        typer.Option(
+            help="How passes vary: 0.1 (the standard deviation of what each takes, as a share), "
+            "0.1,ranks=0.05 (and of what a rank takes throughout a step), or a training's trace."
+        ),
+    ] = None,
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -116,10 +125,12 @@ def simulate(
     The makespan is the time from the first start to the last end over all ranks, which a step
     takes; the span is the longest of one rank, which it takes where steps overlap. The makespan if
     passes wait is that of a device which, at every pass, waits for all that was posted before it.
+    With --noise passes vary, and their order stays.
     """
     try:
         _check_options(csv, vocab_parallel, certify, post_validation)
         _check_files(csv, program_file, plot)
+        varying = None if noise is None else parse_noise(noise)
         choice = choose(spec if vpp is None else with_option(spec, "vpp", vpp))
         placement = choice.place(pp)
         limit = None if memory_limit is None else parse_limit(memory_limit, pp, microbatches)
@@ -141,6 +152,7 @@ def simulate(
             with task("simulating a device that waits at passes"):
                 waiting = simulate_program(program, program.problem.costs, Device.WAITS_AT_PASSES)
             certificate = certify_program(program, seconds) if certify else None
+            varied = None if varying is None else spread(program, varying)
         if csv is not None:
             csv.write_text(to_csv(program.schedule))
         if program_file is not None:
@@ -154,9 +166,11 @@ def simulate(
         fail(error)
     if as_json:
         figures = asdict(made) | {"makespan_if_passes_wait": waiting.makespan}
-        typer.echo(json.dumps(figures | _certified(certificate), indent=2))
+        typer.echo(json.dumps(figures | _certified(certificate) | _varied(varied), indent=2))
         return
     rows = {**_of_schedule(made), "makespan if passes wait": waiting.makespan}
+    if varied is not None:
+        rows |= rows_of_spread(varied)
     print_table([{"": name, spec: value} for name, value in rows.items()])
     typer.echo(f"times are in the unit of the costs ({costs})")
     if certificate is not None:
@@ -217,9 +231,16 @@ def _bound(certificate: Certificate, made: ScheduleReport) -> str:
         others = "this placement, backward pass and memory limit"
     if certificate.optimal:
         return f"proved: no schedule with {others} has a shorter makespan"
-    return (
+    bound = (
         f"no schedule with {others} has a makespan under {certificate.lower_bound:.6g}, which is "
         f"{certificate.gap:.1%} less"
+    )
+    if certificate.excluded_period is None:
+        return bound
+    return (
+        f"{bound}\nno V within {made.memory_limit} repeats the passes of one microbatch every "
+        f"{certificate.excluded_period:g} or less (proved; those of several may come together, and "
+        f"more often)"
     )
 
 
@@ -247,14 +268,19 @@ def _check_files(csv: Path | None, program_file: Path | None, plot: Path | None)
         check_picture(plot)
 
 
-def _certified(certificate: Certificate | None) -> dict[str, float | bool]:
+def _certified(certificate: Certificate | None) -> dict[str, float | None]:
     if certificate is None:
         return {}
     return {
         "lower_bound": certificate.lower_bound,
         "gap": certificate.gap,
         "optimal": certificate.optimal,
+        "excluded_period": certificate.excluded_period,
     }
+
+
+def _varied(varied: Spread | None) -> dict[str, Any]:
+    return {} if varied is None else {"noise": asdict(varied)}
 
 
 def _reference_program(choice: Choice, problem: Problem) -> Program:

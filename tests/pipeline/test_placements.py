@@ -99,6 +99,7 @@ SETTINGS = {
 TRAINED = (
     *("zb-v", "v-half", "interleaved-zb", "gis"),
     *at_night("v-auto", "v-min", "1f1b-v", "dualpipe-v", "interleaved", "breadth-first", "gis-h"),
+    *at_night("chimera", "units:u=2"),
 )
 PARITY = [
     *each_once(["pp2 untied", "pp4"], TRAINED),
@@ -110,6 +111,8 @@ PARITY = [
     # What is parallel besides, and bf16: test_matrix.py has a line, a V and a loop with each.
     *at_night(
         ("pp4, 16 layers", "hanayo"),
+        ("pp4, 16 layers", "bitpipe"),
+        ("pp2 untied", "bitpipe"),
         ("pp3", "zb-v"),
         ("pp8", "zb-v"),
         ("pp8", "v-half"),

@@ -43,9 +43,9 @@ def build_program(choice: Choice, problem: Problem) -> Program:
     check_size(problem)
     problem = _with_own_costs(problem)
     with task(f"building {choice.spec} for {size_of(problem)}"):
-        if problem.extras.recompute != Recompute() and not problem.forward_only:
+        if _is_made_again(choice, problem) and not problem.forward_only:
             return _shortest_with_recompute(choice, problem)
-        limit = _limit_of_passes(problem)
+        limit = _limit_of_passes(choice, problem)
         schedule = _transformed(_compute(choice, problem, limit), problem)
         if limit is not None and limit.bytes is not None:
             schedule = _with_room_for_messages(choice, problem, limit.bytes, schedule)
@@ -160,10 +160,23 @@ def _for_training(problem: Problem) -> list[Transform]:
     return transforms
 
 
-def _limit_of_passes(problem: Problem) -> MemoryLimit | None:
+def _places_recompute(choice: Choice, problem: Problem) -> bool:
+    """Whether the family itself chooses what is made again."""
+    return choice.fits_recompute and problem.extras.recompute.fit
+
+
+def _is_made_again(choice: Choice, problem: Problem) -> bool:
+    """Whether some of what the family's passes make is given up afterwards."""
+    is_asked_for = problem.extras.recompute != Recompute()
+    return is_asked_for and not _places_recompute(choice, problem)
+
+
+def _limit_of_passes(choice: Choice, problem: Problem) -> MemoryLimit | None:
     """What the family may use, with room left for the microbatches that are held longer. What
-    leaves for the host is not known yet: with offload there is no limit."""
-    limit = problem.memory_limit if problem.extras.offload is Offload.NONE else None
+    leaves for the host or is made again is not known yet: with these there is no limit."""
+    if problem.extras.offload is not Offload.NONE or _is_made_again(choice, problem):
+        return None
+    limit = problem.memory_limit
     if limit is not None and problem.extras.vocabulary is not VocabularyParallel.NONE:
         limit = leaving_room(limit, INTERVALS[problem.extras.vocabulary], problem)
     return limit
@@ -196,7 +209,10 @@ def _with_room_for_messages(
 
 def _compute(choice: Choice, problem: Problem, limit: MemoryLimit | None) -> Schedule:
     """The compute actions that the family makes within ``limit``."""
-    schedule = choice.build(replace(_for_family(problem), memory_limit=limit))
+    alone = replace(_for_family(problem), memory_limit=limit)
+    if _places_recompute(choice, problem):
+        alone = alone.with_extras(recompute=problem.extras.recompute)
+    schedule = choice.build(alone)
     _check_passes(schedule, problem)
     return schedule
 

@@ -86,8 +86,13 @@ class Candidate:
         return self.report.schedule
 
     @property
+    def family(self) -> str:
+        """Its name, without options."""
+        return self.schedule.partition(":")[0]
+
+    @property
     def mark(self) -> Mark:
-        return entries()[self.schedule].mark
+        return entries()[self.family].mark
 
     @property
     def step(self) -> float:
