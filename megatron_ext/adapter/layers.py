@@ -36,10 +36,10 @@ def layers_of_stages(settings: Any, placement: Placement) -> list[int]:
         layout = settings.pipeline_model_parallel_layout
         segments = PipelineParallelLayerLayout.parse_str_to_list(layout)
         return [segment.count(LayerType.decoder) for segment in segments]
-    pattern = getattr(settings, "hybrid_layer_pattern", None) or ""
-    segments = pattern_segments(pattern)
-    if pattern and len(segments) == placement.stages:
-        return [len(segment) for segment in segments]
+    if pattern := getattr(settings, "hybrid_layer_pattern", None):
+        segments = pattern_segments(pattern)
+        if len(segments) == placement.stages:
+            return [len(segment) for segment in segments]
     stages = placement.stages
     given = _given_layers(settings, placement)
     embedding = int(settings.account_for_embedding_in_pipeline_split)
