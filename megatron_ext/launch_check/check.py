@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_ext.adapter.transformer_engine.installed import can_split
 from megatron_ext.adapter.untried import untried
-from megatron_ext.config import PLAN, PROFILE, PipelineConfig, flag, from_argv
+from megatron_ext.config import PROFILE, PipelineConfig, flag, from_argv
 from megatron_ext.launch_check.communicators import check_communicators
 from megatron_ext.launch_check.doctor import diagnose
 from megatron_ext.launch_check.flags import (
@@ -110,7 +110,7 @@ def _check(
         raise PatchError(f"no Megatron is here to check with: {error}") from error
 
     config = report.attempt("flags", lambda: settings_of(launch, script)) or PipelineConfig()
-    if config.schedule != PLAN:  # which patches it wants is seen below
+    if not config.is_chosen_later:  # which patches it wants is seen below
         _check_patches(report, config)
     line = report.attempt("flags", lambda: launch_line.parse(launch.arguments))
     if line is None:
@@ -126,7 +126,7 @@ def _check(
         return
     ranks = _check_world_size(report, args, world_size or launch.world_size, launch_line)
     _say_what_is_assumed(report, args, launch_line)
-    if config.schedule == PLAN:
+    if config.is_chosen_later:
         with launch_line.on_gpus(args):
             chosen = report.attempt("plan", lambda: _chosen(launch.arguments, config, ranks, room))
         if chosen is None:

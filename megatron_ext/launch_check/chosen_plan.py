@@ -1,4 +1,4 @@
-"""The plan of a launch, made by what is imported only then."""
+"""The schedule that a launch chooses, by what is imported only then."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def choose_plan(
     if store is None:
         chosen = choose()
     else:
-        chosen = once_for_all(store, int(os.environ["RANK"]), "the choice of a plan", choose)
+        chosen = once_for_all(store, int(os.environ["RANK"]), "the choice of a schedule", choose)
     return chosen.flags, chosen.why
 
 

@@ -1,4 +1,5 @@
-"""``--pipeline-schedule plan``: which schedule a launch line takes, told before it is launched.
+"""``--pipeline-schedule plan`` and ``auto``: which schedule a launch line takes, told before it is
+launched. ``auto`` chooses among the searches of all placements, and leaves the vocabulary alone.
 
 Patches depend on the schedule, and Megatron builds the model for it, so the choice comes first:
 from the arguments and the GPU's memory alone, which all ranks share, so that all come to the same.
@@ -16,11 +17,13 @@ import torch
 from megatron_ext.adapter import model_bytes
 from megatron_ext.adapter.arguments import check, check_settings, problems
 from megatron_ext.adapter.layers import layers_of_stages
-from megatron_ext.config import PipelineConfig, flag
+from megatron_ext.config import PLAN, PipelineConfig, flag
 from megatron_ext.launch_check import line as launch_line
 from megatron_ext.launch_check.importing import silently
-from megatron_ext.schedule.build.registry import Mark, entries
+from megatron_ext.schedule.build.auto_spec import auto_searches
+from megatron_ext.schedule.build.registry import Mark, entry_of
 from megatron_ext.schedule.model.gpus import USABLE
+from megatron_ext.schedule.plan.auto import AS_1F1B, in_words, longer
 from megatron_ext.schedule.plan.planner import (
     Candidate,
     Plan,
@@ -32,7 +35,6 @@ from megatron_ext.schedule.plan.planner import (
 from megatron_ext.schedule.plan.recommendation import flags_of, slower_by
 
 VIRTUAL_STAGES = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
-AS_1F1B = "1x"  # the limit where bytes are not known: what 1F1B holds, in microbatches
 
 # Switches of Megatron's that some schedules refuse and that are about speed alone: without them the
 # same is trained.
@@ -48,7 +50,7 @@ WORTH_A_WORD = 0.005  # of a step
 
 @dataclass(frozen=True)
 class Chosen:
-    """The flags that stand for ``--pipeline-schedule plan``, and why, in a line."""
+    """The flags that stand for ``--pipeline-schedule plan`` or ``auto``, and why, in a line."""
 
     flags: tuple[str, ...]
     why: str
@@ -60,7 +62,8 @@ def choose_for(
     world_size: int,
     gpu_memory: float | None = None,
 ) -> Chosen:
-    """What to train under on the launch line with the arguments ``argv``: of the stable schedules.
+    """What to train under on the launch line with the arguments ``argv``: of the stable schedules,
+    or of those that an ``auto`` leaves open.
 
     A rank is given no more memory than Megatron's own 1F1B would take on the fullest rank, unless
     ``config`` has a memory limit; and no more than `USABLE` of a GPU's, if anything can do with it.
@@ -75,10 +78,11 @@ def choose_for(
     line = launch_line.parse(argv)
     if line.args.yaml_cfg is not None or line.args.use_checkpoint_args:
         raise ValueError(
-            f"{flag('schedule')} plan chooses from the launch line, and --yaml-cfg or "
+            f"{flag('schedule')} {config.schedule} chooses from the launch line, and --yaml-cfg or "
             f"--use-checkpoint-args bring other arguments: name a schedule"
         )
-    given = any(word.split("=")[0] == flag("vocab_parallel") for word in argv)
+    is_plan = config.schedule == PLAN
+    given = not is_plan or any(word.split("=")[0] == flag("vocab_parallel") for word in argv)
     methods = {VocabMethod.NAIVE, VocabMethod.ONE, VocabMethod.TWO}
     if given:
         methods = {method for method in methods if method.vocabulary is config.vocab_parallel}
@@ -86,7 +90,8 @@ def choose_for(
         tokens = launch_line.count_tokens(line.args)
         if not given and tokens is None and line.args.padded_vocab_size is None:
             methods &= {VocabMethod.NAIVE}  # whether dividing it is worth while cannot be told
-        launch = _Launch(line.args, config, world_size, frozenset(methods), tokens)
+        specs = None if is_plan else auto_searches(str(config.schedule))
+        launch = _Launch(line.args, config, world_size, frozenset(methods), tokens, specs)
         return launch.choose(gpu_memory or _memory_here())
 
 
@@ -121,6 +126,7 @@ class _Launch:
     world_size: int
     methods: frozenset[VocabMethod]
     tokens: int | None  # of the vocabulary, if it is known
+    specs: tuple[str, ...] | None = None  # to choose from; None: all
 
     def choose(self, gpu_memory: float | None) -> Chosen:
         """Within the first of `_bounds` that leaves anything."""
@@ -129,14 +135,15 @@ class _Launch:
             launch = self
             if bound.limit is not None:
                 launch = replace(self, config=replace(self.config, memory_limit=bound.limit))
-            plan = make_plan(launch.variant, bound.room, only_promising=True)
+            plan = make_plan(launch.variant, bound.room, only_promising=True, specs=self.specs)
             candidate = launch.first_that_starts(plan, bound)
             if candidate is not None:
-                why = _reason(candidate, plan, bound)
+                words = _reason if self.specs is None else in_words
+                why = words(plan, candidate, bound.text)
                 why += launch.what_flags_hide(candidate, plan, bound)
                 return Chosen(_flags(candidate, bound), why)
             whys |= dict.fromkeys(plan.refusals.values())
-        nothing = f"{flag('schedule')} plan finds no schedule {bound.text}"
+        nothing = f"{flag('schedule')} {self.config.schedule} finds no schedule {bound.text}"
         for name in VIRTUAL_STAGES:
             if getattr(self.args, name) is not None:
                 raise ValueError(
@@ -197,10 +204,10 @@ class _Launch:
         without = self._without(given)
 
         def variant(name: str, method: VocabMethod) -> Variant | None:
-            refused = (name, method) in plan.refusals and not entries()[name].searches
+            refused = (name, method) in plan.refusals and not entry_of(name).searches
             return without.variant(name, method) if refused else None
 
-        others = make_plan(variant, bound.room, only_promising=True, better_than=taken)
+        others = make_plan(variant, bound.room, True, better_than=taken, specs=self.specs)
         better = without.first_that_starts(others, bound)
         if better is None or better.step > (1 - WORTH_A_WORD) * taken.step:
             return ""
@@ -232,12 +239,12 @@ class _Launch:
         return False
 
     def variant(self, name: str, method: VocabMethod) -> Variant | None:
-        """The problem of the family ``name``: that of the most microbatches.
+        """The problem of the schedule ``name``: that of the most microbatches.
 
         Raises:
             ValueError: Megatron or we refuse it with these arguments.
         """
-        if method not in self.methods or entries()[name].mark is not Mark.STABLE:
+        if method not in self.methods or entry_of(name).mark is not Mark.STABLE:
             return None
         args, config = self._validated(name, method)
         check_settings(args, config)
@@ -274,15 +281,11 @@ def _gib(number: float | None) -> str:
     return "?" if number is None else f"{number / 2**30:.3g}"
 
 
-def _longer(share: float) -> str:
-    return f"{share:.1%} longer" if share >= 0.0005 else "about as long"
-
-
-def _reason(candidate: Candidate, plan: Plan, bound: _Bound) -> str:
+def _reason(plan: Plan, candidate: Candidate, within: str) -> str:
     others = [other for other in plan.best_of_each if other.schedule != candidate.schedule]
-    text = f"the shortest predicted step of {len(plan.best_of_each)} schedules {bound.text}"
+    text = f"the shortest predicted step of {len(plan.best_of_each)} schedules {within}"
     shown = [
-        f"{other.schedule} ({_longer(slower_by(other, candidate))})"
+        f"{other.schedule} ({longer(slower_by(other, candidate))})"
         for rank, other in enumerate(others)
         if rank == 0 or other.schedule == "1f1b"
     ]
