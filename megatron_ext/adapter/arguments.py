@@ -13,6 +13,8 @@ from megatron_ext.adapter.dimensions import are_known, dimensions_of, equal_cost
 from megatron_ext.adapter.layers import (
     SEGMENT_END,
     layers_of_stages,
+    number_of_stages,
+    pattern_segments,
     predicts_apart,
     segments_of_stages,
     symbols_of_layers,
@@ -57,6 +59,22 @@ def add_virtual_stages(args: Any, config: PipelineConfig) -> None:
         chunks = config.choice.place(ranks).chunks
         if chunks > 1:
             args.num_virtual_stages_per_pipeline_rank = chunks
+
+
+def virtual_stages(args: Any) -> int | None:
+    """How many stages a rank has by ``args``, which are not validated yet; None if they leave it to
+    the schedule."""
+    ranks = args.pipeline_model_parallel_size
+    layers, chunks, layout = (getattr(args, name) for name in _VIRTUAL_STAGES)
+    patterns = filter(None, (getattr(args, name, None) for name in _PATTERNS))
+    segments = [len(pattern_segments(pattern)) for pattern in patterns]
+    if layout is not None:
+        return number_of_stages(layout) // ranks
+    if segments and segments[0] > 1:
+        return segments[0] // ranks
+    if layers is not None and not segments:
+        return args.num_layers // (ranks * layers)
+    return None if segments else chunks
 
 
 def _divided(pattern: str, args: Any, choice: Choice) -> str:

@@ -156,6 +156,11 @@ def predicts_apart(layout: str) -> bool:
     return any(LayerType.mtp in segment for segment in segments)
 
 
+def number_of_stages(layout: str) -> int:
+    """The segments of ``layout``."""
+    return len(PipelineParallelLayerLayout.parse_str_to_list(layout))
+
+
 def _even_layout(layers: int, stages: int, depths: int) -> str:
     """As even as it goes."""
     return layout_of(_evenly(layers, stages), depths)

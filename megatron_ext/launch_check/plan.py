@@ -15,15 +15,15 @@ from typing import Any
 import torch
 
 from megatron_ext.adapter import model_bytes
-from megatron_ext.adapter.arguments import check, check_settings, problems
+from megatron_ext.adapter.arguments import check, check_settings, problems, virtual_stages
 from megatron_ext.adapter.layers import layers_of_stages
 from megatron_ext.config import PLAN, PipelineConfig, flag
 from megatron_ext.launch_check import line as launch_line
 from megatron_ext.launch_check.importing import silently
 from megatron_ext.schedule.build.auto_spec import auto_searches
-from megatron_ext.schedule.build.registry import Mark, entry_of
+from megatron_ext.schedule.build.registry import Mark, choose, entry_of
 from megatron_ext.schedule.model.gpus import USABLE
-from megatron_ext.schedule.plan.auto import AS_1F1B, in_words, longer
+from megatron_ext.schedule.plan.auto import AS_1F1B, in_words, longer, nothing_left
 from megatron_ext.schedule.plan.planner import (
     Candidate,
     Plan,
@@ -33,6 +33,7 @@ from megatron_ext.schedule.plan.planner import (
     make_plan,
 )
 from megatron_ext.schedule.plan.recommendation import flags_of, slower_by
+from megatron_ext.schedule.words import counted
 
 VIRTUAL_STAGES = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
 
@@ -90,9 +91,33 @@ def choose_for(
         tokens = launch_line.count_tokens(line.args)
         if not given and tokens is None and line.args.padded_vocab_size is None:
             methods &= {VocabMethod.NAIVE}  # whether dividing it is worth while cannot be told
-        specs = None if is_plan else auto_searches(str(config.schedule))
+        specs = None if is_plan else _searches(line.args, config)
         launch = _Launch(line.args, config, world_size, frozenset(methods), tokens, specs)
         return launch.choose(gpu_memory or _memory_here())
+
+
+def _searches(args: Any, config: PipelineConfig) -> tuple[str, ...]:
+    """What an ``auto`` leaves open, with as many chunks as the launch line has virtual stages.
+
+    Raises:
+        ValueError: there is none.
+    """
+    asked, chunks = str(config.schedule), virtual_stages(args)
+    searches = auto_searches(asked) or ()
+    if chunks is None:
+        return searches
+    fitting = tuple(
+        spec
+        for spec in searches
+        if choose(spec).place(args.pipeline_model_parallel_size).chunks == chunks
+    )
+    if not fitting:
+        raise ValueError(
+            f"{flag('schedule')} {asked} knows no schedule with {counted(chunks, 'stage')} on each "
+            f"rank, as the launch line's virtual stages, layout or pattern ask for: remove them, "
+            f"and they are added for what is chosen"
+        )
+    return fitting
 
 
 def _memory_here() -> float | None:
@@ -142,7 +167,9 @@ class _Launch:
                 why = words(plan, candidate, bound.text)
                 why += launch.what_flags_hide(candidate, plan, bound)
                 return Chosen(_flags(candidate, bound), why)
-            whys |= dict.fromkeys(plan.refusals.values())
+            whys |= dict.fromkeys(
+                plan.refusals.values() if self.specs is None else [nothing_left(plan)]
+            )
         nothing = f"{flag('schedule')} {self.config.schedule} finds no schedule {bound.text}"
         for name in VIRTUAL_STAGES:
             if getattr(self.args, name) is not None:

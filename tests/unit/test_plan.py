@@ -23,9 +23,15 @@ from megatron_ext.schedule.problem import Problem, VocabularyParallel
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.show.draw import draw_plan
 from megatron_ext.schedule.show.trace import write_trace
+from tests.helpers.short_search import shorten_search
 from tests.helpers.svg import texts_of
 
 pytestmark = pytest.mark.search
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten_search(monkeypatch)
 
 
 @functools.cache

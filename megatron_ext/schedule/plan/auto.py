@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron_ext.schedule.build.registry import Choice, choose
+from megatron_ext.schedule.build.registry import Choice, choose, entry_of
 from megatron_ext.schedule.plan.planner import Candidate, Plan, Variant, VocabMethod, make_plan
 from megatron_ext.schedule.plan.recommendation import slower_by
 from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.words import counted
 
 AS_1F1B = "1x"  # the limit where there is no other: what 1F1B holds, in microbatches
 
@@ -42,8 +43,10 @@ def take(searches: Sequence[str], problem_of: Callable[[Choice], Problem]) -> Ta
 
     plan = make_plan(variant, only_promising=True, specs=searches)
     if plan.best is None:
-        raise ValueError(f"no schedule can be made: {left_out(plan)}")
-    return Taken(plan.best.schedule, in_words(plan, plan.best))
+        raise ValueError(f"no schedule can be made: {nothing_left(plan)}")
+    limit = plan.best.limit
+    within = "" if limit is None else f"within {limit}"
+    return Taken(plan.best.schedule, in_words(plan, plan.best, within))
 
 
 def in_words(plan: Plan, taken: Candidate, within: str = "") -> str:
@@ -54,17 +57,33 @@ def in_words(plan: Plan, taken: Candidate, within: str = "") -> str:
         for other in plan.best_of_each
         if other.schedule != taken.schedule
     ]
-    text = f"the shortest predicted step of {len(plan.best_of_each)} schedules {within}".rstrip()
+    compared = counted(len(plan.best_of_each), "schedule")
+    text = f"the shortest predicted step of {compared} {within}".rstrip()
     text += f"; then {', '.join(others)}" if others else ""
     return f"{text}; left out: {left_out(plan)}" if plan.refusals else text
 
 
 def left_out(plan: Plan) -> str:
     """What could not be, or need not be compared, and why, those alike together."""
-    names: dict[str, list[str]] = {}
+    return "; ".join(
+        f"{', '.join(specs)} ({why.partition(';')[0]})"  # what to do about it stands behind
+        for why, specs in _refused_alike(plan).items()
+    )
+
+
+def nothing_left(plan: Plan) -> str:
+    """`left_out` of a ``plan`` of nothing, with what can be done about the first."""
+    first, *_ = _refused_alike(plan)
+    _, found, fix = first.partition("; ")
+    return f"{left_out(plan)}; {fix}" if found else left_out(plan)
+
+
+def _refused_alike(plan: Plan) -> dict[str, list[str]]:
+    """The specs that are refused, by the reason."""
+    specs: dict[str, list[str]] = {}
     for (spec, _), why in plan.refusals.items():
-        names.setdefault(why, []).append(spec)
-    return "; ".join(f"{', '.join(alike)} ({why})" for why, alike in names.items())
+        specs.setdefault(why.removeprefix(f"{entry_of(spec).name}: "), []).append(spec)
+    return specs
 
 
 def longer(share: float) -> str:

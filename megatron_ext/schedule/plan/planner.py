@@ -18,7 +18,7 @@ from megatron_ext.schedule.model.model_memory import ModelBytes
 from megatron_ext.schedule.placement import is_line_or_v
 from megatron_ext.schedule.problem import Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.program.memory import in_bytes, peaks
-from megatron_ext.schedule.progress import task
+from megatron_ext.schedule.progress import Task, task
 from megatron_ext.schedule.search.bounds import lower_bound
 from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
 
@@ -175,7 +175,7 @@ def pareto_front(
 VariantOf = Callable[[str, VocabMethod], Variant | None]
 Pair = tuple[str, VocabMethod]  # a spec, and what is done about the vocabulary
 
-SEARCHED = 2  # with each method: what is best without its search, of all that search
+SEARCHED = 2  # with each method, of all that search
 
 
 def make_plan(
@@ -188,7 +188,8 @@ def make_plan(
 ) -> Plan:
     """Build and simulate every family with every method, what searches last.
 
-    Of those that search, `SEARCHED` are searched for with each method.
+    Of those that search, the `SEARCHED` that are best without it are searched for, with each
+    method.
 
     Args:
         room: bytes that a rank has for everything; None: as much as it takes.
@@ -207,9 +208,8 @@ def make_plan(
             if pair not in searched:
                 comparison.add(pair)
                 work.done += 1
-        for pair in comparison.shortlist(searched):
-            comparison.add(pair)
-            work.done += 1
+        for method in VocabMethod:
+            comparison.add_searched([pair for pair in searched if pair[1] is method], work)
     return Plan(tuple(sorted(comparison.candidates, key=_by_time)), comparison.refusals)
 
 
@@ -239,29 +239,25 @@ class _Comparison:
         self._room, self._may_offload = room, may_offload
         self._only_promising = only_promising
 
-    def add(self, pair: Pair) -> None:
-        """Make ``pair`` a candidate, or keep why it is none."""
+    def add(self, pair: Pair) -> bool:
+        """Make ``pair`` a candidate, or keep why it is none. Whether it is one."""
         candidate = self._consider(pair)
-        if candidate is not None:
-            self.candidates.append(candidate)
+        if candidate is None:
+            return False
+        self.candidates.append(candidate)
+        return True
 
-    def shortlist(self, pairs: Sequence[Pair]) -> list[Pair]:
-        """Those of ``pairs`` that are worth their search, by what each has without one."""
-        short: dict[VocabMethod, list[Candidate]] = defaultdict(list)
-        for pair in pairs:
-            candidate = self._consider(pair, without_search=True)
-            if candidate is not None:
-                short[candidate.method].append(candidate)
-        kept: list[Pair] = []
-        for method, row in short.items():
-            best, *_ = row = sorted(row, key=_by_time)
-            kept += [(candidate.schedule, method) for candidate in row[:SEARCHED]]
-            for candidate in row[SEARCHED:]:
-                self.refusals[candidate.schedule, method] = (
-                    f"without a search it takes {candidate.step / best.step - 1:.1%} more time "
-                    f"than {best.schedule} without one"
-                )
-        return kept
+    def add_searched(self, pairs: Sequence[Pair], work: Task) -> None:
+        """Make the best `SEARCHED` of ``pairs`` candidates, by what each has without its search."""
+        short = [self._consider(pair, without_search=True) for pair in pairs]
+        ahead: list[str] = []
+        for candidate in sorted(filter(None, short), key=_by_time):
+            pair = candidate.schedule, candidate.method
+            if len(ahead) == SEARCHED:
+                self.refusals[pair] = f"{' and '.join(ahead)} take less time before any search"
+            elif self.add(pair):
+                ahead.append(candidate.schedule)
+        work.done += len(pairs)
 
     def _consider(self, pair: Pair, without_search: bool = False) -> Candidate | None:
         spec, method = pair
