@@ -29,7 +29,8 @@ from megatron_ext.adapter.training_globals import ramps_up_to
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
 from megatron_ext.schedule.costs import Costs
-from megatron_ext.schedule.families import v_auto, zb_auto
+from megatron_ext.schedule.families import zb_auto
+from megatron_ext.schedule.search import best
 from tests.helpers.callers import draw_by_name, first_and_last, named_parameters, small_config
 from tests.helpers.ranks import run_ranks, values
 from tests.helpers.short_search import shorten_search
@@ -123,9 +124,8 @@ class Searches:
 
     def __init__(self) -> None:
         self.count = 0
-        for module in (v_auto, zb_auto):
-            search = vars(module)["_best"]
-            setattr(module, "_best", partial(self._counted, search))  # noqa: B010
+        for module, name in ((best, "_searched"), (zb_auto, "_best")):
+            setattr(module, name, partial(self._counted, vars(module)[name]))
 
     def _counted(self, search: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.count += kwargs.get("trials") is None

@@ -7,10 +7,8 @@ holds no more than the limit between F and W. Microbatch order costs nothing (`b
 
 from __future__ import annotations
 
-import math
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 from megatron_ext.schedule.action import Action, Kind
@@ -21,8 +19,8 @@ from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.progress import task
 from megatron_ext.schedule.search.bounds import lower_bound
+from megatron_ext.schedule.search.ticks import common_tick
 
-TICKS = 100_000  # of the makespan, in which CP-SAT counts where costs have no common unit
 _TOLERANCE = 1e-9
 
 
@@ -84,7 +82,7 @@ def _search(program: Program, makespan: float, seconds: float) -> float:
             "--certify needs OR-tools here: pip install 'megatron_ext[certify]'"
         ) from None
     costs = program.problem.costs
-    tick = _tick([costs.hop, *(costs.of(a) for a in program.graph.actions)], makespan)
+    tick = common_tick([costs.hop, *(costs.of(a) for a in program.graph.actions)], makespan)
     horizon = round(makespan / tick)
     model: Any = cp_model.CpModel()
     starts: dict[Action, Any] = {}
@@ -132,15 +130,6 @@ def _producers(
             elif RULES[choice.kind].is_message:
                 for _, senders in needed(partner_of(choice, placement), placement):
                     yield from ((sender, True) for sender in senders if sender in passes)
-
-
-def _tick(figures: list[float], makespan: float) -> float:
-    """The largest unit that all ``figures`` are multiples of; a small one if that is too fine."""
-    fractions = [Fraction(figure).limit_denominator(1000) for figure in set(figures) if figure]
-    whole = math.lcm(*(fraction.denominator for fraction in fractions))
-    unit = math.gcd(*(int(fraction * whole) for fraction in fractions)) / whole
-    exact = all(abs(figure - round(figure / unit) * unit) <= 1e-9 * unit for figure in figures)
-    return unit if exact and makespan / unit <= 10 * TICKS else makespan / TICKS
 
 
 def _ticks(figure: float, tick: float) -> int:
