@@ -201,7 +201,7 @@ def simulated(*words: str) -> str:
     size = ["--pp", "2", "-m", "4", "--costs", "f=10,i=12,w=8,comm=1"]
     result = CliRunner().invoke(app, ["simulate", *words, *size])
     assert result.exit_code == 0, result.output
-    return result.output
+    return result.stdout
 
 
 def test_simulate_says_what_is_taken() -> None:

@@ -1,6 +1,7 @@
 """The best schedule that can be found for a problem: of those that are known, and by a search.
 
-Every family of the placement is among the plans that the search starts from, and among the
+Every family of the placement is among the plans that the search starts from, also where it would
+need more memory: packed it needs no more than there is. Those within the limit are among the
 schedules that are chosen from in the end by what a step of them costs, simulated. Where one of them
 costs no more than any schedule must (`lower_bound`), there is nothing to search for.
 
@@ -15,9 +16,9 @@ from dataclasses import dataclass, replace
 
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.build import complete
-from megatron_ext.schedule.build.registry import entries
+from megatron_ext.schedule.build.registry import on_placement
 from megatron_ext.schedule.kinds import Held
-from megatron_ext.schedule.limit import fits
+from megatron_ext.schedule.limit import MemoryLimit, fits
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.memory import amount_of, bytes_for, peaks
 from megatron_ext.schedule.program.simulate import step_seconds
@@ -27,16 +28,18 @@ from megatron_ext.schedule.schedule_csv import from_csv, to_csv
 from megatron_ext.schedule.search import disk_cache
 from megatron_ext.schedule.search.bounds import lower_bound
 from megatron_ext.schedule.search.effort import LARGE, Effort, effort
-from megatron_ext.schedule.search.improve import search
+from megatron_ext.schedule.search.improve import first_plans, search
 from megatron_ext.schedule.search.shop import Rows, Shop, end_of, rows_of, shop_of, starts_of
 
 
 def best_schedule(name: str, problem: Problem) -> Schedule:
-    """What is found for ``problem``, which has a memory limit, for the family ``name``.
+    """What is found for ``problem``, without a memory limit within p microbatches, for the family
+    ``name``.
 
     Raises:
         ValueError: not even one microbatch at a time fits into the limit, or bytes are not known.
     """
+    problem = _limited(problem)
     _check_limit(name, problem)
     # With numba more is tried: what a machine that has it left here is the better schedule.
     kept = _kept(name, problem, LARGE)
@@ -52,12 +55,23 @@ def best_schedule(name: str, problem: Problem) -> Schedule:
 
 
 def best_known(name: str, problem: Problem) -> Schedule:
-    """The best without a search. Raises as `best_schedule`."""
+    """The best without a search: some plans packed. Raises as `best_schedule`."""
+    problem = _limited(problem)
     _check_limit(name, problem)
-    shop = shop_of(problem)
-    best = _best_of(_candidates(_known(name, problem), shop), problem)
+    shop, known = shop_of(problem), _known(problem)
+    if shop.fits:
+        packed = first_plans(shop, [starts_of(rows, shop) for rows in known])
+        known += [rows_of(result.starts, problem.placement) for result in packed]
+    best = _best_of(_candidates(known, shop), problem)
     assert best is not None  # one microbatch at a time
     return _passes(name, best.program)
+
+
+def _limited(problem: Problem) -> Problem:
+    """With a memory limit. An evaluation runs the forwards of the training schedule, so it is the
+    same."""
+    limit = problem.memory_limit or MemoryLimit(microbatches=problem.ranks)
+    return replace(problem, memory_limit=limit, forward_only=False)
 
 
 def _key(problem: Problem, effort_name: str) -> str:
@@ -94,7 +108,7 @@ class _Chosen:
 
 def _searched(name: str, problem: Problem, how: Effort) -> Schedule:
     shop = shop_of(problem)
-    known = _known(name, problem)
+    known = _known(problem)
     best = _best_of(_candidates(known, shop), problem)
     assert best is not None  # one microbatch at a time
     least = lower_bound(problem, splits_backward=True) * (1 + 1e-9)
@@ -112,19 +126,19 @@ def _passes(name: str, program: Program) -> Schedule:
     return replace(program.schedule, name=name, rows=program.schedule.compute_rows)
 
 
-def _known(name: str, problem: Problem) -> list[Rows]:
+def _known(problem: Problem) -> list[Rows]:
     """What can be had without a search, some of it over the limit."""
-    schedules = [_one_at_a_time(problem)]
-    for entry in entries().values():
-        if entry.name == name or entry.place(problem.ranks).rank_of != problem.placement.rank_of:
-            continue
-        try:
-            schedule = entry.build(problem)
-        except ValueError:
-            continue  # it has no schedule for this problem
-        if bitwise_order(schedule):
-            schedules.append(schedule.rows)
-    return schedules
+    rows = [_one_at_a_time(problem)]
+    for choice in on_placement(problem.placement):
+        for asked in (problem, replace(problem, memory_limit=None)):
+            try:
+                schedule = choice.build(asked)
+            except ValueError:
+                continue  # it has no schedule for this problem
+            if bitwise_order(schedule):
+                rows.append(schedule.rows)
+            break
+    return rows
 
 
 def _candidates(all_rows: Sequence[Rows], shop: Shop) -> list[_Candidate]:

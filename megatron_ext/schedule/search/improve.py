@@ -28,6 +28,7 @@ import numpy as np
 
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.progress import Task, task
+from megatron_ext.schedule.search import pack
 from megatron_ext.schedule.search.effort import Effort, effort
 from megatron_ext.schedule.search.pack import Pack, Packed
 from megatron_ext.schedule.search.shop import Shop, Starts, passes_of
@@ -39,6 +40,8 @@ _ROUNDS = 5
 _STEPS = 100  # at least
 _MEMORY = 20  # steps
 _RESULTS = 4
+_AT_ONCE = 100_000  # passes packed where nothing is searched for, about
+_FEWEST = 4  # plans
 
 
 @dataclass(frozen=True)
@@ -93,19 +96,27 @@ def search(
     sides = sides_of(shop, how.packer)
     passes = how.passes(shop.placement.ranks)
     steps = max(passes // (2 * shop.lanes * shop.microbatches), _STEPS)
-    plans = (*known, *_periodic_plans(shop))
+    plans = (*known, *_periodic_plans(shop, _WEIGHTS, _PERIODS))
     packings = len(plans) + _PROMISING * _ROUNDS + steps
     with task(f"packing plans, {how.name} effort", packings, alike=True) as work:
         best = _best_of(sides, plans, work)
         return _improved(sides, best, least, steps, work)
 
 
-def _periodic_plans(shop: Shop) -> Iterator[Starts]:
+def first_plans(shop: Shop, known: Sequence[Starts] = ()) -> list[Packed]:
+    """The schedules that ``known`` plans and a few more become at once, in no order."""
+    sides = sides_of(shop, pack.packer)
+    affordable = max(_AT_ONCE // (2 * shop.lanes * shop.microbatches), _FEWEST)
+    plans = (*known, *_periodic_plans(shop, (75, 100), (80, 100, 65, 50)))
+    return [sides.justified(plan) for plan in plans[:affordable]]
+
+
+def _periodic_plans(shop: Shop, weights: Sequence[int], periods: Sequence[int]) -> Iterator[Starts]:
     """One microbatch's way through all stages and back, repeated."""
     microbatches = np.arange(shop.microbatches)
-    for weight in _WEIGHTS:
+    for weight in weights:
         way = np.array(_way(shop, weight))[:, None]
-        for period in _PERIODS:
+        for period in periods:
             yield way + microbatches * (period * shop.work // 100)
 
 
