@@ -59,7 +59,9 @@ FAMILIES: dict[str, tuple[int, int, str, tuple[str, ...]]] = {
     "1f1b-v": (4, 8, USUAL, ()),
     "dualpipe-v": (4, 8, EQUAL, ()),
     "v-auto": (4, 8, USUAL, ("--memory-limit", "2")),
+    "loop-auto": (4, 8, USUAL, ("--memory-limit", "3", "--vpp", "3")),
     "hanayo": (4, 4, USUAL, ()),
+    "wave-auto": (4, 8, USUAL, ("--memory-limit", "3")),
 }
 
 

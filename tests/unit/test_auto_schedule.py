@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,8 +14,9 @@ from typer.testing import CliRunner
 
 from megatron_ext.cli import app
 from megatron_ext.config import PipelineConfig
+from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.build.auto_spec import auto_searches, is_open
-from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.build import build_program, complete
 from megatron_ext.schedule.build.registry import Choice, choose, on_placement
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.kinds import Held
@@ -24,7 +26,9 @@ from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, peaks
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import bitwise_order
+from megatron_ext.schedule.schedule import Schedule, bitwise_order
+from megatron_ext.schedule.search.pack import pack
+from megatron_ext.schedule.search.shop import rows_of, shop_of
 from tests.helpers.schedules import PROPERTY, random_costs, runs_to_end, seeds
 from tests.helpers.short_search import shorten_search
 
@@ -227,3 +231,22 @@ def test_bytes_where_w_needs_more_than_i_left(spec: str) -> None:
     costs = type(costs)(costs.seconds, costs.hop, held)
     problem = Problem(placement, 4, costs, MemoryLimit(bytes=15 * placement.chunks))
     assert bitwise_order(build_program(choose(spec), problem).schedule)
+
+
+def test_an_output_has_been_waited_for_before_its_gradient_is_used() -> None:
+    """A wave sends two stages' outputs over one channel. The wait for one of an earlier send, of
+    which the rank did not know yet, held up that for a later one, and its I found an output that
+    nobody had freed."""
+    placement = choose("wave-auto").place(2)
+    problem = Problem(placement, 6, uniform(placement, 10, 12, 8, 1), parse_limit("8", 2, 6))
+    shop = shop_of(problem)
+    for seed in range(20):
+        random = np.random.default_rng(seed)
+        plan = np.sort(random.integers(0, 12 * shop.work, (shop.lanes, 6)), axis=1)
+        rows = rows_of(pack(shop, plan).starts, placement)
+        for row in complete(Schedule("packed", placement, rows), problem).schedule.rows:
+            place = {action: place for place, action in enumerate(row)}
+            for action in row:
+                wait = action._replace(kind=Kind.WAIT_F)
+                if action.kind is Kind.BACKWARD_INPUT and wait in place:
+                    assert place[wait] < place[action], (seed, str(action))
