@@ -43,8 +43,12 @@ def main(
     pass
 
 
-for command in (schedules, simulate, verify, plan, bench, trace):
+for command in (schedules, simulate, verify, bench, trace):
     app.command()(command)
+app.command(
+    context_settings={"allow_extra_args": True},
+    epilog="Behind -- a launch line: megatron-ext plan --gpu h100 -- torchrun ... SCRIPT ARGS.",
+)(plan)
 app.command(
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
     epilog="Give --pipeline-* flags to see the patches a launch with them would apply, or, behind "

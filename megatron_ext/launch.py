@@ -37,8 +37,23 @@ def is_launch(argv: Sequence[str]) -> bool:
     return bool(argv) and (argv[0] == "-m" or argv[0].endswith(".py"))
 
 
-# From the words after the script, the settings and the world's size: flags to add, and why.
-ChoosePlan = Callable[[Sequence[str], PipelineConfig, int], tuple[tuple[str, ...], str]]
+@dataclass(frozen=True)
+class Chosen:
+    """What stands for ``--pipeline-schedule plan`` on a launch line.
+
+    Attributes:
+        flags: that are added.
+        why: in a line.
+        dropped: flags that go, each with its value.
+    """
+
+    flags: tuple[str, ...]
+    why: str
+    dropped: tuple[str, ...] = ()
+
+
+# From the words after the script, the settings and the world's size.
+ChoosePlan = Callable[[Sequence[str], PipelineConfig, int], Chosen]
 
 
 @dataclass(frozen=True)
@@ -77,7 +92,7 @@ def launch(argv: Sequence[str], choose: ChoosePlan, recorded: Recorded | None = 
         if not _has_gpu():
             _use_cpu()
         if config.is_chosen_later:
-            sys.argv += _planned(config, choose)
+            sys.argv[1:] = _planned(config, choose)
             config = from_argv(sys.argv[1:])
         if recorded is not None:
             _record(recorded)  # before ours: what they put off is recorded when it is done
@@ -125,14 +140,27 @@ def _for_megatrons_offload(arguments: Sequence[str]) -> list[str]:
     return added
 
 
-def _planned(config: PipelineConfig, choose: ChoosePlan) -> tuple[str, ...]:
-    """The flags, for the end of the command line, that name what is to be trained under."""
+def _planned(config: PipelineConfig, choose: ChoosePlan) -> list[str]:
+    """The command line that names what is to be trained under."""
     rank = int(os.environ.get("RANK", "0"))
     with telling_of_long_work(rank):
-        flags, why = choose(sys.argv[1:], config, int(os.environ.get("WORLD_SIZE", "1")))
+        chosen = choose(sys.argv[1:], config, int(os.environ.get("WORLD_SIZE", "1")))
     if rank == 0:
-        logger.info(f"{config.schedule} takes {' '.join(flags)}: {why}")
-    return flags
+        instead = f" in place of {' '.join(chosen.dropped)}" if chosen.dropped else ""
+        logger.info(f"{config.schedule} takes {' '.join(chosen.flags)}{instead}: {chosen.why}")
+    return [*without(sys.argv[1:], chosen.dropped), *chosen.flags]
+
+
+def without(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """``argv`` without ``flags``, each of which has one value."""
+    left: list[str] = []
+    words = iter(argv)
+    for word in words:
+        if word in flags:
+            next(words, None)
+        elif word.split("=")[0] not in flags:
+            left.append(word)
+    return left
 
 
 def slurm_ranks(env: Mapping[str, str]) -> dict[str, str]:

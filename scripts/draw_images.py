@@ -24,12 +24,19 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from megatron_ext.cli import app
+from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.build.report import report
-from megatron_ext.schedule.model.estimate import GPU, ModelDimensions, estimate
+from megatron_ext.schedule.costs_text import parse_costs
+from megatron_ext.schedule.model.estimate import estimate
+from megatron_ext.schedule.model.gpus import GPU
+from megatron_ext.schedule.model.model import stages_of
+from megatron_ext.schedule.model.short_form import Described
 from megatron_ext.schedule.problem import Extras, Problem, VocabularyParallel
-from megatron_ext.schedule.show.draw import draw_bars
+from megatron_ext.schedule.program.simulate import simulate
+from megatron_ext.schedule.show.draw import draw, draw_bars
 from megatron_ext.schedule.show.svg import save
+from megatron_ext.schedule.two_copies.fold import unfolded
 
 SCRIPTS = Path(__file__).resolve().parent
 DOCS = SCRIPTS.parent / "docs"
@@ -50,6 +57,7 @@ FAMILIES: dict[str, tuple[int, int, str, tuple[str, ...]]] = {
     "zb-2p": (4, 8, USUAL, ()),
     "interleaved": (4, 8, USUAL, ()),
     "breadth-first": (4, 8, USUAL, ()),
+    "units": (4, 8, USUAL, ()),
     "interleaved-zb": (4, 8, EQUAL, ()),
     "gis": (4, 8, USUAL, ()),
     "gis-h": (4, 8, USUAL, ()),
@@ -59,8 +67,10 @@ FAMILIES: dict[str, tuple[int, int, str, tuple[str, ...]]] = {
     "1f1b-v": (4, 8, USUAL, ()),
     "dualpipe-v": (4, 8, EQUAL, ()),
     "v-auto": (4, 8, USUAL, ("--memory-limit", "2")),
-    "loop-auto": (4, 8, USUAL, ("--memory-limit", "3", "--vpp", "3")),
+    "chimera": (4, 8, USUAL, ()),
     "hanayo": (4, 4, USUAL, ()),
+    "bitpipe": (4, 8, USUAL, ()),
+    "loop-auto": (4, 8, USUAL, ("--memory-limit", "3", "--vpp", "3")),
     "wave-auto": (4, 8, USUAL, ("--memory-limit", "3")),
 }
 
@@ -106,6 +116,7 @@ def pictures(own: Path) -> dict[str, Callable[[Path], None]]:
     commands["planning"] = shlex.split(of_a_model.replace("\\\n", ""))
     return {
         **{name: partial(plot, command) for name, command in commands.items()},
+        "two-copies": draw_two_copies,
         "vocabulary-sizes": draw_vocabulary_sizes,
         "offload": draw_offload,
         "bench": draw_bench,
@@ -125,6 +136,15 @@ def plot(command: Sequence[str], path: Path) -> None:
     """The picture that ``command`` of megatron-ext draws."""
     with redirect_stdout(io.StringIO()):
         app([*command, "--plot", str(path), "--json"], standalone_mode=False)
+
+
+def draw_two_copies(path: Path) -> None:
+    """Chimera as it was published, and its fold beneath."""
+    choice = choose("chimera")
+    placement = choice.place(4)
+    problem = Problem(placement, 4, parse_costs("f=2,i=2,w=2", placement))
+    folded = simulate(build_program(choice, problem), problem.costs)
+    draw([unfolded(folded), folded], path)
 
 
 def draw_offload(path: Path) -> None:
@@ -178,20 +198,10 @@ def share_of_work(
     spec: str, layers: Sequence[int], vocabulary: int, how: VocabularyParallel
 ) -> float:
     """The share of a step of 128 microbatches in which a rank works, on average over 8 ranks."""
-    model = ModelDimensions(
-        layers=layers,
-        hidden=3072,
-        ffn_hidden=4 * 3072,
-        query_width=3072,
-        key_value_width=3072,
-        gated=False,
-        heads=24,
-        sequence=2048,
-        micro_batch=1,
-        vocabulary=vocabulary,
-    )
+    gpt = Described(sum(layers), hidden=3072, heads=24, sequence=2048, vocabulary=vocabulary)
     choice = choose(spec)
-    problem = Problem(choice.place(8), 128, estimate(model, GPU), extras=Extras(vocabulary=how))
+    costs = estimate(gpt.model, stages_of(gpt.model, layers), gpt.execution(), GPU)
+    problem = Problem(choice.place(8), 128, costs, extras=Extras(vocabulary=how))
     return 1 - report(choice, problem)[1].bubble_share_makespan
 
 

@@ -9,15 +9,11 @@ from typing import Any
 from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 
 from megatron_ext.adapter.compatibility import refuse, refuse_order
-from megatron_ext.adapter.dimensions import are_known, dimensions_of, equal_costs, rates
+from megatron_ext.adapter.dimensions import costs_of_arguments
 from megatron_ext.adapter.layers import (
     SEGMENT_END,
-    layers_of_stages,
-    number_of_stages,
-    pattern_segments,
     predicts_apart,
     segments_of_stages,
-    symbols_of_layers,
 )
 from megatron_ext.adapter.race.order import check_order
 from megatron_ext.adapter.taken_over.groups import with_megatrons_group
@@ -30,7 +26,6 @@ from megatron_ext.schedule.build.output_layer import place_output_layer, with_in
 from megatron_ext.schedule.build.overlap import check_overlaps
 from megatron_ext.schedule.build.registry import Choice
 from megatron_ext.schedule.costs_text import parse_costs
-from megatron_ext.schedule.model.estimate import ModelDimensions, estimate
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.verify import Program
@@ -59,22 +54,6 @@ def add_virtual_stages(args: Any, config: PipelineConfig) -> None:
         chunks = config.choice.place(ranks).chunks
         if chunks > 1:
             args.num_virtual_stages_per_pipeline_rank = chunks
-
-
-def virtual_stages(args: Any) -> int | None:
-    """How many stages a rank has by ``args``, which are not validated yet; None if they leave it to
-    the schedule."""
-    ranks = args.pipeline_model_parallel_size
-    layers, chunks, layout = (getattr(args, name) for name in _VIRTUAL_STAGES)
-    patterns = filter(None, (getattr(args, name, None) for name in _PATTERNS))
-    segments = [len(pattern_segments(pattern)) for pattern in patterns]
-    if layout is not None:
-        return number_of_stages(layout) // ranks
-    if segments and segments[0] > 1:
-        return segments[0] // ranks
-    if layers is not None and not segments:
-        return args.num_layers // (ranks * layers)
-    return None if segments else chunks
 
 
 def _divided(pattern: str, args: Any, choice: Choice) -> str:
@@ -186,26 +165,13 @@ def problems(args: Any, config: PipelineConfig) -> list[Problem]:
         ValueError: as `programs`, as far as it can be told without one.
     """
     placement = config.choice.place(args.pipeline_model_parallel_size)
-    if config.costs.is_estimate and not are_known(symbols_of_layers(args)):
-        costs = equal_costs(placement)
-    elif config.costs.is_estimate:
-        costs = estimate(model_of(args, placement), rates())
+    if config.costs.is_estimate:
+        costs = costs_of_arguments(args, placement)
     else:
         costs = parse_costs(config.costs.text, placement)
     if args.mtp_num_layers and not args.untie_embeddings_and_output_weights:
         costs = with_input_gradient(costs)  # `head_is_looked_up`
     return [config.problem(placement, m, costs) for m in _microbatches_of_steps(args)]
-
-
-def model_of(args: Any, placement: Placement) -> ModelDimensions:
-    """The model's dimensions, with the layers of each stage; no vocabulary if it is not known."""
-    return dimensions_of(
-        args,
-        layers_of_stages(args, placement),
-        args.seq_length // args.context_parallel_size,
-        args.micro_batch_size,
-        getattr(args, "padded_vocab_size", None) or 0,
-    )
 
 
 def _refuse_multi_token_prediction(args: Any, config: PipelineConfig) -> None:

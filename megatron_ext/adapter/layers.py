@@ -36,9 +36,10 @@ def layers_of_stages(settings: Any, placement: Placement) -> list[int]:
         layout = settings.pipeline_model_parallel_layout
         segments = PipelineParallelLayerLayout.parse_str_to_list(layout)
         return [segment.count(LayerType.decoder) for segment in segments]
-    segments = pattern_segments(getattr(settings, "hybrid_layer_pattern", None) or "")
-    if len(segments) == placement.stages:
-        return [len(segment) for segment in segments]
+    if pattern := getattr(settings, "hybrid_layer_pattern", None):
+        segments = pattern_segments(pattern)
+        if len(segments) == placement.stages:
+            return [len(segment) for segment in segments]
     stages = placement.stages
     given = _given_layers(settings, placement)
     embedding = int(settings.account_for_embedding_in_pipeline_split)
@@ -52,7 +53,7 @@ def layers_of_stages(settings: Any, placement: Placement) -> list[int]:
         raise ValueError(
             f"{settings.num_layers} layers do not divide over {stages} stages{uneven}; say which "
             f"stage has which: --pipeline-model-parallel-layout "
-            f"'{_even_layout(settings.num_layers, stages, prediction_depths(settings))}'"
+            f"'{even_layout(settings.num_layers, stages, prediction_depths(settings))}'"
         )
     layers = [given.get(stage, per_stage) for stage in range(stages)]
     layers[0] -= embedding
@@ -71,32 +72,6 @@ def pattern_segments(pattern: str) -> list[str]:
     return pattern.partition(_BEFORE_DEPTHS)[0].split(SEGMENT_END)
 
 
-def symbols_of_layers(settings: Any) -> list[str]:
-    """What each layer of a model is, whose layers are not all alike, in the symbols of a hybrid
-    model's pattern. A transformer layer has two, as ``*-``. [] where they are alike, or where only
-    the model knows: a hybrid one's TransformerConfig."""
-    if pattern := getattr(settings, "hybrid_layer_pattern", None):
-        return [*"".join(pattern_segments(pattern))]
-    if getattr(settings, "experimental_attention_variant", None) != "gated_delta_net":
-        return []
-    number = settings.num_layers
-    linear, experts = settings.linear_attention_freq, settings.moe_layer_freq
-    if isinstance(linear, int):
-        linear = [(layer + 1) % linear != 0 for layer in range(number)]
-    if isinstance(experts, int):
-        experts = [layer % experts == 0 for layer in range(number)]
-    if not experts_of(settings):
-        experts = [0] * number
-    return [f"{'*G'[a]}{'-E'[b]}" for a, b in zip(linear, experts, strict=True)]
-
-
-def experts_of(settings: Any) -> int | None:
-    """How many experts a layer has, by an argument's name and a TransformerConfig's; None or 0
-    where it has none."""
-    number: int | None = getattr(settings, "num_experts", None)
-    return number or getattr(settings, "num_moe_experts", None)
-
-
 def segments_of_stages(pattern: str, placement: Placement, schedule: str) -> list[str]:
     """The segment of ``pattern`` that each stage has: an even part of one without ends of segments.
 
@@ -106,7 +81,7 @@ def segments_of_stages(pattern: str, placement: Placement, schedule: str) -> lis
     segments = pattern_segments(pattern)
     stages = placement.stages
     layers = "".join(segments)
-    ends = [0, *accumulate(_evenly(len(layers), stages))]
+    ends = [0, *accumulate(evenly(len(layers), stages))]
     even = [layers[start:end] for start, end in pairwise(ends)]
     if len(segments) == 1 and len(layers) % stages == 0:
         return even
@@ -156,17 +131,12 @@ def predicts_apart(layout: str) -> bool:
     return any(LayerType.mtp in segment for segment in segments)
 
 
-def number_of_stages(layout: str) -> int:
-    """The segments of ``layout``."""
-    return len(PipelineParallelLayerLayout.parse_str_to_list(layout))
-
-
-def _even_layout(layers: int, stages: int, depths: int) -> str:
+def even_layout(layers: int, stages: int, depths: int) -> str:
     """As even as it goes."""
-    return layout_of(_evenly(layers, stages), depths)
+    return layout_of(evenly(layers, stages), depths)
 
 
-def _evenly(layers: int, stages: int) -> list[int]:
+def evenly(layers: int, stages: int) -> list[int]:
     """How many each stage has: the first ones one more."""
     per_stage, more = divmod(layers, stages)
     return [per_stage + (stage < more) for stage in range(stages)]

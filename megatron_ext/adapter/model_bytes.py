@@ -1,101 +1,115 @@
-"""What a rank's share of the model takes, by Megatron's own estimate."""
+"""What a rank's share of the model takes, as Megatron's arguments have it kept."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
-from itertools import accumulate
+from dataclasses import replace
 from typing import Any
 
-from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
+import torch
 
-from megatron_ext.adapter.layers import prediction_depths
-from megatron_ext.schedule.model.model_memory import ModelBytes
+from megatron_ext.adapter.dimensions import execution
+from megatron_ext.adapter.layers import layers_of_stages
+from megatron_ext.schedule.model.description import describe
+from megatron_ext.schedule.model.model import stages_of
+from megatron_ext.schedule.model.model_memory import ModelBytes, TrainingState, bytes_of_ranks
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import VocabularyParallel
 
-_WEIGHT, _GRADIENT, _BYTES = 2, 4, 18  # of a parameter: the optimizer has the rest of 18
+_FP32 = 4
+_MOMENTS = ("exp_avg_dtype", "exp_avg_sq_dtype")
+_BUCKET, _BUCKET_OF_RANK = 40_000_000, 1_000_000  # elements, as Megatron has them
+# Quantized matrices are kept twice, by rows and by columns, as products of both passes want them;
+# with scales for each 32 elements, each 128 x 128 or each 16.
+_QUANTIZED = {
+    "mxfp8": 2 * (1 + 1 / 32),
+    "blockwise": 2 * (1 + 4 / 128**2),
+    "fp4": 2 * (1 / 2 + 1 / 16),
+}
+_FP8 = 2.0  # with one scale a matrix
 
 
-def bytes_of_ranks(
-    args: Any,
-    placement: Placement,
-    layers: Sequence[int],
-    vocabulary: VocabularyParallel = VocabularyParallel.NONE,
-) -> list[ModelBytes]:
-    """Bytes of parameters, gradients and optimizer states on each pipeline rank.
+def model_bytes_of_ranks(
+    args: Any, placement: Placement, vocabulary: VocabularyParallel = VocabularyParallel.NONE
+) -> list[ModelBytes] | None:
+    """Bytes of parameters, gradients and optimizer states on each pipeline rank; None where layers
+    are not known.
 
-    Megatron counts for bf16 training with fp32 gradients and AdamW: 18 bytes a parameter, of which
-    the distributed optimizer shares 12 among data-parallel ranks. It knows the most loaded rank of
-    its own placement only, so each rank is put to it as a model without a pipeline; and the sum
-    only, so each is put to it a second time without the distributed optimizer, to be divided.
+    ``args``: validated, with their padded vocabulary (None counts as no vocabulary).
 
-    Args:
-        args: validated arguments, with their padded vocabulary (None counts as no vocabulary).
-        layers: transformer layers of each stage.
+    Raises:
+        ValueError: the layers do not divide over the stages.
     """
-    first_layer = [0, *accumulate(layers)]
-    rank_bytes = []
-    for stages in placement.stages_of:
-        of_rank = [range(*first_layer[s : s + 2]) for s in stages]
-        model = _model_of(args, placement, stages, of_rank)
-        if vocabulary is not VocabularyParallel.NONE:
-            model.padded_vocab_size = (args.padded_vocab_size or 0) // placement.ranks
-            model.untie_embeddings_and_output_weights = args.untie_embeddings_and_output_weights
-        together = float(compute_weight_and_optimizer_memory(model))
-        model.use_distributed_optimizer = False
-        parameters = float(compute_weight_and_optimizer_memory(model)) / _BYTES
-        rank_bytes.append(
-            ModelBytes(
-                weights=_WEIGHT * parameters,
-                gradients=_GRADIENT * parameters,
-                optimizer=together - (_WEIGHT + _GRADIENT) * parameters,
-            )
-        )
-    return rank_bytes
-
-
-def checkpoint_bytes(args: Any, placement: Placement, layers: Sequence[int]) -> float | None:
-    """What a checkpoint takes on disk, about; None with experts, whose copies are not counted."""
-    if args.num_experts is not None:
+    model = describe(args)
+    if not model.is_known:
         return None
-    whole = copy.copy(args)
-    whole.use_distributed_optimizer = False
-    ranks = bytes_of_ranks(whole, placement, layers)
-    saved = sum(rank.weights + (0 if args.no_save_optim else rank.optimizer) for rank in ranks)
-    size: int = args.tensor_model_parallel_size
-    return saved * size
+    stages = stages_of(model, layers_of_stages(args, placement))
+    run = execution(args, args.seq_length, args.micro_batch_size)
+    return bytes_of_ranks(model, stages, run, placement, vocabulary, state_of(args))
 
 
-def _model_of(
-    args: Any, placement: Placement, stages: Sequence[int], layers: Sequence[range]
-) -> Any:
-    """``args`` of a model that is what a rank with ``stages`` has."""
-    embedding, head = 0 in stages, placement.last in stages
-    model = copy.copy(args)
-    model.world_size = args.world_size // args.pipeline_model_parallel_size
-    model.pipeline_model_parallel_size = 1
-    # What shares optimizer states: Megatron's estimate leaves context-parallel ranks out.
-    model.data_parallel_size = args.data_parallel_size * args.context_parallel_size
-    depths = prediction_depths(args) if head else 0
-    # Megatron counts those of multi-token prediction by the last of the layers, of which there may
-    # be none here.
-    more = min(depths, 1) if args.mtp_use_repeated_layer else depths
-    model.mtp_num_layers = None
-    model.num_layers = sum(map(len, layers)) + more
-    # A pipeline's ends each have a table, tied or not, and multi-token prediction has one to look
-    # up in; on one rank without a pipeline they share it.
-    tables = embedding + head + (depths > 0)
-    if placement.stages == 1:
-        tables = 1 + args.untie_embeddings_and_output_weights
-    model.padded_vocab_size = tables * (args.padded_vocab_size or 0)
-    model.untie_embeddings_and_output_weights = False
-    if args.num_experts is not None:
-        own = [layer for part in layers for layer in part] + more * [args.num_layers - 1]
-        model.moe_layer_freq = [_is_moe(args, layer) for layer in own]
-    return model
+def checkpoint_bytes(args: Any, placement: Placement) -> float | None:
+    """What a checkpoint takes on disk, about: the model once, and its optimizer states; None where
+    layers are not known."""
+    model = describe(args)
+    if not model.is_known:
+        return None
+    run = execution(args, args.seq_length, args.micro_batch_size)
+    whole = replace(run, tensor_parallel=1, expert_parallel=1, expert_tensor_parallel=1)
+    stages = stages_of(model, layers_of_stages(args, placement))
+    state = replace(state_of(args), distributed=False, matrix_bytes=None)
+    ranks = bytes_of_ranks(model, stages, whole, placement, VocabularyParallel.NONE, state)
+    return sum(rank.weights + (0 if args.no_save_optim else rank.optimizer) for rank in ranks)
 
 
-def _is_moe(args: Any, layer: int) -> int:
-    frequency = args.moe_layer_freq
-    return int(layer % frequency == 0) if isinstance(frequency, int) else int(frequency[layer])
+def state_of(args: Any) -> TrainingState:
+    """What ``args``, which are validated, have kept for each parameter."""
+    instances = args.num_distributed_optimizer_instances
+    tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    of_experts = tensor * args.expert_model_parallel_size * args.pipeline_model_parallel_size
+    data_parallel = args.data_parallel_size * args.context_parallel_size // instances
+    weight = args.params_dtype.itemsize
+    bucket = args.ddp_bucket_size or max(_BUCKET, _BUCKET_OF_RANK * data_parallel)
+    return TrainingState(
+        distributed=args.use_distributed_optimizer,
+        data_parallel=data_parallel,
+        expert_data_parallel=max(args.world_size // of_experts // instances, 1),
+        weight_bytes=weight,
+        matrix_bytes=_matrix_bytes(args),
+        gradient_bytes=_FP32 if args.accumulate_allreduce_grads_in_fp32 else weight,
+        optimizer_bytes=_optimizer_bytes(args),
+        bucket=bucket if args.overlap_grad_reduce else 0,
+        large_buckets=args.ddp_pad_buckets_for_high_nccl_busbw,
+    )
+
+
+def _matrix_bytes(args: Any) -> float | None:
+    """Of an element of layers' matrices, where those are in 8 or 4 bits: in these alone, or beside
+    16 bits, since a step casts once for all its microbatches."""
+    quantized = None
+    if getattr(args, "fp4", None):
+        quantized, alone = _QUANTIZED["fp4"], args.fp4_param_gather
+    elif args.fp8:
+        quantized, alone = _QUANTIZED.get(args.fp8_recipe, _FP8), args.fp8_param_gather
+    if quantized is None:
+        return None
+    return quantized if alone else args.params_dtype.itemsize + quantized
+
+
+def _optimizer_bytes(args: Any) -> float:
+    """Of a parameter's states on a GPU: Adam's two moments, and a master copy beside 16 bits.
+
+    With the precision-aware optimizer each has its type, and of a master copy in fp32 Transformer
+    Engine keeps what bf16 lacks.
+    """
+    moments = 2 * _FP32
+    master = _FP32 if args.params_dtype.itemsize < _FP32 else 0
+    if args.optimizer == "sgd":
+        moments = _FP32 if args.sgd_momentum else 0
+    if args.use_precision_aware_optimizer:
+        moments = sum(getattr(args, name).itemsize for name in _MOMENTS)
+        if args.main_params_dtype is not torch.float32:
+            master = args.main_params_dtype.itemsize
+        elif args.params_dtype is torch.bfloat16 and args.fp8_recipe in (None, "delayed"):
+            master = _FP32 - args.params_dtype.itemsize
+    on_gpu = 1.0 - (args.optimizer_offload_fraction if args.optimizer_cpu_offload else 0.0)
+    return (master + moments) * on_gpu

@@ -3,35 +3,44 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from megatron_ext.commands.options import UNIT, Json, Limit, Microbatches, PostValidation, Ranks
-from megatron_ext.commands.output import fail, gib, print_table
+from megatron_ext.commands.line_plan import plan_of_line
+from megatron_ext.commands.options import UNIT, Json, Limit, PostValidation
+from megatron_ext.commands.output import fail
+from megatron_ext.commands.plan_tables import (
+    print_plan,
+    print_recommended,
+    print_unit,
+    print_vocabulary,
+    print_waits,
+)
 from megatron_ext.commands.progress import showing_progress
-from megatron_ext.schedule.build.registry import Mark
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import parse_limit
-from megatron_ext.schedule.model.estimate import GPU, ModelDimensions, Rates, exchange_shares
-from megatron_ext.schedule.model.gpus import GPUS, USABLE, Gpu, parse_gpu
-from megatron_ext.schedule.model.model import parse_model
+from megatron_ext.schedule.model.execution import Precision
+from megatron_ext.schedule.model.gpus import GPUS, USABLE, assumed_rates, parse_gpu
 from megatron_ext.schedule.model.model_memory import TrainingState
+from megatron_ext.schedule.model.rates import Rates
+from megatron_ext.schedule.model.short_form import parse_model
 from megatron_ext.schedule.plan.model_plan import Training
-from megatron_ext.schedule.plan.plan_report import VocabularyRow, plan_report
-from megatron_ext.schedule.plan.planner import Candidate, Plan, VocabMethod, make_plan
-from megatron_ext.schedule.plan.recommendation import Recommendation, slower_by
+from megatron_ext.schedule.plan.plan_report import PlanReport, plan_report
+from megatron_ext.schedule.plan.planner import Plan, make_plan
 from megatron_ext.schedule.plan.vocabulary_plan import variants_of
-from megatron_ext.schedule.problem import Offload
 from megatron_ext.schedule.show.draw import check_picture, draw_plan
 
 
 def plan(
-    pp: Ranks,
-    microbatches: Microbatches,
+    context: typer.Context,
+    pp: Annotated[int | None, typer.Option(help="Pipeline ranks.")] = None,
+    microbatches: Annotated[
+        int | None, typer.Option("-m", "--microbatches", help="Microbatches of one step.")
+    ] = None,
     costs: Annotated[
         str | None,
         typer.Option(help="As of simulate. With --model they are its times, as measured."),
@@ -52,7 +61,8 @@ def plan(
         str | None,
         typer.Option(
             help="layers=64,hidden=6144,heads=48,sequence=4096,vocabulary=128000 and, where they "
-            "differ, micro-batch=1,ffn=,kv-heads=,head-width=,gated=true,tied=true,recompute=true: "
+            "differ, micro-batch=1,ffn=,kv-heads=,head-width=,gated=true,tied=true,recompute=true,"
+            "precision=fp8: "
             "estimate times and count memory."
         ),
     ] = None,
@@ -72,44 +82,53 @@ def plan(
         ),
     ] = False,
     post_validation: PostValidation = False,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="A JSON object of Megatron's arguments, in place of a launch line."),
+    ] = None,
+    world_size: Annotated[
+        int | None, typer.Option(help="Ranks of a launch line, if torchrun's words are not there.")
+    ] = None,
 ) -> None:
-    """Compare every schedule for one model, and say which to take.
+    """Compare every schedule for one model or a launch line, and say which to take.
 
     Stable schedules are recommended, and the others shown apart: megatron-ext schedules has the
     marks.
     """
-    room = None
+    if context.args or config is not None:
+        if any((pp, microbatches, model, layers, distributed_optimizer, tp > 1, dp > 1)):
+            fail(ValueError(_BESIDE_A_LINE))
+        settings = {
+            "costs": costs,
+            "memory_limit": memory_limit,
+            "post_validation": post_validation,
+        }
+        plan_of_line(context.args, config, world_size, gpu, settings, as_json, plot)
+        return
+    if pp is None or microbatches is None:
+        fail(ValueError(_NEEDED))
+    training = room = None
     try:
         if plot is not None:
             check_picture(plot)
         limit = None if memory_limit is None else parse_limit(memory_limit, pp, microbatches)
         if model is None:
-            if gpu is not None or tp > 1 or dp > 1 or distributed_optimizer:
-                raise ValueError(
-                    "--gpu, --tp, --dp and --distributed-optimizer say how a model is trained: "
-                    "add --model"
-                )
+            if any((gpu, tp > 1, dp > 1, distributed_optimizer)):
+                raise ValueError(_WITHOUT_MODEL)
             costs_on = partial(parse_costs, costs or UNIT)
             variant = variants_of(pp, microbatches, costs_on, limit, layers, post_validation)
         else:
-            if gpu is None and costs is None:
-                raise ValueError("--model does not say how fast it runs: add --gpu, or --costs")
-            described = parse_model(model)
-            layers = described.layers
-            machine = Gpu(GPU) if gpu is None else parse_gpu(gpu)
-            room = None if machine.memory is None else USABLE * machine.memory
-            state = TrainingState(described.tied, dp if distributed_optimizer else 1)
-            measured = None if costs is None else partial(parse_costs, costs)
-            variant = Training(
-                described,
-                state,
-                tp,
-                pp,
-                microbatches,
-                machine.rates,
-                limit,
-                measured,
-                post_validation,
+            state = TrainingState(
+                distributed=distributed_optimizer, data_parallel=dp, expert_data_parallel=dp
+            )
+            training, room = _training(model, gpu, costs, tp, state)
+            layers = len(training.model.layers)
+            variant = replace(
+                training,
+                ranks=pp,
+                microbatches=microbatches,
+                limit=limit,
+                post_validation=post_validation,
             ).variant
         with showing_progress():
             plan_made = make_plan(variant, room, may_offload=model is not None)
@@ -121,17 +140,60 @@ def plan(
     if as_json:
         typer.echo(json.dumps(report.as_data(), indent=2))
     else:
-        _print_plan(plan_made)
-        _print_unit(is_estimate=model is not None and costs is None)
-        if model is not None and costs is None and tp > 1:
-            _print_exchanges(described.on_stages([described.layers], tp), machine.rates)
-        _print_vocabulary(report.vocabulary)
-        if report.recommended is not None:
-            _print_recommended(report.recommended)
+        _print(plan_made, report, training if costs is None else None)
     if report.recommended is None:
         fail(ValueError(_NOTHING_FITS if model else _NOTHING_FITS_THE_LIMIT))
 
 
+def _print(plan_made: Plan, report: PlanReport, estimated: Training | None) -> None:
+    """``estimated``: what times were estimated of."""
+    print_plan(plan_made)
+    print_unit(is_estimate=estimated is not None)
+    if estimated is not None and estimated.execution.tensor_parallel > 1:
+        print_waits(estimated.model, estimated.execution, estimated.rates)
+    print_vocabulary(report.vocabulary)
+    if report.recommended is not None:
+        print_recommended(report.recommended)
+
+
+def _training(
+    model: str, gpu: str | None, costs: str | None, tp: int, state: TrainingState
+) -> tuple[Training, float | None]:
+    """What is trained, on one pipeline rank as yet, and the bytes that a rank may take.
+
+    Raises:
+        ValueError: the model or the GPU is not understood, or nothing tells its speed.
+    """
+    if gpu is None and costs is None:
+        raise ValueError("--model does not say how fast it runs: add --gpu, or --costs")
+    described = parse_model(model)
+    execution = described.execution(tp)
+    rates, room = _machine(gpu, execution.precision)
+    measured = None if costs is None else partial(parse_costs, costs)
+    training = Training(described.model, execution, state, 1, 1, rates, measured=measured)
+    return training, room
+
+
+def _machine(gpu: str | None, precision: Precision) -> tuple[Rates, float | None]:
+    """What a rank reaches, and the bytes that it may take. Raises ValueError."""
+    if gpu is None:
+        return assumed_rates(precision), None
+    machine = parse_gpu(gpu)
+    room = None if machine.memory is None else USABLE * machine.memory
+    return machine.rates(precision), room
+
+
+_WITHOUT_MODEL = (
+    "--gpu, --tp, --dp and --distributed-optimizer say how a model is trained: add --model"
+)
+_NEEDED = (
+    "--pp and -m say how large a pipeline is: add them, or give a launch line behind --, as in "
+    "megatron-ext plan --gpu h100 -- torchrun ... pretrain_gpt.py ARGS"
+)
+_BESIDE_A_LINE = (
+    "a launch line, or --config, says by itself what --pp, -m, --model, --layers, --tp, --dp and "
+    "--distributed-optimizer would: leave these out"
+)
 _NOTHING_FITS = (
     "no schedule fits, for the reasons above. A rank holds less with more --tp or --pp, with "
     "--distributed-optimizer and more --dp, with recompute=true or a smaller micro-batch in --model"
@@ -140,118 +202,3 @@ _NOTHING_FITS_THE_LIMIT = (
     "no schedule fits into --memory-limit, for the reasons above: raise it to the least that they "
     "name"
 )
-
-
-def _print_plan(plan: Plan) -> None:
-    """Each schedule with what is best done about the vocabulary; apart, those less tried."""
-    best = plan.best_of_each
-    recommendable = [candidate for candidate in best if candidate in plan.recommendable]
-    others = [candidate for candidate in best if candidate not in plan.recommendable]
-    if recommendable:
-        _print_candidates(recommendable, plan)
-        typer.echo("* no other schedule here takes less time in as little memory")
-    if others:
-        typer.echo("\nless tried, and so not recommended:")
-        _print_candidates(others, plan)
-    shown = {candidate.schedule for candidate in best}
-    _print_refusals(
-        (name, method, why) for (name, method), why in plan.refusals.items() if name not in shown
-    )
-
-
-def _print_unit(*, is_estimate: bool) -> None:
-    typer.echo(f"times are in {'seconds, as estimated' if is_estimate else 'the unit of --costs'}")
-
-
-def _print_exchanges(dimensions: ModelDimensions, rates: Rates) -> None:
-    shares = exchange_shares(dimensions, rates)
-    parts = ", ".join(f"{share:.1%} of {kind}" for kind, share in shares.items())
-    typer.echo(f"waiting for tensor-parallel ranks is {parts}")
-
-
-def _print_candidates(candidates: Sequence[Candidate], plan: Plan) -> None:
-    rows = [_plan_row(candidate, plan) for candidate in candidates]
-    kept = [key for key in rows[0] if any(row[key] is not None for row in rows)]
-    print_table([{key: "" if row[key] is None else row[key] for key in kept} for row in rows])
-
-
-def _print_refusals(refusals: Iterable[tuple[str, VocabMethod, str]]) -> None:
-    """Print one line for all schedules that are refused for the same reason."""
-    names: dict[str, dict[str, list[VocabMethod]]] = {}
-    for name, method, why in refusals:
-        reason = why.removeprefix(f"{name}: ")
-        names.setdefault(reason, {}).setdefault(name, []).append(method)
-    for why, alike in names.items():
-        text = ", ".join(name + _in_brackets(methods) for name, methods in alike.items())
-        typer.echo(f"{text}: {why}", err=True)
-
-
-def _in_brackets(methods: Sequence[VocabMethod]) -> str:
-    if VocabMethod.NAIVE in methods:
-        return ""
-    if {VocabMethod.ONE, VocabMethod.TWO} <= set(methods):
-        return " (divided)"
-    return f" ({', '.join(_VOCABULARY[method] for method in methods)})"
-
-
-_VOCABULARY = {
-    VocabMethod.NAIVE: "at the ends",
-    VocabMethod.REDISTRIBUTED: "layers moved",
-    VocabMethod.ONE: "divided: 1",
-    VocabMethod.TWO: "divided: 2",
-}
-
-
-def _plan_row(candidate: Candidate, plan: Plan) -> dict[str, Any]:
-    assert plan.best is not None
-    made, fullest = candidate.report, candidate.fullest
-    is_best = candidate is plan.best
-    return {
-        "schedule": made.schedule,
-        "mark": None if candidate.mark is Mark.STABLE else candidate.mark,
-        "vocabulary": _VOCABULARY[candidate.method] if len(plan.methods) > 1 else None,
-        "offload": None if made.offload is Offload.NONE else made.offload.value,
-        "step": made.step if made.post_validation else None,
-        "makespan": made.makespan,
-        "than the choice": "" if is_best else f"{slower_by(candidate, plan.best):+.1%}",
-        "bubble": f"{made.bubble_share_makespan:.1%}",
-        "span": made.span,
-        "peak microbatches": made.peak,
-        "fullest rank": None if fullest is None else gib(fullest),
-        "": "choice" if is_best else "*" * (candidate in plan.front),
-    }
-
-
-def _print_recommended(recommended: Recommendation) -> None:
-    if recommended.ranks:
-        typer.echo("\nmemory of the choice")
-        print_table(
-            [
-                {"pipeline rank": rank} | {name: gib(held) for name, held in vars(row).items()}
-                for rank, row in enumerate(recommended.ranks)
-            ]
-        )
-    typer.echo(f"\nwrite {' '.join(recommended.flags)}")
-
-
-def _print_vocabulary(rows: Sequence[VocabularyRow]) -> None:
-    if not rows:
-        return
-    typer.echo(
-        "\nwhat a step takes with embedding and output layer at the ends of the pipeline, with "
-        "layers moved away\nfrom there, and with both divided over all ranks "
-        "(--pipeline-vocab-parallel 1 or 2):"
-    )
-    print_table(
-        [
-            {"schedule": row.schedule}
-            | {
-                _VOCABULARY[method]: "-" if step is None else step
-                for method, step in row.steps.items()
-            }
-            for row in rows
-        ]
-    )
-    _print_refusals(
-        (row.schedule, method, why) for row in rows for method, why in row.refused.items()
-    )

@@ -30,8 +30,16 @@ from megatron_ext.schedule.build.report import ScheduleReport, report
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.plan.auto import AS_1F1B, take
-from megatron_ext.schedule.problem import P2P, Extras, Offload, Problem, VocabularyParallel
+from megatron_ext.schedule.problem import (
+    P2P,
+    Extras,
+    Offload,
+    Problem,
+    VocabularyParallel,
+    parse_recompute,
+)
 from megatron_ext.schedule.program.graph import Device
+from megatron_ext.schedule.program.noise import Spread, spread
 from megatron_ext.schedule.program.simulate import simulate as simulate_program
 from megatron_ext.schedule.program.simulate import simulate_steps
 from megatron_ext.schedule.program.verify import Program
@@ -40,6 +48,7 @@ from megatron_ext.schedule.schedule_csv import to_csv
 from megatron_ext.schedule.search.certify import Certificate
 from megatron_ext.schedule.search.certify import certify as certify_program
 from megatron_ext.schedule.show.draw import check_picture, draw_steps
+from megatron_ext.schedule.show.noise_text import parse_noise, rows_of_spread
 from megatron_ext.schedule.show.program_summary import program_of_1f1b
 from megatron_ext.schedule.show.trace import write_trace
 from megatron_ext.schedule.timeline import Timeline
@@ -68,6 +77,14 @@ def simulate(
     offload: Annotated[
         Offload, typer.Option(help="What leaves for host memory; give d2h= (and h2d=) in COSTS.")
     ] = Offload.NONE,
+    recompute: Annotated[
+        str,
+        typer.Option(
+            metavar="{none,fit,first:N}",
+            help="Which activations are given up and made again: fit as few as meet the memory "
+            "limit, first:N those of the first N stages.",
+        ),
+    ] = "none",
     post_validation: PostValidation = False,
     steps: Annotated[
         int,
@@ -80,6 +97,13 @@ def simulate(
     seconds: Annotated[
         float, typer.Option(min=0, max=LONGEST, help="For how long --certify may search.")
     ] = 60.0,
+    noise: Annotated[
+        str | None,
+        typer.Option(
+            help="How passes vary: 0.1 (the standard deviation of what each takes, as a share), "
+            "0.1,ranks=0.05 (and of what a rank takes throughout a step), or a training's trace."
+        ),
+    ] = None,
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -103,20 +127,27 @@ def simulate(
     The makespan is the time from the first start to the last end over all ranks, which a step
     takes; the span is the longest of one rank, which it takes where steps overlap. The makespan if
     passes wait is that of a device which, at every pass, waits for all that was posted before it.
+    With --noise passes vary, and their order stays.
     """
     try:
         _check_options(csv, vocab_parallel, certify, post_validation)
         _check_files(csv, program_file, plot)
+        varying = None if noise is None else parse_noise(noise)
         extras = Extras(
-            p2p=p2p, vocabulary=vocab_parallel, offload=offload, post_validation=post_validation
+            p2p=p2p,
+            vocabulary=vocab_parallel,
+            offload=offload,
+            recompute=parse_recompute(recompute, "--recompute"),
+            post_validation=post_validation,
         )
-        asked = _Asked(pp, microbatches, costs, memory_limit, extras)
         with showing_progress():
+            asked = _Asked(pp, microbatches, costs, memory_limit, extras)
             choice, problem, why = asked.choice(_with_chunks(spec, vpp))
             program, made = report(choice, problem)
             with task("simulating a device that waits at passes"):
                 waiting = simulate_program(program, program.problem.costs, Device.WAITS_AT_PASSES)
             certificate = certify_program(program, seconds) if certify else None
+            varied = None if varying is None else spread(program, varying)
         if csv is not None:
             csv.write_text(to_csv(program.schedule))
         if program_file is not None:
@@ -130,11 +161,12 @@ def simulate(
         fail(error)
     if as_json:
         figures = asdict(made) | {"makespan_if_passes_wait": waiting.makespan}
-        typer.echo(json.dumps(figures | _certified(certificate), indent=2))
+        typer.echo(json.dumps(figures | _certified(certificate) | _varied(varied), indent=2))
         return
     if why:
         typer.echo(f"{spec} takes {choice.spec}: {why}")
     rows = {**_of_schedule(made), "makespan if passes wait": waiting.makespan}
+    rows |= {} if varied is None else rows_of_spread(varied)
     print_table([{"": name, choice.spec: value} for name, value in rows.items()])
     typer.echo(f"times are in the unit of the costs ({costs})")
     if certificate is not None:
@@ -197,6 +229,8 @@ def _of_schedule(made: ScheduleReport) -> dict[str, Any]:
         rows["vocabulary parallelism"] = made.vocabulary
     if made.offload is not Offload.NONE:
         rows["offload"] = made.offload
+    if made.recompute != "none":
+        rows["recompute"] = made.recompute
     if made.memory_limit is not None:
         rows["memory limit"] = made.memory_limit
     rows["makespan"] = made.makespan
@@ -211,6 +245,8 @@ def _of_schedule(made: ScheduleReport) -> dict[str, Any]:
     rows["peak activations"] = _of_ranks(made.peak_activation_microbatches)
     if made.offload is not Offload.NONE:
         rows["peak on the host"] = _of_ranks(made.host_microbatches)
+    if made.made_again:
+        rows["made again"] = f"{made.made_again:.0%} of the activations"
     rows["results"] = _EXACT if made.bitwise_order else _ROUNDED
     rows["made in"] = f"{made.generation_seconds:.2g} s"
     return rows
@@ -232,9 +268,16 @@ def _bound(certificate: Certificate, made: ScheduleReport) -> str:
         others = "this placement, backward pass and memory limit"
     if certificate.optimal:
         return f"proved: no schedule with {others} has a shorter makespan"
-    return (
+    bound = (
         f"no schedule with {others} has a makespan under {certificate.lower_bound:.6g}, which is "
         f"{certificate.gap:.1%} less"
+    )
+    if certificate.excluded_period is None:
+        return bound
+    return (
+        f"{bound}\nno V within {made.memory_limit} repeats the passes of one microbatch every "
+        f"{certificate.excluded_period:g} or less (proved; those of several may come together, and "
+        f"more often)"
     )
 
 
@@ -262,14 +305,19 @@ def _check_files(csv: Path | None, program_file: Path | None, plot: Path | None)
         check_picture(plot)
 
 
-def _certified(certificate: Certificate | None) -> dict[str, float | bool]:
+def _certified(certificate: Certificate | None) -> dict[str, float | None]:
     if certificate is None:
         return {}
     return {
         "lower_bound": certificate.lower_bound,
         "gap": certificate.gap,
         "optimal": certificate.optimal,
+        "excluded_period": certificate.excluded_period,
     }
+
+
+def _varied(varied: Spread | None) -> dict[str, Any]:
+    return {} if varied is None else {"noise": asdict(varied)}
 
 
 def _reference_program(choice: Choice, problem: Problem) -> Program:

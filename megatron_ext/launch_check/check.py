@@ -11,7 +11,8 @@ from typing import Any
 
 from megatron_ext.adapter.transformer_engine.installed import can_split
 from megatron_ext.adapter.untried import untried
-from megatron_ext.config import PROFILE, PipelineConfig, flag, from_argv
+from megatron_ext.config import PipelineConfig, flag, from_argv
+from megatron_ext.launch import without
 from megatron_ext.launch_check.communicators import check_communicators
 from megatron_ext.launch_check.doctor import diagnose
 from megatron_ext.launch_check.flags import (
@@ -128,12 +129,10 @@ def _check(
     _say_what_is_assumed(report, args, launch_line)
     if config.is_chosen_later:
         with launch_line.on_gpus(args):
-            chosen = report.attempt("plan", lambda: _chosen(launch.arguments, config, ranks, room))
-        if chosen is None:
+            argv = report.attempt("plan", lambda: _planned(report, launch, config, ranks, room))
+        if argv is None:
             return
-        text = f"takes {' '.join(chosen.flags)}: {chosen.why}"
-        report.add(Verdict.RIGHT, "plan", text)
-        config = from_argv((*launch.arguments, *chosen.flags))
+        config, args = from_argv(argv), launch_line.parse(argv).args
         _check_patches(report, config)
     needed = None
     with launch_line.on_gpus(args):
@@ -159,10 +158,17 @@ def _check(
     report.findings += check_restarts(args, launch.max_restarts)
 
 
-def _chosen(argv: Sequence[str], config: PipelineConfig, world_size: int, room: int | None) -> Any:
+def _planned(
+    report: Report, launch: Launch, config: PipelineConfig, world_size: int, room: int | None
+) -> tuple[str, ...]:
+    """The arguments of ``launch`` with what ``--pipeline-schedule plan`` takes."""
     from megatron_ext.launch_check.plan import choose_for
 
-    return choose_for(argv, config, world_size, room)
+    chosen = choose_for(launch.arguments, config, world_size, room)
+    instead = f" in place of {' '.join(chosen.dropped)}" if chosen.dropped else ""
+    text = f"takes {' '.join(chosen.flags)}{instead}: {chosen.why}"
+    report.add(Verdict.RIGHT, "plan", text)
+    return *without(launch.arguments, chosen.dropped), *chosen.flags
 
 
 def _check_patches(report: Report, config: PipelineConfig) -> None:
@@ -356,7 +362,7 @@ def _predict(
     report: Report, args: Any, spec: PipelineConfig, program: Program, room: int | None
 ) -> float | None:
     from megatron_ext.adapter import model_bytes
-    from megatron_ext.adapter.layers import layers_of_stages, symbols_of_layers
+    from megatron_ext.adapter.layers import layers_of_stages
     from megatron_ext.runtime.host.memory import planned_bytes
 
     problem = program.problem
@@ -376,14 +382,11 @@ def _predict(
         f"{program.schedule.name}, {counted(problem.microbatches, 'microbatch')}: predicted bubble "
         f"{prediction.bubble:.1%} (1f1b {prediction.bubble_1f1b:.1%}), costs {costs.origin}",
     )
-    if args.num_experts is not None and spec.costs.is_estimate and not symbols_of_layers(args):
-        text = "times and activations are off: the estimate counts experts as one dense layer"
-        fix = "" if spec.costs.profile else f"have them measured: {flag('costs')} {PROFILE}"
-        report.add(Verdict.REMARK, "schedule", text, fix)
-    if getattr(args, "hybrid_layer_pattern", None) is not None:
-        report.add(Verdict.REMARK, "memory", "Megatron cannot estimate that of hybrid models")
+    model = model_bytes.model_bytes_of_ranks(args, placement, problem.extras.vocabulary)
+    if model is None:
+        text = "that of layers which are not Megatron's is not known"
+        report.add(Verdict.REMARK, "memory", text)
         return None
-    model = model_bytes.bytes_of_ranks(args, placement, layers, problem.extras.vocabulary)
     held: list[float | None] = [None] * placement.ranks
     if costs.held_bytes is not None:
         held = [*peaks(program.schedule, in_bytes(costs))]
@@ -404,7 +407,7 @@ def _predict(
         planned = [planned_bytes(row, costs) or 0.0 for row in program.schedule.rows]
         text = f"offload takes up to {max(planned) / 2**30:.3g} GiB per rank"
         report.add(Verdict.RIGHT, "host memory", text, "add up the ranks of a node")
-    return model_bytes.checkpoint_bytes(args, placement, layers)
+    return model_bytes.checkpoint_bytes(args, placement)
 
 
 def _judge_memory(report: Report, totals: Sequence[float], room: int | None) -> None:

@@ -9,15 +9,14 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron_ext.config import PipelineConfig
+from megatron_ext.launch import Chosen
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 
-def choose_plan(
-    argv: Sequence[str], config: PipelineConfig, world_size: int
-) -> tuple[tuple[str, ...], str]:
-    """For `megatron_ext.launch`: the flags to add to ``argv``, and why.
+def choose_plan(argv: Sequence[str], config: PipelineConfig, world_size: int) -> Chosen:
+    """For `megatron_ext.launch`: what becomes of ``argv``, and why.
 
     Under torchrun, whose agent has a store before there are process groups, one rank chooses for
     all with the same ``argv``. Elsewhere each does, and all come to the same.
@@ -32,10 +31,8 @@ def choose_plan(
     choose = partial(choose_for, argv, config, world_size)
     store = _agents_store(f"{argv} {config} {world_size}")
     if store is None:
-        chosen = choose()
-    else:
-        chosen = once_for_all(store, int(os.environ["RANK"]), "the choice of a schedule", choose)
-    return chosen.flags, chosen.why
+        return choose()
+    return once_for_all(store, int(os.environ["RANK"]), "the choice of a schedule", choose)
 
 
 def _agents_store(asked: str) -> dist.Store | None:

@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -31,11 +31,16 @@ from megatron_ext.adapter.transformer_engine import installed
 from megatron_ext.config import PipelineConfig, add_flags
 from megatron_ext.patches.engine import Patch, apply, replace
 from megatron_ext.patches.megatron.core.transformer import transformer_config
-from megatron_ext.schedule.model.estimate import GPU
+from megatron_ext.schedule.model.execution import Precision
+from megatron_ext.schedule.model.gpus import assumed_rates
+from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.problem import VocabularyParallel
+from megatron_ext.schedule.words import meant_by
 
 # Fusions for whose kernels Megatron looks where Transformer Engine should be.
 _LOOKED_FOR = ("apply_rope_fusion", "moe_permute_fusion")
+
+RatesOf = Callable[[Precision], Rates]  # what a rank reaches in a precision
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 CAPABILITY = (9, 0)  # of the GPU that is assumed: Hopper, for which the most is demanded
@@ -58,19 +63,21 @@ class Line:
 
 
 @contextlib.contextmanager
-def on_gpus(args: Any) -> Iterator[None]:
+def on_gpus(args: Any, rates: RatesOf | None = None) -> Iterator[None]:
     """Without a GPU, answer as a GPU of `CAPABILITY` with the newest Transformer Engine would.
 
-    `CONNECTIONS` is 1 meanwhile if it is not set and ``args`` want it.
+    `CONNECTIONS` is 1 meanwhile if it is not set and ``args`` want it. With ``rates`` costs are
+    those of a GPU that reaches these.
     """
     if torch.cuda.is_available():
-        yield
+        with apply(_reached(rates) if rates else ()):
+            yield
         return
     is_ours = wants_one_connection(args) and CONNECTIONS not in os.environ
     if is_ours:
         os.environ[CONNECTIONS] = "1"
     try:
-        with apply(_gpu_patches()):
+        with apply([*_gpu_patches(), *_reached(rates or assumed_rates)]):
             yield
     finally:
         if is_ours:
@@ -92,7 +99,6 @@ def _gpu_patches() -> list[Patch]:
             reason=reason,
         ),
         replace("torch.cuda:get_device_capability", lambda device=None: CAPABILITY, reason=reason),
-        replace("megatron_ext.adapter.dimensions:rates", lambda: GPU, reason=reason),
     ]
     if not installed.can_split():
         answers += [
@@ -105,12 +111,68 @@ def _gpu_patches() -> list[Patch]:
     return answers
 
 
+def _reached(rates: RatesOf) -> list[Patch]:
+    reason = "costs are to be those of a GPU that is not here"
+    return [replace("megatron_ext.adapter.dimensions:rates", rates, reason=reason)]
+
+
 def parse(argv: Sequence[str]) -> Line:
     """Parse the words after the script with Megatron's own parser and our flags.
 
     Raises:
         ValueError: what argparse says of a value it does not take.
     """
+    args, parser = _parsed(argv)
+    _, unknown = parser.parse_known_args(argv)
+    return Line(args, tuple(unknown), tuple(parser._option_string_actions))
+
+
+# Megatron's and Megatron-Bridge's configs have other names for some of the arguments.
+_NAMES_OF_CONFIGS = {
+    "num_moe_experts": "num_experts",
+    "gated_linear_unit": "swiglu",
+    "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+}
+
+
+def parse_values(values: Mapping[str, Any]) -> Line:
+    """Megatron's arguments from ``values`` by their names, as a JSON file has them; others have
+    their defaults, and what is None has its own.
+
+    Raises:
+        ValueError: there is no such argument, or a value is not understood.
+    """
+    args, parser = _parsed(())
+    actions = {action.dest: action for action in parser._actions}
+    for given, value in values.items():
+        name = _NAMES_OF_CONFIGS.get(given, given)
+        if name not in actions:
+            meant = " or ".join(meant_by(name, actions))
+            raise ValueError(
+                f"Megatron has no argument {given}" + (f": did you mean {meant}?" if meant else "")
+            )
+        if value is not None:
+            setattr(args, name, _converted(actions[name], value))
+    if values.get("num_query_groups") and "group_query_attention" not in values:
+        args.group_query_attention = True  # which a config does not say
+    if args.max_position_embeddings is None:
+        args.max_position_embeddings = args.seq_length
+    return Line(args, (), tuple(parser._option_string_actions))
+
+
+def _converted(action: argparse.Action, value: Any) -> Any:
+    if not isinstance(value, str) or not callable(action.type):
+        return value
+    try:
+        return action.type(value)
+    except (argparse.ArgumentTypeError, KeyError, ValueError) as error:
+        raise ValueError(f"{action.dest} {value!r} is not understood: {error}") from None
+
+
+def _parsed(argv: Sequence[str]) -> tuple[Any, argparse.ArgumentParser]:
+    """Megatron's arguments, and the parser that knows them and our flags."""
     known: list[argparse.ArgumentParser] = []
 
     def ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -125,11 +187,9 @@ def parse(argv: Sequence[str]) -> Line:
 
     argv_before, sys.argv = sys.argv, [sys.argv[0], *argv]
     try:
-        args = arguments.parse_args(ours, ignore_unknown_args=True)
-        _, unknown = known[0].parse_known_args(argv)
+        return arguments.parse_args(ours, ignore_unknown_args=True), known[0]
     finally:
         sys.argv = argv_before
-    return Line(args, tuple(unknown), tuple(known[0]._option_string_actions))
 
 
 def least_world_size(args: Any) -> int:

@@ -106,12 +106,24 @@ def _check_load(flag: str, folder: str, step: int | None) -> Finding:
     if iteration != "release" and not iteration.isdecimal():
         text = f"{tracker} says {iteration!r}, which is no iteration"
         return Finding(Verdict.WRONG, "checkpoints", text, "write the last whole iteration there")
-    name = iteration if iteration == "release" else f"iter_{int(iteration):07d}"
+    name = _name_of(iteration)
     if not (tracker.parent / name).is_dir():
         text = f"{flag} {folder} has no {name}, which is to be loaded"
         iterations = ", ".join(sorted(path.name for path in tracker.parent.glob("iter_*"))[-3:])
         return Finding(Verdict.WRONG, "checkpoints", text, f"there are: {iterations or 'none'}")
     return Finding(Verdict.RIGHT, "checkpoints", f"{flag} {folder} has {name}")
+
+
+def iteration_to_load(folder: str, step: int | None) -> Path | None:
+    """The folder of the checkpoint that ``--load`` of ``folder`` takes; None if it is not here."""
+    if _check_load("--load", folder, step).verdict is not Verdict.RIGHT:
+        return None
+    iteration = str(step) if step is not None else (Path(folder) / TRACKER).read_text().strip()
+    return Path(folder) / _name_of(iteration)
+
+
+def _name_of(iteration: str) -> str:
+    return iteration if iteration == "release" else f"iter_{int(iteration):07d}"
 
 
 def _check_save(args: Any, needed: float | None) -> Finding:

@@ -7,21 +7,20 @@ from the arguments and the GPU's memory alone, which all ranks share, so that al
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from megatron_ext.adapter import model_bytes
-from megatron_ext.adapter.arguments import check, check_settings, problems, virtual_stages
-from megatron_ext.adapter.layers import layers_of_stages
+from megatron_ext.adapter.arguments import check
 from megatron_ext.config import PLAN, PipelineConfig, flag
+from megatron_ext.launch import Chosen
 from megatron_ext.launch_check import line as launch_line
 from megatron_ext.launch_check.importing import silently
+from megatron_ext.launch_check.variants import LineVariants, chunks_of, names_stages
 from megatron_ext.schedule.build.auto_spec import auto_searches
-from megatron_ext.schedule.build.registry import Mark, choose, entry_of
+from megatron_ext.schedule.build.registry import choose, entry_of
 from megatron_ext.schedule.model.gpus import USABLE
 from megatron_ext.schedule.plan.auto import AS_1F1B, in_words, longer, nothing_left
 from megatron_ext.schedule.plan.planner import (
@@ -35,8 +34,6 @@ from megatron_ext.schedule.plan.planner import (
 from megatron_ext.schedule.plan.recommendation import flags_of, slower_by
 from megatron_ext.schedule.words import counted
 
-VIRTUAL_STAGES = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
-
 # Switches of Megatron's that some schedules refuse and that are about speed alone: without them the
 # same is trained.
 FOR_SPEED = (
@@ -47,14 +44,6 @@ FOR_SPEED = (
     "use_transformer_engine_op_fuser",
 )
 WORTH_A_WORD = 0.005  # of a step
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """The flags that stand for ``--pipeline-schedule plan`` or ``auto``, and why, in a line."""
-
-    flags: tuple[str, ...]
-    why: str
 
 
 def choose_for(
@@ -91,26 +80,23 @@ def choose_for(
         tokens = launch_line.count_tokens(line.args)
         if not given and tokens is None and line.args.padded_vocab_size is None:
             methods &= {VocabMethod.NAIVE}  # whether dividing it is worth while cannot be told
+        variants = LineVariants(line.args, config, world_size, frozenset(methods), tokens)
         specs = None if is_plan else _searches(line.args, config)
-        launch = _Launch(line.args, config, world_size, frozenset(methods), tokens, specs)
-        return launch.choose(gpu_memory or _memory_here())
+        return _Launch(variants, specs).choose(gpu_memory or _memory_here())
 
 
 def _searches(args: Any, config: PipelineConfig) -> tuple[str, ...]:
-    """What an ``auto`` leaves open, with as many chunks as the launch line has virtual stages.
+    """What an ``auto`` leaves open, with as many chunks as the launch line has, if it has any.
 
     Raises:
         ValueError: there is none.
     """
-    asked, chunks = str(config.schedule), virtual_stages(args)
+    asked = str(config.schedule)
     searches = auto_searches(asked) or ()
-    if chunks is None:
+    if not names_stages(args):
         return searches
-    fitting = tuple(
-        spec
-        for spec in searches
-        if choose(spec).place(args.pipeline_model_parallel_size).chunks == chunks
-    )
+    ranks, chunks = args.pipeline_model_parallel_size, chunks_of(args)
+    fitting = tuple(spec for spec in searches if choose(spec).place(ranks).chunks == chunks)
     if not fitting:
         raise ValueError(
             f"{flag('schedule')} {asked} knows no schedule with {counted(chunks, 'stage')} on each "
@@ -146,12 +132,12 @@ class _Bound:
 
 @dataclass(frozen=True)
 class _Launch:
-    args: Any
-    config: PipelineConfig
-    world_size: int
-    methods: frozenset[VocabMethod]
-    tokens: int | None  # of the vocabulary, if it is known
+    line: LineVariants
     specs: tuple[str, ...] | None = None  # to choose from; None: all
+
+    @property
+    def config(self) -> PipelineConfig:
+        return self.line.config
 
     def choose(self, gpu_memory: float | None) -> Chosen:
         """Within the first of `_bounds` that leaves anything."""
@@ -159,25 +145,25 @@ class _Launch:
         for bound in self._bounds(gpu_memory):
             launch = self
             if bound.limit is not None:
-                launch = replace(self, config=replace(self.config, memory_limit=bound.limit))
-            plan = make_plan(launch.variant, bound.room, only_promising=True, specs=self.specs)
+                config = replace(self.config, memory_limit=bound.limit)
+                launch = replace(self, line=replace(self.line, config=config))
+            variant = launch.line.variant
+            plan = make_plan(variant, bound.room, only_promising=True, specs=self.specs)
             candidate = launch.first_that_starts(plan, bound)
             if candidate is not None:
                 words = _reason if self.specs is None else in_words
                 why = words(plan, candidate, bound.text)
                 why += launch.what_flags_hide(candidate, plan, bound)
-                return Chosen(_flags(candidate, bound), why)
+                rewritten = self.line.rewritten(candidate.schedule)
+                flags = (*_flags(candidate, bound), *rewritten.added)
+                return Chosen(flags, why, rewritten.dropped)
             whys |= dict.fromkeys(
                 plan.refusals.values() if self.specs is None else [nothing_left(plan)]
             )
-        nothing = f"{flag('schedule')} {self.config.schedule} finds no schedule {bound.text}"
-        for name in VIRTUAL_STAGES:
-            if getattr(self.args, name) is not None:
-                raise ValueError(
-                    f"{nothing} and with --{name.replace('_', '-')}: remove it, as a schedule "
-                    f"brings its own virtual stages"
-                )
-        raise ValueError(f"{nothing}: {'; '.join(whys)}")
+        raise ValueError(
+            f"{flag('schedule')} {self.config.schedule} finds no schedule {bound.text}: "
+            f"{'; '.join(whys)}"
+        )
 
     def _bounds(self, gpu_memory: float | None) -> Iterator[_Bound]:
         usable = None if gpu_memory is None else USABLE * gpu_memory
@@ -203,9 +189,8 @@ class _Launch:
     def _taken_by_1f1b(self) -> float | None:
         """Bytes of the fullest rank; None if it cannot run, or bytes are not known."""
         try:
-            variant = replace(self, methods=frozenset([VocabMethod.NAIVE])).variant(
-                "1f1b", VocabMethod.NAIVE
-            )
+            line = replace(self.line, methods=frozenset([VocabMethod.NAIVE]))
+            variant = line.variant("1f1b", VocabMethod.NAIVE)
             return None if variant is None else consider(variant, VocabMethod.NAIVE).fullest
         except ValueError:
             return None
@@ -217,7 +202,7 @@ class _Launch:
             limit = candidate.limit if bound.is_written else None
             written = None if limit is None else limit.written
             try:
-                check(*self._validated(candidate.schedule, candidate.method, written))
+                check(*self.line.validated(candidate.schedule, candidate.method, written))
             except ValueError:
                 continue
             return candidate
@@ -225,14 +210,14 @@ class _Launch:
 
     def what_flags_hide(self, taken: Candidate, plan: Plan, bound: _Bound) -> str:
         """A better choice that is refused for flags which are about speed alone, in words."""
-        given = [name for name in FOR_SPEED if getattr(self.args, name, False)]
+        given = [name for name in FOR_SPEED if getattr(self.line.args, name, False)]
         if not given:
             return ""
         without = self._without(given)
 
         def variant(name: str, method: VocabMethod) -> Variant | None:
             refused = (name, method) in plan.refusals and not entry_of(name).searches
-            return without.variant(name, method) if refused else None
+            return without.line.variant(name, method) if refused else None
 
         others = make_plan(variant, bound.room, True, better_than=taken, specs=self.specs)
         better = without.first_that_starts(others, bound)
@@ -253,49 +238,14 @@ class _Launch:
 
     def _without(self, names: Sequence[str]) -> _Launch:
         """This launch without the switches ``names``."""
-        args = copy.deepcopy(self.args)
-        for name in names:
-            setattr(args, name, False)
-        return replace(self, args=args)
+        return _Launch(self.line.with_values(dict.fromkeys(names, False)))
 
     def refuses(self, candidate: Candidate) -> bool:
         try:
-            self.variant(candidate.schedule, candidate.method)
+            self.line.variant(candidate.family, candidate.method)
         except ValueError:
             return True
         return False
-
-    def variant(self, name: str, method: VocabMethod) -> Variant | None:
-        """The problem of the schedule ``name``: that of the most microbatches.
-
-        Raises:
-            ValueError: Megatron or we refuse it with these arguments.
-        """
-        if method not in self.methods or entry_of(name).mark is not Mark.STABLE:
-            return None
-        args, config = self._validated(name, method)
-        check_settings(args, config)
-        problem = problems(args, config)[-1]
-        placement = problem.placement
-        model = None
-        is_hybrid = getattr(args, "hybrid_layer_pattern", None) is not None
-        if problem.costs.held_bytes is not None and not is_hybrid:  # whose bytes Megatron knows not
-            layers = layers_of_stages(args, placement)
-            model = model_bytes.bytes_of_ranks(args, placement, layers, method.vocabulary)
-        return Variant(config.choice, problem, model)
-
-    def _validated(
-        self, name: str, method: VocabMethod, limit: str | None = None
-    ) -> tuple[Any, PipelineConfig]:
-        """Arguments and settings as if the user had named these."""
-        limit = limit or self.config.memory_limit
-        config = replace(
-            self.config, schedule=name, vocab_parallel=method.vocabulary, memory_limit=limit
-        )
-        args = copy.deepcopy(self.args)
-        launch_line.validate(args, config, self.world_size)
-        launch_line.settle_vocabulary(args, config, self.tokens)
-        return args, config
 
 
 def _flags(candidate: Candidate, bound: _Bound) -> tuple[str, ...]:

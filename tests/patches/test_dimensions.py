@@ -1,18 +1,27 @@
-"""The dimensions that costs are estimated from, as Megatron's arguments and config tell them."""
+"""What costs are estimated from, as Megatron's arguments and config tell it."""
 
 from __future__ import annotations
+
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from megatron.core.transformer import TransformerConfig
 from megatron.training.training import num_floating_point_operations
 
-from megatron_ext.adapter.dimensions import costs_of_model, dimensions_of
-from megatron_ext.adapter.layers import symbols_of_layers
+from megatron_ext.adapter.dimensions import costs_of_arguments, costs_of_model, execution
 from megatron_ext.adapter.model_parts import ChunkSize
 from megatron_ext.launch_check import line as launch_line
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.model.estimate import GPU, estimate
+from megatron_ext.schedule.model.description import describe, layers_of
+from megatron_ext.schedule.model.execution import Execution, Precision
+from megatron_ext.schedule.model.model import Model, Stage
+from megatron_ext.schedule.model.operations.attention import looked_at
+from megatron_ext.schedule.model.operations.parts import flops_of
 from megatron_ext.schedule.placement import line
+from scripts.recipes.recipe import read_models
+from tests.helpers.documents import check_written, table
 from tests.helpers.megatron_runs import model_flags
 
 GROUPED = {"group_query_attention": True, "num_query_groups": 2}
@@ -27,9 +36,7 @@ def key_value_width(**flags: object) -> int:
         num_attention_heads=4,
         num_query_groups=2 if flags else None,
     )
-    (width,) = {
-        dimensions_of(settings, [4], 16, 1, 64).key_value_width for settings in (args, config)
-    }
+    (width,) = {describe(settings).key_value_width for settings in (args, config)}
     return width
 
 
@@ -42,9 +49,9 @@ def test_each_head_has_keys_of_its_own_unless_they_are_grouped() -> None:
 
 DELTA_NET: dict[str, object] = {
     "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 64,
+    "linear_key_head_dim": 128,  # Megatron's count takes keys' heads to be as wide as values'
     "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
+    "linear_num_key_heads": 8,
     "linear_num_value_heads": 32,
 }
 HYBRID: dict[str, object] = {
@@ -64,17 +71,20 @@ HYBRID: dict[str, object] = {
 }
 
 
+def counted(model: Model, run: Execution) -> float:
+    """Operations of a sample, in F, I and W."""
+    stage = Stage(model.layers, True, model.mtp_num_layers, True)
+    return sum(vars(flops_of(model, stage, run)).values())
+
+
 @pytest.mark.parametrize("symbol", "*-EGM")
 def test_layers_of_hybrid_models_have_megatrons_operations(symbol: str) -> None:
-    """Forward once, and twice backward; it counts the delta net's convolution too, which is none of
-    a percent."""
-
+    """Forward once, and twice backward; it leaves out the router and Mamba's convolution."""
     args = launch_line.parse(model_flags(**HYBRID)).args
     args.hybrid_layer_pattern = 3 * symbol
     args.padded_vocab_size = 64
     args.ffn_hidden_size = 2816
-    costs = estimate(dimensions_of(args, [3], args.seq_length, 1, args.padded_vocab_size), GPU)
-    ours = sum(map(sum, costs.seconds.values())) * GPU.operations
+    ours = counted(describe(args), execution(args, args.seq_length, 1))
     assert ours == pytest.approx(num_floating_point_operations(args, 1), rel=0.01)
 
 
@@ -84,8 +94,7 @@ def test_context_parallel_ranks_share_the_operations_of_a_sample() -> None:
     args.hybrid_layer_pattern = "***"
     args.padded_vocab_size = 64
     args.ffn_hidden_size = 2816
-    model = dimensions_of(args, [3], args.seq_length // 8, 1, args.padded_vocab_size)
-    ours = sum(map(sum, estimate(model, GPU).seconds.values())) * GPU.operations
+    ours = counted(describe(args), execution(args, args.seq_length, 1))
     assert 8 * ours == pytest.approx(num_floating_point_operations(args, 1), rel=0.01)
 
 
@@ -93,16 +102,60 @@ def test_attention_that_is_linear_but_in_every_fourth_layer() -> None:
     """As in Qwen3-Next: a stage with two full ones takes longer."""
     flags = {**HYBRID, "num_layers": 8, "linear_attention_freq": 4}
     args = launch_line.parse(model_flags(**flags)).args
-    assert symbols_of_layers(args) == []
+    assert layers_of(args) == ("*E",) * 8
     args.experimental_attention_variant = "gated_delta_net"
     args.moe_layer_freq = [0, *[1] * 7]
-    assert symbols_of_layers(args) == ["G-", "GE", "GE", "*E", "GE", "GE", "GE", "*E"]
+    assert layers_of(args) == ("G-", "GE", "GE", "*E", "GE", "GE", "GE", "*E")
     args.ffn_hidden_size = 4096
-    full, linear = (
-        sum(figures[1] for figures in estimate(model, GPU).seconds.values())
-        for model in (dimensions_of(args, layers, 2048, 1, 0) for layers in ([3, 1], [2, 1]))
+    args.mtp_num_layers = 1
+    assert describe(args).mtp_layer == "*E"
+
+
+def of(**settings: Any) -> SimpleNamespace:
+    sizes = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4}
+    return SimpleNamespace(**(sizes | settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "layers"),
+    [
+        ({}, ("*-",) * 4),
+        ({"num_experts": 8, "moe_layer_freq": 2}, ("*E", "*-") * 2),
+        ({"num_moe_experts": 8, "moe_layer_freq": [0, 1, 1, 1]}, ("*-", "*E", "*E", "*E")),
+        ({"window_size": (128, 0)}, ("w-",) * 4),
+        ({"window_size": (128, 0), "window_attn_skip_freq": 2}, ("w-", "*-") * 2),
+        ({"window_size": [-1, 0]}, ("*-",) * 4),
+        ({"hybrid_layer_pattern": "M*|-E/*-/*-"}, ("M", "*", "-", "E")),
+    ],
+)
+def test_what_each_layer_is(settings: dict[str, Any], layers: tuple[str, ...]) -> None:
+    """As Megatron reads its frequencies: of windows from 1, of experts from 0."""
+    assert layers_of(of(**settings)) == layers
+
+
+def test_what_is_read_of_settings() -> None:
+    """What stands there in another name, or not at all; and what nobody has described."""
+    model = describe(of(num_moe_experts=8, ffn_hidden_size=96, gated_linear_unit=True))
+    assert (model.num_experts, model.moe_ffn_hidden_size, model.num_query_groups) == (8, 96, 4)
+    assert model.gated_linear_unit and not model.unknown
+    hybrid = describe(of(hybrid_layer_pattern="M*/*E/*E", mamba_head_dim=8))
+    assert (hybrid.mtp_num_layers, hybrid.mtp_layer, hybrid.mamba_num_heads) == (2, "*E", 8)
+    odd = describe(of(hybrid_layer_pattern="D*", enable_hyper_connections=True))
+    assert odd.unknown == ("hyper connections", "layers D of the pattern")
+    run = execution(
+        of(
+            bf16=True,
+            fp8="hybrid",
+            tensor_model_parallel_size=2,
+            recompute_granularity="selective",
+            cp_comm_type=["a2a"],
+        ),
+        64,
+        1,
     )
-    assert full != linear
+    assert run.precision is Precision.FP8 and run.element_bytes == 2
+    assert run.recompute_modules == {"core_attn"} and run.expert_tensor_parallel == 2
+    assert run.context_exchange == "a2a"
 
 
 def test_layers_whose_work_is_not_known_have_equal_costs() -> None:
@@ -116,7 +169,110 @@ def test_layers_whose_work_is_not_known_have_equal_costs() -> None:
             1,
             is_told=False,
         )
-        for last in ("--", "+-")
+        for last in ("--", "D-")
     )
     assert known.seconds[Kind.FORWARD][0] != known.seconds[Kind.FORWARD][1]
     assert set(map(max, unknown.seconds.values())) == set(map(min, unknown.seconds.values())) == {1}
+
+
+def test_a_stage_has_the_costs_of_its_own_layers() -> None:
+    """Experts were counted as one dense MLP each, and the same on every stage."""
+    flags = {**HYBRID, "num_layers": 4, "tensor_model_parallel_size": 1}
+    args = launch_line.parse(model_flags(**flags)).args
+    args.moe_layer_freq = [0, 0, 1, 1]
+    args.ffn_hidden_size, args.padded_vocab_size = 8192, 0
+    dense, routed = costs_of_arguments(args, line(2)).seconds[Kind.FORWARD]
+    assert dense > 2 * routed
+
+
+# ---- Operations model by model, against Megatron's own count
+
+TOKENS = 4096
+# What Megatron's count asks for, and a model may leave out.
+UNSET = {
+    "moe_layer_freq": 1,
+    "moe_router_topk": 0,
+    "mamba_state_dim": 128,
+    "mamba_head_dim": 64,
+    "mamba_num_groups": 8,
+    "ffn_hidden_size": 0,
+    **dict.fromkeys(
+        (
+            *("num_experts", "mtp_num_layers", "moe_latent_size", "moe_ffn_hidden_size"),
+            *("moe_shared_expert_intermediate_size", "experimental_attention_variant"),
+            *("hybrid_layer_pattern", "attention_output_gate", "group_query_attention"),
+            *("multi_latent_attention", "swiglu", "q_lora_rank", "linear_attention_freq"),
+            *("linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads"),
+            *("linear_num_value_heads", "linear_conv_kernel_dim", "mamba_num_heads"),
+        )
+    ),
+}
+MODELS = read_models()
+
+
+def differences(model: Model) -> dict[str, float]:
+    """What of ours Megatron's count has not, or has as something else, by name, per token."""
+    hidden, depths = model.hidden_size, model.mtp_num_layers
+    parts = "".join(model.layers) + depths * model.mtp_layer
+    experts, latent = parts.count("E"), parts.count("*") * model.multi_latent_attention
+    is_hybrid = len(model.layers[0]) == 1
+    found = {
+        "routers": 6 * hidden * model.num_experts * experts,
+        "shared experts' gates": 6 * hidden * experts * model.moe_shared_expert_gate,
+        "sliding windows": parts.count("w")
+        * 12
+        * model.query_width
+        * (looked_at(TOKENS, model.window_size) - TOKENS / 2),
+        "norms as products": -6
+        * (
+            latent * (model.q_lora_rank + model.kv_lora_rank)
+            + depths * 3 * hidden * (not is_hybrid)
+        ),
+        "a depth's projection": 6 * 2 * hidden**2 * depths * is_hybrid,
+    }
+    if "M" in parts:
+        convolved = model.mamba_num_heads * model.mamba_head_dim
+        convolved += 2 * model.mamba_num_groups * model.mamba_state_dim
+        found["Mamba's convolutions"] = parts.count("M") * 6 * 4 * convolved
+    if depths and model.layers[-1][-1] == "E" and model.mtp_layer[-1] == "-":
+        active = model.moe_router_topk * model.moe_ffn_hidden_size
+        active += model.moe_shared_expert_intermediate_size
+        found["depths' MLPs, which are dense"] = (
+            18 * hidden * depths * (model.ffn_hidden_size - active)
+        )
+    if "G" in parts and depths:  # its pattern goes on over depths, the model's layer does not
+        one = Stage(("*",)), Stage(("G",))
+        full, linear = (
+            sum(vars(flops_of(model, stage, Execution(TOKENS))).values()) / TOKENS for stage in one
+        )
+        found["a depth's attention, which is full"] = depths * (full - linear)
+    return {what: figure for what, figure in found.items() if figure}
+
+
+@cache
+def compared(name: str) -> tuple[float, float, dict[str, float]]:
+    """Operations of a token by Megatron's count and by ours, and what is between them."""
+    settings = SimpleNamespace(**(UNSET | dict(MODELS[name]) | {"seq_length": TOKENS}))
+    model = describe(settings)
+    settings.mtp_num_layers = model.mtp_num_layers
+    theirs = num_floating_point_operations(settings, 1) / TOKENS
+    return theirs, counted(model, Execution(TOKENS)) / TOKENS, differences(model)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_operations_of_public_models_are_megatrons_but_for_what_it_leaves_out(name: str) -> None:
+    theirs, ours, named = compared(name)
+    assert ours == pytest.approx(theirs + sum(named.values()), rel=1e-5)
+
+
+def test_the_page_has_what_megatrons_count_leaves_out() -> None:
+    rows = []
+    for name in MODELS:
+        theirs, ours, named = compared(name)
+        shares = {what: figure / theirs for what, figure in named.items()}
+        largest = sorted(shares, key=lambda what: -abs(shares[what]))
+        words = [f"{what} {shares[what]:+.2%}" for what in largest if abs(shares[what]) >= 5e-5]
+        difference = f"{ours / theirs - 1:+.2%}" if words else "0"
+        rows.append([name, f"{theirs / 1e9:.1f}", difference, ", ".join(words)])
+    head = ["model", "Megatron's count, 1e9", "ours", "of it"]
+    check_written("operations", table(head, rows), "estimated-costs.md")

@@ -12,9 +12,10 @@ import torch
 from megatron_ext.adapter.arguments import check
 from megatron_ext.config import from_argv, from_environment
 from megatron_ext.installation import install
+from megatron_ext.launch import Chosen, without
 from megatron_ext.launch_check import line as launch_line
 from megatron_ext.launch_check.check import check_launch
-from megatron_ext.launch_check.plan import Chosen, choose_for
+from megatron_ext.launch_check.plan import choose_for
 from megatron_ext.launch_check.report import Finding, Verdict
 from megatron_ext.launch_check.words import Launch
 from megatron_ext.patches.engine import applied
@@ -119,10 +120,14 @@ def test_doctor_says_what_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan.startswith(f"takes --pipeline-schedule {report.prediction.schedule} ")
 
 
-def test_virtual_stages_that_no_schedule_has_are_refused_in_one_line() -> None:
-    """Each schedule said so by itself, in 22 lines."""
-    with pytest.raises(ValueError, match="with --num-virtual-stages-per-pipeline-rank: remove it"):
-        chosen(num_layers=12, num_virtual_stages_per_pipeline_rank=3)
+def test_virtual_stages_of_the_line_go_where_a_schedule_has_others() -> None:
+    """A line with three chunks a rank was refused; under a V it has two."""
+    words, choice = chosen(num_layers=12, num_virtual_stages_per_pipeline_rank=3)
+    assert choice.dropped == ("--num-virtual-stages-per-pipeline-rank",)
+    left = without(words, choice.dropped)
+    assert len(left) == len(words) - 2 and makespan(left, *choice.flags) > 0
+    words, choice = chosen(num_layers=7, pipeline_model_parallel_layout="E|tt|tt|tt|t|L")
+    assert choice.dropped == () and "--pipeline-model-parallel-layout" in choice.flags
 
 
 def test_it_wants_a_launch_line() -> None:

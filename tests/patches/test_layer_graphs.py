@@ -22,7 +22,7 @@ from megatron.core.transformer import cuda_graphs
 from torch import nn
 
 from megatron_ext.adapter.compatibility import refuse, refuse_order
-from megatron_ext.adapter.dimensions import estimated_costs
+from megatron_ext.adapter.dimensions import execution
 from megatron_ext.adapter.transformer_engine import layer_graphs
 from megatron_ext.adapter.transformer_engine.capture_order import (
     capture_order,
@@ -39,6 +39,10 @@ from megatron_ext.patches.megatron.core.tensor_parallel import layers as split_l
 from megatron_ext.patches.megatron.core.transformer import cuda_graphs as patched
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.build.registry import choose
+from megatron_ext.schedule.model.description import describe
+from megatron_ext.schedule.model.estimate import estimate
+from megatron_ext.schedule.model.model import stages_of
+from megatron_ext.schedule.model.rates import CPU
 from megatron_ext.schedule.problem import Extras, Offload, VocabularyParallel
 from tests.helpers import graphs_on_cpu
 from tests.helpers import transformer_engine_on_cpu as on_cpu
@@ -296,8 +300,8 @@ def test_costs_know_what_is_captured(parts: list[str], share: float, line: str) 
     settings = SimpleNamespace(**MODEL, cuda_graph_modules=parts)
     plain = SimpleNamespace(**MODEL | {"cuda_graph_impl": "none"}, cuda_graph_modules=parts)
     before, costs = (
-        estimated_costs(s, [4, 4], sequence=16, micro_batch=1, vocabulary=0)
-        for s in (plain, settings)
+        estimate(model, stages_of(model, [4, 4]), execution(s, 16, 1), CPU)
+        for s, model in ((s, describe(s)) for s in (plain, settings))
     )
     f, i, w = (
         costs.seconds[k][0] for k in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)

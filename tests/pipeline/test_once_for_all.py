@@ -16,8 +16,8 @@ import pytest
 import torch.distributed as dist
 
 from megatron_ext.config import PipelineConfig
+from megatron_ext.launch import Chosen
 from megatron_ext.launch_check import chosen_plan, plan
-from megatron_ext.launch_check.plan import Chosen
 from megatron_ext.runtime.store import once_for_all as waiting
 from megatron_ext.runtime.store.once_for_all import once_for_all, store_of_all
 from megatron_ext.schedule.program.verify import InvalidSchedule
@@ -151,4 +151,4 @@ def test_one_rank_chooses_the_plan_for_all(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(plan, "choose_for", choose_for)
     with agent_store() as port:
         results = values(run_ranks(2, lambda rank: on_rank(rank, port), connect=False))
-    assert results == [((("--a",), "why"), 1), ((("--a",), "why"), 0)]
+    assert results == [(Chosen(("--a",), "why"), 1), (Chosen(("--a",), "why"), 0)]

@@ -101,6 +101,7 @@ SETTINGS = {
 TRAINED = (
     *("zb-v", "v-half", "interleaved-zb", "gis"),
     *at_night("v-auto", "v-min", "1f1b-v", "dualpipe-v", "interleaved", "breadth-first", "gis-h"),
+    *at_night("chimera", "units:u=2"),
 )
 PARITY = [
     *each_once(["pp2 untied", "pp4"], TRAINED),
@@ -112,6 +113,8 @@ PARITY = [
     # What is parallel besides, and bf16: test_matrix.py has a line, a V and a loop with each.
     *at_night(
         ("pp4, 16 layers", "hanayo"),
+        ("pp4, 16 layers", "bitpipe"),
+        ("pp2 untied", "bitpipe"),
         ("pp3", "zb-v"),
         ("pp8", "zb-v"),
         ("pp8", "v-half"),
@@ -242,6 +245,13 @@ def test_full_recompute() -> None:
         recompute_method="uniform",
         recompute_num_layers=1,
     )
+    assert_same(runs, stock("pp2")[0])
+
+
+def test_passes_that_run_again() -> None:
+    """All of a training's, and none of an evaluation's."""
+    runs = resume("pp2", pipeline_schedule="zb-v", pipeline_recompute="first:4")
+    assert evaluations(runs)
     assert_same(runs, stock("pp2")[0])
 
 

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from megatron.training import training
 from torch import Tensor
 
-from megatron_ext.schedule.model.model import Model
+from megatron_ext.schedule.model.model import stages_of
 from megatron_ext.schedule.model.model_memory import TrainingState, bytes_of_ranks
+from megatron_ext.schedule.model.short_form import Described
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import VocabularyParallel
 from tests.helpers.combinations import at_night, each_once
@@ -120,8 +121,9 @@ def test_what_each_rank_holds(
         held_by_model = sum(held.values()) - held["logits"]
         print(f"| {vocabulary}k | {way} | {rank} | {held_by_model} | {held['logits']} |")
 
-    model = Model(RANKS, HIDDEN, 2, SEQUENCE, tokens)
-    expected = bytes_of_ranks(model.on_stages([1] * RANKS, 1), line(RANKS), way, TrainingState())
+    gpt = Described(RANKS, HIDDEN, 2, SEQUENCE, tokens)
+    stages = stages_of(gpt.model, [1] * RANKS)
+    expected = bytes_of_ranks(gpt.model, stages, gpt.execution(), line(RANKS), way, TrainingState())
     for held, bytes_ in zip(figures, expected, strict=True):
         assert (held["weights"], held["gradients"], held["optimizer"]) == (
             bytes_.weights,

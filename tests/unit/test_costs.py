@@ -1,7 +1,6 @@
-"""What users write about a schedule: costs, limits and names; and costs estimated from a model."""
+"""What users write about a schedule: costs, limits and names."""
 
 import json
-import math
 import resource
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,9 +13,8 @@ from hypothesis import given
 
 import megatron_ext
 from megatron_ext.config import from_argv, from_environment
-from megatron_ext.schedule.action import Action, Kind, parse
+from megatron_ext.schedule.action import Kind, parse
 from megatron_ext.schedule.build import registry
-from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import FamilyEntry, choose, entries
 from megatron_ext.schedule.costs import Costs, VocabularyCosts, uniform
 from megatron_ext.schedule.costs_text import (
@@ -28,14 +26,6 @@ from megatron_ext.schedule.costs_text import (
 )
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
-from megatron_ext.schedule.model.estimate import (
-    CPU,
-    GPU,
-    ModelDimensions,
-    attention,
-    estimate,
-    mlp,
-)
 from megatron_ext.schedule.placement import Placement, line
 from megatron_ext.schedule.problem import Problem, VocabularyParallel
 from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, memory_curve, peaks
@@ -315,202 +305,7 @@ def test_messages_hold_nothing() -> None:
     assert memory_curve(with_messages, amount) == memory_curve(passes, amount) == [3, 3]
 
 
-# ---- Estimated costs
-
-GPT = ModelDimensions(
-    layers=(4, 4, 4, 4),
-    hidden=2048,
-    ffn_hidden=8192,
-    query_width=2048,
-    key_value_width=2048,
-    gated=False,
-    heads=16,
-    sequence=4096,
-    micro_batch=1,
-    vocabulary=0,
-)
-
-
-def ratios(model: ModelDimensions, stage: int = 0) -> tuple[float, float]:
-    """I and W of a stage, F being 1."""
-    seconds = estimate(model, GPU).seconds
-    return seconds[I][stage] / seconds[F][stage], seconds[W][stage] / seconds[F][stage]
-
-
-def test_estimate_of_a_known_model() -> None:
-    """A layer of width h has 24 h^2 operations a token, causal attention 2 h s (Narayanan)."""
-    h, s = 2048, 4096
-    (seconds, *_) = estimate(GPT, GPU).seconds[F]
-    assert seconds * GPU.operations == pytest.approx(4 * s * (24 * h * h + 2 * h * s))
-
-
-def test_products_cost_the_same_three_times() -> None:
-    i, w = ratios(replace(GPT, sequence=1))
-    assert i == pytest.approx(1, abs=1e-3)
-    assert w == pytest.approx(1, abs=1e-3)
-
-
-def test_attention_has_no_weight_gradient() -> None:
-    i, w = ratios(GPT)
-    assert w < 1 < i
-    assert i + w == pytest.approx(2)  # forward once, backward twice
-    longer_i, longer_w = ratios(replace(GPT, sequence=4 * GPT.sequence))
-    assert longer_i > i
-    assert longer_w < w
-
-
-def test_recompute_runs_the_forward_again_in_i() -> None:
-    i, w = ratios(GPT)
-    again_i, again_w = ratios(replace(GPT, recompute=True))
-    assert again_i == pytest.approx(i + 1)
-    assert again_w == pytest.approx(w)
-    held, again = (
-        estimate(GPT, GPU).held_bytes,
-        estimate(replace(GPT, recompute=True), GPU).held_bytes,
-    )
-    assert held is not None
-    assert again is not None
-    assert again[Held.ACTIVATION][0] == held[Held.ACTIVATION][0] / 17
-
-
-@pytest.mark.parametrize(
-    ("modules", "stored"),
-    [([], 34), (["layernorm"], 34 - 4), (["mlp"], 34 - 16), (["layernorm", "mlp"], 34 - 20)],
-)
-def test_modules_that_are_run_again_are_not_stored(modules: list[str], stored: int) -> None:
-    """34 bytes a token and unit of width: 4 are the norms' outputs, 16 the activation's input and
-    output (Korthikanti et al. 2022). What is not stored need not travel."""
-    model = replace(GPT, recompute_modules=frozenset(modules))
-    costs = estimate(model, GPU)
-    assert costs.held_bytes is not None
-    held = costs.held_bytes[Held.ACTIVATION][0]
-    assert held == 4 * 4096 * 2048 * stored
-    assert costs.host is not None
-    for kind in (Kind.OFFLOAD_F, Kind.RELOAD_F):
-        assert costs.host.seconds[kind][0] == pytest.approx(held / GPU.host)
-    products = 4 * 4096 * 2 * 8 * 2048**2 if "mlp" in modules else 0  # of the MLP, once more
-    more = costs.seconds[I][0] - estimate(GPT, GPU).seconds[I][0]
-    assert more * GPU.operations == pytest.approx(products)
-
-
-def test_the_head_is_on_the_last_stage() -> None:
-    without, costs = estimate(GPT, GPU), estimate(replace(GPT, vocabulary=50304), GPU)
-    head = 2 * 4096 * 2048 * 50304 / GPU.operations
-    for kind in (F, I, W):
-        assert costs.seconds[kind][:3] == without.seconds[kind][:3]
-        assert costs.seconds[kind][3] == pytest.approx(without.seconds[kind][3] + head)
-    assert costs.held_bytes is not None
-    assert without.held_bytes is not None
-    logits = 4096 * 50304 * 4
-    for held in (Held.ACTIVATION, Held.WEIGHT_INPUTS):
-        figures = costs.held_bytes[held]
-        assert figures[3] == pytest.approx(without.held_bytes[held][3] + logits)
-
-
-def test_multi_token_prediction_is_on_the_last_stage() -> None:
-    """Each depth is a layer, a projection of two widths to one, and the output layer once more."""
-    tokens, h, rows, depths = 4096, 2048, 50304, 2
-    model = replace(GPT, vocabulary=rows)
-    without, costs = estimate(model, GPU), estimate(replace(model, depths=depths), GPU)
-    projection, head = 2 * tokens * 2 * h * h, 2 * tokens * h * rows
-    for kind in (F, I, W):
-        layer = estimate(GPT, GPU).seconds[kind][0] / 4
-        more = depths * (layer + (projection + head) / GPU.operations)
-        assert costs.seconds[kind][:3] == without.seconds[kind][:3]
-        assert costs.seconds[kind][3] == pytest.approx(without.seconds[kind][3] + more)
-    assert costs.vocabulary is not None and without.vocabulary is not None
-    heads = [(1 + depths) * part for part in without.vocabulary.head]
-    assert costs.vocabulary.head == pytest.approx(heads)
-    assert costs.vocabulary.logits_bytes == (1 + depths) * tokens * rows * 4
-    layers = replace(model, layers=(4, 4, 4, 4 + depths))
-    assert costs.held_bytes is not None
-    for held in (Held.ACTIVATION, Held.WEIGHT_INPUTS):
-        of_layers = (estimate(layers, GPU).held_bytes or {})[held]
-        logits = depths * tokens * rows * 4
-        of_projections = costs.held_bytes[held][3] - of_layers[3] - logits
-        assert 0 < of_projections < 0.2 * of_layers[3]
-
-
-def test_layers_that_are_not_alike_are_counted_by_what_they_do() -> None:
-    """A transformer layer is attention and an MLP, also where a pattern has them apart."""
-    apart = [attention(GPT) * 4 + mlp(GPT) * 4] * 4
-    assert estimate(replace(GPT, work=apart), GPU) == estimate(GPT, GPU)
-    attentions, mlps = (estimate(replace(GPT, work=[w(GPT)] * 4), GPU) for w in (attention, mlp))
-    assert mlps.seconds[F] == mlps.seconds[I] == mlps.seconds[W]
-    assert attentions.seconds[W] < attentions.seconds[F] < attentions.seconds[I]
-
-
-def test_layers_are_counted_per_stage() -> None:
-    seconds = estimate(replace(GPT, layers=(2, 4, 4, 0)), GPU).seconds[F]
-    assert seconds[1] == pytest.approx(2 * seconds[0])
-    assert seconds[3] == 0
-
-
-ALONE = replace(GPU, peers=math.inf)  # nobody is waited for
-FOUR = replace(GPT, tensor_parallel=4)
-
-
-def test_tensor_parallel_ranks_share_the_work() -> None:
-    alone, four = estimate(GPT, GPU), estimate(FOUR, ALONE)
-    for kind in (F, I, W):
-        assert four.seconds[kind] == pytest.approx([s / 4 for s in alone.seconds[kind]])
-    assert four.hop == alone.hop / 4
-
-
-def test_tensor_parallel_ranks_wait_for_one_another() -> None:
-    """A layer has two pairs of matrices, of which each gathers and scatters once in F and in I. W
-    has nothing to wait for; B hides reductions behind weight gradients of second matrices, as I and
-    W do that follow one another."""
-    layers = replace(FOUR, vocabulary=0)
-    exchanged = 4 * GPT.sequence * GPT.micro_batch * GPT.hidden * GPT.element_bytes * 3 / 4
-    once = exchanged / GPU.peers * GPT.layers[0]
-    waiting, alone = estimate(layers, GPU), estimate(layers, ALONE)
-    for kind, more in ((F, once), (I, once), (W, 0.0)):
-        assert waiting.seconds[kind][1] == pytest.approx(alone.seconds[kind][1] + more)
-    assert waiting.spared_on(1) == pytest.approx(once / 2)
-    whole = Action(1, Kind.FULL_BACKWARD, 0)
-    assert waiting.of(whole) == pytest.approx(alone.of(whole) + once / 2)
-    assert not any(alone.spared)
-    together = estimate(replace(layers, sequence_parallel=False), GPU)
-    assert together.seconds[F][1] == pytest.approx(waiting.seconds[F][1])
-    assert together.spared_on(1) > waiting.spared_on(1), "nothing but reductions"
-    again = estimate(replace(layers, recompute=True), GPU)
-    recomputed = (
-        again.seconds[I][1] - estimate(replace(layers, recompute=True), ALONE).seconds[I][1]
-    )
-    assert recomputed == pytest.approx(2 * once)
-
-
-def test_what_w_gathers_again_hides_behind_its_products() -> None:
-    """Unless it takes longer; and what waits for W is then a rank's part."""
-    local = replace(FOUR, vocabulary=0, gathers_again=frozenset(["inputs"]))
-    kept = replace(local, gathers_again=frozenset())
-    both = replace(FOUR, vocabulary=0)
-    assert estimate(local, GPU).seconds[W] == estimate(kept, GPU).seconds[W]
-    slow = replace(GPU, peers=1e9)
-    assert estimate(local, slow).seconds[W][1] > estimate(kept, slow).seconds[W][1]
-    held = [
-        estimate(model, GPU).held_bytes[Held.WEIGHT_INPUTS][1]  # type: ignore[index]
-        for model in (kept, local, both, replace(both, sequence_parallel=False))
-    ]
-    inputs = GPT.sequence * GPT.micro_batch * GPT.hidden * GPT.element_bytes * 2 * GPT.layers[0]
-    assert held[0] - held[1] == held[1] - held[2] == pytest.approx(inputs * 3 / 4)
-    assert held[3] == held[0], "every rank has them whole"
-
-
-def test_layers_in_userbuffers_leave_nothing_to_w() -> None:
-    """Or the first matrices of each pair alone, where their reduction is within a product."""
-    layers = replace(FOUR, vocabulary=0)
-    split = estimate(layers, ALONE)
-    all_whole = estimate(replace(layers, userbuffers=frozenset(["row", "column"])), GPU)
-    rows_whole = estimate(replace(layers, userbuffers=frozenset(["row"])), GPU)
-    assert not any(all_whole.seconds[W]) and not any(all_whole.held_bytes[Held.WEIGHT_INPUTS])  # type: ignore[index]
-    assert 0 < rows_whole.seconds[W][1] < split.seconds[W][1]
-    for costs in (all_whole, rows_whole):
-        assert costs.seconds[F] == pytest.approx(split.seconds[F])
-        whole = Action(1, Kind.FULL_BACKWARD, 0)
-        assert costs.of(whole) == pytest.approx(split.of(whole))
-        assert not any(costs.spared)
+# ---- Costs that depend on what follows
 
 
 def test_a_w_right_behind_its_i_is_spared_what_b_is() -> None:
@@ -522,21 +317,6 @@ def test_a_w_right_behind_its_i_is_spared_what_b_is() -> None:
     }
     assert list(ends.values()) == [9, 9.5, 9]
     assert lower_bound(problem, splits_backward=True) <= 9
-
-
-def test_a_slower_machine_takes_longer_and_holds_as_much() -> None:
-    fast, slow = estimate(GPT, GPU), estimate(GPT, CPU)
-    for kind in (F, I, W):
-        times = GPU.operations / CPU.operations
-        assert slow.seconds[kind] == pytest.approx([s * times for s in fast.seconds[kind]])
-    assert slow.hop == pytest.approx(fast.hop * GPU.bytes / CPU.bytes)
-    assert slow.held_bytes == fast.held_bytes
-
-
-def test_estimates_serve_a_schedule() -> None:
-    costs = estimate(replace(GPT, vocabulary=50304), GPU)
-    problem = Problem(line(4), 8, costs, parse_limit("60GiB", 4, 8))
-    assert build_program(choose("zb-h1"), problem).problem.costs.origin.startswith("estimated")
 
 
 # ---- Names

@@ -17,24 +17,15 @@ from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs, uniform
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit
-from megatron_ext.schedule.model.estimate import GPU, ModelDimensions, estimate
+from megatron_ext.schedule.model.estimate import estimate
+from megatron_ext.schedule.model.gpus import GPU
+from megatron_ext.schedule.model.model import stages_of
+from megatron_ext.schedule.model.short_form import Described
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.memory import in_bytes, peaks
 from megatron_ext.schedule.program.simulate import simulate
 
-MODEL = ModelDimensions(
-    layers=(4, 4, 4, 4),
-    hidden=2048,
-    ffn_hidden=8192,
-    query_width=2048,
-    key_value_width=2048,
-    gated=False,
-    heads=16,
-    sequence=2048,
-    micro_batch=1,
-    vocabulary=50304,
-)
-LIGHT_END = replace(MODEL, layers=(6, 6, 6, 2))
+EVEN, LIGHT_END = (4, 4, 4, 4), (6, 6, 6, 2)
 LINE = choose("zb-h1")
 V = choose("zb-v")
 
@@ -44,14 +35,20 @@ def problem(costs: Costs, limit: int | None = None, spec: str = "zb-h1") -> Prob
     return Problem(choose(spec).place(4), 8, costs, held)
 
 
+def costs_of(layers: tuple[int, ...], depths: int = 0) -> Costs:
+    gpt = Described(sum(layers), hidden=2048, heads=16, sequence=2048, vocabulary=50304)
+    model = replace(gpt.model, mtp_num_layers=depths)
+    return estimate(model, stages_of(model, layers), gpt.execution(), GPU)
+
+
 def on_v() -> Costs:
     """Costs of a V's eight stages."""
-    return estimate(replace(MODEL, layers=(2,) * 8), GPU)
+    return costs_of((2,) * 8)
 
 
 def test_it_waits_on_a_rank_that_holds_less_than_others() -> None:
     """The last rank has a layer less, as is usual with a large vocabulary: there is room."""
-    program = place_output_layer(LINE, problem(estimate(LIGHT_END, GPU)))
+    program = place_output_layer(LINE, problem(costs_of(LIGHT_END)))
     assert output_layer_waits(program)
     held = peaks(program.schedule, in_bytes(program.problem.costs))
     assert held[-1] <= max(held[:-1])
@@ -75,7 +72,7 @@ def test_it_comes_with_the_input_gradient_where_all_ranks_hold_the_same() -> Non
 
 def test_a_limit_in_bytes_decides() -> None:
     """2bp keeps all microbatches' logits until the end, if they wait."""
-    costs, all_at_the_end = estimate(MODEL, GPU), choose("2bp")
+    costs, all_at_the_end = costs_of(EVEN), choose("2bp")
     with_room = place_output_layer(all_at_the_end, problem(costs, 2**40))
     assert output_layer_waits(with_room)
     peak = max(peaks(with_room.schedule, in_bytes(costs)))
@@ -85,7 +82,7 @@ def test_a_limit_in_bytes_decides() -> None:
 
 
 def test_it_waits_only_where_that_is_sooner() -> None:
-    costs = estimate(LIGHT_END, GPU)
+    costs = costs_of(LIGHT_END)
     program = place_output_layer(LINE, problem(costs))
     at_once = place_output_layer(LINE, problem(replace(costs, held_bytes=None)))
     assert output_layer_waits(program) and not output_layer_waits(at_once)
@@ -95,7 +92,7 @@ def test_it_waits_only_where_that_is_sooner() -> None:
 
 def test_it_does_not_wait_where_it_cannot() -> None:
     """A weight that multi-token prediction looks up in: its costs have nothing left for W."""
-    costs = estimate(replace(LIGHT_END, depths=1), GPU)
+    costs = costs_of(LIGHT_END, depths=1)
     assert output_layer_waits(place_output_layer(LINE, problem(costs, 2**40)))
     at_once = with_input_gradient(costs)
     assert with_input_gradient(at_once) == at_once

@@ -22,8 +22,11 @@ from megatron_ext.schedule.costs import Costs, VocabularyCosts
 from megatron_ext.schedule.costs_text import load_costs, save_costs
 from megatron_ext.schedule.kinds import RULES, Held
 from megatron_ext.schedule.limit import MemoryLimit
-from megatron_ext.schedule.model.estimate import CPU, ModelDimensions, estimate
+from megatron_ext.schedule.model.estimate import estimate
 from megatron_ext.schedule.model.measured_costs import RankFigures, measured_costs, medians
+from megatron_ext.schedule.model.model import stages_of
+from megatron_ext.schedule.model.rates import CPU
+from megatron_ext.schedule.model.short_form import Described
 from megatron_ext.schedule.placement import Placement, line
 from megatron_ext.schedule.problem import Extras, Problem, VocabularyParallel
 from megatron_ext.schedule.program.memory import in_microbatches, peaks
@@ -38,20 +41,9 @@ RANKS, MICROBATCHES = 4, 8
 
 
 def estimated(placement: Placement, vocabulary: int = 2000) -> Costs:
-    layers = [16 // placement.stages] * placement.stages
-    model = ModelDimensions(
-        layers=layers,
-        hidden=128,
-        ffn_hidden=512,
-        query_width=128,
-        key_value_width=128,
-        gated=False,
-        heads=4,
-        sequence=64,
-        micro_batch=2,
-        vocabulary=vocabulary,
-    )
-    return estimate(model, CPU)
+    gpt = Described(16, hidden=128, heads=4, sequence=64, micro_batch=2, vocabulary=vocabulary)
+    stages = stages_of(gpt.model, gpt.model.evenly(placement.stages))
+    return estimate(gpt.model, stages, gpt.execution(), CPU)
 
 
 def real(costs: Costs) -> Costs:

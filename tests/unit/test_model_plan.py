@@ -18,8 +18,9 @@ from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
 from megatron_ext.schedule.model.gpus import GPUS, USABLE, parse_gpu
-from megatron_ext.schedule.model.model import Model, parse_model
-from megatron_ext.schedule.model.model_memory import TrainingState, bytes_of_ranks
+from megatron_ext.schedule.model.model import stages_of
+from megatron_ext.schedule.model.model_memory import ModelBytes, TrainingState, bytes_of_ranks
+from megatron_ext.schedule.model.short_form import Described, parse_model
 from megatron_ext.schedule.placement import Placement, line, v
 from megatron_ext.schedule.plan.model_plan import Training
 from megatron_ext.schedule.plan.plan_report import plan_report, side_by_side
@@ -53,13 +54,14 @@ MODEL = parse_model("layers=16,hidden=1024,heads=8,sequence=2048,vocabulary=6553
 
 
 def training(**changes: Any) -> Training:
+    gpt = changes.pop("gpt", MODEL)
     given: dict[str, Any] = {
-        "model": MODEL,
+        "model": gpt.model,
+        "execution": gpt.execution(),
         "state": TrainingState(),
-        "tensor_parallel": 1,
         "ranks": 4,
         "microbatches": 8,
-        "rates": GPUS["h100"].rates,
+        "rates": GPUS["h100"].rates(),
     }
     return Training(**(given | changes))
 
@@ -86,11 +88,22 @@ def best_of(made: Plan) -> Candidate:
 # ---- Memory of the model
 
 
+def bytes_of(
+    gpt: Described,
+    placement: Placement,
+    state: TrainingState,
+    vocabulary: VocabularyParallel = VocabularyParallel.NONE,
+    tensor_parallel: int = 1,
+) -> list[ModelBytes]:
+    stages = stages_of(gpt.model, gpt.model.evenly(placement.stages))
+    run = gpt.execution(tensor_parallel)
+    return bytes_of_ranks(gpt.model, stages, run, placement, vocabulary, state)
+
+
 def test_bytes_of_a_rank() -> None:
     """12 h^2 and two norms a layer; 2 bytes a weight, 4 a gradient, 12 of optimizer states."""
-    dimensions = Model(8, 64, 4, 128, 1000).on_stages([2, 2, 2, 2], 1)
-    none = VocabularyParallel.NONE
-    first, middle, _, last = bytes_of_ranks(dimensions, line(4), none, TrainingState())
+    gpt = Described(8, 64, 4, 128, 1000)
+    first, middle, _, last = bytes_of(gpt, line(4), TrainingState())
     layers, table = 2 * (12 * 64**2 + 2 * 64), 1000 * 64
     assert (middle.weights, middle.gradients, middle.optimizer) == (
         2 * layers,
@@ -98,20 +111,18 @@ def test_bytes_of_a_rank() -> None:
         12 * layers,
     )
     assert first.total == 18 * (layers + table) and last.total == first.total + 18 * 64
-    shared = bytes_of_ranks(dimensions, line(4), none, TrainingState(optimizer_ranks=4))[1]
-    assert shared.total == (2 + 4 + 12 / 4) * layers
-    (_, _, _, both) = bytes_of_ranks(
-        Model(8, 64, 4, 128, 1000).on_stages([1] * 8, 1), v(4), none, TrainingState(tied=True)
-    )
+    shared = bytes_of(gpt, line(4), TrainingState(distributed=True, data_parallel=4))[1]
+    assert shared.total == pytest.approx((2 + 4 + 12 / 4) * layers, rel=1e-3)
+    (_, _, _, both) = bytes_of(replace(gpt, tied=True), v(4), TrainingState())
     assert both.total == 18 * (layers + 2 * table + 64), "a copy at each end of the pipeline"
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_divided_vocabulary_is_a_part_on_each_rank(tied: bool) -> None:
-    dimensions = Model(8, 64, 4, 128, 1000, kv_heads=1, gated=True).on_stages([1] * 8, 2)
-    layer = (64 * (64 + 2 * 16) + 64 * 64 + 3 * 64 * 256) / 2 + 2 * 64
-    state = TrainingState(tied=tied, gradient_bytes=2)
-    ranks = bytes_of_ranks(dimensions, v(4), VocabularyParallel.TWO, state)
+    gpt = Described(8, 64, 4, 128, 1000, kv_heads=2, gated=True, tied=tied)
+    layer = (64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 256) / 2 + 2 * 64
+    state = TrainingState(gradient_bytes=2)
+    ranks = bytes_of(gpt, v(4), state, VocabularyParallel.TWO, 2)
     part = (1 if tied else 2) * 1000 * 64 / 2 / 4
     assert [rank.gradients for rank in ranks[:3]] == [2 * (2 * layer + part)] * 3
     assert ranks[3].weights == 2 * (2 * layer + part + 64)
@@ -123,7 +134,7 @@ def test_a_divided_vocabulary_is_a_part_on_each_rank(tied: bool) -> None:
 def test_what_does_not_fit_lets_activations_leave() -> None:
     """With less memory than any schedule needs there are candidates still; what fits without
     offload does without. (With copies as quick as a model of this size wants them.)"""
-    variant = training(rates=replace(GPUS["h100"].rates, host=400e9)).variant
+    variant = training(rates=replace(GPUS["h100"].rates(), host=400e9)).variant
     tight = 2.0
     families = "gpipe", "1f1b", "zb-h1", "interleaved", "gis", "zb-v"
     made = make_plan(among(variant, *families), tight * 2**30, may_offload=True)
@@ -260,8 +271,8 @@ def test_the_recommendation_says_what_to_write_and_why_others_lose() -> None:
 )
 def test_redistributed_layers_are_megatrons_flags(layers: int, words: list[str]) -> None:
     """On two ranks, and on four stages of a V."""
-    model = Model(layers, 1024, 8, 2048, 65536)
-    made = make_plan(training(model=model, ranks=2, microbatches=4).variant)
+    gpt = Described(layers, 1024, 8, 2048, 65536)
+    made = make_plan(training(gpt=gpt, ranks=2, microbatches=4).variant)
     moved = tuple(c for c in made.candidates if c.method is VocabMethod.REDISTRIBUTED)
     assert {c.schedule for c in moved} >= {"1f1b", "zb-v"} - ({"1f1b"} if layers == 14 else set())
     for candidate in moved:
@@ -399,6 +410,8 @@ def test_a_mistake_exits_2_and_says_why(words: tuple[str, ...], text: str) -> No
 
 def test_gpus() -> None:
     own = parse_gpu("operations=300e12,bytes=20e9,memory=64GiB")
-    assert (own.rates.operations, own.rates.bytes, own.memory) == (300e12, 20e9, 64 * 2**30)
+    rates = own.rates()
+    assert (rates.linear, rates.attention, rates.network) == (300e12, 300e12, 20e9)
+    assert own.memory == 64 * 2**30
     assert parse_gpu("operations=1,bytes=1").memory is None
     assert parse_gpu("H200") is GPUS["h200"] and 0 < USABLE < 1

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import builtins
+import os
+import pickle
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,14 +24,17 @@ from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement, line, loop, v, wave
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.simulate import simulate
+from megatron_ext.schedule.progress import reporting
 from megatron_ext.schedule.schedule import Schedule, bitwise_order
 from megatron_ext.schedule.search import improve
+from megatron_ext.schedule.search.effort import LARGE, SMALL, effort, small_effort
 from megatron_ext.schedule.search.improve import search, sides_of
 from megatron_ext.schedule.search.pack import Pack, packer
 from megatron_ext.schedule.search.shop import Shop, Starts, end_of, rows_of, shop_of, starts_of
 from tests.helpers.schedules import PROPERTY, random_costs, seeds
 from tests.helpers.short_search import little_effort
 
+COMPILED = "megatron_ext.schedule.search.compiled"
 PLACEMENTS = {
     "line": line,
     "v": v,
@@ -148,7 +157,7 @@ def test_search_ends_where_nothing_can_be_shorter() -> None:
 )
 def test_compiled_search_finds_the_same(problem: Problem) -> None:
     """The small effort, so that with numba or without a schedule is the same."""
-    compiled = pytest.importorskip("megatron_ext.schedule.search.compiled")
+    compiled = pytest.importorskip(COMPILED)
     shop = shop_of(problem)
     for ours, theirs in zip(short(shop), short(shop, compiled.packer), strict=True):
         assert np.array_equal(ours, theirs)
@@ -159,7 +168,7 @@ def test_compiled_search_finds_the_same(problem: Problem) -> None:
 def test_compiled_packing_is_the_same_to_the_digit(
     seed: int, place: Callable[[int], Placement], p: int, m: int, more: int
 ) -> None:
-    compiled = pytest.importorskip("megatron_ext.schedule.search.compiled")
+    compiled = pytest.importorskip(COMPILED)
     random, placement = Random(seed), place(p)
     costs = random_costs(random, placement)
     limit = MemoryLimit(1 + more / placement.chunks)
@@ -172,3 +181,84 @@ def test_compiled_packing_is_the_same_to_the_digit(
             ours, theirs = packer(side)(plan), compiled.packer(side)(plan)
             assert ours.makespan == theirs.makespan
             assert np.array_equal(ours.starts, theirs.starts)
+
+
+# ---- What is installed
+
+
+def test_effort_is_large_where_numba_is() -> None:
+    pytest.importorskip("numba")
+    assert effort().name == LARGE
+    assert all(effort().passes(p) > 9 * small_effort().passes(p) for p in (2, 8, 16, 32, 64))
+
+
+@pytest.mark.parametrize("error", ["No module named 'numba'", "Numba needs NumPy 2.5 or less"])
+def test_search_without_numba_says_what_to_install(
+    error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "numba":
+            raise ImportError(error)
+        return imported(name, *args, **kwargs)
+
+    imported = builtins.__import__
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    monkeypatch.delitem(sys.modules, COMPILED, raising=False)
+    monkeypatch.delattr("megatron_ext.schedule.search.compiled", raising=False)
+    heard: list[str] = []
+    with reporting(heard.append):
+        assert effort().name == SMALL
+    (line,) = heard
+    assert error in line and "pip install 'megatron_ext[search]'" in line
+
+
+def test_compiled_code_lies_in_the_cache_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never beside the package, which a container has read-only; and nothing of numba's changes."""
+    numba = pytest.importorskip("numba")
+    compiled = pytest.importorskip(COMPILED)
+    asked: list[object] = []
+
+    class Dispatcher:
+        def compile(self, signature: object) -> None:
+            asked.append((signature, numba.config.CACHE_DIR))
+
+    def njit(function: object, cache: bool = False) -> Dispatcher:
+        asked.append((cache, numba.config.CACHE_DIR))
+        return Dispatcher()
+
+    monkeypatch.setattr(compiled, "njit", njit)
+    monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(tmp_path))
+    before = numba.config.CACHE_DIR
+    compiled._compiled.__wrapped__(("types",))
+    folder = os.fspath(tmp_path / "megatron_ext" / "numba")
+    assert asked == [(True, folder), (("types",), before)]
+
+
+@pytest.mark.parametrize("fault", ["unwritable", "broken"])
+def test_cache_of_compiled_code_that_fails_is_done_without(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = pytest.importorskip(COMPILED)
+    cached: list[bool] = []
+
+    class Dispatcher:
+        def compile(self, signature: object) -> None:
+            if cached[-1]:
+                raise pickle.UnpicklingError("pickle data was truncated")
+
+    def njit(function: object, cache: bool = False) -> Dispatcher:
+        cached.append(cache)
+        return Dispatcher()
+
+    monkeypatch.setattr(compiled, "njit", njit)
+    home = tmp_path / "file"
+    home.write_text("in the way") if fault == "unwritable" else home.mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(home))
+    heard: list[str] = []
+    with reporting(heard.append):
+        compiled._compiled.__wrapped__(("types",))
+    assert cached == ([False] if fault == "unwritable" else [True, False])
+    (line,) = heard
+    assert str(home) in line and "XDG_CACHE_HOME" in line

@@ -24,6 +24,7 @@ from megatron_ext.schedule.schedule import Schedule, bitwise_order
 from megatron_ext.schedule.schedule_csv import to_csv
 from megatron_ext.schedule.search import best as best_room
 from megatron_ext.schedule.search import disk_cache
+from megatron_ext.schedule.search.bounds import lower_bound
 from megatron_ext.schedule.search.effort import LARGE
 from tests.helpers.combinations import at_night
 from tests.helpers.schedules import PROPERTY, random_costs, runs_to_end, seeds
@@ -90,6 +91,7 @@ def test_any_problem_is_solved(seed: int, p: int, m: int, halves: int) -> None:
     program = best(problem)
     assert bitwise_order(program.schedule)
     assert runs_to_end(program.schedule, problem)
+    assert lower_bound(problem, splits_backward=True) <= makespan(program) * (1 + 1e-9)
 
 
 @pytest.mark.usefixtures("brief")
@@ -162,7 +164,7 @@ def test_second_time_comes_from_the_cache(cache: Path, monkeypatch: pytest.Monke
     problem = v_problem(3, 6, limit="2")
     first = best(problem)
     assert [path.suffix for path in cache.iterdir()] == [".csv"]
-    monkeypatch.setattr(best_room, "_searched", None)  # would fail if called
+    monkeypatch.setattr(best_room, "searched", None)  # would fail if called
     assert best(problem).digest == first.digest
 
 

@@ -140,6 +140,7 @@ ROOMS = (
     ("megatron_ext.schedule.families",),
     ("megatron_ext.schedule.search",),
     ("megatron_ext.schedule.build",),
+    ("megatron_ext.schedule.two_copies",),
     ("megatron_ext.schedule.transforms",),
     ("megatron_ext.schedule.program",),
     ("megatron_ext.schedule",),

@@ -20,8 +20,12 @@ from megatron_ext.schedule.build.checked_family import CheckedFamily, line_of
 from megatron_ext.schedule.build.options import accepted, parameters_of, parse_options, perhaps
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.progress import remark
 from megatron_ext.schedule.schedule import Family, Schedule
-from megatron_ext.schedule.schedule_csv import load_csv
+from megatron_ext.schedule.schedule_csv import from_csv, rows_from_csv
+from megatron_ext.schedule.text_file import read_text_file
+from megatron_ext.schedule.two_copies.fold import fold
+from megatron_ext.schedule.two_copies.two_copies import from_rows, holds_two_copies
 from megatron_ext.schedule.words import counted
 
 
@@ -59,6 +63,7 @@ class FamilyEntry:
     uses_costs: bool = False
     searches: bool = False
     steps_overlap: bool = False
+    fits_recompute: bool = False
     aliases: tuple[str, ...] = ()
     at_once: Callable[..., Schedule] | None = None
 
@@ -78,6 +83,7 @@ def family(
     uses_costs: bool = False,
     searches: bool = False,
     steps_overlap: bool = False,
+    fits_recompute: bool = False,
     aliases: tuple[str, ...] = (),
     at_once: Callable[..., Schedule] | None = None,
 ) -> Callable[[Callable[..., Schedule]], Callable[..., Schedule]]:
@@ -91,6 +97,8 @@ def family(
         uses_costs: whether another cost gives another schedule.
         searches: whether making it is a search of seconds to minutes.
         steps_overlap: whether post-validation gains anything, on more than one rank.
+        fits_recompute: whether it chooses itself what is made again, where recompute is to fit into
+            the memory limit.
         aliases: other names, torch.distributed.pipelining's among them.
         at_once: of a family that takes long, a function that takes no search: the best it has
             within the same limit. It stands in where steps cannot wait.
@@ -108,6 +116,7 @@ def family(
                 uses_costs=uses_costs,
                 searches=searches,
                 steps_overlap=steps_overlap,
+                fits_recompute=fits_recompute,
                 aliases=aliases,
                 at_once=at_once,
             )
@@ -143,6 +152,8 @@ class Choice:
     searches: bool = False
     ranks: int | None = None  # that a table is for; None: any number
     microbatches: int | None = None  # the same
+    recomputes: bool = False  # whether it is a table with passes that make activations again
+    fits_recompute: bool = False
     at_once: Family | None = None
 
     @property
@@ -188,7 +199,13 @@ def choose(spec: str) -> Choice:
     build = functools.partial(entry.build, **accepted(entry.build, options))
     at_once = entry.at_once and functools.partial(entry.at_once, **accepted(entry.at_once, options))
     return Choice(
-        spec, place, build, entry.splits_backward, searches=entry.searches, at_once=at_once
+        spec,
+        place,
+        build,
+        entry.splits_backward,
+        searches=entry.searches,
+        fits_recompute=entry.fits_recompute,
+        at_once=at_once,
     )
 
 
@@ -256,15 +273,38 @@ def with_option(spec: str, key: str, value: object) -> str:
     return f"{spec}{',' if ':' in spec else ':'}{key}={value}"
 
 
+# By the names that they were published under: the family that is each of them folded.
+_TWO_COPIES = {"dualpipe": "dualpipe-v", "ScheduleDualPipe": "dualpipe-v", "DualPipe": "dualpipe-v"}
+
+
 def _find(name: str) -> FamilyEntry:
     for entry in entries().values():
-        if name == entry.name or name in entry.aliases:
+        if name == entry.name:
             return entry
+        if name in entry.aliases:
+            return replace(entry, build=_remarking(entry.build, f"{name} is {entry.name} here"))
+    if folded := _TWO_COPIES.get(name):
+        raise ValueError(
+            f"{name} holds every stage twice; on the same GPUs that is half the pipeline ranks "
+            f"with data parallelism doubled, the same passes at the same times: halve "
+            f"--pipeline-model-parallel-size and write --pipeline-schedule {folded}"
+        )
     known = (
         f"known are {', '.join([*entries(), AUTO])}, or a .csv or .py file; in a launch, 'plan' "
         f"chooses one"
     )
     raise ValueError(f"there is no schedule {name!r}; {perhaps(name, _all_names(), known)}")
+
+
+def _remarking(build: Callable[..., Schedule], text: str) -> Callable[..., Schedule]:
+    """``build``, which says ``text`` to who listens."""
+
+    @functools.wraps(build)  # with its options, which are read off its signature
+    def remarking(problem: Problem, **options: Any) -> Schedule:
+        remark(text)
+        return build(problem, **options)
+
+    return remarking
 
 
 def _all_names() -> list[str]:
@@ -273,7 +313,7 @@ def _all_names() -> list[str]:
 
 
 def _from_csv_file(path: Path) -> Choice:
-    schedule = load_csv(path)
+    schedule, is_folded = _in_csv_file(path)
     microbatches = 1 + max(action.microbatch for row in schedule.rows for action in row)
 
     def place(ranks: int) -> Placement:
@@ -285,6 +325,12 @@ def _from_csv_file(path: Path) -> Choice:
         return schedule.placement
 
     def build(problem: Problem) -> Schedule:
+        if is_folded:
+            remark(
+                f"schedule file {path} holds every stage twice: on the same GPUs that is "
+                f"{counted(len(schedule.rows), 'pipeline rank')} with data parallelism doubled, "
+                f"and half of its microbatches each; so it is folded"
+            )
         if problem.microbatches != microbatches:
             raise ValueError(
                 f"schedule file {path} is for {counted(microbatches, 'microbatch')}, and this step "
@@ -292,9 +338,25 @@ def _from_csv_file(path: Path) -> Choice:
             )
         return schedule
 
-    splits = any(a.kind is Kind.BACKWARD_WEIGHT for row in schedule.rows for a in row)
-    rows = len(schedule.rows)
-    return Choice(str(path), place, build, splits, ranks=rows, microbatches=microbatches)
+    kinds = {action.kind for row in schedule.rows for action in row}
+    return Choice(
+        str(path),
+        place,
+        build,
+        splits_backward=Kind.BACKWARD_WEIGHT in kinds,
+        ranks=len(schedule.rows),
+        microbatches=microbatches,
+        recomputes=Kind.RECOMPUTE in kinds,
+    )
+
+
+def _in_csv_file(path: Path) -> tuple[Schedule, bool]:
+    """The schedule in a file, and whether it holds every stage twice there: then it is folded."""
+    text = read_text_file(path, "schedule file")
+    rows = rows_from_csv(text, path.name)
+    if holds_two_copies(rows):
+        return fold(from_rows(rows, path.name)), True
+    return from_csv(text, path.name), False
 
 
 _TABLE_WITH_OPTIONS = re.compile(r"(.+\.csv):(.*)", re.IGNORECASE)

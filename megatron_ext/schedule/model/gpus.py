@@ -1,38 +1,265 @@
-"""What GPUs reach in training, for estimates where nothing has been measured.
+"""GPUs: what their data sheets say, and how much of it is assumed to be reached.
 
-Achieved, not peak: operations per second are what whole trainings are published to reach per GPU,
-attention, norms and waiting included, in bf16.
+Peaks are dense: data sheets of Blackwell and Instinct that give figures with sparsity are halved.
 """
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from megatron_ext.schedule.limit import parse_limit
-from megatron_ext.schedule.model.estimate import GPU, Rates
+from megatron_ext.schedule.model.execution import Precision
+from megatron_ext.schedule.model.rates import Rates
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class DataSheet:
+    """A GPU in the machine that it is sold in.
+
+    Attributes:
+        bf16, fp8, fp4: floating-point operations per second; 0: it has no such units.
+        bandwidth: of its memory, bytes per second.
+        memory: bytes, as torch shows them where that is known; else as the data sheet has them.
+        peers: bytes per second to GPUs of its domain, one way; half of what is called bandwidth.
+        domain: GPUs that are joined so.
+        network: bytes per second of a GPU's own port.
+        host: bytes per second to the host, one way.
+        source: where these figures are from.
+    """
+
+    bf16: float
+    fp8: float
+    fp4: float
+    bandwidth: float
+    memory: float
+    peers: float
+    domain: int
+    network: float
+    host: float
+    source: str
+
+
+_PCIE4, _PCIE5, _PCIE6 = 32e9, 64e9, 128e9  # of 16 lanes
+_GRACE = 225e9  # NVLink-C2C has 450e9 one way for the two GPUs of a Grace
+_HDR, _NDR, _XDR = 25e9, 50e9, 100e9
+
+_NVIDIA = "https://www.nvidia.com/en-us/data-center"
+_AMD = "https://www.amd.com/en/products/accelerators/instinct"
+
+DATA_SHEETS = {
+    "a100": DataSheet(
+        bf16=312e12,
+        fp8=0,
+        fp4=0,
+        bandwidth=2.039e12,
+        memory=79 * _GIB,
+        peers=300e9,
+        domain=8,
+        network=_HDR,
+        host=_PCIE4,
+        source=f"{_NVIDIA}/a100/ (SXM, 80 GB); DGX A100: a port of 200 Gb/s a GPU",
+    ),
+    "h100": DataSheet(
+        bf16=989.4e12,
+        fp8=1978.9e12,
+        fp4=0,
+        bandwidth=3.35e12,
+        memory=78 * _GIB,
+        peers=450e9,
+        domain=8,
+        network=_NDR,
+        host=_PCIE5,
+        source=f"{_NVIDIA}/h100/ (SXM); DGX H100: a port of 400 Gb/s a GPU",
+    ),
+    "h200": DataSheet(
+        bf16=989.4e12,
+        fp8=1978.9e12,
+        fp4=0,
+        bandwidth=4.8e12,
+        memory=139 * _GIB,
+        peers=450e9,
+        domain=8,
+        network=_NDR,
+        host=_PCIE5,
+        source=f"{_NVIDIA}/h200/ (SXM)",
+    ),
+    "b200": DataSheet(
+        bf16=2.25e15,
+        fp8=4.5e15,
+        fp4=9e15,
+        bandwidth=7.7e12,
+        memory=178 * _GIB,
+        peers=900e9,
+        domain=8,
+        network=_NDR,
+        host=_PCIE5,
+        source=f"{_NVIDIA}/hgx/ (HGX B200); DGX B200: 1,440 GB for eight, a port of 400 Gb/s a GPU",
+    ),
+    "b300": DataSheet(
+        bf16=2.25e15,
+        fp8=4.5e15,
+        fp4=13.5e15,
+        bandwidth=7.7e12,
+        memory=267 * _GIB,
+        peers=900e9,
+        domain=8,
+        network=_XDR,
+        host=_PCIE6,
+        source=f"{_NVIDIA}/hgx/ (HGX B300: 108 PFLOPS of FP4 for eight; ConnectX-8); nvidia-smi: "
+        "275,040 MiB",
+    ),
+    "gb200": DataSheet(
+        bf16=2.5e15,
+        fp8=5e15,
+        fp4=10e15,
+        bandwidth=8e12,
+        memory=184 * _GIB,
+        peers=900e9,
+        domain=72,
+        network=_NDR,
+        host=_GRACE,
+        source=f"{_NVIDIA}/gb200-nvl72/ (13.4 TB and 576 TB/s for 72; ConnectX-7)",
+    ),
+    "gb300": DataSheet(
+        bf16=2.5e15,
+        fp8=5e15,
+        fp4=15e15,
+        bandwidth=8e12,
+        memory=276 * _GIB,
+        peers=900e9,
+        domain=72,
+        network=_XDR,
+        host=_GRACE,
+        source=f"{_NVIDIA}/gb300-nvl72/ (20 TB for 72; ConnectX-8); nvidia-smi: 284,208 MiB",
+    ),
+    "mi300x": DataSheet(
+        bf16=1307.4e12,
+        fp8=2614.9e12,
+        fp4=0,
+        bandwidth=5.3e12,
+        memory=191 * _GIB,
+        peers=448e9,
+        domain=8,
+        network=_NDR,
+        host=_PCIE5,
+        source=f"{_AMD}/mi300/mi300x.html (seven links of 128 GB/s both ways)",
+    ),
+    "mi325x": DataSheet(
+        bf16=1307.4e12,
+        fp8=2614.9e12,
+        fp4=0,
+        bandwidth=6e12,
+        memory=255 * _GIB,
+        peers=448e9,
+        domain=8,
+        network=_NDR,
+        host=_PCIE5,
+        source=f"{_AMD}/mi300/mi325x.html",
+    ),
+    "mi355x": DataSheet(
+        bf16=2.5e15,
+        fp8=5e15,
+        fp4=10e15,
+        bandwidth=8e12,
+        memory=287 * _GIB,
+        peers=537e9,
+        domain=8,
+        network=_NDR,
+        host=_PCIE5,
+        source=f"{_AMD}/mi350/mi355x.html (seven links of 153.6 GB/s both ways)",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Achieved:
+    """How much of a data sheet's figures is reached, from 0 to 1. Assumptions, all of them, for
+    shapes of large models: measure where a per cent counts.
+
+    Attributes:
+        matrices: products of large matrices, under the power that a GPU is given.
+        fp8, fp4: the same at these rates, whose scaling comes on top.
+        grouped: experts' products, of those of large matrices.
+        attention: fused attention, both ways.
+        memory: element by element.
+        peers, network: collectives among GPUs, and messages.
+        host: two GPUs often share a switch, and both directions the host's memory.
+    """
+
+    matrices: float = 0.65
+    fp8: float = 0.58
+    fp4: float = 0.48
+    grouped: float = 0.8
+    attention: float = 0.5
+    memory: float = 0.8
+    peers: float = 2 / 3
+    network: float = 0.8
+    host: float = 0.39
+
+
+ACHIEVED = Achieved()
+# Beside its operations a pass of a chunk takes this long, where the host launches it: messages are
+# posted, waited for, and the first kernels reach an idle GPU. An assumption, as `ACHIEVED`.
+LAUNCH = 0.2e-3
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """``memory`` in bytes; None where it is not told."""
+    """A GPU to plan for.
 
-    rates: Rates
-    memory: int | None = None
+    Attributes:
+        memory: bytes; None where it is not told.
+        sheet: what it can do by itself; None of one of which is known what whole trainings reach.
+        whole: those rates.
+    """
+
+    memory: float | None = None
+    sheet: DataSheet | None = None
+    whole: Rates | None = None
+
+    def rates(self, precision: Precision = Precision.BF16) -> Rates:
+        """What it reaches in ``precision``.
+
+        Raises:
+            ValueError: it has no units for it.
+        """
+        if self.whole is not None:
+            return self.whole
+        assert self.sheet is not None
+        sheet = self.sheet
+        matrix = sheet.bf16 * ACHIEVED.matrices
+        linear = {
+            Precision.FP32: matrix / 2,  # TF32
+            Precision.BF16: matrix,
+            Precision.FP8: sheet.fp8 * ACHIEVED.fp8,
+            Precision.FP4: sheet.fp4 * ACHIEVED.fp4,
+        }[precision]
+        if not linear:
+            able = ", ".join(name for name, gpu in GPUS.items() if gpu.can(precision))
+            raise ValueError(f"this GPU has no units for {precision}: plan for one of {able}")
+        return Rates(
+            linear=linear,
+            grouped=linear * ACHIEVED.grouped,
+            matrix=matrix,
+            attention=sheet.bf16 * ACHIEVED.attention,
+            memory=sheet.bandwidth * ACHIEVED.memory,
+            network=sheet.network * ACHIEVED.network,
+            peers=sheet.peers * ACHIEVED.peers,
+            host=sheet.host * ACHIEVED.host,
+            domain=sheet.domain,
+            launch=LAUNCH,
+        )
+
+    def can(self, precision: Precision) -> bool:
+        """Whether it has units for ``precision``."""
+        sheet = self.sheet
+        units = {} if sheet is None else {Precision.FP8: sheet.fp8, Precision.FP4: sheet.fp4}
+        return units.get(precision, 1.0) > 0
 
 
-_GIB = 2**30
-
-# Memory is what torch shows of it, which is less than the name says, or more.
-GPUS = {
-    # Narayanan et al. 2021, table 1: 135 to 163e12 a second; Korthikanti et al. 2022, table 5: 41
-    # to 56 % of 312e12. Ports of 200 Gb/s InfiniBand.
-    # PCIe 4 x16, and NVLink of 300e9 one way, as much of them as in `GPU`.
-    "a100": Gpu(Rates(operations=165e12, bytes=20e9, host=12.5e9, peers=200e9), 79 * _GIB),
-    # Megatron-LM's README: 41 to 48 % of 989e12. Ports of 400 Gb/s.
-    "h100": Gpu(GPU, 78 * _GIB),
-    # H100's chip with more memory, by NVIDIA's data sheet.
-    "h200": Gpu(GPU, 139 * _GIB),
-}
+GPUS = {name: Gpu(sheet.memory, sheet) for name, sheet in DATA_SHEETS.items()}
 USABLE = 0.9  # of the memory; the rest is left to CUDA, NCCL and temporaries
 _EXAMPLE = (
     f"write one of {', '.join(GPUS)}, or what yours reaches: operations=400e12,bytes=40e9,"
@@ -40,6 +267,21 @@ _EXAMPLE = (
     f"bytes to the host or back, where activations are to leave, peers=300e9, bytes to the other "
     f"tensor-parallel ranks"
 )
+# What is assumed where nothing tells which GPU it is.
+GPU = GPUS["h100"].rates()
+
+
+def assumed_rates(precision: Precision) -> Rates:
+    """Those of an H100, or where it has no units for ``precision`` of a B200."""
+    gpu = GPUS["h100"]
+    return (gpu if gpu.can(precision) else GPUS["b200"]).rates(precision)
+
+
+def gpu_named(name: str) -> Gpu | None:
+    """The GPU that ``name``, as its driver gives it, is of: ``NVIDIA GB200``, ``AMD Instinct
+    MI300X``; None where it is none of `GPUS`."""
+    words = name.lower().replace("-", " ").split()
+    return next((GPUS[word] for word in words if word in GPUS), None)
 
 
 def parse_gpu(text: str) -> Gpu:
@@ -57,16 +299,17 @@ def parse_gpu(text: str) -> Gpu:
         raise ValueError(f"GPU {text!r} is not known: {_EXAMPLE}")
     try:
         host, peers = (float(given.get(key, getattr(GPU, key))) for key in ("host", "peers"))
-        rates = Rates(float(given["operations"]), float(given["bytes"]), host, peers)
+        operations, network = float(given["operations"]), float(given["bytes"])
     except ValueError:
         raise ValueError(f"GPU {text!r} has a value that is no number: {_EXAMPLE}") from None
-    if not all(0 < rate < 1e30 for rate in astuple(rates)):
+    if not all(0 < rate < 1e30 for rate in (operations, network, host, peers)):
         raise ValueError(
             f"GPU {text!r}: operations, bytes, host and peers have to be above 0; {_EXAMPLE}"
         )
+    whole = Rates.as_a_whole(operations, network, host, peers)
     if "memory" not in given:
-        return Gpu(rates)
+        return Gpu(whole=whole)
     memory = parse_limit(given["memory"], 1, 1).bytes
     if memory is None:
         raise ValueError(f"GPU {text!r}: memory is written in bytes, as 80GiB; {_EXAMPLE}")
-    return Gpu(rates, memory)
+    return Gpu(memory, whole=whole)

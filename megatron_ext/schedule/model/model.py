@@ -1,108 +1,149 @@
-"""A model as people describe it, and its stages on a placement."""
+"""A model as Megatron's arguments describe it, and which of its layers are on which stage.
+
+Fields have the names and the meaning of Megatron's arguments, resolved: no field is None. A layer
+is a string of its parts, in the symbols of Megatron's hybrid patterns, and one of ours:
+
+    *  attention, with latent keys and values where the model has them      -  an MLP
+    w  the same in a sliding window                                         E  experts
+    +  attention with latent keys and values, as hybrid patterns have it    M  Mamba
+    G  a gated delta net
+
+so that ``*-`` is a transformer layer, and ``M`` a hybrid model's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
-from megatron_ext.schedule.model.estimate import ModelDimensions
+SYMBOLS = frozenset("*w+GM-E")  # of parts whose costs are known
+ATTENTION = frozenset("*w+")
 
 
 @dataclass(frozen=True)
 class Model:
-    """A dense GPT.
+    """A language model.
 
     Attributes:
-        sequence, micro_batch: tokens of a microbatch are their product.
-        vocabulary: rows of embedding and output layer, padded as Megatron pads it.
-        ffn: width of the MLP; 0: four times ``hidden``.
-        kv_heads: query groups; 0: as many as heads.
-        head_width: of a query; 0: ``hidden`` over ``heads``.
-        gated: whether the MLP has a gate (SwiGLU).
-        tied: whether embedding and output layer share a table.
-        recompute: whether whole layers are run again in the backward pass.
+        layers: the parts of each layer.
+        vocabulary: rows of the embedding and of the output layer, padded as Megatron pads them.
+        num_query_groups: as many as heads, unless keys and values are shared.
+        window_size: how many tokens before itself a token looks at in a sliding window.
+        max_position_embeddings: rows of a table of learned positions; 0: there is none.
+        is_rotary: whether queries and keys are turned by their positions.
+        q_lora_rank: of latent attention; 0: queries are not compressed.
+        mtp_layer: the parts of a layer of multi-token prediction.
+        unknown: what of its arguments is not in this description, in words.
     """
 
-    layers: int
-    hidden: int
-    heads: int
-    sequence: int
+    layers: tuple[str, ...]
+    hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    ffn_hidden_size: int
     vocabulary: int
-    micro_batch: int = 1
-    ffn: int = 0
-    kv_heads: int = 0
-    head_width: int = 0
-    gated: bool = False
-    tied: bool = False
-    recompute: bool = False
+    gated_linear_unit: bool = False
+    untie_embeddings_and_output_weights: bool = False
+    add_bias_linear: bool = False
+    add_qkv_bias: bool = False
+    qk_layernorm: bool = False
+    normalization: str = "LayerNorm"
+    softmax_type: str = "vanilla"
+    attention_output_gate: bool = False
+    window_size: int = 0
+    max_position_embeddings: int = 0
+    is_rotary: bool = True
 
-    def on_stages(self, layers: Sequence[int], tensor_parallel: int) -> ModelDimensions:
-        """The dimensions of this model in bf16, with ``layers`` on each stage."""
-        width = self.head_width or self.hidden // self.heads
-        return ModelDimensions(
-            layers=tuple(layers),
-            hidden=self.hidden,
-            ffn_hidden=self.ffn or 4 * self.hidden,
-            query_width=self.heads * width,
-            key_value_width=(self.kv_heads or self.heads) * width,
-            gated=self.gated,
-            heads=self.heads,
-            sequence=self.sequence,
-            micro_batch=self.micro_batch,
-            vocabulary=self.vocabulary,
-            tensor_parallel=tensor_parallel,
-            recompute=self.recompute,
-        )
+    multi_latent_attention: bool = False
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    qk_head_dim: int = 0
+    qk_pos_emb_head_dim: int = 0
+    v_head_dim: int = 0
+
+    linear_conv_kernel_dim: int = 0
+    linear_key_head_dim: int = 0
+    linear_value_head_dim: int = 0
+    linear_num_key_heads: int = 0
+    linear_num_value_heads: int = 0
+
+    mamba_num_heads: int = 0
+    mamba_head_dim: int = 0
+    mamba_state_dim: int = 0
+    mamba_num_groups: int = 0
+
+    num_experts: int = 0
+    moe_router_topk: int = 0
+    moe_ffn_hidden_size: int = 0
+    moe_shared_expert_intermediate_size: int = 0
+    moe_shared_expert_gate: bool = False
+    moe_latent_size: int = 0
+    moe_router_enable_expert_bias: bool = False
+
+    mtp_num_layers: int = 0
+    mtp_use_repeated_layer: bool = False
+    mtp_layer: str = "*-"
+
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all parts of its layers are."""
+        return set("".join(self.layers)) <= SYMBOLS
+
+    @property
+    def query_width(self) -> int:
+        """Of all heads' queries together."""
+        return self.num_attention_heads * self.kv_channels
+
+    @property
+    def key_value_width(self) -> int:
+        """Of all groups' keys; their values are as wide."""
+        return self.num_query_groups * self.kv_channels
 
     def evenly(self, stages: int) -> list[int]:
-        """Its layers, as many on each of so many stages.
+        """How many of its layers each of so many stages has, as many on each.
 
         Raises:
             ValueError: they do not divide.
         """
-        per_stage, remainder = divmod(self.layers, stages)
+        per_stage, remainder = divmod(len(self.layers), stages)
         if remainder:
-            raise ValueError(f"{self.layers} layers do not divide over {stages} stages")
+            raise ValueError(f"{len(self.layers)} layers do not divide over {stages} stages")
         return [per_stage] * stages
 
 
-_BOOLEANS = {"true": True, "false": False}
-_EXAMPLE = (
-    "write layers=64,hidden=6144,heads=48,sequence=4096,vocabulary=128000 and what differs of "
-    "micro-batch=1,ffn=24576,kv-heads=48,head-width=128,gated=false,tied=false,recompute=false"
-)
+@dataclass(frozen=True)
+class Stage:
+    """What a stage has of a model.
 
-
-def parse_model(text: str) -> Model:
-    """``layers=64,hidden=6144,...``: the fields of `Model`, with hyphens.
-
-    Raises:
-        ValueError: a field missing, unknown, given twice, or no such number.
+    Attributes:
+        layers: the parts of each of its layers.
+        depths: how many tokens more than the next one it predicts: each a layer of multi-token
+            prediction, and one more run of the output layer.
+        head: whether it has the output layer and the loss.
     """
-    known = {field.name.replace("_", "-"): field for field in fields(Model)}
-    given: dict[str, int | bool] = {}
-    for part in text.split(","):
-        key, _, value = part.strip().partition("=")
-        if key not in known or known[key].name in given:
-            what = "given twice" if key in known else "unknown"
-            raise ValueError(f"model {text!r}: {key!r} is {what}; {_EXAMPLE}")
-        read: Callable[[str], int | bool] = int
-        if known[key].default is False:
-            read = _BOOLEANS.__getitem__
-        try:
-            given[known[key].name] = read(value)
-        except (KeyError, ValueError):
-            raise ValueError(f"model {text!r}: {part!r} is not understood; {_EXAMPLE}") from None
-    missing = [key for key, f in known.items() if f.default is MISSING and f.name not in given]
-    if missing:
-        raise ValueError(f"model {text!r}: missing {', '.join(missing)}; {_EXAMPLE}")
-    for name, number in given.items():
-        if not isinstance(number, bool) and number < 1:
-            raise ValueError(f"model {text!r}: {name} is {number}; at least 1 is needed")
-    model = Model(**given)  # type: ignore[arg-type]
-    if not model.head_width and model.hidden % model.heads:
-        raise ValueError(
-            f"model {text!r}: hidden {model.hidden} does not divide over {model.heads} heads: "
-            f"give head-width"
+
+    layers: tuple[str, ...]
+    embedding: bool = False
+    depths: int = 0
+    head: bool = False
+
+
+def stages_of(model: Model, counts: Sequence[int]) -> tuple[Stage, ...]:
+    """The stages of ``model`` with ``counts`` layers, one after the other. The embedding is on the
+    first, multi-token prediction and the output layer are on the last."""
+    ends = [0, *accumulate(counts)]
+    assert ends[-1] == len(model.layers), (counts, len(model.layers))
+    last = len(counts) - 1
+    return tuple(
+        Stage(
+            layers=model.layers[start:end],
+            embedding=number == 0,
+            depths=model.mtp_num_layers if number == last else 0,
+            head=number == last,
         )
-    return model
+        for number, (start, end) in enumerate(pairwise(ends))
+    )

@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs, VocabularyCosts
 from megatron_ext.schedule.limit import MemoryLimit
-from megatron_ext.schedule.model.estimate import Rates, estimate
-from megatron_ext.schedule.model.model import Model
+from megatron_ext.schedule.model.estimate import estimate
+from megatron_ext.schedule.model.execution import Execution
+from megatron_ext.schedule.model.model import Model, stages_of
 from megatron_ext.schedule.model.model_memory import TrainingState, bytes_of_ranks
+from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.plan.planner import Variant, VocabMethod
 from megatron_ext.schedule.plan.vocabulary_plan import (
@@ -33,8 +35,8 @@ class Training:
     """
 
     model: Model
+    execution: Execution
     state: TrainingState
-    tensor_parallel: int
     ranks: int
     microbatches: int
     rates: Rates
@@ -52,14 +54,14 @@ class Training:
         choice = choose(name)
         placement = choice.place(self.ranks)
         even = self.model.evenly if method is not VocabMethod.REDISTRIBUTED else self._redistributed
-        dimensions = self.model.on_stages(even(placement.stages), self.tensor_parallel)
-        costs = estimate(dimensions, self.rates)
+        stages = stages_of(self.model, even(placement.stages))
+        costs = estimate(self.model, stages, self.execution, self.rates)
         if self.measured is not None:
             measured = self.measured(placement)
             if method is not VocabMethod.NAIVE and not tells_vocabulary(measured):
                 return None
             if method is VocabMethod.REDISTRIBUTED:
-                measured = redistribute(measured, self.model.layers)
+                measured = redistribute(measured, len(self.model.layers))
             costs = _with_bytes(measured, costs)
         problem = Problem(
             placement,
@@ -68,11 +70,13 @@ class Training:
             self.limit,
             extras=Extras(vocabulary=method.vocabulary, post_validation=self.post_validation),
         )
-        model = bytes_of_ranks(dimensions, placement, method.vocabulary, self.state)
+        model = bytes_of_ranks(
+            self.model, stages, self.execution, placement, method.vocabulary, self.state
+        )
         return Variant(choice, problem, model)
 
     def _redistributed(self, stages: int) -> list[int]:
-        return redistributed_layers(self.model.layers, stages)
+        return redistributed_layers(len(self.model.layers), stages)
 
 
 def _with_bytes(costs: Costs, estimated: Costs) -> Costs:

@@ -88,8 +88,13 @@ class Candidate:
         return self.report.schedule
 
     @property
+    def family(self) -> str:
+        """Its name, without options."""
+        return self.schedule.partition(":")[0]
+
+    @property
     def mark(self) -> Mark:
-        return entry_of(self.schedule).mark
+        return entries()[self.family].mark
 
     @property
     def step(self) -> float:

@@ -20,6 +20,7 @@ from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.progress import task
 from megatron_ext.schedule.search.bounds import lower_bound
 from megatron_ext.schedule.search.ticks import common_tick
+from megatron_ext.schedule.search.v_patterns import excluded_period
 
 _TOLERANCE = 1e-9
 
@@ -27,10 +28,15 @@ _TOLERANCE = 1e-9
 @dataclass(frozen=True)
 class Certificate:
     """``lower_bound`` holds for every schedule of the placement within the memory limit (whose
-    backward is whole, if the schedule's is)."""
+    backward is whole, if the schedule's is).
+
+    ``excluded_period`` does not: it is about steady states that repeat one microbatch's passes,
+    none of which takes so little time or less; None where that is not known.
+    """
 
     makespan: float
     lower_bound: float
+    excluded_period: float | None = None
 
     @property
     def gap(self) -> float:
@@ -44,11 +50,12 @@ class Certificate:
 
 
 def certify(program: Program, seconds: float) -> Certificate:
-    """Bound the makespan from below; search for at most ``seconds`` if analysis leaves a gap.
+    """Bound the makespan from below; if analysis leaves a gap search for ``seconds``, about, and
+    as long again for steady states.
 
     Raises:
-        ValueError: the program is vocabulary parallel or offloads, or OR-tools is needed and not
-            installed.
+        ValueError: the program is vocabulary parallel, offloads or recomputes, or OR-tools is
+            needed and not installed.
     """
     problem = program.problem
     extras = problem.extras
@@ -61,6 +68,9 @@ def certify(program: Program, seconds: float) -> Certificate:
         raise ValueError(
             f"--certify knows no bound with offload {extras.offload}: leave one of them out"
         )
+    kinds = {kind for _, kind in program.schedule.columns.pairs}
+    if any(RULES[kind].repeats for kind in kinds):
+        raise ValueError("--certify knows no bound with recompute: leave one of them out")
     splits = any(
         RULES[a.kind].covers == (Kind.BACKWARD_WEIGHT,)
         for row in program.schedule.rows
@@ -70,7 +80,9 @@ def certify(program: Program, seconds: float) -> Certificate:
     certificate = Certificate(makespan, lower_bound(problem, splits))
     if certificate.optimal:
         return certificate
-    return Certificate(makespan, max(certificate.lower_bound, _search(program, makespan, seconds)))
+    bound = max(certificate.lower_bound, _search(program, makespan, seconds))
+    with task("looking for steady states", seconds=seconds):
+        return Certificate(makespan, bound, excluded_period(problem, seconds) if splits else None)
 
 
 def _search(program: Program, makespan: float, seconds: float) -> float:

@@ -1,0 +1,135 @@
+"""``megatron-ext plan -- LINE``: how a plan for a launch line is printed."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from megatron_ext.commands.output import fail, gib
+from megatron_ext.commands.plan_tables import (
+    print_memory,
+    print_plan,
+    print_unit,
+    print_vocabulary,
+)
+from megatron_ext.commands.progress import showing_progress
+from megatron_ext.config import flag
+from megatron_ext.schedule.model.gpus import parse_gpu
+from megatron_ext.schedule.plan.plan_report import plan_report
+from megatron_ext.schedule.plan.recommendation import slower_by
+from megatron_ext.schedule.show.draw import check_picture, draw_plan
+
+if TYPE_CHECKING:
+    from megatron_ext.launch_check.line_plan import LinePlan
+
+_EQUAL = 0.02  # of a step: what no estimate tells apart
+_WORLD_SIZE = "world_size"  # in a file of arguments
+
+
+def plan_of_line(
+    words: Sequence[str],
+    config: Path | None,
+    world_size: int | None,
+    gpu: str | None,
+    settings: Mapping[str, str | bool | None],
+    as_json: bool,
+    plot: Path | None,
+) -> None:
+    """Plan for the launch line ``words``, or the arguments in the file ``config``.
+
+    ``settings``: of ours, beside what the line has.
+    """
+    from megatron_ext.launch_check.line_plan import Asked, plan_line
+    from megatron_ext.launch_check.words import read_launch
+    from megatron_ext.patches.engine import PatchError
+
+    try:
+        if plot is not None:
+            check_picture(plot)
+        values = {} if config is None else _values(config)
+        world_size = world_size or values.pop(_WORLD_SIZE, None)
+        if words and config is not None:
+            raise ValueError("--config stands in place of a launch line: give one of them")
+        asked = Asked(
+            launch=read_launch(words) if words else None,
+            values=values,
+            world_size=world_size,
+            gpu=None if gpu is None else parse_gpu(gpu),
+            settings=tuple(_flags(settings)),
+        )
+        with showing_progress():
+            made = plan_line(asked)
+        if plot is not None:
+            draw_plan(made.plan, plot)
+    except (ValueError, OSError, PatchError) as error:
+        fail(error)
+    if as_json:
+        data = plan_report(made.plan, None).as_data()
+        typer.echo(json.dumps({"line": made.as_data(), **data}, indent=2))
+    else:
+        _print(made, is_estimate=settings["costs"] is None)
+    if made.plan.best is None:
+        fail(ValueError(_what_gives(made)))
+
+
+def _values(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"--config {path} is no JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"--config {path}: it is to be one object of Megatron's arguments")
+    return values
+
+
+def _flags(settings: Mapping[str, str | bool | None]) -> list[str]:
+    words: list[str] = []
+    for name, value in settings.items():
+        if value:
+            words += [flag(name)] if value is True else [flag(name), str(value)]
+    return words
+
+
+def _print(made: LinePlan, *, is_estimate: bool) -> None:
+    typer.echo(f"{made.facts}, under {made.own}\n")
+    print_plan(made.plan)
+    print_unit(is_estimate=is_estimate)
+    report = plan_report(made.plan, None)
+    print_vocabulary(report.vocabulary)
+    if report.recommended is not None:
+        print_memory(report.recommended)
+    for remark in made.remarks:
+        typer.echo(f"\n{remark}")
+    if made.plan.best is None:
+        return
+    typer.echo(f"\n{_comparison(made)}")
+    if made.flags:
+        instead = f"\n  in place of {' '.join(made.dropped)}" if made.dropped else ""
+        typer.echo(f"write {shlex.join(made.flags)}{instead}")
+
+
+def _comparison(made: LinePlan) -> str:
+    """The choice beside the line as it stands."""
+    best, line = made.plan.best, made.of_line
+    assert best is not None
+    if line is None:
+        return f"the line as it is, under {made.own}, cannot be taken, for the reason above"
+    if best is line:
+        return f"the line as it is, under {made.own}, is the choice"
+    words = f"the line as it is, under {made.own}, takes {slower_by(line, best):.1%} more time"
+    if best.fullest is not None and line.fullest is not None:
+        words += f", and {gib(line.fullest)} on its fullest rank (the choice {gib(best.fullest)})"
+    if slower_by(line, best) < _EQUAL:
+        words += ": an estimate does not tell them apart"
+    return words
+
+
+def _what_gives(made: LinePlan) -> str:
+    if not made.gives:
+        return "no schedule fits, for the reasons above"
+    return "no schedule fits, for the reasons above. With " + "; with ".join(made.gives)

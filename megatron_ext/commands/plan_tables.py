@@ -1,0 +1,139 @@
+"""How a plan is printed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import typer
+
+from megatron_ext.commands.output import gib, print_table
+from megatron_ext.schedule.build.registry import Mark
+from megatron_ext.schedule.model.estimate import waiting_shares
+from megatron_ext.schedule.model.execution import Execution
+from megatron_ext.schedule.model.model import Model
+from megatron_ext.schedule.model.rates import Rates
+from megatron_ext.schedule.plan.plan_report import VocabularyRow
+from megatron_ext.schedule.plan.planner import Candidate, Plan, VocabMethod
+from megatron_ext.schedule.plan.recommendation import Recommendation, slower_by
+from megatron_ext.schedule.problem import Offload
+
+
+def print_plan(plan: Plan) -> None:
+    """Each schedule with what is best done about the vocabulary; apart, those less tried."""
+    best = plan.best_of_each
+    recommendable = [candidate for candidate in best if candidate in plan.recommendable]
+    others = [candidate for candidate in best if candidate not in plan.recommendable]
+    if recommendable:
+        _print_candidates(recommendable, plan)
+        typer.echo("* no other schedule here takes less time in as little memory")
+    if others:
+        typer.echo("\nless tried, and so not recommended:")
+        _print_candidates(others, plan)
+    shown = {candidate.family for candidate in best}
+    _print_refusals(
+        (name, method, why) for (name, method), why in plan.refusals.items() if name not in shown
+    )
+
+
+def print_unit(*, is_estimate: bool) -> None:
+    typer.echo(f"times are in {'seconds, as estimated' if is_estimate else 'the unit of --costs'}")
+
+
+def print_waits(model: Model, execution: Execution, rates: Rates) -> None:
+    for group, shares in waiting_shares(model, execution, rates).items():
+        parts = ", ".join(f"{share:.1%} of {kind}" for kind, share in shares.items())
+        typer.echo(f"waiting for {group} ranks is {parts}")
+
+
+def _print_candidates(candidates: Sequence[Candidate], plan: Plan) -> None:
+    rows = [_plan_row(candidate, plan) for candidate in candidates]
+    kept = [key for key in rows[0] if any(row[key] is not None for row in rows)]
+    print_table([{key: "" if row[key] is None else row[key] for key in kept} for row in rows])
+
+
+def _print_refusals(refusals: Iterable[tuple[str, VocabMethod, str]]) -> None:
+    """Print one line for all schedules that are refused for the same reason."""
+    names: dict[str, dict[str, list[VocabMethod]]] = {}
+    for name, method, why in refusals:
+        reason = why.removeprefix(f"{name}: ")
+        names.setdefault(reason, {}).setdefault(name, []).append(method)
+    for why, alike in names.items():
+        text = ", ".join(name + _in_brackets(methods) for name, methods in alike.items())
+        typer.echo(f"{text}: {why}", err=True)
+
+
+def _in_brackets(methods: Sequence[VocabMethod]) -> str:
+    if VocabMethod.NAIVE in methods:
+        return ""
+    if {VocabMethod.ONE, VocabMethod.TWO} <= set(methods):
+        return " (divided)"
+    return f" ({', '.join(_VOCABULARY[method] for method in methods)})"
+
+
+_VOCABULARY = {
+    VocabMethod.NAIVE: "at the ends",
+    VocabMethod.REDISTRIBUTED: "layers moved",
+    VocabMethod.ONE: "divided: 1",
+    VocabMethod.TWO: "divided: 2",
+}
+
+
+def _plan_row(candidate: Candidate, plan: Plan) -> dict[str, Any]:
+    assert plan.best is not None
+    made, fullest = candidate.report, candidate.fullest
+    is_best = candidate is plan.best
+    return {
+        "schedule": made.schedule,
+        "mark": None if candidate.mark is Mark.STABLE else candidate.mark,
+        "vocabulary": _VOCABULARY[candidate.method] if len(plan.methods) > 1 else None,
+        "offload": None if made.offload is Offload.NONE else made.offload.value,
+        "step": made.step if made.post_validation else None,
+        "makespan": made.makespan,
+        "than the choice": "" if is_best else f"{slower_by(candidate, plan.best):+.1%}",
+        "bubble": f"{made.bubble_share_makespan:.1%}",
+        "span": made.span,
+        "peak microbatches": made.peak,
+        "fullest rank": None if fullest is None else gib(fullest),
+        "": "choice" if is_best else "*" * (candidate in plan.front),
+    }
+
+
+def print_recommended(recommended: Recommendation) -> None:
+    """The memory of the choice, and what to write for it."""
+    print_memory(recommended)
+    typer.echo(f"\nwrite {' '.join(recommended.flags)}")
+
+
+def print_memory(recommended: Recommendation) -> None:
+    if recommended.ranks:
+        typer.echo("\nmemory of the choice")
+        print_table(
+            [
+                {"pipeline rank": rank} | {name: gib(held) for name, held in vars(row).items()}
+                for rank, row in enumerate(recommended.ranks)
+            ]
+        )
+
+
+def print_vocabulary(rows: Sequence[VocabularyRow]) -> None:
+    if not rows:
+        return
+    typer.echo(
+        "\nwhat a step takes with embedding and output layer at the ends of the pipeline, with "
+        "layers moved away\nfrom there, and with both divided over all ranks "
+        "(--pipeline-vocab-parallel 1 or 2):"
+    )
+    print_table(
+        [
+            {"schedule": row.schedule}
+            | {
+                _VOCABULARY[method]: "-" if step is None else step
+                for method, step in row.steps.items()
+            }
+            for row in rows
+        ]
+    )
+    _print_refusals(
+        (row.schedule, method, why) for row in rows for method, why in row.refused.items()
+    )

@@ -1,0 +1,251 @@
+"""``megatron-ext plan -- LINE``: every schedule for a launch line, and what to write on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.config import PLAN, from_argv
+from megatron_ext.launch_check.importing import as_on, quickly, silently
+from megatron_ext.launch_check.words import Launch
+from megatron_ext.patches.engine import PatchError
+from megatron_ext.schedule.build.registry import Mark
+from megatron_ext.schedule.model.gpus import USABLE, Gpu
+from megatron_ext.schedule.plan.planner import Candidate, Plan, VocabMethod, consider, make_plan
+from megatron_ext.schedule.plan.recommendation import flags_of
+from megatron_ext.schedule.words import counted
+
+if TYPE_CHECKING:
+    from megatron_ext.launch_check.variants import LineVariants
+
+_METHODS = frozenset([VocabMethod.NAIVE, VocabMethod.ONE, VocabMethod.TWO])
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A line, or Megatron's arguments by their names, and what the command says of them.
+
+    Attributes:
+        values: of arguments, in place of a launch line's words.
+        world_size: ranks of the launch; None: as the line says, or the least there can be.
+        gpu: None: the costs are an H100's, and nothing is compared with its memory.
+        settings: words for flags of ours that the command gives, as ``--pipeline-costs FILE``.
+    """
+
+    launch: Launch | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)
+    world_size: int | None = None
+    gpu: Gpu | None = None
+    settings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class LinePlan:
+    """A plan for a line.
+
+    Attributes:
+        facts: what the line trains, in words.
+        own: the schedule that it trains under.
+        remarks: what was assumed, and what else there is to know.
+        dropped: Megatron's flags that go from the line, by the schedule that is taken.
+        flags: that are written on it.
+        gives: where nothing fits, what would make the leanest schedule fit.
+    """
+
+    plan: Plan
+    facts: str
+    own: str
+    remarks: tuple[str, ...]
+    flags: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    gives: tuple[str, ...] = ()
+
+    @property
+    def of_line(self) -> Candidate | None:
+        """The line as it stands; None if nothing is known of that."""
+        own = (c for c in self.plan.candidates if c.schedule == self.own)
+        return next((c for c in own if c.method is VocabMethod.NAIVE), None)
+
+    def as_data(self) -> dict[str, Any]:
+        """As ``--json`` prints it."""
+        step = None if self.of_line is None else self.of_line.step
+        return {
+            "trains": self.facts,
+            "schedule": self.own,
+            "step": step,
+            "flags": self.flags,
+            "dropped": self.dropped,
+            "remarks": self.remarks,
+            "would_fit": self.gives,
+        }
+
+
+def plan_line(asked: Asked) -> LinePlan:
+    """Compare the schedules that ``asked`` could train under.
+
+    Raises:
+        ValueError: the line, or what is asked beside it, is not understood, or Megatron refuses it.
+        PatchError: there is no Megatron to ask.
+    """
+    launch = asked.launch
+    folder = Path()
+    if launch is not None and launch.installs is False and not launch.is_module:
+        folder = Path(launch.script).parent
+    environment = {} if launch is None else launch.environment
+    with silently(), as_on(folder.absolute(), {"HF_HUB_OFFLINE": "1", **environment}):
+        try:
+            with quickly():
+                from megatron_ext.launch_check import line as launch_line
+        except ImportError as error:
+            raise PatchError(f"no Megatron is here to plan with: {error}") from error
+        line = (
+            launch_line.parse_values(asked.values)
+            if launch is None
+            else launch_line.parse(launch.arguments)
+        )
+        rates = None if asked.gpu is None else asked.gpu.rates
+        with launch_line.on_gpus(line.args, rates):
+            return _plan(asked, line.args, launch_line)
+
+
+def _plan(asked: Asked, args: Any, launch_line: Any) -> LinePlan:
+    from megatron_ext.launch_check.variants import LineVariants, chunks_of
+
+    if args.yaml_cfg is not None or args.use_checkpoint_args:
+        raise ValueError(
+            "--yaml-cfg and --use-checkpoint-args bring other arguments than the line's: write "
+            "them on the line"
+        )
+    words = () if asked.launch is None else asked.launch.arguments
+    config = from_argv((*words, *asked.settings))
+    ranks = asked.world_size or (asked.launch and asked.launch.world_size)
+    remarks = list(_assumed(asked, args, ranks))
+    ranks = ranks or launch_line.least_world_size(args)
+    tokens = launch_line.count_tokens(args) or args.vocab_size
+    methods = _METHODS
+    if tokens is None and args.padded_vocab_size is None:
+        remarks.append("the vocabulary is not known: add --padded-vocab-size N, it counts")
+        methods = frozenset([VocabMethod.NAIVE])
+    chunks = chunks_of(args)
+    own = config.schedule
+    if own in (None, PLAN):
+        own = "1f1b" if chunks == 1 else f"interleaved:vpp={chunks}"
+    line = LineVariants(args, config, ranks, methods, tokens, own, frozenset(Mark))
+    room = None
+    if asked.gpu is not None and asked.gpu.memory is not None:
+        room = USABLE * asked.gpu.memory
+    validated, _ = line.validated(own, VocabMethod.NAIVE)  # so that Megatron's refusal comes alone
+    remarks += _left_out(validated)
+    plan = make_plan(line.variant, room, may_offload=True)
+    made = LinePlan(plan, _facts(validated, ranks), own, tuple(remarks))
+    if plan.best is None:
+        return replace(made, gives=tuple(_what_would_fit(line, room)))
+    rewritten = line.rewritten(plan.best.schedule)
+    remarks += _on_loading(validated, plan.best, made.own)
+    flags = () if plan.best is made.of_line else (*flags_of(plan.best, None), *rewritten.added)
+    return replace(made, remarks=tuple(remarks), flags=flags, dropped=rewritten.dropped)
+
+
+def _assumed(asked: Asked, args: Any, ranks: int | None) -> Iterator[str]:
+    if ranks is None:
+        yield (
+            "the world size is not known, and one copy of the model assumed: --world-size N counts "
+            "in optimizer states and microbatches"
+        )
+    if asked.gpu is None:
+        yield "times are an H100's, and its memory is not compared: --gpu names yours"
+    if args.spec is not None:
+        yield (
+            f"--spec {' '.join(args.spec)}: layers of your own are not known, and counted as "
+            f"Megatron's of these dimensions"
+        )
+
+
+def _left_out(args: Any) -> Iterator[str]:
+    from megatron_ext.schedule.model.description import describe
+
+    unknown = describe(args).unknown
+    if unknown:
+        yield f"not known, and left out of times and memory: {', '.join(unknown)}"
+
+
+def _facts(args: Any, ranks: int) -> str:
+    sizes = {
+        "TP": args.tensor_model_parallel_size,
+        "CP": args.context_parallel_size,
+        "EP": args.expert_model_parallel_size if args.num_experts else 1,
+        "ETP": args.expert_tensor_parallel_size if args.num_experts else 1,
+        "PP": args.pipeline_model_parallel_size,
+        "DP": args.data_parallel_size,
+    }
+    parts = " x ".join(f"{name} {size}" for name, size in sizes.items() if size and size > 1)
+    at_once = args.micro_batch_size * args.data_parallel_size
+    microbatches = counted(args.global_batch_size // at_once, "microbatch")
+    return (
+        f"{counted(args.num_layers, 'layer')} on {counted(ranks, 'rank')} ({parts}), "
+        f"{microbatches} of {args.micro_batch_size} x {args.seq_length} tokens"
+    )
+
+
+def _on_loading(args: Any, best: Candidate, own: str) -> Iterator[str]:
+    """Whether the line's checkpoint can be loaded under what is taken."""
+    from megatron_ext.launch_check.loading import on_loading
+    from megatron_ext.schedule.build.registry import choose
+
+    if args.load is None or best.schedule == own:
+        return
+    ranks = args.pipeline_model_parallel_size
+    before, after = (choose(spec).place(ranks).rank_of for spec in (own, best.schedule))
+    divided = best.method.vocabulary.value != "none"
+    yield on_loading(args, stages_move=before != after or divided)
+
+
+# What a line can give for memory, in words, and the arguments that it would have.
+def _gifts(args: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    if args.recompute_granularity != "full":
+        full = {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+            "recompute_modules": None,
+        }
+        yield "--recompute-granularity full", full
+    tensor = 2 * args.tensor_model_parallel_size
+    yield f"--tensor-model-parallel-size {tensor}", {"tensor_model_parallel_size": tensor}
+    experts = 2 * args.expert_model_parallel_size
+    if args.num_experts and args.num_experts % experts == 0:
+        yield f"--expert-model-parallel-size {experts}", {"expert_model_parallel_size": experts}
+    ranks = 2 * args.pipeline_model_parallel_size
+    yield f"--pipeline-model-parallel-size {ranks}", {"pipeline_model_parallel_size": ranks}
+    if not args.use_distributed_optimizer:
+        yield "--use-distributed-optimizer", {"use_distributed_optimizer": True}
+    if args.micro_batch_size > 1:
+        yield "--micro-batch-size 1", {"micro_batch_size": 1}
+
+
+def _what_would_fit(line: LineVariants, room: float | None) -> Iterator[str]:
+    """For each thing that the line can give what the fullest rank would take under the schedule
+    that it trains under, least first."""
+    before = _fullest(line)
+    if room is None or before is None:
+        return
+    least = []
+    for words, values in _gifts(line.args):
+        taken = _fullest(line.with_values(values))
+        if taken is not None and taken < before:
+            least.append((taken, words))
+    for taken, words in sorted(least):
+        fits = "which fits" if taken <= room else f"{(taken - room) / 2**30:.3g} GiB too much"
+        yield f"{words}: the fullest rank would take {taken / 2**30:.3g} GiB, {fits}"
+
+
+def _fullest(line: LineVariants) -> float | None:
+    """Bytes of the fullest rank as the line trains; None where that cannot be."""
+    assert line.own is not None
+    try:
+        variant = line.variant(line.own.partition(":")[0], VocabMethod.NAIVE)
+        return None if variant is None else consider(variant, VocabMethod.NAIVE).fullest
+    except ValueError:
+        return None

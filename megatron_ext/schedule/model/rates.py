@@ -1,0 +1,89 @@
+"""What a rank reaches of its machine, in operations and in bytes per second."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron_ext.schedule.model.operations.operation import Engine, Exchange, Operation
+
+_NODE = 8  # GPUs
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a rank reaches; achieved, not peak.
+
+    Attributes:
+        linear: floating-point operations per second of layers' matrices, in the run's precision.
+        grouped: of experts' matrices.
+        matrix: of other matrices, which are in 16 bits.
+        attention: of attention, and of recurrences.
+        memory: bytes per second to and from the GPU's memory; inf: not counted.
+        network: bytes of messages per second between nodes.
+        peers: to GPUs within a `domain`.
+        host: to the host or back, each way at once.
+        domain: how many GPUs are joined as `peers`.
+        launch: seconds that a pass takes beside its operations.
+    """
+
+    linear: float
+    grouped: float
+    matrix: float
+    attention: float
+    memory: float
+    network: float
+    peers: float
+    host: float
+    domain: int = _NODE
+    launch: float = 0.0
+
+    @classmethod
+    def as_a_whole(cls, operations: float, network: float, host: float, peers: float) -> Rates:
+        """Those of a machine of which is known what whole trainings reach on it, and so nothing of
+        single operations: ``operations`` per second, attention, norms and waiting included."""
+        return cls(operations, operations, operations, operations, math.inf, network, peers, host)
+
+    def seconds_of(self, operation: Operation) -> tuple[float, float, float]:
+        """What F, I and W of ``operation`` take, W in I where it is whole.
+
+        A kernel loads what it needs while it computes, so each takes the longer of the two; and
+        one kernel of a layer follows the other, so these sum up.
+        """
+        flops, moved = operation.flops, operation.moved
+        forward, backward, weights = (
+            max(count / self._engine(operation.engine), size / self.memory)
+            for count, size in (
+                (flops.forward, moved.forward),
+                (flops.input_gradient + operation.again, moved.input_gradient),
+                (flops.weight_gradient, moved.weight_gradient),
+            )
+        )
+        if operation.is_whole:
+            return forward, backward + weights, 0.0
+        return forward, backward, weights
+
+    def _engine(self, engine: Engine) -> float:
+        match engine:
+            case Engine.LINEAR:
+                return self.linear
+            case Engine.MATRIX:
+                return self.matrix
+            case Engine.GROUPED:
+                return self.grouped
+            case Engine.ATTENTION:
+                return self.attention
+        return math.inf
+
+    def seconds_to_exchange(self, exchange: Exchange) -> tuple[float, float]:
+        """What F and I wait for ``exchange``. What goes to peers and what goes to other nodes goes
+        at once."""
+        near = max(min(exchange.ranks, self.domain // exchange.stride), 1)
+        to_peers = (near - 1) / exchange.ranks / self.peers
+        to_others = (exchange.ranks - near) / exchange.ranks / self.network
+        a_byte = max(to_peers, to_others)
+        return exchange.moved.forward * a_byte, exchange.moved.input_gradient * a_byte
+
+
+# One core, gloo over loopback, its memory.
+CPU = Rates.as_a_whole(operations=20e9, network=1e9, host=5e9, peers=1e9)

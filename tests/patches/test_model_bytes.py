@@ -1,0 +1,171 @@
+"""Parameters, gradients and optimizer states of each rank, to the byte those that Megatron keeps.
+
+Megatron builds its models on the meta device, with groups that nobody is behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from megatron.core import num_microbatches_calculator
+
+from megatron_ext.adapter import model_bytes
+from megatron_ext.adapter.dimensions import execution
+from megatron_ext.adapter.layers import layers_of_stages
+from megatron_ext.config import PipelineConfig
+from megatron_ext.launch_check import line as launch_line
+from megatron_ext.schedule.build.registry import choose
+from megatron_ext.schedule.model.description import describe
+from megatron_ext.schedule.model.model import stages_of
+from megatron_ext.schedule.model.parameters import has_final_norm, parameters_of_stage
+from tests.helpers import meta_models
+from tests.helpers.combinations import at_night
+from tests.helpers.latent_attention import take_local_attention
+from tests.helpers.megatron_runs import model_flags
+
+Setting = dict[str, Any]
+BASE: Setting = {
+    "pipeline_model_parallel_size": 2,
+    "num_layers": 4,
+    "hidden_size": 96,
+    "num_attention_heads": 4,
+    "transformer_impl": "local",
+    "bf16": True,
+    "train_iters": 1,
+}
+LLAMA: Setting = {
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "kv_channels": 32,
+    "ffn_hidden_size": 320,
+    "swiglu": True,
+    "normalization": "RMSNorm",
+    "disable_bias_linear": True,
+    "position_embedding_type": "rope",
+    "untie_embeddings_and_output_weights": True,
+}
+EXPERTS: Setting = LLAMA | {
+    "num_experts": 8,
+    "moe_ffn_hidden_size": 160,
+    "moe_router_topk": 2,
+    "moe_layer_freq": "[0,1,1,1]",
+    "moe_shared_expert_intermediate_size": 96,
+    "moe_token_dispatcher_type": "alltoall",
+    "expert_model_parallel_size": 2,
+}
+LATENT: Setting = {
+    "multi_latent_attention": True,
+    "group_query_attention": None,
+    "num_query_groups": None,
+    "kv_channels": None,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 40,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 24,
+    "qk_layernorm": True,
+}
+SHARED: Setting = {"use_distributed_optimizer": True}
+SETTINGS: dict[str, Setting] = {
+    "GPT, tied, biases and learned positions": {},
+    "Llama, TP 2": LLAMA | {"tensor_model_parallel_size": 2},
+    "experts, EP 2, distributed optimizer": EXPERTS | SHARED,
+    "latent attention, multi-token prediction": LATENT
+    | EXPERTS
+    | LATENT
+    | {"mtp_num_layers": 1}
+    | SHARED,
+}
+MORE: dict[str, Setting] = {
+    "GPT, buckets": SHARED | {"overlap_grad_reduce": True, "ddp_bucket_size": 90_000},
+    "tied, padded buckets": LLAMA
+    | SHARED
+    | {
+        "untie_embeddings_and_output_weights": None,
+        "ddp_pad_buckets_for_high_nccl_busbw": True,
+        "qk_layernorm": True,
+        "add_qkv_bias": True,
+    },
+    "experts, ETP 1 of TP 2": EXPERTS
+    | SHARED
+    | {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "expert_tensor_parallel_size": 1,
+    },
+    "experts with biases, no EP": EXPERTS
+    | SHARED
+    | {
+        "disable_bias_linear": None,
+        "moe_shared_expert_intermediate_size": None,
+        "expert_model_parallel_size": None,
+    },
+    "virtual stages and a layout": LLAMA
+    | SHARED
+    | {"pipeline_model_parallel_layout": "E|tt|t|tL", "num_query_groups": 4},
+    "tied multi-token prediction, CP 2": LLAMA
+    | SHARED
+    | {
+        "untie_embeddings_and_output_weights": None,
+        "mtp_num_layers": 2,
+        "context_parallel_size": 2,
+    },
+    "one latent query, fp32": LLAMA
+    | LATENT
+    | {"q_lora_rank": None, "qk_layernorm": None, "bf16": None}
+    | SHARED,
+}
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    from megatron.core.models import backends
+
+    monkeypatch.setattr(backends, "DotProductAttention", backends.DotProductAttention)
+    take_local_attention()
+    yield
+    num_microbatches_calculator.unset_num_microbatches_calculator()
+
+
+def validated(line: launch_line.Line, world_size: int, tokens: int) -> Any:
+    args = line.args
+    with launch_line.on_gpus(args):
+        launch_line.validate(args, PipelineConfig(), world_size)
+        launch_line.settle_vocabulary(args, PipelineConfig(), tokens)
+    return args
+
+
+def assert_to_the_byte(args: Any) -> None:
+    """By stage the parameters, in Megatron's order; by rank the bytes."""
+    chunks = args.virtual_pipeline_model_parallel_size
+    spec = "1f1b" if chunks is None else f"interleaved:vpp={chunks}"
+    placement = choose(spec).place(args.pipeline_model_parallel_size)
+    model = describe(args)
+    stages = stages_of(model, layers_of_stages(args, placement))
+    norms = has_final_norm(model, stages)
+    run, state = execution(args, args.seq_length, args.micro_batch_size), model_bytes.state_of(args)
+    counted = model_bytes.model_bytes_of_ranks(args, placement)
+    for rank, own in enumerate(placement.stages_of):
+        weights = gradients = optimizer = 0.0
+        with meta_models.fake_ranks(args, rank):
+            for stage, chunk in zip(own, meta_models.chunks_of(args), strict=True):
+                built = [(p.numel(), meta_models.of_experts(p)) for p in chunk.parameters()]
+                parameters = list(
+                    parameters_of_stage(model, stages[stage], run, final_norm=norms[stage])
+                )
+                assert [(p.elements, p.of_experts) for p in parameters] == built, stage
+                bucket = state.bucket if stage == 0 else None
+                in_buffers, shared = meta_models.elements_kept(args, chunk, bucket or None)
+                weights += in_buffers * args.params_dtype.itemsize
+                gradients += in_buffers * 4
+                optimizer += shared * (12 if args.params_dtype.itemsize == 2 else 8)
+        held = counted[rank]
+        assert (held.weights, held.gradients, held.optimizer) == (weights, gradients, optimizer)
+
+
+@pytest.mark.parametrize("name", [*SETTINGS, *at_night(*MORE)])
+def test_to_the_byte(name: str) -> None:
+    flags = BASE | (SETTINGS | MORE)[name]
+    assert_to_the_byte(validated(launch_line.parse(model_flags(**flags)), 8, 1000))
