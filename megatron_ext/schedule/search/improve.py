@@ -29,6 +29,7 @@ import numpy as np
 
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.progress import Task, task
+from megatron_ext.schedule.search import pack
 from megatron_ext.schedule.search.effort import Effort, effort
 from megatron_ext.schedule.search.pack import Pack, Packed
 from megatron_ext.schedule.search.shop import F, I, R, Shop, Starts, W
@@ -41,6 +42,8 @@ _ROUNDS = 5
 _STEPS = 100  # at least
 _MEMORY = 20  # steps
 _RESULTS = 4
+_AT_ONCE = 100_000  # passes packed where nothing is searched for, about
+_FEWEST = 4  # plans
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,14 @@ def search(
     with task(f"packing plans, {how.name} effort", packings, alike=True) as work:
         best = _best_of(sides, plans, work)
         return _improved(sides, best, least, steps, work)
+
+
+def first_plans(shop: Shop, known: Sequence[Starts] = ()) -> list[Packed]:
+    """The schedules that ``known`` plans and a few more become at once, in no order."""
+    sides = sides_of(shop, pack.packer)
+    affordable = max(_AT_ONCE // (2 * shop.lanes * shop.microbatches), _FEWEST)
+    plans = (*known, *periodic_plans(shop, (75, 100), (80, 100, 65, 50)))
+    return [sides.justified(plan) for plan in plans[:affordable]]
 
 
 def periodic_plans(shop: Shop, weights: Sequence[int], periods: Sequence[int]) -> Iterator[Starts]:
