@@ -8,7 +8,7 @@ search finds another, better schedule.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_ext.schedule.progress import remark
 from megatron_ext.schedule.search import pack
@@ -39,6 +39,12 @@ class Effort:
     def passes(self, ranks: int) -> int:
         return min(max(self.by_square * ranks**2, self.least), self.most)
 
+    @property
+    def halved(self) -> Effort:
+        return replace(
+            self, by_square=self.by_square // 2, least=self.least // 2, most=self.most // 2
+        )
+
 
 def small_effort(packer: Callable[[Shop], Pack] = pack.packer) -> Effort:
     """Seconds to minutes in plain Python."""
@@ -49,7 +55,7 @@ def effort() -> Effort:
     """The most that this machine allows."""
     try:
         from megatron_ext.schedule.search import compiled
-    except ImportError as error:
+    except Exception as error:  # a numba that does not go with its numpy may raise anything
         remark(
             f"the search makes its small effort, without numba ({error}): with "
             f"pip install 'megatron_ext[search]' it finds better schedules in less time"
