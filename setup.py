@@ -81,6 +81,7 @@ setup(
         "te": ["transformer-engine[pytorch]>=2.8"],
         "plot": ["matplotlib"],
         "certify": ["ortools"],
+        "search": ["numba"],  # searches pack thirty times as many plans
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10"],
         "dev": [
             "check-jsonschema",  # GitHub's schema of workflows, for test_workflows

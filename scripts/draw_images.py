@@ -24,15 +24,19 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from megatron_ext.cli import app
+from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.build.report import report
+from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.model.estimate import estimate
 from megatron_ext.schedule.model.gpus import GPU
 from megatron_ext.schedule.model.model import stages_of
 from megatron_ext.schedule.model.short_form import Described
 from megatron_ext.schedule.problem import Extras, Problem, VocabularyParallel
-from megatron_ext.schedule.show.draw import draw_bars
+from megatron_ext.schedule.program.simulate import simulate
+from megatron_ext.schedule.show.draw import draw, draw_bars
 from megatron_ext.schedule.show.svg import save
+from megatron_ext.schedule.two_copies.fold import unfolded
 
 SCRIPTS = Path(__file__).resolve().parent
 DOCS = SCRIPTS.parent / "docs"
@@ -53,6 +57,7 @@ FAMILIES: dict[str, tuple[int, int, str, tuple[str, ...]]] = {
     "zb-2p": (4, 8, USUAL, ()),
     "interleaved": (4, 8, USUAL, ()),
     "breadth-first": (4, 8, USUAL, ()),
+    "units": (4, 8, USUAL, ()),
     "interleaved-zb": (4, 8, EQUAL, ()),
     "gis": (4, 8, USUAL, ()),
     "gis-h": (4, 8, USUAL, ()),
@@ -62,7 +67,11 @@ FAMILIES: dict[str, tuple[int, int, str, tuple[str, ...]]] = {
     "1f1b-v": (4, 8, USUAL, ()),
     "dualpipe-v": (4, 8, EQUAL, ()),
     "v-auto": (4, 8, USUAL, ("--memory-limit", "2")),
+    "chimera": (4, 8, USUAL, ()),
     "hanayo": (4, 4, USUAL, ()),
+    "bitpipe": (4, 8, USUAL, ()),
+    "loop-auto": (4, 8, USUAL, ("--memory-limit", "3", "--vpp", "3")),
+    "wave-auto": (4, 8, USUAL, ("--memory-limit", "3")),
 }
 
 
@@ -107,6 +116,7 @@ def pictures(own: Path) -> dict[str, Callable[[Path], None]]:
     commands["planning"] = shlex.split(of_a_model.replace("\\\n", ""))
     return {
         **{name: partial(plot, command) for name, command in commands.items()},
+        "two-copies": draw_two_copies,
         "vocabulary-sizes": draw_vocabulary_sizes,
         "offload": draw_offload,
         "bench": draw_bench,
@@ -126,6 +136,15 @@ def plot(command: Sequence[str], path: Path) -> None:
     """The picture that ``command`` of megatron-ext draws."""
     with redirect_stdout(io.StringIO()):
         app([*command, "--plot", str(path), "--json"], standalone_mode=False)
+
+
+def draw_two_copies(path: Path) -> None:
+    """Chimera as it was published, and its fold beneath."""
+    choice = choose("chimera")
+    placement = choice.place(4)
+    problem = Problem(placement, 4, parse_costs("f=2,i=2,w=2", placement))
+    folded = simulate(build_program(choice, problem), problem.costs)
+    draw([unfolded(folded), folded], path)
 
 
 def draw_offload(path: Path) -> None:

@@ -126,12 +126,12 @@ install() {
 
   rm -f "$VENV/installed"
   : >"$VENV/installing"
-  say 'installing megatron_ext[megatron,plot,certify,docs,dev] into .venv'
+  say 'installing megatron_ext[megatron,plot,certify,search,docs,dev] into .venv'
   say '(the first time this fetches torch and Megatron: minutes, several GB; log: .venv/install.log)'
   if ! (
     set -o pipefail
     "$VENV/bin/python" -m pip install --disable-pip-version-check --progress-bar off \
-      --editable "${REPOSITORY}[megatron,plot,certify,docs,dev]" 2>&1 | tee "$log" | show_progress >&2
+      --editable "${REPOSITORY}[megatron,plot,certify,search,docs,dev]" 2>&1 | tee "$log" | show_progress >&2
   ); then
     # pip itself gave up, so nothing was left half done.
     rm -f "$VENV/installing"

@@ -1,8 +1,13 @@
-"""In which order files run, and which tests search."""
+"""In which order files run, which tests search, and how much."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+
+from megatron_ext.schedule.search import best
+from megatron_ext.schedule.search.effort import small_effort
 
 # The longest first, so that no worker has one left when the others have ended.
 LONGEST = (
@@ -33,7 +38,7 @@ LONGEST = (
 )
 
 # Families that look through many orders of passes: a schedule takes a second, not hundredths.
-SEARCHING = ("v-auto", "zb-auto", "zb_auto")
+SEARCHING = ("v-auto", "wave-auto", "loop-auto", "zb-auto", "zb_auto")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -42,3 +47,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(name in item.name for name in SEARCHING):
             item.add_marker(pytest.mark.search)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def small_searches() -> Iterator[None]:
+    """A test finds the same with numba as without, and compiles nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(best, "effort", small_effort)
+        yield

@@ -6,11 +6,11 @@ import csv
 import io
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from megatron_ext.schedule.action import Action, parse
 from megatron_ext.schedule.flip import (
     FlippedPlacement,
+    Rows,
     flip_rows,
     flipped,
     opens_on_first_rank,
@@ -18,7 +18,6 @@ from megatron_ext.schedule.flip import (
 from megatron_ext.schedule.kinds import RULES, Lane, Where
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.schedule import Schedule, is_compute
-from megatron_ext.schedule.text_file import read_text_file
 
 
 def to_csv(schedule: Schedule) -> str:
@@ -32,15 +31,6 @@ def to_csv(schedule: Schedule) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
-
-
-def load_csv(path: Path) -> Schedule:
-    """The schedule in the file at ``path``.
-
-    Raises:
-        ValueError: it cannot be read, is not UTF-8, or as `from_csv`.
-    """
-    return from_csv(read_text_file(path, "schedule file"), path.name)
 
 
 def from_csv(text: str, name: str) -> Schedule:
@@ -57,13 +47,7 @@ def from_csv(text: str, name: str) -> Schedule:
         ValueError: a cell is no compute action, a line is empty or has no stage of its own, or a
             stage or microbatch is missing below the largest.
     """
-    lines = csv.reader(io.StringIO(text.rstrip()), delimiter=_delimiter(text))
-    rows: list[tuple[Action, ...]] = []
-    while (cells := _next_line(lines, name, len(rows) + 1)) is not None:
-        rows.append(_row(cells, f"{name}, line {len(rows) + 1}"))
-    if not rows:
-        raise ValueError(f"{name} holds no action")
-    _check_numbers(rows, name)
+    rows = rows_from_csv(text, name)
     rank_of: dict[int, int] = {}
     for rank, row in enumerate(rows):
         for action in row:
@@ -76,8 +60,20 @@ def from_csv(text: str, name: str) -> Schedule:
             )
     placement = Placement("file", tuple(rank_of[stage] for stage in range(len(rank_of))))
     if placement.ranks == len(rows) and opens_on_first_rank(placement.rank_of):
-        return Schedule(name, flipped(placement), flip_rows(tuple(rows)))
-    return Schedule(name, placement, tuple(rows))
+        return Schedule(name, flipped(placement), flip_rows(rows))
+    return Schedule(name, placement, rows)
+
+
+def rows_from_csv(text: str, name: str) -> Rows:
+    """The rows of the table ``text``, on whatever ranks its stages are. Raises as `from_csv`."""
+    lines = csv.reader(io.StringIO(text.rstrip()), delimiter=_delimiter(text))
+    rows: list[tuple[Action, ...]] = []
+    while (cells := _next_line(lines, name, len(rows) + 1)) is not None:
+        rows.append(_row(cells, f"{name}, line {len(rows) + 1}"))
+    if not rows:
+        raise ValueError(f"{name} holds no action")
+    _check_numbers(rows, name)
+    return tuple(rows)
 
 
 _COMPOUND = re.compile(r"\(([^()]*)\)OVERLAP_F_B")

@@ -1,22 +1,25 @@
-"""v-auto's search made short, for tests of what is done with what it finds."""
+"""The search made short, for tests of what is done with what it finds."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from megatron_ext.schedule.search import v_search
+from megatron_ext.schedule.search import again, best, improve
+from megatron_ext.schedule.search.effort import Effort, small_effort
 
-_SHORT = {
-    "_LEAST_PASSES": 20_000,
-    "_MOST_PASSES": 20_000,
-    "_STEPS": 2,
-    "_PERIODS": (1.0,),
-    "_WEIGHTS": (1.0,),
-    "_PROMISING": 1,
-    "_ROUNDS": 1,
-}
+_SHORT = {"_STEPS": 2, "_PERIODS": (100,), "_WEIGHTS": (100,), "_PROMISING": 1, "_ROUNDS": 1}
+
+
+def little_effort(passes: int = 20_000) -> Effort:
+    """So many passes packed in plain Python, whatever is installed."""
+    return replace(small_effort(), least=passes, most=passes)
 
 
 def shorten_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(best, "effort", little_effort)
     for name, value in _SHORT.items():
-        monkeypatch.setattr(v_search, name, value)
+        monkeypatch.setattr(improve, name, value)
+        if hasattr(again, name):
+            monkeypatch.setattr(again, name, value)

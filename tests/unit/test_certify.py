@@ -11,7 +11,7 @@ from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import v
-from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.problem import Offload, Problem, Recompute
 from megatron_ext.schedule.program.memory import in_microbatches, peaks
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import Program
@@ -77,6 +77,30 @@ def test_memory_bounds_a_v(p: int, m: int, costs: Figures, limit: float, bound: 
     placement = v(p)
     problem = Problem(placement, m, uniform(placement, *costs), MemoryLimit(limit))
     assert lower_bound(problem, splits_backward=True) == bound
+
+
+@pytest.mark.parametrize(("limit", "bound"), [(3, 1275), (2, 1871), (1, 3678)])
+def test_time_in_memory_bounds_a_v(limit: float, bound: int) -> None:
+    """A microbatch is on rank 0 of eight for 227: 117 on its outer chunk, which F, the way to the
+    last stage and back, and I take, and 106 on the inner one, until W is done; and for 4 more on
+    one of them, as the outer I and the inner W cannot both follow the inner I. 32 of them in 6
+    chunks take 1211."""
+    placement = v(8)
+    problem = Problem(placement, 32, uniform(placement, 10, 12, 8, 1), MemoryLimit(limit))
+    assert int(lower_bound(problem, splits_backward=True)) == bound
+
+
+def test_what_leaves_the_rank_bounds_nothing() -> None:
+    """A copy on the host is not in the rank's memory, nor is what will be made again."""
+    placement = v(4)
+    costs = uniform(placement, 10, 12, 8, 1).with_host((1,) * 8, (1,) * 8)
+    problem = Problem(placement, 16, costs, MemoryLimit(2))
+    copied = problem.with_extras(offload=Offload.FULL)
+    given_up = problem.with_extras(recompute=Recompute(fit=True))
+    without_limit = replace(problem, memory_limit=None)
+    variants = (problem, copied, given_up, without_limit)
+    bounds = [lower_bound(made, splits_backward=True) for made in variants]
+    assert bounds == [536, 498, 498, 498]
 
 
 def test_search_raises_the_bound_and_never_passes_the_makespan() -> None:

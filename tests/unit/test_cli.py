@@ -74,6 +74,11 @@ def test_simulate_says_what_a_certificate_is_worth() -> None:
     assert "proved: no schedule with this placement and backward pass has a shorter" in run(*words)
     words = ("simulate", "v-min", "--pp", "2", "-m", "4", "--certify", "--seconds", "0")
     assert "no schedule with this placement and backward pass has a makespan under" in run(*words)
+    limited = run(*words, "--costs", "f=10,i=12,w=8,comm=1", "--memory-limit", "2")
+    assert "no V within 2 microbatches" not in limited  # there is one that repeats every 30
+    words = ("simulate", "v-min", "--pp", "8", "-m", "8", "--certify", "--seconds", "0")
+    limited = run(*words, "--costs", "f=10,i=12,w=8,comm=1", "--memory-limit", "4")
+    assert "no V within 4 microbatches repeats the passes of one microbatch every 30 or" in limited
 
 
 HEAD = ("--costs", "f=10,i=12,w=8,comm=1,head=10/12/8,embedding=1/2")

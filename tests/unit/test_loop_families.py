@@ -4,14 +4,20 @@ In the tables a column is a unit of time, ``.`` is idle, ``=`` goes on; F, I and
 cost 1, B 2.
 """
 
+import math
+from dataclasses import replace
+
 import pytest
 
+from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.memory import in_microbatches, peaks
 from megatron_ext.schedule.program.simulate import simulate
+from megatron_ext.schedule.progress import reporting
 from megatron_ext.schedule.schedule import bitwise_order
 from megatron_ext.schedule.timeline import Timeline
 from tests.helpers.schedules import F, drawn, table
@@ -33,6 +39,10 @@ TABLES = {
         0 0F0 0F1 . 3F0 3F1 0F2 . . 3I0 3W0 3F2 3I1 3W1 0I0 0W0 0I1 3I2 0W1 3W2 0I2 0W2
         1 . 1F0 1F1 . 4F0 4F1 . 4I0 1F2 4I1 4W0 4F2 1I0 4W1 1I1 4I2 1W0 1W1 1I2 4W2 1W2
         2 . . 2F0 2F1 . 5F0 5I0 5F1 5I1 2F2 2I0 5W0 5F2 2I1 5I2 5W1 2W0 2I2 2W1 5W2 2W2
+        """,
+    ("units:u=2", 2, 3): """
+        0 0F0 0F1 2F0 2F1 . . 2I0 2I1 0I0 0I1 0F2 2W0 2F2 2W1 0W0 2I2 0W1 0I2 2W2 0W2
+        1 . 1F0 1F1 3F0 3F1 3I0 3I1 1I0 1I1 3W0 3W1 1F2 1W0 3F2 3I2 1W1 1I2 3W2 1W2 .
         """,
 }  # fmt: skip
 
@@ -170,3 +180,36 @@ def test_evaluation_of_an_incomplete_group_keeps_its_forwards() -> None:
     problem = problem_for("interleaved", 2, 3)
     row = choose("interleaved").build(problem).rows[0]
     assert [a.microbatch for a in row if a.kind is F] == [0, 1, 0, 1, 2, 2]
+
+
+@pytest.mark.parametrize("vpp", [2, 3])
+def test_one_unit_of_whole_backwards_is_breadth_first(vpp: int) -> None:
+    spec = f"units:u=12,vpp={vpp}"
+    problem = problem_for(spec, 4, 12)
+    whole = choose(f"breadth-first:vpp={vpp}").build(problem)
+    for row, other in zip(choose(spec).build(problem).rows, whole.rows, strict=True):
+        passes = [action for action in row if action.kind is not Kind.BACKWARD_WEIGHT]
+        assert [(a.stage, a.kind is F, a.microbatch) for a in passes] == [
+            (a.stage, a.kind is F, a.microbatch) for a in other
+        ]
+
+
+def test_a_limit_chooses_the_unit() -> None:
+    """More memory never takes longer, and all of it is used where that is what takes least."""
+    before = math.inf
+    for limit in (1, 2, 4, 6, 8, 12, 16):
+        problem = replace(problem_for("units", 4, 16), memory_limit=MemoryLimit(microbatches=limit))
+        timeline = ran("units", problem)
+        assert max(peaks(timeline.schedule, in_microbatches(timeline.schedule))) <= limit
+        assert timeline.makespan <= before
+        before = timeline.makespan
+    assert before == ran("units:u=16", problem_for("units", 4, 16)).makespan
+
+
+@pytest.mark.parametrize("name", ["modular-pipeline", "layered-accumulation"])
+def test_names_of_breadth_first(name: str) -> None:
+    choice, remarks = choose(f"{name}:vpp=3"), list[str]()
+    problem = problem_for("breadth-first:vpp=3", 2, 3)
+    with reporting(remarks.append, remarks.append):
+        assert choice.build(problem) == choose("breadth-first:vpp=3").build(problem)
+    assert remarks == [f"{name} is breadth-first here"]

@@ -122,7 +122,7 @@ def test_base_package_needs_numpy_and_typer_only(wheel: Path) -> None:
     required = data.get_all("Requires-Dist", [])
     assert sorted(line for line in required if "extra ==" not in line) == ["numpy", "typer"]
     extras = data.get_all("Provides-Extra", [])
-    assert sorted(extras) == ["certify", "dev", "docs", "megatron", "plot", "te"]
+    assert sorted(extras) == ["certify", "dev", "docs", "megatron", "plot", "search", "te"]
     # PyPI's apex is another project than NVIDIA's.
     assert not [line for line in required if re.match(r"(nvidia[-_])?apex\b", line)]
     assert data["Requires-Python"] == ">=3.12"

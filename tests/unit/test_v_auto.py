@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import os
+from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,8 +14,6 @@ from hypothesis import strategies as st
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs import uniform
-from megatron_ext.schedule.families import v_auto
-from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
 from megatron_ext.schedule.placement import v
 from megatron_ext.schedule.problem import Problem
@@ -24,16 +21,18 @@ from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, peak
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule import Schedule, bitwise_order
-from megatron_ext.schedule.search import disk_cache, v_search
-from megatron_ext.schedule.search.double_justification import Shop, double_justify, rows_of
-from megatron_ext.schedule.search.v_search import plan_of, search, shop_of
+from megatron_ext.schedule.schedule_csv import to_csv
+from megatron_ext.schedule.search import best as best_room
+from megatron_ext.schedule.search import disk_cache
+from megatron_ext.schedule.search.bounds import lower_bound
+from megatron_ext.schedule.search.effort import LARGE
 from tests.helpers.combinations import at_night
 from tests.helpers.schedules import PROPERTY, random_costs, runs_to_end, seeds
+from tests.helpers.short_search import little_effort
 
 pytestmark = pytest.mark.search
 
 FourCosts = tuple[float, float, float, float]  # f, i, w, comm
-FEW = 20_000  # passes packed: the machinery, not its last percent
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +42,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def little_effort(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(v_auto, "search", functools.partial(search, passes=FEW))
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machinery, not its last percent."""
+    monkeypatch.setattr(best_room, "effort", little_effort)
 
 
 def v_problem(
@@ -67,7 +67,7 @@ def held(schedule: Schedule) -> float:
     return max(peaks(schedule, in_microbatches(schedule)))
 
 
-@pytest.mark.usefixtures("little_effort")
+@pytest.mark.usefixtures("brief")
 @pytest.mark.parametrize(
     ("limit", "target"),
     [("5", 1110), *at_night(("4", 1300), ("6", 1090), ("8", 1035))],
@@ -80,7 +80,7 @@ def test_targets_are_reached(limit: str, target: float) -> None:
     assert bitwise_order(program.schedule)
 
 
-@pytest.mark.usefixtures("little_effort")
+@pytest.mark.usefixtures("brief")
 @settings(PROPERTY, max_examples=8)
 @given(seed=seeds, p=st.integers(1, 5), m=st.integers(1, 8), halves=st.integers(2, 10))
 def test_any_problem_is_solved(seed: int, p: int, m: int, halves: int) -> None:
@@ -91,9 +91,10 @@ def test_any_problem_is_solved(seed: int, p: int, m: int, halves: int) -> None:
     program = best(problem)
     assert bitwise_order(program.schedule)
     assert runs_to_end(program.schedule, problem)
+    assert lower_bound(problem, splits_backward=True) <= makespan(program) * (1 + 1e-9)
 
 
-@pytest.mark.usefixtures("little_effort")
+@pytest.mark.usefixtures("brief")
 @settings(PROPERTY, max_examples=8)
 @given(seed=seeds, p=st.integers(1, 4), above=st.floats(1, 4))
 def test_bytes_are_respected(seed: int, p: int, above: float) -> None:
@@ -116,7 +117,7 @@ def test_too_little_memory_is_refused_by_name() -> None:
         best(v_problem(4, 8, limit="1GiB"))
 
 
-@pytest.mark.usefixtures("little_effort")
+@pytest.mark.usefixtures("brief")
 def test_no_limit_is_that_of_zb_v() -> None:
     program = best(v_problem(4, 8))
     assert held(program.schedule) <= 4
@@ -124,7 +125,7 @@ def test_no_limit_is_that_of_zb_v() -> None:
     assert program.schedule.rows == with_limit.schedule.rows
 
 
-@pytest.mark.usefixtures("little_effort")
+@pytest.mark.usefixtures("brief")
 @pytest.mark.parametrize("costs", [(1, 1, 1, 0), (10, 12, 8, 1), (18, 18, 9, 5)])
 @pytest.mark.parametrize(("p", "m"), [(2, 3), (4, 8)])
 def test_never_worse_than_another_family(p: int, m: int, costs: FourCosts) -> None:
@@ -141,35 +142,14 @@ def test_never_worse_than_another_family(p: int, m: int, costs: FourCosts) -> No
         assert makespan(ours) <= makespan(other) + 1e-9, name
 
 
-def test_search_finds_the_same_twice() -> None:
-    shop = v_shop(3, 7, 2.0)
-    assert search(shop, [], passes=FEW) == search(shop, [], passes=FEW)
-
-
 def test_nothing_is_searched_for_where_a_known_schedule_takes_the_least(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(v_auto, "search", None)  # would fail if called
+    monkeypatch.setattr(best_room, "search", None)  # would fail if called
     assert makespan(best(v_problem(4, 8, (1, 1, 1, 0)))) == 25.5  # 24 of work, and to the first F
 
 
-def test_search_ends_where_nothing_can_be_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed: list[Shop] = []
-
-    def counted(shop: Shop, *args: Any, **kwargs: Any) -> Any:
-        packed.append(shop)
-        return double_justify(shop, *args, **kwargs)
-
-    monkeypatch.setattr(v_search, "double_justify", counted)
-    shop = v_shop(2, 8, 2.0)
-    search(shop, [], least=0.0, passes=0)
-    improved = len(packed)
-    packed.clear()
-    search(shop, [], least=float("inf"), passes=0)
-    assert len(packed) == improved - v_search._STEPS
-
-
-@pytest.mark.usefixtures("little_effort")
+@pytest.mark.usefixtures("brief")
 def test_evaluation_runs_the_forwards_of_training() -> None:
     problem = v_problem(2, 4)
     training, forwards = best(problem), choose("v-auto").build(problem)
@@ -179,16 +159,16 @@ def test_evaluation_runs_the_forwards_of_training() -> None:
 # ---- The cache
 
 
-@pytest.mark.usefixtures("little_effort")
+@pytest.mark.usefixtures("brief")
 def test_second_time_comes_from_the_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = v_problem(3, 6, limit="2")
     first = best(problem)
     assert [path.suffix for path in cache.iterdir()] == [".csv"]
-    monkeypatch.setattr(v_auto, "_best", None)  # would fail if called
+    monkeypatch.setattr(best_room, "searched", None)  # would fail if called
     assert best(problem).digest == first.digest
 
 
-@pytest.mark.usefixtures("little_effort")
+@pytest.mark.usefixtures("brief")
 @pytest.mark.parametrize("text", ["", "not a schedule", "0F0\n", b"\xff\xfe"])
 def test_broken_entry_is_ignored_and_replaced(cache: Path, text: str | bytes) -> None:
     problem = v_problem(2, 4)
@@ -200,7 +180,7 @@ def test_broken_entry_is_ignored_and_replaced(cache: Path, text: str | bytes) ->
     assert entry.read_text() == whole
 
 
-@pytest.mark.usefixtures("little_effort")
+@pytest.mark.usefixtures("brief")
 def test_entry_over_the_limit_is_ignored(cache: Path) -> None:
     """A file is never believed: what is read is proved like any other schedule."""
     best(v_problem(3, 6, limit="3"))
@@ -212,7 +192,7 @@ def test_entry_over_the_limit_is_ignored(cache: Path) -> None:
     assert best(tight).digest == first.digest
 
 
-@pytest.mark.usefixtures("little_effort")
+@pytest.mark.usefixtures("brief")
 def test_unwritable_cache_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
@@ -220,52 +200,23 @@ def test_unwritable_cache_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert best(v_problem(2, 4)).digest == best(v_problem(2, 4)).digest
 
 
+@pytest.mark.usefixtures("brief")
+def test_what_a_larger_effort_left_is_taken(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A login node with numba searches for jobs without: each effort is kept apart."""
+    problem = v_problem(3, 6, limit="2")
+    small = best(problem)
+    large = replace(little_effort(100_000), name=LARGE)
+    monkeypatch.setattr(best_room, "effort", lambda: large)
+    best(problem)
+    assert len(list(cache.iterdir())) == 2
+    worse = build_program(choose("v-min"), problem).schedule
+    disk_cache.store("v-auto", best_room._key(problem, LARGE), to_csv(worse))
+    monkeypatch.setattr(best_room, "effort", little_effort)
+    assert best(problem).schedule.compute_rows == worse.compute_rows != small.schedule.compute_rows
+
+
 def test_key_holds_every_input() -> None:
     disk_cache.store("x", "one", "1")
     assert disk_cache.load("x", "one") == "1"
     assert disk_cache.load("x", "two") is None
     assert disk_cache.load("y", "one") is None
-
-
-# ---- Packing
-
-
-def v_shop(p: int, m: int, limit: float) -> Shop:
-    placement = v(p)
-    share = (0.5,) * placement.stages
-    amounts = {Held.ACTIVATION: share, Held.WEIGHT_INPUTS: share}
-    return shop_of(Problem(placement, m, uniform(placement, 10, 12, 8, 1)), amounts, limit)[0]
-
-
-@settings(PROPERTY, max_examples=30)
-@given(seed=seeds, p=st.integers(1, 5), m=st.integers(1, 6), halves=st.integers(2, 8))
-def test_any_plan_packs_soundly(seed: int, p: int, m: int, halves: int) -> None:
-    """Memory cannot deadlock, in either direction of time, whatever the plan; and the starts are
-    those at which the passes really run."""
-    random, placement = Random(seed), v(p)
-    shop = v_shop(p, m, halves / 2)
-    plan = [sorted(random.uniform(0, 20) for _ in range(m)) for _ in shop.seconds]
-    packed = double_justify(shop, shop.mirrored(), plan, rounds=3)
-    assert packed is not None
-    rows = rows_of(packed[1])
-    limit = MemoryLimit(microbatches=halves / 2)
-    problem = Problem(placement, m, uniform(placement, 10, 12, 8, 1), limit)
-    schedule = Schedule("packed", placement, rows)
-    assert v_auto._proved(schedule, problem) is not None
-    instant = Problem(placement, m, uniform(placement, 10, 12, 8, 0), limit)
-    ran = v_auto._proved(schedule, instant)
-    assert ran is not None and makespan(ran) <= packed[0] * 30 + 1e-6
-
-
-@settings(PROPERTY, max_examples=20)
-@given(seed=seeds, p=st.integers(1, 4), m=st.integers(1, 5))
-def test_plan_of_a_schedule_gives_it_back(seed: int, p: int, m: int) -> None:
-    random, placement = Random(seed), v(p)
-    shop = v_shop(p, m, 2.0)
-    plan = [sorted(random.uniform(0, 20) for _ in range(m)) for _ in shop.seconds]
-    packed = double_justify(shop, shop.mirrored(), plan, rounds=1)
-    assert packed is not None
-    schedule = Schedule("packed", placement, rows_of(packed[1]))
-    ran = v_auto._proved(schedule, v_problem(p, m))
-    assert ran is not None
-    assert rows_of(plan_of(simulate(ran, ran.problem.costs), 30.0)) == schedule.rows

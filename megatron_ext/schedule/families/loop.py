@@ -14,8 +14,10 @@ from megatron_ext.schedule.build.registry import Mark, family
 from megatron_ext.schedule.placement import loop
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
+from megatron_ext.schedule.search.best import best_known, best_schedule
 from megatron_ext.schedule.search.weight_gradient_filling import (
     Hangs,
+    TimedOrder,
     fill_best,
     least_memory,
     memory_of,
@@ -52,7 +54,7 @@ def interleaved(problem: Problem, *, group: int = 0) -> Schedule:
     "breadth-first",
     loop,
     source="Lamy-Poirier 2023, arXiv:2211.05953",
-    aliases=("ScheduleLoopedBFS", "LoopedBFS"),
+    aliases=("ScheduleLoopedBFS", "LoopedBFS", "layered-accumulation", "modular-pipeline"),
 )
 def breadth_first(problem: Problem) -> Schedule:
     """All microbatches through a chunk before the next, so that its parameters are gathered and
@@ -65,13 +67,70 @@ def breadth_first(problem: Problem) -> Schedule:
         0  0F0 0F1 2F0 2F1 .   .   .   2B0 =   2B1 =   0B0 =   0B1 =
         1  .   1F0 1F1 3F0 3F1 3B0 =   3B1 =   1B0 =   1B1 =   .   .
     """
-    m = range(problem.microbatches)
-    rows = tuple(
-        tuple(Action(stage, Kind.FORWARD, k) for stage in stages for k in m)
-        + tuple(Action(stage, Kind.FULL_BACKWARD, k) for stage in reversed(stages) for k in m)
+    order = _units(problem, problem.microbatches, _WHOLE)
+    return Schedule("breadth-first", problem.placement, order)
+
+
+@family(
+    "units",
+    loop,
+    source="Tang et al. 2024, arXiv:2402.03791 (ZeroPP), from its abstract",
+    mark=Mark.LABORATORY,
+    splits_backward=True,
+    uses_costs=True,
+)
+def units(problem: Problem, *, u: int = 0) -> Schedule:
+    """Breadth-first in units of ``u`` microbatches, with the backward split and W in the gaps: a
+    chunk's parameters are gathered once a unit and direction.
+
+    A unit holds u microbatches, and W of those before may wait: peak at most 2u, and within the
+    memory limit. With u = 0 it is p; with a limit, what takes least of all that fit, two thirds of
+    them and half.
+
+    With p = 2, m = 2:
+
+    ::
+
+        0  0F0 0F1 2F0 2F1 .   .   2I0 2I1 0I0 0I1 2W0 2W1 0W0 0W1
+        1  .   1F0 1F1 3F0 3F1 3I0 3I1 1I0 1I1 3W0 3W1 1W0 1W1 .
+    """
+    if u < 0:
+        raise ValueError(f"units: u is {u}; write the microbatches of a unit, or 0")
+    p, m = problem.ranks, problem.microbatches
+    tried = [u or p] if u or problem.memory_limit is None else _within(problem)
+    filled = [
+        _filled("units", problem, _units(problem, min(number, m), _SPLIT), 2 * number)
+        for number in tried
+    ]
+    best = min(filled, key=lambda order: order.order(problem.extras.post_validation))
+    return Schedule("units", problem.placement, best.rows)
+
+
+def _within(problem: Problem) -> list[int]:
+    """How many microbatches a unit may have within the memory limit, the most first."""
+    memory = memory_of(problem)
+    most = problem.microbatches
+    for rank, stages in enumerate(problem.placement.stages_of):
+        need = sum(map(memory.of, stages))
+        while most > 1 and not memory.fits(rank, most * need):
+            most -= 1
+    return sorted({most, max(2 * most // 3, 1), max(most // 2, 1)}, reverse=True)
+
+
+def _units(problem: Problem, u: int, backward: Kind) -> Rows:
+    """Units of ``u`` microbatches, each through all chunks of a rank and back."""
+    m = problem.microbatches
+    ks = [range(first, min(first + u, m)) for first in range(0, m, u)]
+    return tuple(
+        tuple(
+            Action(stage, kind, k)
+            for unit in ks
+            for kind, way in ((Kind.FORWARD, stages), (backward, stages[::-1]))
+            for stage in way
+            for k in unit
+        )
         for stages in problem.placement.stages_of
     )
-    return Schedule("breadth-first", problem.placement, rows)
 
 
 @family(
@@ -148,6 +207,32 @@ def gis_h(problem: Problem) -> Schedule:
     return _gis("gis-h", problem, -(-problem.ranks // 2))
 
 
+def loop_at_once(problem: Problem) -> Schedule:
+    """The best within `loop_auto`'s limit that needs no search. Raises as that."""
+    return best_known("loop-auto", problem)
+
+
+@family(
+    "loop-auto",
+    loop,
+    source="ours; loops are those of Narayanan et al. 2021, arXiv:2104.04473",
+    mark=Mark.STABLE,
+    splits_backward=True,
+    uses_costs=True,
+    searches=True,
+    steps_overlap=True,
+    at_once=loop_at_once,
+)
+def loop_auto(problem: Problem) -> Schedule:
+    """Least makespan within the memory limit (without one: p microbatches), the backward split;
+    with post-validation, least span. The passes are in no groups, and any m will do.
+
+    Raises:
+        ValueError: nothing on this placement fits into the limit.
+    """
+    return best_schedule("loop-auto", problem)
+
+
 def _gis(name: str, problem: Problem, group: int) -> Schedule:
     p = problem.ranks
     if not -(-p // 2) <= group <= p:
@@ -206,7 +291,17 @@ def _with_weight_gradients(name: str, problem: Problem, order: Rows) -> Schedule
         for action in row:
             held += 1 if action.kind is Kind.FORWARD else -1
             ahead = max(ahead, held)
-    memory = memory_of(problem, ahead / problem.placement.chunks)
+    filled = _filled(name, problem, order, ahead / problem.placement.chunks)
+    return Schedule(name, problem.placement, filled.rows)
+
+
+def _filled(name: str, problem: Problem, order: Rows, microbatches: float) -> TimedOrder:
+    """``order`` with its W, within what it needs anyway or ``microbatches``, and within the limit.
+
+    Raises:
+        ValueError: the order itself does not fit into the limit.
+    """
+    memory = memory_of(problem, microbatches)
     least = least_memory(order, memory)
     limit = problem.memory_limit
     if limit is not None:
@@ -219,5 +314,4 @@ def _with_weight_gradients(name: str, problem: Problem, order: Rows) -> Schedule
                 )
     # In bytes, the chunks that it holds most of may be larger than the others.
     memory = replace(memory, allowed=tuple(map(max, memory.allowed, least)))
-    filled = fill_best(order, problem, memory, by_span=problem.extras.post_validation)
-    return Schedule(name, problem.placement, filled.rows)
+    return fill_best(order, problem, memory, by_span=problem.extras.post_validation)

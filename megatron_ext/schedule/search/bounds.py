@@ -7,11 +7,13 @@ pass of a kind can always be given to microbatch k without moving it in time.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import Neighbour
-from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.problem import Offload, Problem, Recompute
 from megatron_ext.schedule.search.weight_gradient_filling import Memory, memory_of
 
 
@@ -28,9 +30,14 @@ def lower_bound(problem: Problem, splits_backward: bool) -> float:
       the backward is split).
 
     Where steps overlap only what a rank idles between its own first pass and its own last counts.
+
+    And however well a rank is busy, each microbatch is in its memory until it has been to the last
+    stage and back (`_least_held`).
+
+    Where what is held may leave the rank in between, or be given up, memory bounds nothing here.
     """
     placement, costs, m = problem.placement, problem.costs, problem.microbatches
-    memory = memory_of(problem)
+    memory = _memory(problem)
     forward = costs.seconds[Kind.FORWARD]
     input_gradient = costs.seconds[Kind.BACKWARD_INPUT]
     weight_gradient = costs.seconds[Kind.BACKWARD_WEIGHT]
@@ -59,7 +66,17 @@ def lower_bound(problem: Problem, splits_backward: bool) -> float:
         if problem.extras.post_validation:
             idle_before, return_trip = max(0.0, way_out + way_back - ahead - arrival), 0.0
         bound = max(bound, idle_before + work + max(0.0, return_trip - left))
+        first_pass = 0.0 if problem.extras.post_validation else arrival
+        bound = max(
+            bound, first_pass + _least_held(rank, backward, problem, memory, splits_backward)
+        )
     return bound
+
+
+def _memory(problem: Problem) -> Memory:
+    """What ranks may hold of all that is under way."""
+    stays = problem.with_extras(offload=Offload.NONE, recompute=Recompute())
+    return memory_of(problem if stays == problem else replace(stays, memory_limit=None))
 
 
 def _most_work(
@@ -74,3 +91,54 @@ def _most_work(
         room -= fit * needs[stage]
         most += fit * seconds[stage]
     return most
+
+
+def _least_held(
+    rank: int, backward: Sequence[float], problem: Problem, memory: Memory, splits_backward: bool
+) -> float:
+    """Seconds that ``rank`` takes at least from its first pass to its last, to have held all that
+    it must for as long as it must.
+
+    What a stage holds of a microbatch it holds from the start of F until the microbatch has been
+    from there to the last stage and back, and what W needs until W is done, too. Where the stage
+    before is on the same rank, as at the turn of a V, its I and this W cannot both come at once:
+    one of the stages holds what it has for longer. All that, summed over stages and microbatches,
+    is no more than what the rank may hold, times the seconds asked for.
+
+    Nor is a rank full at once. Passes of a rank come one after the other, so that t seconds after
+    its first start it has started at most 1 + t/f forwards, the shortest taking f; and t seconds
+    before its last end at most 1 + t/w of the passes by which it frees memory are still to end. The
+    memory that is empty by that is added, as far as the forwards and those passes of all
+    microbatches together take as long: so long the two times do not overlap.
+    """
+    allowed, m = memory.allowed[rank], problem.microbatches
+    if math.isinf(allowed):
+        return 0.0
+    costs, row = problem.costs, problem.placement.stages_of[rank]
+    forward = costs.seconds[Kind.FORWARD]
+    weight = [
+        figure - costs.spared_on(stage) if splits_backward else 0.0
+        for stage, figure in enumerate(costs.seconds[Kind.BACKWARD_WEIGHT])
+    ]
+    activation = {stage: memory.amount(Held.ACTIVATION, stage) for stage in row}
+    held = 0.0
+    for stage in row:
+        rest = min(memory.amount(Held.WEIGHT_INPUTS, stage), activation[stage])
+        held += activation[stage] * _there_and_back(stage, backward, problem) + rest * weight[stage]
+        if stage - 1 in row:
+            held += min(rest * backward[stage - 1], activation[stage - 1] * weight[stage])
+    frees = weight if splits_backward else backward
+    most, empty = max(map(memory.of, row)), 0.0
+    passes = min(int(allowed / most), m * len(row)) if most else 0
+    for shortest in (min(forward[s] for s in row), min(frees[s] for s in row)):
+        empty += shortest * sum(allowed - n * most for n in range(1, passes + 1))
+    return (m * held + empty) / allowed
+
+
+def _there_and_back(stage: int, backward: Sequence[float], problem: Problem) -> float:
+    """Seconds from the start of F on ``stage`` to the end of I there."""
+    placement, costs = problem.placement, problem.costs
+    after = range(stage + 1, placement.stages)
+    hops = sum(bool(placement.is_remote(s, Neighbour.PREVIOUS)) for s in after)
+    forward = costs.seconds[Kind.FORWARD]
+    return sum(forward[stage:]) + sum(backward[stage:]) + 2 * costs.hop * hops

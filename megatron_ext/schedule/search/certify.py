@@ -7,10 +7,8 @@ holds no more than the limit between F and W. Microbatch order costs nothing (`b
 
 from __future__ import annotations
 
-import math
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 from megatron_ext.schedule.action import Action, Kind
@@ -21,18 +19,24 @@ from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.progress import task
 from megatron_ext.schedule.search.bounds import lower_bound
+from megatron_ext.schedule.search.ticks import common_tick
+from megatron_ext.schedule.search.v_patterns import excluded_period
 
-TICKS = 100_000  # of the makespan, in which CP-SAT counts where costs have no common unit
 _TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
 class Certificate:
     """``lower_bound`` holds for every schedule of the placement within the memory limit (whose
-    backward is whole, if the schedule's is)."""
+    backward is whole, if the schedule's is).
+
+    ``excluded_period`` does not: it is about steady states that repeat one microbatch's passes,
+    none of which takes so little time or less; None where that is not known.
+    """
 
     makespan: float
     lower_bound: float
+    excluded_period: float | None = None
 
     @property
     def gap(self) -> float:
@@ -46,11 +50,12 @@ class Certificate:
 
 
 def certify(program: Program, seconds: float) -> Certificate:
-    """Bound the makespan from below; search for at most ``seconds`` if analysis leaves a gap.
+    """Bound the makespan from below; if analysis leaves a gap search for ``seconds``, about, and
+    as long again for steady states.
 
     Raises:
-        ValueError: the program is vocabulary parallel or offloads, or OR-tools is needed and not
-            installed.
+        ValueError: the program is vocabulary parallel, offloads or recomputes, or OR-tools is
+            needed and not installed.
     """
     problem = program.problem
     extras = problem.extras
@@ -63,6 +68,9 @@ def certify(program: Program, seconds: float) -> Certificate:
         raise ValueError(
             f"--certify knows no bound with offload {extras.offload}: leave one of them out"
         )
+    kinds = {kind for _, kind in program.schedule.columns.pairs}
+    if any(RULES[kind].repeats for kind in kinds):
+        raise ValueError("--certify knows no bound with recompute: leave one of them out")
     splits = any(
         RULES[a.kind].covers == (Kind.BACKWARD_WEIGHT,)
         for row in program.schedule.rows
@@ -72,7 +80,9 @@ def certify(program: Program, seconds: float) -> Certificate:
     certificate = Certificate(makespan, lower_bound(problem, splits))
     if certificate.optimal:
         return certificate
-    return Certificate(makespan, max(certificate.lower_bound, _search(program, makespan, seconds)))
+    bound = max(certificate.lower_bound, _search(program, makespan, seconds))
+    with task("looking for steady states", seconds=seconds):
+        return Certificate(makespan, bound, excluded_period(problem, seconds) if splits else None)
 
 
 def _search(program: Program, makespan: float, seconds: float) -> float:
@@ -84,7 +94,7 @@ def _search(program: Program, makespan: float, seconds: float) -> float:
             "--certify needs OR-tools here: pip install 'megatron_ext[certify]'"
         ) from None
     costs = program.problem.costs
-    tick = _tick([costs.hop, *(costs.of(a) for a in program.graph.actions)], makespan)
+    tick = common_tick([costs.hop, *(costs.of(a) for a in program.graph.actions)], makespan)
     horizon = round(makespan / tick)
     model: Any = cp_model.CpModel()
     starts: dict[Action, Any] = {}
@@ -132,15 +142,6 @@ def _producers(
             elif RULES[choice.kind].is_message:
                 for _, senders in needed(partner_of(choice, placement), placement):
                     yield from ((sender, True) for sender in senders if sender in passes)
-
-
-def _tick(figures: list[float], makespan: float) -> float:
-    """The largest unit that all ``figures`` are multiples of; a small one if that is too fine."""
-    fractions = [Fraction(figure).limit_denominator(1000) for figure in set(figures) if figure]
-    whole = math.lcm(*(fraction.denominator for fraction in fractions))
-    unit = math.gcd(*(int(fraction * whole) for fraction in fractions)) / whole
-    exact = all(abs(figure - round(figure / unit) * unit) <= 1e-9 * unit for figure in figures)
-    return unit if exact and makespan / unit <= 10 * TICKS else makespan / TICKS
 
 
 def _ticks(figure: float, tick: float) -> int:

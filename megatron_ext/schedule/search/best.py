@@ -1,0 +1,272 @@
+"""The best schedule that can be found for a problem: of those that are known, and by a search.
+
+Every family of the placement is among the plans that the search starts from, also where it would
+need more memory: packed it needs no more than there is. Those within the limit are among the
+schedules that are chosen from in the end by what a step of them costs, simulated. Where one of them
+costs no more than any schedule must (`lower_bound`), there is nothing to search for.
+
+What was found is kept in the user's cache directory, by problem and effort.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.build.build import complete
+from megatron_ext.schedule.build.registry import on_placement
+from megatron_ext.schedule.kinds import Held
+from megatron_ext.schedule.limit import MemoryLimit, fits
+from megatron_ext.schedule.problem import Problem, Recompute
+from megatron_ext.schedule.program.memory import amount_of, bytes_for, peaks
+from megatron_ext.schedule.program.simulate import step_seconds
+from megatron_ext.schedule.program.verify import Program
+from megatron_ext.schedule.schedule import Schedule, bitwise_order
+from megatron_ext.schedule.schedule_csv import from_csv, to_csv
+from megatron_ext.schedule.search import disk_cache
+from megatron_ext.schedule.search.again import search_again
+from megatron_ext.schedule.search.bounds import lower_bound
+from megatron_ext.schedule.search.effort import LARGE, Effort, effort
+from megatron_ext.schedule.search.extension import MIDDLE, plans_from
+from megatron_ext.schedule.search.improve import first_plans, search
+from megatron_ext.schedule.search.shop import (
+    Rows,
+    Shop,
+    Starts,
+    end_of,
+    rows_of,
+    shop_of,
+    starts_of,
+)
+from megatron_ext.schedule.transforms.recompute import recompute
+
+
+def best_schedule(name: str, problem: Problem) -> Schedule:
+    """What is found for ``problem``, without a memory limit within p microbatches, for the family
+    ``name``.
+
+    Raises:
+        ValueError: not even one microbatch at a time fits into the limit, or bytes are not known.
+    """
+    problem = _limited(problem)
+    _check_limit(name, problem)
+    # With numba more is tried: what a machine that has it left here is the better schedule.
+    kept = _kept(name, problem, LARGE)
+    if kept is not None:
+        return kept
+    how = effort()
+    kept = None if how.name == LARGE else _kept(name, problem, how.name)
+    if kept is not None:
+        return kept
+    best = searched(name, problem, how)
+    disk_cache.store(name, _key(problem, how.name), to_csv(best))
+    return best
+
+
+def best_known(name: str, problem: Problem) -> Schedule:
+    """The best without a search: some plans packed. Raises as `best_schedule`."""
+    problem = _limited(problem)
+    _check_limit(name, problem)
+    if problem.extras.recompute.fit:
+        candidates = _as_they_are(_known_again(name, problem))
+    else:
+        shop, known = shop_of(problem), _known(problem)
+        if shop.fits:
+            packed = first_plans(shop, [starts_of(rows, shop) for rows in known])
+            known += [rows_of(result.starts, problem.placement) for result in packed]
+        candidates = _candidates(known, shop)
+    best = _best_of(candidates, problem)
+    assert best is not None  # one microbatch at a time
+    return _passes(name, best.program)
+
+
+def _limited(problem: Problem) -> Problem:
+    """With a memory limit. An evaluation runs the forwards of the training schedule, so it is the
+    same."""
+    limit = problem.memory_limit or MemoryLimit(microbatches=problem.ranks)
+    return replace(problem, memory_limit=limit, forward_only=False)
+
+
+def _key(problem: Problem, effort_name: str) -> str:
+    """All that the schedule depends on."""
+    return f"{effort_name}\n{problem!r}"
+
+
+def _kept(name: str, problem: Problem, effort_name: str) -> Schedule | None:
+    """What was found before, if it is sound."""
+    text = disk_cache.load(name, _key(problem, effort_name))
+    if text is None:
+        return None
+    try:
+        rows = from_csv(text, name).rows
+    except ValueError:
+        return None
+    program = _proved(Schedule(name, problem.placement, rows), problem)
+    return None if program is None else _passes(name, program)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """Rows, and what a step of them costs in seconds if messages hold nothing up."""
+
+    rows: Rows
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    program: Program
+    seconds: float  # of a step, simulated
+
+
+def searched(name: str, problem: Problem, how: Effort) -> Schedule:
+    """The same, made anew, with so much effort. The limit has to hold a microbatch."""
+    shop = shop_of(problem)
+    if problem.extras.recompute.fit:
+        without = searched(name, problem.with_extras(recompute=Recompute()), how)
+        known = [without.rows, *_known_again(name, problem)]
+        found = search_again(problem, known, how) if shop.fits else []
+        best = _best_of(_as_they_are([*known, *found]), problem)
+        assert best is not None  # one microbatch at a time
+        return _passes(name, best.program)
+    known = _known(problem)
+    best = _best_of(_candidates(known, shop), problem)
+    assert best is not None  # one microbatch at a time
+    least = lower_bound(problem, splits_backward=True) * (1 + 1e-9)
+    if best.seconds > least and shop.fits:
+        if problem.microbatches > MIDDLE * problem.ranks:
+            how = how.halved  # the other half goes to the shorter step
+        plans = [*(starts_of(rows, shop) for rows in known), *_of_shorter(problem, how)]
+        packed = search(shop, plans, int(least / shop.tick) + max(shop.tails), how)
+        found = [rows_of(result.starts, problem.placement) for result in packed]
+        best = _best_of(_candidates(found, shop), problem, best)
+        assert best is not None
+    return _passes(name, best.program)
+
+
+def _of_shorter(problem: Problem, how: Effort) -> Iterator[Starts]:
+    """Plans that repeat the middle of what a search finds for as few microbatches as have one: it
+    packs more plans of them for the same effort."""
+    fewer = MIDDLE * problem.ranks
+    if problem.microbatches > fewer:
+        best, *_ = search(shop_of(replace(problem, microbatches=fewer)), how=how)
+        yield from plans_from(best.starts, problem.microbatches)
+
+
+def _passes(name: str, program: Program) -> Schedule:
+    """Its schedule without messages."""
+    return replace(program.schedule, name=name, rows=program.schedule.compute_rows)
+
+
+def _known_again(name: str, problem: Problem) -> list[Rows]:
+    """What can be had without a search, with R where that brings it into the limit."""
+    alone = problem.with_extras(recompute=Recompute())
+    rows = dict.fromkeys([*_known(alone), *_known(replace(alone, memory_limit=None))])
+    schedules = (Schedule(name, problem.placement, of_ranks) for of_ranks in rows)
+    return [recompute(schedule, problem).rows for schedule in schedules]
+
+
+def _known(problem: Problem) -> list[Rows]:
+    """What can be had without a search, some of it over the limit."""
+    rows = [_one_at_a_time(problem)]
+    for choice in on_placement(problem.placement):
+        for asked in (problem, replace(problem, memory_limit=None)):
+            try:
+                schedule = choice.build(asked)
+            except ValueError:
+                continue  # it has no schedule for this problem
+            if bitwise_order(schedule):
+                rows.append(schedule.rows)
+            break
+    return rows
+
+
+def _candidates(all_rows: Sequence[Rows], shop: Shop) -> list[_Candidate]:
+    """``all_rows``, the quickest first."""
+    ends = [end_of(starts_of(rows, shop), shop) - max(shop.tails) for rows in all_rows]
+    candidates = [
+        _Candidate(rows, end * shop.tick) for rows, end in zip(all_rows, ends, strict=True)
+    ]
+    return sorted(candidates, key=lambda candidate: candidate.seconds)
+
+
+def _as_they_are(all_rows: Sequence[Rows]) -> list[_Candidate]:
+    """``all_rows``, of which nothing is known."""
+    return [_Candidate(rows, 0.0) for rows in all_rows]
+
+
+def _best_of(
+    candidates: Sequence[_Candidate], problem: Problem, best: _Chosen | None = None
+) -> _Chosen | None:
+    """The sound one of least cost, and ``best`` where that is no worse.
+
+    Messages cost time, so who is no quicker without them need not be looked at. (But where steps
+    overlap, a rank that idles in the middle of its span may begin its step later.)
+    """
+    for candidate in candidates:
+        hopeless = best is not None and candidate.seconds >= best.seconds
+        if hopeless and not problem.extras.post_validation:
+            break
+        schedule = Schedule("", problem.placement, candidate.rows)
+        program = _proved(schedule, problem) if _is_within_limit(schedule, problem) else None
+        if program is not None:
+            seconds = step_seconds(program, problem.costs)
+            if best is None or seconds < best.seconds:
+                best = _Chosen(program, seconds)
+    return best
+
+
+def _is_within_limit(schedule: Schedule, problem: Problem) -> bool:
+    assert problem.memory_limit is not None
+    amount, allowed = amount_of(problem.memory_limit, schedule, problem.costs)
+    return all(fits(peak, allowed) for peak in peaks(schedule, amount))
+
+
+def _proved(schedule: Schedule, problem: Problem) -> Program | None:
+    """The program of ``schedule``; None if it is not sound or not within the limit."""
+    try:
+        program = complete(schedule, problem)
+    except ValueError:
+        return None
+    return program if bitwise_order(schedule) else None
+
+
+def _one_at_a_time(problem: Problem) -> Rows:
+    """No schedule needs less memory."""
+
+    def passes(stages: Sequence[int], k: int) -> Iterator[Action]:
+        yield from (Action(stage, Kind.FORWARD, k) for stage in stages)
+        for stage in reversed(stages):
+            yield Action(stage, Kind.BACKWARD_INPUT, k)
+            yield Action(stage, Kind.BACKWARD_WEIGHT, k)
+
+    return tuple(
+        tuple(action for k in range(problem.microbatches) for action in passes(stages, k))
+        for stages in problem.placement.stages_of
+    )
+
+
+def _check_limit(name: str, problem: Problem) -> None:
+    """Raises ValueError if not even one microbatch at a time fits, or bytes are not known."""
+    limit, placement = problem.memory_limit, problem.placement
+    assert limit is not None
+    if limit.bytes is None:
+        assert limit.microbatches is not None
+        least, allowed = 1.0, limit.microbatches
+    else:
+        held, allowed = bytes_for(limit, problem.costs), float(limit.bytes)
+        activation, rest = held[Held.ACTIVATION], held[Held.WEIGHT_INPUTS]
+        least = max(
+            math.fsum(activation[stage] for stage in stages[: chunk + whole])
+            + (0.0 if whole else rest[last])
+            for stages in placement.stages_of
+            for chunk, last in enumerate(stages)
+            for whole in (0, 1)
+        )
+    if not fits(least, allowed):
+        raise ValueError(
+            f"{name}: the memory limit of {limit} does not hold even one microbatch; "
+            f"the least feasible limit is {limit.at_least(least)}"
+        )

@@ -1,0 +1,384 @@
+"""`pack` for numba, on flat arrays of whole numbers. Import this only where numba is installed.
+
+Function by function it is that of `pack`, and gives the same starts to the digit.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from megatron_ext.schedule.progress import remark, task
+from megatron_ext.schedule.search import disk_cache
+from megatron_ext.schedule.search.pack import GAPS, Pack, Packed
+from megatron_ext.schedule.search.shop import Shop, Starts
+
+Whole = npt.NDArray[np.int64]
+
+_BITS = 16  # of a heap's entry are the lane
+_MASK = (1 << _BITS) - 1
+if numba.config.DISABLE_JIT:
+    raise ImportError("NUMBA_DISABLE_JIT is set")
+
+_NONE = -1
+_ANY = 1 << 62
+_OPENS, _CLOSES, _MOST = range(3)  # of a gap
+
+
+def packer(shop: Shop) -> Pack:
+    """`pack.pack` for ``shop``."""
+    tables = _tables(shop)
+    arrays = numba.int64[:, ::1]
+    run = _compiled((arrays, arrays, *map(numba.typeof, tables), numba.int64, numba.int64))
+
+    def pack(plan: Starts) -> Packed:
+        starts = np.empty(plan.shape, np.int64)
+        makespan = run(np.ascontiguousarray(plan, np.int64), starts, *tables, shop.limit, GAPS)
+        assert makespan >= 0, "memory got stuck"
+        return Packed(makespan, starts)
+
+    return pack
+
+
+def _tables(shop: Shop) -> tuple[Whole, ...]:
+    assert shop.lanes <= _MASK
+    rank_of = np.repeat(np.arange(shop.placement.ranks), shop.lanes_of_rank)
+    columns = (rank_of, shop.rooms, shop.heads, shop.tails, shop.way)
+    figures = (shop.durations_of_all, shop.gains_of_all, shop.held_after, shop.next_taking)
+    before, after = (
+        _padded([[lane for lane, _ in row] for row in rows]) for rows in (shop.before, shop.after)
+    )
+    hops = _padded([[hop for _, hop in row] for row in shop.before])
+    return (
+        *(np.array(column, np.int64) for column in columns),
+        *(np.ascontiguousarray(table, np.int64) for table in figures),
+        before,
+        hops,
+        after,
+    )
+
+
+def _padded(rows: Sequence[Sequence[int]]) -> Whole:
+    table = np.full((len(rows), max(map(len, rows)) + 1), _NONE, dtype=np.int64)
+    for row, figures in zip(table, rows, strict=True):
+        row[: len(figures)] = figures
+    return table
+
+
+def _pack(
+    plan: Whole,
+    starts: Whole,
+    rank_of: Whole,
+    rooms: Whole,
+    heads: Whole,
+    tails: Whole,
+    way: Whole,
+    durations: Whole,
+    gains: Whole,
+    held_after: Whole,
+    next_taking: Whole,
+    before: Whole,
+    hops: Whole,
+    after: Whole,
+    limit: int,
+    most_gaps: int,
+) -> int:
+    """Fill ``starts``. The makespan; -1: memory got stuck."""
+    lanes, m = plan.shape
+    ranks, size = len(rooms), len(plan) // len(rooms)
+    count = np.zeros(lanes, np.int64)
+    lane_end = np.zeros(lanes, np.int64)
+    end = heads.copy()
+    held = np.zeros(ranks, np.int64)
+    gaps = np.empty((ranks, most_gaps + 1, 3), np.int64)
+    gap_count = np.zeros(ranks, np.int64)
+    refused = np.empty((ranks, size), np.int64)
+    refusals = np.zeros(ranks, np.int64)
+    heap, entries, left = np.empty(lanes, np.int64), 0, lanes * m
+    for lane in range(lanes):
+        if before[lane, 0] == _NONE:
+            entries = _push(heap, entries, (plan[lane, 0] << _BITS) | lane)
+    while entries:
+        entry = heap[0]
+        entries = _pop(heap, entries)
+        lane = entry & _MASK
+        rank, k = rank_of[lane], count[lane]
+        gain, duration = gains[lane, k], durations[lane, k]
+        if gain > 0 and not (
+            _can_end(lane, rank * size, gains, held_after, next_taking, count, limit, way)
+            if len(way)
+            else _may_take(lane, rank * size, size, gains, count, limit, rooms[rank])
+        ):
+            refused[rank, refusals[rank]] = entry
+            refusals[rank] += 1
+            continue
+        earliest = _earliest(lane, k, lane_end[lane], starts, durations, before, hops)
+        start = earliest
+        if duration:
+            start = _put(rank, earliest, duration, gain, limit, held, end, gaps, gap_count)
+        starts[lane, k] = start
+        lane_end[lane] = start + duration
+        count[lane] = k + 1
+        left -= 1
+        entries = _push_ready(heap, entries, lane, plan, count, before, after)
+        while refusals[rank]:
+            refusals[rank] -= 1
+            entries = _push(heap, entries, refused[rank, refusals[rank]])
+    return _NONE if left else int((end + tails).max())
+
+
+@njit
+def _may_take(
+    lane: int, begin: int, size: int, gains: Whole, count: Whole, limit: int, room: int
+) -> bool:
+    count[lane] += 1
+    first, held, behind = _ANY, 0, 0
+    for other in range(begin, begin + size):
+        held += gains[other, 0] * count[other]
+        if gains[other, 0] > 0:
+            first = min(first, count[other])
+    for other in range(begin, begin + size):
+        behind += gains[other, 0] * max(count[other] - first - 1, 0)
+    count[lane] -= 1
+    return held <= limit and behind <= limit - room
+
+
+@njit
+def _can_end(
+    lane: int,
+    begin: int,
+    gains: Whole,
+    held_after: Whole,
+    next_taking: Whole,
+    count: Whole,
+    limit: int,
+    way: Whole,
+) -> bool:
+    count[lane] += 1
+    oldest, newest, held = _ANY, 0, 0
+    for other in range(begin, begin + len(way)):
+        oldest = min(oldest, next_taking[other, count[other]])
+        newest = max(newest, count[other])
+        held += held_after[other, count[other]]
+    free = limit
+    for other in range(begin, begin + len(way)):
+        free -= held_after[other, max(count[other], oldest)]
+    can = held <= limit
+    for k in range(oldest, newest):
+        need = more = 0
+        for place in range(len(way)):
+            other = begin + way[place]
+            if count[other] <= k:
+                more += gains[other, k]
+                need = max(need, more)
+        if need > free:
+            can = False
+            break
+        free -= more
+    count[lane] -= 1
+    return can
+
+
+@njit
+def _earliest(
+    lane: int, k: int, earliest: int, starts: Whole, durations: Whole, before: Whole, hops: Whole
+) -> int:
+    """When the next pass of ``lane`` has what it needs."""
+    place = 0
+    while before[lane, place] != _NONE:
+        other = before[lane, place]
+        earliest = max(earliest, starts[other, k] + durations[other, k] + hops[lane, place])
+        place += 1
+    return earliest
+
+
+@njit
+def _push_ready(
+    heap: Whole, entries: int, lane: int, plan: Whole, count: Whole, before: Whole, after: Whole
+) -> int:
+    """Push what may be taken since ``lane`` has got on. How many entries there are then."""
+    k, place = count[lane], 0
+    if k < plan.shape[1] and _is_ready(lane, k, count, before):
+        entries = _push(heap, entries, (plan[lane, k] << _BITS) | lane)
+    while after[lane, place] != _NONE:
+        other = after[lane, place]
+        if count[other] == k - 1 and _is_ready(other, k - 1, count, before):
+            entries = _push(heap, entries, (plan[other, k - 1] << _BITS) | other)
+        place += 1
+    return entries
+
+
+@njit
+def _is_ready(lane: int, k: int, count: Whole, before: Whole) -> bool:
+    place = 0
+    while before[lane, place] != _NONE:
+        if count[before[lane, place]] <= k:
+            return False
+        place += 1
+    return True
+
+
+@njit
+def _put(
+    rank: int,
+    earliest: int,
+    duration: int,
+    gain: int,
+    limit: int,
+    held: Whole,
+    end: Whole,
+    gaps: Whole,
+    gap_count: Whole,
+) -> int:
+    before, behind, count = held[rank], end[rank], gap_count[rank]
+    held[rank] = before + gain
+    if count and earliest < behind:
+        room = limit - gain if gain > 0 else _ANY
+        index = _gap_for(rank, gaps, count, earliest, duration, room)
+        if index >= 0:
+            start = max(gaps[rank, index, _OPENS], earliest)
+            gap_count[rank] = _fill_gap(rank, gaps, count, index, start, start + duration, gain)
+            return start
+    start = max(earliest, behind)
+    if start > behind:
+        count = _insert(rank, gaps, count, count, behind, start, before)
+        gap_count[rank] = count
+    if gain > 0:
+        for index in range(count):
+            gaps[rank, index, _MOST] = max(gaps[rank, index, _MOST], before + gain)
+    end[rank] = start + duration
+    return start
+
+
+@njit
+def _gap_for(rank: int, gaps: Whole, count: int, earliest: int, duration: int, room: int) -> int:
+    """The first gap that takes a pass; -1: there is none."""
+    for index in range(count):
+        end = max(gaps[rank, index, _OPENS], earliest) + duration
+        if end <= gaps[rank, index, _CLOSES] and gaps[rank, index, _MOST] <= room:
+            return index
+    return _NONE
+
+
+@njit
+def _fill_gap(
+    rank: int, gaps: Whole, count: int, index: int, start: int, end: int, gain: int
+) -> int:
+    """How many gaps there are then."""
+    closes, most = gaps[rank, index, _CLOSES], gaps[rank, index, _MOST]
+    for other in range(index):
+        gaps[rank, other, _MOST] = max(gaps[rank, other, _MOST], most + gain)
+    for other in range(index + 1, count):
+        gaps[rank, other, _MOST] += gain
+    if start > gaps[rank, index, _OPENS]:
+        gaps[rank, index, _CLOSES] = start
+        gaps[rank, index, _MOST] = most + max(gain, 0)
+        if closes > end:
+            return _insert(rank, gaps, count, index + 1, end, closes, most + gain)
+        return count
+    if closes > end:
+        gaps[rank, index, _OPENS] = end
+        gaps[rank, index, _MOST] = most + gain
+        return count
+    _move(rank, gaps, index + 1, count, -1)
+    return count - 1
+
+
+@njit
+def _insert(
+    rank: int, gaps: Whole, count: int, index: int, opens: int, closes: int, most: int
+) -> int:
+    """Insert a gap; the first of too many is dropped. How many there are then."""
+    if count == gaps.shape[1] - 1:
+        index, count = index - 1, count - 1
+        _move(rank, gaps, 1, index + 1, -1)
+    else:
+        _move(rank, gaps, index, count, 1)
+    gaps[rank, index, _OPENS] = opens
+    gaps[rank, index, _CLOSES] = closes
+    gaps[rank, index, _MOST] = most
+    return count + 1
+
+
+@njit
+def _move(rank: int, gaps: Whole, first: int, last: int, by: int) -> None:
+    """Move the gaps from ``first`` to before ``last`` by one place."""
+    for step in range(last - first):
+        index = first + step if by < 0 else last - 1 - step
+        for figure in range(3):
+            gaps[rank, index + by, figure] = gaps[rank, index, figure]
+
+
+@njit
+def _push(heap: Whole, entries: int, entry: int) -> int:
+    """How many entries there are then."""
+    place = entries
+    while place:
+        above = (place - 1) >> 1
+        if heap[above] <= entry:
+            break
+        heap[place] = heap[above]
+        place = above
+    heap[place] = entry
+    return entries + 1
+
+
+@njit
+def _pop(heap: Whole, entries: int) -> int:
+    """Take out the first. How many entries there are then."""
+    entries -= 1
+    entry, place, below = heap[entries], 0, 1
+    while below < entries:
+        if below + 1 < entries and heap[below + 1] < heap[below]:
+            below += 1
+        if heap[below] >= entry:
+            break
+        heap[place] = heap[below]
+        place, below = below, 2 * below + 1
+    heap[place] = entry
+    return entries
+
+
+@functools.cache
+def _compiled(signature: tuple[Any, ...]) -> Callable[..., int]:
+    """`_pack` for arguments of these types."""
+    with task("compiling what packs plans, which is kept"):
+        try:
+            return _kept(signature)
+        except Exception as error:  # where numba's cache is broken, whatever its pickles raise
+            remark(
+                f"what numba compiles cannot be kept in {_folder()} ({error or type(error)}): it "
+                f"is compiled anew each time; empty that folder if it is broken, or set "
+                f"XDG_CACHE_HOME to one that can be written"
+            )
+            dispatcher: Any = njit(_pack)
+            dispatcher.compile(signature)
+            return dispatcher
+
+
+def _kept(signature: tuple[Any, ...]) -> Callable[..., int]:
+    """The same, from the user's cache directory: that of this package may be read-only. Raises what
+    numba does where that is broken, OSError where it cannot be written."""
+    folder = _folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()  # or numba would look for another, beside this file
+    before = numba.config.CACHE_DIR
+    numba.config.CACHE_DIR = str(folder)
+    try:
+        dispatcher: Any = njit(_pack, cache=True)
+    finally:
+        numba.config.CACHE_DIR = before
+    dispatcher.compile(signature)
+    return dispatcher
+
+
+def _folder() -> Path:
+    return disk_cache.directory() / "numba"

@@ -1,0 +1,64 @@
+"""How much a search tries, and what it packs plans with.
+
+It is counted in passes packed, so that a slow machine finds what a fast one does. With numba it
+packs some thirty times as many in the same time, and so tries more: where that is installed a
+search finds another, better schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from megatron_ext.schedule.progress import remark
+from megatron_ext.schedule.search import pack
+from megatron_ext.schedule.search.pack import Pack
+from megatron_ext.schedule.search.shop import Shop
+
+SMALL, LARGE = "small", "large"
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What a search may do to improve the best of its plans.
+
+    Attributes:
+        name: `SMALL` or `LARGE`.
+        packer: that packs the plans of a shop.
+        by_square: passes packed, times the square of the ranks ...
+        least: ... but no less,
+        most: ... and no more.
+    """
+
+    name: str
+    packer: Callable[[Shop], Pack]
+    by_square: int
+    least: int
+    most: int
+
+    def passes(self, ranks: int) -> int:
+        return min(max(self.by_square * ranks**2, self.least), self.most)
+
+    @property
+    def halved(self) -> Effort:
+        return replace(
+            self, by_square=self.by_square // 2, least=self.least // 2, most=self.most // 2
+        )
+
+
+def small_effort(packer: Callable[[Shop], Pack] = pack.packer) -> Effort:
+    """Seconds to minutes in plain Python."""
+    return Effort(SMALL, packer, 33_000, 1_500_000, 10_000_000)
+
+
+def effort() -> Effort:
+    """The most that this machine allows."""
+    try:
+        from megatron_ext.schedule.search import compiled
+    except Exception as error:  # a numba that does not go with its numpy may raise anything
+        remark(
+            f"the search makes its small effort, without numba ({error}): with "
+            f"pip install 'megatron_ext[search]' it finds better schedules in less time"
+        )
+        return small_effort()
+    return Effort(LARGE, compiled.packer, 400_000, 30_000_000, 300_000_000)

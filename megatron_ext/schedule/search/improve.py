@@ -1,0 +1,252 @@
+"""Search for the schedule of least makespan, or where steps overlap of least span, on any
+placement: many plans, the best of them improved.
+
+A plan that repeats one microbatch's way through all stages and back at a fixed period becomes a
+good schedule once it is packed from both sides: warm-up, steady state, cool-down and the places of
+W need no rules of their own. Which period, and how much a backward pass counts against a forward
+pass in the plan's order, depends on costs and memory, so a grid of both is tried; on a V the plans
+that are a steady state already (`pattern_plans`) come first. The best is then
+improved step by step: shift some passes in its own start times at random, pack again, keep what is
+not worse (late acceptance, Burke and Bykov 2017: not worse than twenty steps ago will do, which
+leads out of plateaus).
+
+Packing from both sides: a schedule read from its end is a schedule of the mirrored problem, in
+which dependencies point the other way, W takes memory and F gives it back. Packing the mirrored
+schedule pushes every pass to the right, packing the result again pushes it to the left. Nothing is
+lost in either step, and idle time wanders off to the ends (double justification, Valls et al.
+2005).
+
+The effort is counted in passes packed, never in seconds, times are whole, and the dice have a fixed
+seed: every machine that makes the same effort finds the same schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.progress import Task, task
+from megatron_ext.schedule.search import pack
+from megatron_ext.schedule.search.effort import Effort, effort
+from megatron_ext.schedule.search.pack import Pack, Packed
+from megatron_ext.schedule.search.shop import F, I, R, Shop, Starts, W
+from megatron_ext.schedule.search.v_patterns import pattern_plans
+
+_PERIODS = (35, 42, 50, 57, 65, 73, 80, 90, 100, 120, 150, 200)  # % of a rank's work
+_WEIGHTS = (100, 55, 75, 135, 180)  # %
+_PROMISING = 8  # plans that are packed more than once
+_ROUNDS = 5
+_STEPS = 100  # at least
+_MEMORY = 20  # steps
+_RESULTS = 4
+_AT_ONCE = 100_000  # passes packed where nothing is searched for, about
+_FEWEST = 4  # plans
+
+
+@dataclass(frozen=True)
+class Sides:
+    """A shop, and how it is packed to the left and to the right."""
+
+    shop: Shop
+    left: Pack
+    right: Pack  # of the mirrored shop
+
+    def justified(self, plan: Starts, rounds: int = 1) -> Packed:
+        """``plan`` packed to the left and to the right until that gains no more."""
+        best = self._justified_once(plan)
+        for _ in range(rounds - 1):
+            packed = self._justified_once(best.starts)
+            if packed.makespan >= best.makespan:
+                break
+            best = packed
+        return best
+
+    def _justified_once(self, plan: Starts) -> Packed:
+        there = self.left(plan)
+        durations = self.shop.durations_of_all
+        back = self.right(_mirrored(there, durations))
+        if back.makespan > there.makespan:
+            return there
+        return Packed(back.makespan, _mirrored(back, durations[:, ::-1]))
+
+
+def _mirrored(packed: Packed, durations: Starts) -> Starts:
+    """Its starts, read from the end."""
+    return np.ascontiguousarray((packed.makespan - packed.starts - durations)[:, ::-1])
+
+
+def sides_of(shop: Shop, packer: Callable[[Shop], Pack]) -> Sides:
+    return Sides(shop, packer(shop), packer(shop.mirrored()))
+
+
+def search(
+    shop: Shop, known: Sequence[Starts] = (), least: int = 0, how: Effort | None = None
+) -> list[Packed]:
+    """The best schedules found, best first.
+
+    Several, because messages may cost one of them more than another, which is not looked at here.
+
+    Args:
+        shop: whose limit leaves room for a microbatch (`Shop.fits`).
+        known: plans to begin with, of schedules that are known to be good.
+        least: a makespan, with tails, that none can be below; who has found it need not go on.
+        how: much is tried, and with what; by default as much as this machine allows (`effort`).
+    """
+    how = how or effort()
+    sides = sides_of(shop, how.packer)
+    passes = how.passes(shop.placement.ranks)
+    steps = max(passes // (2 * shop.lanes * shop.microbatches), _STEPS)
+    plans = (*known, *pattern_plans(shop), *periodic_plans(shop, _WEIGHTS, _PERIODS))
+    packings = len(plans) + _PROMISING * _ROUNDS + steps
+    with task(f"packing plans, {how.name} effort", packings, alike=True) as work:
+        best = _best_of(sides, plans, work)
+        return _improved(sides, best, least, steps, work)
+
+
+def first_plans(shop: Shop, known: Sequence[Starts] = ()) -> list[Packed]:
+    """The schedules that ``known`` plans and a few more become at once, in no order."""
+    sides = sides_of(shop, pack.packer)
+    affordable = max(_AT_ONCE // (2 * shop.lanes * shop.microbatches), _FEWEST)
+    plans = (*known, *periodic_plans(shop, (75, 100), (80, 100, 65, 50)))
+    return [sides.justified(plan) for plan in plans[:affordable]]
+
+
+def periodic_plans(shop: Shop, weights: Sequence[int], periods: Sequence[int]) -> Iterator[Starts]:
+    """One microbatch's way through all stages and back, repeated.
+
+    Args:
+        weights: what backward passes count against forward passes, in %.
+        periods: % of a rank's work for a microbatch.
+    """
+    microbatches = np.arange(shop.microbatches)
+    for weight in weights:
+        way = np.array(_way(shop, weight))[:, None]
+        for period in periods:
+            yield way + microbatches * (period * shop.work // 100)
+
+
+def _way(shop: Shop, weight: int) -> list[int]:
+    """When the first microbatch starts on each lane, where I and R take ``weight`` % of their time.
+    What is made again is made right before it is used."""
+    passes, durations = shop.passes, shop.durations_of_all.max(axis=1).tolist()
+    again = {stage: lane for lane, (stage, kind) in enumerate(passes) if kind is R}
+    starts = [0] * shop.lanes
+    lanes = (lane for lane in range(shop.lanes) if passes[lane][1] is not R)
+    for lane in sorted(lanes, key=lambda lane: _place(*passes[lane])):
+        stage, kind = passes[lane]
+        for other, hop in shop.before[lane]:
+            maker = shop.before[other][0][0] if passes[other][1] is R else other
+            after = durations[maker] + hop
+            if passes[maker][1] is not F:
+                after = after * weight // 100
+            starts[lane] = max(starts[lane], starts[maker] + after)
+        if kind is I and stage in again:
+            starts[lane] += durations[again[stage]] * weight // 100
+            starts[again[stage]] = starts[lane] - durations[again[stage]]
+    return starts
+
+
+def _place(stage: int, kind: Kind) -> tuple[int, int]:
+    """Of a lane, in an order in which each follows those that it waits for."""
+    order = (F, I, W).index(kind)
+    return order, -stage if order else stage
+
+
+def _best_of(sides: Sides, plans: Sequence[Starts], work: Task) -> list[Packed]:
+    """The best schedules that ``plans`` become, best first."""
+    schedules = []
+    for plan in plans:
+        schedules.append(sides.justified(plan))
+        work.done += 1
+    again = []
+    for packed in sorted(schedules, key=_makespan)[:_PROMISING]:
+        again.append(sides.justified(packed.starts, _ROUNDS))
+        work.done += _ROUNDS
+    return sorted(again, key=_makespan)[:_RESULTS]
+
+
+def _improved(sides: Sides, best: list[Packed], least: int, steps: int, work: Task) -> list[Packed]:
+    """``best`` and what shifting its passes ``steps`` times makes of it, best first."""
+    shop, dice = sides.shop, Dice()
+    current, recent = best[0], [best[0].makespan] * _MEMORY
+    work.found = _found(shop, best[0], least)
+    for step in range(steps):
+        if best[0].makespan <= least:
+            break
+        new = sides.justified(shifted(current, shop, dice))
+        work.done += 1
+        slot = step % _MEMORY
+        if new.makespan <= max(current.makespan, recent[slot]):
+            current = new
+        recent[slot] = current.makespan
+        if current.makespan < best[0].makespan:
+            best = [current, *best[: _RESULTS - 1]]
+            work.found = _found(shop, current, least)
+    return best
+
+
+def _found(shop: Shop, best: Packed, least: int) -> str:
+    """How far the best is from ``least``, in words."""
+    if not least:
+        return ""
+    own = least - max(shop.tails)
+    return f"the best is {max(best.makespan - least, 0) / own:.1%} above the bound"
+
+
+def _makespan(packed: Packed) -> int:
+    return packed.makespan
+
+
+class Dice:
+    """Whole numbers, the same on every machine: numpy keeps the stream of this generator, and not
+    what it draws from it."""
+
+    def __init__(self) -> None:
+        self.source = np.random.PCG64(0)
+
+    def below(self, number: int) -> int:
+        return int(self.source.random_raw()) % number
+
+    def choice[T](self, among: Sequence[T]) -> T:
+        return among[self.below(len(among))]
+
+    def around(self, far: int) -> int:
+        """From -``far`` to ``far``."""
+        return self.below(2 * far + 1) - far
+
+    def many_around(self, far: int, size: int) -> Starts:
+        raw = self.source.random_raw(size)
+        return (raw % np.uint64(2 * far + 1)).astype(np.int64) - far
+
+
+def shifted(packed: Packed, shop: Shop, dice: Dice) -> Starts:
+    """Start times with some of them moved: all passes of a time, on all ranks or a few, or of a
+    microbatch, or a run of microbatches on one lane or on one lane of every rank."""
+    makespan, plan = packed.makespan, packed.starts.copy()
+    lanes, m = plan.shape
+    far = max(shop.work * dice.choice((1, 2, 4, 8)) // 10, 1)
+    draw = dice.below(100)
+    if draw < 35:
+        opens = dice.around(makespan * 11 // 20) + makespan * 9 // 20  # from -0.1 to 1 of it
+        closes = opens + makespan * dice.choice((1, 2, 4)) // 10
+        inside = (opens < plan) & (plan < closes)
+        if dice.below(2):  # on a few neighbouring ranks alone
+            ranks, size = shop.placement.ranks, shop.lanes_of_rank
+            lowest, number = dice.below(ranks), max(ranks // dice.choice((2, 4, 8)), 1)
+            inside[: lowest * size] = False
+            inside[(lowest + number) * size :] = False
+        plan[inside] += dice.many_around(far, int(np.count_nonzero(inside)))
+    elif draw < 80:
+        moved: list[int] | slice
+        if draw < 60:
+            moved = [dice.below(lanes) for _ in range(dice.choice((1, 2, 4)))]
+        else:
+            moved = slice(dice.below(shop.lanes_of_rank), lanes, shop.lanes_of_rank)
+        first, length = dice.below(m), dice.choice((1, 2, 4, 8, m))
+        plan[moved, first : first + length] += dice.around(2 * far)
+    else:
+        plan[:, dice.below(m)] += dice.around(2 * far)
+    return plan

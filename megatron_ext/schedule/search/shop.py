@@ -1,0 +1,410 @@
+"""What a search packs: passes in lanes, with whole ticks of time and whole units of memory.
+
+A `Shop` is made of a problem by `shop_of`, for any placement whose ranks have equally many chunks.
+A lane is one kind of pass on one stage, and runs its microbatches in order. The lanes of a rank
+follow one another, in the order in which a microbatch runs through them there: F by chunk, I by
+chunk backwards, W likewise; with c chunks, rank r has lanes 3cr to 3c(r+1)-1. Where activations may
+be made again there are lanes of R, too, before those of I. For a microbatch that keeps its
+activation a pass of R takes no time and no memory, and is not there in truth (`Shop.again`).
+
+`Starts` are a time for each pass, a row a lane, a column a microbatch, in ticks. They are read in
+two ways: as a *plan*, which says in which order one would like the passes to be taken and may be
+impossible, and as the schedule that packing made of one. `starts_of` is a plan from the rows of a
+schedule, `rows_of` the rows of what was packed. Whoever knows a good plan gives it to the search.
+
+Memory never deadlocks. A *taking* lane is one whose passes take memory. Let k be the first
+microbatch that lacks a pass of a taking lane of a rank. After each pass that takes memory there,
+what microbatches behind k hold, and all that one microbatch may ever need, are within the limit
+(`pack`). Then the oldest microbatch that is not done can always go on: those before it hold
+nothing any more, so on each rank it either has all it needs or is the k of that rank, and finds
+room beside what those behind it hold. And that it has gone on breaks nothing: the next k has fewer
+behind it. Lanes run in order, so this is the banker's rule with the oldest served first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.kinds import RULES, Held
+from megatron_ext.schedule.limit import with_rounding
+from megatron_ext.schedule.placement import Neighbour, Placement
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.program.memory import INPUT_SHARE, bytes_for, in_bytes
+from megatron_ext.schedule.search.ticks import common_tick
+
+Starts = npt.NDArray[np.int64]  # lanes x microbatches
+Rows = tuple[tuple[Action, ...], ...]
+
+F, R, I, W = (  # noqa: E741 (the field's letters)
+    Kind.FORWARD,
+    Kind.RECOMPUTE,
+    Kind.BACKWARD_INPUT,
+    Kind.BACKWARD_WEIGHT,
+)
+KINDS = (F, I, W)
+_NOT_YET = -1
+_FINEST = 1_000  # ticks of a rank's work for a microbatch, at least: passes are shifted by shares
+
+
+@dataclass(frozen=True)
+class Shop:
+    """What has to be packed, in one direction of time.
+
+    Attributes:
+        placement: which rank holds which stage.
+        microbatches: how many run through each lane.
+        tick: seconds.
+        durations: ticks, per lane.
+        before: per lane, the lanes that it waits for and how long after their end.
+        gains: memory that a pass takes at its start, or, if negative, gives back at its end; per
+            lane.
+        limit: the memory of a rank.
+        rooms: per rank, what a microbatch may need at the most.
+        heads: per rank, when it can start at the earliest.
+        tails: per rank, how long after its end all has ended. (Where steps overlap, a rank that
+            starts later may end later: by that, those that start sooner have a tail.)
+        given_up: by lane and microbatch, what a pass takes more than ``gains``: of what is made
+            again F takes less, and R that. None: there are no lanes of R.
+        is_mirrored: whether time runs backwards.
+    """
+
+    placement: Placement
+    microbatches: int
+    tick: float
+    durations: tuple[int, ...]
+    before: tuple[tuple[tuple[int, int], ...], ...]
+    gains: tuple[int, ...]
+    limit: int
+    rooms: tuple[int, ...]
+    heads: tuple[int, ...]
+    tails: tuple[int, ...]
+    given_up: Starts | None = None
+    is_mirrored: bool = False
+
+    @property
+    def lanes(self) -> int:
+        return len(self.durations)
+
+    @property
+    def lanes_of_rank(self) -> int:
+        return self.lanes // self.placement.ranks
+
+    @cached_property
+    def work(self) -> int:
+        """Ticks that a microbatch takes of a rank, on average."""
+        return int(self.durations_of_all.sum()) // (self.placement.ranks * self.microbatches)
+
+    @cached_property
+    def passes(self) -> list[tuple[int, Kind]]:
+        """The stage and kind of each lane."""
+        return passes_of(self.placement, self.given_up is not None)
+
+    @cached_property
+    def again(self) -> npt.NDArray[np.bool_]:
+        """By lane and microbatch, whether it is a pass of R that is there; all are not, where there
+        are no lanes of R."""
+        if self.given_up is None:
+            return np.zeros((self.lanes, self.microbatches), dtype=bool)
+        is_lane = np.array([kind is R for _, kind in self.passes])
+        return is_lane[:, None] & (self.given_up != 0)
+
+    @cached_property
+    def durations_of_all(self) -> Starts:
+        """Ticks, by lane and microbatch."""
+        durations = np.repeat(np.array(self.durations, np.int64)[:, None], self.microbatches, 1)
+        if self.given_up is not None:
+            is_lane = np.array([kind is R for _, kind in self.passes])
+            durations[is_lane[:, None] & (self.given_up == 0)] = 0
+        return durations
+
+    @cached_property
+    def gains_of_all(self) -> Starts:
+        """``gains``, by lane and microbatch."""
+        gains = np.repeat(np.array(self.gains, np.int64)[:, None], self.microbatches, 1)
+        return gains if self.given_up is None else gains + self.given_up
+
+    @cached_property
+    def held_after(self) -> Starts:
+        """By lane and number of its passes, what those take together."""
+        return np.pad(np.cumsum(self.gains_of_all, axis=1), ((0, 0), (1, 0)))
+
+    @cached_property
+    def next_taking(self) -> Starts:
+        """By lane and number of its passes, the first microbatch after them whose pass takes
+        memory; the number of microbatches if there is none."""
+        m = self.microbatches
+        taking = np.where(self.gains_of_all > 0, np.arange(m), m)
+        first = np.minimum.accumulate(taking[:, ::-1], axis=1)[:, ::-1]
+        return np.pad(first, ((0, 0), (0, 1)), constant_values=m)
+
+    @cached_property
+    def way(self) -> tuple[int, ...]:
+        """The lanes of a rank, from its first, in the order in which a microbatch alone would run
+        through them: it gives an activation back before the next is made again. () without R."""
+        if self.given_up is None:
+            return ()
+        kinds = {F: 0, R: 1, I: 2, W: 3}
+        passes = self.passes[: self.lanes_of_rank]
+        chunks = {stage: chunk for chunk, stage in enumerate(self.placement.stages_of[0])}
+        way = sorted(
+            range(len(passes)),
+            key=lambda lane: (
+                (0, chunks[passes[lane][0]], 0)
+                if passes[lane][1] is F
+                else (1, -chunks[passes[lane][0]], kinds[passes[lane][1]])
+            ),
+        )
+        return tuple(reversed(way) if self.is_mirrored else way)
+
+    @property
+    def fits(self) -> bool:
+        """Whether any plan can be packed: the limit leaves each rank room for a microbatch."""
+        return max(self.rooms) <= self.limit
+
+    @cached_property
+    def after(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Per lane, the lanes that wait for it and how long after its end."""
+        rows: list[list[tuple[int, int]]] = [[] for _ in self.before]
+        for lane, waits_for in enumerate(self.before):
+            for other, hop in waits_for:
+                rows[other].append((lane, hop))
+        return tuple(map(tuple, rows))
+
+    def mirrored(self) -> Shop:
+        """The same work with time running backwards."""
+        return Shop(
+            self.placement,
+            self.microbatches,
+            self.tick,
+            self.durations,
+            self.after,
+            tuple(-gain for gain in self.gains),
+            self.limit,
+            self.rooms,
+            heads=self.tails,
+            tails=self.heads,
+            given_up=None if self.given_up is None else -self.given_up[:, ::-1],
+            is_mirrored=not self.is_mirrored,
+        )
+
+
+def passes_of(placement: Placement, again: bool = False) -> list[tuple[int, Kind]]:
+    """The stage and kind of each lane; ``again``: with those of R."""
+    kinds = (R, I, W) if again else (I, W)
+    return [
+        lane
+        for stages in placement.stages_of
+        for lane in (
+            *((stage, F) for stage in stages),
+            *((stage, kind) for kind in kinds for stage in reversed(stages)),
+        )
+    ]
+
+
+def lanes_of(placement: Placement, again: bool = False) -> dict[tuple[int, Kind], int]:
+    """The lane of each stage and kind."""
+    return {key: lane for lane, key in enumerate(passes_of(placement, again))}
+
+
+def shop_of(problem: Problem, again: npt.NDArray[np.bool_] | None = None) -> Shop:
+    """``problem``, whose ranks have equally many chunks.
+
+    Args:
+        again: by stage and microbatch, whether the activation is made again; None: none is, and
+            there are no lanes for it.
+
+    The tick is the common unit of the costs, or the largest fraction of it of which a rank's work
+    for a microbatch has a thousand; without a common unit it is a share of that work
+    (`common_tick`).
+
+    Raises:
+        ValueError: the limit is in bytes, and the costs have none.
+    """
+    placement, costs = problem.placement, problem.costs
+    assert {len(stages) for stages in placement.stages_of} == {placement.chunks}
+    lanes = passes_of(placement, again is not None)
+    seconds = [costs.of(Action(stage, kind, 0)) for stage, kind in lanes]
+    work = sum(s for s, (_, kind) in zip(seconds, lanes, strict=True) if kind is not R)
+    work /= placement.ranks
+    unit = common_tick([*seconds, costs.hop], work)
+    tick = unit / math.ceil(_FINEST * unit / work)
+    activation, rest, kept, limit = _memory(problem, again is not None)
+    given_up = None
+    if again is not None:
+        given_up = np.zeros((len(lanes), problem.microbatches), np.int64)
+        for lane, (stage, kind) in enumerate(lanes):
+            if kind in _SIGN:
+                given_up[lane] = _SIGN[kind] * (activation[stage] - kept[stage]) * again[stage]
+    return Shop(
+        placement,
+        problem.microbatches,
+        tick,
+        # A pass that costs nothing still has its place in the order.
+        tuple(max(round(figure / tick), 1) for figure in seconds),
+        _before(placement, round(costs.hop / tick), lanes),
+        tuple(_gain(kind, activation[stage], rest[stage]) for stage, kind in lanes),
+        limit,
+        tuple(_rooms(placement, activation, rest)),
+        heads=(0,) * placement.ranks,
+        tails=_tails(problem, tick),
+        given_up=given_up,
+    )
+
+
+_SIGN = {F: -1, R: 1}  # of what a pass takes more where an activation is made again
+
+
+def _before(
+    placement: Placement, hop: int, lanes: Sequence[tuple[int, Kind]]
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    lane_of = {key: lane for lane, key in enumerate(lanes)}
+
+    def own(stage: int, *kinds: Kind) -> tuple[tuple[int, int], ...]:
+        """The first of ``kinds`` that ``stage`` has a lane of."""
+        return ((next(lane_of[stage, kind] for kind in kinds if (stage, kind) in lane_of), 0),)
+
+    def waits_for(stage: int, kind: Kind) -> tuple[tuple[int, int], ...]:
+        if kind is W:
+            return own(stage, I)
+        if kind is R:
+            return own(stage, F)
+        which = Neighbour.PREVIOUS if kind is F else Neighbour.NEXT
+        other = placement.neighbour(stage, which)
+        if other is None:
+            return () if kind is F else own(stage, R, F)
+        there = (lane_of[other, kind], hop if placement.is_remote(stage, which) else 0)
+        return (there, *own(stage, R)) if kind is I and (stage, R) in lane_of else (there,)
+
+    return tuple(waits_for(stage, kind) for stage, kind in lanes)
+
+
+def _gain(kind: Kind, activation: int, rest: int) -> int:
+    """Of a microbatch that keeps its activation."""
+    return {F: activation, R: 0, I: rest - activation, W: -rest}[kind]
+
+
+def _memory(problem: Problem, again: bool) -> tuple[list[int], list[int], list[int], int]:
+    """What each stage holds from F, from I on, and of what is made again, and what a rank may hold:
+    in shares of a chunk, or in bytes. The limit is rounded down; it is never more than all
+    microbatches need."""
+    limit, placement = problem.memory_limit, problem.placement
+    chunk = round(1 / INPUT_SHARE) if again else 1
+    kept = [1] * placement.stages
+    if limit is not None and limit.bytes is not None:
+        held = bytes_for(limit, problem.costs)
+        activation, rest = (
+            list(map(math.ceil, held[what])) for what in (Held.ACTIVATION, Held.WEIGHT_INPUTS)
+        )
+        amount = in_bytes(problem.costs)
+        kept = [math.ceil(amount(Held.INPUT, stage)) for stage in range(placement.stages)]
+        allowed: float = limit.bytes
+    else:
+        activation = rest = [chunk] * placement.stages
+        allowed = math.inf
+        if limit is not None:
+            assert limit.microbatches is not None
+            allowed = with_rounding(limit.microbatches * placement.chunks * chunk)
+    most = problem.microbatches * max(_rooms(placement, activation, rest))
+    return activation, rest, kept, most if allowed >= most else int(allowed)
+
+
+def _rooms(placement: Placement, activation: Sequence[int], rest: Sequence[int]) -> list[int]:
+    """Per rank, what a microbatch may need at the most."""
+    return [
+        sum(max(activation[stage], rest[stage]) for stage in stages)
+        for stages in placement.stages_of
+    ]
+
+
+def _tails(problem: Problem, tick: float) -> tuple[int, ...]:
+    """How much sooner than the last each rank can begin, and so has to end, for steps to overlap.
+
+    The largest end with its tail is then the largest own time, but for a constant.
+    """
+    placement, costs = problem.placement, problem.costs
+    if not problem.extras.post_validation:
+        return (0,) * placement.ranks
+    begins = [0.0]
+    for stage, forward in enumerate(costs.seconds[Kind.FORWARD][:-1]):
+        hop = costs.hop if placement.is_remote(stage, Neighbour.NEXT) else 0.0
+        begins.append(begins[-1] + forward + hop)
+    first = [begins[stages[0]] for stages in placement.stages_of]
+    return tuple(round((max(first) - begin) / tick) for begin in first)
+
+
+def rows_of(
+    starts: Starts, placement: Placement, again: npt.NDArray[np.bool_] | None = None
+) -> Rows:
+    """The actions of each rank in the order of their starts. ``again``: where there are lanes of R,
+    which of their passes are there (`Shop.again`)."""
+    passes, m = passes_of(placement, again is not None), starts.shape[1]
+    rows = []
+    for lanes in np.split(np.arange(len(passes)), placement.ranks):
+        order = np.argsort(starts[lanes], axis=None, kind="stable")  # by lane, then by microbatch
+        row = []
+        for place in order.tolist():
+            lane, k = lanes[0] + place // m, place % m
+            stage, kind = passes[lane]
+            if kind is not R or (again is not None and again[lane, k]):
+                row.append(Action(stage, kind, k))
+        rows.append(tuple(row))
+    return tuple(rows)
+
+
+def starts_of(rows: Sequence[Sequence[Action]], shop: Shop) -> Starts:
+    """When the passes of ``rows`` start, each as soon as it can; a whole backward is I, then W.
+
+    The limit is not looked at: a plan may be of a schedule that needs more.
+    """
+    lane_of = {key: lane for lane, key in enumerate(shop.passes)}
+    durations = shop.durations_of_all.tolist()
+    orders = [
+        [(lane_of[stage, kind], k) for stage, kind, k in _as_lanes(row, shop)] for row in rows
+    ]
+    starts = [[_NOT_YET] * shop.microbatches for _ in shop.before]
+    at, free = [0] * len(orders), list(shop.heads)
+    todo, queued = deque(range(len(orders))), [True] * len(orders)
+    while todo:
+        rank = todo.popleft()
+        queued[rank] = False
+        order = orders[rank]
+        while at[rank] < len(order):
+            lane, k = order[at[rank]]
+            ready = [(starts[o][k], durations[o][k] + hop) for o, hop in shop.before[lane]]
+            if any(start == _NOT_YET for start, _ in ready):
+                break
+            start = max([free[rank], *(start + later for start, later in ready)])
+            starts[lane][k], free[rank] = start, start + durations[lane][k]
+            at[rank] += 1
+            for other, _ in shop.after[lane]:
+                waiting = other // shop.lanes_of_rank
+                if not queued[waiting]:
+                    queued[waiting] = True
+                    todo.append(waiting)
+    assert all(n == len(order) for n, order in zip(at, orders, strict=True)), "rows would hang"
+    return np.array(starts, dtype=np.int64)
+
+
+def _as_lanes(row: Sequence[Action], shop: Shop) -> Iterator[tuple[int, Kind, int]]:
+    """The passes of ``row``, and where there are lanes of R, right behind F each pass of R that is
+    not there in truth."""
+    there = set(row)
+    for stage, kind, k in row:
+        yield from ((stage, part, k) for part in RULES[kind].covers)
+        if shop.given_up is not None and kind is F and Action(stage, R, k) not in there:
+            yield stage, R, k
+
+
+def end_of(starts: Starts, shop: Shop) -> int:
+    """When all of ``starts`` has ended, with tails."""
+    ends = (starts + shop.durations_of_all).max(axis=1)
+    of_ranks = ends.reshape(shop.placement.ranks, shop.lanes_of_rank).max(axis=1)
+    return int((of_ranks + np.array(shop.tails)).max())

@@ -1,0 +1,27 @@
+"""Costs in whole ticks, the same on every machine: a search on integers has no rounding to differ
+in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from fractions import Fraction
+
+TICKS = 100_000  # that `whole` has, where figures have no common unit
+
+
+def common_tick(figures: Iterable[float], whole: float) -> float:
+    """The largest unit that all ``figures`` are multiples of; ``whole`` / `TICKS` where there is
+    none, or one so small that ``whole`` has more than ten times as many of it."""
+    distinct = {figure for figure in figures if figure}
+    fractions = [Fraction(figure).limit_denominator(1000) for figure in distinct]
+    smallest = whole / TICKS
+    if not all(fractions):
+        return smallest
+    denominator = math.lcm(*(fraction.denominator for fraction in fractions))
+    unit = Fraction(math.gcd(*(int(f * denominator) for f in fractions)), denominator)
+    if 10 * unit < smallest:
+        return smallest
+    tick = float(unit)
+    exact = all(abs(figure - round(figure / tick) * tick) <= 1e-9 * tick for figure in distinct)
+    return tick if exact else smallest

@@ -1,0 +1,109 @@
+"""What patterns (`patterns`) say of a V: plans to begin a search with, and how often at most a
+steady state can take a microbatch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_ext.schedule.placement import Placement, v
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.search.patterns import (
+    F_INNER,
+    F_OUTER,
+    LANES,
+    W_INNER,
+    W_OUTER,
+    Arrangements,
+    RankWork,
+    arrangements_of,
+    exists,
+    patterns,
+)
+from megatron_ext.schedule.search.shop import Shop, Starts, passes_of, shop_of
+
+_PLANS = 24
+_MOST_ARRANGEMENTS = 3_400  # of a rank, ...
+_MOST_PAIRS = 2_000_000_000  # ... and of neighbours, times the ranks: some seconds
+
+
+def pattern_plans(shop: Shop) -> list[Starts]:
+    """Patterns in which the busiest rank never idles; none where ``shop`` is no V."""
+    if not is_v(shop.placement):
+        return []
+    ranks = _ranks_of(shop)
+    period = max(sum(rank.ticks) for rank in ranks)
+    turns = period * np.arange(shop.microbatches)
+    return [
+        np.array(pattern).reshape(-1, 1) + turns
+        for pattern in patterns(ranks, _hop_of(shop), period, _PLANS, Arrangements.ONE_GAP)
+    ]
+
+
+def excluded_period(problem: Problem, seconds: float) -> float | None:
+    """A period: no V within the memory limit of ``problem`` repeats one microbatch's passes so
+    often, or more often. None if nothing is excluded but by the work, or that is not known.
+
+    That is proved, of patterns. It is no bound on schedules: others may repeat the passes of
+    several microbatches, or none at all, and come at shorter intervals on average.
+
+    It is known where costs have a common unit, for periods in that unit, while a rank's idle time
+    is so little that all arrangements can be looked at. Longer ones are looked at for ``seconds``.
+    """
+    if problem.memory_limit is None or not is_v(problem.placement):
+        return None
+    shop = shop_of(problem)
+    unit = math.gcd(*shop.durations, _hop_of(shop))
+    if not _is_exact(shop, problem):
+        return None
+    ranks = [replace(r, ticks=tuple(t // unit for t in r.ticks)) for r in _ranks_of(shop)]
+    least = max(sum(rank.ticks) for rank in ranks)
+    deadline = time.monotonic() + seconds
+    excluded = None
+    for period in itertools.count(least):
+        most = max(arrangements_of(rank, period) for rank in ranks)
+        if most > _MOST_ARRANGEMENTS or (most * len(ranks)) ** 2 > _MOST_PAIRS:
+            break
+        if exists(ranks, _hop_of(shop) // unit, period):
+            break
+        excluded = period * unit * shop.tick
+        if time.monotonic() > deadline:
+            break
+    return excluded
+
+
+def is_v(placement: Placement) -> bool:
+    """Whether its ranks hold two stages each, in a V."""
+    return placement.rank_of == v(placement.ranks).rank_of
+
+
+def _ranks_of(shop: Shop) -> list[RankWork]:
+    works = []
+    for first in range(0, shop.lanes, LANES):
+        ticks = shop.durations[first : first + LANES]
+        gains = [float(gain) for gain in shop.gains[first : first + LANES]]
+        works.append(
+            RankWork(
+                ticks,
+                (gains[F_OUTER], gains[F_INNER]),
+                (-gains[W_OUTER], -gains[W_INNER]),
+                float(shop.limit),
+            )
+        )
+    return works
+
+
+def _hop_of(shop: Shop) -> int:
+    return max(hop for waits_for in shop.before for _, hop in waits_for)
+
+
+def _is_exact(shop: Shop, problem: Problem) -> bool:
+    """Whether the ticks of ``shop`` are the costs of ``problem``, not rounded."""
+    seconds = problem.costs.seconds
+    figures = [seconds[kind][stage] for stage, kind in passes_of(shop.placement)]
+    pairs = zip((*figures, problem.costs.hop), (*shop.durations, _hop_of(shop)), strict=True)
+    return all(math.isclose(figure, ticks * shop.tick) for figure, ticks in pairs)

@@ -1,0 +1,114 @@
+"""Measure what the search finds on a V, and in which time.
+
+    python scripts/benchmark_search.py
+    python scripts/benchmark_search.py --cells 8:4 16:9 --millions 10 100
+
+Costs are 10:12:8 for a rank's F, I and W, and 1 for a hop; m = 4p (--microbatches-per-rank).
+A cell is p:limit, the limit in microbatches. For each and each number of passes packed, in
+millions, it prints CPU seconds of the search alone, of all that makes the schedule (the families it
+starts from, the proof of the best), the makespan, the lower bound and what is left between them.
+The last column is a period: it is proved that no V within the limit repeats one microbatch's passes
+as often, looked for in --pattern-seconds. Without numba the search packs in plain Python. Compiling
+is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_ext.schedule.build.build import complete
+from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.placement import v
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.program.simulate import simulate
+from megatron_ext.schedule.search import best
+from megatron_ext.schedule.search.bounds import lower_bound
+from megatron_ext.schedule.search.effort import Effort, effort
+from megatron_ext.schedule.search.pack import Pack, Packed
+from megatron_ext.schedule.search.shop import Shop, Starts, shop_of
+from megatron_ext.schedule.search.v_patterns import excluded_period
+
+COSTS = (10, 12, 8, 1)  # f, i, w, comm
+CELLS = ("8:4", "8:5", "8:6", "8:8", "16:8", "16:9", "16:12", "16:16", "32:16", "32:18", "32:32")
+MILLIONS = (10, 30, 100)
+
+
+class Counted:
+    """Passes packed, and CPU seconds from the first to the last of them."""
+
+    def __init__(self, how: Effort) -> None:
+        self.how, self.passes, self.first, self.last = how, 0, 0.0, 0.0
+
+    def packer(self, shop: Shop) -> Pack:
+        pack = self.how.packer(shop)
+        self.first = time.process_time()
+
+        def counted(plan: Starts) -> Packed:
+            packed = pack(plan)
+            self.passes += plan.size
+            self.last = time.process_time()
+            return packed
+
+        return counted
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cells", nargs="+", default=CELLS, help="p:limit")
+    parser.add_argument("--millions", nargs="+", type=float, default=MILLIONS, help="of passes")
+    parser.add_argument("--microbatches-per-rank", type=int, default=4)
+    parser.add_argument("--pattern-seconds", type=float, default=3)
+    arguments = parser.parse_args(argv)
+    how = effort()
+    how.packer(shop_of(problem_of(2, 2, 2.0)))  # compiled here
+    print(
+        f"costs {COSTS}, {how.name} effort's packer, {platform.machine()}, {os.cpu_count()} CPUs, "
+        f"load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}, numpy {np.__version__}"
+    )
+    print("p:limit   m  M passes  search s  all s  M passes/s  makespan   bound    gap  excluded")
+    for cell in arguments.cells:
+        p, limit = cell.split(":")
+        problem = problem_of(int(p), int(p) * arguments.microbatches_per_rank, float(limit))
+        excluded = excluded_period(problem, arguments.pattern_seconds) or "-"
+        for millions in arguments.millions:
+            figures = line(problem, how, millions)
+            print(f"{cell:>7} {problem.microbatches:4} {figures} {excluded:>9}", flush=True)
+    return 0
+
+
+def problem_of(ranks: int, microbatches: int, limit: float) -> Problem:
+    placement = v(ranks)
+    return Problem(placement, microbatches, uniform(placement, *COSTS), MemoryLimit(limit))
+
+
+def line(problem: Problem, how: Effort, millions: float) -> str:
+    passes = int(millions * 1e6)
+    counted = Counted(how)
+    start = time.process_time()
+    schedule = best.searched(
+        "v-auto", problem, replace(how, packer=counted.packer, least=passes, most=passes)
+    )
+    seconds = time.process_time() - start
+    makespan = simulate(complete(schedule, problem), problem.costs).makespan
+    bound = lower_bound(problem, splits_backward=True)
+    search = counted.last - counted.first
+    rate = counted.passes / search / 1e6 if search else 0.0
+    return (
+        f"{counted.passes / 1e6:9.1f} {search:9.2f} {seconds:6.2f} {rate:11.1f} {makespan:9g} "
+        f"{bound:7g} {1 - bound / makespan:6.1%}"
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,136 @@
+"""Schedules of two copies: DualPipe's public order, random ones, and how long they take."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from random import Random
+
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.kinds import RULES
+from megatron_ext.schedule.schedule import Schedule
+from megatron_ext.schedule.two_copies.two_copies import TwoCopies
+
+_F, _I, _W, _B = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.FULL_BACKWARD
+
+
+def dualpipe(ranks: int, microbatches: int) -> TwoCopies:
+    """DualPipe (DeepSeek-AI 2024, arXiv:2412.19437, section 3.2.1), in its eight steps as
+    published: passes of a direction, 0 being the one that began at the rank's own end.
+
+    ``ranks`` is even, and ``microbatches``, of both copies, even and at least twice as many.
+    """
+    half = ranks // 2
+
+    def passes(near: int) -> Iterator[tuple[int, Kind]]:
+        """Of a rank ``near`` steps from its end."""
+        far = half - near - 1
+        yield from [(0, _F)] * (2 * far)
+        yield from [(0, _F), (1, _F)] * (near + 1)
+        yield from [(1, _I), (1, _W), (1, _F)] * far
+        yield from [(0, _F), (1, _B), (1, _F), (0, _B)] * (microbatches // 2 - ranks + near + 1)
+        yield from [(1, _B), (1, _F), (0, _B)] * far
+        late: list[tuple[int, Kind]] = []  # in step 6 the second half leaves W for later
+        for number in range(near + 1):
+            for direction in (1, 0):
+                # Halfway through, backwards are split.
+                if 2 * number + (direction == 0) >= near + 1:
+                    late.append((direction, _W))
+                    yield direction, _I
+                else:
+                    yield direction, _B
+        for _ in range(far):
+            yield late.pop(0)
+            late.append((0, _W))
+            yield 0, _I
+        yield from late
+
+    def row(rank: int) -> Iterator[Action]:
+        done: Counter[tuple[int, Kind]] = Counter()
+        near = min(rank, ranks - 1 - rank)
+        for direction, kind in passes(near):
+            stage = ranks - 1 - near if direction else near
+            covered = [(direction, part) for part in RULES[kind].covers]
+            k = done[covered[0]]
+            done.update(covered)
+            yield Action(stage, kind, k)
+
+    rows = tuple(tuple(row(rank)) for rank in range(ranks))
+    return TwoCopies("dualpipe", tuple(range(ranks)), rows)
+
+
+def random_two_copies(random: Random) -> TwoCopies:
+    """A symmetric schedule, sound by construction: each pair of opposite ranks takes at random one
+    of the passes that it can."""
+    half, microbatches = random.randint(1, 4), random.randint(1, 4)
+    ranks, waves = 2 * half, random.randint(0, 1)
+    rank_of = tuple(range(ranks)) + tuple(reversed(range(ranks))) * waves
+    last = len(rank_of) - 1
+    rows: list[list[Action]] = [[] for _ in range(half)]
+    ready = [Action(0, _F, k) for k in range(microbatches)]
+    while ready:
+        stage, kind, k = action = ready.pop(random.randrange(len(ready)))
+        rows[min(rank_of[stage], ranks - 1 - rank_of[stage])].append(action)
+        if kind is _F:
+            ready.append(Action(stage, _B, k) if stage == last else Action(stage + 1, _F, k))
+        elif stage:
+            ready.append(Action(stage - 1, _B, k))
+    near = tuple(map(tuple, rows))
+    return TwoCopies("random", rank_of, (*near, *reversed(near)))
+
+
+def makespan(copies: TwoCopies, hop: float) -> float:
+    """How long ``copies`` takes, F = 1 and B = 2 (I = W = 1) a stage, each message ``hop``: pass
+    after pass as soon as its rank and its input are there."""
+    return _makespan(copies.rows, len(copies.rank_of), copies.copy_of, copies.rank_with, hop)
+
+
+def makespan_of_one(schedule: Schedule, hop: float) -> float:
+    """How long ``schedule``, of one copy, takes by the same rules."""
+    placement = schedule.placement
+    return _makespan(
+        schedule.rows,
+        placement.stages,
+        copy_of=lambda rank, stage: 0,
+        rank_with=lambda copy, stage: placement.rank_of[stage],
+        hop=hop,
+    )
+
+
+def _makespan(
+    rows: Sequence[Sequence[Action]],
+    stages: int,
+    copy_of: Callable[[int, int], int],
+    rank_with: Callable[[int, int], int],
+    hop: float,
+) -> float:
+    seconds = {_F: 1.0, _I: 1.0, _W: 1.0, _B: 2.0}
+    at, free = [0] * len(rows), [0.0] * len(rows)
+    ends: dict[tuple[int, int, Kind, int], float] = {}
+
+    def begins(rank: int, action: Action) -> float:
+        """When the input of ``action`` is on ``rank``; infinity if it is not yet known."""
+        stage, kind, k = action
+        copy = copy_of(rank, stage)
+        if kind is _W or (kind is not _F and stage == stages - 1):
+            return ends.get((copy, stage, _I if kind is _W else _F, k), math.inf)
+        other = stage - 1 if kind is _F else stage + 1
+        if other < 0:
+            return 0.0
+        kinds = (_F,) if kind is _F else (_I, _B)
+        end = min(ends.get((copy, other, made, k), math.inf) for made in kinds)
+        return end + hop * (rank_with(copy, other) != rank)
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(rows):
+            while at[rank] < len(row) and begins(rank, row[at[rank]]) < math.inf:
+                action = row[at[rank]]
+                free[rank] = max(free[rank], begins(rank, action)) + seconds[action.kind]
+                ends[copy_of(rank, action.stage), *action] = free[rank]
+                at[rank] += 1
+                moved = True
+    assert at == [len(row) for row in rows], "ranks wait for one another"
+    return max(free)

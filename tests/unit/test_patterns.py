@@ -1,0 +1,325 @@
+"""Patterns on a V: one microbatch's way, repeated every period."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ext.schedule.build.build import complete
+from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.kinds import Held
+from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.placement import v, wave
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.program.simulate import simulate
+from megatron_ext.schedule.schedule import Schedule
+from megatron_ext.schedule.search import pack
+from megatron_ext.schedule.search.improve import sides_of
+from megatron_ext.schedule.search.patterns import (
+    F_INNER,
+    F_OUTER,
+    I_INNER,
+    I_OUTER,
+    LANES,
+    W_INNER,
+    W_OUTER,
+    Arrangements,
+    Pattern,
+    RankWork,
+    exists,
+    patterns,
+)
+from megatron_ext.schedule.search.shop import end_of, rows_of, shop_of
+from megatron_ext.schedule.search.v_patterns import excluded_period, pattern_plans
+from tests.helpers.combinations import at_night, nightly
+from tests.helpers.schedules import PROPERTY, random_costs, seeds
+
+pytestmark = pytest.mark.search
+
+FourCosts = tuple[float, float, float, float]  # f, i, w, comm
+CHUNKS = ((F_OUTER, I_OUTER, W_OUTER), (F_INNER, I_INNER, W_INNER))
+Many = npt.NDArray[np.int_]  # a row a way, by rank and lane
+EQUAL = (1, 1, 1, 1, 1, 1)
+ALL = 10_000
+USUAL = (5, 5, 6, 6, 4, 4)  # 10:12:8
+
+
+def ranks_of(ticks: Sequence[Sequence[int]], chunks: float) -> list[RankWork]:
+    return [RankWork(tuple(row), (1, 1), (1, 1), chunks) for row in ticks]
+
+
+def usual(p: int, limit: float) -> list[RankWork]:
+    return ranks_of([USUAL] * p, 2 * limit)
+
+
+def check(pattern: Pattern, ranks: Sequence[RankWork], hop: int, period: int) -> None:
+    """The definition of a pattern, tick by tick."""
+    for starts, rank in zip(pattern, ranks, strict=True):
+        taken = [
+            (s + n) % period for s, t in zip(starts, rank.ticks, strict=True) for n in range(t)
+        ]
+        assert len(set(taken)) == len(taken), "two passes collide"
+        for start, end in ((F_OUTER, F_INNER), (F_INNER, I_INNER), (I_INNER, I_OUTER)):
+            assert starts[start] + rank.ticks[start] <= starts[end]
+        for start, end in ((I_INNER, W_INNER), (I_OUTER, W_OUTER)):
+            assert starts[start] + rank.ticks[start] <= starts[end]
+        assert held(starts, rank, period) <= rank.limit
+    for (inner, far), (outer, near) in itertools.pairwise(zip(pattern, ranks, strict=True)):
+        assert outer[F_OUTER] + near.ticks[F_OUTER] + hop <= inner[F_OUTER]
+        assert inner[F_INNER] + far.ticks[F_INNER] + hop <= outer[F_INNER]
+        assert outer[I_INNER] + near.ticks[I_INNER] + hop <= inner[I_INNER]
+        assert inner[I_OUTER] + far.ticks[I_OUTER] + hop <= outer[I_OUTER]
+
+
+def held(starts: Sequence[int], rank: RankWork, period: int) -> float:
+    """What ``rank`` holds at most in the steady state, tick by tick."""
+    curve = [0.0] * period
+    for chunk, (forward, backward, weight) in enumerate(CHUNKS):
+        turned = starts[backward] + rank.ticks[backward]
+        for tick in range(starts[forward], turned):
+            curve[tick % period] += rank.activations[chunk]
+        for tick in range(turned, starts[weight] + rank.ticks[weight]):
+            curve[tick % period] += rank.weight_inputs[chunk]
+    return max(curve)
+
+
+def way_of(pattern: Pattern) -> int:
+    """From F of the first stage to I of the first stage."""
+    return pattern[-1][I_OUTER] - pattern[-1][F_OUTER]
+
+
+@pytest.mark.parametrize(("p", "limit"), [(4, 3), (8, 5), (8, 8), (16, 9)])
+def test_patterns_are_what_they_say(p: int, limit: float) -> None:
+    ranks = usual(p, limit)
+    chosen = patterns(ranks, 1, 30, 20, Arrangements.EACH)
+    assert len(set(chosen)) == len(chosen) == 20
+    for pattern in chosen:
+        check(pattern, ranks, 1, 30)
+    ways = [way_of(pattern) for pattern in chosen]
+    assert ways == sorted(ways, reverse=True)
+
+
+@settings(PROPERTY, max_examples=8)
+@given(
+    seed=seeds,
+    p=st.integers(1, 5),
+    hop=st.integers(0, 9),
+    idle=st.integers(0, 2),
+    spread=st.sampled_from(Arrangements),
+)
+def test_any_costs(seed: int, p: int, hop: int, idle: int, spread: Arrangements) -> None:
+    """Costs and bytes that differ from rank to rank, W that needs more than F left, odd p."""
+    random = Random(seed)
+    ranks = [
+        RankWork(
+            tuple(random.randint(1, 4) for _ in range(LANES)),
+            (random.randint(1, 3), random.randint(1, 3)),
+            (random.randint(0, 4), random.randint(0, 4)),
+            3 * p + random.randint(2, 9),
+        )
+        for _ in range(p)
+    ]
+    period = max(sum(rank.ticks) for rank in ranks) + idle
+    if max(period - sum(rank.ticks) for rank in ranks) > 2:
+        spread = Arrangements.ONE_GAP
+    for pattern in patterns(ranks, hop, period, 8, spread):
+        check(pattern, ranks, hop, period)
+
+
+def circles(ticks: Sequence[int], period: int) -> Many:
+    """All starts of a rank on its circle at which nothing collides, the first at 0."""
+    rows = []
+    for starts in itertools.product(range(period), repeat=LANES - 1):
+        taken = {
+            (s + n) % period for s, t in zip((0, *starts), ticks, strict=True) for n in range(t)
+        }
+        if len(taken) == sum(ticks):
+            rows.append([0, *starts])
+    return np.array(rows)
+
+
+def walked(ranks: Sequence[RankWork], hop: int, period: int, places: Sequence[Many]) -> Many:
+    """A microbatch's ways, each pass at the first time that its place on the circle allows.
+
+    Args:
+        places: by rank, a row a way.
+    """
+    last = len(ranks) - 1
+    down, up = range(last, -1, -1), range(last + 1)
+    lanes = ((F_OUTER, down), (F_INNER, up), (I_INNER, down), (I_OUTER, up))
+    starts = np.zeros((len(places[0]), len(ranks), LANES), dtype=int)
+    time, at = places[last][:, F_OUTER], last
+    for rank, lane in [(rank, lane) for lane, order in lanes for rank in order]:
+        time = time + hop * (rank != at)
+        time = time + (places[rank][:, lane] - time) % period
+        starts[:, rank, lane] = time
+        time, at = time + ranks[rank].ticks[lane], rank
+    for rank, work in enumerate(ranks):
+        for backward, weight in ((I_INNER, W_INNER), (I_OUTER, W_OUTER)):
+            ready = starts[:, rank, backward] + work.ticks[backward]
+            starts[:, rank, weight] = ready + (places[rank][:, weight] - ready) % period
+    return starts
+
+
+def needs_and_ways(ways: Many, ranks: Sequence[RankWork], period: int) -> tuple[Many, Many]:
+    """How many chunks each way needs on a rank, and how long it takes."""
+    curves = np.zeros((*ways.shape[:2], period), dtype=int)
+    for rank, work in enumerate(ranks):
+        for forward, _, weight in CHUNKS:
+            begin, end = ways[:, rank, forward], ways[:, rank, weight] + work.ticks[weight]
+            for tick in range(period):
+                since = (tick - begin) % period
+                curves[:, rank, tick] += np.maximum(-((since - (end - begin)) // period), 0)
+    return curves.max(axis=(1, 2)), ways[:, -1, I_OUTER] - ways[:, -1, F_OUTER]
+
+
+@pytest.mark.parametrize(
+    ("ticks", "hop", "period"),
+    [
+        ((EQUAL, EQUAL), 0, 6),
+        pytest.param((EQUAL, EQUAL), 1, 7, marks=nightly("more of the same")),
+        pytest.param(((2, 1, 1, 2, 1, 1), (1, 1, 2, 1, 1, 1)), 1, 8, marks=nightly("the same")),
+    ],
+)
+def test_as_short_as_brute_force_finds(
+    ticks: tuple[tuple[int, ...], ...], hop: int, period: int
+) -> None:
+    """By limit, what a microbatch takes at least."""
+    inner, outer = ranks = ranks_of(ticks, 99)
+    insides, outsides = circles(inner.ticks, period), circles(outer.ticks, period)
+    a, b, turn = map(np.ravel, np.indices((len(insides), len(outsides), period)))
+    ways = walked(ranks, hop, period, [(insides[a] + turn[:, None]) % period, outsides[b]])
+    needs, lengths = needs_and_ways(ways, ranks, period)
+    for limit in range(int(needs.max()) + 1):
+        within = lengths[needs <= limit]
+        limited = [replace(rank, limit=limit) for rank in ranks]
+        chosen = patterns(limited, hop, period, ALL, Arrangements.EACH)
+        assert min(map(way_of, chosen), default=None) == min(within, default=None)
+
+
+def test_none_of_three_ranks_is_shorter() -> None:
+    """Too many to try them all: of many, none is."""
+    random, ranks, places = np.random.default_rng(0), ranks_of([EQUAL] * 3, 99), circles(EQUAL, 6)
+    drawn = [places[random.integers(len(places), size=100_000)] for _ in ranks]
+    turned = [(row + random.integers(6, size=(len(row), 1))) % 6 for row in drawn]
+    needs, lengths = needs_and_ways(walked(ranks, 0, 6, turned), ranks, 6)
+    for limit in range(2, 9):
+        chosen = patterns(ranks_of([EQUAL] * 3, limit), 0, 6, ALL, Arrangements.EACH)
+        shortest = lengths[needs <= limit].min(initial=10**6)
+        assert shortest >= min(map(way_of, chosen), default=10**6)
+
+
+@pytest.mark.parametrize(
+    ("p", "limit", "period", "there"),
+    [
+        (8, 4.0, 30, False),
+        (8, 4.5, 30, False),
+        (8, 5.0, 30, True),
+        (16, 8.5, 30, False),
+        (16, 9.0, 30, True),
+        (4, 2.5, 30, False),
+    ],
+)
+def test_below_half_of_the_ranks_and_one_a_v_idles(
+    p: int, limit: float, period: int, there: bool
+) -> None:
+    assert exists(usual(p, limit), 1, period) == there
+
+
+@nightly("the same with idle time, in which there are thousands of arrangements")
+@pytest.mark.parametrize(("p", "limit", "period"), [(8, 4.0, 34), (8, 4.5, 34), (16, 8.5, 32)])
+def test_nor_does_a_longer_period_help(p: int, limit: float, period: int) -> None:
+    """None at 34 is none at anything less."""
+    assert not exists(usual(p, limit), 1, period)
+
+
+def test_a_rank_with_more_work_than_the_period_has_none() -> None:
+    assert not patterns(usual(4, 4), 1, 29, 1, Arrangements.EACH)
+
+
+def test_fineness_of_ticks_changes_nothing() -> None:
+    fine = [replace(rank, ticks=tuple(100 * t for t in rank.ticks)) for rank in usual(8, 5)]
+    coarse = patterns(usual(8, 5), 1, 30, 5, Arrangements.EACH)
+    assert patterns(fine, 100, 3000, 5, Arrangements.EACH) == [
+        tuple(tuple(100 * start for start in row) for row in pattern) for pattern in coarse
+    ]
+
+
+# ---- On a problem
+
+
+def problem_of(p: int, m: int, limit: float, costs: FourCosts = (10, 12, 8, 1)) -> Problem:
+    placement = v(p)
+    return Problem(placement, m, uniform(placement, *costs), MemoryLimit(limit))
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "limit", "target"),
+    [(8, 32, 5, 1109), (8, 32, 6, 1079), (16, 64, 9, 2261), *at_night((16, 64, 12, 2173))],
+)
+def test_packed_patterns_take_what_long_searches_take(
+    p: int, m: int, limit: float, target: float
+) -> None:
+    """The grid of plans and ten seconds of search ended at 2358 for 16 ranks and limit 9."""
+    shop = shop_of(problem_of(p, m, limit))
+    sides = sides_of(shop, pack.packer)
+    packed = (sides.justified(plan).makespan for plan in pattern_plans(shop))
+    assert min(itertools.islice(packed, 2)) * shop.tick <= target
+
+
+@settings(PROPERTY, max_examples=6)
+@given(seed=seeds, p=st.integers(1, 4), m=st.integers(1, 6), more=st.integers(0, 4))
+def test_repeated_they_are_schedules(seed: int, p: int, m: int, more: int) -> None:
+    """Costs that differ by stage: proved, within the limit, and no longer than they say."""
+    placement = v(p)
+    limit = MemoryLimit(microbatches=p / 2 + 1 + more / 2)
+    problem = Problem(placement, m, random_costs(Random(seed), placement), limit)
+    shop = shop_of(problem)
+    for plan in pattern_plans(shop)[:2]:
+        instant = replace(problem, costs=replace(problem.costs, hop=0.0))
+        program = complete(Schedule("repeated", placement, rows_of(plan, placement)), instant)
+        took = simulate(program, instant.costs).makespan
+        rounding = shop.lanes * m * shop.tick
+        assert took <= (end_of(plan, shop) - plan.min()) * shop.tick + rounding
+
+
+def test_bytes_are_as_good_as_microbatches() -> None:
+    """More of them than 32 bits count."""
+    limited, chunk = problem_of(8, 16, 5), 2**33
+    held = dict.fromkeys((Held.ACTIVATION, Held.WEIGHT_INPUTS), (float(chunk),) * 16)
+    in_bytes = replace(
+        limited,
+        costs=replace(limited.costs, held_bytes=held),
+        memory_limit=MemoryLimit(bytes=10 * chunk),
+    )
+    plans, same = (pattern_plans(shop_of(problem)) for problem in (limited, in_bytes))
+    assert len(plans) == 24 and np.array_equal(plans, same)
+
+
+def test_only_a_v_has_them() -> None:
+    placement = wave(2)
+    problem = Problem(placement, 4, uniform(placement, 10, 12, 8, 1), MemoryLimit(4))
+    assert not pattern_plans(shop_of(problem))
+    assert excluded_period(problem, seconds=0) is None
+
+
+def test_excluded_period_is_that_of_the_work_at_least() -> None:
+    assert excluded_period(problem_of(8, 32, 4), seconds=0) == 30
+    assert excluded_period(problem_of(8, 32, 5), seconds=9) is None
+    halves = (1.25, 1.5, 1, 0.125)  # 30 units of an eighth
+    assert excluded_period(problem_of(8, 32, 4, halves), seconds=0) == pytest.approx(30 / 8)
+    unrelated = (1.0123456, 1.3456789, 0.9876543, 0.1)  # rounded to ticks: nothing is proved
+    assert excluded_period(problem_of(8, 32, 4, unrelated), seconds=0) is None
+
+
+@nightly("the same, with idle time")
+def test_longer_periods_are_excluded() -> None:
+    assert excluded_period(problem_of(4, 16, 2), seconds=60) == 35
