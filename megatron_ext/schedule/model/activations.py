@@ -119,7 +119,7 @@ def _attention(model: Model, execution: Execution) -> Kept:
     else:
         query = output = model.query_width
         inside, made = query + 2 * model.key_value_width, 0
-    elements = _normed(model, execution) + inside + output + made
+    elements: float = _normed(model, execution) + inside + output + made
     if not execution.transformer_engine and "core_attn" not in execution.recompute_modules:
         elements += 2.5 * model.num_attention_heads * execution.sequence
     widths = model.hidden_size + inside + output + made + model.hidden_size
