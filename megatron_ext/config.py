@@ -14,7 +14,15 @@ from megatron_ext.schedule.build.registry import Choice, choose
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.problem import P2P, Extras, Offload, Problem, VocabularyParallel
+from megatron_ext.schedule.problem import (
+    P2P,
+    Extras,
+    Offload,
+    Problem,
+    Recompute,
+    VocabularyParallel,
+    parse_recompute,
+)
 from megatron_ext.schedule.race.line_up import LineUp, RaceThen, line_up
 from megatron_ext.schedule.words import meant_by
 
@@ -91,6 +99,10 @@ def _iterations(name: str, text: str) -> range:
     if not (first.isdecimal() and end.isdecimal()):
         raise ValueError(f"{flag(name)} {text} is not A:B with 1 <= A < B; {_TRACED}")
     return range(int(first), int(end))
+
+
+def _recompute(name: str, text: str) -> Recompute:
+    return parse_recompute(text, flag(name))
 
 
 def _schedules(name: str, text: str) -> LineUp:
@@ -181,6 +193,17 @@ class PipelineConfig:
             "half copies those of the half of a rank's chunks that waits longest, full all that "
             "the link to the host is fast enough for, fit as few as meet "
             "--pipeline-memory-limit. Default: none.",
+        ),
+    )
+    recompute: Recompute = field(
+        default=Recompute(),
+        metadata=_setting(
+            _recompute,
+            "{none,fit,first:N}",
+            "Give activations up after the forward pass, but for their stage's input, and make "
+            "them again on the schedule's own time, in a bubble before the backward pass where "
+            "there is one: fit as few as meet --pipeline-memory-limit, first:N those of the "
+            "model's first N stages, which wait the longest. Default: none.",
         ),
     )
     post_validation: bool = field(
@@ -288,6 +311,11 @@ class PipelineConfig:
         if self.schedule != PLAN:
             _ = self.choice
         self._check_offload()
+        if self.recompute.fit and self.memory_limit is None:
+            raise ValueError(
+                f"{flag('recompute')} {self.recompute} has nothing to fit into: add "
+                f"{flag('memory_limit')}, or write first:N"
+            )
         if (clash := self.extras.clash) is not None:
             setting, other = (_EXTRAS[name] for name in clash.extras)
             self._refuse(setting, other, clash.why)
@@ -380,6 +408,11 @@ class PipelineConfig:
         return any(choice.splits_backward for choice in self.choices)
 
     @property
+    def recomputes(self) -> bool:
+        """Whether one of them may have passes that make activations again."""
+        return self.recompute != Recompute() or any(choice.recomputes for choice in self.choices)
+
+    @property
     def extras(self) -> Extras:
         """What is asked of the schedule besides the order of its passes."""
         return Extras(**{name: getattr(self, setting) for name, setting in _EXTRAS.items()})
@@ -403,6 +436,7 @@ _EXTRAS = {
     "p2p": "p2p",
     "vocabulary": "vocab_parallel",
     "offload": "activation_offload",
+    "recompute": "recompute",
     "post_validation": "post_validation",
 }
 

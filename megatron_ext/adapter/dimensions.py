@@ -103,7 +103,8 @@ def execution(settings: Any, sequence: int, micro_batch: int) -> Execution:
     captured = captured_parts(settings)
     if getattr(settings, "moe_shared_expert_overlap", False):
         captured -= {"moe_router"}
-    return execution_of(settings, sequence, micro_batch, captured)
+    world_size = getattr(settings, "world_size", None) or 0  # a TransformerConfig has none
+    return execution_of(settings, sequence, micro_batch, captured, pipeline_span=world_size)
 
 
 def _stages_built(model: Model, per_stage: Sequence[ChunkSize]) -> tuple[Stage, ...] | None:

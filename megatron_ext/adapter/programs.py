@@ -7,7 +7,7 @@ other.
 No step waits for a search but the first of a training: callers that divide batches by tokens come
 with another number of microbatches in each. The numbers that a schedule is searched for are the
 same on all ranks, or they would follow different programs. One rank searches for all; each proves
-what was found.
+what was found. For other numbers it is made longer or shorter, by each rank from the same rows.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.progress import FIRST, duration
 from megatron_ext.schedule.schedule import Schedule
+from megatron_ext.schedule.search.extension import extended, has_middle
 from megatron_ext.schedule.words import counted
 
 KEPT = 64  # programs
@@ -71,6 +72,7 @@ class Programs:
         self._programs: dict[_Key, Program] = {}  # latest last
         self._first_trained: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
         self._searched_for: int | None = None  # microbatches; None before the first training step
+        self._found: dict[tuple[str, str], Schedule] = {}  # by spec and problem, but for its length
         self._has_told_of_others = False
         self._run = ""  # a key that no other run with the same store has
         self._measured: set[Shape] = set()  # whose costs were measured
@@ -253,18 +255,35 @@ class Programs:
                 logging.INFO,
                 f"{self.choice.spec} was searched for {counted(self._searched_for, 'microbatch')} "
                 f"a step, and one has come with {microbatches}: no step waits for a search, and "
-                f"other numbers run the best that is built at once within the same limit",
+                f"other numbers run what was found, made longer or shorter, or where it is too "
+                f"short for that, the best that is built at once within the same limit",
             )
-        return self.choice.without_search
+        return self._made_longer_or_shorter(self.choice.without_search)
+
+    def _made_longer_or_shorter(self, choice: Choice) -> Choice:
+        """``choice``, but where a search has found a schedule of the same problem for enough
+        microbatches, that one made longer or shorter. All ranks make the same of it."""
+
+        def build(problem: Problem) -> Schedule:
+            known = self._found.get(_but_for_length(choice, problem))
+            return choice.build(problem) if known is None else extended(known, problem)
+
+        return replace(choice, build=build)
 
     def _searched_once(self, choice: Choice) -> Choice:
         """``choice``, but if it takes long, one rank of the job searches for those that ask for a
         schedule of the same problem, whichever these are."""
         store = store_of_all()
-        if store is None or not choice.takes_long:
+        if not choice.takes_long:
             return choice
 
         def build(problem: Problem) -> Schedule:
+            schedule = choice.build(problem) if store is None else together(problem, store)
+            if choice.splits_backward and has_middle(problem):
+                self._found[_but_for_length(choice, problem)] = schedule
+            return schedule
+
+        def together(problem: Problem, store: dist.Store) -> Schedule:
             asked = hashlib.sha256(f"{choice.spec}\n{problem!r}".encode()).hexdigest()
             apart = dist.PrefixStore(f"megatron_ext/searches/{self._run}/{asked}", store)
             what, search = f"the search for {choice.spec}", partial(_search, choice, problem)
@@ -325,6 +344,11 @@ def _search(choice: Choice, problem: Problem) -> Schedule:
             f"--memory-limit, then --pipeline-schedule FILE"
         )
     return schedule
+
+
+def _but_for_length(choice: Choice, problem: Problem) -> tuple[str, str]:
+    """What is the same for all numbers of microbatches."""
+    return choice.spec, repr(replace(problem, microbatches=1))
 
 
 def check_digests(schedule: str, digests: Mapping[int, str]) -> None:

@@ -28,8 +28,16 @@ from megatron_ext.schedule.build.registry import Choice, choose, with_option
 from megatron_ext.schedule.build.report import ScheduleReport, report
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import parse_limit
-from megatron_ext.schedule.problem import P2P, Extras, Offload, Problem, VocabularyParallel
+from megatron_ext.schedule.problem import (
+    P2P,
+    Extras,
+    Offload,
+    Problem,
+    VocabularyParallel,
+    parse_recompute,
+)
 from megatron_ext.schedule.program.graph import Device
+from megatron_ext.schedule.program.noise import Spread, spread
 from megatron_ext.schedule.program.simulate import simulate as simulate_program
 from megatron_ext.schedule.program.simulate import simulate_steps
 from megatron_ext.schedule.program.verify import Program
@@ -38,6 +46,7 @@ from megatron_ext.schedule.schedule_csv import to_csv
 from megatron_ext.schedule.search.certify import Certificate
 from megatron_ext.schedule.search.certify import certify as certify_program
 from megatron_ext.schedule.show.draw import check_picture, draw_steps
+from megatron_ext.schedule.show.noise_text import parse_noise, rows_of_spread
 from megatron_ext.schedule.show.program_summary import program_of_1f1b
 from megatron_ext.schedule.show.trace import write_trace
 from megatron_ext.schedule.timeline import Timeline
@@ -66,6 +75,14 @@ def simulate(
     offload: Annotated[
         Offload, typer.Option(help="What leaves for host memory; give d2h= (and h2d=) in COSTS.")
     ] = Offload.NONE,
+    recompute: Annotated[
+        str,
+        typer.Option(
+            metavar="{none,fit,first:N}",
+            help="Which activations are given up and made again: fit as few as meet the memory "
+            "limit, first:N those of the first N stages.",
+        ),
+    ] = "none",
     post_validation: PostValidation = False,
     steps: Annotated[
         int,
@@ -78,6 +95,13 @@ def simulate(
     seconds: Annotated[
         float, typer.Option(min=0, max=LONGEST, help="For how long --certify may search.")
     ] = 60.0,
+    noise: Annotated[
+        str | None,
+        typer.Option(
+            help="How passes vary: 0.1 (the standard deviation of what each takes, as a share), "
+            "0.1,ranks=0.05 (and of what a rank takes throughout a step), or a training's trace."
+        ),
+    ] = None,
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -101,10 +125,12 @@ def simulate(
     The makespan is the time from the first start to the last end over all ranks, which a step
     takes; the span is the longest of one rank, which it takes where steps overlap. The makespan if
     passes wait is that of a device which, at every pass, waits for all that was posted before it.
+    With --noise passes vary, and their order stays.
     """
     try:
         _check_options(csv, vocab_parallel, certify, post_validation)
         _check_files(csv, program_file, plot)
+        varying = None if noise is None else parse_noise(noise)
         choice = choose(spec if vpp is None else with_option(spec, "vpp", vpp))
         placement = choice.place(pp)
         limit = None if memory_limit is None else parse_limit(memory_limit, pp, microbatches)
@@ -114,7 +140,11 @@ def simulate(
             parse_costs(costs, placement),
             limit,
             extras=Extras(
-                p2p=p2p, vocabulary=vocab_parallel, offload=offload, post_validation=post_validation
+                p2p=p2p,
+                vocabulary=vocab_parallel,
+                offload=offload,
+                recompute=parse_recompute(recompute, "--recompute"),
+                post_validation=post_validation,
             ),
         )
         with showing_progress():
@@ -122,6 +152,7 @@ def simulate(
             with task("simulating a device that waits at passes"):
                 waiting = simulate_program(program, program.problem.costs, Device.WAITS_AT_PASSES)
             certificate = certify_program(program, seconds) if certify else None
+            varied = None if varying is None else spread(program, varying)
         if csv is not None:
             csv.write_text(to_csv(program.schedule))
         if program_file is not None:
@@ -135,9 +166,11 @@ def simulate(
         fail(error)
     if as_json:
         figures = asdict(made) | {"makespan_if_passes_wait": waiting.makespan}
-        typer.echo(json.dumps(figures | _certified(certificate), indent=2))
+        typer.echo(json.dumps(figures | _certified(certificate) | _varied(varied), indent=2))
         return
     rows = {**_of_schedule(made), "makespan if passes wait": waiting.makespan}
+    if varied is not None:
+        rows |= rows_of_spread(varied)
     print_table([{"": name, spec: value} for name, value in rows.items()])
     typer.echo(f"times are in the unit of the costs ({costs})")
     if certificate is not None:
@@ -159,6 +192,8 @@ def _of_schedule(made: ScheduleReport) -> dict[str, Any]:
         rows["vocabulary parallelism"] = made.vocabulary
     if made.offload is not Offload.NONE:
         rows["offload"] = made.offload
+    if made.recompute != "none":
+        rows["recompute"] = made.recompute
     if made.memory_limit is not None:
         rows["memory limit"] = made.memory_limit
     rows["makespan"] = made.makespan
@@ -173,6 +208,8 @@ def _of_schedule(made: ScheduleReport) -> dict[str, Any]:
     rows["peak activations"] = _of_ranks(made.peak_activation_microbatches)
     if made.offload is not Offload.NONE:
         rows["peak on the host"] = _of_ranks(made.host_microbatches)
+    if made.made_again:
+        rows["made again"] = f"{made.made_again:.0%} of the activations"
     rows["results"] = _EXACT if made.bitwise_order else _ROUNDED
     rows["made in"] = f"{made.generation_seconds:.2g} s"
     return rows
@@ -240,6 +277,10 @@ def _certified(certificate: Certificate | None) -> dict[str, float | None]:
         "optimal": certificate.optimal,
         "excluded_period": certificate.excluded_period,
     }
+
+
+def _varied(varied: Spread | None) -> dict[str, Any]:
+    return {} if varied is None else {"noise": asdict(varied)}
 
 
 def _reference_program(choice: Choice, problem: Problem) -> Program:

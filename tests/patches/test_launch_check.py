@@ -231,6 +231,11 @@ def test_what_communicators_take() -> None:
     (text,) = communicators_of(checked(), Verdict.RIGHT)
     assert "up to 8 beside Megatron's own (8 for messages, 0 for collectives), 4 CTAs each" in text
     assert "they take 32 of a GPU's 132 multiprocessors" in text and "147 MiB" in text
+    no_longer = (
+        "--pipeline-p2p batched makes none of them, and a step is predicted to take no longer"
+    )
+    assert no_longer in text, "launching its passes takes longest in so small a model"
+    (text,) = communicators_of(checked(pipeline_costs="f=10,i=12,w=8,comm=5"), Verdict.RIGHT)
     assert "--pipeline-p2p batched makes none of them, for a step predicted" in text
     (text,) = communicators_of(checked(pipeline_vocab_parallel=2), Verdict.RIGHT)
     assert "15 beside Megatron's own (8 for messages, 7 for collectives), 2 CTAs each" in text

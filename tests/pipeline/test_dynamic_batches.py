@@ -31,6 +31,7 @@ from megatron_ext.patches.engine import apply
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.families import zb_auto
 from megatron_ext.schedule.search import best
+from megatron_ext.schedule.search.extension import extended
 from tests.helpers.callers import draw_by_name, first_and_last, named_parameters, small_config
 from tests.helpers.ranks import run_ranks, values
 from tests.helpers.short_search import shorten_search
@@ -41,12 +42,12 @@ LONGEST, BATCH, VOCABULARY = 8, 1, 32
 Asked = tuple[int, int, bool]  # microbatches, length of a sequence, whether it is an evaluation
 EVALUATED_FIRST: list[Asked] = [
     (5, 8, True),
-    (4, 6, False),
+    (8, 6, False),
     (3, 6, False),
     (4, 8, True),
     (5, 6, False),
     (3, 6, False),
-    (4, 6, False),
+    (8, 6, False),
 ]
 
 
@@ -123,9 +124,14 @@ class Searches:
     """Counts the searches of v-auto and zb-auto."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = self.longer_or_shorter = 0
+        programs.extended = self._extended
         for module, name in ((best, "searched"), (zb_auto, "_best")):
             setattr(module, name, partial(self._counted, vars(module)[name]))
+
+    def _extended(self, *args: Any) -> Any:
+        self.longer_or_shorter += 1
+        return extended(*args)
 
     def _counted(self, search: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.count += kwargs.get("trials") is None
@@ -146,7 +152,8 @@ def test_no_step_waits_for_a_search_but_the_first_of_a_training(
     schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each new number of microbatches was searched for, and all ranks waited. The costs were those
-    of the evaluation that came first, with its longer sequences."""
+    of the evaluation that came first, with its longer sequences. Other numbers run what was found,
+    made longer or shorter: it had enough microbatches."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     shorten_search(monkeypatch)
 
@@ -160,6 +167,8 @@ def test_no_step_waits_for_a_search_but_the_first_of_a_training(
                 ours, seen = run(EVALUATED_FIRST, lambda: (searches.count, costs_by_now()))
             assert ours == expected
             counts, costs = zip(*seen, strict=True)
+            # For 3 and for 5, with the output layer's W in I and apart.
+            assert searches.longer_or_shorter == 4
             with megatron_ext.install(**settings):
                 _, of_training = run(EVALUATED_FIRST[1:2], costs_by_now)
             assert of_training[0] == costs[1] == costs[-1] != costs[0]
@@ -169,7 +178,7 @@ def test_no_step_waits_for_a_search_but_the_first_of_a_training(
     assert counts[0] == 0 and counts[1] > 0
     assert set(of_other) == {0}  # one rank searches for all
     assert set(counts[1:]) == {counts[1]}
-    line = f"{schedule} was searched for 4 microbatches a step, and one has come with 3: "
+    line = f"{schedule} was searched for 8 microbatches a step, and one has come with 3: "
     assert told.count("was searched for") == told.count(line) == 1
 
 

@@ -212,6 +212,13 @@ def test_full_recompute() -> None:
     assert_same(runs, stock("pp2")[0])
 
 
+def test_passes_that_run_again() -> None:
+    """All of a training's, and none of an evaluation's."""
+    runs = resume("pp2", pipeline_schedule="zb-v", pipeline_recompute="first:4")
+    assert evaluations(runs)
+    assert_same(runs, stock("pp2")[0])
+
+
 def test_clipping_is_close() -> None:
     """The norm's sum over ranks has an order, and other tensors lie on each rank."""
     reference = resume("pp2", clip_grad=0.5)

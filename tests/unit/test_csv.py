@@ -114,7 +114,7 @@ def test_an_error_lists_the_kinds_that_a_file_may_have() -> None:
         with pytest.raises(ValueError) as refusal:
             from_csv(text, "x.csv")
         _, _, kinds = str(refusal.value).partition("the kinds in a file are ")
-        assert [kind[0] for kind in kinds.split(", ")] == ["F", "I", "W", "B"]
+        assert [kind[0] for kind in kinds.split(", ")] == ["F", "I", "W", "B", "R"]
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,7 @@ class FamilyEntry:
     uses_costs: bool = False
     searches: bool = False
     steps_overlap: bool = False
+    fits_recompute: bool = False
     aliases: tuple[str, ...] = ()
     at_once: Callable[..., Schedule] | None = None
 
@@ -81,6 +82,7 @@ def family(
     uses_costs: bool = False,
     searches: bool = False,
     steps_overlap: bool = False,
+    fits_recompute: bool = False,
     aliases: tuple[str, ...] = (),
     at_once: Callable[..., Schedule] | None = None,
 ) -> Callable[[Callable[..., Schedule]], Callable[..., Schedule]]:
@@ -94,6 +96,8 @@ def family(
         uses_costs: whether another cost gives another schedule.
         searches: whether making it is a search of seconds to minutes.
         steps_overlap: whether post-validation gains anything, on more than one rank.
+        fits_recompute: whether it chooses itself what is made again, where recompute is to fit into
+            the memory limit.
         aliases: other names, torch.distributed.pipelining's among them.
         at_once: of a family that takes long, a function that takes no search: the best it has
             within the same limit. It stands in where steps cannot wait.
@@ -111,6 +115,7 @@ def family(
                 uses_costs=uses_costs,
                 searches=searches,
                 steps_overlap=steps_overlap,
+                fits_recompute=fits_recompute,
                 aliases=aliases,
                 at_once=at_once,
             )
@@ -146,6 +151,8 @@ class Choice:
     searches: bool = False
     ranks: int | None = None  # that a table is for; None: any number
     microbatches: int | None = None  # the same
+    recomputes: bool = False  # whether it is a table with passes that make activations again
+    fits_recompute: bool = False
     at_once: Family | None = None
 
     @property
@@ -192,7 +199,13 @@ def choose(spec: str) -> Choice:
         entry.at_once, **_accepted(entry.at_once, options)
     )
     return Choice(
-        spec, place, build, entry.splits_backward, searches=entry.searches, at_once=at_once
+        spec,
+        place,
+        build,
+        entry.splits_backward,
+        searches=entry.searches,
+        fits_recompute=entry.fits_recompute,
+        at_once=at_once,
     )
 
 
@@ -338,9 +351,16 @@ def _from_csv_file(path: Path) -> Choice:
             )
         return schedule
 
-    splits = any(a.kind is Kind.BACKWARD_WEIGHT for row in schedule.rows for a in row)
-    rows = len(schedule.rows)
-    return Choice(str(path), place, build, splits, ranks=rows, microbatches=microbatches)
+    kinds = {action.kind for row in schedule.rows for action in row}
+    return Choice(
+        str(path),
+        place,
+        build,
+        splits_backward=Kind.BACKWARD_WEIGHT in kinds,
+        ranks=len(schedule.rows),
+        microbatches=microbatches,
+        recomputes=Kind.RECOMPUTE in kinds,
+    )
 
 
 def _in_csv_file(path: Path) -> tuple[Schedule, bool]:

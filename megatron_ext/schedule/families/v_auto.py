@@ -28,11 +28,12 @@ def v_at_once(problem: Problem) -> Schedule:
     uses_costs=True,
     searches=True,
     steps_overlap=True,
+    fits_recompute=True,
     at_once=v_at_once,
 )
 def v_auto(problem: Problem) -> Schedule:
     """Least makespan within the memory limit (without one: p microbatches, as ZB-V needs); with
-    post-validation, least span.
+    post-validation, least span. Where recompute is to fit into the limit, R is placed too.
 
     Raises:
         ValueError: no V schedule fits into the limit.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -50,27 +50,26 @@ class PassSeconds:
 
     def run_again(self) -> PassSeconds:
         """With F in I once more."""
-        again = summed([self, PassSeconds(input_gradient=self.forward)])
-        return again
+        return summed([self, PassSeconds(input_gradient=self.forward)])
 
 
 def summed(parts: Iterable[PassSeconds]) -> PassSeconds:
     """Their sum."""
-    forward: Counter[Term] = Counter()
-    backward: Counter[Term] = Counter()
-    weights: Counter[Term] = Counter()
-    rows = 0.0
-    for part in parts:
-        _add(forward, part.forward)
-        _add(backward, part.input_gradient)
-        _add(weights, part.weight_gradient)
-        rows += part.rows
-    return PassSeconds(dict(forward), dict(backward), dict(weights), rows)
+    parts = list(parts)
+    return PassSeconds(
+        _summed(part.forward for part in parts),
+        _summed(part.input_gradient for part in parts),
+        _summed(part.weight_gradient for part in parts),
+        sum(part.rows for part in parts),
+    )
 
 
-def _add(total: Counter[Term], seconds: Seconds) -> None:
-    for term, figure in seconds.items():
-        total[term] += figure  # type: ignore[assignment]  # a Counter may count seconds
+def _summed(terms: Iterable[Seconds]) -> Seconds:
+    total: dict[Term, float] = defaultdict(float)
+    for seconds in terms:
+        for term, figure in seconds.items():
+            total[term] += figure
+    return dict(total)
 
 
 def seconds_of_layers(
@@ -116,34 +115,29 @@ def _of_depth(model: Model, execution: Execution, rates: Rates) -> PassSeconds:
 
 def _of_part(part: Part, execution: Execution, rates: Rates) -> PassSeconds:
     """What ``part`` takes; of it what Megatron's selective recompute runs again is in I."""
-    forward: Counter[Term] = Counter()
-    backward: Counter[Term] = Counter()
-    weights: Counter[Term] = Counter()
     modules = frozenset() if execution.recompute else execution.recompute_modules
-    rows = 0.0
+    passes = []
     for operation in part.operations:
         f, i, w = rates.seconds_of(operation)
         again = f if operation.modules & modules else 0.0
-        passes = ((forward, f), (backward, i + again), (weights, w))
-        for total, figure in passes:
-            _add(total, {operation.engine: figure})
-        rows += w if operation.is_row else 0.0
+        term = operation.engine
+        rows = w if operation.is_row else 0.0
+        passes.append(PassSeconds({term: f}, {term: i + again}, {term: w}, rows))
+    computed = summed(passes)
     for exchange in part.exchanges:
-        f, i = _waited(exchange, forward, backward, rates)
+        f, i = _waited(exchange, computed, rates)
         again = f if exchange.modules & modules else 0.0
-        _add(forward, {exchange.group: f})
-        _add(backward, {exchange.group: i + again})
-    return PassSeconds(dict(forward), dict(backward), dict(weights), rows)
+        passes.append(PassSeconds({exchange.group: f}, {exchange.group: i + again}))
+    return summed(passes)
 
 
-def _waited(
-    exchange: Exchange, forward: Seconds, backward: Seconds, rates: Rates
-) -> tuple[float, float]:
+def _waited(exchange: Exchange, computed: PassSeconds, rates: Rates) -> tuple[float, float]:
     """What is left of ``exchange`` where attention hides the rest."""
     f, i = rates.seconds_to_exchange(exchange)
     if not exchange.is_behind_attention:
         return f, i
-    return (
-        max(f - forward.get(Engine.ATTENTION, 0.0), 0.0),
-        max(i - backward.get(Engine.ATTENTION, 0.0), 0.0),
+    forward, backward = (
+        seconds.get(Engine.ATTENTION, 0.0)
+        for seconds in (computed.forward, computed.input_gradient)
     )
+    return max(f - forward, 0.0), max(i - backward, 0.0)

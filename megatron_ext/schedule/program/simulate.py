@@ -96,6 +96,19 @@ def _run(
     graph: Graph, schedule: Schedule, costs: Costs, free: Sequence[float] | None = None
 ) -> Timeline:
     """``free``: when each rank begins, if not at 0."""
+    lasts = seconds_of(graph, schedule, costs)
+    links = links_of(graph, costs)
+    earliest = [0.0] * len(lasts) if free is None else _earliest(graph, free)
+    if links:
+        starts, ends = take_turns(graph, lasts, links, earliest)
+    else:
+        starts, ends = graph.longest_paths(lasts, earliest)
+    events = zip(graph.ranks.tolist(), graph.actions, starts, ends, strict=True)
+    return Timeline(schedule, tuple(map(_event, events)))
+
+
+def seconds_of(graph: Graph, schedule: Schedule, costs: Costs) -> list[float]:
+    """What each node of ``graph`` takes under ``costs``."""
     columns = schedule.columns
     of_pairs = [costs.of(Action(stage, kind, 0)) for stage, kind in columns.pairs]
     lasts = [of_pairs[pair] for pair in columns.pair.tolist()]
@@ -104,14 +117,7 @@ def _run(
     if any(costs.spared):
         for node in _after_own_input_gradient(graph, schedule):
             lasts[node] -= costs.spared_on(graph.actions[node].stage)
-    links = _links(graph, costs)
-    earliest = [0.0] * len(lasts) if free is None else _earliest(graph, free)
-    if links:
-        starts, ends = _take_turns(graph, lasts, links, earliest)
-    else:
-        starts, ends = graph.longest_paths(lasts, earliest)
-    events = zip(graph.ranks.tolist(), graph.actions, starts, ends, strict=True)
-    return Timeline(schedule, tuple(map(_event, events)))
+    return lasts
 
 
 # What `Event._make` does, which is most of a simulation's time if Python does it.
@@ -141,7 +147,7 @@ def _earliest(graph: Graph, free: Sequence[float]) -> list[float]:
     return times
 
 
-def _links(graph: Graph, costs: Costs) -> dict[int, object]:
+def links_of(graph: Graph, costs: Costs) -> dict[int, object]:
     """By node of a copy, the link to the host that others use too. Empty if none is shared."""
     host = costs.host
     if host is None or not host.is_shared:
@@ -151,7 +157,7 @@ def _links(graph: Graph, costs: Costs) -> dict[int, object]:
     return {n: host.link(ranks[n], lane) for n, lane in lanes if lane in HOST_LANES}
 
 
-def _take_turns(
+def take_turns(
     graph: Graph, lasts: list[float], links: Mapping[int, object], earliest: list[float]
 ) -> tuple[list[float], list[float]]:
     """`Graph.longest_paths` where a copy waits until its link is free, too: whose turn came first

@@ -18,17 +18,28 @@ from megatron_ext.schedule.build.build import complete
 from megatron_ext.schedule.build.registry import entries
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import fits
-from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.problem import Problem, Recompute
 from megatron_ext.schedule.program.memory import amount_of, bytes_for, peaks
 from megatron_ext.schedule.program.simulate import step_seconds
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule import Schedule, bitwise_order
 from megatron_ext.schedule.schedule_csv import from_csv, to_csv
 from megatron_ext.schedule.search import disk_cache
+from megatron_ext.schedule.search.again import search_again
 from megatron_ext.schedule.search.bounds import lower_bound
 from megatron_ext.schedule.search.effort import LARGE, Effort, effort
+from megatron_ext.schedule.search.extension import MIDDLE, plans_from
 from megatron_ext.schedule.search.improve import search
-from megatron_ext.schedule.search.shop import Rows, Shop, end_of, rows_of, shop_of, starts_of
+from megatron_ext.schedule.search.shop import (
+    Rows,
+    Shop,
+    Starts,
+    end_of,
+    rows_of,
+    shop_of,
+    starts_of,
+)
+from megatron_ext.schedule.transforms.recompute import recompute
 
 
 def best_schedule(name: str, problem: Problem) -> Schedule:
@@ -54,8 +65,11 @@ def best_schedule(name: str, problem: Problem) -> Schedule:
 def best_known(name: str, problem: Problem) -> Schedule:
     """The best without a search. Raises as `best_schedule`."""
     _check_limit(name, problem)
-    shop = shop_of(problem)
-    best = _best_of(_candidates(_known(name, problem), shop), problem)
+    if problem.extras.recompute.fit:
+        candidates = _as_they_are(_known_again(name, problem))
+    else:
+        candidates = _candidates(_known(name, problem), shop_of(problem))
+    best = _best_of(candidates, problem)
     assert best is not None  # one microbatch at a time
     return _passes(name, best.program)
 
@@ -95,12 +109,20 @@ class _Chosen:
 def searched(name: str, problem: Problem, how: Effort) -> Schedule:
     """The same, made anew, with so much effort. The limit has to hold a microbatch."""
     shop = shop_of(problem)
+    if problem.extras.recompute.fit:
+        known = _known_again(name, problem)
+        found = search_again(problem, known, how) if shop.fits else []
+        best = _best_of(_as_they_are([*known, *found]), problem)
+        assert best is not None  # one microbatch at a time
+        return _passes(name, best.program)
     known = _known(name, problem)
     best = _best_of(_candidates(known, shop), problem)
     assert best is not None  # one microbatch at a time
     least = lower_bound(problem, splits_backward=True) * (1 + 1e-9)
     if best.seconds > least and shop.fits:
-        plans = [starts_of(rows, shop) for rows in known]
+        if problem.microbatches > MIDDLE * problem.ranks:
+            how = how.halved  # the other half goes to the shorter step
+        plans = [*(starts_of(rows, shop) for rows in known), *_of_shorter(problem, how)]
         packed = search(shop, plans, int(least / shop.tick) + max(shop.tails), how)
         found = [rows_of(result.starts, problem.placement) for result in packed]
         best = _best_of(_candidates(found, shop), problem, best)
@@ -108,9 +130,26 @@ def searched(name: str, problem: Problem, how: Effort) -> Schedule:
     return _passes(name, best.program)
 
 
+def _of_shorter(problem: Problem, how: Effort) -> Iterator[Starts]:
+    """Plans that repeat the middle of what a search finds for as few microbatches as have one: it
+    packs more plans of them for the same effort."""
+    fewer = MIDDLE * problem.ranks
+    if problem.microbatches > fewer:
+        best, *_ = search(shop_of(replace(problem, microbatches=fewer)), how=how)
+        yield from plans_from(best.starts, problem.microbatches)
+
+
 def _passes(name: str, program: Program) -> Schedule:
     """Its schedule without messages."""
     return replace(program.schedule, name=name, rows=program.schedule.compute_rows)
+
+
+def _known_again(name: str, problem: Problem) -> list[Rows]:
+    """What can be had without a search, with R where that brings it into the limit."""
+    alone = problem.with_extras(recompute=Recompute())
+    rows = dict.fromkeys([*_known(name, alone), *_known(name, replace(alone, memory_limit=None))])
+    schedules = (Schedule(name, problem.placement, of_ranks) for of_ranks in rows)
+    return [recompute(schedule, problem).rows for schedule in schedules]
 
 
 def _known(name: str, problem: Problem) -> list[Rows]:
@@ -135,6 +174,11 @@ def _candidates(all_rows: Sequence[Rows], shop: Shop) -> list[_Candidate]:
         _Candidate(rows, end * shop.tick) for rows, end in zip(all_rows, ends, strict=True)
     ]
     return sorted(candidates, key=lambda candidate: candidate.seconds)
+
+
+def _as_they_are(all_rows: Sequence[Rows]) -> list[_Candidate]:
+    """``all_rows``, of which nothing is known."""
+    return [_Candidate(rows, 0.0) for rows in all_rows]
 
 
 def _best_of(

@@ -8,7 +8,7 @@ search finds another, better schedule.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_ext.schedule.progress import remark
 from megatron_ext.schedule.search import pack
@@ -38,6 +38,12 @@ class Effort:
 
     def passes(self, ranks: int) -> int:
         return min(max(self.by_square * ranks**2, self.least), self.most)
+
+    @property
+    def halved(self) -> Effort:
+        return replace(
+            self, by_square=self.by_square // 2, least=self.least // 2, most=self.most // 2
+        )
 
 
 def small_effort(packer: Callable[[Shop], Pack] = pack.packer) -> Effort:

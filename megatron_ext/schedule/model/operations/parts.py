@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
@@ -53,11 +52,12 @@ def part_of(symbol: str, model: Model, execution: Execution) -> Part:
 def flops_of(model: Model, stage: Stage, execution: Execution) -> Passes:
     """Floating-point operations of a microbatch, as a model's are counted: without what is run
     again."""
-    counted: Counter[str] = Counter()
-    for part in _parts_of(model, stage, execution):
-        for operation in part.operations:
-            counted.update(vars(operation.flops))
-    return Passes(**counted)
+    counted = [o.flops for part in _parts_of(model, stage, execution) for o in part.operations]
+    return Passes(
+        sum(flops.forward for flops in counted),
+        sum(flops.input_gradient for flops in counted),
+        sum(flops.weight_gradient for flops in counted),
+    )
 
 
 def _parts_of(model: Model, stage: Stage, execution: Execution) -> Iterator[Part]:

@@ -1,0 +1,178 @@
+"""What a step takes where passes do not take what they should: its spread over many samples.
+
+The order of passes stays, as in training. Each pass takes its seconds times a factor of its own,
+whose mean is 1; messages and copies take what they do. A sample is a longest path through the
+program's graph, and those of many samples are found together, a level of the graph after the other.
+
+The dice have a fixed seed, and are thrown for passes in the order of stage, kind and microbatch:
+schedules of one placement with the same passes get the same factors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ext.schedule.columns import IS_PASS, Columns
+from megatron_ext.schedule.program.graph import Graph
+from megatron_ext.schedule.program.simulate import links_of, seconds_of, take_turns
+from megatron_ext.schedule.program.verify import Program
+
+SAMPLES = 1000
+_QUANTILES = (0.5, 0.9)
+_TIMES = 2**23  # kept at once: 64 MiB of them
+
+_Floats = NDArray[np.float64]
+_Places = NDArray[np.intp]
+
+
+@dataclass(frozen=True)
+class Noise:
+    """How passes differ from what they cost: by factors whose mean is 1, and none is negative.
+
+    Attributes:
+        passes: the standard deviation of a pass's factor, which is lognormal.
+        ranks: that of a second factor, which all passes of a rank share throughout a step.
+        seen: factors that were measured; a pass has any of them instead.
+    """
+
+    passes: float = 0.0
+    ranks: float = 0.0
+    seen: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Quantiles:
+    """What half of the steps do not exceed, and what nine in ten do not."""
+
+    median: float
+    p90: float
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Of simulated steps, in the unit of the costs; ``--json`` prints these names."""
+
+    samples: int
+    makespan: Quantiles
+    span: Quantiles
+
+
+def spread(program: Program, noise: Noise, samples: int = SAMPLES) -> Spread:
+    """The spread over ``samples`` steps of ``program`` with its own costs under ``noise``."""
+    columns = program.schedule.columns
+    seconds = np.array(seconds_of(program.graph, program.schedule, program.problem.costs))
+    paths = _Paths(program)
+    makespans, spans = [], []
+    for factors in factors_of(columns, noise, samples):
+        starts, ends = paths.of(seconds * factors)
+        makespans.append(ends.max(axis=1) - starts.min(axis=1))
+        spans.append((ends - starts).max(axis=1))
+    return Spread(samples, _quantiles(makespans), _quantiles(spans))
+
+
+def _quantiles(parts: list[_Floats]) -> Quantiles:
+    median, most = np.quantile(np.concatenate(parts), _QUANTILES)
+    return Quantiles(float(median), float(most))
+
+
+def factors_of(columns: Columns, noise: Noise, samples: int) -> Iterator[_Floats]:
+    """By sample and action, as many samples at a time as memory has room for, which makes no
+    difference to any."""
+    at_once = max(_TIMES // len(columns), 1)
+    passes = columns.numbers[IS_PASS[columns.kind]]
+    by_name = (columns.microbatch[passes], columns.kind[passes], columns.stage[passes])
+    passes = passes[np.lexsort(by_name)]
+    of_passes, of_ranks = np.random.default_rng(0).spawn(2)
+    ranks = int(columns.rank.max()) + 1
+    for first in range(0, samples, at_once):
+        count = min(at_once, samples - first)
+        factors = np.ones((count, len(columns)))
+        size = count, len(passes)
+        if noise.seen:
+            drawn = np.array(noise.seen)[of_passes.integers(len(noise.seen), size=size)]
+        else:
+            drawn = _lognormal(of_passes, noise.passes, size)
+        rank_wide = _lognormal(of_ranks, noise.ranks, (count, ranks))
+        factors[:, passes] = drawn * rank_wide[:, columns.rank[passes]]
+        yield factors
+
+
+def _lognormal(dice: np.random.Generator, deviation: float, size: tuple[int, int]) -> _Floats:
+    """Numbers whose mean is 1 and whose standard deviation is ``deviation``."""
+    variance = math.log1p(deviation**2)
+    return np.exp(dice.standard_normal(size) * math.sqrt(variance) - variance / 2)
+
+
+class _Paths:
+    """When ranks begin and end in samples of a program's step."""
+
+    def __init__(self, program: Program) -> None:
+        self._graph = program.graph
+        self._links = links_of(program.graph, program.problem.costs)
+        self._levels = None if self._links else _Levels(program.graph)
+        columns = program.schedule.columns
+        passes = columns.numbers[IS_PASS[columns.kind]]
+        _, self._first = np.unique(columns.rank[passes], return_index=True)
+        self._last = np.append(self._first[1:], len(passes)) - 1
+        self._passes = passes
+
+    def of(self, seconds: _Floats) -> tuple[_Floats, _Floats]:
+        """By sample and rank, when its first pass starts and its last one ends.
+
+        Args:
+            seconds: by sample and node.
+        """
+        first, last = self._passes[self._first], self._passes[self._last]
+        if self._levels is None:  # whose turn it is on a link depends on the sample
+            zeros = [0.0] * seconds.shape[1]
+            runs = (take_turns(self._graph, row, self._links, zeros) for row in seconds.tolist())
+            ends = np.array([end for _, end in runs])
+        else:
+            ends = self._levels.ends(seconds)
+        return ends[:, first] - seconds[:, first], ends[:, last]
+
+
+class _Levels:
+    """The nodes of a graph by the number of nodes on the longest way to each: those of a level wait
+    for none of theirs. In a level, those that wait for most come first."""
+
+    def __init__(self, graph: Graph) -> None:
+        depths, _ = graph.longest_paths([1] * len(graph.actions))
+        level = np.array(depths, dtype=np.int32)
+        bounds = graph.before.bounds
+        waits_for = np.diff(bounds)
+        self._order = np.lexsort((-waits_for, level))
+        place = np.empty_like(self._order)
+        place[self._order] = np.arange(len(place))
+        self._place = place
+        firsts = np.flatnonzero(np.diff(level[self._order], prepend=-1)).tolist()
+        # By level, its first and last place, and of its k-th turn the places that its first nodes
+        # wait for: so many have that many.
+        self._levels: list[tuple[int, int, list[_Places]]] = []
+        for first, last in pairwise([*firsts, len(place)]):
+            nodes = self._order[first:last]
+            turns = []
+            for turn in range(waits_for[nodes[0]]):
+                some = nodes[: np.searchsorted(-waits_for[nodes], -turn)]
+                turns.append(place[graph.before.nodes[bounds[some] + turn]])
+            self._levels.append((first, last, turns))
+
+    def ends(self, seconds: _Floats) -> _Floats:
+        """By sample and node, when each ends; ``seconds`` is by sample and node too."""
+        ends = np.ascontiguousarray(seconds.T[self._order])
+        for first, last, turns in self._levels:
+            if not turns:
+                continue
+            latest = ends[turns[0]]
+            for earlier in turns[1:]:
+                some = latest[: len(earlier)]
+                np.maximum(some, ends[earlier], out=some)
+            ends[first:last] += latest
+        by_sample: _Floats = ends[self._place].T
+        return by_sample

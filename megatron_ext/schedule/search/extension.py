@@ -1,0 +1,97 @@
+"""From a schedule for so many microbatches to one for more of them, or for fewer.
+
+In the middle of a long step ranks do the same over and over: some microbatches later, every pass
+comes one period later. Where a schedule does so best is found, and so much of it is repeated there,
+or left out. The seam need not fit: what is made is a plan, and packing it from both sides gives a
+schedule. That takes no search, but a few packings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+
+from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.program.memory import in_microbatches, peaks
+from megatron_ext.schedule.schedule import Schedule
+from megatron_ext.schedule.search.improve import sides_of
+from megatron_ext.schedule.search.pack import packer
+from megatron_ext.schedule.search.shop import Starts, rows_of, shop_of, starts_of
+
+MIDDLE = 4  # microbatches a rank, from which on a schedule has a middle
+_GROUPS = (4, 3, 6, 8, 2, 1)  # microbatches after which it may repeat; the most promising first
+_SEAM = 4  # microbatches behind the seam of a shorter step that have to fit
+_PASSES = 100_000  # packed, about, which takes half a second
+_ROUNDS = 3
+
+
+def has_middle(problem: Problem) -> bool:
+    """Whether a schedule for ``problem`` is long enough to be made longer or shorter (and packing
+    can, where ranks have equally many chunks and the limit leaves room)."""
+    placement = problem.placement
+    is_even = {len(stages) for stages in placement.stages_of} == {placement.chunks}
+    is_long = problem.microbatches >= MIDDLE * problem.ranks
+    return is_even and is_long and shop_of(problem).fits
+
+
+def extended(known: Schedule, problem: Problem) -> Schedule:
+    """A schedule for ``problem`` from ``known``, one of the same problem with enough microbatches
+    (`has_middle`), but another number of them. It holds no more than the limit; without one, than
+    ``known``.
+
+    It depends on nothing else, so that every rank makes the same.
+    """
+    limit = problem.memory_limit
+    if limit is None:
+        limit = MemoryLimit(microbatches=max(peaks(known, in_microbatches(known))))
+    problem = replace(problem, memory_limit=limit)
+    length = 1 + max(action.microbatch for row in known.rows for action in row)
+    shop = shop_of(problem)
+    starts = starts_of(known.rows, shop_of(replace(problem, microbatches=length)))
+    sides = sides_of(shop, packer)  # which is there before numba has been loaded
+    number = _PASSES // (2 * shop.lanes * shop.microbatches)
+    some = islice(plans_from(starts, problem.microbatches), max(number, 1))
+    best = min(map(sides.justified, some), key=lambda packed: packed.makespan)
+    if number:
+        best = sides.justified(best.starts, _ROUNDS)
+    return replace(known, rows=rows_of(best.starts, problem.placement))
+
+
+def plans_from(known: Starts, microbatches: int) -> Iterator[Starts]:
+    """Plans for ``microbatches`` from ``known``, the starts of a schedule for another number."""
+    have = known.shape[1]
+    if microbatches < have:
+        fewer = have - microbatches
+        first, period = _steady(known, fewer, min(_SEAM, microbatches))
+        yield np.concatenate([known[:, :first], known[:, first + fewer :] - period], axis=1)
+        return
+    for group in _GROUPS:
+        if 2 * group <= have:
+            yield _lengthened(known, microbatches - have, group)
+
+
+def _lengthened(known: Starts, more: int, group: int) -> Starts:
+    """With ``more`` microbatches in the middle, which repeat a ``group`` of them."""
+    first, period = _steady(known, group, group)
+    repeated = np.arange(more)
+    inserted = known[:, first + repeated % group] + (repeated // group + 1) * period
+    behind = first + group
+    rest = known[:, behind:] + more * period // group
+    return np.concatenate([known[:, :behind], inserted, rest], axis=1)
+
+
+def _steady(known: Starts, apart: int, width: int) -> tuple[int, int]:
+    """The microbatch from which on ``width`` of them are most like those that come ``apart`` behind
+    them, in the middle half of the step if that is so long; and by how much those come later."""
+    later = known[:, apart:] - known[:, :-apart]
+    windows = np.lib.stride_tricks.sliding_window_view(later, width, axis=1)
+    quarter = windows.shape[1] // 4
+    middle = windows[:, quarter : windows.shape[1] - quarter].swapaxes(0, 1)
+    middle = middle.reshape(len(middle), -1)
+    periods = np.median(middle, axis=1)
+    first = int(np.abs(middle - periods[:, None]).sum(axis=1).argmin())
+    return quarter + first, int(periods[first])

@@ -1,0 +1,124 @@
+"""A schedule made longer or shorter: its middle repeated, or left out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ext.schedule.build.build import build_program, complete
+from megatron_ext.schedule.build.registry import choose
+from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, peaks
+from megatron_ext.schedule.program.simulate import simulate
+from megatron_ext.schedule.program.verify import Program
+from megatron_ext.schedule.schedule import Schedule, bitwise_order
+from megatron_ext.schedule.search.best import best_schedule
+from megatron_ext.schedule.search.extension import extended, has_middle
+from tests.helpers.combinations import at_night
+from tests.helpers.schedules import PROPERTY, random_costs, seeds
+
+
+def problem_of(spec: str, p: int, m: int, limit: float | None = None) -> Problem:
+    placement = choose(spec).place(p)
+    within = None if limit is None else MemoryLimit(microbatches=limit)
+    return Problem(placement, m, uniform(placement, 10, 12, 8, 1), within)
+
+
+def with_microbatches(problem: Problem, m: int) -> Problem:
+    return replace(problem, microbatches=m)
+
+
+def makespan(program: Program) -> float:
+    return simulate(program, program.problem.costs).makespan
+
+
+def peak(schedule: Schedule) -> float:
+    return max(peaks(schedule, in_microbatches(schedule)))
+
+
+@pytest.mark.parametrize(
+    ("spec", "p", "limit"),
+    [
+        ("zb-h1", 4, None),
+        ("zb-v", 4, None),
+        ("v-half", 3, 2),
+        ("v-min", 4, None),
+        ("interleaved-zb", 4, None),
+        *at_night(("gis", 4, None), ("zb-h2", 5, None), ("v-half", 8, 5), ("zb-v", 16, None)),
+    ],
+)
+def test_as_good_as_those_that_repeat_by_rule(spec: str, p: int, limit: float | None) -> None:
+    """Families whose steady state is written down take a percent less at the most, in no less
+    memory."""
+    problem = problem_of(spec, p, 4 * p, limit)
+    known = choose(spec).build(problem)
+    for m in (4 * p + 4, 8 * p, 3 * p, 2 * p):
+        other = with_microbatches(problem, m)
+        made = extended(known, other)
+        assert bitwise_order(made) and peak(made) <= peak(known)
+        by_rule = build_program(choose(spec), other)
+        assert makespan(complete(made, other)) <= 1.01 * makespan(by_rule)
+
+
+def test_what_is_periodic_goes_on_for_ever() -> None:
+    """zb-v with 16 microbatches takes 511; each more takes a rank's work, 30."""
+    problem = problem_of("zb-v", 4, 16)
+    known = choose("zb-v").build(problem)
+    others = {m: with_microbatches(problem, m) for m in (16, 17, 23, 40, 100)}
+    made = {m: makespan(complete(extended(known, other), other)) for m, other in others.items()}
+    assert made[16] <= 511
+    assert all(made[m] == made[16] + 30 * (m - 16) for m in made)
+
+
+def test_any_number_of_microbatches() -> None:
+    problem = problem_of("v-half", 3, 12, 2)
+    known = choose("v-half").build(problem)
+    for m in range(1, 30):
+        other = with_microbatches(problem, m)
+        made = complete(extended(known, other), other)  # which proves it, with its limit
+        if m == 1:
+            assert makespan(made) == 78  # there and back, with nothing beside
+
+
+@settings(PROPERTY, max_examples=10)
+@given(seed=seeds, p=st.integers(1, 4), m=st.integers(1, 30), above=st.floats(1, 3))
+def test_any_costs_and_bytes(seed: int, p: int, m: int, above: float) -> None:
+    placement = choose("v-half").place(p)
+    costs = random_costs(Random(seed), placement)
+    shortest = Problem(placement, 4 * p, costs)
+    known = choose("v-half").build(shortest)
+    limit = MemoryLimit(bytes=int(max(peaks(known, in_bytes(costs))) * above) + 1)
+    problem = replace(shortest, microbatches=m, memory_limit=limit)
+    if has_middle(replace(problem, microbatches=4 * p)):
+        made = extended(known, problem)
+        complete(made, problem)
+        assert limit.bytes is not None
+        assert max(peaks(made, in_bytes(costs))) <= limit.bytes
+
+
+def test_short_steps_have_no_middle() -> None:
+    assert has_middle(problem_of("zb-v", 4, 16)) and not has_middle(problem_of("zb-v", 4, 15))
+
+
+# By limit, the makespans at 37, 64 and 128 microbatches of an earlier search, which was compiled.
+TARGETS = {5: (1259, 2069, 3989), 6: (1229, 2039, 3959), 8: (1186, 2003, 3923)}
+
+
+@pytest.mark.parametrize("limit", at_night(*TARGETS))
+def test_what_was_searched_for_goes_on(
+    limit: int, tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    problem = problem_of("v-auto", 8, 32, limit)
+    known = best_schedule("v-auto", problem)
+    for m, target in zip((37, 64, 128), TARGETS[limit], strict=True):
+        other = with_microbatches(problem, m)
+        made = extended(known, other)
+        assert makespan(complete(made, other)) <= target
+        assert peak(made) <= limit
