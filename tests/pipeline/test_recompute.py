@@ -16,7 +16,6 @@ import pytest
 
 from megatron_ext.schedule.build.registry import choose
 from tests.helpers.combinations import at_night, nightly
-from tests.helpers.covered import covers
 from tests.helpers.megatron_runs import EXPERTS, Run, assert_same, losses, model_flags, train
 from tests.pipeline.test_multi_token_prediction import drawn_by_name
 
@@ -96,7 +95,7 @@ def of_experts(output: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("model", "schedule"),
-    [pytest.param(*case, marks=covers("A", (case[1],), MODELS[case[0]][1])) for case in CASES],
+    CASES,
 )
 def test_it_is_stock_to_the_last_bit(
     model: str, schedule: str, capfd: pytest.CaptureFixture[str]

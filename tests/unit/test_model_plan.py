@@ -27,13 +27,14 @@ from megatron_ext.schedule.plan.plan_report import plan_report, side_by_side
 from megatron_ext.schedule.plan.planner import (
     Candidate,
     Plan,
+    Variant,
     VariantOf,
     VocabMethod,
     all_specs,
     consider,
     make_plan,
 )
-from megatron_ext.schedule.plan.recommendation import recommendation
+from megatron_ext.schedule.plan.recommendation import flags_of, recommendation
 from megatron_ext.schedule.plan.vocabulary_plan import variants_of
 from megatron_ext.schedule.problem import Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.program.simulate import simulate
@@ -138,7 +139,7 @@ def test_what_does_not_fit_lets_activations_leave() -> None:
     tight = 2.0
     families = "gpipe", "1f1b", "zb-h1", "interleaved", "gis", "zb-v"
     made = make_plan(among(variant, *families), tight * 2**30, may_offload=True)
-    assert all(c.report.offload is Offload.FIT for c in made.candidates)
+    assert all(c.report.offload is Offload.FIT or c.report.made_again for c in made.candidates)
     best = best_of(made)
     assert best.fullest is not None
     assert best.fullest <= tight * 2**30
@@ -154,9 +155,31 @@ def test_what_does_not_fit_lets_activations_leave() -> None:
     )
 
 
+def test_what_does_not_fit_is_made_again() -> None:
+    """Where activations cannot leave: fewer than all, as Megatron's full recompute would."""
+    families = "1f1b", "zb-h1", "zb-v"
+    kept = make_plan(keeping(among(training().variant, *families)), 2 * 2**30)
+    made = make_plan(among(training().variant, *families), 2 * 2**30)
+    assert not kept.candidates
+    again = [c for c in made.candidates if c.report.made_again]
+    assert all(c.report.recompute == "fit" and c.fullest <= 2 * 2**30 for c in again if c.fullest)
+    words = " ".join(flags_of(again[0], MODEL.layers))
+    assert "--pipeline-recompute fit" in words and "--pipeline-memory-limit" in words
+
+
+def keeping(variant_of: VariantOf) -> VariantOf:
+    """``variant_of``, with nothing made again."""
+
+    def variant(name: str, method: VocabMethod) -> Variant | None:
+        made = variant_of(name, method)
+        return None if made is None else replace(made, may_recompute=False)
+
+    return variant
+
+
 def test_what_a_gpu_has_no_room_for_is_no_candidate() -> None:
     families = "gpipe", "1f1b", "zb-h1", "interleaved", "gis", "zb-v"
-    roomy, tight = plan(), make_plan(among(training().variant, *families), 4 * 2**30)
+    roomy, tight = plan(), make_plan(keeping(among(training().variant, *families)), 4 * 2**30)
     assert all(c.fullest is not None for c in roomy.candidates)
     assert all(c.fullest is not None and c.fullest <= 4 * 2**30 for c in tight.candidates)
     assert best_of(roomy).limit is None

@@ -16,7 +16,13 @@ from megatron_ext.schedule.build.report import ScheduleReport, report
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.model.model_memory import ModelBytes
 from megatron_ext.schedule.placement import is_line_or_v
-from megatron_ext.schedule.problem import Offload, Problem, VocabularyParallel
+from megatron_ext.schedule.problem import (
+    Extras,
+    Offload,
+    Problem,
+    Recompute,
+    VocabularyParallel,
+)
 from megatron_ext.schedule.program.memory import in_bytes, peaks
 from megatron_ext.schedule.progress import Task, task
 from megatron_ext.schedule.search.bounds import lower_bound
@@ -43,11 +49,13 @@ class Variant:
 
     Attributes:
         model: what parameters, gradients and optimizer states take on each rank; None if not known.
+        may_recompute: whether activations may be given up and made again, to fit into a limit.
     """
 
     choice: Choice
     problem: Problem
     model: Sequence[ModelBytes] | None = None
+    may_recompute: bool = False
 
     def check_launch(self) -> None:
         """Raise ValueError if it could be simulated, and no launch could run it."""
@@ -286,7 +294,8 @@ def consider(
     variant: Variant, method: VocabMethod, room: float | None = None, may_offload: bool = False
 ) -> Candidate:
     """Build and simulate ``variant``, within its memory limit and ``room`` bytes: if it may and
-    must, with offload.
+    must, with offload or recompute, whichever takes less time. What chooses itself what is made
+    again is tried with recompute also where it need not, if memory is what costs it time.
 
     Where there is no limit, the schedule is made for what the model leaves of ``room``: a family
     may make use of it.
@@ -294,17 +303,42 @@ def consider(
     Raises:
         ValueError: the schedule cannot be made so.
     """
+    limit = variant.problem.memory_limit or _limit_left(variant, room)
+    made: list[Candidate] = []
+    refusal: ValueError | None = None
     try:
-        return _without_offload(variant, method, room)
-    except ValueError:
-        problem = variant.problem
-        limit = problem.memory_limit or _limit_left(variant, room)
-        if not may_offload or limit is None or problem.costs.host is None:
-            raise
-        with contextlib.suppress(ValueError):
-            leaving = replace(problem, memory_limit=limit).with_extras(offload=Offload.FIT)
-            return _candidate(replace(variant, problem=leaving), method)
-        raise
+        made.append(_without_offload(variant, method, room))
+    except ValueError as error:
+        refusal = error
+    if limit is not None and (refusal or _is_slowed_by_memory(variant, made[0])):
+        for extras in _ways_to_fit(variant, may_offload and refusal is not None):
+            fitting = replace(variant.problem, memory_limit=limit, extras=extras)
+            with contextlib.suppress(ValueError):
+                made.append(_candidate(replace(variant, problem=fitting), method))
+    if not made:
+        assert refusal is not None
+        raise refusal
+    return min(made, key=_by_time)
+
+
+SLOWED = 1.1  # times what any schedule would take without a limit
+
+
+def _is_slowed_by_memory(variant: Variant, made: Candidate) -> bool:
+    """Whether ``made`` may well be shorter where more is made again."""
+    if not (variant.may_recompute and variant.choice.fits_recompute):
+        return False
+    unlimited = replace(variant.problem, memory_limit=None)
+    return made.step > SLOWED * _least_time(unlimited, variant.choice.splits_backward)
+
+
+def _ways_to_fit(variant: Variant, may_offload: bool) -> Iterator[Extras]:
+    """What may be asked for beside a memory limit, to fit into it."""
+    problem = variant.problem
+    if may_offload and problem.costs.host is not None:
+        yield replace(problem.extras, offload=Offload.FIT)
+    if variant.may_recompute:
+        yield replace(problem.extras, recompute=Recompute(fit=True))
 
 
 def _limit_left(variant: Variant, room: float | None) -> MemoryLimit | None:

@@ -125,7 +125,8 @@ def searched(name: str, problem: Problem, how: Effort) -> Schedule:
     """The same, made anew, with so much effort. The limit has to hold a microbatch."""
     shop = shop_of(problem)
     if problem.extras.recompute.fit:
-        known = _known_again(name, problem)
+        without = searched(name, problem.with_extras(recompute=Recompute()), how)
+        known = [without.rows, *_known_again(name, problem)]
         found = search_again(problem, known, how) if shop.fits else []
         best = _best_of(_as_they_are([*known, *found]), problem)
         assert best is not None  # one microbatch at a time

@@ -223,8 +223,8 @@ class Dice:
 
 
 def shifted(packed: Packed, shop: Shop, dice: Dice) -> Starts:
-    """Start times with some of them moved: all passes of a time or of a microbatch, or a run of
-    microbatches on one lane or on one lane of every rank."""
+    """Start times with some of them moved: all passes of a time, on all ranks or a few, or of a
+    microbatch, or a run of microbatches on one lane or on one lane of every rank."""
     makespan, plan = packed.makespan, packed.starts.copy()
     lanes, m = plan.shape
     far = max(shop.work * dice.choice((1, 2, 4, 8)) // 10, 1)
@@ -233,6 +233,11 @@ def shifted(packed: Packed, shop: Shop, dice: Dice) -> Starts:
         opens = dice.around(makespan * 11 // 20) + makespan * 9 // 20  # from -0.1 to 1 of it
         closes = opens + makespan * dice.choice((1, 2, 4)) // 10
         inside = (opens < plan) & (plan < closes)
+        if dice.below(2):  # on a few neighbouring ranks alone
+            ranks, size = shop.placement.ranks, shop.lanes_of_rank
+            lowest, number = dice.below(ranks), max(ranks // dice.choice((2, 4, 8)), 1)
+            inside[: lowest * size] = False
+            inside[(lowest + number) * size :] = False
         plan[inside] += dice.many_around(far, int(np.count_nonzero(inside)))
     elif draw < 80:
         moved: list[int] | slice
