@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -15,14 +16,16 @@ from typer.testing import CliRunner
 
 from megatron_ext.cli import app
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.build.build import complete
+from megatron_ext.schedule.build.build import build_program, complete
+from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.placement import Placement, v
 from megatron_ext.schedule.problem import Recompute
 from megatron_ext.schedule.program.memory import share_made_again
 from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.schedule import Schedule
+from megatron_ext.schedule.schedule import Schedule, bitwise_order
 from megatron_ext.schedule.search.best import searched
 from megatron_ext.schedule.search.effort import effort
+from megatron_ext.schedule.search.extension import extended
 from megatron_ext.schedule.search.improve import sides_of
 from megatron_ext.schedule.search.pack import packer
 from megatron_ext.schedule.search.shop import end_of, rows_of, shop_of, starts_of
@@ -95,3 +98,18 @@ def test_a_v_in_little_memory(limit: float, makespan: float) -> None:
     problem = usual(v(8), 32, limit).with_extras(recompute=Recompute(fit=True))
     program = complete(searched("v-auto", problem, effort()), problem)
     assert simulate(program, problem.costs).makespan <= makespan
+
+
+@pytest.mark.parametrize("microbatches", [10, 19])
+def test_what_was_found_is_made_longer_and_shorter(microbatches: int) -> None:
+    """A step of another length makes the same stages' activations again, of the microbatches that
+    its own are like. (It met a lane of R that was not there.)"""
+    known = usual(v(3), 13, 1.5).with_extras(recompute=Recompute(fit=True))
+    schedule = build_program(choose("v-half"), known).schedule
+    schedule = replace(schedule, rows=schedule.compute_rows)
+    problem = replace(known, microbatches=microbatches)
+    made = extended(schedule, problem)
+    program = complete(made, problem)  # within the limit
+    assert bitwise_order(made)
+    before, after = map(share_made_again, (schedule, program.schedule))
+    assert before > 0 and after == pytest.approx(before, abs=0.2)
