@@ -10,11 +10,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.schedule.build.auto_spec import is_open
 from megatron_ext.schedule.build.registry import Choice, choose
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.problem import P2P, Extras, Offload, Problem, VocabularyParallel
+from megatron_ext.schedule.problem import (
+    P2P,
+    Extras,
+    Offload,
+    Problem,
+    Recompute,
+    VocabularyParallel,
+    parse_recompute,
+)
 from megatron_ext.schedule.race.line_up import LineUp, RaceThen, line_up
 from megatron_ext.schedule.words import meant_by
 
@@ -93,6 +102,10 @@ def _iterations(name: str, text: str) -> range:
     return range(int(first), int(end))
 
 
+def _recompute(name: str, text: str) -> Recompute:
+    return parse_recompute(text, flag(name))
+
+
 def _schedules(name: str, text: str) -> LineUp:
     return LineUp(tuple(text.split()))
 
@@ -131,8 +144,10 @@ class PipelineConfig:
             _as_given,
             "SPEC",
             "Pipeline schedule: NAME[:key=value,...] (see 'megatron-ext schedules'), a CSV file "
-            "of compute actions, a row per rank, a Python file with a family, or 'plan', which "
-            "chooses one for this launch. Default: Megatron's own, untouched.",
+            "of compute actions, a row per rank, a Python file with a family, 'auto', which finds "
+            "placement, chunks and order for this launch (auto:placement=v,chunks=2 names them), "
+            "or 'plan', which compares all schedules and divides the vocabulary, too. Default: "
+            "Megatron's own, untouched.",
         ),
     )
     memory_limit: str | None = field(
@@ -181,6 +196,17 @@ class PipelineConfig:
             "half copies those of the half of a rank's chunks that waits longest, full all that "
             "the link to the host is fast enough for, fit as few as meet "
             "--pipeline-memory-limit. Default: none.",
+        ),
+    )
+    recompute: Recompute = field(
+        default=Recompute(),
+        metadata=_setting(
+            _recompute,
+            "{none,fit,first:N}",
+            "Give activations up after the forward pass, but for their stage's input, and make "
+            "them again on the schedule's own time, in a bubble before the backward pass where "
+            "there is one: fit as few as meet --pipeline-memory-limit, first:N those of the "
+            "model's first N stages, which wait the longest. Default: none.",
         ),
     )
     post_validation: bool = field(
@@ -276,7 +302,7 @@ class PipelineConfig:
                         f"acts on a schedule of ours only; add one or drop it"
                     )
         parsed = {n: declared[n].metadata["parse"](n, value) for n, value in given.items()}
-        if "race" in parsed and parsed.get("schedule") != PLAN:
+        if "race" in parsed and not _is_chosen_later(parsed.get("schedule")):
             race = line_up(parsed.get("schedule"), parsed["race"].specs)
             parsed |= {"schedule": race.baseline, "race": race}
         return cls(**parsed)
@@ -285,9 +311,14 @@ class PipelineConfig:
         self._check_traces()
         if self.schedule is None:
             return
-        if self.schedule != PLAN:
+        if not self.is_chosen_later:
             _ = self.choice
         self._check_offload()
+        if self.recompute.fit and self.memory_limit is None:
+            raise ValueError(
+                f"{flag('recompute')} {self.recompute} has nothing to fit into: add "
+                f"{flag('memory_limit')}, or write first:N"
+            )
         if (clash := self.extras.clash) is not None:
             setting, other = (_EXTRAS[name] for name in clash.extras)
             self._refuse(setting, other, clash.why)
@@ -358,14 +389,21 @@ class PipelineConfig:
             getattr(self, setting.name) != setting.default for setting in settings
         )
 
+    @property
+    def is_chosen_later(self) -> bool:
+        """Whether the schedule is yet to be chosen, from a launch line: by ``plan``, or by an
+        ``auto`` that leaves anything open."""
+        return _is_chosen_later(self.schedule)
+
     @cached_property
     def choice(self) -> Choice:
         """The chosen schedule. Raises ValueError when there is no such schedule, or none yet."""
         assert self.schedule is not None
-        if self.schedule == PLAN:
+        if self.is_chosen_later:
+            tells = PLAN if self.schedule == PLAN else f"simulate {self.schedule}"
             raise ValueError(
-                f"the schedule {PLAN!r} is chosen from a launch line: launch with python -m "
-                f"megatron_ext SCRIPT ..., or name one; 'megatron-ext plan' tells which"
+                f"the schedule {self.schedule!r} is chosen from a launch line: launch with python "
+                f"-m megatron_ext SCRIPT ..., or name one; 'megatron-ext {tells}' tells which"
             )
         return choose(self.schedule)
 
@@ -378,6 +416,11 @@ class PipelineConfig:
     def splits_backward(self) -> bool:
         """Whether one of them splits the backward pass."""
         return any(choice.splits_backward for choice in self.choices)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether one of them may have passes that make activations again."""
+        return self.recompute != Recompute() or any(choice.recomputes for choice in self.choices)
 
     @property
     def extras(self) -> Extras:
@@ -398,11 +441,16 @@ class PipelineConfig:
         return Problem(placement, microbatches, costs, limit, forward_only, self.extras)
 
 
+def _is_chosen_later(schedule: str | None) -> bool:
+    return schedule is not None and (schedule == PLAN or is_open(schedule))
+
+
 # The settings that ask for an extra, by the extra's name.
 _EXTRAS = {
     "p2p": "p2p",
     "vocabulary": "vocab_parallel",
     "offload": "activation_offload",
+    "recompute": "recompute",
     "post_validation": "post_validation",
 }
 

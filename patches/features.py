@@ -160,6 +160,15 @@ FEATURES = (
         asked_for=lambda config: config.vocab_parallel is not VocabularyParallel.NONE,
     ),
     Feature(
+        "passes that run again",
+        (
+            "megatron.core.transformer.moe.moe_utils",
+            "megatron.core.transformer.multi_token_prediction",
+        ),
+        lambda choice: True,
+        asked_for=lambda config: config.recomputes,
+    ),
+    Feature(
         "post-validation",
         (
             "megatron.core.optimizer.optimizer.steps",

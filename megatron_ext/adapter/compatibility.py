@@ -9,6 +9,7 @@ from megatron_ext.adapter.refusals import (
     GRAPH_REFUSALS,
     OFFLOAD_REFUSALS,
     POST_VALIDATION_REFUSALS,
+    RECOMPUTE_REFUSALS,
     REFUSALS,
     VOCABULARY_REFUSALS,
     WITHOUT_OFFLOAD_REFUSALS,
@@ -21,7 +22,7 @@ from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.registry import Choice, with_option
 from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.placement import Placement, is_line_or_v
-from megatron_ext.schedule.problem import Extras, Offload, VocabularyParallel
+from megatron_ext.schedule.problem import Extras, Offload, Recompute, VocabularyParallel
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.words import counted
 
@@ -64,6 +65,13 @@ def refuse(settings: Any, choice: Choice, extras: Extras = _NO_EXTRAS) -> None:
     else:
         ours = f"--pipeline-activation-offload {extras.offload}"
         _refuse_settings(settings, choice, OFFLOAD_REFUSALS, ours)
+    if extras.recompute != Recompute():
+        _refuse_settings(
+            settings, choice, RECOMPUTE_REFUSALS, f"--pipeline-recompute {extras.recompute}"
+        )
+    elif choice.recomputes:
+        ours = f"--pipeline-schedule {choice.spec}, which recomputes,"
+        _refuse_settings(settings, choice, RECOMPUTE_REFUSALS, ours)
     if extras.post_validation:
         ours = "--pipeline-post-validation"
         _refuse_settings(settings, choice, POST_VALIDATION_REFUSALS, ours)

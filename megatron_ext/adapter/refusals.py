@@ -235,6 +235,62 @@ OFFLOAD_REFUSALS = (
     ),
 )
 
+_WITHOUT_RECOMPUTE = "drop --pipeline-recompute"
+_COUNTED_IN_ORDER = "its sum over microbatches is counted in another order where some run again"
+
+
+def _draws(settings: Any) -> bool:
+    return any(getattr(settings, name, 0) for name in ("hidden_dropout", "attention_dropout"))
+
+
+def _sums_over_microbatches(balancing: Any) -> bool:
+    kinds = balancing if isinstance(balancing, list) else [balancing]
+    return not {"global_aux_loss", "quantile_balancing"}.isdisjoint(kinds)
+
+
+RECOMPUTE_REFUSALS = (
+    Refusal(
+        "recompute_granularity",
+        lambda value: value == "full",
+        "Megatron runs all layers again in the backward pass, and keeps their inputs alone: write "
+        f"--recompute-granularity selective, or {_WITHOUT_RECOMPUTE}",
+    ),
+    Refusal(
+        "cuda_graph_impl",
+        lambda value: value == "transformer_engine",
+        f"a CUDA graph is of one forward pass a microbatch: write --cuda-graph-impl none, or "
+        f"{_WITHOUT_RECOMPUTE}",
+    ),
+    Refusal(
+        "fp8_recipe",
+        lambda value: value == "delayed",
+        "a pass without gradients does not move scales on: write --fp8-recipe tensorwise, "
+        f"blockwise or mxfp8, or {_WITHOUT_RECOMPUTE}",
+        matters=lambda settings: bool(getattr(settings, "fp8", None)),
+    ),
+    Refusal(
+        "moe_router_load_balancing_type",
+        _sums_over_microbatches,
+        f"{_COUNTED_IN_ORDER}: write aux_loss or seq_aux_loss, or {_WITHOUT_RECOMPUTE}",
+    ),
+    _drop("moe_enable_routing_replay", "a replay gives each choice of experts once"),
+    *(
+        Refusal(
+            name,
+            bool,
+            f"its random states cannot be taken twice: drop --te-rng-tracker, set "
+            f"--hidden-dropout 0 --attention-dropout 0, or {_WITHOUT_RECOMPUTE}",
+            matters=_draws,
+        )
+        for name in ("te_rng_tracker", "use_te_rng_tracker")
+    ),
+    Refusal(
+        "cpu_offloading",
+        bool,
+        f"drop --cpu-offloading-num-layers, or {_WITHOUT_RECOMPUTE}",
+    ),
+)
+
 _TAKEN_BACK = "a step must be one that can be taken back"
 _WITHOUT_POST_VALIDATION = "drop --pipeline-post-validation"
 

@@ -95,6 +95,10 @@ class AutogradStage:
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
         raise NotImplementedError
 
+    def recompute(self, microbatch: int) -> None:
+        x, _ = self.between.pop(microbatch)
+        self.forward(microbatch, x)
+
     def backward_input(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
         x, y = self.between.pop(microbatch)
         with queue.collecting(self.number, microbatch):

@@ -5,6 +5,9 @@ is synchronised. On the CPU nobody keeps such books. There a hook looks at what 
 and the queue of weight gradients is asked what it keeps from I to W. A storage counts once, and not
 if it is a parameter's or belongs to several microbatches, as a mask does.
 
+Where F keeps its stage's input alone, R makes the activation, and is what is counted. (The input is
+a message's bytes, which are known.)
+
 The hooks are for the CPU alone: a weight that goes through them comes back as another object, and
 the fused kernels that add to ``weight.main_grad`` are a GPU's.
 """
@@ -59,7 +62,7 @@ class SavedTensors:
     def around(self, action: Action) -> Iterator[None]:
         whose = action.stage, action.microbatch
         kinds = RULES[action.kind].covers
-        if kinds == (Kind.FORWARD,):
+        if _makes_activation(action):
             self._held[Held.ACTIVATION, whose] = {}
             with torch.autograd.graph.saved_tensors_hooks(self._look(whose), _unchanged):
                 yield
@@ -107,19 +110,26 @@ class Allocated:
     def __init__(self, stages: int, message_bytes: int) -> None:
         self._last = stages - 1
         self._message_bytes = message_bytes
-        self._gained: dict[tuple[int, Held], list[int]] = defaultdict(list)
+        self._gained: dict[tuple[int, Held], dict[int, int]] = defaultdict(dict)
 
     @contextlib.contextmanager
     def around(self, action: Action) -> Iterator[None]:
         before = torch.cuda.memory_allocated()
         yield
         gained = torch.cuda.memory_allocated() - before
-        stage, kinds = action.stage, RULES[action.kind].covers
-        if kinds == (Kind.FORWARD,):
-            messages = (stage > 0) - (stage < self._last)
-            self._gained[stage, Held.ACTIVATION].append(gained + messages * self._message_bytes)
-        elif kinds == (Kind.BACKWARD_WEIGHT,):
-            self._gained[stage, Held.WEIGHT_INPUTS].append(-gained)
+        stage, kind, microbatch = action
+        if _makes_activation(action):
+            # The output of R leaves nobody: it is given back within.
+            leaves = kind is Kind.FORWARD and stage < self._last
+            gained += ((stage > 0) - leaves) * self._message_bytes
+            self._gained[stage, Held.ACTIVATION][microbatch] = gained
+        elif RULES[kind].covers == (Kind.BACKWARD_WEIGHT,):
+            self._gained[stage, Held.WEIGHT_INPUTS][microbatch] = -gained
 
     def per_microbatch(self) -> dict[tuple[int, Held], float]:
-        return {key: max(statistics.median(group), 0.0) for key, group in self._gained.items()}
+        groups = self._gained.items()
+        return {key: max(statistics.median(group.values()), 0.0) for key, group in groups}
+
+
+def _makes_activation(action: Action) -> bool:
+    return Kind.FORWARD in (action.kind, RULES[action.kind].repeats)

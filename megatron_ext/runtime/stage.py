@@ -16,7 +16,13 @@ class Stage(Protocol):
     last gives hidden states.
     """
 
-    def forward(self, microbatch: int, x: Tensor | None) -> Tensor: ...
+    def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
+        """F: return the output. Where R will follow, keep nothing but what that needs."""
+        ...
+
+    def recompute(self, microbatch: int) -> None:
+        """R: run F again as it was, and keep what the backward pass needs."""
+        ...
 
     def backward(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
         """B: add this microbatch's weight gradients, return the gradient of x."""

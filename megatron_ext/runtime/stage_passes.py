@@ -1,4 +1,4 @@
-"""The passes of a rank's stages: F, I, B and W."""
+"""The passes of a rank's stages: F, R, I, B and W."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ class StagePasses(Owner):
     def handlers(self) -> Mapping[Kind, Handler]:
         return {
             Kind.FORWARD: self._forward,
+            Kind.RECOMPUTE: self._recompute,
             Kind.BACKWARD_INPUT: self._backward,
             Kind.FULL_BACKWARD: self._backward,
             Kind.BACKWARD_WEIGHT: self._backward_weight,
@@ -48,6 +49,10 @@ class StagePasses(Owner):
         with self._recorder.computing(action), self._saving(stage, microbatch, x):
             y = self._stages[stage].forward(microbatch, x)
         self._handover.take_output(stage, microbatch, y)
+
+    def _recompute(self, action: Action) -> None:
+        with self._recorder.computing(action):
+            self._stages[action.stage].recompute(action.microbatch)
 
     def _backward(self, action: Action) -> None:
         stage, kind, microbatch = action

@@ -11,13 +11,15 @@ class Kind(enum.StrEnum):
     """What an action does. The letters are those of `torch.distributed.pipelining`.
 
     The zero-bubble papers write B for the input gradient; here that is I, and B is the whole
-    backward pass, I and W in one.
+    backward pass, I and W in one. R is F
+    once more, where what F made was given up (`transforms.recompute`).
     """
 
     FORWARD = "F"
     BACKWARD_INPUT = "I"
     BACKWARD_WEIGHT = "W"
     FULL_BACKWARD = "B"
+    RECOMPUTE = "R"
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
@@ -63,6 +65,9 @@ class Action(NamedTuple):
     ``3SEND_F7`` sends what ``3F7`` made to stage 4; ``4RECV_F7`` receives it there. ``4SEND_B7``
     sends the gradient of stage 4's input to stage 3; ``3RECV_B7`` receives it there. ``3WAIT_F7``
     and ``4WAIT_B7`` wait until the send has gone and give its tensor up.
+
+    ``3R7`` is ``3F7`` once more, of the input that stage 3 has kept: what that made has been given
+    up, and the backward pass needs it (Liu et al. 2025).
 
     Vocabulary parallelism (Yeung et al. 2024, whose T is SI and SW). ``3S7`` are logits and their
     statistics on the shard of the rank whose first stage is 3, ``3SI7`` the shard's part of the

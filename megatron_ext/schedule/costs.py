@@ -112,13 +112,14 @@ class Costs:
 
     def of(self, action: Action) -> float:
         """Seconds of ``action`` on its lane. A message takes its hop at the sender, and so does a
-        collective. Those of the optimizer's validation are a few bytes, and take none: nor do the
-        all-reduces in whose place they are."""
+        collective. A pass that repeats another takes as long. Those of the optimizer's validation
+        are a few bytes, and take none: nor do the all-reduces in whose place they are."""
         rule = RULES[action.kind]
         if rule.where is Where.RANK:
             return 0.0
         if rule.lane is Lane.COMPUTE:
-            seconds = sum(self.seconds[kind][action.stage] for kind in rule.covers)
+            passes = [rule.repeats] if rule.repeats is not None else rule.covers
+            seconds = sum(self.seconds[kind][action.stage] for kind in passes)
             return seconds - (self.spared_on(action.stage) if len(rule.covers) > 1 else 0.0)
         if rule.lane in HOST_LANES:
             assert self.host is not None

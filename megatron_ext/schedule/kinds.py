@@ -50,6 +50,7 @@ class Held(enum.Enum):
 
     ACTIVATION = "activation"  # what the backward of a stage needs
     WEIGHT_INPUTS = "weight inputs"  # what W alone needs, once the input gradient is done
+    INPUT = "input"  # of a stage: what is kept of an activation that is made a second time
     LOGITS = "logits"  # a shard's, and the hidden states they are made of
     MESSAGE = "message"  # from its receive to the pass that uses it; from the pass to its wait
 
@@ -93,6 +94,9 @@ class Rule:
         where: the stages it is found on.
         in_evaluation: whether it is done where nothing is differentiated, too.
         adds_to_gradients: of a stage's parameters, or of the shard's beside it.
+        repeats: the kind of pass that it does a second time. It may be left out. Where it is there,
+            the first keeps the stage's input (`Held.INPUT`) alone, and it takes the rest of what
+            both acquire.
         all_or_none: not done for every microbatch; and for those for which it is done, so are all
             kinds with this entry.
         by_optimizer: the optimizer does it when it is asked to step, after the run of the schedule.
@@ -112,6 +116,7 @@ class Rule:
     where: Where = Where.STAGE
     in_evaluation: bool = False
     adds_to_gradients: bool = False
+    repeats: Kind | None = None
     all_or_none: Held | None = None
     by_optimizer: bool = False
 
@@ -134,6 +139,7 @@ class Rule:
 _BACKWARD_NEEDS = (
     Need((Kind.FORWARD,)),
     Need((Kind.RELOAD_F,)),
+    Need((Kind.RECOMPUTE,)),
     Need((Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD), Source.LOCAL, Neighbour.NEXT),
     Need((Kind.RECV_B,), Source.REMOTE, Neighbour.NEXT),
     Need((Kind.REDUCE_SI,), Source.OUTPUT_SHARD),
@@ -177,6 +183,14 @@ _ROWS = (
         needs=_BACKWARD_NEEDS,
         releases=(Held.ACTIVATION,),
         adds_to_gradients=True,
+    ),
+    Rule(
+        Kind.RECOMPUTE,
+        "recomputation",
+        Lane.COMPUTE,
+        needs=(Need((Kind.FORWARD,)),),
+        acquires=(Held.ACTIVATION,),
+        repeats=Kind.FORWARD,
     ),
     Rule(
         Kind.SEND_F,

@@ -36,6 +36,42 @@ class Offload(enum.StrEnum):
 
 
 @dataclass(frozen=True)
+class Recompute:
+    """Which activations are given up after F, but for their stage's input, and made again before
+    they are needed (Liu et al. 2025).
+
+    Attributes:
+        fit: the fewest that bring each rank within the memory limit.
+        first: those of the model's first so many stages, on which they wait the longest.
+    """
+
+    fit: bool = False
+    first: int = 0
+
+    def __str__(self) -> str:
+        return "fit" if self.fit else f"first:{self.first}" if self.first else "none"
+
+
+def parse_recompute(text: str, name: str = "recompute") -> Recompute:
+    """``none``, ``fit`` or ``first:2``. ``name``: of the setting, for errors.
+
+    Raises:
+        ValueError: ``text`` is none of these.
+    """
+    match text.split(":"):
+        case ["none"]:
+            return Recompute()
+        case ["fit"]:
+            return Recompute(fit=True)
+        case ["first", count] if count.isdecimal() and int(count):
+            return Recompute(first=int(count))
+    raise ValueError(
+        f"{name} {text}: write none, fit (into the memory limit) or first:N (stages of the "
+        f"model, N from 1)"
+    )
+
+
+@dataclass(frozen=True)
 class Extras:
     """What is asked of a schedule beside the order of its passes.
 
@@ -45,6 +81,8 @@ class Extras:
             without: `transforms.vocabulary` adds the passes.)
         offload: which activations leave for host memory. (Families are asked without it and
             without the memory limit: `transforms.offload` adds the copies.)
+        recompute: which activations are given up and made again. (Families are asked without it:
+            `transforms.recompute` adds the passes.)
         post_validation: the optimizer steps before all ranks are done, and is taken back where that
             was wrong: steps overlap, and cost about their span. (Families see it, as another
             schedule may then be the best; `transforms.post_validation` adds the messages.)
@@ -53,6 +91,7 @@ class Extras:
     p2p: P2P = P2P.ASYNC
     vocabulary: VocabularyParallel = VocabularyParallel.NONE
     offload: Offload = Offload.NONE
+    recompute: Recompute = Recompute()
     post_validation: bool = False
 
     @property
@@ -78,6 +117,12 @@ CLASHES = (
         "collectives have communicators of their own; drop one",
         "vocabulary parallelism {vocabulary} does not go with messages {p2p}: its collectives need "
         "communicators of their own; let messages be async, or drop it",
+    ),
+    Clash(
+        ("offload", "recompute"),
+        "an activation leaves for the host or is made again; drop one",
+        "offload {offload} does not go with recompute {recompute}: an activation leaves for the "
+        "host or is made again; drop one",
     ),
     Clash(
         ("post_validation", "p2p"),
@@ -140,6 +185,7 @@ class Problem:
                 f"offload {offload} has no memory limit to fit into: give one, or write "
                 f"{Offload.FULL} or {Offload.HALF}"
             )
+        self._check_recompute()
         if (clash := self.extras.clash) is not None:
             raise ValueError(clash.text.format(**vars(self.extras)))
         if self.extras.post_validation:
@@ -148,6 +194,19 @@ class Problem:
         assert 0 <= self.first_trained <= self.placement.last
         # A divided embedding has gradients of the first stage.
         assert not self.first_trained or self.extras.vocabulary is VocabularyParallel.NONE
+
+    def _check_recompute(self) -> None:
+        recompute, stages = self.extras.recompute, self.placement.stages
+        if recompute.fit and self.memory_limit is None:
+            raise ValueError(
+                f"recompute {recompute} has no memory limit to fit into: give one, or write "
+                f"{Recompute(first=stages)} for all stages"
+            )
+        if recompute.first > stages:
+            raise ValueError(
+                f"recompute {recompute}: the pipeline has {stages} stages; write "
+                f"{Recompute(first=stages)} for all"
+            )
 
     def _check_chain(self) -> None:
         firsts = sorted(stages[0] for stages in self.placement.stages_of)

@@ -54,6 +54,15 @@ def followed_by_own_w(row: Sequence[Action]) -> frozenset[tuple[int, int]]:
     )
 
 
+def recomputed(row: Sequence[Action]) -> frozenset[tuple[int, int]]:
+    """Stage and microbatch of each F of a rank's ``row`` that runs a second time, as R."""
+    return frozenset(
+        (action.stage, action.microbatch)
+        for action in row
+        if RULES[action.kind].repeats is Kind.FORWARD
+    )
+
+
 def bitwise_order(schedule: Schedule) -> bool:
     """Whether F, I (or B) and W of each stage each run in microbatch order, as in stock Megatron.
 

@@ -14,6 +14,7 @@ from megatron_ext.adapter.refusals import (
     OFFLOAD_REFUSALS,
     POST_VALIDATION_OPTIMIZER_REFUSALS,
     POST_VALIDATION_REFUSALS,
+    RECOMPUTE_REFUSALS,
     REFUSALS,
     VOCABULARY_REFUSALS,
     Refusal,
@@ -21,7 +22,7 @@ from megatron_ext.adapter.refusals import (
 from megatron_ext.config import PipelineConfig, from_argv, from_environment
 from megatron_ext.patches.features import FEATURES
 from megatron_ext.schedule.build.registry import Choice, choose, entries
-from megatron_ext.schedule.problem import Extras, Offload, VocabularyParallel
+from megatron_ext.schedule.problem import Extras, Offload, Recompute, VocabularyParallel
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.schedule_csv import from_csv
 from tests.behaviour.inputs import HOST, run, write_inputs
@@ -32,11 +33,13 @@ _TABLES: dict[str, tuple[tuple[Refusal, ...], dict[str, Any]]] = {
     "REFUSALS": (REFUSALS, {}),
     "VOCABULARY_REFUSALS": (VOCABULARY_REFUSALS, {"vocabulary": VocabularyParallel.ONE}),
     "OFFLOAD_REFUSALS": (OFFLOAD_REFUSALS, {"offload": Offload.FULL}),
+    "RECOMPUTE_REFUSALS": (RECOMPUTE_REFUSALS, {"recompute": Recompute(first=1)}),
     "POST_VALIDATION_REFUSALS": (POST_VALIDATION_REFUSALS, {"post_validation": True}),
 }
 _VALUES: tuple[object, ...] = (
     *(False, True, 0, 1, 2, "none", "full", "local", "full_iteration", "transformer_engine"),
     *("torch_dist", "adam", "sgd", "muon", "disabled"),
+    *("delayed", "global_aux_loss"),
 )
 
 
@@ -73,7 +76,7 @@ def _row(refusal: Refusal, asked: dict[str, Any]) -> str:
     which = "whatever is true" if values == [value for value in _VALUES if value] else f"{values}"
     whose = _of_all(names)
     line_or_v = next(name for name in names if choose(name).example.name in ("line", "v"))
-    settings = {"load": "FOLDER", refusal.setting: values[0]}
+    settings = {"load": "FOLDER", "hidden_dropout": 0.1, refusal.setting: values[0]}
     return f"{which}, by {whose}\n{_refusal(partial(_refuse, line_or_v, settings, **asked))}"
 
 
@@ -115,6 +118,7 @@ def _wanted(is_wanted: Callable[[PipelineConfig], bool]) -> str:
         "profiled": {"costs": "profile"},
         "vocabulary": {"vocab_parallel": "1"},
         "offload": {"activation_offload": "full"},
+        "recompute": {"recompute": "first:1"},
         "post-validation": {"post_validation": True},
     }
     lines = []

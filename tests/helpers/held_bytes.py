@@ -173,7 +173,7 @@ class _MeasuredExecution:
 
     def made_by_forward(self, address: int) -> bool:
         maker = self.live.maker_of[address]
-        return maker is not None and maker.kind in (Kind.FORWARD, Kind.RECV_F)
+        return maker is not None and maker.kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.RECV_F)
 
     def on_their_way(self) -> set[int]:
         transport = self.transport
@@ -187,8 +187,15 @@ class _MeasuredExecution:
         )
 
     def kept_for_megatron(self) -> set[int]:
-        """The losses and token counts, which a step returns."""
-        return addresses([[stage.losses, stage.tokens] for stage in self.stages.values()])
+        """The losses and token counts, which a step returns; and random states, which are the
+        host's."""
+        return addresses(
+            [
+                [stage.losses, stage.tokens, [call.random_states for _, call, _ in given_up]]
+                for stage in self.stages.values()
+                for given_up in [stage._given_up.values()]
+            ]
+        )
 
 
 def queued(whose: Microbatch) -> tuple[set[int], set[int]]:

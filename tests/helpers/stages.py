@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -28,11 +28,11 @@ from megatron_ext.schedule.build.registry import Choice
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.kinds import RULES, Where
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.problem import P2P, Extras, Offload, Problem
+from megatron_ext.schedule.problem import P2P, Extras, Offload, Problem, Recompute
 from megatron_ext.schedule.program.graph import Channel, channels
 from megatron_ext.schedule.program.speculation import settles_at
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import Schedule, is_compute
+from megatron_ext.schedule.schedule import Schedule, is_compute, recomputed
 from megatron_ext.schedule.schedule_csv import from_csv, to_csv
 
 WIDTH = 4
@@ -104,9 +104,10 @@ def program_for(
     p2p: P2P = P2P.ASYNC,
     offload: Offload = Offload.NONE,
     post_validation: bool = False,
+    recompute: Recompute = Recompute(),  # noqa: B008  # frozen
 ) -> Program:
     problem = problem_for(choice.place(ranks), microbatches, forward_only)
-    extras = Extras(p2p=p2p, offload=offload, post_validation=post_validation)
+    extras = Extras(p2p=p2p, offload=offload, recompute=recompute, post_validation=post_validation)
     return build_program(choice, replace(problem, extras=extras))
 
 
@@ -145,6 +146,7 @@ class LinearStage:
         varies: whether the number of samples differs by microbatch.
         events: where it writes what it runs, in order.
         faults: what happens when it gets to an action.
+        recomputed: the microbatches that have an R in the step to come.
     """
 
     number: int
@@ -154,12 +156,14 @@ class LinearStage:
     events: list[str] = field(default_factory=list)
     faults: Mapping[Action, Callable[[], None]] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
+    recomputed: Collection[int] = ()
 
     def __post_init__(self) -> None:
         draw = torch.Generator().manual_seed(self.number)
         self.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH, generator=draw))
         self.bias = torch.nn.Parameter(torch.randn(WIDTH, generator=draw))
-        self._between: dict[int, tuple[Tensor | None, Tensor]] = {}  # input, output of F
+        self._between: dict[int, tuple[Tensor | None, Tensor]] = {}  # input, output of F or R
+        self._given_up: dict[int, Tensor | None] = {}  # inputs, between F and R
         self._unsent: dict[int, Tensor] = {}
 
     @property
@@ -170,15 +174,30 @@ class LinearStage:
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
         self._begin(Kind.FORWARD, microbatch)
         assert (x is None) == (self.number == 0)
-        given = self.sample(microbatch) if x is None else x
-        y = self.output(given)
+        again = microbatch in self.recomputed
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not again):
+            y = self._run(microbatch, x)
+        if self.number < self.stages - 1:
+            self._unsent[microbatch] = y
+        if again:
+            self._given_up[microbatch] = x
+        elif torch.is_grad_enabled():
+            self._between[microbatch] = x, y
+        return y
+
+    def recompute(self, microbatch: int) -> None:
+        self._begin(Kind.RECOMPUTE, microbatch)
+        x = self._given_up.pop(microbatch)
+        y = self._run(microbatch, x)
+        if self.number < self.stages - 1:
+            y.data = y.data.new_empty(1)
+        self._between[microbatch] = x, y
+
+    def _run(self, microbatch: int, x: Tensor | None) -> Tensor:
+        y = self.output(self.sample(microbatch) if x is None else x)
         if self.number == self.stages - 1:
             y = y.square().mean()
             self.losses[microbatch] = y.detach()
-        else:
-            self._unsent[microbatch] = y
-        if torch.is_grad_enabled():
-            self._between[microbatch] = x, y
         return y
 
     def output(self, x: Tensor) -> Tensor:
@@ -210,11 +229,12 @@ class LinearStage:
     def forget(self) -> None:
         self.events.append(f"{self.number} forget")
         self._between.clear()
+        self._given_up.clear()
         self._unsent.clear()
 
     def is_empty(self) -> bool:
         """Whether nothing is kept for a pass to come."""
-        return not self._between and not self._unsent
+        return not (self._between or self._given_up or self._unsent)
 
     def _begin(self, kind: Kind, microbatch: int) -> None:
         action = Action(self.number, kind, microbatch)
@@ -365,8 +385,11 @@ class Pipeline:
         program = program or self.program
         self.events.clear()
         transport = CountingTransport(self.transport(program), self.events)
+        row = program.schedule.rows[self.group.rank()]
+        for number, stage in self.stages.items():
+            stage.recomputed = {m for s, m in recomputed(row) if s == number}
         with torch.set_grad_enabled(not program.problem.forward_only):
-            offload = self.offload.step(program.schedule.rows[self.group.rank()])
+            offload = self.offload.step(row)
             execute(
                 program,
                 self.stages,

@@ -17,6 +17,7 @@ from megatron_ext.adapter.refusals import (
     GRAPH_REFUSALS,
     OFFLOAD_REFUSALS,
     POST_VALIDATION_REFUSALS,
+    RECOMPUTE_REFUSALS,
     REFUSALS,
     VOCABULARY_REFUSALS,
     Refusal,
@@ -60,6 +61,11 @@ def test_the_docs_tell_what_cuda_graphs_refuse() -> None:
 def test_the_docs_tell_what_offload_refuses() -> None:
     rows = [[f"`{refusal.setting}`", refusal.instead] for refusal in OFFLOAD_REFUSALS]
     check_written("offload refusals", table(["setting", "because, or instead"], rows))
+
+
+def test_the_docs_tell_what_recompute_refuses() -> None:
+    rows = [[f"`{refusal.setting}`", refusal.instead] for refusal in RECOMPUTE_REFUSALS]
+    check_written("recompute refusals", table(["setting", "because, or instead"], rows))
 
 
 def test_the_docs_tell_what_post_validation_refuses() -> None:

@@ -29,11 +29,11 @@ from megatron_ext.schedule.action import Action, Kind  # noqa: E402
 from megatron_ext.schedule.build.registry import choose  # noqa: E402
 from megatron_ext.schedule.kinds import RULES, Lane  # noqa: E402
 from megatron_ext.schedule.placement import Neighbour, Placement, line  # noqa: E402
-from megatron_ext.schedule.problem import P2P  # noqa: E402
+from megatron_ext.schedule.problem import P2P, Recompute  # noqa: E402
 from megatron_ext.schedule.program import verify  # noqa: E402
 from megatron_ext.schedule.program.graph import Channel, batches_of  # noqa: E402
 from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove  # noqa: E402
-from megatron_ext.schedule.schedule import Schedule  # noqa: E402
+from megatron_ext.schedule.schedule import Schedule, recomputed  # noqa: E402
 from tests.helpers.combinations import in_pairs  # noqa: E402
 from tests.helpers.ranks import run_ranks, values  # noqa: E402
 from tests.helpers.schedules import mutate, random_case, written  # noqa: E402
@@ -127,6 +127,14 @@ def test_two_chunks_a_rank(place: Place, ranks: int, splits: bool, p2p: P2P) -> 
         for m in MICROBATCHES
     ]
     values(run_ranks(ranks, run_programs(programs)))
+
+
+@pytest.mark.parametrize("p2p", P2P)
+def test_passes_that_run_again(p2p: P2P) -> None:
+    again = Recompute(first=3)
+    programs = [program_for(choose("zb-v"), 2, m, p2p=p2p, recompute=again) for m in MICROBATCHES]
+    assert all(any(recomputed(row) for row in program.schedule.rows) for program in programs)
+    values(run_ranks(2, run_programs(programs)))
 
 
 @pytest.mark.parametrize("place", [line, v_placement, loop_placement])

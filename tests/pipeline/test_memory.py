@@ -25,10 +25,10 @@ from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs_text import load_costs
 from megatron_ext.schedule.kinds import RULES, Held
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
-from megatron_ext.schedule.problem import Extras, Offload, Problem
+from megatron_ext.schedule.problem import Extras, Offload, Problem, Recompute
 from megatron_ext.schedule.program.memory import in_bytes, peaks
 from megatron_ext.schedule.program.verify import Program
-from tests.helpers.combinations import IS_NIGHT, at_night
+from tests.helpers.combinations import IS_NIGHT, at_night, nightly
 from tests.helpers.held_bytes import (
     Measured,
     computing,
@@ -229,6 +229,44 @@ def test_full_recompute_holds_the_stages_input_alone() -> None:
         samples = [s for s in ranks[stage].samples if s.action.kind is Kind.FORWARD]
         assert len(samples) == MICROBATCHES
         assert all(sample.own == BOUNDARY for sample in samples)
+
+
+@nightly("the simulator's count is a unit test; test_placements.py trains so")
+@pytest.mark.parametrize("spec", ["zb-h1", "zb-v"])
+def test_a_pass_that_runs_again_leaves_its_input_alone(spec: str) -> None:
+    """Of the stages that do: those in the middle, to the byte."""
+    stages = choose(spec).place(RANKS).stages
+    costs = costs_of(stages)
+    first = stages - 1
+    choice = choose(spec)
+    known = load_costs(costs, choice.place(RANKS))
+    extras = Extras(recompute=Recompute(first=first))
+    program = build_program(
+        choice, Problem(choice.place(RANKS), MICROBATCHES, known, extras=extras)
+    )
+    ranks = measured(spec, {"pipeline_costs": costs, "pipeline_recompute": f"first:{first}"})
+    assert {rank.digest for rank in ranks} == {program.digest}
+    samples = [sample for rank in ranks for sample in rank.samples]
+    again = [s for s in samples if s.action.kind is Kind.RECOMPUTE]
+    assert len(again) == first * MICROBATCHES
+    inputs = {
+        s.action.stage: s.own
+        for s in samples
+        if s.action.kind is Kind.FORWARD and s.action.stage < first
+    }
+    print(inputs)
+    assert all(inputs[stage] == BOUNDARY for stage in range(1, first))
+    whole = in_bytes(known)
+    figures = {Held.INPUT: inputs, Held.MESSAGE: {}}
+
+    def amount(held: Held, stage: int) -> float:
+        return figures[held].get(stage, 0) if held in figures else whole(held, stage)
+
+    expected = [round(peak) for peak in peaks(program.schedule, amount)]
+    print(*table(f"{spec}, recompute", expected, ranks), sep="\n")
+    assert within_tolerance(expected, ranks)
+    for rank in ranks:
+        assert_nothing_is_left(rank)
 
 
 def test_a_copy_and_a_leak_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,6 +81,13 @@ def test_resumed_training_is_stock_to_the_last_bit(shape: str, model: str, famil
         assert run.norms == pytest.approx(expected.norms[SAVED_AT:], rel=2**-22)
 
 
+def test_passes_that_run_again_drop_out_alike() -> None:
+    shape, model = "pp2", "untied, dropout"
+    reference, folder = stock(shape, model)
+    ours: dict[str, object] = {"pipeline_schedule": "zb-h1", "pipeline_recompute": "first:2"}
+    assert_same(resume(shape, model, folder, **ours), reference)
+
+
 def compare(ranks: int, **flags: object) -> tuple[list[Run], list[Run]]:
     """Stock and zb-h1 from the same initialisation."""
     reference = train(ranks, model_flags(**flags))

@@ -14,6 +14,7 @@ TEXTS = {
     Kind.BACKWARD_INPUT: "3I7",
     Kind.BACKWARD_WEIGHT: "3W7",
     Kind.FULL_BACKWARD: "3B7",
+    Kind.RECOMPUTE: "3R7",
     Kind.SEND_F: "3SEND_F7",
     Kind.RECV_F: "3RECV_F7",
     Kind.SEND_B: "3SEND_B7",

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_ext.adapter.step.call import Call
 from megatron_ext.config import PipelineConfig, flag
-from megatron_ext.schedule.problem import P2P, Offload, VocabularyParallel
+from megatron_ext.schedule.problem import P2P, Offload, Recompute, VocabularyParallel
 
 
 def subject_of(call: Call, ours: PipelineConfig) -> dict[str, str]:
@@ -74,6 +74,7 @@ def _settings(ours: PipelineConfig) -> list[str]:
                 extras.vocabulary is not VocabularyParallel.NONE,
             ),
             ("activation_offload", extras.offload, extras.offload is not Offload.NONE),
+            ("recompute", extras.recompute, extras.recompute != Recompute()),
         )
         if is_given
     ]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_ext.adapter.model_parts import may_lose_gradients
 from megatron_ext.adapter.observers.gradient_reductions import watch
+from megatron_ext.adapter.step.first_run import Call, NotedCall, running_again
 from megatron_ext.adapter.step.parameter_gathers import ParameterGathers
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.weight_gradients import queue
@@ -38,7 +39,8 @@ class StepCall:
 class ModelStage:
     """One model chunk during one step.
 
-    ``w_is_next``: the microbatches whose W its rank runs right after their I.
+    ``w_is_next``: the microbatches whose W its rank runs right after their I. ``recomputed``: those
+    that have an R.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class ModelStage:
         recorder: Recorder,
         gathers: ParameterGathers,
         w_is_next: Collection[int] = (),
+        recomputed: Collection[int] = (),
         *,
         has_loss: bool,
         first_trained: int = 0,
@@ -64,17 +67,20 @@ class ModelStage:
         self._recorder = recorder
         self._gathers = gathers
         self._w_is_next = w_is_next
+        self._recomputed = recomputed
         self._has_loss = has_loss
         self._has_backward = not call.forward_only and number >= first_trained
         # Handed over without one: nothing before is trained.
         self._asks_gradient = number == first_trained and may_lose_gradients(model)
-        self._between: dict[int, tuple[Tensor | None, Tensor]] = {}  # input, output of F
+        self._is_quantised = any(getattr(config, name, None) for name in ("fp8", "fp4"))
+        self._between: dict[int, tuple[Tensor | None, Tensor]] = {}  # input, output of F or R
+        # After F and before R: the input, the model's call, and the loss's place.
+        self._given_up: dict[int, tuple[Tensor | None, Call, int]] = {}
         self._has_begun = False  # its forward passes of this step
         self.losses: list[Any] = []
         self.tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
-        call = self._call
         # What is made of the weights once a step, as their FP8 copies, is made in its first forward
         # pass: a file's schedule may begin with any microbatch.
         is_first, self._has_begun = not self._has_begun, True
@@ -82,13 +88,53 @@ class ModelStage:
             x.requires_grad_()
         if is_first:
             self._gathers.stage_begins(self._number)
+        run = self._forward_step_func(microbatch)
+        if microbatch in self._recomputed:
+            noted = NotedCall(run, self._is_quantised)
+            output, _ = self._run(noted, microbatch, x, [], is_first=is_first, has_loss=False)
+            self._given_up[microbatch] = x, noted.call, len(self.losses)
+            if self._has_loss:
+                self.losses.append(None)  # R makes it
+            return output
+        output, tokens = self._run(
+            run, microbatch, x, self.losses, is_first=is_first, has_loss=self._has_loss
+        )
+        self.tokens += tokens
+        if self._has_backward:
+            self._between[microbatch] = (x, output)
+        return output
+
+    def recompute(self, microbatch: int) -> None:
+        x, call, place = self._given_up.pop(microbatch)
+        losses: list[Any] = []
+        with running_again(call, self._is_quantised):
+            output, tokens = self._run(call.again, microbatch, x, losses, has_loss=self._has_loss)
+        self.tokens += tokens
+        if self._has_loss:
+            (self.losses[place],) = losses
+        else:
+            self._free(output)  # F's has been passed on
+        self._between[microbatch] = (x, output)
+
+    def _run(
+        self,
+        forward_step_func: Callable[..., Any],
+        microbatch: int,
+        x: Tensor | None,
+        losses: list[Any],
+        *,
+        is_first: bool = False,
+        has_loss: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Megatron's forward_step: the output, and the number of tokens. Adds to ``losses``."""
+        call = self._call
         output, tokens = schedules.forward_step(
-            self._forward_step_func(microbatch),
+            forward_step_func,
             self._data_iterator,
             self._model,
             call.num_microbatches,
             x,
-            self.losses,
+            losses,
             self._config,
             cp_group_size=call.context_parallel_size,
             collect_non_loss_data=call.collect_non_loss_data,
@@ -96,17 +142,14 @@ class ModelStage:
                 call.first_val_step, call.forward_only, is_first
             ),
             current_microbatch=microbatch,
-            is_last_stage=self._has_loss,
+            is_last_stage=has_loss,
         )
         # Megatron's model would keep its input, and through it the gradient, until the next F.
         get_attr_wrapped_model(self._model, "set_input_tensor")([None])
-        self.tokens += tokens
-        if self._has_backward:
-            self._between[microbatch] = (x, output)
-        return output
+        return output, tokens
 
     def output_sent(self, microbatch: int) -> None:
-        if self._has_backward:
+        if microbatch in self._between:
             self._free(self._between[microbatch][1])
 
     def backward(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
@@ -138,6 +181,7 @@ class ModelStage:
     def forget(self) -> None:
         """Drop what F has counted and kept in this step."""
         self._between.clear()
+        self._given_up.clear()
         self._has_begun = False
         self.losses.clear()
         self.tokens.zero_()

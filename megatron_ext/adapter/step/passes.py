@@ -16,7 +16,7 @@ from megatron_ext.runtime.executor import execute
 from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.runtime.owner import Owner
 from megatron_ext.runtime.vocabulary.passes import VocabularyPasses
-from megatron_ext.schedule.schedule import followed_by_own_w
+from megatron_ext.schedule.schedule import followed_by_own_w, recomputed
 
 
 def run_passes(step: Step, iterators: list[Any], others: Sequence[Owner] = ()) -> list[ModelStage]:
@@ -32,7 +32,7 @@ def run_passes(step: Step, iterators: list[Any], others: Sequence[Owner] = ()) -
     row = program.schedule.rows[call.pipeline.rank()]
     chunks = dict(zip(_numbers(step), call.models, strict=True))
     gathers = parameter_gathers(call.config, chunks, row, call.forward_only)
-    stages = _stages(step, iterators, gathers, followed_by_own_w(row))
+    stages = _stages(step, iterators, gathers, followed_by_own_w(row), recomputed(row))
     vocabulary = _vocabulary(step, stages, boundary)
     offload = None
     if connections.offload is not None and not call.forward_only:
@@ -53,14 +53,18 @@ def _stages(
     iterators: list[Any],
     gathers: ParameterGathers,
     followed: Collection[tuple[int, int]],
+    recomputed: Collection[tuple[int, int]],
 ) -> dict[int, ModelStage]:
     call, placement = step.call, step.program.schedule.placement
     first_trained = step.program.problem.first_trained
     stages: dict[int, ModelStage] = {}
     for number, chunk, iterator in zip(_numbers(step), call.models, iterators, strict=True):
         is_last = placement.is_last(number)
-        w_is_next = {microbatch for stage, microbatch in followed if stage == number}
-        common = number, chunk, call.config, iterator, call, step.recorder, gathers, w_is_next
+        own = [
+            {microbatch for stage, microbatch in passes if stage == number}
+            for passes in (followed, recomputed)
+        ]
+        common = number, chunk, call.config, iterator, call, step.recorder, gathers, *own
         if step.shard is not None and (placement.is_first(number) or is_last):
             stages[number] = EndStage(*common, is_last=is_last)
         else:

@@ -8,10 +8,11 @@ from dataclasses import replace
 from megatron_ext.schedule.build.registry import Choice
 from megatron_ext.schedule.build.size import check_size, size_of
 from megatron_ext.schedule.limit import MemoryLimit
-from megatron_ext.schedule.problem import Offload, Problem, VocabularyParallel
+from megatron_ext.schedule.problem import Offload, Problem, Recompute, VocabularyParallel
 from megatron_ext.schedule.program.communication import communicate
 from megatron_ext.schedule.program.memory import bytes_for, in_bytes, leaving_room, peaks
 from megatron_ext.schedule.program.message_order import order_messages
+from megatron_ext.schedule.program.simulate import step_seconds
 from megatron_ext.schedule.program.verify import Program, check_compute, prove
 from megatron_ext.schedule.program.waits import await_sends
 from megatron_ext.schedule.progress import task
@@ -19,11 +20,14 @@ from megatron_ext.schedule.schedule import Schedule, Transform
 from megatron_ext.schedule.transforms.forward_only import keep_forward
 from megatron_ext.schedule.transforms.offload import offload
 from megatron_ext.schedule.transforms.post_validation import validate_afterwards
+from megatron_ext.schedule.transforms.recompute import recompute
 from megatron_ext.schedule.transforms.untrained import drop_untrained, without_backward
 from megatron_ext.schedule.transforms.vocabulary import INTERVALS, divide_vocabulary
 from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
 
 _TRIES = 4  # how often what messages hold is taken off what passes may
+_STEP = 0.05  # of what passes may hold, that is taken off at least
+_LOOSER = (3.0, 2.0, 1.5, 1.25, 1.0)  # limits that a family is given where some is made again
 
 
 def build_program(choice: Choice, problem: Problem) -> Program:
@@ -38,12 +42,74 @@ def build_program(choice: Choice, problem: Problem) -> Program:
     """
     check_size(problem)
     problem = _with_own_costs(problem)
-    limit = _limit_of_passes(problem)
     with task(f"building {choice.spec} for {size_of(problem)}"):
+        if _is_made_again(choice, problem) and not problem.forward_only:
+            return _shortest_with_recompute(choice, problem)
+        limit = _limit_of_passes(choice, problem)
         schedule = _transformed(_compute(choice, problem, limit), problem)
         if limit is not None and limit.bytes is not None:
             schedule = _with_room_for_messages(choice, problem, limit.bytes, schedule)
         return prove(schedule, problem)
+
+
+def _shortest_with_recompute(choice: Choice, problem: Problem) -> Program:
+    """The shortest of what the family makes within looser limits than the problem's, and recompute
+    brings within that."""
+    tried: set[Schedule] = set()
+    programs: list[Program] = []
+    refusal: ValueError | None = None
+    for limit in _looser_limits(problem):
+        try:
+            passes = _compute(choice, problem, limit)
+            if passes not in tried:
+                tried.add(passes)
+                programs.append(_proved_in_bytes(passes, problem))
+        except ValueError as error:
+            refusal = error
+    if not programs:
+        assert refusal is not None
+        raise refusal
+    return min(programs, key=lambda program: step_seconds(program, problem.costs))
+
+
+def _looser_limits(problem: Problem) -> list[MemoryLimit | None]:
+    """What the family may use, where some is given up afterwards: loosest first."""
+    limit = problem.memory_limit
+    if limit is None:
+        return [None]
+    looser: list[MemoryLimit] = []
+    for factor in _LOOSER:
+        if limit.microbatches is not None:
+            looser.append(MemoryLimit(microbatches=limit.microbatches * factor))
+        else:
+            assert limit.bytes is not None
+            looser.append(MemoryLimit(bytes=int(limit.bytes * factor)))
+    return [None, *looser]
+
+
+def _proved_in_bytes(passes: Schedule, problem: Problem) -> Program:
+    """``passes`` as they are proved; where messages bring them over a limit in bytes, with as much
+    less for the passes.
+
+    Raises:
+        InvalidSchedule: as `prove`.
+    """
+    limit = problem.memory_limit
+    schedule = _transformed(passes, problem)
+    if limit is None or limit.bytes is None:
+        return prove(schedule, problem)
+    bytes_for(limit, problem.costs)
+    allowed = limit.bytes
+    for _ in range(2 * _TRIES):
+        over = max(peaks(schedule, in_bytes(problem.costs))) - limit.bytes
+        if over <= 0:
+            break
+        allowed -= math.ceil(max(over, _STEP * allowed))  # what is given up goes in large pieces
+        if allowed <= 0:
+            break
+        room = replace(problem, memory_limit=MemoryLimit(bytes=allowed))
+        schedule = _transformed(passes, room)
+    return prove(schedule, problem)
 
 
 def complete(schedule: Schedule, problem: Problem) -> Program:
@@ -76,7 +142,9 @@ def _transformed(schedule: Schedule, problem: Problem) -> Schedule:
         transforms.insert(0, divide_vocabulary)
     if problem.forward_only:
         transforms.insert(transforms.index(communicate), keep_forward)
-    else:
+    elif problem.extras.recompute != Recompute():
+        transforms.insert(transforms.index(communicate), recompute)
+    if not problem.forward_only:
         transforms += _for_training(problem)
     for transform in transforms:
         schedule = transform(schedule, problem)
@@ -92,10 +160,23 @@ def _for_training(problem: Problem) -> list[Transform]:
     return transforms
 
 
-def _limit_of_passes(problem: Problem) -> MemoryLimit | None:
+def _places_recompute(choice: Choice, problem: Problem) -> bool:
+    """Whether the family itself chooses what is made again."""
+    return choice.fits_recompute and problem.extras.recompute.fit
+
+
+def _is_made_again(choice: Choice, problem: Problem) -> bool:
+    """Whether some of what the family's passes make is given up afterwards."""
+    is_asked_for = problem.extras.recompute != Recompute()
+    return is_asked_for and not _places_recompute(choice, problem)
+
+
+def _limit_of_passes(choice: Choice, problem: Problem) -> MemoryLimit | None:
     """What the family may use, with room left for the microbatches that are held longer. What
-    leaves for the host is not known yet: with offload there is no limit."""
-    limit = problem.memory_limit if problem.extras.offload is Offload.NONE else None
+    leaves for the host or is made again is not known yet: with these there is no limit."""
+    if problem.extras.offload is not Offload.NONE or _is_made_again(choice, problem):
+        return None
+    limit = problem.memory_limit
     if limit is not None and problem.extras.vocabulary is not VocabularyParallel.NONE:
         limit = leaving_room(limit, INTERVALS[problem.extras.vocabulary], problem)
     return limit
@@ -128,7 +209,10 @@ def _with_room_for_messages(
 
 def _compute(choice: Choice, problem: Problem, limit: MemoryLimit | None) -> Schedule:
     """The compute actions that the family makes within ``limit``."""
-    schedule = choice.build(replace(_for_family(problem), memory_limit=limit))
+    alone = replace(_for_family(problem), memory_limit=limit)
+    if _places_recompute(choice, problem):
+        alone = alone.with_extras(recompute=problem.extras.recompute)
+    schedule = choice.build(alone)
     _check_passes(schedule, problem)
     return schedule
 
@@ -139,5 +223,7 @@ def _check_passes(schedule: Schedule, problem: Problem) -> None:
 
 def _for_family(problem: Problem) -> Problem:
     """``problem`` without what transforms add, and with what they take out."""
-    alone = problem.with_extras(vocabulary=VocabularyParallel.NONE, offload=Offload.NONE)
+    alone = problem.with_extras(
+        vocabulary=VocabularyParallel.NONE, offload=Offload.NONE, recompute=Recompute()
+    )
     return replace(alone, first_trained=0)

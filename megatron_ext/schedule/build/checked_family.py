@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
@@ -94,6 +95,12 @@ class CheckedFamily:
             raise self._error(
                 f"{self.name} has {stranger!r} in its rows, which is no Action(stage, kind, "
                 f"microbatch) of kind {', '.join(KINDS_IN_FILES)}"
+            )
+        again = next((action for action in actions if RULES[action.kind].repeats), None)
+        if again is not None:
+            raise self._error(
+                f"{self.name} makes {again}, a {RULES[again.kind].does}; leave those out, "
+                f"--pipeline-recompute inserts them"
             )
         late = next((action for action in actions if action.kind in _SPLIT), None)
         if late is not None and not self.splits_backward:

@@ -9,7 +9,12 @@ from dataclasses import dataclass
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import Choice
 from megatron_ext.schedule.problem import Offload, Problem, VocabularyParallel
-from megatron_ext.schedule.program.memory import in_microbatches, peak_on_host, peaks
+from megatron_ext.schedule.program.memory import (
+    in_microbatches,
+    peak_on_host,
+    peaks,
+    share_made_again,
+)
 from megatron_ext.schedule.program.simulate import simulate, step_seconds
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.progress import task
@@ -26,6 +31,7 @@ class ScheduleReport:
             makespan, or where steps overlap about the span.
         peak_activation_microbatches: of each rank, in microbatches of a full one.
         host_microbatches: the same on the host.
+        made_again: the share of activations that are given up and made again.
         generation_seconds: that it took to make the program.
     """
 
@@ -35,6 +41,7 @@ class ScheduleReport:
     microbatches: int
     vocabulary: VocabularyParallel
     offload: Offload
+    recompute: str
     post_validation: bool
     makespan: float
     span: float
@@ -44,6 +51,7 @@ class ScheduleReport:
     bubble_share_span: float
     peak_activation_microbatches: tuple[float, ...]
     host_microbatches: tuple[float, ...]
+    made_again: float
     memory_limit: str | None
     bitwise_order: bool
     generation_seconds: float
@@ -78,6 +86,7 @@ def report(
         microbatches=problem.microbatches,
         vocabulary=problem.extras.vocabulary,
         offload=problem.extras.offload,
+        recompute=str(problem.extras.recompute),
         post_validation=problem.extras.post_validation,
         makespan=timeline.makespan,
         span=timeline.span,
@@ -87,6 +96,7 @@ def report(
         bubble_share_span=timeline.bubble_share_span,
         peak_activation_microbatches=tuple(peaks(schedule, in_microbatches(schedule))),
         host_microbatches=tuple(peak_on_host(row, schedule.placement) for row in schedule.rows),
+        made_again=share_made_again(schedule),
         memory_limit=None if problem.memory_limit is None else str(problem.memory_limit),
         bitwise_order=bitwise_order(schedule),
         generation_seconds=seconds,

@@ -17,6 +17,12 @@ from megatron_ext.schedule.words import counted
 
 Amount = Callable[[Held, int], float]  # of what, on which stage -> how much
 
+INPUT_SHARE = 0.1  # of an activation is its stage's input, where bytes are not known
+
+# By a kind of pass, that which it does a second time.
+_AGAIN = {kind: rule.repeats for kind, rule in RULES.items() if rule.repeats is not None}
+_MADE = frozenset(_AGAIN.values())
+
 # By a kind of pass, that of the message which it uses.
 _USES = {
     kind: need.kinds[0]
@@ -41,9 +47,11 @@ def held_during(row: tuple[Action, ...], amount: Amount) -> Iterator[float]:
 
     What has been received is counted until the pass that uses it begins: what F keeps of it is part
     of the activation, and a gradient goes as the pass makes the next one. A pass keeps nothing that
-    no pass of its stage uses: F does not where nothing is differentiated.
+    no pass of its stage uses: F does not where nothing is differentiated. One that is done a second
+    time keeps its stage's input, and the second takes the rest.
     """
     used = {(action.stage, kind) for action in row for kind in RULES[action.kind].releases}
+    again = {(stage, _AGAIN[kind], k) for stage, kind, k in row if kind in _AGAIN}
 
     @cache
     def rule_on(stage: int, kind: Kind) -> tuple[float, float, Kind | None, bool]:
@@ -67,6 +75,10 @@ def held_during(row: tuple[Action, ...], amount: Amount) -> Iterator[float]:
         elif message is not None and (used_now := (stage, message, microbatch)) in received:
             received.remove(used_now)
             held -= amount(Held.MESSAGE, stage)
+        if (stage, kind, microbatch) in again:
+            gained = amount(Held.INPUT, stage)
+        elif again and kind in _AGAIN:
+            gained -= amount(Held.INPUT, stage)
         yield held + (gained if not lost else 0.0)
         held += gained - lost
 
@@ -74,17 +86,32 @@ def held_during(row: tuple[Action, ...], amount: Amount) -> Iterator[float]:
 def in_microbatches(schedule: Schedule) -> Amount:
     """The zero-bubble papers' measure: 1/v from F to W (or B), the input gradient frees nothing.
 
-    Logits do not count, they are no layer's; nor do messages.
+    Logits do not count, they are no layer's; nor do messages. A stage's input counts a tenth.
     """
     share = 1 / schedule.placement.chunks
-    return lambda held, stage: 0.0 if held in (Held.LOGITS, Held.MESSAGE) else share
+    none = dict.fromkeys((Held.LOGITS, Held.MESSAGE), 0.0)
+    figures = {**none, Held.INPUT: INPUT_SHARE * share}
+    return lambda held, stage: figures.get(held, share)
 
 
 def in_bytes(costs: Costs) -> Amount:
     """Count in bytes, as ``costs`` gives them."""
     held_bytes, message = costs.held_bytes, costs.message_bytes
     assert held_bytes is not None
-    return lambda held, stage: message if held is Held.MESSAGE else held_bytes[held][stage]
+
+    def amount(held: Held, stage: int) -> float:
+        if held is Held.MESSAGE:
+            return message
+        if held is Held.INPUT:
+            return _input_bytes(stage, held_bytes[Held.ACTIVATION][stage], message)
+        return held_bytes[held][stage]
+
+    return amount
+
+
+def _input_bytes(stage: int, activation: float, message: float) -> float:
+    """Of ``stage``: what comes to the first are tokens, which are next to nothing."""
+    return min(message if stage else 0.0, activation) if message else INPUT_SHARE * activation
 
 
 def bytes_for(limit: MemoryLimit, costs: Costs) -> Mapping[Held, tuple[float, ...]]:
@@ -142,6 +169,12 @@ def peaks(schedule: Schedule, amount: Amount) -> list[float]:
 def peak(row: tuple[Action, ...], amount: Amount) -> float:
     """The largest amount that a rank holds during an action of its ``row``."""
     return max(held_during(row, amount), default=0.0)
+
+
+def share_made_again(schedule: Schedule) -> float:
+    """The share of what F makes that is given up and made a second time."""
+    kinds = [action.kind for row in schedule.rows for action in row]
+    return sum(map(_AGAIN.__contains__, kinds)) / sum(map(_MADE.__contains__, kinds))
 
 
 def peak_on_host(row: tuple[Action, ...], placement: Placement) -> float:

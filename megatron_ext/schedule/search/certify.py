@@ -54,8 +54,8 @@ def certify(program: Program, seconds: float) -> Certificate:
     as long again for steady states.
 
     Raises:
-        ValueError: the program is vocabulary parallel or offloads, or OR-tools is needed and not
-            installed.
+        ValueError: the program is vocabulary parallel, offloads or recomputes, or OR-tools is
+            needed and not installed.
     """
     problem = program.problem
     extras = problem.extras
@@ -68,6 +68,9 @@ def certify(program: Program, seconds: float) -> Certificate:
         raise ValueError(
             f"--certify knows no bound with offload {extras.offload}: leave one of them out"
         )
+    kinds = {kind for _, kind in program.schedule.columns.pairs}
+    if any(RULES[kind].repeats for kind in kinds):
+        raise ValueError("--certify knows no bound with recompute: leave one of them out")
     splits = any(
         RULES[a.kind].covers == (Kind.BACKWARD_WEIGHT,)
         for row in program.schedule.rows

@@ -51,12 +51,19 @@ def packer(shop: Shop) -> Pack:
 def _tables(shop: Shop) -> tuple[Whole, ...]:
     assert shop.lanes <= _MASK
     rank_of = np.repeat(np.arange(shop.placement.ranks), shop.lanes_of_rank)
-    columns = (rank_of, shop.durations, shop.gains, shop.rooms, shop.heads, shop.tails)
+    columns = (rank_of, shop.rooms, shop.heads, shop.tails, shop.way)
+    figures = (shop.durations_of_all, shop.gains_of_all, shop.held_after, shop.next_taking)
     before, after = (
         _padded([[lane for lane, _ in row] for row in rows]) for rows in (shop.before, shop.after)
     )
     hops = _padded([[hop for _, hop in row] for row in shop.before])
-    return (*(np.array(column, np.int64) for column in columns), before, hops, after)
+    return (
+        *(np.array(column, np.int64) for column in columns),
+        *(np.ascontiguousarray(table, np.int64) for table in figures),
+        before,
+        hops,
+        after,
+    )
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> Whole:
@@ -70,11 +77,14 @@ def _pack(
     plan: Whole,
     starts: Whole,
     rank_of: Whole,
-    durations: Whole,
-    gains: Whole,
     rooms: Whole,
     heads: Whole,
     tails: Whole,
+    way: Whole,
+    durations: Whole,
+    gains: Whole,
+    held_after: Whole,
+    next_taking: Whole,
     before: Whole,
     hops: Whole,
     after: Whole,
@@ -100,13 +110,20 @@ def _pack(
         entry = heap[0]
         entries = _pop(heap, entries)
         lane = entry & _MASK
-        rank, k, gain, duration = rank_of[lane], count[lane], gains[lane], durations[lane]
-        if gain > 0 and not _may_take(lane, rank * size, size, gains, count, limit, rooms[rank]):
+        rank, k = rank_of[lane], count[lane]
+        gain, duration = gains[lane, k], durations[lane, k]
+        if gain > 0 and not (
+            _can_end(lane, rank * size, gains, held_after, next_taking, count, limit, way)
+            if len(way)
+            else _may_take(lane, rank * size, size, gains, count, limit, rooms[rank])
+        ):
             refused[rank, refusals[rank]] = entry
             refusals[rank] += 1
             continue
         earliest = _earliest(lane, k, lane_end[lane], starts, durations, before, hops)
-        start = _put(rank, earliest, duration, gain, limit, held, end, gaps, gap_count)
+        start = earliest
+        if duration:
+            start = _put(rank, earliest, duration, gain, limit, held, end, gaps, gap_count)
         starts[lane, k] = start
         lane_end[lane] = start + duration
         count[lane] = k + 1
@@ -125,13 +142,49 @@ def _may_take(
     count[lane] += 1
     first, held, behind = _ANY, 0, 0
     for other in range(begin, begin + size):
-        held += gains[other] * count[other]
-        if gains[other] > 0:
+        held += gains[other, 0] * count[other]
+        if gains[other, 0] > 0:
             first = min(first, count[other])
     for other in range(begin, begin + size):
-        behind += gains[other] * max(count[other] - first - 1, 0)
+        behind += gains[other, 0] * max(count[other] - first - 1, 0)
     count[lane] -= 1
     return held <= limit and behind <= limit - room
+
+
+@njit
+def _can_end(
+    lane: int,
+    begin: int,
+    gains: Whole,
+    held_after: Whole,
+    next_taking: Whole,
+    count: Whole,
+    limit: int,
+    way: Whole,
+) -> bool:
+    count[lane] += 1
+    oldest, newest, held = _ANY, 0, 0
+    for other in range(begin, begin + len(way)):
+        oldest = min(oldest, next_taking[other, count[other]])
+        newest = max(newest, count[other])
+        held += held_after[other, count[other]]
+    free = limit
+    for other in range(begin, begin + len(way)):
+        free -= held_after[other, max(count[other], oldest)]
+    can = held <= limit
+    for k in range(oldest, newest):
+        need = more = 0
+        for place in range(len(way)):
+            other = begin + way[place]
+            if count[other] <= k:
+                more += gains[other, k]
+                need = max(need, more)
+        if need > free:
+            can = False
+            break
+        free -= more
+    count[lane] -= 1
+    return can
 
 
 @njit
@@ -142,7 +195,7 @@ def _earliest(
     place = 0
     while before[lane, place] != _NONE:
         other = before[lane, place]
-        earliest = max(earliest, starts[other, k] + durations[other] + hops[lane, place])
+        earliest = max(earliest, starts[other, k] + durations[other, k] + hops[lane, place])
         place += 1
     return earliest
 

@@ -29,9 +29,10 @@ import numpy as np
 
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.progress import Task, task
+from megatron_ext.schedule.search import pack
 from megatron_ext.schedule.search.effort import Effort, effort
 from megatron_ext.schedule.search.pack import Pack, Packed
-from megatron_ext.schedule.search.shop import Shop, Starts, passes_of
+from megatron_ext.schedule.search.shop import F, I, R, Shop, Starts, W
 from megatron_ext.schedule.search.v_patterns import pattern_plans
 
 _PERIODS = (35, 42, 50, 57, 65, 73, 80, 90, 100, 120, 150, 200)  # % of a rank's work
@@ -41,6 +42,8 @@ _ROUNDS = 5
 _STEPS = 100  # at least
 _MEMORY = 20  # steps
 _RESULTS = 4
+_AT_ONCE = 100_000  # passes packed where nothing is searched for, about
+_FEWEST = 4  # plans
 
 
 @dataclass(frozen=True)
@@ -63,15 +66,16 @@ class Sides:
 
     def _justified_once(self, plan: Starts) -> Packed:
         there = self.left(plan)
-        back = self.right(self.mirrored(there))
+        durations = self.shop.durations_of_all
+        back = self.right(_mirrored(there, durations))
         if back.makespan > there.makespan:
             return there
-        return Packed(back.makespan, self.mirrored(back))
+        return Packed(back.makespan, _mirrored(back, durations[:, ::-1]))
 
-    def mirrored(self, packed: Packed) -> Starts:
-        """Its starts, read from the end."""
-        durations = np.array(self.shop.durations)[:, None]
-        return np.ascontiguousarray((packed.makespan - packed.starts - durations)[:, ::-1])
+
+def _mirrored(packed: Packed, durations: Starts) -> Starts:
+    """Its starts, read from the end."""
+    return np.ascontiguousarray((packed.makespan - packed.starts - durations)[:, ::-1])
 
 
 def sides_of(shop: Shop, packer: Callable[[Shop], Pack]) -> Sides:
@@ -95,40 +99,59 @@ def search(
     sides = sides_of(shop, how.packer)
     passes = how.passes(shop.placement.ranks)
     steps = max(passes // (2 * shop.lanes * shop.microbatches), _STEPS)
-    plans = (*known, *pattern_plans(shop), *_periodic_plans(shop))
+    plans = (*known, *pattern_plans(shop), *periodic_plans(shop, _WEIGHTS, _PERIODS))
     packings = len(plans) + _PROMISING * _ROUNDS + steps
     with task(f"packing plans, {how.name} effort", packings, alike=True) as work:
         best = _best_of(sides, plans, work)
         return _improved(sides, best, least, steps, work)
 
 
-def _periodic_plans(shop: Shop) -> Iterator[Starts]:
-    """One microbatch's way through all stages and back, repeated."""
+def first_plans(shop: Shop, known: Sequence[Starts] = ()) -> list[Packed]:
+    """The schedules that ``known`` plans and a few more become at once, in no order."""
+    sides = sides_of(shop, pack.packer)
+    affordable = max(_AT_ONCE // (2 * shop.lanes * shop.microbatches), _FEWEST)
+    plans = (*known, *periodic_plans(shop, (75, 100), (80, 100, 65, 50)))
+    return [sides.justified(plan) for plan in plans[:affordable]]
+
+
+def periodic_plans(shop: Shop, weights: Sequence[int], periods: Sequence[int]) -> Iterator[Starts]:
+    """One microbatch's way through all stages and back, repeated.
+
+    Args:
+        weights: what backward passes count against forward passes, in %.
+        periods: % of a rank's work for a microbatch.
+    """
     microbatches = np.arange(shop.microbatches)
-    for weight in _WEIGHTS:
+    for weight in weights:
         way = np.array(_way(shop, weight))[:, None]
-        for period in _PERIODS:
+        for period in periods:
             yield way + microbatches * (period * shop.work // 100)
 
 
 def _way(shop: Shop, weight: int) -> list[int]:
-    """When the first microbatch starts on each lane, where I take ``weight`` % of their time."""
-    passes = passes_of(shop.placement)
-    gradients = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    """When the first microbatch starts on each lane, where I and R take ``weight`` % of their time.
+    What is made again is made right before it is used."""
+    passes, durations = shop.passes, shop.durations_of_all.max(axis=1).tolist()
+    again = {stage: lane for lane, (stage, kind) in enumerate(passes) if kind is R}
     starts = [0] * shop.lanes
-    in_order = sorted(range(shop.lanes), key=lambda lane: _place(*passes[lane]))
-    for lane in in_order:
+    lanes = (lane for lane in range(shop.lanes) if passes[lane][1] is not R)
+    for lane in sorted(lanes, key=lambda lane: _place(*passes[lane])):
+        stage, kind = passes[lane]
         for other, hop in shop.before[lane]:
-            after = shop.durations[other] + hop
-            if passes[other][1] in gradients:
+            maker = shop.before[other][0][0] if passes[other][1] is R else other
+            after = durations[maker] + hop
+            if passes[maker][1] is not F:
                 after = after * weight // 100
-            starts[lane] = starts[other] + after
+            starts[lane] = max(starts[lane], starts[maker] + after)
+        if kind is I and stage in again:
+            starts[lane] += durations[again[stage]] * weight // 100
+            starts[again[stage]] = starts[lane] - durations[again[stage]]
     return starts
 
 
 def _place(stage: int, kind: Kind) -> tuple[int, int]:
     """Of a lane, in an order in which each follows those that it waits for."""
-    order = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT).index(kind)
+    order = (F, I, W).index(kind)
     return order, -stage if order else stage
 
 
@@ -147,13 +170,13 @@ def _best_of(sides: Sides, plans: Sequence[Starts], work: Task) -> list[Packed]:
 
 def _improved(sides: Sides, best: list[Packed], least: int, steps: int, work: Task) -> list[Packed]:
     """``best`` and what shifting its passes ``steps`` times makes of it, best first."""
-    shop, dice = sides.shop, _Dice()
+    shop, dice = sides.shop, Dice()
     current, recent = best[0], [best[0].makespan] * _MEMORY
     work.found = _found(shop, best[0], least)
     for step in range(steps):
         if best[0].makespan <= least:
             break
-        new = sides.justified(_shifted(current, shop, dice))
+        new = sides.justified(shifted(current, shop, dice))
         work.done += 1
         slot = step % _MEMORY
         if new.makespan <= max(current.makespan, recent[slot]):
@@ -177,7 +200,7 @@ def _makespan(packed: Packed) -> int:
     return packed.makespan
 
 
-class _Dice:
+class Dice:
     """Whole numbers, the same on every machine: numpy keeps the stream of this generator, and not
     what it draws from it."""
 
@@ -199,9 +222,9 @@ class _Dice:
         return (raw % np.uint64(2 * far + 1)).astype(np.int64) - far
 
 
-def _shifted(packed: Packed, shop: Shop, dice: _Dice) -> Starts:
-    """Start times with some of them moved: all passes of a time or of a microbatch, or a run of
-    microbatches on one lane or on one lane of every rank."""
+def shifted(packed: Packed, shop: Shop, dice: Dice) -> Starts:
+    """Start times with some of them moved: all passes of a time, on all ranks or a few, or of a
+    microbatch, or a run of microbatches on one lane or on one lane of every rank."""
     makespan, plan = packed.makespan, packed.starts.copy()
     lanes, m = plan.shape
     far = max(shop.work * dice.choice((1, 2, 4, 8)) // 10, 1)
@@ -210,6 +233,11 @@ def _shifted(packed: Packed, shop: Shop, dice: _Dice) -> Starts:
         opens = dice.around(makespan * 11 // 20) + makespan * 9 // 20  # from -0.1 to 1 of it
         closes = opens + makespan * dice.choice((1, 2, 4)) // 10
         inside = (opens < plan) & (plan < closes)
+        if dice.below(2):  # on a few neighbouring ranks alone
+            ranks, size = shop.placement.ranks, shop.lanes_of_rank
+            lowest, number = dice.below(ranks), max(ranks // dice.choice((2, 4, 8)), 1)
+            inside[: lowest * size] = False
+            inside[(lowest + number) * size :] = False
         plan[inside] += dice.many_around(far, int(np.count_nonzero(inside)))
     elif draw < 80:
         moved: list[int] | slice

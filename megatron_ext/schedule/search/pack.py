@@ -42,40 +42,33 @@ def pack(shop: Shop, plan: Starts) -> Packed:
     # A search without numba spends its time in this loop: it calls little and looks little up.
     wanted: list[list[int]] = plan.tolist()
     lanes, m, size = shop.lanes, shop.microbatches, shop.lanes_of_rank
-    durations, gains, after, limit = shop.durations, shop.gains, shop.after, shop.limit
-    taking, changing, rooms = _lanes_of_memory(shop)
-    count = [0] * lanes  # passes taken
+    durations, gains = shop.durations_of_all.tolist(), shop.gains_of_all.tolist()
+    after, limit = shop.after, shop.limit
+    may_take = _Room(shop).may_take if shop.given_up is None else _Bank(shop).may_take
+    count, lane_end = [0] * lanes, [0] * lanes  # count: passes taken
     missing = [[len(row)] * m for row in shop.before]
-    ready = [[0] * m for _ in range(lanes)]
-    starts = [[0] * m for _ in range(lanes)]
-    lane_end = [0] * lanes
-    rank_end, held = list(shop.heads), [0] * len(rooms)
-    gaps: list[list[Gap]] = [[] for _ in rooms]
-    refused: list[list[tuple[int, int]]] = [[] for _ in rooms]
+    ready, starts = ([[0] * m for _ in range(lanes)] for _ in range(2))
+    rank_end, held = list(shop.heads), [0] * shop.placement.ranks
+    gaps: list[list[Gap]] = [[] for _ in held]
+    refused: list[list[tuple[int, int]]] = [[] for _ in held]
     heap = sorted((wanted[lane][0], lane) for lane in range(lanes) if not shop.before[lane])
     push, pop = heapq.heappush, heapq.heappop
     while heap:
         entry = pop(heap)
         lane = entry[1]
-        rank, k, gain = lane // size, count[lane], gains[lane]
-        if gain > 0 and (
-            held[rank] + gain > limit
-            or not _may_take(lane, count, taking[rank], changing[rank], rooms[rank])
-        ):
+        rank, k = lane // size, count[lane]
+        gain, duration = gains[lane][k], durations[lane][k]
+        if gain > 0 and (held[rank] + gain > limit or not may_take(lane, rank, count)):
             refused[rank].append(entry)
             continue
-        start, rank_end[rank] = _put(
-            gaps[rank],
-            rank_end[rank],
-            max(ready[lane][k], lane_end[lane]),
-            durations[lane],
-            gain,
-            held[rank],
-            limit,
-        )
+        start = max(ready[lane][k], lane_end[lane])
+        if duration:
+            start, rank_end[rank] = _put(
+                gaps[rank], rank_end[rank], start, duration, gain, held[rank], limit
+            )
         held[rank] += gain
         starts[lane][k] = start
-        end = lane_end[lane] = start + durations[lane]
+        end = lane_end[lane] = start + duration
         following = count[lane] = k + 1
         if following < m and not missing[lane][following]:
             push(heap, (wanted[lane][following], lane))
@@ -92,35 +85,65 @@ def pack(shop: Shop, plan: Starts) -> Packed:
     return Packed(max(map(int.__add__, rank_end, shop.tails)), np.array(starts, dtype=np.int64))
 
 
-def _lanes_of_memory(
-    shop: Shop,
-) -> tuple[list[list[int]], list[list[tuple[int, int]]], list[int]]:
-    """Per rank, the lanes that take memory, those that change it with how much, and what is left
-    beside the most that one microbatch may need."""
-    taking: list[list[int]] = [[] for _ in shop.rooms]
-    changing: list[list[tuple[int, int]]] = [[] for _ in shop.rooms]
-    for lane, gain in enumerate(shop.gains):
-        rank = lane // shop.lanes_of_rank
-        if gain > 0:
-            taking[rank].append(lane)
-        if gain:
-            changing[rank].append((lane, gain))
-    return taking, changing, [shop.limit - room for room in shop.rooms]
+class _Room:
+    """The rule of `shop` by which memory never deadlocks, where nothing is made again."""
+
+    def __init__(self, shop: Shop) -> None:
+        self.taking: list[list[int]] = [[] for _ in shop.rooms]
+        self.changing: list[list[tuple[int, int]]] = [[] for _ in shop.rooms]
+        for lane, gain in enumerate(shop.gains):
+            rank = lane // shop.lanes_of_rank
+            if gain > 0:
+                self.taking[rank].append(lane)
+            if gain:
+                self.changing[rank].append((lane, gain))
+        self.room = [shop.limit - room for room in shop.rooms]  # beside one microbatch
+
+    def may_take(self, lane: int, rank: int, count: list[int]) -> bool:
+        """Whether after the next pass of ``lane``, what microbatches hold behind the first that
+        lacks some of its memory leaves it all that it may need."""
+        count[lane] += 1
+        first = min([count[other] for other in self.taking[rank]])
+        behind = 0
+        for other, gain in self.changing[rank]:
+            if count[other] > first + 1:
+                behind += gain * (count[other] - first - 1)
+        count[lane] -= 1
+        return behind <= self.room[rank]
 
 
-def _may_take(
-    lane: int, count: list[int], taking: list[int], changing: list[tuple[int, int]], room: int
-) -> bool:
-    """Whether after the next pass of ``lane``, what microbatches hold behind the first that lacks
-    some of its memory leaves it all that it may need (`shop`)."""
-    count[lane] += 1
-    first = min([count[other] for other in taking])
-    behind = 0
-    for other, gain in changing:
-        if count[other] > first + 1:
-            behind += gain * (count[other] - first - 1)
-    count[lane] -= 1
-    return behind <= room
+class _Bank:
+    """The other rule of `shop`, for what is made again."""
+
+    def __init__(self, shop: Shop) -> None:
+        self.limit, self.way, self.size = shop.limit, shop.way, shop.lanes_of_rank
+        self.gains: list[list[int]] = shop.gains_of_all.tolist()
+        self.held_after: list[list[int]] = shop.held_after.tolist()
+        self.next_taking: list[list[int]] = shop.next_taking.tolist()
+
+    def may_take(self, lane: int, rank: int, count: list[int]) -> bool:
+        """Whether after the next pass of ``lane`` the microbatches of its rank can end, one after
+        the other."""
+        count[lane] += 1
+        may = self._can_end(range(rank * self.size, (rank + 1) * self.size), count)
+        count[lane] -= 1
+        return may
+
+    def _can_end(self, lanes: range, count: list[int]) -> bool:
+        oldest = min([self.next_taking[lane][count[lane]] for lane in lanes])
+        free = self.limit
+        for lane in lanes:  # those before the oldest give back what they hold, and need nothing
+            free -= self.held_after[lane][max(count[lane], oldest)]
+        for k in range(oldest, max(count[lanes.start : lanes.stop])):
+            need = more = 0
+            for lane in self.way:
+                if count[lanes.start + lane] <= k:
+                    more += self.gains[lanes.start + lane][k]
+                    need = max(need, more)
+            if need > free:
+                return False
+            free -= more
+        return True
 
 
 def _put(

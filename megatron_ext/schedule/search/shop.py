@@ -3,7 +3,9 @@
 A `Shop` is made of a problem by `shop_of`, for any placement whose ranks have equally many chunks.
 A lane is one kind of pass on one stage, and runs its microbatches in order. The lanes of a rank
 follow one another, in the order in which a microbatch runs through them there: F by chunk, I by
-chunk backwards, W likewise; with c chunks, rank r has lanes 3cr to 3c(r+1)-1.
+chunk backwards, W likewise; with c chunks, rank r has lanes 3cr to 3c(r+1)-1. Where activations may
+be made again there are lanes of R, too, before those of I. For a microbatch that keeps its
+activation a pass of R takes no time and no memory, and is not there in truth (`Shop.again`).
 
 `Starts` are a time for each pass, a row a lane, a column a microbatch, in ticks. They are read in
 two ways: as a *plan*, which says in which order one would like the passes to be taken and may be
@@ -23,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -35,13 +37,19 @@ from megatron_ext.schedule.kinds import RULES, Held
 from megatron_ext.schedule.limit import with_rounding
 from megatron_ext.schedule.placement import Neighbour, Placement
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.program.memory import bytes_for
+from megatron_ext.schedule.program.memory import INPUT_SHARE, bytes_for, in_bytes
 from megatron_ext.schedule.search.ticks import common_tick
 
 Starts = npt.NDArray[np.int64]  # lanes x microbatches
 Rows = tuple[tuple[Action, ...], ...]
 
-KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+F, R, I, W = (  # noqa: E741 (the field's letters)
+    Kind.FORWARD,
+    Kind.RECOMPUTE,
+    Kind.BACKWARD_INPUT,
+    Kind.BACKWARD_WEIGHT,
+)
+KINDS = (F, I, W)
 _NOT_YET = -1
 _FINEST = 1_000  # ticks of a rank's work for a microbatch, at least: passes are shifted by shares
 
@@ -63,6 +71,9 @@ class Shop:
         heads: per rank, when it can start at the earliest.
         tails: per rank, how long after its end all has ended. (Where steps overlap, a rank that
             starts later may end later: by that, those that start sooner have a tail.)
+        given_up: by lane and microbatch, what a pass takes more than ``gains``: of what is made
+            again F takes less, and R that. None: there are no lanes of R.
+        is_mirrored: whether time runs backwards.
     """
 
     placement: Placement
@@ -75,6 +86,8 @@ class Shop:
     rooms: tuple[int, ...]
     heads: tuple[int, ...]
     tails: tuple[int, ...]
+    given_up: Starts | None = None
+    is_mirrored: bool = False
 
     @property
     def lanes(self) -> int:
@@ -82,12 +95,74 @@ class Shop:
 
     @property
     def lanes_of_rank(self) -> int:
-        return len(KINDS) * self.placement.chunks
+        return self.lanes // self.placement.ranks
 
-    @property
+    @cached_property
     def work(self) -> int:
         """Ticks that a microbatch takes of a rank, on average."""
-        return sum(self.durations) // self.placement.ranks
+        return int(self.durations_of_all.sum()) // (self.placement.ranks * self.microbatches)
+
+    @cached_property
+    def passes(self) -> list[tuple[int, Kind]]:
+        """The stage and kind of each lane."""
+        return passes_of(self.placement, self.given_up is not None)
+
+    @cached_property
+    def again(self) -> npt.NDArray[np.bool_]:
+        """By lane and microbatch, whether it is a pass of R that is there; all are not, where there
+        are no lanes of R."""
+        if self.given_up is None:
+            return np.zeros((self.lanes, self.microbatches), dtype=bool)
+        is_lane = np.array([kind is R for _, kind in self.passes])
+        return is_lane[:, None] & (self.given_up != 0)
+
+    @cached_property
+    def durations_of_all(self) -> Starts:
+        """Ticks, by lane and microbatch."""
+        durations = np.repeat(np.array(self.durations, np.int64)[:, None], self.microbatches, 1)
+        if self.given_up is not None:
+            is_lane = np.array([kind is R for _, kind in self.passes])
+            durations[is_lane[:, None] & (self.given_up == 0)] = 0
+        return durations
+
+    @cached_property
+    def gains_of_all(self) -> Starts:
+        """``gains``, by lane and microbatch."""
+        gains = np.repeat(np.array(self.gains, np.int64)[:, None], self.microbatches, 1)
+        return gains if self.given_up is None else gains + self.given_up
+
+    @cached_property
+    def held_after(self) -> Starts:
+        """By lane and number of its passes, what those take together."""
+        return np.pad(np.cumsum(self.gains_of_all, axis=1), ((0, 0), (1, 0)))
+
+    @cached_property
+    def next_taking(self) -> Starts:
+        """By lane and number of its passes, the first microbatch after them whose pass takes
+        memory; the number of microbatches if there is none."""
+        m = self.microbatches
+        taking = np.where(self.gains_of_all > 0, np.arange(m), m)
+        first = np.minimum.accumulate(taking[:, ::-1], axis=1)[:, ::-1]
+        return np.pad(first, ((0, 0), (0, 1)), constant_values=m)
+
+    @cached_property
+    def way(self) -> tuple[int, ...]:
+        """The lanes of a rank, from its first, in the order in which a microbatch alone would run
+        through them: it gives an activation back before the next is made again. () without R."""
+        if self.given_up is None:
+            return ()
+        kinds = {F: 0, R: 1, I: 2, W: 3}
+        passes = self.passes[: self.lanes_of_rank]
+        chunks = {stage: chunk for chunk, stage in enumerate(self.placement.stages_of[0])}
+        way = sorted(
+            range(len(passes)),
+            key=lambda lane: (
+                (0, chunks[passes[lane][0]], 0)
+                if passes[lane][1] is F
+                else (1, -chunks[passes[lane][0]], kinds[passes[lane][1]])
+            ),
+        )
+        return tuple(reversed(way) if self.is_mirrored else way)
 
     @property
     def fits(self) -> bool:
@@ -116,30 +191,35 @@ class Shop:
             self.rooms,
             heads=self.tails,
             tails=self.heads,
+            given_up=None if self.given_up is None else -self.given_up[:, ::-1],
+            is_mirrored=not self.is_mirrored,
         )
 
 
-def passes_of(placement: Placement) -> list[tuple[int, Kind]]:
-    """The stage and kind of each lane."""
-    f, i, w = KINDS
+def passes_of(placement: Placement, again: bool = False) -> list[tuple[int, Kind]]:
+    """The stage and kind of each lane; ``again``: with those of R."""
+    kinds = (R, I, W) if again else (I, W)
     return [
         lane
         for stages in placement.stages_of
         for lane in (
-            *((stage, f) for stage in stages),
-            *((stage, i) for stage in reversed(stages)),
-            *((stage, w) for stage in reversed(stages)),
+            *((stage, F) for stage in stages),
+            *((stage, kind) for kind in kinds for stage in reversed(stages)),
         )
     ]
 
 
-def lanes_of(placement: Placement) -> dict[tuple[int, Kind], int]:
+def lanes_of(placement: Placement, again: bool = False) -> dict[tuple[int, Kind], int]:
     """The lane of each stage and kind."""
-    return {key: lane for lane, key in enumerate(passes_of(placement))}
+    return {key: lane for lane, key in enumerate(passes_of(placement, again))}
 
 
-def shop_of(problem: Problem) -> Shop:
+def shop_of(problem: Problem, again: npt.NDArray[np.bool_] | None = None) -> Shop:
     """``problem``, whose ranks have equally many chunks.
+
+    Args:
+        again: by stage and microbatch, whether the activation is made again; None: none is, and
+            there are no lanes for it.
 
     The tick is the common unit of the costs, or the largest fraction of it of which a rank's work
     for a microbatch has a thousand; without a common unit it is a share of that work
@@ -150,68 +230,90 @@ def shop_of(problem: Problem) -> Shop:
     """
     placement, costs = problem.placement, problem.costs
     assert {len(stages) for stages in placement.stages_of} == {placement.chunks}
-    lanes = passes_of(placement)
-    seconds = [costs.seconds[kind][stage] for stage, kind in lanes]
-    work = sum(seconds) / placement.ranks
+    lanes = passes_of(placement, again is not None)
+    seconds = [costs.of(Action(stage, kind, 0)) for stage, kind in lanes]
+    work = sum(s for s, (_, kind) in zip(seconds, lanes, strict=True) if kind is not R)
+    work /= placement.ranks
     unit = common_tick([*seconds, costs.hop], work)
     tick = unit / math.ceil(_FINEST * unit / work)
-    activation, rest, limit = _memory(problem)
+    activation, rest, kept, limit = _memory(problem, again is not None)
+    given_up = None
+    if again is not None:
+        given_up = np.zeros((len(lanes), problem.microbatches), np.int64)
+        for lane, (stage, kind) in enumerate(lanes):
+            if kind in _SIGN:
+                given_up[lane] = _SIGN[kind] * (activation[stage] - kept[stage]) * again[stage]
     return Shop(
         placement,
         problem.microbatches,
         tick,
         # A pass that costs nothing still has its place in the order.
         tuple(max(round(figure / tick), 1) for figure in seconds),
-        _before(placement, round(costs.hop / tick)),
+        _before(placement, round(costs.hop / tick), lanes),
         tuple(_gain(kind, activation[stage], rest[stage]) for stage, kind in lanes),
         limit,
         tuple(_rooms(placement, activation, rest)),
         heads=(0,) * placement.ranks,
         tails=_tails(problem, tick),
+        given_up=given_up,
     )
 
 
-def _before(placement: Placement, hop: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    lane_of = lanes_of(placement)
-    f, i, _ = KINDS
+_SIGN = {F: -1, R: 1}  # of what a pass takes more where an activation is made again
+
+
+def _before(
+    placement: Placement, hop: int, lanes: Sequence[tuple[int, Kind]]
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    lane_of = {key: lane for lane, key in enumerate(lanes)}
+
+    def own(stage: int, *kinds: Kind) -> tuple[tuple[int, int], ...]:
+        """The first of ``kinds`` that ``stage`` has a lane of."""
+        return ((next(lane_of[stage, kind] for kind in kinds if (stage, kind) in lane_of), 0),)
 
     def waits_for(stage: int, kind: Kind) -> tuple[tuple[int, int], ...]:
-        which = Neighbour.PREVIOUS if kind is f else Neighbour.NEXT
+        if kind is W:
+            return own(stage, I)
+        if kind is R:
+            return own(stage, F)
+        which = Neighbour.PREVIOUS if kind is F else Neighbour.NEXT
         other = placement.neighbour(stage, which)
-        if kind not in (f, i):
-            return ((lane_of[stage, i], 0),)
         if other is None:
-            return () if kind is f else ((lane_of[stage, f], 0),)
-        return ((lane_of[other, kind], hop if placement.is_remote(stage, which) else 0),)
+            return () if kind is F else own(stage, R, F)
+        there = (lane_of[other, kind], hop if placement.is_remote(stage, which) else 0)
+        return (there, *own(stage, R)) if kind is I and (stage, R) in lane_of else (there,)
 
-    return tuple(waits_for(stage, kind) for stage, kind in lane_of)
+    return tuple(waits_for(stage, kind) for stage, kind in lanes)
 
 
 def _gain(kind: Kind, activation: int, rest: int) -> int:
-    f, i, _ = KINDS
-    if kind is f:
-        return activation
-    return rest - activation if kind is i else -rest
+    """Of a microbatch that keeps its activation."""
+    return {F: activation, R: 0, I: rest - activation, W: -rest}[kind]
 
 
-def _memory(problem: Problem) -> tuple[list[int], list[int], int]:
-    """What each stage holds from F, and from I on, and what a rank may hold: in chunks, or in
-    bytes. The limit is rounded down; it is never more than all microbatches need."""
+def _memory(problem: Problem, again: bool) -> tuple[list[int], list[int], list[int], int]:
+    """What each stage holds from F, from I on, and of what is made again, and what a rank may hold:
+    in shares of a chunk, or in bytes. The limit is rounded down; it is never more than all
+    microbatches need."""
     limit, placement = problem.memory_limit, problem.placement
+    chunk = round(1 / INPUT_SHARE) if again else 1
+    kept = [1] * placement.stages
     if limit is not None and limit.bytes is not None:
         held = bytes_for(limit, problem.costs)
         activation, rest = (
             list(map(math.ceil, held[what])) for what in (Held.ACTIVATION, Held.WEIGHT_INPUTS)
         )
+        amount = in_bytes(problem.costs)
+        kept = [math.ceil(amount(Held.INPUT, stage)) for stage in range(placement.stages)]
         allowed: float = limit.bytes
     else:
-        activation = rest = [1] * placement.stages
+        activation = rest = [chunk] * placement.stages
         allowed = math.inf
         if limit is not None:
             assert limit.microbatches is not None
-            allowed = with_rounding(limit.microbatches * placement.chunks)
+            allowed = with_rounding(limit.microbatches * placement.chunks * chunk)
     most = problem.microbatches * max(_rooms(placement, activation, rest))
-    return activation, rest, most if allowed >= most else int(allowed)
+    return activation, rest, kept, most if allowed >= most else int(allowed)
 
 
 def _rooms(placement: Placement, activation: Sequence[int], rest: Sequence[int]) -> list[int]:
@@ -238,16 +340,21 @@ def _tails(problem: Problem, tick: float) -> tuple[int, ...]:
     return tuple(round((max(first) - begin) / tick) for begin in first)
 
 
-def rows_of(starts: Starts, placement: Placement) -> Rows:
-    """The actions of each rank in the order of their starts."""
-    passes, m = passes_of(placement), starts.shape[1]
+def rows_of(
+    starts: Starts, placement: Placement, again: npt.NDArray[np.bool_] | None = None
+) -> Rows:
+    """The actions of each rank in the order of their starts. ``again``: where there are lanes of R,
+    which of their passes are there (`Shop.again`)."""
+    passes, m = passes_of(placement, again is not None), starts.shape[1]
     rows = []
     for lanes in np.split(np.arange(len(passes)), placement.ranks):
         order = np.argsort(starts[lanes], axis=None, kind="stable")  # by lane, then by microbatch
         row = []
         for place in order.tolist():
-            stage, kind = passes[lanes[0] + place // m]
-            row.append(Action(stage, kind, place % m))
+            lane, k = lanes[0] + place // m, place % m
+            stage, kind = passes[lane]
+            if kind is not R or (again is not None and again[lane, k]):
+                row.append(Action(stage, kind, k))
         rows.append(tuple(row))
     return tuple(rows)
 
@@ -257,10 +364,10 @@ def starts_of(rows: Sequence[Sequence[Action]], shop: Shop) -> Starts:
 
     The limit is not looked at: a plan may be of a schedule that needs more.
     """
-    lane_of = lanes_of(shop.placement)
+    lane_of = {key: lane for lane, key in enumerate(shop.passes)}
+    durations = shop.durations_of_all.tolist()
     orders = [
-        [(lane_of[a.stage, kind], a.microbatch) for a in row for kind in RULES[a.kind].covers]
-        for row in rows
+        [(lane_of[stage, kind], k) for stage, kind, k in _as_lanes(row, shop)] for row in rows
     ]
     starts = [[_NOT_YET] * shop.microbatches for _ in shop.before]
     at, free = [0] * len(orders), list(shop.heads)
@@ -271,11 +378,11 @@ def starts_of(rows: Sequence[Sequence[Action]], shop: Shop) -> Starts:
         order = orders[rank]
         while at[rank] < len(order):
             lane, k = order[at[rank]]
-            ready = [(starts[o][k], shop.durations[o] + hop) for o, hop in shop.before[lane]]
+            ready = [(starts[o][k], durations[o][k] + hop) for o, hop in shop.before[lane]]
             if any(start == _NOT_YET for start, _ in ready):
                 break
             start = max([free[rank], *(start + later for start, later in ready)])
-            starts[lane][k], free[rank] = start, start + shop.durations[lane]
+            starts[lane][k], free[rank] = start, start + durations[lane][k]
             at[rank] += 1
             for other, _ in shop.after[lane]:
                 waiting = other // shop.lanes_of_rank
@@ -286,8 +393,18 @@ def starts_of(rows: Sequence[Sequence[Action]], shop: Shop) -> Starts:
     return np.array(starts, dtype=np.int64)
 
 
+def _as_lanes(row: Sequence[Action], shop: Shop) -> Iterator[tuple[int, Kind, int]]:
+    """The passes of ``row``, and where there are lanes of R, right behind F each pass of R that is
+    not there in truth."""
+    there = set(row)
+    for stage, kind, k in row:
+        yield from ((stage, part, k) for part in RULES[kind].covers)
+        if shop.given_up is not None and kind is F and Action(stage, R, k) not in there:
+            yield stage, R, k
+
+
 def end_of(starts: Starts, shop: Shop) -> int:
     """When all of ``starts`` has ended, with tails."""
-    ends = starts.max(axis=1) + np.array(shop.durations)
+    ends = (starts + shop.durations_of_all).max(axis=1)
     of_ranks = ends.reshape(shop.placement.ranks, shop.lanes_of_rank).max(axis=1)
     return int((of_ranks + np.array(shop.tails)).max())

@@ -84,13 +84,14 @@ def is_v(placement: Placement) -> bool:
 def _ranks_of(shop: Shop) -> list[RankWork]:
     works = []
     for first in range(0, shop.lanes, LANES):
-        ticks, gains = (row[first : first + LANES] for row in (shop.durations, shop.gains))
+        ticks = shop.durations[first : first + LANES]
+        gains = [float(gain) for gain in shop.gains[first : first + LANES]]
         works.append(
             RankWork(
                 ticks,
                 (gains[F_OUTER], gains[F_INNER]),
                 (-gains[W_OUTER], -gains[W_INNER]),
-                shop.limit,
+                float(shop.limit),
             )
         )
     return works

@@ -14,7 +14,13 @@ from megatron_ext.schedule.costs_text import outline_costs
 from megatron_ext.schedule.kinds import RULES, Held, Lane
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Offload, Problem
-from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, peak_on_host, peaks
+from megatron_ext.schedule.program.memory import (
+    in_bytes,
+    in_microbatches,
+    peak_on_host,
+    peaks,
+    share_made_again,
+)
 from megatron_ext.schedule.program.simulate import simulate, step_seconds
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.timeline import Timeline
@@ -73,7 +79,8 @@ def summarize(program: Program) -> str:
         f"{counted(problem.microbatches, 'microbatch')}: "
         f"predicted bubble {bubble:.1%} of the makespan (1f1b {stock:.1%}), "
         f"peak {counted(peak, 'microbatch')}{held}"
-        f"{_untrained_part(problem)}{_offloaded_part(program)}{_what_overlaps(program)}; "
+        f"{_untrained_part(problem)}{_offloaded_part(program)}{_recomputed_part(program)}"
+        f"{_what_overlaps(program)}; "
         f"costs {costs.origin} (of a microbatch on one rank): {outlined}"
     )
 
@@ -90,6 +97,11 @@ def _untrained_part(problem: Problem) -> str:
             return "; stage 0 has nothing to train, and forward passes alone"
     last = problem.first_trained - 1
     return f"; stages 0 to {last} have nothing to train, and forward passes alone"
+
+
+def _recomputed_part(program: Program) -> str:
+    share = share_made_again(program.schedule)
+    return f"; {share:.0%} of the activations are made again" if share else ""
 
 
 def _offloaded_part(program: Program) -> str:

@@ -1,0 +1,152 @@
+"""Search for the schedule of least makespan in which some activations are made again.
+
+Which ones is part of the search: `improve` packs plans of a shop, and here there is a shop for each
+choice. The first choices are shares of what a rank's chunks make, the longest-waiting chunk first,
+evenly spread over the microbatches. The most promising are improved as plans are, and with them the
+choices: some microbatches more, or fewer, of a stage, of stages in a row, or of a chunk of every
+rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.progress import Task, task
+from megatron_ext.schedule.search.effort import Effort
+from megatron_ext.schedule.search.improve import Dice, Sides, periodic_plans, shifted, sides_of
+from megatron_ext.schedule.search.pack import Packed
+from megatron_ext.schedule.search.shop import R, Rows, rows_of, shop_of, starts_of
+
+Again = npt.NDArray[np.bool_]  # stages x microbatches
+
+_GOLDEN = (5**0.5 - 1) / 2
+_QUARTERS = 4  # of a chunk
+_PERIODS = (80, 90, 100, 110, 120, 140)  # % of a rank's work
+_WEIGHTS = (100, 55, 160)  # %
+_PROMISING = 4  # choices
+_STEPS = 100  # at least
+_MEMORY = 20  # steps
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """A choice, and the best of its plans."""
+
+    again: Again
+    sides: Sides
+    packed: Packed
+
+    @property
+    def rows(self) -> Rows:
+        shop = self.sides.shop
+        return rows_of(self.packed.starts, shop.placement, shop.again)
+
+
+def search_again(problem: Problem, known: Sequence[Rows], how: Effort) -> list[Rows]:
+    """The best schedules found, best first.
+
+    Args:
+        problem: whose memory limit leaves room for a microbatch (`Shop.fits`).
+        known: schedules that are known to be good, with R. Some may need more than the limit.
+    """
+    choices = _Choices(problem, how)
+    # Twice what it takes where nothing is made again: there is twice as much to choose.
+    steps = max(how.passes(problem.ranks) // choices.passes, _STEPS)
+    shares = range(_QUARTERS * problem.placement.chunks + 1)
+    plans = len(known) + len(shares) * len(_PERIODS) * len(_WEIGHTS)
+    with task(f"packing plans, {how.name} effort", plans + steps, alike=True) as work:
+        found = [choices.of_rows(rows, work) for rows in known]
+        found += [choices.of_share(share / _QUARTERS, work) for share in shares]
+        best = sorted(found, key=_makespan)[:_PROMISING]
+        dice = Dice()
+        each = steps // 2 // len(best)
+        best = [choices.improved(candidate, each, dice, work) for candidate in best]
+        first = min(best, key=_makespan)
+        best.append(choices.improved(first, steps // 2, dice, work))
+    return [candidate.rows for candidate in sorted(best, key=_makespan)]
+
+
+def _makespan(found: _Found) -> int:
+    return found.packed.makespan
+
+
+class _Choices:
+    """Makes and improves choices of what is made again for ``problem``."""
+
+    def __init__(self, problem: Problem, how: Effort) -> None:
+        self.placement, self.m, self.how = problem.placement, problem.microbatches, how
+        self.all = np.ones((self.placement.stages, self.m), dtype=bool)
+        self.shop = shop_of(problem, self.all)
+        self.stages = np.array([stage for stage, _ in self.shop.passes])
+        self.passes = self.shop.lanes * self.m
+
+    def sides(self, again: Again) -> Sides:
+        assert self.shop.given_up is not None
+        shop = replace(self.shop, given_up=self.shop.given_up * again[self.stages])
+        return sides_of(shop, self.how.packer)
+
+    def of_rows(self, rows: Rows, work: Task) -> _Found:
+        again = np.zeros_like(self.all)
+        for stage, kind, k in (action for row in rows for action in row):
+            if kind is R:
+                again[stage, k] = True
+        sides = self.sides(again)
+        work.done += 1
+        return _Found(again, sides, sides.justified(starts_of(rows, sides.shop)))
+
+    def of_share(self, chunks: float, work: Task) -> _Found:
+        """The best of some plans where each rank makes so many ``chunks`` of a microbatch again, on
+        average."""
+        spread = np.arange(self.m) * _GOLDEN % 1
+        again = np.zeros_like(self.all)
+        for stages in self.placement.stages_of:
+            for chunk, stage in enumerate(stages):
+                again[stage] = spread < chunks - chunk
+        sides = self.sides(again)
+        packed = []
+        for plan in periodic_plans(sides.shop, _WEIGHTS, _PERIODS):
+            packed.append(sides.justified(plan))
+            work.done += 1
+        return _Found(again, sides, min(packed, key=lambda p: p.makespan))
+
+    def improved(self, best: _Found, steps: int, dice: Dice, work: Task) -> _Found:
+        """``best`` and what ``steps`` changes make of it (late acceptance, as in `improve`)."""
+        current, recent = best, [_makespan(best)] * _MEMORY
+        for step in range(steps):
+            draw = dice.below(100)
+            again, sides, plan = current.again, current.sides, current.packed.starts
+            if draw >= 60:
+                again = self.changed(again, dice)
+                sides = self.sides(again)
+            if draw < 60 or draw >= 75:
+                plan = shifted(current.packed, sides.shop, dice)
+            new = _Found(again, sides, sides.justified(plan))
+            work.done += 1
+            slot = step % _MEMORY
+            if _makespan(new) <= max(_makespan(current), recent[slot]):
+                current = new
+            recent[slot] = _makespan(current)
+            if _makespan(current) < _makespan(best):
+                best = current
+        return best
+
+    def changed(self, again: Again, dice: Dice) -> Again:
+        """``again`` with some microbatches more, or fewer."""
+        draw, stages = dice.below(100), self.placement.stages
+        if draw < 30:
+            which = [dice.below(stages)]
+        elif draw < 60:
+            chunk = dice.below(self.placement.chunks)
+            which = [of_rank[chunk] for of_rank in self.placement.stages_of]
+        else:
+            first = dice.below(stages)
+            which = list(range(first, min(first + dice.choice((2, 4)), stages)))
+        k, count = dice.below(self.m), dice.choice((1, 1, 1, 2, 4))
+        changed = again.copy()
+        changed[which, k : k + count] = bool(dice.below(2))
+        return changed

@@ -1,0 +1,144 @@
+"""Give activations up after F, and make them again before they are needed.
+
+Mario (Liu et al. 2025, PPoPP, 10.1145/3710848.3710878). Of what a forward pass makes, the stage's
+input is kept alone; before the backward pass a second forward pass (R) makes the rest again. It
+stands right before the backward pass: where that waits for its gradient, R runs in the bubble.
+
+The transform works on a schedule of compute actions. Into a memory limit it gives up the fewest:
+those that wait the longest first. Where the weight gradients that wait for W alone hold too much, W
+comes sooner.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.kinds import RULES, Held
+from megatron_ext.schedule.limit import fits
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.program.memory import Amount, amount_of, peak
+from megatron_ext.schedule.schedule import Schedule
+
+_GOLDEN = 0.6180339887498949
+
+Row = tuple[Action, ...]
+_Made = tuple[int, int]  # an activation, by its stage and microbatch
+
+
+def recompute(schedule: Schedule, problem: Problem) -> Schedule:
+    """``schedule``, which has passes only, with those that make activations again.
+
+    One that has some already is left as it is.
+    """
+    if any(RULES[action.kind].repeats for row in schedule.rows for action in row):
+        return schedule
+    wanted = problem.extras.recompute
+    if wanted.fit:
+        limit = problem.memory_limit
+        assert limit is not None
+        room = _Room(*amount_of(limit, schedule, problem.costs))
+        rows = [_fitting(row, room, problem) for row in schedule.rows]
+    else:
+        rows = [
+            _with_again(row, [made for made in _made(row, problem) if made[0] < wanted.first])
+            for row in schedule.rows
+        ]
+    return replace(schedule, rows=tuple(rows))
+
+
+@dataclass(frozen=True)
+class _Room:
+    """What a rank may hold, in the unit of ``amount``."""
+
+    amount: Amount
+    allowed: float
+
+    def holds(self, row: Row) -> bool:
+        return fits(peak(row, self.amount), self.allowed)
+
+    def change(self, action: Action, given_up: Collection[_Made]) -> tuple[float, float]:
+        """What ``action`` takes at its start, and gives back at its end."""
+        stage, kind, microbatch = action
+        rule = RULES[kind]
+        takes = sum(self.amount(held, stage) for held in rule.acquires)
+        if rule.repeats is not None:
+            takes -= self.amount(Held.INPUT, stage)
+        elif kind is Kind.FORWARD and (stage, microbatch) in given_up:
+            takes = self.amount(Held.INPUT, stage)
+        return takes, sum(self.amount(held, stage) for held in rule.releases)
+
+
+def _fitting(row: Row, room: _Room, problem: Problem) -> Row:
+    """``row`` with the fewest that bring it into ``room``; with all if none do."""
+    made = _longest_waiting_first(row, problem)
+
+    def with_first(count: int) -> Row:
+        given_up = frozenset(made[:count])
+        return _with_w_in_time(_with_again(row, given_up), room, given_up)
+
+    count = bisect_left(range(len(made)), True, key=lambda count: room.holds(with_first(count)))
+    return with_first(count)
+
+
+def _made(row: Row, problem: Problem) -> list[_Made]:
+    """The activations that are kept for a backward pass."""
+    trained = problem.first_trained
+    return [(a.stage, a.microbatch) for a in row if a.kind is Kind.FORWARD and a.stage >= trained]
+
+
+def _longest_waiting_first(row: Row, problem: Problem) -> list[_Made]:
+    """The stages first whose activations wait the longest; within a stage the microbatches in an
+    order in which the first n, for any n, are evenly spread over the step."""
+    place = {
+        (action.stage, kind, action.microbatch): at
+        for at, action in enumerate(row)
+        for kind in RULES[action.kind].covers
+    }
+    waits: dict[int, list[int]] = defaultdict(list)
+    for stage, k in (made := _made(row, problem)):
+        waits[stage].append(place[stage, Kind.BACKWARD_INPUT, k] - place[stage, Kind.FORWARD, k])
+    longest = sorted(waits, key=lambda stage: -sum(waits[stage]) / len(waits[stage]))
+    return sorted(made, key=lambda m: (longest.index(m[0]), m[1] * _GOLDEN % 1))
+
+
+def _with_again(row: Row, given_up: Collection[_Made]) -> Row:
+    """``row`` with R right before each backward pass of what is ``given_up``."""
+    new_row: list[Action] = []
+    for action in row:
+        is_backward = Kind.BACKWARD_INPUT in RULES[action.kind].covers
+        if is_backward and (action.stage, action.microbatch) in given_up:
+            new_row.append(action._replace(kind=Kind.RECOMPUTE))
+        new_row.append(action)
+    return tuple(new_row)
+
+
+def _with_w_in_time(row: Sequence[Action], room: _Room, given_up: Collection[_Made]) -> Row:
+    """``row`` with some of its W sooner: before a pass for which there is no room without."""
+    later = [action for action in row if action.kind is Kind.BACKWARD_WEIGHT]
+    done: dict[Action, None] = {}  # in order
+    held = 0.0
+
+    def do(action: Action) -> None:
+        nonlocal held
+        takes, gives = room.change(action, given_up)
+        held += takes - gives
+        done[action] = None
+
+    for action in row:
+        if action in done:
+            continue
+        takes, gives = room.change(action, given_up)
+        while not gives and not fits(held + takes, room.allowed):
+            ready = (w for w in later if w._replace(kind=Kind.BACKWARD_INPUT) in done)
+            if (first := next(ready, None)) is None:
+                break
+            later.remove(first)
+            do(first)
+        if action.kind is Kind.BACKWARD_WEIGHT:
+            later.remove(action)
+        do(action)
+    return tuple(done)

@@ -1,0 +1,38 @@
+"""Experts are chosen in a first run as they are in the run with gradients.
+
+Without gradients Megatron leaves a token's experts unsorted, and sums of their scores could differ
+in the last bit. Nothing is differentiated here: the logits have no gradient.
+
+Not patched: routers, which count tokens and auxiliary losses only where there are gradients, so not
+in a first run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_ext.adapter.step.first_run import first_run
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches.engine import Patch, wrap
+
+
+def patches(config: PipelineConfig) -> tuple[Patch, ...]:
+    """The patch that has experts sorted."""
+    return (
+        wrap(
+            "megatron.core.transformer.moe.moe_utils:topk_routing_with_score_function",
+            sort_experts,
+            reason="a pass that runs again chooses the same experts both times, to the last bit",
+        ),
+    )
+
+
+def sort_experts(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``original``'s result."""
+    if not first_run.is_on:
+        return original(*args, **kwargs)
+    with torch.enable_grad():
+        return original(*args, **kwargs)

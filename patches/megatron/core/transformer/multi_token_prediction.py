@@ -1,0 +1,38 @@
+"""Losses of multi-token prediction are logged once where a pass runs twice.
+
+Megatron logs them in each forward pass of a training, with gradients or without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+from megatron_ext.adapter.step.first_run import first_run
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches.engine import Patch, wrap
+
+
+def name_here() -> str:
+    """Of the function that logs: 0.18 has another."""
+    names = "save_metrics_to_tracker", "save_loss_to_tracker"
+    return next(name for name in names if hasattr(MTPLossLoggingHelper, name))
+
+
+def patches(config: PipelineConfig) -> tuple[Patch, ...]:
+    """The patch that leaves logging to the second run."""
+    return (
+        wrap(
+            f"megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper.{name_here()}",
+            log_once,
+            reason="a pass that runs again logs its losses the second time",
+        ),
+    )
+
+
+def log_once(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """``original``, but in a first run."""
+    if not first_run.is_on:
+        original(*args, **kwargs)

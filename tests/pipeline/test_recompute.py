@@ -1,0 +1,150 @@
+"""Passes that run again (``--pipeline-recompute``) against stock Megatron: the same numbers.
+
+Weights are drawn by their names, so that a model starts alike wherever its stages lie. Every stage
+recomputes every microbatch, the last one too, so that nothing is left as it was. Compared are
+losses, those of multi-token prediction and of experts, parameters and optimizer tensors. What a
+router counts is in its biases.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.schedule.build.registry import choose
+from tests.helpers.combinations import at_night, nightly
+from tests.helpers.megatron_runs import EXPERTS, Run, assert_same, losses, model_flags, train
+from tests.pipeline.test_multi_token_prediction import drawn_by_name
+
+Flags = dict[str, object]
+
+DROPOUT: Flags = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
+TIED: Flags = {"untie_embeddings_and_output_weights": None}
+# Three of eight experts: their scores' sum has an order. Each loss and count that there is.
+ROUTED: Flags = EXPERTS | {
+    "num_experts": 8,
+    "moe_router_topk": 3,
+    "moe_z_loss_coeff": 1e-3,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 1e-2,
+}
+MODELS: dict[str, tuple[int, Flags]] = {
+    "dropout": (2, DROPOUT),
+    "PP 4, dropout": (4, {"pipeline_model_parallel_size": 4} | DROPOUT),
+    "bf16": (2, {"bf16": True}),
+    "experts, dropout": (2, ROUTED | DROPOUT),
+    "EP 2, experts": (4, ROUTED | {"expert_model_parallel_size": 2}),
+    "multi-token prediction, tied": (2, TIED | {"mtp_num_layers": 2}),
+    "multi-token prediction, experts": (2, ROUTED | {"mtp_num_layers": 1}),
+    "TP 2, sequence parallel": (
+        4,
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True} | DROPOUT,
+    ),
+    "distributed optimizer": (
+        4,
+        {
+            "use_distributed_optimizer": True,
+            "overlap_grad_reduce": True,
+            "overlap_param_gather": True,
+        },
+    ),
+    "selective recompute": (2, {"recompute_granularity": "selective"} | DROPOUT),
+    "selective recompute of experts": (
+        2,
+        ROUTED | {"recompute_granularity": "selective", "recompute_modules": "moe"},
+    ),
+    "loss per token": (2, {"calculate_per_token_loss": True, "swiglu": True}),
+}
+CASES = [
+    *at_night(*((model, schedule) for model in MODELS for schedule in ("zb-h1", "zb-v"))),
+    *at_night(("dropout", "1f1b"), ("dropout", "interleaved-zb"), ("EP 2, experts", "hanayo")),
+]
+
+
+def flags(model: str, **more: object) -> list[str]:
+    return model_flags(
+        **{
+            "pipeline_model_parallel_size": 2,
+            "num_layers": 8,
+            "untie_embeddings_and_output_weights": True,
+            "position_embedding_type": "rope",
+            "train_iters": 3,
+            **MODELS[model][1],
+            **more,
+        }
+    )
+
+
+def run(model: str, **more: object) -> list[Run]:
+    return train(MODELS[model][0], flags(model, **more), model_provider=drawn_by_name)
+
+
+@functools.cache
+def reference(model: str, schedule: str | None) -> list[Run]:
+    return run(model, pipeline_schedule=schedule)
+
+
+def of_experts(output: str) -> list[str]:
+    """What Megatron's log says of experts, by iteration."""
+    return re.findall(r"((?:load_balancing|z)_loss: \S+)", output)
+
+
+@pytest.mark.parametrize(
+    ("model", "schedule"),
+    CASES,
+)
+def test_it_is_stock_to_the_last_bit(
+    model: str, schedule: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Where dropout draws by rank, it is the same schedule without, whose draws are the same."""
+    draws = "attention_dropout" in MODELS[model][1] and schedule not in ("1f1b", "zb-h1")
+    reference.cache_clear()  # its output is wanted
+    expected = reference(model, schedule if draws else None)
+    said = of_experts(capfd.readouterr().out)
+    ranks = int(str(MODELS[model][1].get("pipeline_model_parallel_size", 2)))
+    stages = choose(schedule).place(ranks).stages
+    runs = run(model, pipeline_schedule=schedule, pipeline_recompute=f"first:{stages}")
+    assert {run.schedule for run in runs} == {"PipelineStep"}
+    assert_same(runs, expected)
+    assert of_experts(capfd.readouterr().out) == said
+    assert bool(said) == ("num_experts" in MODELS[model][1])
+
+
+@nightly("test_placements.py has a V with it")
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"pipeline_vocab_parallel": 1},
+        {"pipeline_vocab_parallel": 2},
+        {"pipeline_p2p": "batched"},
+        {"pipeline_memory_limit": "0.8x", "pipeline_recompute": "fit"},
+    ],
+    ids=str,
+)
+def test_beside_our_own_settings(more: Flags) -> None:
+    """As the same schedule without."""
+    beside = {name: value for name, value in more.items() if name != "pipeline_recompute"}
+    if "pipeline_recompute" in more:
+        beside.pop("pipeline_memory_limit")
+    expected = run("bf16", pipeline_schedule="zb-v", **beside)
+    ours: Flags = {"pipeline_schedule": "zb-v", "pipeline_recompute": "first:4", **more}
+    runs = run("bf16", **ours)
+    assert_same(runs, expected)
+
+
+@nightly("test_placements.py has the setting")
+def test_a_file_with_passes_that_run_again(tmp_path: Path) -> None:
+    table = tmp_path / "again.csv"
+    table.write_text(
+        "0F0,0F1,0R0,0I0,0W0,0F2,0R1,0I1,0W1,0F3,0I2,0W2,0R3,0I3,0W3\n"
+        "1F0,1I0,1F1,1W0,1R1,1I1,1W1,1F2,1I2,1W2,1F3,1I3,1W3\n"
+    )
+    more: Flags = {"global_batch_size": 4}
+    expected = run("dropout", **more)
+    runs = run("dropout", pipeline_schedule=table, **more)
+    assert losses(runs)
+    assert_same(runs, expected)
