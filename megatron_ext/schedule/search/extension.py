@@ -30,16 +30,12 @@ _ROUNDS = 3
 
 
 def has_middle(problem: Problem) -> bool:
-    """Whether a schedule for ``problem`` is long enough to be made longer or shorter.
-
-    (And packing can: ranks have equally many chunks, the limit leaves room, and the schedule makes
-    nothing again.)
-    """
+    """Whether a schedule for ``problem`` is long enough to be made longer or shorter (and packing
+    can, where ranks have equally many chunks and the limit leaves room)."""
     placement = problem.placement
     is_even = {len(stages) for stages in placement.stages_of} == {placement.chunks}
     is_long = problem.microbatches >= MIDDLE * problem.ranks
-    makes_again = problem.extras.recompute.fit
-    return is_even and is_long and not makes_again and shop_of(problem).fits
+    return is_even and is_long and shop_of(problem).fits
 
 
 def extended(known: Schedule, problem: Problem) -> Schedule:
