@@ -34,6 +34,12 @@ FLAGS: dict[str, Any] = {
     "pipeline_schedule": "plan",
 }
 LAYER_EACH: dict[str, Any] = {"num_layers": 2, "pipeline_vocab_parallel": "none"}
+WIDE: dict[str, Any] = {  # so that passes take longer than it takes to launch them
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "seq_length": 2048,
+    "max_position_embeddings": 2048,
+}
 
 
 def chosen(**overrides: object) -> tuple[list[str], Chosen]:
@@ -91,12 +97,13 @@ def test_it_is_the_same_each_time_and_leaves_nothing_behind(
     assert "--pipeline-vocab-parallel" not in first.flags and not applied()
 
 
-@pytest.mark.parametrize(("sequence", "schedules"), [(8, 4), (32, 5)])
+@pytest.mark.parametrize(("sequence", "schedules"), [(256, 4), (1024, 5)])
 def test_what_fits_in_the_memory_of_1f1b(sequence: int, schedules: int) -> None:
     """1F1B's first rank holds two activations. zb-h1's last one holds an activation, the logits and
     what a W needs; that fits once attention matrices, which no W needs, outweigh the logits. (What
     searches does no W of it so late, and nothing here takes less time.)"""
-    _, choice = chosen(**LAYER_EACH, seq_length=sequence, max_position_embeddings=sequence)
+    lengths = {"seq_length": sequence, "max_position_embeddings": sequence}
+    _, choice = chosen(**LAYER_EACH | WIDE | lengths, vocab_size=32000)
     assert choice.flags[:2] == ("--pipeline-schedule", "zb-auto")
     assert f"of {schedules} schedules in no more memory than 1f1b; then zb-1p (" in choice.why
 
@@ -197,11 +204,11 @@ def test_choice_honours_the_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
 def test_flag_that_hides_a_better_choice_is_named() -> None:
     """A flag about speed alone leaves whole backward passes, which was slow, and nothing said
     so."""
-    _, whole = chosen(use_transformer_engine_op_fuser=True)
+    _, whole = chosen(**WIDE, use_transformer_engine_op_fuser=True)
     assert not entries()[whole.flags[1]].splits_backward
     hidden = whole.why.partition("Without --use-transformer-engine-op-fuser: ")[2]
     assert "zb-" in hidden and " shorter (bubble " in hidden
-    _, plain = chosen()
+    _, plain = chosen(**WIDE)
     assert entries()[plain.flags[1]].splits_backward and "Without" not in plain.why
 
 

@@ -11,7 +11,7 @@ from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import v
-from megatron_ext.schedule.problem import Offload, Problem
+from megatron_ext.schedule.problem import Offload, Problem, Recompute
 from megatron_ext.schedule.program.memory import in_microbatches, peaks
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import Program
@@ -91,14 +91,16 @@ def test_time_in_memory_bounds_a_v(limit: float, bound: int) -> None:
 
 
 def test_what_leaves_the_rank_bounds_nothing() -> None:
-    """A copy on the host is not in the rank's memory."""
+    """A copy on the host is not in the rank's memory, nor is what will be made again."""
     placement = v(4)
     costs = uniform(placement, 10, 12, 8, 1).with_host((1,) * 8, (1,) * 8)
     problem = Problem(placement, 16, costs, MemoryLimit(2))
     copied = problem.with_extras(offload=Offload.FULL)
+    given_up = problem.with_extras(recompute=Recompute(fit=True))
     without_limit = replace(problem, memory_limit=None)
-    bounds = [lower_bound(made, splits_backward=True) for made in (problem, copied, without_limit)]
-    assert bounds == [536, 498, 498]
+    variants = (problem, copied, given_up, without_limit)
+    bounds = [lower_bound(made, splits_backward=True) for made in variants]
+    assert bounds == [536, 498, 498, 498]
 
 
 def test_search_raises_the_bound_and_never_passes_the_makespan() -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.schedule.build.build import complete
 from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import v, wave
 from megatron_ext.schedule.problem import Problem
@@ -43,6 +44,7 @@ from tests.helpers.schedules import PROPERTY, random_costs, seeds
 
 pytestmark = pytest.mark.search
 
+FourCosts = tuple[float, float, float, float]  # f, i, w, comm
 CHUNKS = ((F_OUTER, I_OUTER, W_OUTER), (F_INNER, I_INNER, W_INNER))
 Many = npt.NDArray[np.int_]  # a row a way, by rank and lane
 EQUAL = (1, 1, 1, 1, 1, 1)
@@ -254,7 +256,7 @@ def test_fineness_of_ticks_changes_nothing() -> None:
 # ---- On a problem
 
 
-def problem_of(p: int, m: int, limit: float, costs: tuple[float, ...] = (10, 12, 8, 1)) -> Problem:
+def problem_of(p: int, m: int, limit: float, costs: FourCosts = (10, 12, 8, 1)) -> Problem:
     placement = v(p)
     return Problem(placement, m, uniform(placement, *costs), MemoryLimit(limit))
 
@@ -287,6 +289,19 @@ def test_repeated_they_are_schedules(seed: int, p: int, m: int, more: int) -> No
         took = simulate(program, instant.costs).makespan
         rounding = shop.lanes * m * shop.tick
         assert took <= (end_of(plan, shop) - plan.min()) * shop.tick + rounding
+
+
+def test_bytes_are_as_good_as_microbatches() -> None:
+    """More of them than 32 bits count."""
+    limited, chunk = problem_of(8, 16, 5), 2**33
+    held = dict.fromkeys((Held.ACTIVATION, Held.WEIGHT_INPUTS), (float(chunk),) * 16)
+    in_bytes = replace(
+        limited,
+        costs=replace(limited.costs, held_bytes=held),
+        memory_limit=MemoryLimit(bytes=10 * chunk),
+    )
+    plans, same = (pattern_plans(shop_of(problem)) for problem in (limited, in_bytes))
+    assert len(plans) == 24 and np.array_equal(plans, same)
 
 
 def test_only_a_v_has_them() -> None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import Neighbour
-from megatron_ext.schedule.problem import Offload, Problem
+from megatron_ext.schedule.problem import Offload, Problem, Recompute
 from megatron_ext.schedule.search.weight_gradient_filling import Memory, memory_of
 
 
@@ -34,10 +34,10 @@ def lower_bound(problem: Problem, splits_backward: bool) -> float:
     And however well a rank is busy, each microbatch is in its memory until it has been to the last
     stage and back (`_least_held`).
 
-    Where what is held may leave the rank in between, its memory bounds nothing here.
+    Where what is held may leave the rank in between, or be given up, memory bounds nothing here.
     """
     placement, costs, m = problem.placement, problem.costs, problem.microbatches
-    memory = memory_of(problem if _stays(problem) else replace(problem, memory_limit=None))
+    memory = _memory(problem)
     forward = costs.seconds[Kind.FORWARD]
     input_gradient = costs.seconds[Kind.BACKWARD_INPUT]
     weight_gradient = costs.seconds[Kind.BACKWARD_WEIGHT]
@@ -73,8 +73,10 @@ def lower_bound(problem: Problem, splits_backward: bool) -> float:
     return bound
 
 
-def _stays(problem: Problem) -> bool:
-    return problem.extras.offload is Offload.NONE
+def _memory(problem: Problem) -> Memory:
+    """What ranks may hold of all that is under way."""
+    stays = problem.with_extras(offload=Offload.NONE, recompute=Recompute())
+    return memory_of(problem if stays == problem else replace(stays, memory_limit=None))
 
 
 def _most_work(

@@ -118,10 +118,22 @@ def _routed(model: Model, execution: Execution) -> list[Operation]:
     for name, widths in (("latent down", (hidden, latent)), ("latent up", (latent, hidden))):
         if latent:
             operations += linear(name, tokens, *widths, execution, modules=again)
-    grouped = {"engine": Engine.GROUPED, "weights": local, "modules": again}
-    operations += linear("experts' fc1", rows, inner, gates * own, execution, **grouped)
+
+    def product(name: str, entering: float, leaving: float) -> list[Operation]:
+        return linear(
+            name,
+            rows,
+            entering,
+            leaving,
+            execution,
+            modules=again,
+            engine=Engine.GROUPED,
+            weights=local,
+        )
+
+    operations += product("experts' fc1", inner, gates * own)
     operations.append(_activation(model, execution, rows * own, [*again, "moe_act"]))
-    operations += linear("experts' fc2", rows, own, inner, execution, **grouped)
+    operations += product("experts' fc2", own, inner)
     return operations
 
 
