@@ -349,7 +349,9 @@ def test_tokens_go_to_their_experts_and_back() -> None:
     near = waits(Group.EXPERT, larger, joined, expert_parallel=16)
     assert near == pytest.approx([sent * 15 / 16 / WHOLE.peers] * 2)
     once_a_rank = waits(Group.EXPERT, model, expert_parallel=2, dispatcher="flex")
-    assert once_a_rank < waits(Group.EXPERT, model, expert_parallel=2)
+    assert once_a_rank == pytest.approx([2 * TOKENS * WIDTH * 2 * 1.5 / 2 / WHOLE.peers] * 2)
+    once_a_node = waits(Group.EXPERT, larger, expert_parallel=16, dispatcher="flex")
+    assert once_a_node == pytest.approx([2 * TOKENS * WIDTH * 2 * 1.5 / 2 / WHOLE.network] * 2)
     again = waits(Group.EXPERT, model, expert_parallel=8, recompute_modules=frozenset(["moe"]))
     assert again == pytest.approx((in_node[0], 2 * in_node[1]))
 
