@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.schedule.build.auto_spec import is_open
 from megatron_ext.schedule.build.registry import Choice, choose
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.limit import parse_limit
@@ -143,8 +144,10 @@ class PipelineConfig:
             _as_given,
             "SPEC",
             "Pipeline schedule: NAME[:key=value,...] (see 'megatron-ext schedules'), a CSV file "
-            "of compute actions, a row per rank, a Python file with a family, or 'plan', which "
-            "chooses one for this launch. Default: Megatron's own, untouched.",
+            "of compute actions, a row per rank, a Python file with a family, 'auto', which finds "
+            "placement, chunks and order for this launch (auto:placement=v,chunks=2 names them), "
+            "or 'plan', which compares all schedules and divides the vocabulary, too. Default: "
+            "Megatron's own, untouched.",
         ),
     )
     memory_limit: str | None = field(
@@ -299,7 +302,7 @@ class PipelineConfig:
                         f"acts on a schedule of ours only; add one or drop it"
                     )
         parsed = {n: declared[n].metadata["parse"](n, value) for n, value in given.items()}
-        if "race" in parsed and parsed.get("schedule") != PLAN:
+        if "race" in parsed and not _is_chosen_later(parsed.get("schedule")):
             race = line_up(parsed.get("schedule"), parsed["race"].specs)
             parsed |= {"schedule": race.baseline, "race": race}
         return cls(**parsed)
@@ -308,7 +311,7 @@ class PipelineConfig:
         self._check_traces()
         if self.schedule is None:
             return
-        if self.schedule != PLAN:
+        if not self.is_chosen_later:
             _ = self.choice
         self._check_offload()
         if self.recompute.fit and self.memory_limit is None:
@@ -386,14 +389,21 @@ class PipelineConfig:
             getattr(self, setting.name) != setting.default for setting in settings
         )
 
+    @property
+    def is_chosen_later(self) -> bool:
+        """Whether the schedule is yet to be chosen, from a launch line: by ``plan``, or by an
+        ``auto`` that leaves anything open."""
+        return _is_chosen_later(self.schedule)
+
     @cached_property
     def choice(self) -> Choice:
         """The chosen schedule. Raises ValueError when there is no such schedule, or none yet."""
         assert self.schedule is not None
-        if self.schedule == PLAN:
+        if self.is_chosen_later:
+            tells = PLAN if self.schedule == PLAN else f"simulate {self.schedule}"
             raise ValueError(
-                f"the schedule {PLAN!r} is chosen from a launch line: launch with python -m "
-                f"megatron_ext SCRIPT ..., or name one; 'megatron-ext plan' tells which"
+                f"the schedule {self.schedule!r} is chosen from a launch line: launch with python "
+                f"-m megatron_ext SCRIPT ..., or name one; 'megatron-ext {tells}' tells which"
             )
         return choose(self.schedule)
 
@@ -429,6 +439,10 @@ class PipelineConfig:
         if self.memory_limit is not None:
             limit = parse_limit(self.memory_limit, placement.ranks, microbatches)
         return Problem(placement, microbatches, costs, limit, forward_only, self.extras)
+
+
+def _is_chosen_later(schedule: str | None) -> bool:
+    return schedule is not None and (schedule == PLAN or is_open(schedule))
 
 
 # The settings that ask for an extra, by the extra's name.

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ext.config import (
-    PLAN,
     PipelineConfig,
     flag,
     flags_from_environment,
@@ -72,8 +71,8 @@ def launch(argv: Sequence[str], choose: ChoosePlan, recorded: Recorded | None = 
     ``MEGATRON_EXT_X`` stands for a flag; with none, Megatron is left as it is. Without a GPU the
     CPU platform is put under it.
 
-    ``choose`` is asked where the schedule is ``plan``. With ``recorded`` the training is recorded
-    and ends early; it computes what it would without.
+    ``choose`` is asked where the schedule is ``plan``, or an ``auto`` that leaves anything open.
+    With ``recorded`` the training is recorded and ends early; it computes what it would without.
 
     Exits with status 2 and one line for a mistake in our flags, a patch that does not fit, or a
     missing script.
@@ -92,7 +91,7 @@ def launch(argv: Sequence[str], choose: ChoosePlan, recorded: Recorded | None = 
         config = from_argv(sys.argv[1:])
         if not _has_gpu():
             _use_cpu()
-        if config.schedule == PLAN:
+        if config.is_chosen_later:
             sys.argv[1:] = _planned(config, choose)
             config = from_argv(sys.argv[1:])
         if recorded is not None:
@@ -148,7 +147,7 @@ def _planned(config: PipelineConfig, choose: ChoosePlan) -> list[str]:
         chosen = choose(sys.argv[1:], config, int(os.environ.get("WORLD_SIZE", "1")))
     if rank == 0:
         instead = f" in place of {' '.join(chosen.dropped)}" if chosen.dropped else ""
-        logger.info(f"plan takes {' '.join(chosen.flags)}{instead}: {chosen.why}")
+        logger.info(f"{config.schedule} takes {' '.join(chosen.flags)}{instead}: {chosen.why}")
     return [*without(sys.argv[1:], chosen.dropped), *chosen.flags]
 
 

@@ -6,7 +6,7 @@
 Two series for each family: p = 8 with m from 16 to 512, and p from 8 to 64 with m = 8p. Times are
 CPU seconds, taken once. The exponent e is that of a power law fitted to them in log-log: seconds
 grow as actions**e, where actions are all that the ranks do, messages and waits included. v-auto,
-whose search is the same at any size, has p = 8 and m = 16 and 32 alone.
+wave-auto and loop-auto, whose search is the same at any size, have p = 8 and m = 16 and 32 alone.
 """
 
 from __future__ import annotations
@@ -107,10 +107,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         (family, p, m)
         for family in arguments.family
         for p, m in sorted(sizes)
-        if family != "v-auto" or (p == 8 and m <= 32)
+        if not entries()[family].searches or (p == 8 and m <= 32)
     ]
     results: list[Measured] = []
-    # v-auto would find what it made the last time.
+    # A search would find what it made the last time.
     with tempfile.TemporaryDirectory() as cache, Progress(console=Console(stderr=True)) as progress:
         os.environ["XDG_CACHE_HOME"] = cache
         task = progress.add_task("schedules", total=sum(p * m for _, p, m in grid))

@@ -70,6 +70,8 @@ FAMILIES: dict[str, tuple[int, int, str, tuple[str, ...]]] = {
     "chimera": (4, 8, USUAL, ()),
     "hanayo": (4, 4, USUAL, ()),
     "bitpipe": (4, 8, USUAL, ()),
+    "loop-auto": (4, 8, USUAL, ("--memory-limit", "3", "--vpp", "3")),
+    "wave-auto": (4, 8, USUAL, ("--memory-limit", "3")),
 }
 
 

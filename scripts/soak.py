@@ -10,7 +10,8 @@ one process, to the last bit, and nothing may be left: no message, no activation
 gradient. The exit status is 1 if a rank fails, if an iteration takes more than --seconds, or if a
 rank's resident memory grows by more than --growth MiB after the first fifth of the iterations.
 
-v-auto, which searches long, has one size, and finds in its cache what was made before the fork.
+v-auto, wave-auto and loop-auto, which search long, have one size, and find in their cache what was
+made before the fork.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ from megatron_ext.schedule.program.verify import InvalidSchedule, Program
 WIDTH = 16
 SAMPLES = 3
 MICROBATCHES = 12
-SEARCHES_LONG = "v-auto"
+SEARCHES_LONG = tuple(name for name, entry in entries().items() if entry.searches)
 LONG_MICROBATCHES = 2
 LONG_COSTS = (10.0, 12.0, 8.0, 1.0)
 
@@ -120,15 +121,15 @@ def draw(dice: random.Random, ranks: int) -> tuple[str, Program]:
         f, i, w = (dice.uniform(1, 20) for _ in range(3))
         comm = dice.choice([0.0, dice.uniform(0, 5)])
         try:
-            if name == SEARCHES_LONG:
-                return f"{name}, m={LONG_MICROBATCHES}", long_search(ranks)
+            if name in SEARCHES_LONG:
+                return f"{name}, m={LONG_MICROBATCHES}", long_search(name, ranks)
             return f"{name}, m={microbatches}", build(name, ranks, microbatches, f, i, w, comm)
         except InvalidSchedule:
             continue  # a size that the family refuses
 
 
-def long_search(ranks: int) -> Program:
-    return build(SEARCHES_LONG, ranks, LONG_MICROBATCHES, *LONG_COSTS)
+def long_search(name: str, ranks: int) -> Program:
+    return build(name, ranks, LONG_MICROBATCHES, *LONG_COSTS)
 
 
 def build(
@@ -188,7 +189,7 @@ def all_channels(ranks: int) -> set[Channel]:
     """Those of every family: each has messages for every neighbour that it has."""
     union: set[Channel] = set()
     for name in entries():
-        if name != SEARCHES_LONG:  # a V, as others are
+        if name not in SEARCHES_LONG:  # placed as others are
             union |= set(channels(build(name, ranks, ranks, 1, 1, 1).schedule))
     return union
 
@@ -235,7 +236,8 @@ def gather(
     done: list[list[Iteration]] = [[] for _ in ranks]
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder
-        long_search(arguments.ranks)
+        for name in SEARCHES_LONG:
+            long_search(name, arguments.ranks)
         pipes = [fork.Pipe(duplex=False) for _ in ranks]
         processes = [
             fork.Process(target=on_rank, args=(rank, arguments, folder, pipes[rank][1]))

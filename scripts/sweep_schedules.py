@@ -11,7 +11,8 @@ The grid, unless --ranks or --all say otherwise:
 
 - p is 2 to 16, 24 and 32; m is 1 to 4p up to p = 8, then 1, p, p+1 and 2p-1, and for p over 16 1, p
   and p+1. zb-auto, zb-1p and zb-2p, which search, have p 2, 3, 4, 6, 8, 12 and 16, and m 1, p, p+1,
-  2p-1 and 3p+1; v-auto, which searches long, has p 2, 3 and 4, and m 1, p and 2p+1.
+  2p-1 and 3p+1; v-auto, wave-auto and loop-auto, which search long, have p 2, 3 and 4, and m 1, p
+  and 2p+1.
 - Loops have 2 and 3 chunks a rank, waves are 1 and 2.
 - Costs: equal, 10:12:8 with 1 for a hop, 18:18:9, 10:20:10. A family that does not look at them
   has the first alone; one that does has all at p <= 4, else (and if it searches) one in turn.
@@ -56,7 +57,7 @@ COSTS = {
     "10:20:10": (10, 20, 10, 0),
 }
 SEARCHES = ("zb-auto", "zb-1p", "zb-2p")
-SEARCHES_LONG = ("v-auto",)
+SEARCHES_LONG = ("v-auto", "wave-auto", "loop-auto")
 BYTES = 2**30  # of a microbatch on a rank, about
 
 
@@ -290,7 +291,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     grid = {name: list(cases(entries()[name], arguments.ranks, arguments.all)) for name in chosen}
     tallies = {name: Tally() for name in grid}
     start, cpu = time.perf_counter(), time.process_time()
-    # v-auto would find what it made before an edit.
+    # A search would find what it made before an edit.
     with tempfile.TemporaryDirectory() as cache, Progress(console=Console(stderr=True)) as progress:
         os.environ["XDG_CACHE_HOME"] = cache
         task = progress.add_task("schedules", total=sum(map(len, grid.values())))

@@ -38,7 +38,7 @@ LONGEST = (
 )
 
 # Families that look through many orders of passes: a schedule takes a second, not hundredths.
-SEARCHING = ("v-auto", "zb-auto", "zb_auto")
+SEARCHING = ("v-auto", "wave-auto", "loop-auto", "zb-auto", "zb_auto")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,7 +11,8 @@ Schedule = Annotated[
     str,
     typer.Argument(
         metavar="SPEC",
-        help="A name of 'megatron-ext schedules', NAME[:key=value,...], or a .csv or .py file.",
+        help="A name of 'megatron-ext schedules', NAME[:key=value,...], auto, or a .csv or .py "
+        "file.",
     ),
 ]
 Ranks = Annotated[int, typer.Option(help="Pipeline ranks.")]

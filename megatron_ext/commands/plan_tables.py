@@ -119,10 +119,11 @@ def print_memory(recommended: Recommendation) -> None:
 def print_vocabulary(rows: Sequence[VocabularyRow]) -> None:
     if not rows:
         return
+    has_moved = any(VocabMethod.REDISTRIBUTED in row.steps for row in rows)
+    moved = " with\nlayers moved away from there," if has_moved else ""
     typer.echo(
-        "\nwhat a step takes with embedding and output layer at the ends of the pipeline, with "
-        "layers moved away\nfrom there, and with both divided over all ranks "
-        "(--pipeline-vocab-parallel 1 or 2):"
+        f"\nwhat a step takes with embedding and output layer at the ends of the pipeline,{moved} "
+        f"and with both\ndivided over all ranks (--pipeline-vocab-parallel 1 or 2):"
     )
     print_table(
         [

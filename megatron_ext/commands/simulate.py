@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,12 +22,14 @@ from megatron_ext.commands.options import (
 )
 from megatron_ext.commands.output import fail, print_table
 from megatron_ext.commands.progress import showing_progress
+from megatron_ext.schedule.build.auto_spec import auto_searches
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.overlap import what_overlapping_gains
 from megatron_ext.schedule.build.registry import Choice, choose, with_option
 from megatron_ext.schedule.build.report import ScheduleReport, report
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import parse_limit
+from megatron_ext.schedule.plan.auto import AS_1F1B, take
 from megatron_ext.schedule.problem import (
     P2P,
     Extras,
@@ -66,7 +68,7 @@ def simulate(
     costs: CostsText = UNIT,
     memory_limit: Limit = None,
     as_json: Json = False,
-    vpp: Annotated[int | None, typer.Option(help="Stages of a rank, for loops.")] = None,
+    vpp: Annotated[int | None, typer.Option(help="Stages of a rank, for loops and auto.")] = None,
     p2p: Annotated[P2P, typer.Option(help="How messages share communicators.")] = P2P.ASYNC,
     vocab_parallel: Annotated[
         VocabularyParallel,
@@ -131,23 +133,16 @@ def simulate(
         _check_options(csv, vocab_parallel, certify, post_validation)
         _check_files(csv, program_file, plot)
         varying = None if noise is None else parse_noise(noise)
-        choice = choose(spec if vpp is None else with_option(spec, "vpp", vpp))
-        placement = choice.place(pp)
-        limit = None if memory_limit is None else parse_limit(memory_limit, pp, microbatches)
-        problem = Problem(
-            placement,
-            microbatches,
-            parse_costs(costs, placement),
-            limit,
-            extras=Extras(
-                p2p=p2p,
-                vocabulary=vocab_parallel,
-                offload=offload,
-                recompute=parse_recompute(recompute, "--recompute"),
-                post_validation=post_validation,
-            ),
+        extras = Extras(
+            p2p=p2p,
+            vocabulary=vocab_parallel,
+            offload=offload,
+            recompute=parse_recompute(recompute, "--recompute"),
+            post_validation=post_validation,
         )
         with showing_progress():
+            asked = _Asked(pp, microbatches, costs, memory_limit, extras)
+            choice, problem, why = asked.choice(_with_chunks(spec, vpp))
             program, made = report(choice, problem)
             with task("simulating a device that waits at passes"):
                 waiting = simulate_program(program, program.problem.costs, Device.WAITS_AT_PASSES)
@@ -168,10 +163,11 @@ def simulate(
         figures = asdict(made) | {"makespan_if_passes_wait": waiting.makespan}
         typer.echo(json.dumps(figures | _certified(certificate) | _varied(varied), indent=2))
         return
+    if why:
+        typer.echo(f"{spec} takes {choice.spec}: {why}")
     rows = {**_of_schedule(made), "makespan if passes wait": waiting.makespan}
-    if varied is not None:
-        rows |= rows_of_spread(varied)
-    print_table([{"": name, spec: value} for name, value in rows.items()])
+    rows |= {} if varied is None else rows_of_spread(varied)
+    print_table([{"": name, choice.spec: value} for name, value in rows.items()])
     typer.echo(f"times are in the unit of the costs ({costs})")
     if certificate is not None:
         typer.echo(_bound(certificate, made))
@@ -179,6 +175,47 @@ def simulate(
         typer.echo(what_overlapping_gains(program))
     if plot is not None:
         typer.echo(f"picture: {plot}")
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The problem, as options say it, for a placement that is yet to be known."""
+
+    ranks: int
+    microbatches: int
+    costs: str
+    limit: str | None
+    extras: Extras
+
+    def choice(self, spec: str) -> tuple[Choice, Problem, str]:
+        """What ``spec`` stands for, its problem, and why it is that, if there was a choice.
+
+        Raises:
+            ValueError: it is no spec, or nothing that it stands for can be made.
+        """
+        searches = auto_searches(spec) or ()
+        if len(searches) < 2:
+            choice = choose(spec)
+            return choice, self.problem(choice), ""
+        # Without a limit each search would have one of its own.
+        within = self if self.limit is not None else replace(self, limit=AS_1F1B)
+        taken = take(searches, within.problem)
+        choice = choose(taken.spec)
+        return choice, within.problem(choice), taken.why
+
+    def problem(self, choice: Choice) -> Problem:
+        placement = choice.place(self.ranks)
+        limit = None
+        if self.limit is not None:
+            limit = parse_limit(self.limit, self.ranks, self.microbatches)
+        costs = parse_costs(self.costs, placement)
+        return Problem(placement, self.microbatches, costs, limit, extras=self.extras)
+
+
+def _with_chunks(spec: str, chunks: int | None) -> str:
+    if chunks is None:
+        return spec
+    return with_option(spec, "vpp" if auto_searches(spec) is None else "chunks", chunks)
 
 
 def _of_schedule(made: ScheduleReport) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_ext.adapter.transformer_engine.installed import can_split
 from megatron_ext.adapter.untried import untried
-from megatron_ext.config import PLAN, PipelineConfig, flag, from_argv
+from megatron_ext.config import PipelineConfig, flag, from_argv
 from megatron_ext.launch import without
 from megatron_ext.launch_check.communicators import check_communicators
 from megatron_ext.launch_check.doctor import diagnose
@@ -111,7 +111,7 @@ def _check(
         raise PatchError(f"no Megatron is here to check with: {error}") from error
 
     config = report.attempt("flags", lambda: settings_of(launch, script)) or PipelineConfig()
-    if config.schedule != PLAN:  # which patches it wants is seen below
+    if not config.is_chosen_later:  # which patches it wants is seen below
         _check_patches(report, config)
     line = report.attempt("flags", lambda: launch_line.parse(launch.arguments))
     if line is None:
@@ -127,7 +127,7 @@ def _check(
         return
     ranks = _check_world_size(report, args, world_size or launch.world_size, launch_line)
     _say_what_is_assumed(report, args, launch_line)
-    if config.schedule == PLAN:
+    if config.is_chosen_later:
         with launch_line.on_gpus(args):
             argv = report.attempt("plan", lambda: _planned(report, launch, config, ranks, room))
         if argv is None:

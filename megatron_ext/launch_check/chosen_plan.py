@@ -1,4 +1,4 @@
-"""The plan of a launch, made by what is imported only then."""
+"""The schedule that a launch chooses, by what is imported only then."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def choose_plan(argv: Sequence[str], config: PipelineConfig, world_size: int) ->
     store = _agents_store(f"{argv} {config} {world_size}")
     if store is None:
         return choose()
-    return once_for_all(store, int(os.environ["RANK"]), "the choice of a plan", choose)
+    return once_for_all(store, int(os.environ["RANK"]), "the choice of a schedule", choose)
 
 
 def _agents_store(asked: str) -> dist.Store | None:

@@ -1,4 +1,5 @@
-"""``--pipeline-schedule plan``: which schedule a launch line takes, told before it is launched.
+"""``--pipeline-schedule plan`` and ``auto``: which schedule a launch line takes, told before it is
+launched. ``auto`` chooses among the searches of all placements, and leaves the vocabulary alone.
 
 Patches depend on the schedule, and Megatron builds the model for it, so the choice comes first:
 from the arguments and the GPU's memory alone, which all ranks share, so that all come to the same.
@@ -8,17 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from megatron_ext.adapter.arguments import check
-from megatron_ext.config import PipelineConfig, flag
+from megatron_ext.config import PLAN, PipelineConfig, flag
 from megatron_ext.launch import Chosen
 from megatron_ext.launch_check import line as launch_line
 from megatron_ext.launch_check.importing import silently
-from megatron_ext.launch_check.variants import LineVariants
-from megatron_ext.schedule.build.registry import entries
+from megatron_ext.launch_check.variants import LineVariants, chunks_of, names_stages
+from megatron_ext.schedule.build.auto_spec import auto_searches
+from megatron_ext.schedule.build.registry import choose, entry_of
 from megatron_ext.schedule.model.gpus import USABLE
+from megatron_ext.schedule.plan.auto import AS_1F1B, in_words, longer, nothing_left
 from megatron_ext.schedule.plan.planner import (
     Candidate,
     Plan,
@@ -28,8 +32,7 @@ from megatron_ext.schedule.plan.planner import (
     make_plan,
 )
 from megatron_ext.schedule.plan.recommendation import flags_of, slower_by
-
-AS_1F1B = "1x"  # the limit where bytes are not known: what 1F1B holds, in microbatches
+from megatron_ext.schedule.words import counted
 
 # Switches of Megatron's that some schedules refuse and that are about speed alone: without them the
 # same is trained.
@@ -49,7 +52,8 @@ def choose_for(
     world_size: int,
     gpu_memory: float | None = None,
 ) -> Chosen:
-    """What to train under on the launch line with the arguments ``argv``: of the stable schedules.
+    """What to train under on the launch line with the arguments ``argv``: of the stable schedules,
+    or of those that an ``auto`` leaves open.
 
     A rank is given no more memory than Megatron's own 1F1B would take on the fullest rank, unless
     ``config`` has a memory limit; and no more than `USABLE` of a GPU's, if anything can do with it.
@@ -64,10 +68,11 @@ def choose_for(
     line = launch_line.parse(argv)
     if line.args.yaml_cfg is not None or line.args.use_checkpoint_args:
         raise ValueError(
-            f"{flag('schedule')} plan chooses from the launch line, and --yaml-cfg or "
+            f"{flag('schedule')} {config.schedule} chooses from the launch line, and --yaml-cfg or "
             f"--use-checkpoint-args bring other arguments: name a schedule"
         )
-    given = any(word.split("=")[0] == flag("vocab_parallel") for word in argv)
+    is_plan = config.schedule == PLAN
+    given = not is_plan or any(word.split("=")[0] == flag("vocab_parallel") for word in argv)
     methods = {VocabMethod.NAIVE, VocabMethod.ONE, VocabMethod.TWO}
     if given:
         methods = {method for method in methods if method.vocabulary is config.vocab_parallel}
@@ -76,7 +81,29 @@ def choose_for(
         if not given and tokens is None and line.args.padded_vocab_size is None:
             methods &= {VocabMethod.NAIVE}  # whether dividing it is worth while cannot be told
         variants = LineVariants(line.args, config, world_size, frozenset(methods), tokens)
-        return _Launch(variants).choose(gpu_memory or _memory_here())
+        specs = None if is_plan else _searches(line.args, config)
+        return _Launch(variants, specs).choose(gpu_memory or _memory_here())
+
+
+def _searches(args: Any, config: PipelineConfig) -> tuple[str, ...]:
+    """What an ``auto`` leaves open, with as many chunks as the launch line has, if it has any.
+
+    Raises:
+        ValueError: there is none.
+    """
+    asked = str(config.schedule)
+    searches = auto_searches(asked) or ()
+    if not names_stages(args):
+        return searches
+    ranks, chunks = args.pipeline_model_parallel_size, chunks_of(args)
+    fitting = tuple(spec for spec in searches if choose(spec).place(ranks).chunks == chunks)
+    if not fitting:
+        raise ValueError(
+            f"{flag('schedule')} {asked} knows no schedule with {counted(chunks, 'stage')} on each "
+            f"rank, as the launch line's virtual stages, layout or pattern ask for: remove them, "
+            f"and they are added for what is chosen"
+        )
+    return fitting
 
 
 def _memory_here() -> float | None:
@@ -106,6 +133,7 @@ class _Bound:
 @dataclass(frozen=True)
 class _Launch:
     line: LineVariants
+    specs: tuple[str, ...] | None = None  # to choose from; None: all
 
     @property
     def config(self) -> PipelineConfig:
@@ -118,18 +146,23 @@ class _Launch:
             launch = self
             if bound.limit is not None:
                 config = replace(self.config, memory_limit=bound.limit)
-                launch = _Launch(replace(self.line, config=config))
-            plan = make_plan(launch.line.variant, bound.room, only_promising=True)
+                launch = replace(self, line=replace(self.line, config=config))
+            variant = launch.line.variant
+            plan = make_plan(variant, bound.room, only_promising=True, specs=self.specs)
             candidate = launch.first_that_starts(plan, bound)
             if candidate is not None:
-                why = _reason(candidate, plan, bound)
+                words = _reason if self.specs is None else in_words
+                why = words(plan, candidate, bound.text)
                 why += launch.what_flags_hide(candidate, plan, bound)
                 rewritten = self.line.rewritten(candidate.schedule)
                 flags = (*_flags(candidate, bound), *rewritten.added)
                 return Chosen(flags, why, rewritten.dropped)
-            whys |= dict.fromkeys(plan.refusals.values())
+            whys |= dict.fromkeys(
+                plan.refusals.values() if self.specs is None else [nothing_left(plan)]
+            )
         raise ValueError(
-            f"{flag('schedule')} plan finds no schedule {bound.text}: {'; '.join(whys)}"
+            f"{flag('schedule')} {self.config.schedule} finds no schedule {bound.text}: "
+            f"{'; '.join(whys)}"
         )
 
     def _bounds(self, gpu_memory: float | None) -> Iterator[_Bound]:
@@ -183,10 +216,10 @@ class _Launch:
         without = self._without(given)
 
         def variant(name: str, method: VocabMethod) -> Variant | None:
-            refused = (name, method) in plan.refusals and not entries()[name].searches
+            refused = (name, method) in plan.refusals and not entry_of(name).searches
             return without.line.variant(name, method) if refused else None
 
-        others = make_plan(variant, bound.room, only_promising=True, better_than=taken)
+        others = make_plan(variant, bound.room, True, better_than=taken, specs=self.specs)
         better = without.first_that_starts(others, bound)
         if better is None or better.step > (1 - WORTH_A_WORD) * taken.step:
             return ""
@@ -225,15 +258,11 @@ def _gib(number: float | None) -> str:
     return "?" if number is None else f"{number / 2**30:.3g}"
 
 
-def _longer(share: float) -> str:
-    return f"{share:.1%} longer" if share >= 0.0005 else "about as long"
-
-
-def _reason(candidate: Candidate, plan: Plan, bound: _Bound) -> str:
+def _reason(plan: Plan, candidate: Candidate, within: str) -> str:
     others = [other for other in plan.best_of_each if other.schedule != candidate.schedule]
-    text = f"the shortest predicted step of {len(plan.best_of_each)} schedules {bound.text}"
+    text = f"the shortest predicted step of {len(plan.best_of_each)} schedules {within}"
     shown = [
-        f"{other.schedule} ({_longer(slower_by(other, candidate))})"
+        f"{other.schedule} ({longer(slower_by(other, candidate))})"
         for rank, other in enumerate(others)
         if rank == 0 or other.schedule == "1f1b"
     ]

@@ -23,7 +23,7 @@ from megatron_ext.adapter.layers import (
 )
 from megatron_ext.config import PipelineConfig
 from megatron_ext.launch_check import line as launch_line
-from megatron_ext.schedule.build.registry import Mark, choose, entries
+from megatron_ext.schedule.build.registry import Mark, choose, entry_of
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.plan.planner import Variant, VocabMethod
 
@@ -77,7 +77,7 @@ class LineVariants:
         Raises:
             ValueError: Megatron or we refuse it with these arguments.
         """
-        if method not in self.methods or entries()[name].mark not in self.marks:
+        if method not in self.methods or entry_of(name).mark not in self.marks:
             return None
         spec = self.spec(name)
         args, config = self.validated(spec, method)
@@ -90,9 +90,11 @@ class LineVariants:
         return Variant(config.choice, problem, model)
 
     def spec(self, name: str) -> str:
-        """The family ``name``, with the line's chunks where it takes any number of them."""
+        """The family ``name``, with the line's chunks where it takes any number of them and
+        ``name`` does not say how many."""
         chunks = chunks_of(self.args)
-        if chunks > 1 and "vpp" in inspect.signature(entries()[name].place).parameters:
+        takes_any = "vpp" in inspect.signature(entry_of(name).place).parameters
+        if chunks > 1 and takes_any and ":" not in name:
             return f"{name}:vpp={chunks}"
         return name
 
@@ -164,6 +166,12 @@ def _cut_pattern(args: Any, stages: int) -> tuple[str, ...]:
     segments = ["".join(islice(left, count)) for count in evenly(len(layers), stages)]
     args.hybrid_layer_pattern = SEGMENT_END.join(segments) + slash + depths
     return _flag(_PATTERN), args.hybrid_layer_pattern
+
+
+def names_stages(args: Any) -> bool:
+    """Whether the line says by itself how many chunks a rank has."""
+    given = any(getattr(args, name) is not None for name in (_CHUNKS, _LAYERS_OF_CHUNK, _LAYOUT))
+    return given or SEGMENT_END in (getattr(args, _PATTERN, None) or "")
 
 
 def chunks_of(args: Any) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.show.trace import read_trace
 from tests.gpu.runs import ITERATIONS, RANKS, losses, needs_four_gpus, needs_two_gpus
@@ -128,6 +129,16 @@ def test_steps_that_overlap_have_the_losses_of_those_that_do_not(
     }
     post_validated = losses(schedule, pipeline_post_validation=True, **flags)
     assert post_validated == losses(schedule, **flags)
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+def test_passes_that_run_again_have_the_losses_of_those_that_do_not(schedule: str) -> None:
+    """Dropout draws from the device's generator and from Megatron's own, and fused kernels of a
+    pass without gradients must come to what those with gradients do."""
+    flags: dict[str, Any] = {"attention_dropout": 0.1, "hidden_dropout": 0.1, "bf16": True}
+    every_stage = f"first:{choose(schedule).place(RANKS).stages}"
+    again = losses(schedule, pipeline_recompute=every_stage, **flags)
+    assert again == losses(schedule, **flags)
 
 
 def test_a_trace_has_every_pass_of_every_rank(tmp_path: Path) -> None:

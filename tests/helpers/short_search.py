@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_ext.schedule.search import best, improve
+from megatron_ext.schedule.search import again, best, improve
 from megatron_ext.schedule.search.effort import Effort, small_effort
 
 _SHORT = {"_STEPS": 2, "_PERIODS": (100,), "_WEIGHTS": (100,), "_PROMISING": 1, "_ROUNDS": 1}
@@ -21,3 +21,5 @@ def shorten_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(best, "effort", little_effort)
     for name, value in _SHORT.items():
         monkeypatch.setattr(improve, name, value)
+        if hasattr(again, name):
+            monkeypatch.setattr(again, name, value)

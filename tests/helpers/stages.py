@@ -188,7 +188,10 @@ class LinearStage:
     def recompute(self, microbatch: int) -> None:
         self._begin(Kind.RECOMPUTE, microbatch)
         x = self._given_up.pop(microbatch)
-        self._between[microbatch] = x, self._run(microbatch, x)
+        y = self._run(microbatch, x)
+        if self.number < self.stages - 1:
+            y.data = y.data.new_empty(1)
+        self._between[microbatch] = x, y
 
     def _run(self, microbatch: int, x: Tensor | None) -> Tensor:
         y = self.output(self.sample(microbatch) if x is None else x)

@@ -502,7 +502,7 @@ def test_ranks_share_the_model(untied: bool, experts: int | None) -> None:
 
     on_line, on_v = totals(line(4)), totals(v(4))
     divided = totals(v(4), VocabularyParallel.TWO)
-    ends = 18 * args.hidden_size
+    ends = 16 * args.hidden_size
     positions, norm = 16 * ends, 2 * ends
     tables = 2 if untied else 1
     assert divided[0] == divided[1] == divided[2] == divided[3] - positions - norm

@@ -34,6 +34,12 @@ FLAGS: dict[str, Any] = {
     "pipeline_schedule": "plan",
 }
 LAYER_EACH: dict[str, Any] = {"num_layers": 2, "pipeline_vocab_parallel": "none"}
+WIDE: dict[str, Any] = {  # so that passes take longer than it takes to launch them
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "seq_length": 2048,
+    "max_position_embeddings": 2048,
+}
 
 
 def chosen(**overrides: object) -> tuple[list[str], Chosen]:
@@ -91,12 +97,13 @@ def test_it_is_the_same_each_time_and_leaves_nothing_behind(
     assert "--pipeline-vocab-parallel" not in first.flags and not applied()
 
 
-@pytest.mark.parametrize(("sequence", "schedules"), [(8, 4), (32, 5)])
+@pytest.mark.parametrize(("sequence", "schedules"), [(256, 4), (1024, 5)])
 def test_what_fits_in_the_memory_of_1f1b(sequence: int, schedules: int) -> None:
     """1F1B's first rank holds two activations. zb-h1's last one holds an activation, the logits and
     what a W needs; that fits once attention matrices, which no W needs, outweigh the logits. (What
     searches does no W of it so late, and nothing here takes less time.)"""
-    _, choice = chosen(**LAYER_EACH, seq_length=sequence, max_position_embeddings=sequence)
+    lengths = {"seq_length": sequence, "max_position_embeddings": sequence}
+    _, choice = chosen(**LAYER_EACH | WIDE | lengths, vocab_size=32000)
     assert choice.flags[:2] == ("--pipeline-schedule", "zb-auto")
     assert f"of {schedules} schedules in no more memory than 1f1b; then zb-1p (" in choice.why
 
@@ -133,12 +140,34 @@ def test_virtual_stages_of_the_line_go_where_a_schedule_has_others() -> None:
 def test_it_wants_a_launch_line() -> None:
     for config in (
         from_argv(["--pipeline-schedule", "plan"]),
+        from_argv(["--pipeline-schedule", "auto"]),
         from_environment({"MEGATRON_EXT_SCHEDULE": "plan"}),
     ):
         with pytest.raises(ValueError, match=r"chosen from a launch line: .* or name one"):
             install(config)
     with pytest.raises(ValueError, match="--use-checkpoint-args bring other arguments"):
         chosen(use_checkpoint_args=True)
+
+
+def test_auto_keeps_to_the_stages_of_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And to the vocabulary as it is, at either end of the pipeline."""
+    shorten_search(monkeypatch)
+    four = {"num_virtual_stages_per_pipeline_rank": 4}
+    _, choice = chosen(pipeline_schedule="auto", **four)
+    assert choice.flags[:2] in {
+        ("--pipeline-schedule", name) for name in ("wave-auto", "loop-auto:vpp=4")
+    }
+    assert not choice.dropped and "--pipeline-vocab-parallel" not in choice.flags
+    assert "the shortest predicted step of 2 schedules in no more memory" in choice.why
+    with pytest.raises(ValueError, match="auto:chunks=2 knows no schedule with 4 stages on each"):
+        chosen(pipeline_schedule="auto:chunks=2", **four)
+
+
+def test_auto_says_what_it_has_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten_search(monkeypatch)
+    _, choice = chosen(pipeline_schedule="auto", pipeline_memory_limit="1.5")
+    assert {"zb-auto", "v-auto", "wave-auto"} <= set(re.findall(r"[\w-]+auto", str(choice)))
+    assert "within --pipeline-memory-limit 1.5" in choice.why and "; left out: " in choice.why
 
 
 EXPERTS: dict[str, Any] = {
@@ -197,11 +226,11 @@ def test_choice_honours_the_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
 def test_flag_that_hides_a_better_choice_is_named() -> None:
     """A flag about speed alone leaves whole backward passes, which was slow, and nothing said
     so."""
-    _, whole = chosen(use_transformer_engine_op_fuser=True)
+    _, whole = chosen(**WIDE, use_transformer_engine_op_fuser=True)
     assert not entries()[whole.flags[1]].splits_backward
     hidden = whole.why.partition("Without --use-transformer-engine-op-fuser: ")[2]
     assert "zb-" in hidden and " shorter (bubble " in hidden
-    _, plain = chosen()
+    _, plain = chosen(**WIDE)
     assert entries()[plain.flags[1]].splits_backward and "Without" not in plain.why
 
 

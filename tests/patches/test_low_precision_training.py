@@ -51,9 +51,11 @@ def shown(kind: str, precision: str, settings: Settings) -> Any:
     return pytest.param(precision, settings, marks=mark)
 
 
-def both(flags: Settings, schedule: str, settings: Settings, saved: Path | None = None) -> None:
+def both(
+    flags: Settings, schedule: str, settings: Settings, saved: Path | None = None, **more: object
+) -> None:
     """Stock's training and ours, from the same weights: those that stock has ``saved`` on its way,
-    or those of a start."""
+    or those of a start. ``more``: flags of ours."""
     on_cpu.fetch(NEWEST)  # here, where a test can be skipped
     build = functools.partial(provide, True, False, settings)
     saving: Settings = {} if saved is None else {"save": saved, "save_interval": SAVED_AT}
@@ -64,7 +66,7 @@ def both(flags: Settings, schedule: str, settings: Settings, saved: Path | None 
         quantised = multiprocessing.Value("i")
         quantization.watchers.append(lambda quantizer, tensor: _count(quantised))
         reference = train(2, model_flags(**flags, **saving, train_iters=3), model_provider=build)
-        ours = model_flags(**flags, **loading, train_iters=3, pipeline_schedule=schedule)
+        ours = model_flags(**flags, **loading, **more, train_iters=3, pipeline_schedule=schedule)
         runs = train(2, ours, model_provider=build)
         assert quantised.value, "nothing is tested: no tensor was quantised"
         return runs, reference
@@ -123,3 +125,9 @@ def test_a_v(
     monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")  # delayed scaling's
     monkeypatch.setenv("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING", "1")
     both(MODEL, "zb-v", PRECISIONS[precision] | settings, tmp_path)
+
+
+@nightly("test_recompute.py has them in full precision")
+@pytest.mark.parametrize("precision", ["fp8_cs", "fp8_mx", "nvfp4"])
+def test_passes_that_run_again(precision: str) -> None:
+    both(MODEL, "zb-h1", PRECISIONS[precision], pipeline_recompute="first:2")

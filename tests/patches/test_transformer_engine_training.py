@@ -10,7 +10,7 @@ import pytest
 from megatron_ext.runtime.host import offload
 from megatron_ext.runtime.host.offload import OffloadedStep
 from tests.helpers import transformer_engine_on_cpu as on_cpu
-from tests.helpers.combinations import IS_NIGHT
+from tests.helpers.combinations import IS_NIGHT, nightly
 from tests.helpers.covered import covers
 from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train
 from tests.helpers.ranks import HANGS, run_ranks, values
@@ -142,6 +142,25 @@ def case(version: str, setting: str) -> Any:
     return pytest.param(version, setting, marks=covers("B", (schedule,), flags, **more))
 
 
+def train_both(version: str, setting: str, **more: object) -> None:
+    """Stock and ours, which has ``more``: the same."""
+    on_cpu.fetch(version)  # here, where a test can be skipped
+    ranks, schedule, given = SETTINGS[setting]
+    flags = {"pipeline_model_parallel_size": 2, "train_iters": 2, **given}
+    build = functools.partial(provide, "fused" in setting, "grouped" in setting, {})
+
+    def both(rank: int) -> tuple[list[Run], list[Run]]:
+        use_transformer_engine(version)
+        reference = train(ranks, model_flags(**flags), model_provider=build)
+        ours = model_flags(**flags, pipeline_schedule=schedule, pipeline_report_split=True, **more)
+        return train(ranks, ours, model_provider=build), reference
+
+    ((runs, reference),) = values(run_ranks(1, both, timeout=2 * HANGS, connect=False))
+    assert len(losses(runs)) == 2
+    assert {run.schedule for run in runs} == {"PipelineStep"}
+    assert_same(runs, reference)
+
+
 @pytest.mark.parametrize(
     ("version", "setting"),
     [
@@ -153,24 +172,25 @@ def case(version: str, setting: str) -> Any:
 def test_training_is_stocks_to_the_last_bit(
     version: str, setting: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    on_cpu.fetch(version)  # here, where a test can be skipped
-    ranks, schedule, given = SETTINGS[setting]
-    flags = {"pipeline_model_parallel_size": 2, "train_iters": 2, **given}
-    build = functools.partial(provide, "fused" in setting, "grouped" in setting, {})
-
-    def both(rank: int) -> tuple[list[Run], list[Run]]:
-        use_transformer_engine(version)
-        reference = train(ranks, model_flags(**flags), model_provider=build)
-        ours = model_flags(**flags, pipeline_schedule=schedule, pipeline_report_split=True)
-        return train(ranks, ours, model_provider=build), reference
-
-    ((runs, reference),) = values(run_ranks(1, both, timeout=2 * HANGS, connect=False))
-    assert len(losses(runs)) == 2
-    assert {run.schedule for run in runs} == {"PipelineStep"}
-    assert_same(runs, reference)
+    train_both(version, setting)
     reports = [line for line in capfd.readouterr().out.splitlines() if "without a W" in line]
-    assert len(reports) == flags["pipeline_model_parallel_size"]
+    assert len(reports) == 2
     assert not any("linear" in report for report in reports), reports
+
+
+@nightly("test_recompute.py has them with local layers")
+@pytest.mark.parametrize("version", [OLDEST, NEWEST])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "overlapped, fused",
+        "tensor and sequence parallel",
+        "experts, grouped, biases, recompute",
+        "multi-token prediction, repeated",
+    ],
+)
+def test_passes_that_run_again(version: str, setting: str) -> None:
+    train_both(version, setting, pipeline_recompute="first:2")
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "1f1b"])

@@ -43,7 +43,7 @@ from tests.helpers.callers import (
     small_config,
     whole_step,
 )
-from tests.helpers.combinations import at_night
+from tests.helpers.combinations import at_night, nightly
 from tests.helpers.covered import kinds
 from tests.helpers.ranks import run_ranks, running_ranks, values
 
@@ -124,14 +124,14 @@ def process_groups() -> int:
     return len(dist.distributed_c10d._world.pg_map)
 
 
-def on_rank(rank: int, schedule: str, p2p: str, own_groups: bool) -> None:
+def on_rank(rank: int, schedule: str, p2p: str, own_groups: bool, **more: Any) -> None:
     with apply(cpu.patches()):
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=RANKS)
         model_parallel_cuda_manual_seed(0)
         expected_losses, expected = step(own_groups)
         expected_evaluation, _ = step(own_groups, forward_only=True)
         before = process_groups()
-        with megatron_ext.install(schedule=schedule, p2p=p2p):
+        with megatron_ext.install(schedule=schedule, p2p=p2p, **more):
             losses, gradients = step(own_groups)
             evaluation, none = step(own_groups, forward_only=True)
         neighbours = 1 if rank in (0, RANKS - 1) else 2
@@ -149,6 +149,13 @@ def on_rank(rank: int, schedule: str, p2p: str, own_groups: bool) -> None:
 def test_gradients_and_losses_are_stocks(schedule: str, p2p: str, own_groups: bool) -> None:
     """Batched, over the groups that are there: not one is made."""
     values(run_ranks(RANKS, lambda rank: on_rank(rank, schedule, p2p, own_groups)))
+
+
+@nightly("test_parity.py has the launcher with it")
+def test_passes_that_run_again() -> None:
+    values(
+        run_ranks(RANKS, lambda rank: on_rank(rank, "zb-h1", "async", True, recompute="first:4"))
+    )
 
 
 def traced_loop(rank: int, folder: Path, own_groups: bool, schedule: str | None = "zb-h1") -> None:

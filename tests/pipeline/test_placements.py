@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_ext.schedule.build.auto_spec import is_open
 from scripts.prepare_text import write
 from scripts.pretrain_gpt import model_provider
 from tests.helpers.combinations import at_night, each_once, nightly
@@ -32,6 +33,7 @@ from tests.helpers.megatron_runs import (
     whole_state,
 )
 from tests.helpers.ranks import lasting_folder
+from tests.helpers.short_search import shorten_search
 
 SAVED_AT = 2
 ITERATIONS = 4
@@ -166,6 +168,40 @@ def test_resumed_training_is_stock_to_the_last_bit(setting: str, schedule: str) 
         assert run.norms == pytest.approx(expected.norms[SAVED_AT:], rel=2**-20)
     if "untied" not in setting and "parallel" not in setting:
         assert_copies_agree(runs)
+
+
+@pytest.mark.parametrize(
+    ("setting", "schedule", "flags"),
+    [
+        ("pp2", "auto", {"num_virtual_stages_per_pipeline_rank": 4}),
+        *at_night(
+            ("pp2", "auto:placement=loop,chunks=4", {"pipeline_memory_limit": "0.75x"}),
+            ("pp3", "auto:chunks=2", {"pipeline_memory_limit": "2"}),
+            ("pp3", "loop-auto:vpp=4", {}),
+            ("pp4, 16 layers", "auto", {}),
+            ("pp4, 16 layers", "wave-auto", {"pipeline_memory_limit": "0.6x"}),
+            ("pp4, 16 layers", "auto:placement=loop,chunks=4", {"pipeline_memory_limit": "2.25"}),
+        ),
+    ],
+)
+def test_what_auto_takes_is_stock_to_the_last_bit(
+    setting: str,
+    schedule: str,
+    flags: dict[str, object],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """One rank chooses and searches for all; the virtual stages on the line are kept to."""
+    shorten_search(monkeypatch)
+    reference, _ = stock(setting)
+    capfd.readouterr()
+    runs = resume(setting, pipeline_schedule=schedule, **flags)
+    assert evaluations(runs) and {run.schedule for run in runs} == {"PipelineStep"}
+    assert_same(runs, reference)
+    said = capfd.readouterr().out
+    if is_open(schedule):
+        (line,) = [line for line in said.splitlines() if f"{schedule} takes --pipeline" in line]
+        assert "the shortest predicted step of" in line
 
 
 @pytest.mark.parametrize(("schedule", "microbatches"), each_once(["zb-v", "hanayo"], [1, 2]))

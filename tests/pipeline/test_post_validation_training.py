@@ -95,6 +95,10 @@ SETTINGS = {
             ("zb-v, tokens", Setting(4, "zb-v", DP2 | {"calculate_per_token_loss": True})),
             ("zb-2p", Setting(4, "zb-2p", PP4 | UNTIED)),
             ("zb-v, tied", Setting(4, "zb-v", PP4)),
+            (
+                "zb-v, made again, dropout",
+                Setting(2, "zb-v", PP2 | DROPOUT | {"pipeline_recompute": "first:4"}),
+            ),
             ("v-auto, bf16", Setting(2, "v-auto", PP2 | {"bf16": True})),
             ("zb-v, bf16, dp 2, overlaps, offloaded", Setting(4, "zb-v", DP2 | OFFLOADED)),
             (

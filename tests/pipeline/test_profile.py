@@ -29,7 +29,7 @@ from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import load_costs, parse_costs
 from megatron_ext.schedule.kinds import Held
-from megatron_ext.schedule.problem import P2P, Extras, Problem
+from megatron_ext.schedule.problem import P2P, Extras, Problem, Recompute
 from megatron_ext.schedule.program.graph import channels
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.show.trace import read_trace
@@ -381,12 +381,14 @@ def test_saved_tensors_are_counted_once_and_without_what_microbatches_share(
     assert counting.per_microbatch() == {(0, Held.ACTIVATION): tensors * 400}
 
 
-def test_an_allocator_tells_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a GPU's does, here from the storages that live. ``y = tanh(x) W^T + b``, and a loss."""
+@pytest.mark.parametrize("again", [Recompute(first=2), *at_night(Recompute())], ids=str)
+def test_an_allocator_tells_the_same(again: Recompute, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU's does, here from the storages that live. ``y = tanh(x) W^T + b``, and a loss. Where
+    a pass runs again, the second run tells."""
     tensor = 3 * WIDTH * 4
 
     def counted(rank: int) -> dict[tuple[int, Held], float]:
-        pipeline = Pipeline(program_for(choose("zb-h1"), 2, 5), world())
+        pipeline = Pipeline(program_for(choose("zb-h1"), 2, 5, recompute=again), world())
         pipeline.step()
         counting = pipeline.recorder.counting = Allocated(2, tensor)
         with LiveStorages() as live:
@@ -396,7 +398,8 @@ def test_an_allocator_tells_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
     first, last = values(run_ranks(2, counted))
     # x and tanh(x); then tanh(x) and dy
-    assert first == {(0, Held.ACTIVATION): 2 * tensor, (0, Held.WEIGHT_INPUTS): 2 * tensor}
+    assert first[0, Held.ACTIVATION] == pytest.approx(2 * tensor, abs=4)  # a freed output's place
+    assert first[0, Held.WEIGHT_INPUTS] == 2 * tensor
     # x, tanh(x) and the loss's y
     assert last[1, Held.ACTIVATION] == pytest.approx(3 * tensor, abs=16)
     assert last[1, Held.WEIGHT_INPUTS] == 2 * tensor

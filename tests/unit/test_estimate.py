@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -189,12 +190,27 @@ EXPERTS = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 1024}
 def test_what_is_compressed_and_expanded_again() -> None:
     """Latent attention keeps what its first matrices make, and may run the second ones again."""
     model = gpt(4, **LATENT)
-    runs = (frozenset(), frozenset(["mla_up_proj"]))
-    plain, again = (costs_of(EVEN[:1], model=model, recompute_modules=m) for m in runs)
+    plain, again = (
+        costs_of(EVEN[:1], model=model, recompute_modules=frozenset(modules))
+        for modules in ([], ["mla_up_proj"])
+    )
     ups = 2 * TOKENS * (512 * 16 * 192 + 256 * 16 * 256)
     more = again.seconds[I][0] - plain.seconds[I][0]
     assert more * WHOLE.linear == pytest.approx(4 * ups)
+    less = held(plain, Held.ACTIVATION)[0] - held(again, Held.ACTIVATION)[0]
+    assert less == 4 * TOKENS * 16 * (192 + 192 + 128) * 2, "queries, keys and values"
     assert again.seconds[F] == plain.seconds[F]
+
+
+def test_what_experts_make_again_is_not_stored() -> None:
+    """What leaves their activation, a shared expert, or all that is between router and sum."""
+    model = gpt(("*E",), moe_shared_expert_intermediate_size=512, **EXPERTS)
+    kept = [
+        held(costs_of((1,), model=model, recompute_modules=frozenset(again)), Held.ACTIVATION)[0]
+        for again in ([], ["moe_act"], ["shared_experts"], ["moe"])
+    ]
+    less = [(kept[0] - figure) / TOKENS / 2 for figure in kept[1:]]
+    assert less == [2 * 1024, 2 * 512, 3 * WIDTH + 2 * (2 * 1024 + 512)]
 
 
 def test_a_dense_layer_among_experts() -> None:
@@ -293,14 +309,16 @@ def test_tensor_parallel_ranks_wait_for_one_another() -> None:
 
 def test_what_w_gathers_again_hides_behind_its_products() -> None:
     """Unless it takes longer; and what waits for W is then a rank's part."""
-    ways = ([], ["inputs"], ["inputs", "gradients"])
-    kept, local, both = ({"gathers_again": frozenset(way), "tensor_parallel": 4} for way in ways)
-    assert costs_of(**local).seconds[W] == costs_of(**kept).seconds[W]
+    kept, local, both = (
+        functools.partial(costs_of, tensor_parallel=4, gathers_again=frozenset(ways))
+        for ways in ((), ["inputs"], ["inputs", "gradients"])
+    )
+    assert local().seconds[W] == kept().seconds[W]
     slow = replace(WHOLE, peers=1e9)
-    assert costs_of(rates=slow, **local).seconds[W][1] > costs_of(rates=slow, **kept).seconds[W][1]
+    assert local(rates=slow).seconds[W][1] > kept(rates=slow).seconds[W][1]
     left = [
-        held(costs_of(**way), Held.WEIGHT_INPUTS)[1]
-        for way in (kept, local, both, both | {"sequence_parallel": False})
+        held(costs, Held.WEIGHT_INPUTS)[1]
+        for costs in (kept(), local(), both(), both(sequence_parallel=False))
     ]
     inputs = TOKENS * WIDTH * 2 * 2 * 4
     assert left[0] - left[1] == left[1] - left[2] == pytest.approx(inputs * 3 / 4)
@@ -344,14 +362,16 @@ def test_tokens_go_to_their_experts_and_back() -> None:
     near = waits(Group.EXPERT, larger, joined, expert_parallel=16)
     assert near == pytest.approx([sent * 15 / 16 / WHOLE.peers] * 2)
     once_a_rank = waits(Group.EXPERT, model, expert_parallel=2, dispatcher="flex")
-    assert once_a_rank < waits(Group.EXPERT, model, expert_parallel=2)
+    assert once_a_rank == pytest.approx([2 * TOKENS * WIDTH * 2 * 1.5 / 2 / WHOLE.peers] * 2)
+    once_a_node = waits(Group.EXPERT, larger, expert_parallel=16, dispatcher="flex")
+    assert once_a_node == pytest.approx([2 * TOKENS * WIDTH * 2 * 1.5 / 2 / WHOLE.network] * 2)
     again = waits(Group.EXPERT, model, expert_parallel=8, recompute_modules=frozenset(["moe"]))
     assert again == pytest.approx((in_node[0], 2 * in_node[1]))
 
 
 def test_keys_and_values_go_round_while_attention_goes_on() -> None:
     """What attention does not hide is waited for; heads for tokens are waited for as a whole."""
-    run = {"context_parallel": 4, "sequence": 4 * TOKENS}
+    run: dict[str, Any] = {"context_parallel": 4, "sequence": 4 * TOKENS}
     assert waits(Group.CONTEXT, gpt(1), **run) == (0, 0)
     slow = replace(WHOLE, peers=3e9)
     moved = 3 * TOKENS * 2 * WIDTH * 2 / slow.peers

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from megatron_ext.cli import app
 from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import Mark, choose, entries
+from megatron_ext.schedule.build.registry import Mark, choose, entries, entry_of
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
@@ -27,12 +27,14 @@ from megatron_ext.schedule.plan.plan_report import plan_report, side_by_side
 from megatron_ext.schedule.plan.planner import (
     Candidate,
     Plan,
+    Variant,
     VariantOf,
     VocabMethod,
+    all_specs,
     consider,
     make_plan,
 )
-from megatron_ext.schedule.plan.recommendation import recommendation
+from megatron_ext.schedule.plan.recommendation import flags_of, recommendation
 from megatron_ext.schedule.plan.vocabulary_plan import variants_of
 from megatron_ext.schedule.problem import Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.program.simulate import simulate
@@ -137,7 +139,7 @@ def test_what_does_not_fit_lets_activations_leave() -> None:
     tight = 2.0
     families = "gpipe", "1f1b", "zb-h1", "interleaved", "gis", "zb-v"
     made = make_plan(among(variant, *families), tight * 2**30, may_offload=True)
-    assert all(c.report.offload is Offload.FIT for c in made.candidates)
+    assert all(c.report.offload is Offload.FIT or c.report.made_again for c in made.candidates)
     best = best_of(made)
     assert best.fullest is not None
     assert best.fullest <= tight * 2**30
@@ -153,9 +155,31 @@ def test_what_does_not_fit_lets_activations_leave() -> None:
     )
 
 
+def test_what_does_not_fit_is_made_again() -> None:
+    """Where activations cannot leave: fewer than all, as Megatron's full recompute would."""
+    families = "1f1b", "zb-h1", "zb-v"
+    kept = make_plan(keeping(among(training().variant, *families)), 2 * 2**30)
+    made = make_plan(among(training().variant, *families), 2 * 2**30)
+    assert not kept.candidates
+    again = [c for c in made.candidates if c.report.made_again]
+    assert all(c.report.recompute == "fit" and c.fullest <= 2 * 2**30 for c in again if c.fullest)
+    words = " ".join(flags_of(again[0], MODEL.layers))
+    assert "--pipeline-recompute fit" in words and "--pipeline-memory-limit" in words
+
+
+def keeping(variant_of: VariantOf) -> VariantOf:
+    """``variant_of``, with nothing made again."""
+
+    def variant(name: str, method: VocabMethod) -> Variant | None:
+        made = variant_of(name, method)
+        return None if made is None else replace(made, may_recompute=False)
+
+    return variant
+
+
 def test_what_a_gpu_has_no_room_for_is_no_candidate() -> None:
     families = "gpipe", "1f1b", "zb-h1", "interleaved", "gis", "zb-v"
-    roomy, tight = plan(), make_plan(among(training().variant, *families), 4 * 2**30)
+    roomy, tight = plan(), make_plan(keeping(among(training().variant, *families)), 4 * 2**30)
     assert all(c.fullest is not None for c in roomy.candidates)
     assert all(c.fullest is not None and c.fullest <= 4 * 2**30 for c in tight.candidates)
     assert best_of(roomy).limit is None
@@ -252,7 +276,7 @@ def test_the_recommendation_says_what_to_write_and_why_others_lose() -> None:
         assert rank.total == pytest.approx(sum(parts)) and min(parts) > 0
     slower = [other.slower_by for other in recommended.runners_up]
     assert slower == sorted(slower) and slower[0] >= 0
-    assert len(recommended.runners_up) + len(recommended.refused) + 1 == 4 * len(entries())
+    assert len(recommended.runners_up) + len(recommended.refused) + 1 == 4 * len(list(all_specs()))
 
 
 @pytest.mark.parametrize(
@@ -294,11 +318,13 @@ def test_what_cannot_win_is_left_out(comm: int, is_searched: bool) -> None:
     every, promising = make_plan(variant_of), make_plan(variant_of, only_promising=True)
     report = plan_report(promising, None)
     assert best_of(promising).schedule == best_of(every).schedule
-    assert ("v-auto" not in report.refused) is is_searched
+    searched = [c for c in promising.candidates if entry_of(c.schedule).searches]
+    assert bool(searched) is is_searched
     makespans = {candidate.schedule: candidate.step for candidate in every.candidates}
     left_out = 0
     for name, why in report.refused.items():
-        if match := re.match(r"takes at least ([\d.]+)% more time than (\S+),", why):
+        match = re.match(r"takes at least ([\d.]+)% more time than (\S+),", why)
+        if match and name in makespans:
             left_out += 1
             least = (1 + float(match[1]) / 100) * makespans[match[2]]
             assert makespans[name] >= least * (1 - 1e-3), (name, why)
@@ -328,12 +354,12 @@ def test_the_best_of_all_families_on_a_published_setting(model: str, limit: int)
 
     made = make_plan(variants_of(ranks, microbatches, costs, memory), only_promising=True)
     best = best_of(made)
-    assert best.report.peak <= limit * ranks
+    assert best.report.peak <= limit * ranks + 1e-9
     assert best.step == min(candidate.step for candidate in made.candidates)
     for (name, _), why in made.refusals.items():
-        assert "limit" in why or "at least" in why, (name, why)
+        assert re.search("limit|at least|before any search", why), (name, why)
     report = plan_report(made, None)
-    assert {c.schedule for c in made.candidates} | report.refused.keys() == entries().keys()
+    assert {c.schedule for c in made.candidates} | report.refused.keys() == set(all_specs())
     if model != "1.5B":
         return
     for name in entries():

@@ -27,6 +27,7 @@ from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.progress import reporting
 from megatron_ext.schedule.schedule import Schedule, bitwise_order
 from megatron_ext.schedule.search import improve
+from megatron_ext.schedule.search.again import Again
 from megatron_ext.schedule.search.effort import LARGE, SMALL, effort, small_effort
 from megatron_ext.schedule.search.improve import search, sides_of
 from megatron_ext.schedule.search.pack import Pack, packer
@@ -52,6 +53,12 @@ def random_plan(random: Random, shop: Shop) -> Starts:
         for _ in range(shop.lanes)
     ]
     return np.array(plan)
+
+
+def random_again(random: Random, problem: Problem) -> Again:
+    shape = problem.placement.stages, problem.microbatches
+    share = random.random()
+    return np.array([[random.random() < share for _ in range(shape[1])] for _ in range(shape[0])])
 
 
 def usual(placement: Placement, m: int, limit: float) -> Problem:
@@ -174,7 +181,8 @@ def test_compiled_packing_is_the_same_to_the_digit(
     limit = MemoryLimit(1 + more / placement.chunks)
     if more % 2:
         limit = MemoryLimit(bytes=int(random.uniform(3e9, 9e9) * placement.chunks) + 1)
-    shop = shop_of(Problem(placement, m, costs, limit))
+    problem = Problem(placement, m, costs, limit)
+    shop = shop_of(problem, random.choice([None, random_again(random, problem)]))
     for side in (shop, shop.mirrored()):
         plan = random_plan(random, side)
         if side.fits:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import enum
 import functools
 import importlib
-import inspect
 import pkgutil
 import re
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.build.auto_spec import AUTO, auto_searches
 from megatron_ext.schedule.build.checked_family import CheckedFamily, line_of
+from megatron_ext.schedule.build.options import accepted, parameters_of, parse_options, perhaps
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.progress import remark
@@ -25,7 +26,7 @@ from megatron_ext.schedule.schedule_csv import from_csv, rows_from_csv
 from megatron_ext.schedule.text_file import read_text_file
 from megatron_ext.schedule.two_copies.fold import fold
 from megatron_ext.schedule.two_copies.two_copies import from_rows, holds_two_copies
-from megatron_ext.schedule.words import counted, meant_by
+from megatron_ext.schedule.words import counted
 
 
 class Mark(enum.StrEnum):
@@ -191,13 +192,12 @@ def choose(spec: str) -> Choice:
         return _from_csv_file(Path(spec))
     if table := _TABLE_WITH_OPTIONS.fullmatch(spec):
         raise ValueError(f"schedule file {table[1]} is a table and has no options: drop {table[2]}")
+    spec = _named(spec)
     entry, options = _entry_and_options(spec)
     # Megatron asks where the first stage is several times a microbatch.
-    place = functools.cache(functools.partial(entry.place, **_accepted(entry.place, options)))
-    build = functools.partial(entry.build, **_accepted(entry.build, options))
-    at_once = entry.at_once and functools.partial(
-        entry.at_once, **_accepted(entry.at_once, options)
-    )
+    place = functools.cache(functools.partial(entry.place, **accepted(entry.place, options)))
+    build = functools.partial(entry.build, **accepted(entry.build, options))
+    at_once = entry.at_once and functools.partial(entry.at_once, **accepted(entry.at_once, options))
     return Choice(
         spec,
         place,
@@ -209,6 +209,38 @@ def choose(spec: str) -> Choice:
     )
 
 
+def _named(spec: str) -> str:
+    """``spec``, or the search that it stands for, if it is an ``auto``. Raises ValueError where
+    there are several."""
+    searches = auto_searches(spec)
+    if searches is None:
+        return spec
+    if len(searches) > 1:
+        raise ValueError(
+            f"schedule {spec} is chosen by a launch or 'megatron-ext simulate', for costs and "
+            f"limit: name one of {', '.join(searches)}"
+        )
+    return searches[0]
+
+
+def entry_of(spec: str) -> FamilyEntry:
+    """The family that ``spec``, which is no table, names. Raises ValueError as `choose`."""
+    return _entry_and_options(_named(spec))[0]
+
+
+def on_placement(placement: Placement) -> Iterator[Choice]:
+    """Those of our families without a search whose stages can lie as ``placement`` has them."""
+    numbers = {"vpp": placement.chunks, "waves": max(placement.chunks // 2, 1)}
+    for entry in entries().values():
+        spec = entry.name
+        for key in parameters_of(entry.place):
+            spec = with_option(spec, key, numbers[key])
+        choice = choose(spec)
+        is_there = choice.place(placement.ranks).rank_of == placement.rank_of
+        if is_there and not entry.searches:
+            yield choice
+
+
 def _entry_and_options(spec: str) -> tuple[FamilyEntry, dict[str, Any]]:
     """The family that ``spec``, which is no table, names, and the options that it gives."""
     if python := _PYTHON_FILE.fullmatch(spec):
@@ -216,15 +248,16 @@ def _entry_and_options(spec: str) -> tuple[FamilyEntry, dict[str, Any]]:
     else:
         name, _, options_text = spec.partition(":")
         entry = _find(name)
-    return entry, _parse_options(entry, options_text)
+    parameters = parameters_of(entry.place) | parameters_of(entry.build)
+    return entry, parse_options(entry.name, parameters, options_text)
 
 
 def options_of(spec: str) -> tuple[frozenset[str], dict[str, Any]]:
     """Which options the schedule that ``spec`` names takes, and those that ``spec`` gives."""
     if spec.lower().endswith(".csv"):
         return frozenset(), {}
-    entry, given = _entry_and_options(spec)
-    return frozenset(_options_of(entry.place) | _options_of(entry.build)), given
+    entry, given = _entry_and_options(_named(spec))
+    return frozenset(parameters_of(entry.place) | parameters_of(entry.build)), given
 
 
 def file_of(spec: str) -> Path | None:
@@ -257,9 +290,10 @@ def _find(name: str) -> FamilyEntry:
             f"--pipeline-model-parallel-size and write --pipeline-schedule {folded}"
         )
     known = (
-        f"known are {', '.join(entries())}, or a .csv or .py file; in a launch, 'plan' chooses one"
+        f"known are {', '.join([*entries(), AUTO])}, or a .csv or .py file; in a launch, 'plan' "
+        f"chooses one"
     )
-    raise ValueError(f"there is no schedule {name!r}; {_perhaps(name, _all_names(), known)}")
+    raise ValueError(f"there is no schedule {name!r}; {perhaps(name, _all_names(), known)}")
 
 
 def _remarking(build: Callable[..., Schedule], text: str) -> Callable[..., Schedule]:
@@ -275,54 +309,7 @@ def _remarking(build: Callable[..., Schedule], text: str) -> Callable[..., Sched
 
 def _all_names() -> list[str]:
     """The names of our families, and then their other names."""
-    return [*entries(), *(alias for entry in entries().values() for alias in entry.aliases)]
-
-
-def _perhaps(name: str, known: Iterable[str], all_known: str) -> str:
-    """The end of an error about a ``name`` that is not among ``known``."""
-    meant = meant_by(name, known)
-    if not meant:
-        return all_known
-    return f"did you mean {' or '.join(meant)}? {all_known[0].upper()}{all_known[1:]}"
-
-
-def _options_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    parameters = inspect.signature(function).parameters.values()
-    return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
-
-
-def _accepted(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Those of ``options`` that ``function`` takes."""
-    return {key: value for key, value in options.items() if key in _options_of(function)}
-
-
-_BOOLEANS = {"true": True, "false": False}  # bool("false") is True
-_WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-
-
-def _parse_options(entry: FamilyEntry, text: str) -> dict[str, Any]:
-    """A family's options are the keyword-only parameters of its function and of its placement's,
-    converted to their default's type."""
-    parameters = _options_of(entry.place) | _options_of(entry.build)
-    options: dict[str, Any] = {}
-    for part in filter(None, text.split(",")):
-        key, _, value = part.partition("=")
-        if key not in parameters:
-            known = f"its options are {', '.join(parameters)}" if parameters else "it has none"
-            raise ValueError(
-                f"schedule {entry.name} has no option {key!r}; {_perhaps(key, parameters, known)}"
-            )
-        if key in options:
-            raise ValueError(f"schedule {entry.name}: {key} is given twice in {text!r}; keep one")
-        kind = type(parameters[key].default)
-        try:
-            options[key] = _BOOLEANS[value] if kind is bool else kind(value)
-        except (KeyError, ValueError):
-            wanted = _WANTED[kind]
-            raise ValueError(
-                f"schedule {entry.name}: {key} must be {wanted}, not {value!r}"
-            ) from None
-    return options
+    return [*entries(), AUTO, *(alias for entry in entries().values() for alias in entry.aliases)]
 
 
 def _from_csv_file(path: Path) -> Choice:
@@ -404,7 +391,7 @@ def _import_family(path: Path) -> FamilyEntry:
                 f"schedule file {path} registers {entry.name!r}, which is a schedule of ours; "
                 f"give it another name"
             )
-    for key, option in (_options_of(entry.place) | _options_of(entry.build)).items():
+    for key, option in (parameters_of(entry.place) | parameters_of(entry.build)).items():
         if not isinstance(option.default, (bool, int, float, str)):
             raise ValueError(
                 f"schedule file {path}: option {key} has no default that is a bool, an int, a "

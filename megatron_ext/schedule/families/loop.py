@@ -14,6 +14,7 @@ from megatron_ext.schedule.build.registry import Mark, family
 from megatron_ext.schedule.placement import loop
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
+from megatron_ext.schedule.search.best import best_known, best_schedule
 from megatron_ext.schedule.search.weight_gradient_filling import (
     Hangs,
     TimedOrder,
@@ -204,6 +205,33 @@ def gis_h(problem: Problem) -> Schedule:
         2  .   .   2F0 2F1 .   5F0 5I0 5F1 5I1 2F2 2I0 5W0 5F2 2I1 5I2 5W1 2W0 2I2 2W1 5W2 2W2
     """
     return _gis("gis-h", problem, -(-problem.ranks // 2))
+
+
+def loop_at_once(problem: Problem) -> Schedule:
+    """The best within `loop_auto`'s limit that needs no search. Raises as that."""
+    return best_known("loop-auto", problem)
+
+
+@family(
+    "loop-auto",
+    loop,
+    source="ours; loops are those of Narayanan et al. 2021, arXiv:2104.04473",
+    mark=Mark.STABLE,
+    splits_backward=True,
+    uses_costs=True,
+    searches=True,
+    steps_overlap=True,
+    fits_recompute=True,
+    at_once=loop_at_once,
+)
+def loop_auto(problem: Problem) -> Schedule:
+    """Least makespan within the memory limit (without one: p microbatches), the backward split;
+    with post-validation, least span. The passes are in no groups, and any m will do.
+
+    Raises:
+        ValueError: nothing on this placement fits into the limit.
+    """
+    return best_schedule("loop-auto", problem)
 
 
 def _gis(name: str, problem: Problem, group: int) -> Schedule:

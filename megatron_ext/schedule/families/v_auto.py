@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from megatron_ext.schedule.build.registry import Mark, family
-from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import v
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
@@ -15,8 +12,8 @@ NAME = "v-auto"
 
 
 def v_at_once(problem: Problem) -> Schedule:
-    """The best of the other families on the V that keeps to `v_auto`'s limit. Raises as that."""
-    return best_known(NAME, _limited(problem))
+    """The best within `v_auto`'s limit that needs no search. Raises as that."""
+    return best_known(NAME, problem)
 
 
 @family(
@@ -38,11 +35,4 @@ def v_auto(problem: Problem) -> Schedule:
     Raises:
         ValueError: no V schedule fits into the limit.
     """
-    return best_schedule(NAME, _limited(problem))
-
-
-def _limited(problem: Problem) -> Problem:
-    """With a memory limit. An evaluation runs the forwards of the training schedule, so it is the
-    same."""
-    limit = problem.memory_limit or MemoryLimit(microbatches=problem.ranks)
-    return replace(problem, memory_limit=limit, forward_only=False)
+    return best_schedule(NAME, problem)

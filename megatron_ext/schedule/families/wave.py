@@ -1,4 +1,4 @@
-"""Several V's one after the other, whole backward passes."""
+"""Several V's one after the other."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from megatron_ext.schedule.build.registry import Mark, family
 from megatron_ext.schedule.placement import wave
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
+from megatron_ext.schedule.search.best import best_known, best_schedule
 
 _SLOTS = {Kind.FORWARD: 1, Kind.FULL_BACKWARD: 2}
 
 
 @family("hanayo", wave, source="Liu et al. 2023, arXiv:2308.15762", mark=Mark.LABORATORY)
 def hanayo(problem: Problem) -> Schedule:
-    """1F1B along a snake of ``waves`` V's: forward and backward in turn, the oldest first.
+    """1F1B along a snake of ``waves`` V's, backward passes whole: forward and backward in turn, the
+    oldest first.
 
     A rank takes what there is when its turn has nothing. At most 2p microbatches are on their way
     at a time; fewer would not keep all ranks busy, and the peak lies well below. Passes are laid
@@ -70,3 +72,30 @@ def hanayo(problem: Problem) -> Schedule:
 
 def _other_kind(kind: Kind) -> Kind:
     return Kind.FULL_BACKWARD if kind is Kind.FORWARD else Kind.FORWARD
+
+
+def wave_at_once(problem: Problem) -> Schedule:
+    """The best within `wave_auto`'s limit that needs no search. Raises as that."""
+    return best_known("wave-auto", problem)
+
+
+@family(
+    "wave-auto",
+    wave,
+    source="ours; waves are those of Liu et al. 2023, arXiv:2308.15762",
+    mark=Mark.STABLE,
+    splits_backward=True,
+    uses_costs=True,
+    searches=True,
+    steps_overlap=True,
+    fits_recompute=True,
+    at_once=wave_at_once,
+)
+def wave_auto(problem: Problem) -> Schedule:
+    """Least makespan within the memory limit (without one: p microbatches), the backward split;
+    with post-validation, least span.
+
+    Raises:
+        ValueError: nothing on this placement fits into the limit.
+    """
+    return best_schedule("wave-auto", problem)

@@ -83,7 +83,7 @@ def seconds_of_layers(
     ]
     if stage.depths:
         layers += [_of_depth(model, execution, rates)] * stage.depths
-    launch = {Other.LAUNCH: rates.launch} if rates.launch else {}
+    launch: Seconds = {Other.LAUNCH: rates.launch} if rates.launch else {}
     return summed([*layers, PassSeconds(launch, launch)])
 
 

@@ -73,7 +73,7 @@ class Training:
         model = bytes_of_ranks(
             self.model, stages, self.execution, placement, method.vocabulary, self.state
         )
-        return Variant(choice, problem, model)
+        return Variant(choice, problem, model, may_recompute=not self.execution.recompute)
 
     def _redistributed(self, stages: int) -> list[int]:
         return redistributed_layers(len(self.model.layers), stages)

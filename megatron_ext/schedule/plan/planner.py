@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import enum
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from megatron_ext.schedule.build.auto_spec import SEARCHES
 from megatron_ext.schedule.build.output_layer import place_output_layer
 from megatron_ext.schedule.build.overlap import is_gain
-from megatron_ext.schedule.build.registry import Choice, Mark, entries
+from megatron_ext.schedule.build.registry import Choice, Mark, entries, entry_of
 from megatron_ext.schedule.build.report import ScheduleReport, report
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.model.model_memory import ModelBytes
 from megatron_ext.schedule.placement import is_line_or_v
-from megatron_ext.schedule.problem import Offload, Problem, VocabularyParallel
+from megatron_ext.schedule.problem import (
+    Extras,
+    Offload,
+    Problem,
+    Recompute,
+    VocabularyParallel,
+)
 from megatron_ext.schedule.program.memory import in_bytes, peaks
-from megatron_ext.schedule.progress import task
+from megatron_ext.schedule.progress import Task, task
 from megatron_ext.schedule.search.bounds import lower_bound
 from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
 
@@ -41,11 +49,13 @@ class Variant:
 
     Attributes:
         model: what parameters, gradients and optimizer states take on each rank; None if not known.
+        may_recompute: whether activations may be given up and made again, to fit into a limit.
     """
 
     choice: Choice
     problem: Problem
     model: Sequence[ModelBytes] | None = None
+    may_recompute: bool = False
 
     def check_launch(self) -> None:
         """Raise ValueError if it could be simulated, and no launch could run it."""
@@ -174,8 +184,11 @@ def pareto_front(
     return tuple(front)
 
 
-# A family's problem with one method, None if it cannot be told; raises ValueError if it has none.
+# A spec's problem with one method, None if it cannot be told; raises ValueError if it has none.
 VariantOf = Callable[[str, VocabMethod], Variant | None]
+Pair = tuple[str, VocabMethod]  # a spec, and what is done about the vocabulary
+
+SEARCHED = 2  # with each method, of all that search
 
 
 def make_plan(
@@ -184,8 +197,12 @@ def make_plan(
     only_promising: bool = False,
     may_offload: bool = False,
     better_than: Candidate | None = None,
+    specs: Sequence[str] | None = None,
 ) -> Plan:
     """Build and simulate every family with every method, what searches last.
+
+    Of those that search, the `SEARCHED` that are best without it are searched for, with each
+    method.
 
     Args:
         room: bytes that a rank has for everything; None: as much as it takes.
@@ -193,38 +210,92 @@ def make_plan(
             one, and search with one method only, that of the best before.
         may_offload: let activations of a schedule leave for the host where it does not fit without.
         better_than: what is known already, for ``only_promising`` to compare with.
+        specs: what is compared; None: every family, and those that search with each number of
+            chunks (`SEARCHES`).
     """
-    candidates: list[Candidate] = []
-    refusals: dict[tuple[str, VocabMethod], str] = {}
-    pairs = list(_families_and_methods())
+    comparison = _Comparison(variant_of, room, only_promising, may_offload, better_than)
+    pairs = [(spec, method) for spec in specs or all_specs() for method in VocabMethod]
+    searched = [pair for pair in pairs if entry_of(pair[0]).searches]
     with task("comparing schedules", len(pairs)) as work:
-        for name, method in pairs:
-            known = stable_of(candidates) + ((better_than,) if better_than else ())
-            try:
-                variant = variant_of(name, method)
-                if variant is not None:
-                    variant.check_launch()
-                    if only_promising and known:
-                        _check_promising(variant, method, room, min(known, key=_by_time))
-                    candidates.append(consider(variant, method, room, may_offload))
-            except ValueError as error:
-                refusals[name, method] = str(error)
-            work.done += 1
-    return Plan(tuple(sorted(candidates, key=_by_time)), refusals)
-
-
-def _families_and_methods() -> Iterator[tuple[str, VocabMethod]]:
-    """What searches comes last, when there is most to compare it with."""
-    for entry in sorted(entries().values(), key=lambda entry: entry.searches):
+        for pair in pairs:
+            if pair not in searched:
+                comparison.add(pair)
+                work.done += 1
         for method in VocabMethod:
-            yield entry.name, method
+            comparison.add_searched([pair for pair in searched if pair[1] is method], work)
+    return Plan(tuple(sorted(comparison.candidates, key=_by_time)), comparison.refusals)
+
+
+def all_specs() -> Iterator[str]:
+    """Every family, and those that search with each number of chunks."""
+    with_chunks = defaultdict(list)
+    for search in SEARCHES:
+        with_chunks[entry_of(search.spec).name].append(search.spec)
+    for name in entries():
+        yield from with_chunks.get(name, [name])
+
+
+class _Comparison:
+    """A plan while it is made. Arguments as of `make_plan`."""
+
+    def __init__(
+        self,
+        variant_of: VariantOf,
+        room: float | None,
+        only_promising: bool,
+        may_offload: bool,
+        better_than: Candidate | None,
+    ) -> None:
+        self.candidates: list[Candidate] = []
+        self.refusals: dict[Pair, str] = {}
+        self._variant_of, self._better_than = variant_of, better_than
+        self._room, self._may_offload = room, may_offload
+        self._only_promising = only_promising
+
+    def add(self, pair: Pair) -> bool:
+        """Make ``pair`` a candidate, or keep why it is none. Whether it is one."""
+        candidate = self._consider(pair)
+        if candidate is None:
+            return False
+        self.candidates.append(candidate)
+        return True
+
+    def add_searched(self, pairs: Sequence[Pair], work: Task) -> None:
+        """Make the best `SEARCHED` of ``pairs`` candidates, by what each has without its search."""
+        short = [self._consider(pair, without_search=True) for pair in pairs]
+        ahead: list[str] = []
+        for candidate in sorted(filter(None, short), key=_by_time):
+            pair = candidate.schedule, candidate.method
+            if len(ahead) == SEARCHED:
+                self.refusals[pair] = f"{' and '.join(ahead)} take less time before any search"
+            elif self.add(pair):
+                ahead.append(candidate.schedule)
+        work.done += len(pairs)
+
+    def _consider(self, pair: Pair, without_search: bool = False) -> Candidate | None:
+        spec, method = pair
+        try:
+            variant = self._variant_of(spec, method)
+            if variant is None:
+                return None
+            variant.check_launch()
+            known = stable_of(self.candidates) + ((self._better_than,) if self._better_than else ())
+            if self._only_promising and known:
+                _check_promising(variant, method, self._room, min(known, key=_by_time))
+            if without_search:
+                variant = replace(variant, choice=variant.choice.without_search)
+            return consider(variant, method, self._room, self._may_offload)
+        except ValueError as error:
+            self.refusals[pair] = str(error)
+            return None
 
 
 def consider(
     variant: Variant, method: VocabMethod, room: float | None = None, may_offload: bool = False
 ) -> Candidate:
     """Build and simulate ``variant``, within its memory limit and ``room`` bytes: if it may and
-    must, with offload.
+    must, with offload or recompute, whichever takes less time. What chooses itself what is made
+    again is tried with recompute also where it need not, if memory is what costs it time.
 
     Where there is no limit, the schedule is made for what the model leaves of ``room``: a family
     may make use of it.
@@ -232,17 +303,42 @@ def consider(
     Raises:
         ValueError: the schedule cannot be made so.
     """
+    limit = variant.problem.memory_limit or _limit_left(variant, room)
+    made: list[Candidate] = []
+    refusal: ValueError | None = None
     try:
-        return _without_offload(variant, method, room)
-    except ValueError:
-        problem = variant.problem
-        limit = problem.memory_limit or _limit_left(variant, room)
-        if not may_offload or limit is None or problem.costs.host is None:
-            raise
-        with contextlib.suppress(ValueError):
-            leaving = replace(problem, memory_limit=limit).with_extras(offload=Offload.FIT)
-            return _candidate(replace(variant, problem=leaving), method)
-        raise
+        made.append(_without_offload(variant, method, room))
+    except ValueError as error:
+        refusal = error
+    if limit is not None and (refusal or _is_slowed_by_memory(variant, made[0])):
+        for extras in _ways_to_fit(variant, may_offload and refusal is not None):
+            fitting = replace(variant.problem, memory_limit=limit, extras=extras)
+            with contextlib.suppress(ValueError):
+                made.append(_candidate(replace(variant, problem=fitting), method))
+    if not made:
+        assert refusal is not None
+        raise refusal
+    return min(made, key=_by_time)
+
+
+SLOWED = 1.1  # times what any schedule would take without a limit
+
+
+def _is_slowed_by_memory(variant: Variant, made: Candidate) -> bool:
+    """Whether ``made`` may well be shorter where more is made again."""
+    if not (variant.may_recompute and variant.choice.fits_recompute):
+        return False
+    unlimited = replace(variant.problem, memory_limit=None)
+    return made.step > SLOWED * _least_time(unlimited, variant.choice.splits_backward)
+
+
+def _ways_to_fit(variant: Variant, may_offload: bool) -> Iterator[Extras]:
+    """What may be asked for beside a memory limit, to fit into it."""
+    problem = variant.problem
+    if may_offload and problem.costs.host is not None:
+        yield replace(problem.extras, offload=Offload.FIT)
+    if variant.may_recompute:
+        yield replace(problem.extras, recompute=Recompute(fit=True))
 
 
 def _limit_left(variant: Variant, room: float | None) -> MemoryLimit | None:
@@ -298,6 +394,9 @@ def _check_promising(
 
 
 def _least_time(problem: Problem, splits_backward: bool) -> float:
+    if problem.extras.recompute != Recompute():  # which knows how to do with less memory
+        extras = replace(problem.extras, recompute=Recompute())
+        problem = replace(problem, memory_limit=None, extras=extras)
     costs = problem.costs
     if problem.extras.vocabulary is VocabularyParallel.NONE:
         return lower_bound(problem, splits_backward)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron_ext.schedule.build.registry import Mark
 from megatron_ext.schedule.plan.planner import Candidate, Plan, RankMemory, VocabMethod
-from megatron_ext.schedule.problem import Offload, VocabularyParallel
+from megatron_ext.schedule.problem import Offload, Recompute, VocabularyParallel
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Recommended:
     mark: Mark
     vocabulary: VocabMethod
     offload: Offload
+    recompute: str
     memory_limit: str | None
     makespan: float
     step: float
@@ -82,6 +83,8 @@ def flags_of(candidate: Candidate, layers: int | None) -> tuple[str, ...]:
         words += ["--pipeline-vocab-parallel", candidate.method.vocabulary.value]
     if made.offload is not Offload.NONE:
         words += ["--pipeline-activation-offload", made.offload.value]
+    if made.recompute != str(Recompute()):
+        words += ["--pipeline-recompute", made.recompute]
     if candidate.overlaps:
         words.append("--pipeline-post-validation")
     if candidate.method is VocabMethod.REDISTRIBUTED:
@@ -122,6 +125,7 @@ def _recommended(candidate: Candidate) -> Recommended:
         mark=candidate.mark,
         vocabulary=candidate.method,
         offload=candidate.report.offload,
+        recompute=candidate.report.recompute,
         memory_limit=None if candidate.limit is None else candidate.limit.written,
         makespan=candidate.report.makespan,
         step=candidate.step,

@@ -51,7 +51,7 @@ def variants_of(
             limit,
             extras=Extras(vocabulary=method.vocabulary, post_validation=post_validation),
         )
-        return Variant(choice, problem)
+        return Variant(choice, problem, may_recompute=True)
 
     return variant
 

@@ -19,6 +19,7 @@ in that batch or a later one.
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -61,7 +62,9 @@ def await_sends(schedule: Schedule, problem: Problem) -> Schedule:
     ways = [_way(Action(stage, kind, 0), problem) for stage, kind in columns.pairs]
     is_given = np.array([way is not None for way in ways], dtype=bool)[columns.pair]
     has_gone = _known_by_batches if problem.extras.p2p is P2P.BATCHED else _known_by_clocks
-    known_at: list[int] = has_gone(schedule, graph, columns.numbers[is_given]).tolist()
+    given = columns.numbers[is_given]
+    known_at: list[int] = has_gone(schedule, graph, given).tolist()
+    _in_order(known_at, [(node, ways[columns.pair[node]], columns.rank[node]) for node in given])
     in_step = _in_step(graph, schedule) if problem.forward_only else []
     place = {node: place for place, node in enumerate(in_step)}
 
@@ -104,6 +107,17 @@ def _way(action: Action, problem: Problem) -> Channel | Kind | None:
     wait = _WAIT_FOR[action.kind]
     is_given = has_place(wait, action.stage, problem.placement, problem.forward_only)
     return action.kind if is_given else None
+
+
+def _in_order(known_at: list[int], given: Sequence[tuple[int, Channel | Kind | None, int]]) -> None:
+    """Let who knows of a send know of those before it: what goes one way of a rank goes in order.
+
+    Else an output could be waited for after the gradient that it has led to has come.
+    """
+    latest: dict[tuple[Channel | Kind | None, int], int] = {}
+    for node, *way in reversed(given):
+        key = way[0], int(way[1])
+        known_at[node] = latest[key] = min(known_at[node], latest.get(key, known_at[node]))
 
 
 def _in_step(graph: Graph, schedule: Schedule) -> list[int]:

@@ -1,6 +1,7 @@
 """The best schedule that can be found for a problem: of those that are known, and by a search.
 
-Every family of the placement is among the plans that the search starts from, and among the
+Every family of the placement is among the plans that the search starts from, also where it would
+need more memory: packed it needs no more than there is. Those within the limit are among the
 schedules that are chosen from in the end by what a step of them costs, simulated. Where one of them
 costs no more than any schedule must (`lower_bound`), there is nothing to search for.
 
@@ -15,9 +16,9 @@ from dataclasses import dataclass, replace
 
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.build import complete
-from megatron_ext.schedule.build.registry import entries
+from megatron_ext.schedule.build.registry import on_placement
 from megatron_ext.schedule.kinds import Held
-from megatron_ext.schedule.limit import fits
+from megatron_ext.schedule.limit import MemoryLimit, fits
 from megatron_ext.schedule.problem import Problem, Recompute
 from megatron_ext.schedule.program.memory import amount_of, bytes_for, peaks
 from megatron_ext.schedule.program.simulate import step_seconds
@@ -29,7 +30,7 @@ from megatron_ext.schedule.search.again import search_again
 from megatron_ext.schedule.search.bounds import lower_bound
 from megatron_ext.schedule.search.effort import LARGE, Effort, effort
 from megatron_ext.schedule.search.extension import MIDDLE, plans_from
-from megatron_ext.schedule.search.improve import search
+from megatron_ext.schedule.search.improve import first_plans, search
 from megatron_ext.schedule.search.shop import (
     Rows,
     Shop,
@@ -43,11 +44,13 @@ from megatron_ext.schedule.transforms.recompute import recompute
 
 
 def best_schedule(name: str, problem: Problem) -> Schedule:
-    """What is found for ``problem``, which has a memory limit, for the family ``name``.
+    """What is found for ``problem``, without a memory limit within p microbatches, for the family
+    ``name``.
 
     Raises:
         ValueError: not even one microbatch at a time fits into the limit, or bytes are not known.
     """
+    problem = _limited(problem)
     _check_limit(name, problem)
     # With numba more is tried: what a machine that has it left here is the better schedule.
     kept = _kept(name, problem, LARGE)
@@ -63,15 +66,27 @@ def best_schedule(name: str, problem: Problem) -> Schedule:
 
 
 def best_known(name: str, problem: Problem) -> Schedule:
-    """The best without a search. Raises as `best_schedule`."""
+    """The best without a search: some plans packed. Raises as `best_schedule`."""
+    problem = _limited(problem)
     _check_limit(name, problem)
     if problem.extras.recompute.fit:
         candidates = _as_they_are(_known_again(name, problem))
     else:
-        candidates = _candidates(_known(name, problem), shop_of(problem))
+        shop, known = shop_of(problem), _known(problem)
+        if shop.fits:
+            packed = first_plans(shop, [starts_of(rows, shop) for rows in known])
+            known += [rows_of(result.starts, problem.placement) for result in packed]
+        candidates = _candidates(known, shop)
     best = _best_of(candidates, problem)
     assert best is not None  # one microbatch at a time
     return _passes(name, best.program)
+
+
+def _limited(problem: Problem) -> Problem:
+    """With a memory limit. An evaluation runs the forwards of the training schedule, so it is the
+    same."""
+    limit = problem.memory_limit or MemoryLimit(microbatches=problem.ranks)
+    return replace(problem, memory_limit=limit, forward_only=False)
 
 
 def _key(problem: Problem, effort_name: str) -> str:
@@ -110,12 +125,13 @@ def searched(name: str, problem: Problem, how: Effort) -> Schedule:
     """The same, made anew, with so much effort. The limit has to hold a microbatch."""
     shop = shop_of(problem)
     if problem.extras.recompute.fit:
-        known = _known_again(name, problem)
+        without = searched(name, problem.with_extras(recompute=Recompute()), how)
+        known = [without.rows, *_known_again(name, problem)]
         found = search_again(problem, known, how) if shop.fits else []
         best = _best_of(_as_they_are([*known, *found]), problem)
         assert best is not None  # one microbatch at a time
         return _passes(name, best.program)
-    known = _known(name, problem)
+    known = _known(problem)
     best = _best_of(_candidates(known, shop), problem)
     assert best is not None  # one microbatch at a time
     least = lower_bound(problem, splits_backward=True) * (1 + 1e-9)
@@ -147,24 +163,24 @@ def _passes(name: str, program: Program) -> Schedule:
 def _known_again(name: str, problem: Problem) -> list[Rows]:
     """What can be had without a search, with R where that brings it into the limit."""
     alone = problem.with_extras(recompute=Recompute())
-    rows = dict.fromkeys([*_known(name, alone), *_known(name, replace(alone, memory_limit=None))])
+    rows = dict.fromkeys([*_known(alone), *_known(replace(alone, memory_limit=None))])
     schedules = (Schedule(name, problem.placement, of_ranks) for of_ranks in rows)
     return [recompute(schedule, problem).rows for schedule in schedules]
 
 
-def _known(name: str, problem: Problem) -> list[Rows]:
+def _known(problem: Problem) -> list[Rows]:
     """What can be had without a search, some of it over the limit."""
-    schedules = [_one_at_a_time(problem)]
-    for entry in entries().values():
-        if entry.name == name or entry.place(problem.ranks).rank_of != problem.placement.rank_of:
-            continue
-        try:
-            schedule = entry.build(problem)
-        except ValueError:
-            continue  # it has no schedule for this problem
-        if bitwise_order(schedule):
-            schedules.append(schedule.rows)
-    return schedules
+    rows = [_one_at_a_time(problem)]
+    for choice in on_placement(problem.placement):
+        for asked in (problem, replace(problem, memory_limit=None)):
+            try:
+                schedule = choice.build(asked)
+            except ValueError:
+                continue  # it has no schedule for this problem
+            if bitwise_order(schedule):
+                rows.append(schedule.rows)
+            break
+    return rows
 
 
 def _candidates(all_rows: Sequence[Rows], shop: Shop) -> list[_Candidate]:

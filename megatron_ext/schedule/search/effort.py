@@ -55,7 +55,7 @@ def effort() -> Effort:
     """The most that this machine allows."""
     try:
         from megatron_ext.schedule.search import compiled
-    except ImportError as error:
+    except Exception as error:  # a numba that does not go with its numpy may raise anything
         remark(
             f"the search makes its small effort, without numba ({error}): with "
             f"pip install 'megatron_ext[search]' it finds better schedules in less time"

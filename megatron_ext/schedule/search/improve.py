@@ -29,6 +29,7 @@ import numpy as np
 
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.progress import Task, task
+from megatron_ext.schedule.search import pack
 from megatron_ext.schedule.search.effort import Effort, effort
 from megatron_ext.schedule.search.pack import Pack, Packed
 from megatron_ext.schedule.search.shop import F, I, R, Shop, Starts, W
@@ -41,6 +42,8 @@ _ROUNDS = 5
 _STEPS = 100  # at least
 _MEMORY = 20  # steps
 _RESULTS = 4
+_AT_ONCE = 100_000  # passes packed where nothing is searched for, about
+_FEWEST = 4  # plans
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,14 @@ def search(
     with task(f"packing plans, {how.name} effort", packings, alike=True) as work:
         best = _best_of(sides, plans, work)
         return _improved(sides, best, least, steps, work)
+
+
+def first_plans(shop: Shop, known: Sequence[Starts] = ()) -> list[Packed]:
+    """The schedules that ``known`` plans and a few more become at once, in no order."""
+    sides = sides_of(shop, pack.packer)
+    affordable = max(_AT_ONCE // (2 * shop.lanes * shop.microbatches), _FEWEST)
+    plans = (*known, *periodic_plans(shop, (75, 100), (80, 100, 65, 50)))
+    return [sides.justified(plan) for plan in plans[:affordable]]
 
 
 def periodic_plans(shop: Shop, weights: Sequence[int], periods: Sequence[int]) -> Iterator[Starts]:
@@ -212,8 +223,8 @@ class Dice:
 
 
 def shifted(packed: Packed, shop: Shop, dice: Dice) -> Starts:
-    """Start times with some of them moved: all passes of a time or of a microbatch, or a run of
-    microbatches on one lane or on one lane of every rank."""
+    """Start times with some of them moved: all passes of a time, on all ranks or a few, or of a
+    microbatch, or a run of microbatches on one lane or on one lane of every rank."""
     makespan, plan = packed.makespan, packed.starts.copy()
     lanes, m = plan.shape
     far = max(shop.work * dice.choice((1, 2, 4, 8)) // 10, 1)
@@ -222,6 +233,11 @@ def shifted(packed: Packed, shop: Shop, dice: Dice) -> Starts:
         opens = dice.around(makespan * 11 // 20) + makespan * 9 // 20  # from -0.1 to 1 of it
         closes = opens + makespan * dice.choice((1, 2, 4)) // 10
         inside = (opens < plan) & (plan < closes)
+        if dice.below(2):  # on a few neighbouring ranks alone
+            ranks, size = shop.placement.ranks, shop.lanes_of_rank
+            lowest, number = dice.below(ranks), max(ranks // dice.choice((2, 4, 8)), 1)
+            inside[: lowest * size] = False
+            inside[(lowest + number) * size :] = False
         plan[inside] += dice.many_around(far, int(np.count_nonzero(inside)))
     elif draw < 80:
         moved: list[int] | slice

@@ -118,10 +118,22 @@ def _routed(model: Model, execution: Execution) -> list[Operation]:
     for name, widths in (("latent down", (hidden, latent)), ("latent up", (latent, hidden))):
         if latent:
             operations += linear(name, tokens, *widths, execution, modules=again)
-    grouped = {"engine": Engine.GROUPED, "weights": local, "modules": again}
-    operations += linear("experts' fc1", rows, inner, gates * own, execution, **grouped)
+
+    def product(name: str, entering: float, leaving: float) -> list[Operation]:
+        return linear(
+            name,
+            rows,
+            entering,
+            leaving,
+            execution,
+            modules=again,
+            engine=Engine.GROUPED,
+            weights=local,
+        )
+
+    operations += product("experts' fc1", inner, gates * own)
     operations.append(_activation(model, execution, rows * own, [*again, "moe_act"]))
-    operations += linear("experts' fc2", rows, own, inner, execution, **grouped)
+    operations += product("experts' fc2", own, inner)
     return operations
 
 
@@ -133,15 +145,10 @@ def _to_experts(model: Model, execution: Execution) -> list[Exchange]:
     routed = model.moe_router_topk
     exchanges = []
     if ranks > 1:
-        match execution.dispatcher:
-            case "allgather":
-                copies = float(ranks)
-            case "flex":  # one for a rank, of which several experts may be wanted
-                copies = ranks * (1 - (1 - 1 / ranks) ** routed)
-            case _:
-                copies = routed
+        copies = {"allgather": ranks, "flex": 1}.get(execution.dispatcher, routed)
+        choices = routed if execution.dispatcher == "flex" else 0
         moved = Passes(2 * size * copies, 2 * size * copies)
-        exchanges.append(Exchange(Group.EXPERT, ranks, divides, moved, frozenset(["moe"])))
+        exchanges.append(Exchange(Group.EXPERT, ranks, divides, moved, frozenset(["moe"]), choices))
     if divides > 1:
         both = 2 * size * routed * divides
         exchanges.append(Exchange(Group.TENSOR, divides, 1, Passes(both, both), frozenset(["moe"])))

@@ -1,0 +1,155 @@
+"""`megatron-ext plan -- LINE`: what the line trains, what else it could, and what to write."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from megatron_ext.cli import app
+from megatron_ext.launch_check import loading
+from megatron_ext.launch_check.check import check_launch
+from megatron_ext.launch_check.line_plan import Asked, LinePlan, plan_line
+from megatron_ext.launch_check.words import Launch
+from megatron_ext.schedule.model.gpus import parse_gpu
+from megatron_ext.schedule.plan import planner
+from megatron_ext.schedule.plan.planner import VocabMethod
+from tests.helpers.megatron_runs import SCRIPT, model_flags
+
+FLAGS: dict[str, Any] = {
+    "pipeline_model_parallel_size": 2,
+    "num_virtual_stages_per_pipeline_rank": 4,
+    "num_layers": 16,
+    "hidden_size": 1024,
+    "num_attention_heads": 8,
+    "seq_length": 1024,
+    "max_position_embeddings": 1024,
+    "use_distributed_optimizer": True,
+    "bf16": True,
+    "padded_vocab_size": 32000,
+    "vocab_size": 31999,
+}
+
+
+@pytest.fixture(autouse=True)
+def few_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a login node, and without a search."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    pairs = [(name, VocabMethod.NAIVE) for name in ("1f1b", "interleaved", "zb-h1", "zb-v")]
+    pairs.append(("zb-v", VocabMethod.TWO))
+    monkeypatch.setattr(planner, "_families_and_methods", lambda: pairs)
+
+
+def launch(**overrides: object) -> Launch:
+    return Launch(str(SCRIPT), False, tuple(model_flags(**(FLAGS | overrides))), world_size=4)
+
+
+def made(gpu: str | None = "h100", **overrides: object) -> LinePlan:
+    return plan_line(Asked(launch(**overrides), gpu=None if gpu is None else parse_gpu(gpu)))
+
+
+def command(*words: str) -> Result:
+    return CliRunner().invoke(app, ["plan", *words])
+
+
+def test_a_line_with_virtual_stages() -> None:
+    """It was refused: a line has one chunk a rank, a V two, and what is launched four."""
+    plan = made()
+    assert plan.own == "interleaved:vpp=4" and plan.of_line is not None
+    assert plan.facts.startswith("16 layers on 4 ranks (PP 2 x DP 2), 4 microbatches of 1 x 1024")
+    best = plan.plan.best
+    assert best is not None and best.step <= plan.of_line.step
+    assert plan.flags[:2] == ("--pipeline-schedule", best.schedule)
+    assert {c.schedule for c in plan.plan.candidates} >= {"1f1b", "zb-h1", "zb-v", plan.own}
+    assert plan.dropped == ("--num-virtual-stages-per-pipeline-rank",)
+    assert not plan.remarks and not plan.gives
+
+
+def test_memory_is_that_of_doctor() -> None:
+    plan = made()
+    assert plan.of_line is not None and plan.of_line.memory is not None
+    prediction = check_launch(launch(), None, None).prediction
+    assert prediction is not None and prediction.schedule == "interleaved"
+    assert [rank.total for rank in plan.of_line.memory] == [
+        rank.total_bytes for rank in prediction.ranks
+    ]
+
+
+def test_a_layout_is_cut_anew() -> None:
+    """A layout has the stages of the line; others have their own, as even as it goes."""
+    layout = "Et|t|t|t|t|t|t|L"
+    plan = made(
+        num_layers=7,
+        num_virtual_stages_per_pipeline_rank=None,
+        pipeline_model_parallel_layout=layout,
+    )
+    assert plan.own == "interleaved:vpp=4" and not plan.dropped
+    assert plan.flags[-2:] == ("--pipeline-model-parallel-layout", "Etttt|tttL")
+
+
+def test_a_file_of_arguments_is_as_good_as_a_line(tmp_path: Path) -> None:
+    values: dict[str, Any] = {
+        **{name: value for name, value in FLAGS.items() if name != "num_layers"},
+        **{"num_layers": 16, "world_size": 4, "micro_batch_size": 1, "global_batch_size": 8},
+        **{"train_iters": 5, "lr": 0.01, "eval_iters": 0, "num_moe_experts": None},
+    }
+    (tmp_path / "model.json").write_text(json.dumps(values))
+    result = command("--gpu", "h100", "--json", "--config", str(tmp_path / "model.json"))
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)["line"]
+    expected = made()
+    assert told["trains"] == expected.facts
+    assert told["flags"] == list(expected.flags)
+    (tmp_path / "model.json").write_text(json.dumps({**values, "hiden_size": 3}))
+    result = command("--config", str(tmp_path / "model.json"))
+    assert result.exit_code == 2 and "no argument hiden_size: did you mean hidden_size" in (
+        result.output
+    )
+
+
+def test_what_is_printed(tmp_path: Path) -> None:
+    words = ["--gpu", "h100", "--world-size", "4", "--", str(SCRIPT), *model_flags(**FLAGS)]
+    output = command(*words).output
+    assert "under interleaved:vpp=4" in output and "memory of the choice" in output
+    assert "in place of --num-virtual-stages-per-pipeline-rank" in output
+    assert "the line as it is, under interleaved:vpp=4, takes " in output
+    beside = command("--pp", "4", *words)
+    assert beside.exit_code == 2 and "says by itself what --pp" in beside.output
+    assert "--pp and -m say" in command().output
+
+
+def test_what_is_assumed_is_said() -> None:
+    plan = made(None, spec=("mine", "layers"))
+    assert any("an H100's" in remark for remark in plan.remarks)
+    assert any("--spec mine layers: layers of your own" in remark for remark in plan.remarks)
+
+
+def test_a_line_that_fits_nowhere_says_what_would_have_to_give() -> None:
+    plan = made("operations=400e12,bytes=40e9,memory=1.6GiB")
+    assert plan.plan.best is None and not plan.flags
+    assert any(text.startswith("--recompute-granularity full: ") for text in plan.gives)
+    assert any("GiB too much" in text or "which fits" in text for text in plan.gives)
+
+
+def test_whether_a_checkpoint_can_be_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
+    iteration = tmp_path / "iter_0000005"
+    iteration.mkdir()
+    (remark,) = made(load=tmp_path).remarks
+    assert "has a file a rank, which only the same stages load" in remark
+    (iteration / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    states = {"distrib_optim_sharding_type": "dp_reshardable"}
+    monkeypatch.setattr(loading.dist_checkpointing, "load_content_metadata", lambda *_: states)
+    (remark,) = made(load=tmp_path).remarks
+    assert "its optimizer states (dp_reshardable) not" in remark
+    states["distrib_optim_sharding_type"] = "fully_reshardable"
+    (remark,) = made(load=tmp_path).remarks
+    assert remark.endswith("can be loaded, optimizer states too")
+    (remark,) = made(load=tmp_path / "nowhere").remarks
+    assert "is not here to be looked at" in remark
