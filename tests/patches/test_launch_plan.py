@@ -140,12 +140,34 @@ def test_virtual_stages_of_the_line_go_where_a_schedule_has_others() -> None:
 def test_it_wants_a_launch_line() -> None:
     for config in (
         from_argv(["--pipeline-schedule", "plan"]),
+        from_argv(["--pipeline-schedule", "auto"]),
         from_environment({"MEGATRON_EXT_SCHEDULE": "plan"}),
     ):
         with pytest.raises(ValueError, match=r"chosen from a launch line: .* or name one"):
             install(config)
     with pytest.raises(ValueError, match="--use-checkpoint-args bring other arguments"):
         chosen(use_checkpoint_args=True)
+
+
+def test_auto_keeps_to_the_stages_of_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And to the vocabulary as it is, at either end of the pipeline."""
+    shorten_search(monkeypatch)
+    four = {"num_virtual_stages_per_pipeline_rank": 4}
+    _, choice = chosen(pipeline_schedule="auto", **four)
+    assert choice.flags[:2] in {
+        ("--pipeline-schedule", name) for name in ("wave-auto", "loop-auto:vpp=4")
+    }
+    assert not choice.dropped and "--pipeline-vocab-parallel" not in choice.flags
+    assert "the shortest predicted step of 2 schedules in no more memory" in choice.why
+    with pytest.raises(ValueError, match="auto:chunks=2 knows no schedule with 4 stages on each"):
+        chosen(pipeline_schedule="auto:chunks=2", **four)
+
+
+def test_auto_says_what_it_has_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten_search(monkeypatch)
+    _, choice = chosen(pipeline_schedule="auto", pipeline_memory_limit="1.5")
+    assert {"zb-auto", "v-auto", "wave-auto"} <= set(re.findall(r"[\w-]+auto", str(choice)))
+    assert "within --pipeline-memory-limit 1.5" in choice.why and "; left out: " in choice.why
 
 
 EXPERTS: dict[str, Any] = {

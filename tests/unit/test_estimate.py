@@ -197,7 +197,20 @@ def test_what_is_compressed_and_expanded_again() -> None:
     ups = 2 * TOKENS * (512 * 16 * 192 + 256 * 16 * 256)
     more = again.seconds[I][0] - plain.seconds[I][0]
     assert more * WHOLE.linear == pytest.approx(4 * ups)
+    less = held(plain, Held.ACTIVATION)[0] - held(again, Held.ACTIVATION)[0]
+    assert less == 4 * TOKENS * 16 * (192 + 192 + 128) * 2, "queries, keys and values"
     assert again.seconds[F] == plain.seconds[F]
+
+
+def test_what_experts_make_again_is_not_stored() -> None:
+    """What leaves their activation, a shared expert, or all that is between router and sum."""
+    model = gpt(("*E",), moe_shared_expert_intermediate_size=512, **EXPERTS)
+    kept = [
+        held(costs_of((1,), model=model, recompute_modules=frozenset(again)), Held.ACTIVATION)[0]
+        for again in ([], ["moe_act"], ["shared_experts"], ["moe"])
+    ]
+    less = [(kept[0] - figure) / TOKENS / 2 for figure in kept[1:]]
+    assert less == [2 * 1024, 2 * 512, 3 * WIDTH + 2 * (2 * 1024 + 512)]
 
 
 def test_a_dense_layer_among_experts() -> None:
@@ -349,7 +362,9 @@ def test_tokens_go_to_their_experts_and_back() -> None:
     near = waits(Group.EXPERT, larger, joined, expert_parallel=16)
     assert near == pytest.approx([sent * 15 / 16 / WHOLE.peers] * 2)
     once_a_rank = waits(Group.EXPERT, model, expert_parallel=2, dispatcher="flex")
-    assert once_a_rank < waits(Group.EXPERT, model, expert_parallel=2)
+    assert once_a_rank == pytest.approx([2 * TOKENS * WIDTH * 2 * 1.5 / 2 / WHOLE.peers] * 2)
+    once_a_node = waits(Group.EXPERT, larger, expert_parallel=16, dispatcher="flex")
+    assert once_a_node == pytest.approx([2 * TOKENS * WIDTH * 2 * 1.5 / 2 / WHOLE.network] * 2)
     again = waits(Group.EXPERT, model, expert_parallel=8, recompute_modules=frozenset(["moe"]))
     assert again == pytest.approx((in_node[0], 2 * in_node[1]))
 

@@ -119,7 +119,9 @@ def _attention(model: Model, execution: Execution) -> Kept:
     else:
         query = output = model.query_width
         inside, made = query + 2 * model.key_value_width, 0
-    elements = _normed(model, execution) + inside + output + made
+    is_made_again = model.multi_latent_attention and "mla_up_proj" in execution.recompute_modules
+    elements: float = _normed(model, execution) + output + made
+    elements += 0 if is_made_again else inside
     if not execution.transformer_engine and "core_attn" not in execution.recompute_modules:
         elements += 2.5 * model.num_attention_heads * execution.sequence
     widths = model.hidden_size + inside + output + made + model.hidden_size
@@ -141,10 +143,14 @@ def _experts(model: Model, execution: Execution) -> Kept:
     hidden, latent = model.hidden_size, model.moe_latent_size
     shared, routed = model.moe_shared_expert_intermediate_size, model.moe_router_topk
     entering = routed * (latent or hidden) + (hidden if shared else 0)
-    activation = _matrices(model) * (routed * model.moe_ffn_hidden_size + shared)
+    own = routed * model.moe_ffn_hidden_size
+    activation = _matrices(model) * (own + shared)
+    again = execution.recompute_modules
     elements = _normed(model, execution)
-    if "moe" not in execution.recompute_modules:
+    if "moe" not in again:
         elements += entering + activation
+        elements -= own if "moe_act" in again else 0  # what leaves the activation
+        elements -= _matrices(model) * shared if "shared_experts" in again else 0
     widths = 2 * entering + activation + (2 * (hidden + latent) if latent else 0)
     return Kept(elements, hidden, widths)
 
