@@ -261,12 +261,20 @@ RECOMPUTE_REFUSALS = (
         f"a CUDA graph is of one forward pass a microbatch: write --cuda-graph-impl none, or "
         f"{_WITHOUT_RECOMPUTE}",
     ),
-    Refusal(
-        "fp8_recipe",
-        lambda value: value == "delayed",
-        "a pass without gradients does not move scales on: write --fp8-recipe tensorwise, "
-        f"blockwise or mxfp8, or {_WITHOUT_RECOMPUTE}",
-        matters=lambda settings: bool(getattr(settings, "fp8", None)),
+    *(
+        Refusal(
+            "fp8_recipe",
+            lambda value, recipe=recipe: value == recipe,  # type: ignore[misc]
+            f"{why}: write --fp8-recipe tensorwise or mxfp8, or {_WITHOUT_RECOMPUTE}",
+            matters=lambda settings: getattr(settings, "fp8", None) is not None,
+        )
+        for recipe, why in (
+            ("delayed", "a pass without gradients does not move scales on"),
+            (
+                "blockwise",
+                "a pass without gradients leaves weights quantised for forward passes alone",
+            ),
+        )
     ),
     Refusal(
         "moe_router_load_balancing_type",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from megatron_ext.schedule.build.registry import choose, entries
-from megatron_ext.schedule.problem import Extras, Offload, VocabularyParallel
+from megatron_ext.schedule.problem import Extras, Offload, Recompute, VocabularyParallel
 from tests.helpers.documents import check_written, table
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
@@ -77,6 +78,39 @@ def test_the_docs_tell_what_post_validation_refuses() -> None:
     ]
     head = ["setting", "refused with", "because, or instead"]
     check_written("post-validation refusals", table(head, rows))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"recompute_granularity": "full"},
+        {"cuda_graph_impl": "transformer_engine"},
+        {"fp8": "hybrid", "fp8_recipe": "delayed"},
+        {"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]},
+        {"te_rng_tracker": True, "hidden_dropout": 0.1},
+    ],
+)
+def test_recompute_refuses_what_cannot_run_again(setting: dict[str, object]) -> None:
+    """Asked for by the flag, or by a file's passes; and nothing less."""
+    settings = {
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": None,
+        "transformer_impl": "local",
+    }
+    choice = choose("1f1b")
+    refuse(SimpleNamespace(**settings, **setting), choice)
+    again = Extras(recompute=Recompute(first=1))
+    for asked, extras in ((choice, again), (replace(choice, recomputes=True), Extras())):
+        with pytest.raises(ValueError, match=r"^--pipeline-(recompute|schedule) .* does not go"):
+            refuse(SimpleNamespace(**settings, **setting), asked, extras)
+        harmless = {
+            "recompute_granularity": "selective",
+            "fp8_recipe": "delayed",  # Megatron's default, without FP8
+            "moe_router_load_balancing_type": "aux_loss",
+            "te_rng_tracker": True,
+            "hidden_dropout": 0.0,
+        }
+        refuse(SimpleNamespace(**settings, **harmless), asked, extras)
 
 
 UNTIED = {"untie_embeddings_and_output_weights": True}

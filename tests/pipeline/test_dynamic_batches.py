@@ -125,7 +125,7 @@ class Searches:
 
     def __init__(self) -> None:
         self.count = self.longer_or_shorter = 0
-        programs.extended = self._extended
+        programs.extended = self._extended  # type: ignore[assignment]
         for module, name in ((best, "searched"), (zb_auto, "_best")):
             setattr(module, name, partial(self._counted, vars(module)[name]))
 

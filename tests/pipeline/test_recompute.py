@@ -17,6 +17,7 @@ import pytest
 from megatron_ext.schedule.build.registry import choose
 from tests.helpers.combinations import at_night, nightly
 from tests.helpers.megatron_runs import EXPERTS, Run, assert_same, losses, model_flags, train
+from tests.helpers.short_search import shorten_search
 from tests.pipeline.test_multi_token_prediction import drawn_by_name
 
 Flags = dict[str, object]
@@ -134,6 +135,17 @@ def test_beside_our_own_settings(more: Flags) -> None:
     ours: Flags = {"pipeline_schedule": "zb-v", "pipeline_recompute": "first:4", **more}
     runs = run("bf16", **ours)
     assert_same(runs, expected)
+
+
+@nightly("test_placements.py has the setting")
+def test_a_search_says_what_runs_again(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Some microbatches of some stages, wherever there is room."""
+    shorten_search(monkeypatch)
+    ours: Flags = {"pipeline_memory_limit": 1.2, "pipeline_recompute": "fit"}
+    assert_same(run("bf16", pipeline_schedule="v-auto", **ours), reference("bf16", None))
+    assert "of the activations are made again" in capfd.readouterr().out
 
 
 @nightly("test_placements.py has the setting")

@@ -13,7 +13,7 @@ from megatron_ext.schedule.build.build import build_program, complete
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.limit import MemoryLimit
-from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.problem import Problem, Recompute
 from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, peaks
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import Program
@@ -102,8 +102,10 @@ def test_any_costs_and_bytes(seed: int, p: int, m: int, above: float) -> None:
         assert max(peaks(made, in_bytes(costs))) <= limit.bytes
 
 
-def test_short_steps_have_no_middle() -> None:
-    assert has_middle(problem_of("zb-v", 4, 16)) and not has_middle(problem_of("zb-v", 4, 15))
+def test_what_can_be_made_longer_or_shorter() -> None:
+    problem = problem_of("zb-v", 4, 16, 3)
+    assert has_middle(problem) and not has_middle(with_microbatches(problem, 15))
+    assert has_middle(problem.with_extras(recompute=Recompute(fit=True)))
 
 
 # By limit, the makespans at 37, 64 and 128 microbatches of an earlier search, which was compiled.

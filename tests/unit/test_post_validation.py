@@ -32,7 +32,7 @@ from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove
 from megatron_ext.schedule.schedule import Schedule, is_compute
 from megatron_ext.schedule.search import improve
 from megatron_ext.schedule.search.bounds import lower_bound
-from megatron_ext.schedule.search.improve import sides_of
+from megatron_ext.schedule.search.improve import _mirrored, sides_of
 from megatron_ext.schedule.search.pack import packer
 from megatron_ext.schedule.search.shop import rows_of as rows_packed
 from megatron_ext.schedule.search.shop import shop_of, starts_of
@@ -409,7 +409,7 @@ def test_packing_for_the_span_keeps_ranks_to_their_turns() -> None:
     ran = complete(Schedule("packed", wanted.placement, rows), wanted)
     span = simulate(ran, wanted.costs).span
     assert packed.makespan * shop.tick == pytest.approx(18 + span)
-    back = sides.right(sides.mirrored(packed))
+    back = sides.right(_mirrored(packed, shop.durations_of_all))
     first = back.starts.reshape(4, -1).min(axis=1)
     assert (first >= shop.tails).all()
 

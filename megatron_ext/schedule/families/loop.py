@@ -221,6 +221,7 @@ def loop_at_once(problem: Problem) -> Schedule:
     uses_costs=True,
     searches=True,
     steps_overlap=True,
+    fits_recompute=True,
     at_once=loop_at_once,
 )
 def loop_auto(problem: Problem) -> Schedule:

@@ -88,6 +88,7 @@ def wave_at_once(problem: Problem) -> Schedule:
     uses_costs=True,
     searches=True,
     steps_overlap=True,
+    fits_recompute=True,
     at_once=wave_at_once,
 )
 def wave_auto(problem: Problem) -> Schedule:

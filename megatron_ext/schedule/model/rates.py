@@ -78,11 +78,21 @@ class Rates:
     def seconds_to_exchange(self, exchange: Exchange) -> tuple[float, float]:
         """What F and I wait for ``exchange``. What goes to peers and what goes to other nodes goes
         at once."""
-        near = max(min(exchange.ranks, self.domain // exchange.stride), 1)
-        to_peers = (near - 1) / exchange.ranks / self.peers
-        to_others = (exchange.ranks - near) / exchange.ranks / self.network
+        ranks, choices = exchange.ranks, exchange.choices
+        near = max(min(ranks, self.domain // exchange.stride), 1)
+        nodes = ranks / near
+        of_ranks = _distinct(ranks, choices) if choices else 1
+        of_nodes = _distinct(nodes, choices) if choices else 1
+        within = (near - 1) / (near if choices else ranks)
+        to_peers = of_ranks * within / self.peers
+        to_others = of_nodes * (nodes - 1) / nodes / self.network
         a_byte = max(to_peers, to_others)
         return exchange.moved.forward * a_byte, exchange.moved.input_gradient * a_byte
+
+
+def _distinct(places: float, choices: int) -> float:
+    """How many of so many places are among as many choices, on average."""
+    return places * (1 - (1 - 1 / places) ** choices)
 
 
 # One core, gloo over loopback, its memory.

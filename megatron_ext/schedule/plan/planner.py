@@ -394,6 +394,9 @@ def _check_promising(
 
 
 def _least_time(problem: Problem, splits_backward: bool) -> float:
+    if problem.extras.recompute != Recompute():  # which knows how to do with less memory
+        extras = replace(problem.extras, recompute=Recompute())
+        problem = replace(problem, memory_limit=None, extras=extras)
     costs = problem.costs
     if problem.extras.vocabulary is VocabularyParallel.NONE:
         return lower_bound(problem, splits_backward)

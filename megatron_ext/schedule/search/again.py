@@ -20,7 +20,7 @@ from megatron_ext.schedule.progress import Task, task
 from megatron_ext.schedule.search.effort import Effort
 from megatron_ext.schedule.search.improve import Dice, Sides, periodic_plans, shifted, sides_of
 from megatron_ext.schedule.search.pack import Packed
-from megatron_ext.schedule.search.shop import R, Rows, rows_of, shop_of, starts_of
+from megatron_ext.schedule.search.shop import Rows, again_in, rows_of, shop_of, starts_of
 
 Again = npt.NDArray[np.bool_]  # stages x microbatches
 
@@ -91,10 +91,8 @@ class _Choices:
         return sides_of(shop, self.how.packer)
 
     def of_rows(self, rows: Rows, work: Task) -> _Found:
-        again = np.zeros_like(self.all)
-        for stage, kind, k in (action for row in rows for action in row):
-            if kind is R:
-                again[stage, k] = True
+        again = again_in(rows, *self.all.shape)
+        again = np.zeros_like(self.all) if again is None else again
         sides = self.sides(again)
         work.done += 1
         return _Found(again, sides, sides.justified(starts_of(rows, sides.shop)))

@@ -18,9 +18,9 @@ from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.memory import in_microbatches, peaks
 from megatron_ext.schedule.schedule import Schedule
-from megatron_ext.schedule.search.improve import sides_of
-from megatron_ext.schedule.search.pack import packer
-from megatron_ext.schedule.search.shop import Starts, rows_of, shop_of, starts_of
+from megatron_ext.schedule.search.improve import Sides, sides_of
+from megatron_ext.schedule.search.pack import Packed, packer
+from megatron_ext.schedule.search.shop import Starts, again_in, rows_of, shop_of, starts_of
 
 MIDDLE = 4  # microbatches a rank, from which on a schedule has a middle
 _GROUPS = (4, 3, 6, 8, 2, 1)  # microbatches after which it may repeat; the most promising first
@@ -50,38 +50,59 @@ def extended(known: Schedule, problem: Problem) -> Schedule:
         limit = MemoryLimit(microbatches=max(peaks(known, in_microbatches(known))))
     problem = replace(problem, memory_limit=limit)
     length = 1 + max(action.microbatch for row in known.rows for action in row)
-    shop = shop_of(problem)
-    starts = starts_of(known.rows, shop_of(replace(problem, microbatches=length)))
-    sides = sides_of(shop, packer)  # which is there before numba has been loaded
-    number = _PASSES // (2 * shop.lanes * shop.microbatches)
-    some = islice(plans_from(starts, problem.microbatches), max(number, 1))
-    best = min(map(sides.justified, some), key=lambda packed: packed.makespan)
+    again = again_in(known.rows, problem.placement.stages, length)
+    starts = starts_of(known.rows, shop_of(replace(problem, microbatches=length), again))
+
+    def packed(columns: Starts, later: Starts) -> tuple[Sides, Packed]:
+        shop = shop_of(problem, None if again is None else again[:, columns])
+        sides = sides_of(shop, packer)  # which is there before numba has been loaded
+        return sides, sides.justified(starts[:, columns] + later)
+
+    number = _PASSES // (2 * len(starts) * problem.microbatches)
+    some = islice(_columns_from(starts, problem.microbatches), max(number, 1))
+    sides, best = min((packed(*plan) for plan in some), key=lambda made: made[1].makespan)
     if number:
         best = sides.justified(best.starts, _ROUNDS)
-    return replace(known, rows=rows_of(best.starts, problem.placement))
+    is_there = None if again is None else sides.shop.again
+    return replace(known, rows=rows_of(best.starts, problem.placement, is_there))
 
 
 def plans_from(known: Starts, microbatches: int) -> Iterator[Starts]:
     """Plans for ``microbatches`` from ``known``, the starts of a schedule for another number."""
+    for columns, later in _columns_from(known, microbatches):
+        yield known[:, columns] + later
+
+
+def _columns_from(known: Starts, microbatches: int) -> Iterator[tuple[Starts, Starts]]:
+    """For each plan which of the ``known`` microbatches each of its own is like, and how much later
+    it comes."""
     have = known.shape[1]
     if microbatches < have:
         fewer = have - microbatches
         first, period = _steady(known, fewer, min(_SEAM, microbatches))
-        yield np.concatenate([known[:, :first], known[:, first + fewer :] - period], axis=1)
+        columns = np.delete(np.arange(have), np.s_[first : first + fewer])
+        yield columns, np.where(columns < first, 0, -period)
         return
     for group in _GROUPS:
         if 2 * group <= have:
             yield _lengthened(known, microbatches - have, group)
 
 
-def _lengthened(known: Starts, more: int, group: int) -> Starts:
+def _lengthened(known: Starts, more: int, group: int) -> tuple[Starts, Starts]:
     """With ``more`` microbatches in the middle, which repeat a ``group`` of them."""
     first, period = _steady(known, group, group)
-    repeated = np.arange(more)
-    inserted = known[:, first + repeated % group] + (repeated // group + 1) * period
-    behind = first + group
-    rest = known[:, behind:] + more * period // group
-    return np.concatenate([known[:, :behind], inserted, rest], axis=1)
+    behind, repeated = first + group, np.arange(more)
+    rest = np.arange(behind, known.shape[1])
+    return (
+        np.concatenate([np.arange(behind), first + repeated % group, rest]),
+        np.concatenate(
+            [
+                np.zeros(behind, np.int64),
+                (repeated // group + 1) * period,
+                np.full(len(rest), more * period // group),
+            ]
+        ),
+    )
 
 
 def _steady(known: Starts, apart: int, width: int) -> tuple[int, int]:

@@ -359,6 +359,15 @@ def rows_of(
     return tuple(rows)
 
 
+def again_in(rows: Rows, stages: int, microbatches: int) -> npt.NDArray[np.bool_] | None:
+    """By stage and microbatch, whether ``rows`` make the activation again; None: they make none."""
+    again = np.zeros((stages, microbatches), dtype=bool)
+    for stage, kind, k in (action for row in rows for action in row):
+        if kind is R:
+            again[stage, k] = True
+    return again if again.any() else None
+
+
 def starts_of(rows: Sequence[Sequence[Action]], shop: Shop) -> Starts:
     """When the passes of ``rows`` start, each as soon as it can; a whole backward is I, then W.
 

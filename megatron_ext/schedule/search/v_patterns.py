@@ -82,6 +82,7 @@ def is_v(placement: Placement) -> bool:
 
 
 def _ranks_of(shop: Shop) -> list[RankWork]:
+    assert shop.lanes_of_rank == LANES
     works = []
     for first in range(0, shop.lanes, LANES):
         ticks = shop.durations[first : first + LANES]

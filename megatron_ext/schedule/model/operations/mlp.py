@@ -145,15 +145,10 @@ def _to_experts(model: Model, execution: Execution) -> list[Exchange]:
     routed = model.moe_router_topk
     exchanges = []
     if ranks > 1:
-        match execution.dispatcher:
-            case "allgather":
-                copies = float(ranks)
-            case "flex":  # one for a rank, of which several experts may be wanted
-                copies = ranks * (1 - (1 - 1 / ranks) ** routed)
-            case _:
-                copies = routed
+        copies = {"allgather": ranks, "flex": 1}.get(execution.dispatcher, routed)
+        choices = routed if execution.dispatcher == "flex" else 0
         moved = Passes(2 * size * copies, 2 * size * copies)
-        exchanges.append(Exchange(Group.EXPERT, ranks, divides, moved, frozenset(["moe"])))
+        exchanges.append(Exchange(Group.EXPERT, ranks, divides, moved, frozenset(["moe"]), choices))
     if divides > 1:
         both = 2 * size * routed * divides
         exchanges.append(Exchange(Group.TENSOR, divides, 1, Passes(both, both), frozenset(["moe"])))

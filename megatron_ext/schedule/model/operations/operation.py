@@ -75,6 +75,8 @@ class Exchange:
         ranks, stride: of the group, and how far one lies from the next.
         moved: bytes in F and in I that were all ranks' were there no other; of which a rank keeps
             its own share.
+        choices: how many ranks each token of `moved` goes to, once to each of them, and once over
+            the network to each other node; 0: `moved` is divided over all ranks evenly.
         modules: as of an operation.
         is_behind_attention: whether it goes on while attention does.
     """
@@ -84,6 +86,7 @@ class Exchange:
     stride: int
     moved: Passes
     modules: frozenset[str] = frozenset()
+    choices: int = 0
     is_behind_attention: bool = False
 
 
