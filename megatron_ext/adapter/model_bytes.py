@@ -82,14 +82,19 @@ def state_of(args: Any) -> TrainingState:
     )
 
 
+def quantized_bytes(recipe: str) -> float:
+    """Of an element of a matrix in 8 bits by Megatron's ``fp8_recipe``, or in 4 by ``fp4``."""
+    return _QUANTIZED.get(recipe, _FP8)
+
+
 def _matrix_bytes(args: Any) -> float | None:
     """Of an element of layers' matrices, where those are in 8 or 4 bits: in these alone, or beside
     16 bits, since a step casts once for all its microbatches."""
     quantized = None
     if getattr(args, "fp4", None):
-        quantized, alone = _QUANTIZED["fp4"], args.fp4_param_gather
+        quantized, alone = quantized_bytes("fp4"), args.fp4_param_gather
     elif args.fp8:
-        quantized, alone = _QUANTIZED.get(args.fp8_recipe, _FP8), args.fp8_param_gather
+        quantized, alone = quantized_bytes(args.fp8_recipe), args.fp8_param_gather
     if quantized is None:
         return None
     return quantized if alone else args.params_dtype.itemsize + quantized

@@ -120,10 +120,10 @@ def print_vocabulary(rows: Sequence[VocabularyRow]) -> None:
     if not rows:
         return
     has_moved = any(VocabMethod.REDISTRIBUTED in row.steps for row in rows)
-    moved = " with\nlayers moved away from there," if has_moved else ""
+    moved = ", with layers moved away\nfrom there, and" if has_moved else "\nand"
     typer.echo(
-        f"\nwhat a step takes with embedding and output layer at the ends of the pipeline,{moved} "
-        f"and with both\ndivided over all ranks (--pipeline-vocab-parallel 1 or 2):"
+        f"\nwhat a step takes with embedding and output layer at the ends of the pipeline{moved} "
+        f"with both divided over all ranks (--pipeline-vocab-parallel 1 or 2):"
     )
     print_table(
         [

@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from megatron_ext.cli import app
-from megatron_ext.launch_check import loading
+from megatron_ext.launch_check import line_plan, loading
 from megatron_ext.launch_check.check import check_launch
 from megatron_ext.launch_check.line_plan import Asked, LinePlan, plan_line
 from megatron_ext.launch_check.words import Launch
@@ -39,9 +39,8 @@ FLAGS: dict[str, Any] = {
 def few_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a login node, and without a search."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    pairs = [(name, VocabMethod.NAIVE) for name in ("1f1b", "interleaved", "zb-h1", "zb-v")]
-    pairs.append(("zb-v", VocabMethod.TWO))
-    monkeypatch.setattr(planner, "_families_and_methods", lambda: pairs)
+    monkeypatch.setattr(planner, "all_specs", lambda: ["1f1b", "interleaved", "zb-h1", "zb-v"])
+    monkeypatch.setattr(line_plan, "_METHODS", frozenset([VocabMethod.NAIVE, VocabMethod.TWO]))
 
 
 def launch(**overrides: object) -> Launch:

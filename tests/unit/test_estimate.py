@@ -40,6 +40,7 @@ PAGE = "estimated-costs.md"
 F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
 EVEN = (4, 4, 4, 4)
 TOKENS, WIDTH = 4096, 2048
+FIGURES = 4 * 16  # bytes of a token that fused attention keeps: a figure a head
 # Local layers: fused attention makes its scores a second time in I.
 RUN = Execution(TOKENS, transformer_engine=False, recompute_modules=frozenset())
 WHOLE = Rates.as_a_whole(operations=400e12, network=40e9, host=25e9, peers=300e9)
@@ -138,7 +139,8 @@ def test_recompute_runs_the_forward_again_in_i() -> None:
     before, again = costs_of(fused=True), costs_of(fused=True, recompute=True)
     i, w = ratios(before)
     assert ratios(again) == pytest.approx((i + 1, w))
-    assert held(again, Held.ACTIVATION)[1] == held(before, Held.ACTIVATION)[1] / 17
+    layers = held(before, Held.ACTIVATION)[1] - 4 * TOKENS * FIGURES
+    assert held(again, Held.ACTIVATION)[1] == layers / 17
 
 
 def test_recompute_of_some_layers_of_a_stage() -> None:
@@ -161,7 +163,7 @@ def test_modules_that_are_run_again_are_not_stored(modules: list[str], stored: i
     output (Korthikanti et al. 2022). What is not stored need not travel."""
     costs = costs_of(recompute_modules=frozenset(modules), fused=True)
     kept = held(costs, Held.ACTIVATION)[1]
-    assert kept == 4 * TOKENS * WIDTH * stored
+    assert kept == 4 * TOKENS * (WIDTH * stored + FIGURES)
     assert costs.host is not None
     for kind in (Kind.OFFLOAD_F, Kind.RELOAD_F):
         assert costs.host.seconds[kind][1] == pytest.approx(kept / WHOLE.host)
@@ -210,7 +212,7 @@ def test_what_experts_make_again_is_not_stored() -> None:
         for again in ([], ["moe_act"], ["shared_experts"], ["moe"])
     ]
     less = [(kept[0] - figure) / TOKENS / 2 for figure in kept[1:]]
-    assert less == [2 * 1024, 2 * 512, 3 * WIDTH + 2 * (2 * 1024 + 512)]
+    assert less == [2 * 1024, 2 * 512, 2 * WIDTH + 2 * (2 * 1024 + 512)]
 
 
 def test_a_dense_layer_among_experts() -> None:
@@ -332,7 +334,8 @@ def test_layers_in_userbuffers_leave_nothing_to_w() -> None:
         costs_of(tensor_parallel=4, userbuffers=frozenset(ends))
         for ends in (["row", "column"], ["row"])
     )
-    assert not any(all_whole.seconds[W]) and not any(held(all_whole, Held.WEIGHT_INPUTS))
+    assert not any(all_whole.seconds[W])
+    assert not any(held(all_whole, Held.WEIGHT_INPUTS)[:-1]), "the last has what enters the head"
     assert 0 < rows_whole.seconds[W][1] < split.seconds[W][1]
     for costs in (all_whole, rows_whole):
         assert costs.seconds[F] == pytest.approx(split.seconds[F])

@@ -1,7 +1,9 @@
 """What a microbatch leaves on a stage for its backward pass, and what I leaves there for W.
 
-34 bytes are kept for each unit of width of a GPT of 16 bits, 20 with norms, activations and dropout
-run again (Korthikanti et al. 2022, section 4; Wan et al. 2025).
+By what autograd saves: of Megatron's local layers it is what a training without a GPU counts, of
+Transformer Engine's what their fused kernels save (34 bytes for each unit of width of a GPT of 16
+bits, 20 with norms, activations and dropout run again: Korthikanti et al. 2022, section 4; Wan et
+al. 2025).
 """
 
 from __future__ import annotations
@@ -18,15 +20,19 @@ class Kept:
     """What layers keep of a token, on all tensor-parallel ranks together.
 
     Attributes:
-        elements: kept for the backward pass.
-        masks: bytes kept of the dropouts.
+        elements: kept for the backward pass, inside attention and MLPs.
+        between: the same between these, where only sequence parallelism divides it.
+        masks: bytes kept of dropouts between them.
+        figures: bytes kept beside, inside them.
         widths: of what enters and of what leaves the matrices whose gradients wait for W.
         whole: of ``widths``, those that each tensor-parallel rank has whole: in halves the inputs
             of pairs' first matrices, and the gradients of the last ones' outputs.
     """
 
     elements: float = 0.0
+    between: float = 0.0
     masks: float = 0.0
+    figures: float = 0.0
     widths: float = 0.0
     whole: float = 0.0
 
@@ -38,19 +44,24 @@ def held_of_stage(model: Model, stage: Stage, execution: Execution) -> tuple[flo
     """Bytes of a microbatch on a rank of ``stage``: from F to I, and from I to W; without the
     logits."""
     tokens, size = execution.tokens, execution.element_bytes
-    share = 1 / execution.tensor_parallel
     boundary = tokens * model.hidden_size * size
+    split = execution.split_tokens * model.hidden_size * size  # on one rank, between layers
     # The projection's input, and what the norms before and after it and the layer have as theirs;
     # or what is looked up, where the rest is run again.
-    activation = stage.depths * (boundary if execution.recompute else 4 * boundary * share)
-    left = stage.depths * 3 * boundary * share
+    activation = stage.depths * (boundary if execution.recompute else 4 * split)
+    left = stage.depths * 3 * split
+    if stage.head:  # the final norm's, and what enters the output layer
+        activation += _norms(model, execution) * split
+        left += split
     layers = (*stage.layers, *[model.mtp_layer] * stage.depths)
     for position, layer in enumerate(layers):
         kept = sum((_kept_by(symbol, model, execution) for symbol in layer), Kept())
         if execution.is_again(position):
             activation += boundary
         else:
-            activation += (kept.elements * size + kept.masks) * tokens * share
+            inside = (kept.elements * size + kept.figures) * tokens / execution.tensor_parallel
+            between = (kept.between * size + kept.masks) * execution.split_tokens
+            activation += inside + between
         left += _left_for_w(kept, execution) * tokens * size
     return activation, left
 
@@ -104,35 +115,73 @@ def _row_input(symbol: str, model: Model) -> float:
     return model.moe_shared_expert_intermediate_size
 
 
-def _normed(model: Model, execution: Execution) -> int:
-    """Elements that are kept of a norm's input, and of its output, which enters matrices."""
-    return (1 if "layernorm" in execution.recompute_modules else 2) * model.hidden_size
+def _norms(model: Model, execution: Execution) -> int:
+    """How many tensors a norm keeps, its output, which enters matrices, among them. torch's own
+    RMSNorm keeps its input twice, once divided by its length."""
+    is_twice = model.normalization == "RMSNorm" and not execution.transformer_engine
+    return 3 if is_twice else 2
+
+
+def _around(model: Model, execution: Execution) -> Kept:
+    """What the norm before attention, an MLP or the like keeps, and the dropout behind it."""
+    norms = 1 if "layernorm" in execution.recompute_modules else _norms(model, execution)
+    masks = model.hidden_size if execution.hidden_dropout else 0
+    return Kept(between=norms * model.hidden_size, masks=masks)
 
 
 def _attention(model: Model, execution: Execution) -> Kept:
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    norms = _norms(model, execution)
     if model.multi_latent_attention:
-        heads = model.num_attention_heads
         query = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim)
         output = heads * model.v_head_dim
-        latent = model.q_lora_rank + model.kv_lora_rank + model.qk_pos_emb_head_dim
-        inside, made = query + query + output, 2 * latent
+        inside = 2 * query + output
+        low_ranks = model.q_lora_rank + model.kv_lora_rank
+        made = low_ranks * (norms if model.qk_layernorm else 1) + model.qk_pos_emb_head_dim
+        projected = query + heads * model.qk_head_dim + output
+        widths = projected + 2 * low_ranks + model.qk_pos_emb_head_dim
+        inside_kept = 0 if "mla_up_proj" in execution.recompute_modules else inside
     else:
         query = output = model.query_width
-        inside, made = query + 2 * model.key_value_width, 0
-    is_made_again = model.multi_latent_attention and "mla_up_proj" in execution.recompute_modules
-    elements: float = _normed(model, execution) + output + made
-    elements += 0 if is_made_again else inside
-    if not execution.transformer_engine and "core_attn" not in execution.recompute_modules:
-        elements += 2.5 * model.num_attention_heads * execution.sequence
-    widths = model.hidden_size + inside + output + made + model.hidden_size
-    return Kept(elements, model.hidden_size, widths)
+        inside = query + 2 * model.key_value_width
+        inside_kept = inside if execution.transformer_engine else 3 * query
+        made, widths = 0, inside
+        if model.qk_layernorm:
+            made = (query + model.key_value_width) * (1 if execution.transformer_engine else norms)
+    if model.attention_output_gate:
+        made += 2 * output  # the gate, and what is gated
+    matrix, masks = _attention_matrix(model, execution)
+    kept = Kept(
+        elements=inside_kept + output + made + matrix,
+        figures=masks,
+        widths=hidden + widths + output + hidden,
+    )
+    return kept + _around(model, execution)
+
+
+def _attention_matrix(model: Model, execution: Execution) -> tuple[float, float]:
+    """Elements, and bytes, that attention keeps beside what enters and leaves it: a figure a head
+    where it is fused; else its matrix, and with dropout that again, and a mask."""
+    heads = model.num_attention_heads
+    if "core_attn" in execution.recompute_modules:
+        return 0, 0
+    if execution.transformer_engine:
+        return 0, 4 * heads
+    looked_at = heads * execution.sequence
+    turned = 0.0  # by cosines and sines of positions, of queries and of keys
+    if model.is_rotary:
+        width = model.qk_pos_emb_head_dim if model.multi_latent_attention else model.kv_channels
+        turned = 4 * width / execution.micro_batch
+    if execution.attention_dropout:
+        return 2 * looked_at + turned, looked_at
+    return looked_at + turned, 0
 
 
 def _mlp(model: Model, execution: Execution) -> Kept:
     activation = _matrices(model) * model.ffn_hidden_size  # its input, and its output
     again = "mlp" in execution.recompute_modules
-    elements = _normed(model, execution) + (0 if again else activation)
-    return Kept(elements, model.hidden_size, 2 * model.hidden_size + activation)
+    kept = Kept(elements=0 if again else activation, widths=2 * model.hidden_size + activation)
+    return kept + _around(model, execution)
 
 
 def _matrices(model: Model) -> int:
@@ -140,19 +189,20 @@ def _matrices(model: Model) -> int:
 
 
 def _experts(model: Model, execution: Execution) -> Kept:
-    hidden, latent = model.hidden_size, model.moe_latent_size
+    """A shared expert's input is the norm's output; routed ones have copies of it."""
+    latent, again = model.moe_latent_size, execution.recompute_modules
     shared, routed = model.moe_shared_expert_intermediate_size, model.moe_router_topk
-    entering = routed * (latent or hidden) + (hidden if shared else 0)
-    own = routed * model.moe_ffn_hidden_size
-    activation = _matrices(model) * (own + shared)
-    again = execution.recompute_modules
-    elements = _normed(model, execution)
-    if "moe" not in again:
-        elements += entering + activation
-        elements -= own if "moe_act" in again else 0  # what leaves the activation
-        elements -= _matrices(model) * shared if "shared_experts" in again else 0
-    widths = 2 * entering + activation + (2 * (hidden + latent) if latent else 0)
-    return Kept(elements, hidden, widths)
+    inner = latent or model.hidden_size
+    matrices, width = _matrices(model), model.moe_ffn_hidden_size
+    elements = routed * (inner + (matrices - ("moe_act" in again)) * width) + latent
+    if "shared_experts" not in again:
+        elements += matrices * shared
+    entering = routed * inner + (model.hidden_size if shared else 0)
+    widths = 2 * entering + matrices * (routed * width + shared)
+    if latent:
+        widths += 2 * (model.hidden_size + latent)
+    kept = Kept(elements=0 if "moe" in again else elements, widths=widths)
+    return kept + _around(model, execution)
 
 
 def _delta_net(model: Model, execution: Execution) -> Kept:
@@ -169,6 +219,8 @@ def _mamba(model: Model, execution: Execution) -> Kept:
 
 
 def _recurrent(model: Model, execution: Execution, projected: int, width: int) -> Kept:
-    elements = _normed(model, execution) + 2 * projected + width  # around its convolution
-    hidden = model.hidden_size
-    return Kept(elements, hidden, 2 * hidden + projected + width)
+    kept = Kept(
+        elements=2 * projected + width,  # around its convolution
+        widths=2 * model.hidden_size + projected + width,
+    )
+    return kept + _around(model, execution)

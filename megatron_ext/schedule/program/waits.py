@@ -115,8 +115,8 @@ def _in_order(known_at: list[int], given: Sequence[tuple[int, Channel | Kind | N
     Else an output could be waited for after the gradient that it has led to has come.
     """
     latest: dict[tuple[Channel | Kind | None, int], int] = {}
-    for node, *way in reversed(given):
-        key = way[0], int(way[1])
+    for node, way, rank in reversed(given):
+        key = way, int(rank)
         known_at[node] = latest[key] = min(known_at[node], latest.get(key, known_at[node]))
 
 

@@ -1,0 +1,79 @@
+"""What a microbatch is estimated to hold, beside what a training without a GPU counts.
+
+Local layers, whose kernels are torch's. On a GPU Transformer Engine's attention keeps no matrix,
+its RMSNorm its input once, and its rotary positions no tables.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext.adapter.dimensions import costs_of_arguments
+from megatron_ext.config import PipelineConfig
+from megatron_ext.launch_check import line as launch_line
+from megatron_ext.runtime.measure.profile import STEPS
+from megatron_ext.schedule.build.registry import choose
+from megatron_ext.schedule.costs_text import load_costs
+from megatron_ext.schedule.kinds import Held
+from tests.helpers.combinations import at_night
+from tests.helpers.latent_attention import take_local_attention
+from tests.helpers.megatron_runs import model_flags, train
+from tests.patches.test_model_bytes import EXPERTS, LATENT, LLAMA
+
+COMMON: dict[str, Any] = {
+    "pipeline_model_parallel_size": 2,
+    "hidden_size": 96,
+    "num_attention_heads": 4,
+    "seq_length": 64,
+    "max_position_embeddings": 64,
+    "micro_batch_size": 2,
+    "train_iters": STEPS + 1,
+    "rerun_mode": "disabled",
+    "transformer_impl": "local",
+}
+ALONE: dict[str, Any] = EXPERTS | {"expert_model_parallel_size": None, "moe_layer_freq": 1}
+FULL: dict[str, Any] = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+
+
+def again(*modules: str) -> dict[str, Any]:
+    return {"recompute_granularity": "selective", "recompute_modules": modules}
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "GPT": {},
+    "GPT, dropout": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
+    "Llama, bf16": LLAMA | {"bf16": True},
+    "norms of queries and keys": LLAMA | {"qk_layernorm": True},
+    "latent attention": LLAMA | LATENT,
+    "full recompute": LLAMA | FULL,
+    "core_attn": LLAMA | again("core_attn"),
+    "mlp": LLAMA | again("mlp"),
+    "moe": ALONE | again("moe"),
+}
+
+
+@pytest.mark.parametrize("name", ["experts", *at_night(*MODELS)])
+def test_held_bytes_are_those_of_a_training(name: str, tmp_path: Path) -> None:
+    """What waits for W to the byte, what waits for I within 3 %."""
+    take_local_attention()
+    flags = COMMON | (MODELS | {"experts": ALONE})[name]
+    path, placement = tmp_path / "costs.json", choose("zb-h1").place(2)
+    costs = {"pipeline_schedule": "zb-h1", "pipeline_costs": f"profile:{path}"}
+    train(2, model_flags(**flags | costs))
+    counted = load_costs(path, placement).held_bytes
+    args = launch_line.parse(model_flags(**flags)).args
+    with launch_line.on_gpus(args):
+        launch_line.validate(args, PipelineConfig(), 2)
+        launch_line.settle_vocabulary(args, PipelineConfig(), args.vocab_size)
+        estimated = costs_of_arguments(args, placement).held_bytes
+    assert counted is not None and estimated is not None
+    waits, holds = Held.WEIGHT_INPUTS, Held.ACTIVATION
+    assert estimated[waits] == pytest.approx(counted[waits], rel=1e-3)
+    assert estimated[holds] == pytest.approx(counted[holds], rel=0.03)
