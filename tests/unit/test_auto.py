@@ -24,6 +24,7 @@ VALUES = {
     "trace_iters": "1:3",
     "vocab_parallel": "2",
     "activation_offload": "half",
+    "recompute": "first:2",
     "race": "zb-2p",
     "race_then": "report",
 }
@@ -31,7 +32,11 @@ VALUES = {
 
 @pytest.mark.parametrize(
     "without",
-    [{"post_validation"}, {"vocab_parallel", "activation_offload", "race", "race_then"}],
+    [
+        {"post_validation", "recompute"},
+        {"vocab_parallel", "activation_offload", "race", "race_then", "recompute"},
+        {"post_validation", "activation_offload", "race", "race_then"},
+    ],
 )
 def test_every_setting_has_a_variable(without: set[str]) -> None:
     """All that go together at once."""

@@ -226,8 +226,6 @@ NO_TENSORS = {
     ("megatron_ext/runtime/post_validation/messages.py", "_state"),
     ("megatron_ext/runtime/whereabouts.py", "_this_process"),
     ("megatron_ext/adapter/layers.py", "layers_of_stages"),
-    ("megatron_ext/adapter/model_bytes.py", "_is_moe"),
-    ("megatron_ext/adapter/model_bytes.py", "bytes_of_ranks"),
     ("megatron_ext/adapter/post_validation/settle_points.py", "microbatches_will_change"),
     ("megatron_ext/adapter/training_globals.py", "ramps_up_to"),
     ("patches/engine.py", "Patch.is_needless"),

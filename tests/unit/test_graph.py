@@ -126,7 +126,8 @@ def as_soon_as_known(schedule: Schedule) -> dict[Action, Action | None]:
             action = graph.actions[node]
             if is_compute(action):
                 for sends in pending.values():
-                    while sends and ended[node] & users[_key(graph, sends[0])]:
+                    # Who knows of one knows of those before it, which went the same way.
+                    while any(ended[node] & users[_key(graph, send)] for send in sends):
                         given = graph.actions[sends.popleft()]
                         found[given._replace(kind=waits[given.kind])] = action
             if RULES[action.kind].lane is Lane.SEND:

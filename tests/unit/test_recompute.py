@@ -252,6 +252,7 @@ def test_what_fits_is_within_the_limit(seed: int) -> None:
     amount, share = in_microbatches(made), 1 / made.placement.chunks
     for row in made.rows:
         assert memory_curve(row, amount) == pytest.approx(held_by_hand(row, share))
+    assert limit.microbatches is not None
     fits = max(peaks(made, amount)) <= limit.microbatches * (1 + 1e-9)
     if fits:
         prove(with_messages(made, problem), problem)
