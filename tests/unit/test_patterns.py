@@ -299,8 +299,9 @@ def test_repeated_they_are_schedules(seed: int, p: int, m: int, more: int) -> No
 def test_where_there_is_none_those_of_a_little_more_memory_are_plans() -> None:
     """Packed within the limit; the best of the grid of plans takes 2532."""
     shop = shop_of(problem_of(16, 64, 8.5))
-    packed = sides_of(shop, pack.packer).justified(pattern_plans(shop)[0])
-    assert packed.makespan * shop.tick <= 2515
+    sides = sides_of(shop, pack.packer)
+    packed = [sides.justified(plan).makespan for plan in pattern_plans(shop)]
+    assert min(packed) * shop.tick <= 2510
     assert not pattern_plans(shop_of(problem_of(16, 64, 4)))
 
 
