@@ -156,7 +156,7 @@ def parse_values(values: Mapping[str, Any]) -> Line:
         if value is not None:
             setattr(args, name, _converted(actions[name], value))
     if values.get("num_query_groups") and "group_query_attention" not in values:
-        args.group_query_attention = True  # which a config does not say
+        args.group_query_attention = not args.multi_latent_attention  # a config does not say it
     if args.max_position_embeddings is None:
         args.max_position_embeddings = args.seq_length
     return Line(args, (), tuple(parser._option_string_actions))

@@ -5,7 +5,10 @@ Megatron builds its models on the meta device, with groups that nobody is behind
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,11 +24,12 @@ from megatron_ext.schedule.model.description import describe
 from megatron_ext.schedule.model.model import stages_of
 from megatron_ext.schedule.model.parameters import has_final_norm, parameters_of_stage
 from tests.helpers import meta_models
-from tests.helpers.combinations import at_night
+from tests.helpers.combinations import at_night, nightly
 from tests.helpers.latent_attention import take_local_attention
 from tests.helpers.megatron_runs import model_flags
 
 Setting = dict[str, Any]
+ROOT = Path(__file__).parents[2]
 BASE: Setting = {
     "pipeline_model_parallel_size": 2,
     "num_layers": 4,
@@ -169,3 +173,44 @@ def assert_to_the_byte(args: Any) -> None:
 def test_to_the_byte(name: str) -> None:
     flags = BASE | (SETTINGS | MORE)[name]
     assert_to_the_byte(validated(launch_line.parse(model_flags(**flags)), 8, 1000))
+
+
+# Real dimensions, on so many pipeline, tensor- and expert-parallel ranks.
+REAL = {
+    "meta-llama/Meta-Llama-3-70B": (4, 4, 1),
+    "meta-llama/Meta-Llama-3.1-405B": (6, 8, 1),
+    "Qwen/Qwen3-235B-A22B": (2, 4, 16),
+    "deepseek-ai/DeepSeek-V3": (4, 2, 32),
+    "moonshotai/Kimi-K2-Instruct": (4, 2, 32),
+}
+_NO_ARGUMENTS = re.compile(r"parameters_|published_|source|.*_note|vocab_size|vision")
+
+
+@nightly("by day small ones")
+@pytest.mark.parametrize("name", REAL)
+def test_real_models_to_the_byte(name: str) -> None:
+    models = json.loads((ROOT / "scripts" / "recipes" / "models.json").read_text())
+    values = {k: v for k, v in models[name].items() if not _NO_ARGUMENTS.match(k)}
+    values.setdefault("add_bias_linear", False)
+    pipeline, tensor, experts = REAL[name]
+    ranks = pipeline * tensor * max(2, experts // tensor * 2)
+    if values["num_layers"] == 61:
+        values["decoder_last_pipeline_num_layers"] = 13
+    values |= {
+        "pipeline_model_parallel_size": pipeline,
+        "tensor_model_parallel_size": tensor,
+        "expert_model_parallel_size": experts,
+        "expert_tensor_parallel_size": 1 if experts > 1 else None,
+        "transformer_impl": "local",
+        "bf16": True,
+        "use_distributed_optimizer": True,
+        "sequence_parallel": True,
+        "seq_length": 4096,
+        "micro_batch_size": 1,
+        "global_batch_size": ranks,
+        "train_iters": 1,
+        "lr": 1e-4,
+        "rope_type": None,
+        "position_embedding_type": "rope",
+    }
+    assert_to_the_byte(validated(launch_line.parse_values(values), ranks, 0))
