@@ -112,9 +112,7 @@ def pictures(own: Path) -> dict[str, Callable[[Path], None]]:
     commands["post_validation"] = ["simulate", "zb-2p", *line, USUAL, *two_steps]
     commands["eager-1f1b"] = ["simulate", str(own), *line, SLOW_MESSAGES]
     commands["plan"] = ["plan", "--pp", "8", "-m", "32", "--costs", USUAL]
-    (of_a_model,) = re.findall(
-        r"^\$ megatron-ext (plan --pp (?:.*\\\n)*.*)", read("planning.md"), re.M
-    )
+    of_a_model, *_ = re.findall(r"^\$ megatron-ext (plan (?:.*\\\n)*.*)", read("planning.md"), re.M)
     commands["planning"] = shlex.split(of_a_model.replace("\\\n", ""))
     return {
         **{name: partial(plot, command) for name, command in commands.items()},
