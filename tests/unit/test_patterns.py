@@ -296,6 +296,14 @@ def test_repeated_they_are_schedules(seed: int, p: int, m: int, more: int) -> No
         assert took <= (end_of(plan, shop) - plan.min()) * shop.tick + rounding
 
 
+def test_where_there_is_none_those_of_a_little_more_memory_are_plans() -> None:
+    """Packed within the limit; the best of the grid of plans takes 2532."""
+    shop = shop_of(problem_of(16, 64, 8.5))
+    packed = sides_of(shop, pack.packer).justified(pattern_plans(shop)[0])
+    assert packed.makespan * shop.tick <= 2515
+    assert not pattern_plans(shop_of(problem_of(16, 64, 4)))
+
+
 def test_bytes_are_as_good_as_microbatches() -> None:
     """More of them than 32 bits count."""
     limited, chunk = problem_of(8, 16, 5), 2**33

@@ -27,21 +27,25 @@ from megatron_ext.schedule.search.patterns import (
 from megatron_ext.schedule.search.shop import Shop, Starts, passes_of, shop_of
 
 _PLANS = 24
+_MORE_CHUNKS = 4  # than the limit, for a plan, which packing brings within it
 _MOST_ARRANGEMENTS = 3_400  # of a rank, ...
 _MOST_PAIRS = 2_000_000_000  # ... and of neighbours, times the ranks: some seconds
 
 
 def pattern_plans(shop: Shop) -> list[Starts]:
-    """Patterns in which the busiest rank never idles; none where ``shop`` is no V."""
+    """Patterns in which the busiest rank never idles, that need no more than the limit; or where
+    there is none, only little more. None where ``shop`` is no V."""
     if not is_v(shop.placement):
         return []
-    ranks = _ranks_of(shop)
-    period = max(sum(rank.ticks) for rank in ranks)
+    works, hop = _ranks_of(shop), _hop_of(shop)
+    period = max(sum(rank.ticks) for rank in works)
     turns = period * np.arange(shop.microbatches)
-    return [
-        np.array(pattern).reshape(-1, 1) + turns
-        for pattern in patterns(ranks, _hop_of(shop), period, _PLANS, Arrangements.ONE_GAP)
-    ]
+    for more in range(_MORE_CHUNKS + 1):
+        ranks = [replace(rank, limit=rank.limit + more * max(rank.activations)) for rank in works]
+        repeated = patterns(ranks, hop, period, _PLANS, Arrangements.ONE_GAP)
+        if repeated:
+            return [np.array(pattern).reshape(-1, 1) + turns for pattern in repeated]
+    return []
 
 
 def excluded_period(problem: Problem, seconds: float) -> float | None:
