@@ -120,7 +120,9 @@ def _plan(asked: Asked, args: Any, launch_line: Any) -> LinePlan:
         )
     words = () if asked.launch is None else asked.launch.arguments
     config = from_argv((*words, *asked.settings))
-    ranks = asked.world_size or (asked.launch.world_size if asked.launch else None)
+    ranks = asked.world_size
+    if ranks is None and asked.launch is not None:
+        ranks = asked.launch.world_size
     remarks = list(_assumed(asked, args, ranks))
     ranks = ranks or launch_line.least_world_size(args)
     tokens = launch_line.count_tokens(args) or args.vocab_size

@@ -97,13 +97,13 @@ def test_it_is_the_same_each_time_and_leaves_nothing_behind(
     assert "--pipeline-vocab-parallel" not in first.flags and not applied()
 
 
-@pytest.mark.parametrize(("sequence", "schedules"), [(256, 4), (1024, 5)])
-def test_what_fits_in_the_memory_of_1f1b(sequence: int, schedules: int) -> None:
+@pytest.mark.parametrize(("sequence", "tokens", "schedules"), [(256, 32000, 4), (1024, 8000, 5)])
+def test_what_fits_in_the_memory_of_1f1b(sequence: int, tokens: int, schedules: int) -> None:
     """1F1B's first rank holds two activations. zb-h1's last one holds an activation, the logits and
     what a W needs; that fits once attention matrices, which no W needs, outweigh the logits. (What
     searches does no W of it so late, and nothing here takes less time.)"""
     lengths = {"seq_length": sequence, "max_position_embeddings": sequence}
-    _, choice = chosen(**LAYER_EACH | WIDE | lengths, vocab_size=32000)
+    _, choice = chosen(**LAYER_EACH | WIDE | lengths, vocab_size=tokens)
     assert choice.flags[:2] == ("--pipeline-schedule", "zb-auto")
     assert f"of {schedules} schedules in no more memory than 1f1b; then zb-1p (" in choice.why
 

@@ -151,6 +151,7 @@ def assert_to_the_byte(args: Any) -> None:
     norms = has_final_norm(model, stages)
     run, state = execution(args, args.seq_length, args.micro_batch_size), model_bytes.state_of(args)
     counted = model_bytes.model_bytes_of_ranks(args, placement)
+    assert counted is not None
     for rank, own in enumerate(placement.stages_of):
         weights = gradients = optimizer = 0.0
         with meta_models.fake_ranks(args, rank):
