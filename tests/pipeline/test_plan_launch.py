@@ -24,7 +24,7 @@ def test_a_launch_chooses_its_schedule(capfd: pytest.CaptureFixture[str], tmp_pa
     sums have another order."""
     reference = trained(save=tmp_path, save_interval=SAVED_AT)
     for more, choice in (
-        ({"pipeline_vocab_parallel": "none"}, "--pipeline-schedule zb-auto"),
+        ({"pipeline_vocab_parallel": "none"}, "--pipeline-schedule zb-"),
         ({"load": tmp_path, "ckpt_step": SAVED_AT}, "--pipeline-vocab-parallel 2"),
     ):
         capfd.readouterr()
