@@ -197,7 +197,7 @@ def test_compiled_packing_is_the_same_to_the_digit(
 def test_effort_is_large_where_numba_is() -> None:
     pytest.importorskip("numba")
     assert effort().name == LARGE
-    assert all(effort().passes(p) > 9 * small_effort().passes(p) for p in (2, 8, 16, 32, 64))
+    assert all(effort().passes(p) >= 4 * small_effort().passes(p) for p in (2, 8, 16, 32, 64))
 
 
 @pytest.mark.parametrize("error", ["No module named 'numba'", "Numba needs NumPy 2.5 or less"])
