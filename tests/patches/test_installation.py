@@ -32,6 +32,7 @@ from megatron_ext.schedule.schedule_csv import from_csv
 TOGETHER: tuple[dict[str, Any], ...] = (
     {"costs": "profile", "vocab_parallel": "1", "trace": "traces", "trace_iters": "1:2"},
     {"post_validation": True},
+    {"recompute": "first:1"},
 )
 
 

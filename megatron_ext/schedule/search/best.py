@@ -203,11 +203,13 @@ def _best_of(
     """The sound one of least cost, and ``best`` where that is no worse.
 
     Messages cost time, so who is no quicker without them need not be looked at. (But where steps
-    overlap, a rank that idles in the middle of its span may begin its step later.)
+    overlap, a rank that idles in the middle of its span may begin its step later; and a W right
+    behind its I may take less than what plans count.)
     """
+    may_take_less = problem.extras.post_validation or any(problem.costs.spared)
     for candidate in candidates:
         hopeless = best is not None and candidate.seconds >= best.seconds
-        if hopeless and not problem.extras.post_validation:
+        if hopeless and not may_take_less:
             break
         schedule = Schedule("", problem.placement, candidate.rows)
         program = _proved(schedule, problem) if _is_within_limit(schedule, problem) else None
