@@ -111,9 +111,9 @@ def test_plan_compares_what_can_be_done_about_a_head() -> None:
     row = rows["1f1b"]
     assert row["redistributed"] < row["naive"]
     # Two ranks hold two microbatches; one more is over the limit, so that some are made again.
-    words = ("simulate", "1f1b", *words[1:], *HEAD, "--vocab-parallel", "2")
-    assert "least feasible limit for it is 3" in run(*words, code=2)
-    assert row["2"] == json.loads(run(*words, "--recompute", "fit", "--json"))["makespan"] == 252
+    refused = ("simulate", "1f1b", *words[1:], *HEAD, "--vocab-parallel", "2")
+    assert "least feasible limit for it is 3" in run(*refused, code=2)
+    assert row["2"] == json.loads(run(*refused, "--recompute", "fit", "--json"))["makespan"] == 252
 
 
 def test_a_picture_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
