@@ -1,4 +1,4 @@
-"""Beside a plan: what Megatron's full recompute would take, and what there is in its memory instead.
+"""Beside a plan: Megatron's full recompute, and what there is in its memory instead.
 
 Full recompute runs every layer again inside its backward pass, where all later ranks wait for it.
 In the same memory a V may need nothing made again, or `transforms.recompute` less, in the bubbles.
