@@ -14,6 +14,7 @@ from megatron_ext.commands.line_plan import plan_of_line
 from megatron_ext.commands.options import UNIT, Json, Limit, PostValidation
 from megatron_ext.commands.output import fail
 from megatron_ext.commands.plan_tables import (
+    print_full_recompute,
     print_plan,
     print_recommended,
     print_unit,
@@ -28,6 +29,7 @@ from megatron_ext.schedule.model.gpus import GPUS, USABLE, assumed_rates, parse_
 from megatron_ext.schedule.model.model_memory import TrainingState
 from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.model.short_form import parse_model
+from megatron_ext.schedule.plan.full_recompute import FullRecompute, compare_full_recompute
 from megatron_ext.schedule.plan.model_plan import Training
 from megatron_ext.schedule.plan.plan_report import PlanReport, plan_report
 from megatron_ext.schedule.plan.planner import Plan, make_plan
@@ -107,7 +109,7 @@ def plan(
         return
     if pp is None or microbatches is None:
         fail(ValueError(_NEEDED))
-    training = room = None
+    training = described = room = None
     try:
         if plot is not None:
             check_picture(plot)
@@ -123,35 +125,42 @@ def plan(
             )
             training, room = _training(model, gpu, costs, tp, state)
             layers = len(training.model.layers)
-            variant = replace(
+            described = replace(
                 training,
                 ranks=pp,
                 microbatches=microbatches,
                 limit=limit,
                 post_validation=post_validation,
-            ).variant
+            )
+            variant = described.variant
         with showing_progress():
             plan_made = make_plan(variant, room, may_offload=model is not None)
+            again = compare_full_recompute(described, room) if described is not None else None
         if plot is not None:
             draw_plan(plan_made, plot)
     except (ValueError, OSError) as error:
         fail(error)
     report = plan_report(plan_made, layers)
     if as_json:
-        typer.echo(json.dumps(report.as_data(), indent=2))
+        data = report.as_data() | {"full_recompute": again and again.as_data()}
+        typer.echo(json.dumps(data, indent=2))
     else:
-        _print(plan_made, report, training if costs is None else None)
+        _print(plan_made, report, training if costs is None else None, again)
     if report.recommended is None:
         fail(ValueError(_NOTHING_FITS if model else _NOTHING_FITS_THE_LIMIT))
 
 
-def _print(plan_made: Plan, report: PlanReport, estimated: Training | None) -> None:
+def _print(
+    plan_made: Plan, report: PlanReport, estimated: Training | None, again: FullRecompute | None
+) -> None:
     """``estimated``: what times were estimated of."""
     print_plan(plan_made)
     print_unit(is_estimate=estimated is not None)
     if estimated is not None and estimated.execution.tensor_parallel > 1:
         print_waits(estimated.model, estimated.execution, estimated.rates)
     print_vocabulary(report.vocabulary)
+    if again is not None:
+        print_full_recompute(again)
     if report.recommended is not None:
         print_recommended(report.recommended)
 

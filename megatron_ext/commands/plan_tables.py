@@ -13,6 +13,7 @@ from megatron_ext.schedule.model.estimate import waiting_shares
 from megatron_ext.schedule.model.execution import Execution
 from megatron_ext.schedule.model.model import Model
 from megatron_ext.schedule.model.rates import Rates
+from megatron_ext.schedule.plan.full_recompute import FullRecompute
 from megatron_ext.schedule.plan.plan_report import VocabularyRow
 from megatron_ext.schedule.plan.planner import Candidate, Plan, VocabMethod
 from megatron_ext.schedule.plan.recommendation import Recommendation, slower_by
@@ -88,6 +89,7 @@ def _plan_row(candidate: Candidate, plan: Plan) -> dict[str, Any]:
         "mark": None if candidate.mark is Mark.STABLE else candidate.mark,
         "vocabulary": _VOCABULARY[candidate.method] if len(plan.methods) > 1 else None,
         "offload": None if made.offload is Offload.NONE else made.offload.value,
+        "made again": f"{made.made_again:.0%}" if made.made_again else None,
         "step": made.step if made.post_validation else None,
         "makespan": made.makespan,
         "than the choice": "" if is_best else f"{slower_by(candidate, plan.best):+.1%}",
@@ -103,6 +105,26 @@ def print_recommended(recommended: Recommendation) -> None:
     """The memory of the choice, and what to write for it."""
     print_memory(recommended)
     typer.echo(f"\nwrite {' '.join(recommended.flags)}")
+
+
+def print_full_recompute(compared: FullRecompute) -> None:
+    """What Megatron's full recompute takes, and what there is in its memory instead."""
+    taken, instead = compared.taken, compared.instead
+    assert taken.fullest is not None
+    typer.echo(
+        f"\nwith --recompute-granularity full the shortest step is {_told(taken)}, and its fullest "
+        f"rank holds {gib(taken.fullest)};"
+    )
+    if instead is None:
+        typer.echo("nothing else fits into that")
+        return
+    share = instead.report.made_again
+    how = f", {share:.0%} made again in bubbles (--pipeline-recompute fit)" if share else ""
+    typer.echo(f"in no more than that {_told(instead)} ({slower_by(instead, taken):+.1%}){how}")
+
+
+def _told(candidate: Candidate) -> str:
+    return f"{candidate.schedule}'s, {_VOCABULARY[candidate.method]}: {candidate.step:.6g}"
 
 
 def print_memory(recommended: Recommendation) -> None:

@@ -33,7 +33,7 @@ from megatron_ext.schedule.problem import P2P, Offload, VocabularyParallel  # no
 from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove  # noqa: E402
 from megatron_ext.schedule.schedule import Schedule  # noqa: E402
 from tests.helpers.adversary import MODES, late, one_queue, synchronising  # noqa: E402
-from tests.helpers.combinations import each_once, in_pairs  # noqa: E402
+from tests.helpers.combinations import at_night, each_once, in_pairs  # noqa: E402
 from tests.helpers.ranks import RankResult, run_ranks, values  # noqa: E402
 from tests.helpers.schedules import mutate  # noqa: E402
 from tests.helpers.stages import Pipeline, program_for, world  # noqa: E402
@@ -158,7 +158,7 @@ def test_divided_vocabulary(name: str) -> None:
 @pytest.mark.usefixtures("adverse")
 @pytest.mark.parametrize(
     ("adverse", "name"),
-    each_once(MODES, ["zb-2p", "zb-h2", "zb-v", "v-auto"]),
+    each_once(MODES, ["zb-2p", "zb-h2", "zb-v", *at_night("v-auto")]),
     indirect=["adverse"],
 )
 def test_post_validation_of_bad_steps(name: str) -> None:

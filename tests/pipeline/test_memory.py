@@ -217,6 +217,7 @@ def test_stocks_1f1b_has_the_same_peak() -> None:
     assert within_tolerance(expected, ranks)
 
 
+@nightly("test_parity.py trains with full recompute by day; here are its bytes")
 def test_full_recompute_holds_the_stages_input_alone() -> None:
     """The last stage holds the logits beside it, the first one tokens."""
     ranks = measured("zb-h1", FULL_RECOMPUTE)

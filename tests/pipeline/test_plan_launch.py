@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.combinations import at_night
 from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train
 
 SAVED_AT = 2
@@ -25,7 +26,7 @@ def test_a_launch_chooses_its_schedule(capfd: pytest.CaptureFixture[str], tmp_pa
     reference = trained(save=tmp_path, save_interval=SAVED_AT)
     for more, choice in (
         ({"pipeline_vocab_parallel": "none"}, "--pipeline-schedule zb-"),
-        ({"load": tmp_path, "ckpt_step": SAVED_AT}, "--pipeline-vocab-parallel 2"),
+        *at_night(({"load": tmp_path, "ckpt_step": SAVED_AT}, "--pipeline-vocab-parallel 2")),
     ):
         capfd.readouterr()
         runs = trained(pipeline_schedule="plan", **more)

@@ -400,6 +400,20 @@ def test_the_command() -> None:
     assert json.loads(command(*costs, "--json"))["recommended"]["ranks"] is None
 
 
+def test_what_there_is_instead_of_full_recompute() -> None:
+    """In its memory: full recompute makes every rank that comes later wait for it."""
+    words = ("--model", TEXT, "--gpu", "h100", "--dp", "4", "--distributed-optimizer")
+    full = json.loads(command(*words, "--json"))["full_recompute"]
+    assert full["instead"]["step"] < full["step"]
+    assert full["instead"]["fullest"] <= full["fullest"]
+    again = json.loads(command("--model", f"{TEXT},recompute=true", *words[2:], "--json"))
+    assert again["full_recompute"] is None
+    assert again["recommended"]["makespan"] == pytest.approx(full["step"], rel=0.02)
+    text = command(*words)
+    assert "with --recompute-granularity full the shortest step is " in text
+    assert f"in no more than that {full['instead']['schedule']}'s" in text
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [

@@ -1,0 +1,60 @@
+"""Beside a plan: Megatron's full recompute, and what there is in its memory instead.
+
+Full recompute runs every layer again inside its backward pass, where all later ranks wait for it.
+In the same memory a V may need nothing made again, or `transforms.recompute` less, in the bubbles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_ext.schedule.build.registry import entry_of
+from megatron_ext.schedule.plan.model_plan import Training
+from megatron_ext.schedule.plan.planner import Candidate, all_specs, make_plan
+
+
+@dataclass(frozen=True)
+class FullRecompute:
+    """What it takes, and what need not be.
+
+    Attributes:
+        taken: the shortest step with ``--recompute-granularity full``.
+        instead: the shortest step without it in no more memory; None if nothing fits.
+    """
+
+    taken: Candidate
+    instead: Candidate | None
+
+    def as_data(self) -> dict[str, Any]:
+        """As ``--json`` prints it."""
+        return _as_data(self.taken) | {"instead": self.instead and _as_data(self.instead)}
+
+
+def compare_full_recompute(training: Training, room: float | None) -> FullRecompute | None:
+    """None where times are measured, which say nothing of other settings; where ``training`` has
+    recompute already; or where nothing fits into ``room`` bytes of a rank.
+
+    What searches is left out: a comparison takes no longer for this.
+    """
+    if training.measured is not None or training.execution.recompute:
+        return None
+    specs = [spec for spec in all_specs() if not entry_of(spec).searches]
+    execution = replace(training.execution, recompute=True)
+    again = replace(training, execution=execution).variant
+    taken = make_plan(again, room, only_promising=True, specs=specs).best
+    if taken is None:
+        return None
+    instead = make_plan(training.variant, taken.fullest, only_promising=True, specs=specs).best
+    return FullRecompute(taken, instead)
+
+
+def _as_data(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "schedule": candidate.schedule,
+        "vocabulary": candidate.method.value,
+        "step": candidate.step,
+        "fullest": candidate.fullest,
+        "recompute": candidate.report.recompute,
+        "made_again": candidate.report.made_again,
+    }
