@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.combinations import at_night
+from tests.helpers.combinations import nightly
 from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train
 
 SAVED_AT = 2
@@ -20,13 +20,14 @@ def trained(**flags: object) -> list[Run]:
     return train(4, model_flags(pipeline_model_parallel_size=4, train_iters=3, **flags))
 
 
+@nightly("test_placements.py trains what auto takes; test_launch_plan.py has what plan takes")
 def test_a_launch_chooses_its_schedule(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """To the last bit, but for a divided vocabulary (which also starts from other weights): its
     sums have another order."""
     reference = trained(save=tmp_path, save_interval=SAVED_AT)
     for more, choice in (
         ({"pipeline_vocab_parallel": "none"}, "--pipeline-schedule zb-"),
-        *at_night(({"load": tmp_path, "ckpt_step": SAVED_AT}, "--pipeline-vocab-parallel 2")),
+        ({"load": tmp_path, "ckpt_step": SAVED_AT}, "--pipeline-vocab-parallel 2"),
     ):
         capfd.readouterr()
         runs = trained(pipeline_schedule="plan", **more)
