@@ -73,10 +73,12 @@ def best_known(name: str, problem: Problem) -> Schedule:
         candidates = _as_they_are(_known_again(name, problem))
     else:
         shop, known = shop_of(problem), _known(problem)
+        starts = _starts_of_each(known, shop)
         if shop.fits:
-            packed = first_plans(shop, [starts_of(rows, shop) for rows in known])
-            known += [rows_of(result.starts, problem.placement) for result in packed]
-        candidates = _candidates(known, shop)
+            packed = first_plans(shop, starts)
+            found = [rows_of(result.starts, problem.placement) for result in packed]
+            known, starts = known + found, starts + _starts_of_each(found, shop)
+        candidates = _candidates(known, starts, shop)
     best = _best_of(candidates, problem)
     assert best is not None  # one microbatch at a time
     return _passes(name, best.program)
@@ -132,16 +134,17 @@ def searched(name: str, problem: Problem, how: Effort) -> Schedule:
         assert best is not None  # one microbatch at a time
         return _passes(name, best.program)
     known = _known(problem)
-    best = _best_of(_candidates(known, shop), problem)
+    starts = _starts_of_each(known, shop)
+    best = _best_of(_candidates(known, starts, shop), problem)
     assert best is not None  # one microbatch at a time
     least = lower_bound(problem, splits_backward=True) * (1 + 1e-9)
     if best.seconds > least and shop.fits:
         if problem.microbatches > MIDDLE * problem.ranks:
             how = how.halved  # the other half goes to the shorter step
-        plans = [*(starts_of(rows, shop) for rows in known), *_of_shorter(problem, how)]
+        plans = [*starts, *_of_shorter(problem, how)]
         packed = search(shop, plans, int(least / shop.tick) + max(shop.tails), how)
         found = [rows_of(result.starts, problem.placement) for result in packed]
-        best = _best_of(_candidates(found, shop), problem, best)
+        best = _best_of(_candidates(found, _starts_of_each(found, shop), shop), problem, best)
         assert best is not None
     return _passes(name, best.program)
 
@@ -183,9 +186,15 @@ def _known(problem: Problem) -> list[Rows]:
     return rows
 
 
-def _candidates(all_rows: Sequence[Rows], shop: Shop) -> list[_Candidate]:
-    """``all_rows``, the quickest first."""
-    ends = [end_of(starts_of(rows, shop), shop) - max(shop.tails) for rows in all_rows]
+def _starts_of_each(all_rows: Sequence[Rows], shop: Shop) -> list[Starts]:
+    return [starts_of(rows, shop) for rows in all_rows]
+
+
+def _candidates(
+    all_rows: Sequence[Rows], all_starts: Sequence[Starts], shop: Shop
+) -> list[_Candidate]:
+    """``all_rows``, which start so, the quickest first."""
+    ends = [end_of(starts, shop) - max(shop.tails) for starts in all_starts]
     candidates = [
         _Candidate(rows, end * shop.tick) for rows, end in zip(all_rows, ends, strict=True)
     ]
