@@ -109,7 +109,7 @@ def plan(
         return
     if pp is None or microbatches is None:
         fail(ValueError(_NEEDED))
-    training = described = room = None
+    training = room = None
     try:
         if plot is not None:
             check_picture(plot)
@@ -125,17 +125,17 @@ def plan(
             )
             training, room = _training(model, gpu, costs, tp, state)
             layers = len(training.model.layers)
-            described = replace(
+            training = replace(
                 training,
                 ranks=pp,
                 microbatches=microbatches,
                 limit=limit,
                 post_validation=post_validation,
             )
-            variant = described.variant
+            variant = training.variant
         with showing_progress():
             plan_made = make_plan(variant, room, may_offload=model is not None)
-            again = compare_full_recompute(described, room) if described is not None else None
+            again = compare_full_recompute(training, room) if training is not None else None
         if plot is not None:
             draw_plan(plan_made, plot)
     except (ValueError, OSError) as error:

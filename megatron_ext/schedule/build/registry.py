@@ -325,12 +325,6 @@ def _from_csv_file(path: Path) -> Choice:
         return schedule.placement
 
     def build(problem: Problem) -> Schedule:
-        if is_folded:
-            remark(
-                f"schedule file {path} holds every stage twice: on the same GPUs that is "
-                f"{counted(len(schedule.rows), 'pipeline rank')} with data parallelism doubled, "
-                f"and half of its microbatches each; so it is folded"
-            )
         if problem.microbatches != microbatches:
             raise ValueError(
                 f"schedule file {path} is for {counted(microbatches, 'microbatch')}, and this step "
@@ -338,6 +332,13 @@ def _from_csv_file(path: Path) -> Choice:
             )
         return schedule
 
+    if is_folded:
+        build = _remarking(
+            build,
+            f"schedule file {path} holds every stage twice: on the same GPUs that is "
+            f"{counted(len(schedule.rows), 'pipeline rank')} with data parallelism doubled, and "
+            f"half of its microbatches each; so it is folded",
+        )
     kinds = {action.kind for row in schedule.rows for action in row}
     return Choice(
         str(path),

@@ -8,6 +8,7 @@ forwards a rank is ahead of its backwards. The last group may be incomplete.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.registry import Mark, family
@@ -207,11 +208,6 @@ def gis_h(problem: Problem) -> Schedule:
     return _gis("gis-h", problem, -(-problem.ranks // 2))
 
 
-def loop_at_once(problem: Problem) -> Schedule:
-    """The best within `loop_auto`'s limit that needs no search. Raises as that."""
-    return best_known("loop-auto", problem)
-
-
 @family(
     "loop-auto",
     loop,
@@ -222,7 +218,7 @@ def loop_at_once(problem: Problem) -> Schedule:
     searches=True,
     steps_overlap=True,
     fits_recompute=True,
-    at_once=loop_at_once,
+    at_once=partial(best_known, "loop-auto"),
 )
 def loop_auto(problem: Problem) -> Schedule:
     """Least makespan within the memory limit (without one: p microbatches), the backward split;

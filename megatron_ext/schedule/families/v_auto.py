@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from megatron_ext.schedule.build.registry import Mark, family
 from megatron_ext.schedule.placement import v
 from megatron_ext.schedule.problem import Problem
@@ -9,11 +11,6 @@ from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.search.best import best_known, best_schedule
 
 NAME = "v-auto"
-
-
-def v_at_once(problem: Problem) -> Schedule:
-    """The best within `v_auto`'s limit that needs no search. Raises as that."""
-    return best_known(NAME, problem)
 
 
 @family(
@@ -26,7 +23,7 @@ def v_at_once(problem: Problem) -> Schedule:
     searches=True,
     steps_overlap=True,
     fits_recompute=True,
-    at_once=v_at_once,
+    at_once=partial(best_known, NAME),
 )
 def v_auto(problem: Problem) -> Schedule:
     """Least makespan within the memory limit (without one: p microbatches, as ZB-V needs); with

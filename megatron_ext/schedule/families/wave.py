@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from functools import partial
 
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.registry import Mark, family
@@ -74,11 +75,6 @@ def _other_kind(kind: Kind) -> Kind:
     return Kind.FULL_BACKWARD if kind is Kind.FORWARD else Kind.FORWARD
 
 
-def wave_at_once(problem: Problem) -> Schedule:
-    """The best within `wave_auto`'s limit that needs no search. Raises as that."""
-    return best_known("wave-auto", problem)
-
-
 @family(
     "wave-auto",
     wave,
@@ -89,7 +85,7 @@ def wave_at_once(problem: Problem) -> Schedule:
     searches=True,
     steps_overlap=True,
     fits_recompute=True,
-    at_once=wave_at_once,
+    at_once=partial(best_known, "wave-auto"),
 )
 def wave_auto(problem: Problem) -> Schedule:
     """Least makespan within the memory limit (without one: p microbatches), the backward split;
