@@ -277,8 +277,8 @@ def test_what_does_not_go_with_slices(extras: dict[str, Any]) -> None:
 
 
 def test_a_family_without_an_order_for_slices() -> None:
-    with pytest.raises(ValueError, match=r"v-auto has no order for 2 slices .* zb-v"):
-        built("v-auto", 2, 2, 2)
+    with pytest.raises(ValueError, match=r"hanayo has no order for 2 slices .* zb-v"):
+        built("hanayo", 2, 2, 2)
 
 
 # ---- Text forms
@@ -287,9 +287,10 @@ def test_a_family_without_an_order_for_slices() -> None:
 def test_the_text_of_a_slice() -> None:
     action = Action(3, F, Slice(7, 2, even_ends(4)))
     assert str(action) == "3F7.2" and parse("3F7.2", slices=4) == action
-    assert (action.microbatch.whole, action.microbatch.slice, int(action.microbatch)) == (7, 2, 30)
     copy = pickle.loads(pickle.dumps(action))
-    assert str(copy) == "3F7.2" and copy.microbatch.ends == action.microbatch.ends
+    for part in (action.microbatch, copy.microbatch):
+        assert isinstance(part, Slice)
+        assert (part.whole, part.slice, int(part), part.ends) == (7, 2, 30, even_ends(4))
 
 
 @pytest.mark.parametrize(
@@ -317,7 +318,9 @@ def test_csv(tmp_path: Path) -> None:
     assert (choice.microbatches, choice.slices) == (4, 2)
     again = build_program(choice, made.problem)
     assert again.digest == made.digest and figures(again) == figures(made)
-    with pytest.raises(ValueError, match="into 2 slices, and this step into 4"):
+    with pytest.raises(
+        ValueError, match="has 2 slices of a microbatch, and this step 4 slices: ask for 2"
+    ):
         build_program(choice, made.problem.with_extras(slices=Slices(4)))
 
 
@@ -438,3 +441,23 @@ def test_zb_auto_of_slices() -> None:
     limited = replace(problem_for("zb-auto", 3, 4, 2), memory_limit=MemoryLimit(microbatches=1.5))
     program = build_program(choose("zb-auto"), limited)
     assert max(peaks(program.schedule, in_microbatches(program.schedule))) <= 1.5 + 1e-9
+
+
+@pytest.mark.parametrize("limit", [None, 2.0])
+def test_v_auto_of_slices(limit: float | None) -> None:
+    """As good as any V of slices that fits."""
+    problem = problem_for("v-auto", 4, 4, 2, "f=10,i=12,w=8,comm=0.1,attention=0.2")
+    if limit is not None:
+        problem = replace(problem, memory_limit=MemoryLimit(microbatches=limit))
+    best = build_program(choose("v-auto"), problem)
+    assert bitwise_order(best.schedule)
+    for name in ("zb-v", "v-half", "v-min"):
+        try:
+            other = build_program(choose(name), problem)
+        except InvalidSchedule:
+            assert limit is not None
+            continue
+        assert figures(best)[0] <= figures(other)[0]
+    too_little = replace(problem, memory_limit=MemoryLimit(microbatches=1))
+    with pytest.raises(ValueError, match="v-auto: no schedule of 2 slices fits"):
+        build_program(choose("v-auto"), too_little)
