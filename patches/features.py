@@ -155,7 +155,7 @@ FEATURES = (
     ),
     Feature(
         "vocabulary parallelism",
-        ("megatron.core.models.gpt.gpt_model",),
+        ("megatron.core.models.gpt.gpt_model.tables",),
         lambda choice: True,
         asked_for=lambda config: config.vocab_parallel is not VocabularyParallel.NONE,
     ),
