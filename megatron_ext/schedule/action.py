@@ -82,8 +82,8 @@ class Slice(int):
         made.whole, made.slice, made.ends = whole, slice, ends
         return made
 
-    def __getnewargs__(self) -> tuple[int, int, tuple[float, ...]]:
-        return self.whole, self.slice, self.ends
+    def __reduce__(self) -> tuple[type[Slice], tuple[int, int, tuple[float, ...]]]:
+        return type(self), (self.whole, self.slice, self.ends)
 
     @property
     def slices(self) -> int:

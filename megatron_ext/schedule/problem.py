@@ -11,7 +11,7 @@ from megatron_ext.schedule.action import parts_of
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.slices import Slices, lengths_of
+from megatron_ext.schedule.slices import UNCUT, Slices, lengths_of
 
 
 class P2P(enum.StrEnum):
@@ -97,7 +97,7 @@ class Extras:
     offload: Offload = Offload.NONE
     recompute: Recompute = Recompute()
     post_validation: bool = False
-    slices: Slices = Slices()
+    slices: Slices = UNCUT
 
     @property
     def clash(self) -> Clash | None:

@@ -91,6 +91,9 @@ class Slices:
         return shares
 
 
+UNCUT = Slices()
+
+
 def lengths_of(ends: Sequence[float], tokens: int, multiple_of: int = 1) -> tuple[int, ...]:
     """The lengths, in tokens, of the slices of a sequence of ``tokens`` that end at about ``ends``
     of it. They are multiples of ``multiple_of``, and none is empty.

@@ -340,8 +340,9 @@ def _from_csv_file(path: Path) -> Choice:
             )
         if problem.slices.count != slices:
             raise ValueError(
-                f"schedule file {path} cuts microbatches into {counted(slices, 'slice')}, and this "
-                f"step into {problem.slices.count}: ask for as many slices"
+                f"schedule file {path} has {_counted_slices(slices)} of a microbatch, and this "
+                f"step {_counted_slices(problem.slices.count)}: ask for {_counted_slices(slices)}, "
+                f"or take another file"
             )
         return schedule if slices == 1 else _cut_as_in(problem, schedule)
 
@@ -364,6 +365,10 @@ def _from_csv_file(path: Path) -> Choice:
         takes_slices=slices > 1,
         recomputes=Kind.RECOMPUTE in kinds,
     )
+
+
+def _counted_slices(number: int) -> str:
+    return "no slices" if number == 1 else counted(number, "slice")
 
 
 def _cut_as_in(problem: Problem, schedule: Schedule) -> Schedule:

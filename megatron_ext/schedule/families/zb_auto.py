@@ -139,7 +139,7 @@ def zb_2p(problem: Problem, *, paper_count: bool = False) -> Schedule:
 
 
 def _after_paper(held: Held, stage: int) -> float:
-    return 1.0 if held is Held.ACTIVATION else 0.5
+    return {Held.ACTIVATION: 1.0, Held.WEIGHT_INPUTS: 0.5}.get(held, 0.0)
 
 
 def _on_a_line(problem: Problem) -> list[str]:

@@ -95,7 +95,11 @@ def memory_of(problem: Problem, microbatches: float = math.inf) -> Memory:
     if limit is not None:
         assert limit.microbatches is not None
         microbatches = min(limit.microbatches, microbatches)
-    return Memory(lambda held, stage: share, (microbatches,) * problem.ranks)
+    held_by_passes = (Held.ACTIVATION, Held.WEIGHT_INPUTS)
+    return Memory(
+        lambda held, stage: share if held in held_by_passes else 0.0,
+        (microbatches,) * problem.ranks,
+    )
 
 
 def least_memory(orders: Sequence[Sequence[Action]], memory: Memory) -> list[float]:
