@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -424,14 +425,14 @@ def test_a_model_of_known_parts_is_taken() -> None:
 @pytest.mark.parametrize(
     ("kind", "mixer", "why"),
     [
-        (Bare, attention(DotProductAttention), "runs a GPTModel, and Bare may"),
-        (GPTModel, attention(OtherAttention), "does not go with OtherAttention"),
-        (GPTModel, Bare(), "does not go with Bare"),
+        (Bare, partial(attention, DotProductAttention), "runs a GPTModel, and Bare may"),
+        (GPTModel, partial(attention, OtherAttention), "does not go with OtherAttention"),
+        (GPTModel, Bare, "does not go with Bare"),
     ],
 )
 def test_a_model_that_is_not_known_is_refused(
-    kind: type[torch.nn.Module], mixer: torch.nn.Module, why: str
+    kind: type[torch.nn.Module], mixer: Callable[[], torch.nn.Module], why: str
 ) -> None:
     """It would train on wrong numbers without a word."""
     with pytest.raises(ValueError, match=why):
-        refuse_unknown([chunk_of(kind, mixer)])
+        refuse_unknown([chunk_of(kind, mixer())])
