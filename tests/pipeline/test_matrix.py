@@ -137,7 +137,7 @@ def stock(parallelism: str, embeddings: str, precision: str) -> tuple[list[Run],
 # of those are as a V's. 1f1b has the passes of interleaved, and v-half lies as zb-v.
 BY_DAY = {
     "zb-v": list(PARALLELISM),
-    "zb-auto": ["TP2, SP", "DP2, distributed optimizer, both overlaps"],
+    "zb-auto": ["TP2, SP"],
     "interleaved": ["EP2, 4 experts"],
 }
 RUN = [case for case in CASES if IS_NIGHT or case.parallelism in BY_DAY.get(case.schedule, [])]
