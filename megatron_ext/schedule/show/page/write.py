@@ -89,8 +89,10 @@ def _own(name: str) -> str:
 def data_of(page: Page) -> dict[str, Any]:
     """``page`` as browser/data.js reads it."""
     runs = cut_to_fit(page.runs)
-    used = {box.kind for run in runs for box in run.boxes}
-    kinds = {name: look for name, look in _looks().items() if name in used}
+    groups = {box.kind: box.track.group.value for run in runs for box in run.boxes}
+    kinds = {
+        name: look | {"group": groups[name]} for name, look in _looks().items() if name in groups
+    }
     longest = max(run.length for run in runs)
     decimals = _DIGITS - math.ceil(math.log10(longest))
     return {
@@ -104,22 +106,28 @@ def data_of(page: Page) -> dict[str, Any]:
 
 
 def _looks() -> Mapping[str, dict[str, Any]]:
-    """By kind of box its name, what it does, its colour, and whether it is a mark."""
+    """By kind of box its name, what it does, its words in the legend, its colour, and whether it
+    is a mark."""
     looks = {}
     for kind, rule in RULES.items():
         _, _, of = kind.rpartition("_")  # what a message or a copy is of has its colour
         colour = COLOURS.get(Kind(of), _OTHERS) if of in set(Kind) else _OTHERS
         does = MARKS[kind][1] if kind in MARKS else rule.does
-        looks[kind.value] = _look(kind.value, does, colour, is_mark=kind in MARKS)
-    looks[REDUCTION] = _look(
-        REDUCTION, "reduction of a stage's gradients", COLOURS[Kind.BACKWARD_WEIGHT]
-    )
-    looks[LEFT_OUT] = _look(LEFT_OUT, "passes that are left out here", "#BBBBBB")
+        looks[kind.value] = _look(
+            kind.value, does, f"{kind}  {does}", colour, is_mark=kind in MARKS
+        )
+    for name, does, colour in (
+        (REDUCTION, "reduction of a stage's gradients", COLOURS[Kind.BACKWARD_WEIGHT]),
+        (LEFT_OUT, "passes that are left out", "#BBBBBB"),
+    ):
+        looks[name] = _look(name, does, does, colour)
     return looks
 
 
-def _look(name: str, does: str, colour: str, *, is_mark: bool = False) -> dict[str, Any]:
-    return {"name": name, "does": does, "colour": colour, "is_mark": is_mark}
+def _look(
+    name: str, does: str, legend: str, colour: str, *, is_mark: bool = False
+) -> dict[str, Any]:
+    return {"name": name, "does": does, "legend": legend, "colour": colour, "is_mark": is_mark}
 
 
 def _run(run: Run, kinds: Sequence[str], decimals: int) -> dict[str, Any]:

@@ -23,6 +23,7 @@ function drawNow() {
 }
 
 let isPrinting = false;
+const isSmall = runs.reduce((boxes, run) => boxes + run.kind.length, 0) < 10_000;
 let screenTheme; // while it is printed, which is light
 
 function printAs(isBegun) {
@@ -38,5 +39,5 @@ function printAs(isBegun) {
 
 function isOnScreen(section) {
   const { top, bottom } = section.getBoundingClientRect();
-  return isPrinting || (bottom > -200 && top < window.innerHeight + 200);
+  return isPrinting || isSmall || (bottom > -200 && top < window.innerHeight + 200);
 }

@@ -10,7 +10,27 @@ function readLook() {
   look.isDark = luminance(look.ground) < 0.2;
   look.fills = page.kinds.map((kind) =>
     look.isDark && luminance(kind.colour) < 0.02 ? "#FFFFFF" : kind.colour);
+  look.hatch = hatch();
   look.texts = look.fills.map((fill) => (luminance(fill) < 0.18 ? "#FFFFFF" : "#000000"));
+}
+
+// White strokes, which later chunks of a rank have, as in pictures.
+function hatch() {
+  const tile = document.createElement("canvas");
+  const scale = 4; // finer than a screen
+  tile.width = tile.height = 7 * scale;
+  const pen = tile.getContext("2d");
+  pen.scale(scale, scale);
+  pen.strokeStyle = "#FFFFFF";
+  pen.lineWidth = 0.9;
+  for (const left of [-7, 0, 7]) {
+    pen.moveTo(left - 1, 8);
+    pen.lineTo(left + 8, -1);
+  }
+  pen.stroke();
+  const pattern = pen.createPattern(tile, "repeat");
+  pattern.setTransform(new DOMMatrix().scale(1 / scale));
+  return pattern;
 }
 
 // Of a colour as #rrggbb, from 0 to 1, as WCAG has it.
@@ -101,36 +121,21 @@ function drawTrack(pen, run, { track, y, height }) {
     pen.fillStyle = look.fills[kind];
     pen.fillRect(x, top, inner, high);
     if (!isPasses) continue;
-    if (width > 6 && run.chunks[run.stage[n]] % 2) drawHatch(pen, x, top, inner, high);
+    if (width > 6 && run.chunks[run.stage[n]] % 2) {
+      pen.fillStyle = look.hatch;
+      pen.fillRect(x, top, inner, high);
+    }
     if (width > 9) drawLabel(pen, run, n, Math.max(x, GUTTER), Math.min(end, canvas.clientWidth - RIGHT), top + high / 2);
   }
   pen.globalAlpha = 1;
-}
-
-// Later chunks of a rank have strokes, as in pictures.
-function drawHatch(pen, x, top, width, high) {
-  pen.save();
-  pen.beginPath();
-  pen.rect(x, top, width, high);
-  pen.clip();
-  pen.strokeStyle = "#FFFFFF";
-  pen.lineWidth = 0.9;
-  pen.beginPath();
-  const first = Math.max(x, GUTTER) - high, last = Math.min(x + width, pen.canvas.clientWidth);
-  for (let left = x + Math.floor((first - x) / 7) * 7; left < last; left += 7) {
-    pen.moveTo(left, top + high);
-    pen.lineTo(left + high, top);
-  }
-  pen.stroke();
-  pen.restore();
 }
 
 function drawLabel(pen, run, box, x, end, middle) {
   const room = end - x - 3;
   const long = name(run, box), short = page.kinds[run.kind[box]].name === "left out"
     ? String(at(run.stands_for, box)) : String(run.microbatch[box]);
-  const text = long.length * 6.6 < room ? long : short;
-  if (text.length * 6.2 > room) return;
+  const text = long.length * 7 < room ? long : short;
+  if (text.length * 6.6 > room) return;
   pen.fillStyle = look.texts[run.kind[box]];
   pen.fillText(text, (x + end) / 2, middle + 0.5);
 }
@@ -159,10 +164,11 @@ function point(run, places, box, isEnd) {
 function connect(pen, run, places, from, to) {
   const start = point(run, places, from, true), end = point(run, places, to, false);
   if (!start || !end) return;
-  const bend = Math.max(12, Math.abs(end.x - start.x) / 2);
+  const bend = Math.min(Math.max(end.x - start.x, 10) / 2, 30);
+  const over = start.y === end.y ? 24 : 0; // what is between them on their track
   pen.beginPath();
   pen.moveTo(start.x, start.y);
-  pen.bezierCurveTo(start.x + bend, start.y, end.x - bend, end.y, end.x, end.y);
+  pen.bezierCurveTo(start.x + bend, start.y - over, end.x - bend, end.y - over, end.x, end.y);
   pen.stroke();
   pen.beginPath();
   pen.moveTo(end.x, end.y);

@@ -21,7 +21,10 @@ function describe(run, box) {
     lines.push([`${kind.does}: microbatch ${run.microbatch[box]}, stage ${run.stage[box]}${chunks} of rank ${track.rank}${step}`]);
   }
   const length = run.end[box] - run.start[box];
-  lines.push([`from ${time(run.start[box])} to ${time(run.end[box])}: ${time(length)} (cost ${time(run.cost[box])})`]);
+  const idle = box > track.first ? run.start[box] - run.end[box - 1] : run.start[box];
+  const waits = track.group === "passes" && idle > 1e-9 * run.length ? `, after ${time(idle)} of idling` : "";
+  lines.push([`from ${time(run.start[box])} to ${time(run.end[box])}${waits}`]);
+  lines.push([`takes ${time(length)} (cost ${time(run.cost[box])})`]);
   const held = at(run.held, box), bytes = at(run.held_bytes, box);
   if (held !== null) lines.push([`its rank holds ${microbatches(held)}${bytes === null ? "" : `, ${gib(bytes)}`}`]);
   const earlier = before(run, box);
@@ -144,6 +147,7 @@ function listen(run) {
 function toggle(what) {
   shown[what] = !shown[what];
   element(what).setAttribute("aria-pressed", shown[what]);
+  fillLegend();
   redraw();
 }
 

@@ -55,8 +55,8 @@ function fillLegend() {
     item.append(swatch, words);
     return item;
   };
-  const items = page.kinds.filter((kind) => !kind.is_mark)
-    .map((kind) => entry(`${kind.name}  ${kind.does}`, kind.colour));
+  const isShown = (kind) => !kind.is_mark && (kind.group === "passes" || shown[kind.group]);
+  const items = page.kinds.filter(isShown).map((kind) => entry(kind.legend, kind.colour));
   items.push(entry("bubble", "var(--bubble)"));
   if (runs.some((run) => Math.max(...run.chunks))) items.push(entry("a later chunk", "", "later"));
   element("legend").replaceChildren(...items);
@@ -122,7 +122,7 @@ function start() {
 start();
 // For tests, and for a reader's console.
 globalThis.timelines = {
-  runs, view, shown, show, zoom, boxAt, describe, keep, before, after, rows, xOf,
+  runs, view, rows, xOf, drawNow,
   get drawn() { return drawnBoxes; },
   get milliseconds() { return drawnIn; },
   get focus() { return kept || pointed; },
