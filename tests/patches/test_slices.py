@@ -22,9 +22,11 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
 from megatron_ext.adapter.slices.attention import attend_with_transformer_engine
+from megatron_ext.adapter.slices.known_models import refuse_unknown
 from megatron_ext.adapter.slices.model_call import cut
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches import cpu
@@ -205,6 +207,7 @@ def gradients_in_fp32(model: GPTModel, run: Callable[[], Any]) -> dict[str, Tens
 
     def add(name: str) -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:
+            assert parameter.grad is not None
             sums[name] += parameter.grad
             parameter.grad = None
 
@@ -375,3 +378,60 @@ def test_a_slice_has_its_part_of_each_argument() -> None:
     assert parts["input_ids"].tolist() == [[4, 5, 6, 7]] * BATCH
     assert parts["position_ids"].shape == (3, BATCH, 4)
     assert torch.equal(parts["attention_mask"], mask[:, :, 4:8, :8])
+
+
+class OtherAttention(DotProductAttention):
+    """Knows nothing of slices."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        raise AssertionError("only its class is looked at")
+
+
+class Bare(torch.nn.Module):
+    """Of which its attributes are looked at alone."""
+
+
+def bare(kind: type[torch.nn.Module]) -> Any:
+    """A module of ``kind`` that holds nothing yet."""
+    made = kind.__new__(kind)
+    torch.nn.Module.__init__(made)
+    return made
+
+
+def chunk_of(kind: type[torch.nn.Module], mixer: torch.nn.Module) -> torch.nn.Module:
+    """A chunk of ``kind`` whose one layer mixes tokens with ``mixer``, wrapped as for training."""
+    wrapper, layer = bare(Bare), bare(Bare)
+    layer.self_attention, layer.cross_attention = mixer, IdentityOp()
+    wrapper.module = bare(kind)
+    wrapper.module.decoder = bare(Bare)
+    wrapper.module.decoder.layers = torch.nn.ModuleList([layer])
+    chunk: torch.nn.Module = wrapper
+    return chunk
+
+
+def attention(core: type[torch.nn.Module]) -> torch.nn.Module:
+    made = bare(Bare)
+    made.core_attention = bare(core)
+    mixer: torch.nn.Module = made
+    return mixer
+
+
+def test_a_model_of_known_parts_is_taken() -> None:
+    refuse_unknown([chunk_of(GPTModel, attention(DotProductAttention))])
+    refuse_unknown([chunk_of(GPTModel, IdentityOp())])
+
+
+@pytest.mark.parametrize(
+    ("kind", "mixer", "why"),
+    [
+        (Bare, attention(DotProductAttention), "runs a GPTModel, and Bare may"),
+        (GPTModel, attention(OtherAttention), "does not go with OtherAttention"),
+        (GPTModel, Bare(), "does not go with Bare"),
+    ],
+)
+def test_a_model_that_is_not_known_is_refused(
+    kind: type[torch.nn.Module], mixer: torch.nn.Module, why: str
+) -> None:
+    """It would train on wrong numbers without a word."""
+    with pytest.raises(ValueError, match=why):
+        refuse_unknown([chunk_of(kind, mixer)])

@@ -64,7 +64,9 @@ def test_slices_have_the_gradients_of_the_whole(lengths: Sequence[int], runs_aga
         running.drop(0, microbatch)
     assert running.is_empty
     for name in ("query", "key", "value"):
-        torch.testing.assert_close(sliced[name].grad, 2 * whole[name].grad)
+        expected = whole[name].grad
+        assert expected is not None
+        torch.testing.assert_close(sliced[name].grad, 2 * expected)
 
 
 def test_what_autograd_holds_does_not_depend_on_their_number() -> None:

@@ -71,7 +71,7 @@ class RunningSlice:
         assert span is not None, "no slice runs"
         layers = self._buffers.setdefault(self._microbatch, {})
         buffers = layers.setdefault(layer, _Buffers())
-        attended: _Tensors = _Attended.apply(buffers, span, *tensors)  # type: ignore[no-untyped-call]
+        attended: _Tensors = _Attended.apply(buffers, span, *tensors)
         return attended
 
     def drop(self, stage: int, microbatch: int) -> None:
