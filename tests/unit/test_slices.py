@@ -34,6 +34,8 @@ from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import InvalidSchedule, Program, check_compute
 from megatron_ext.schedule.schedule import Schedule, bitwise_order
 from megatron_ext.schedule.schedule_csv import from_csv, to_csv
+from megatron_ext.schedule.search.bounds import lower_bound
+from megatron_ext.schedule.search.certify import certify
 from megatron_ext.schedule.search.weight_gradient_filling import makespan
 from megatron_ext.schedule.slices import Lengths, Slices, lengths_of, parse_lengths
 from tests.helpers.combinations import at_night
@@ -465,6 +467,22 @@ def test_v_auto_of_slices(limit: float | None) -> None:
     too_little = replace(problem, memory_limit=MemoryLimit(microbatches=1))
     with pytest.raises(ValueError, match="v-auto: no schedule of 2 slices fits"):
         build_program(choose("v-auto"), too_little)
+
+
+@pytest.mark.parametrize("name", TAKES_SLICES)
+def test_no_schedule_of_slices_is_shorter_than_the_bound(name: str) -> None:
+    """That of whole microbatches is more than slices take: ``auto`` left their schedules out."""
+    problem = problem_for(name, 3, 3, 3, "f=10,i=12,w=8,comm=1,attention=0.3", "balanced")
+    splits = choose(name).splits_backward
+    least = makespan(choose(name).build(problem), problem)
+    assert lower_bound(problem, splits) <= least * (1 + 1e-9)
+    if name == "zb-v":
+        assert least < lower_bound(problem.with_extras(slices=Slices()), splits)
+
+
+def test_a_bound_is_not_certified() -> None:
+    with pytest.raises(ValueError, match="--certify knows no bound with slices"):
+        certify(built("1f1b", 2, 2, 2), 1.0)
 
 
 # ---- Commands
