@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -51,5 +52,13 @@ PostValidation = Annotated[
     typer.Option(
         "--post-validation",
         help="Experimental: overlap steps; the optimizer steps before all ranks are done.",
+    ),
+]
+HtmlPage = Annotated[
+    Path | None,
+    typer.Option(
+        "--html",
+        help="Write a page for a browser, .html: timelines to zoom into, who waited for whom, the "
+        "critical path, memory.",
     ),
 ]
