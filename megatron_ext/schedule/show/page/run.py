@@ -23,7 +23,7 @@ from megatron_ext.schedule.show.trace import TracedStep, track_of
 from megatron_ext.schedule.timeline import Event, Timeline
 from megatron_ext.schedule.words import counted
 
-MOST_PASSES = 20_000  # of all schedules of a page, which stays small and quick with so many
+MOST_PASSES = 20_000  # of a page that stays small and quick
 REDUCTION = "reduction"
 
 Held = Mapping[Action, tuple[float, float | None]]  # while it runs: microbatches, bytes
@@ -125,7 +125,7 @@ def traced(step: TracedStep) -> tuple[Run, Run]:
     )
 
 
-def cut_to_fit(runs: Sequence[Run], most: int = MOST_PASSES) -> tuple[Run, ...]:
+def cut_to_fit(runs: Sequence[Run], most: int) -> tuple[Run, ...]:
     """``runs``, with no more than ``most`` passes in all; what was cut says so."""
     granted = shares([run.passes for run in runs], most)
     return tuple(map(_cut_to, runs, granted))
