@@ -36,6 +36,17 @@ Limit = Annotated[
         "60GiB. Without it there is no limit."
     ),
 ]
+SliceCount = Annotated[
+    int, typer.Option("--slices", min=1, help="Slices of each microbatch along its sequence.")
+]
+SliceLengths = Annotated[
+    str,
+    typer.Option(
+        metavar="{even,balanced,TOKENS,...}",
+        help="How long they are: even, balanced (as much to do each; give attention= in COSTS), or "
+        "the tokens of each, as in 4096,2048,1024,1024.",
+    ),
+]
 PostValidation = Annotated[
     bool,
     typer.Option(

@@ -20,6 +20,8 @@ from megatron_ext.commands.options import (
     PostValidation,
     Ranks,
     Schedule,
+    SliceCount,
+    SliceLengths,
 )
 from megatron_ext.commands.output import command_line, fail, print_table
 from megatron_ext.commands.progress import showing_progress
@@ -54,6 +56,7 @@ from megatron_ext.schedule.show.page.run import Run, simulated
 from megatron_ext.schedule.show.page.write import Page, check_page, write_page
 from megatron_ext.schedule.show.program_summary import program_of_1f1b
 from megatron_ext.schedule.show.trace import write_trace
+from megatron_ext.schedule.slices import Lengths, Slices, parse_lengths
 from megatron_ext.schedule.timeline import Timeline
 from megatron_ext.schedule.words import counted
 
@@ -61,6 +64,9 @@ LONGEST = 86400.0  # seconds that may be asked for: a day
 MOST_RANKS = 16  # of which each is told alone
 
 _EXACT = "stock Megatron's to the last bit"
+_AMONG_SLICES = (
+    "stock Megatron's but for rounding; to the last bit those of other schedules of these slices"
+)
 _ROUNDED = "stock Megatron's but for rounding: sums are made in another order"
 
 
@@ -88,6 +94,8 @@ def simulate(
             "limit, first:N those of the first N stages.",
         ),
     ] = "none",
+    slices: SliceCount = 1,
+    slice_lengths: SliceLengths = Lengths.EVEN.value,
     post_validation: PostValidation = False,
     steps: Annotated[
         int,
@@ -144,6 +152,7 @@ def simulate(
             offload=offload,
             recompute=parse_recompute(recompute, "--recompute"),
             post_validation=post_validation,
+            slices=Slices(slices, parse_lengths(slice_lengths, "--slice-lengths")),
         )
         with showing_progress():
             asked = _Asked(pp, microbatches, costs, memory_limit, extras)
@@ -224,6 +233,8 @@ def _of_schedule(made: ScheduleReport) -> dict[str, Any]:
         "stages of a rank": made.vpp,
         "microbatches": made.microbatches,
     }
+    if made.slices > 1:
+        rows["slices of a microbatch"] = f"{made.slices}, {made.slice_lengths}"
     if made.vocabulary is not VocabularyParallel.NONE:
         rows["vocabulary parallelism"] = made.vocabulary
     if made.offload is not Offload.NONE:
@@ -246,9 +257,15 @@ def _of_schedule(made: ScheduleReport) -> dict[str, Any]:
         rows["peak on the host"] = _of_ranks(made.host_microbatches)
     if made.made_again:
         rows["made again"] = f"{made.made_again:.0%} of the activations"
-    rows["results"] = _EXACT if made.bitwise_order else _ROUNDED
+    rows["results"] = _results(made)
     rows["made in"] = f"{made.generation_seconds:.2g} s"
     return rows
+
+
+def _results(made: ScheduleReport) -> str:
+    if made.slices == 1:
+        return _EXACT if made.bitwise_order else _ROUNDED
+    return _AMONG_SLICES if made.bitwise_order else _ROUNDED
 
 
 def _of_ranks(held: Sequence[float]) -> str:

@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.schedule.action import Action, parse
+from megatron_ext.schedule.action import Action, Slice, parse, slices_named, whole_of
 from megatron_ext.schedule.kinds import HOST_LANES, RULES, Lane, Where
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.program.graph import channel_of
@@ -265,10 +265,11 @@ def _timeline(slices: Sequence[_Slice], category: str, where: str) -> Timeline:
     """The passes of ``category``, and with them the reductions of a measured step."""
     of_rank: dict[int, list[Event]] = {}
     reductions = []
+    parts = max((slices_named(s.name) for s in slices if s.category == category), default=1)
     for slice_ in slices:
         if slice_.category == category:
             try:
-                event = Event(slice_.rank, parse(slice_.name), slice_.start, slice_.end)
+                event = Event(slice_.rank, parse(slice_.name, parts), slice_.start, slice_.end)
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from None
             of_rank.setdefault(slice_.rank, []).append(event)
@@ -325,7 +326,9 @@ def _slices(timeline: Timeline, prefix: str, about: dict[str, Any]) -> Iterator[
         action, rule = event.action, RULES[event.action.kind]
         category, title = prefix + rule.lane.value, track_of(action, placement)
         if title is not None:
-            args = {"stage": action.stage, "microbatch": action.microbatch} | about
+            args = {"stage": action.stage, "microbatch": whole_of(action.microbatch)} | about
+            if isinstance(action.microbatch, Slice):
+                args["slice"] = action.microbatch.slice
             yield _slice(event, str(action), prefix + title, category, args)
         elif rule.where is Where.RANK and not rule.is_message:
             yield _mark(event, str(action), prefix + "passes", category, about)

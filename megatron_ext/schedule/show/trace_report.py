@@ -74,7 +74,7 @@ def trace_report(steps: Sequence[TracedStep], seconds: float = SECONDS) -> Trace
     return TraceReport(
         schedule=schedule.name,
         pp=schedule.placement.ranks,
-        microbatches=1 + max(action.microbatch for row in schedule.rows for action in row),
+        microbatches=schedule.microbatches,
         iteration=median.iteration,
         measured=_figures(median.measured),
         predicted=_figures(median.predicted),
