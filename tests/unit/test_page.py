@@ -37,6 +37,7 @@ from megatron_ext.schedule.show.page.write import (
     write_page,
 )
 from megatron_ext.schedule.show.trace import beside
+from megatron_ext.schedule.slices import Slices
 from tests.helpers.combinations import at_night
 from tests.helpers.schedules import line_problem, program
 from tests.unit.test_trace import SIMULATED, measured
@@ -59,12 +60,14 @@ ALL_SORTS = {
     "vocabulary": program_of("1f1b", vocabulary=VocabularyParallel.ONE),
     "offload": program_of("zb-v", offload=Offload.FULL),
     "post-validation": program_of("zb-h2", post_validation=True),
+    "slices": program_of("1f1b", slices=Slices(2)),
 }
 EACH = pytest.mark.parametrize("sort", ALL_SORTS)
 
 
 def label(box: Box) -> str:
-    return f"{box.stage}{box.kind}{box.microbatch}"
+    part = "" if box.slice is None else f".{box.slice}"
+    return f"{box.stage}{box.kind}{box.microbatch}{part}"
 
 
 @EACH

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.action import Action, Kind, Slice, whole_of
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import HOST_LANES, RULES, Lane, Where
 from megatron_ext.schedule.limit import MemoryLimit
@@ -205,6 +205,7 @@ def _boxes(
     boxes = []
     for node in shown:
         _, action, start, end = events[node]
+        microbatch = action.microbatch
         track = tracks[node]
         assert track is not None
         boxes.append(
@@ -212,13 +213,14 @@ def _boxes(
                 track,
                 action.kind.value,
                 action.stage,
-                action.microbatch,
+                whole_of(microbatch),
                 0,
                 start,
                 end,
                 cost_of(action),
                 tuple(place[earlier] for earlier in waits[node]),
                 *held.get(action, (None, None)),
+                slice=microbatch.slice if isinstance(microbatch, Slice) else None,
             )
         )
     return boxes

@@ -158,6 +158,7 @@ def _run(run: Run, kinds: Sequence[str], decimals: int) -> dict[str, Any]:
         "kind": [kinds.index(box.kind) for box in boxes],
         "stage": [box.stage for box in boxes],
         "microbatch": [box.microbatch for box in boxes],
+        "slice": _column(box.slice for box in boxes),
         "step": _column(box.step for box in boxes),
         "stands_for": _column(box.passes for box in boxes),
         "start": [time(box.start) for box in boxes],
