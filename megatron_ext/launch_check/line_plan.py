@@ -7,17 +7,28 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.config import PLAN, from_argv
+from megatron_ext.config import (
+    ESTIMATE,
+    PLAN,
+    CostsSource,
+    PipelineConfig,
+    flag,
+    from_argv,
+)
 from megatron_ext.launch_check.importing import as_on, quickly, silently
 from megatron_ext.launch_check.words import Launch
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.schedule.build.registry import Mark
+from megatron_ext.schedule.model.assumptions import assumptions
+from megatron_ext.schedule.model.description import describe
 from megatron_ext.schedule.model.gpus import USABLE, Gpu
+from megatron_ext.schedule.model.measured.file import MeasuredFile, load_measured
 from megatron_ext.schedule.plan.planner import Candidate, Plan, VocabMethod, consider, make_plan
 from megatron_ext.schedule.plan.recommendation import flags_of
 from megatron_ext.schedule.words import counted
 
 if TYPE_CHECKING:
+    from megatron_ext.launch_check.line import RatesOf
     from megatron_ext.launch_check.variants import LineVariants
 
 _METHODS = frozenset([VocabMethod.NAIVE, VocabMethod.ONE, VocabMethod.TWO])
@@ -52,6 +63,9 @@ class LinePlan:
         dropped: Megatron's flags that go from the line, by the schedule that is taken.
         flags: that are written on it.
         gives: where nothing fits, what would make the leanest schedule fit.
+        is_measured: whether costs are measured ones, per layer type.
+        reserved: bytes that the allocator reserves beyond what is allocated, for which room is
+            left; None: not measured.
     """
 
     plan: Plan
@@ -61,6 +75,8 @@ class LinePlan:
     flags: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
     gives: tuple[str, ...] = ()
+    is_measured: bool = False
+    reserved: float | None = None
 
     @property
     def of_line(self) -> Candidate | None:
@@ -79,6 +95,8 @@ class LinePlan:
             "dropped": self.dropped,
             "remarks": self.remarks,
             "would_fit": self.gives,
+            "is_measured": self.is_measured,
+            "reserved": self.reserved,
         }
 
 
@@ -105,7 +123,7 @@ def plan_line(asked: Asked) -> LinePlan:
             if launch is None
             else launch_line.parse(launch.arguments)
         )
-        rates = None if asked.gpu is None else asked.gpu.rates
+        rates = _rates(asked)
         with launch_line.on_gpus(line.args, rates):
             return _plan(asked, line.args, launch_line)
 
@@ -119,11 +137,12 @@ def _plan(asked: Asked, args: Any, launch_line: Any) -> LinePlan:
             "them on the line"
         )
     words = () if asked.launch is None else asked.launch.arguments
-    config = from_argv((*words, *asked.settings))
+    config = given = _settings(asked)
     ranks = asked.world_size
     if ranks is None and asked.launch is not None:
         ranks = asked.launch.world_size
-    remarks = list(_assumed(asked, args, ranks))
+    measured = _measured_layers(config)
+    remarks = list(_assumed(asked, ranks, is_measured=measured is not None))
     ranks = ranks or launch_line.least_world_size(args)
     tokens = launch_line.count_tokens(args) or args.vocab_size
     methods = _METHODS
@@ -134,43 +153,84 @@ def _plan(asked: Asked, args: Any, launch_line: Any) -> LinePlan:
     own = config.schedule
     if own in (None, PLAN):
         own = "1f1b" if chunks == 1 else f"interleaved:vpp={chunks}"
+    if measured is not None:  # by which all layouts are estimated
+        config = replace(config, costs=CostsSource(ESTIMATE))
     line = LineVariants(args, config, ranks, methods, tokens, own, frozenset(Mark))
-    room = None
+    room, reserved = None, None if measured is None else measured.reserved
     if asked.gpu is not None and asked.gpu.memory is not None:
-        room = USABLE * asked.gpu.memory
+        room = USABLE * asked.gpu.memory - (reserved or 0.0)
     validated, _ = line.validated(own, VocabMethod.NAIVE)  # so that Megatron's refusal comes alone
-    remarks += _left_out(validated)
+    remarks += _on_costs(validated, given, measured)
     plan = make_plan(line.variant, room, may_offload=True)
-    made = LinePlan(plan, _facts(validated, ranks), own, tuple(remarks))
+    made = LinePlan(
+        plan,
+        _facts(validated, ranks),
+        own,
+        tuple(remarks),
+        is_measured=measured is not None,
+        reserved=reserved,
+    )
     if plan.best is None:
         return replace(made, gives=tuple(_what_would_fit(line, room)))
     rewritten = line.rewritten(plan.best.schedule)
     remarks += _on_loading(validated, plan.best, made.own)
     flags = () if plan.best is made.of_line else (*flags_of(plan.best, None), *rewritten.added)
+    if flags and measured is not None and str(given.costs) not in words:
+        flags += (flag("costs"), str(given.costs))
     return replace(made, remarks=tuple(remarks), flags=flags, dropped=rewritten.dropped)
 
 
-def _assumed(asked: Asked, args: Any, ranks: int | None) -> Iterator[str]:
+def _settings(asked: Asked) -> PipelineConfig:
+    """Those of the line, and of the command: these count for all schedules, and so beside a line
+    that names none, too.
+
+    Raises:
+        ValueError: they are not understood, or do not go together.
+    """
+    words = () if asked.launch is None else asked.launch.arguments
+    config = from_argv(words)
+    if not asked.settings:
+        return config
+    chosen = () if config.schedule else (flag("schedule"), PLAN)
+    return from_argv((*words, *chosen, *asked.settings))
+
+
+def _rates(asked: Asked) -> RatesOf | None:
+    """What a rank reaches: as it was measured, or as the GPU's data sheet has it; None: as an H100
+    does."""
+    measured = _measured_layers(_settings(asked))
+    if measured is not None:
+        return lambda precision: measured.rates
+    return None if asked.gpu is None else asked.gpu.rates
+
+
+def _assumed(asked: Asked, ranks: int | None, *, is_measured: bool) -> Iterator[str]:
     if ranks is None:
         yield (
             "the world size is not known, and one copy of the model assumed: --world-size N counts "
             "in optimizer states and microbatches"
         )
-    if asked.gpu is None:
+    if asked.gpu is None and not is_measured:
         yield "times are an H100's, and its memory is not compared: --gpu names yours"
-    if args.spec is not None:
+
+
+def _measured_layers(config: PipelineConfig) -> MeasuredFile | None:
+    """Costs per layer type of the file that ``config`` names, if it names one that has them."""
+    return None if config.costs.file is None else load_measured(config.costs.file)
+
+
+def _on_costs(args: Any, config: PipelineConfig, measured: MeasuredFile | None) -> Iterator[str]:
+    """What is not known of times and memory, and what was measured of them."""
+    unknown = assumptions(args)
+    if unknown is not None:
+        yield unknown
+    if measured is not None:
+        yield from measured.remarks(describe(args))
+    elif config.costs.file is not None:
         yield (
-            f"--spec {' '.join(args.spec)}: layers of your own are not known, and counted as "
-            f"Megatron's of these dimensions"
+            f"{config.costs.file} has costs per stage alone, which fit schedules with as many "
+            f"stages: measured anew, it has them per layer type too"
         )
-
-
-def _left_out(args: Any) -> Iterator[str]:
-    from megatron_ext.schedule.model.description import describe
-
-    unknown = describe(args).unknown
-    if unknown:
-        yield f"not known, and left out of times and memory: {', '.join(unknown)}"
 
 
 def _facts(args: Any, ranks: int) -> str:

@@ -80,7 +80,7 @@ class Costs:
 
     Attributes:
         seconds: per kind, one figure per stage. (Any unit of time will do if all share it.)
-        hop: seconds a message takes from one rank to another.
+        hop: seconds a message takes from one rank to another; the mean where `hops` are told.
         held_bytes: per kind of memory, bytes per stage; None when bytes are not known.
         message_bytes: of what goes from stage to stage; 0 when that is not known.
         vocabulary: which part of the first and the last stage's figures is the embedding's and the
@@ -88,6 +88,7 @@ class Costs:
         host: what copies to the host and back take; None when that is not known.
         spared: seconds per stage that I and W take less where one follows the other at once, as in
             B, since one hides what the other waits for; () where that is nothing.
+        hops: seconds of a message between each stage and the next; () where all take ``hop``.
         whole: of costs whose vocabulary is shared by the ranks, what they were before.
         origin: how these figures came about, for people to read.
     """
@@ -101,6 +102,7 @@ class Costs:
     whole: Costs | None = None
     message_bytes: float = 0.0
     spared: tuple[float, ...] = ()
+    hops: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not any(map(any, self.seconds.values())):
@@ -124,7 +126,13 @@ class Costs:
         if rule.lane in HOST_LANES:
             assert self.host is not None
             return self.host.seconds[action.kind][action.stage]
-        return self.hop if rule.lane in (Lane.SEND, Lane.COLLECTIVE) else 0.0
+        if rule.lane is Lane.SEND:
+            return self.hop_behind(action.stage - (action.kind is Kind.SEND_B))
+        return self.hop if rule.lane is Lane.COLLECTIVE else 0.0
+
+    def hop_behind(self, stage: int) -> float:
+        """Seconds of a message between ``stage`` and the next, either way."""
+        return self.hops[stage] if self.hops else self.hop
 
     def spared_on(self, stage: int) -> float:
         """Seconds that I and W of ``stage`` take less, one right after the other."""

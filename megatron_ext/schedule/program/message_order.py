@@ -109,7 +109,9 @@ def _times(
     """When each node starts and ends, in ticks. ``least_hop`` is a share of the longest pass."""
     actions = [Action(stage, kind, 0) for stage, kind in columns.pairs]
     longest = max(costs.of(action) for action in actions if is_compute(action))
-    costs = replace(costs, hop=max(costs.hop, longest * least_hop))
+    least = longest * least_hop
+    hops = tuple(max(hop, least) for hop in costs.hops)
+    costs = replace(costs, hop=max(costs.hop, least), hops=hops)
     tick = longest / _TICKS or 1.0  # an evaluation's passes may cost nothing
     of_pairs = [max(round(costs.of(a) / tick), int(is_compute(a))) for a in actions]
     ticks = [of_pairs[pair] for pair in columns.pair.tolist()]
