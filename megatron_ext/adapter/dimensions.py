@@ -153,9 +153,10 @@ def costs_of_arguments(args: Any, placement: Placement, measured: Rates | None =
 
 def _stride(args: Any) -> int:
     """How many ranks lie from one pipeline rank to the next."""
+    inner: int = args.world_size // args.pipeline_model_parallel_size
     if args.use_tp_pp_dp_mapping:
-        return int(args.tensor_model_parallel_size * args.context_parallel_size)
-    return int(args.world_size // args.pipeline_model_parallel_size)
+        inner = args.tensor_model_parallel_size * args.context_parallel_size
+    return inner
 
 
 def execution(settings: Any, sequence: int, micro_batch: int) -> Execution:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -264,8 +264,22 @@ def _on_loading(args: Any, best: Candidate, own: str) -> Iterator[str]:
     yield on_loading(args, stages_move=before != after or divided)
 
 
-# What a line can give for memory, in words, and the arguments that it would have.
-def _gifts(args: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+@dataclass(frozen=True, eq=False)
+class _Gift:
+    """What a line can give for memory: in words, and the arguments that it would have."""
+
+    words: str
+    values: Mapping[str, Any]
+
+    def and_(self, other: _Gift) -> _Gift:
+        return _Gift(f"{self.words} and {other.words}", {**self.values, **other.values})
+
+
+_DOUBLINGS = (2, 4)  # of a number of ranks
+
+
+def _gifts(args: Any) -> Iterator[list[_Gift]]:
+    """Each thing that the line can give, the least of it first."""
     if args.recompute_granularity != "full":
         full = {
             "recompute_granularity": "full",
@@ -273,34 +287,47 @@ def _gifts(args: Any) -> Iterator[tuple[str, dict[str, Any]]]:
             "recompute_num_layers": 1,
             "recompute_modules": None,
         }
-        yield "--recompute-granularity full", full
-    tensor = 2 * args.tensor_model_parallel_size
-    yield f"--tensor-model-parallel-size {tensor}", {"tensor_model_parallel_size": tensor}
-    experts = 2 * args.expert_model_parallel_size
-    if args.num_experts and args.num_experts % experts == 0:
-        yield f"--expert-model-parallel-size {experts}", {"expert_model_parallel_size": experts}
-    ranks = 2 * args.pipeline_model_parallel_size
-    yield f"--pipeline-model-parallel-size {ranks}", {"pipeline_model_parallel_size": ranks}
+        yield [_Gift("--recompute-granularity full", full)]
+    for name in ("tensor", "expert", "pipeline"):
+        setting = f"{name}_model_parallel_size"
+        sizes = [times * getattr(args, setting) for times in _DOUBLINGS]
+        if name == "expert":
+            sizes = [size for size in sizes if args.num_experts and args.num_experts % size == 0]
+        yield [_Gift(f"--{setting.replace('_', '-')} {size}", {setting: size}) for size in sizes]
     if not args.use_distributed_optimizer:
-        yield "--use-distributed-optimizer", {"use_distributed_optimizer": True}
+        yield [_Gift("--use-distributed-optimizer", {"use_distributed_optimizer": True})]
     if args.micro_batch_size > 1:
-        yield "--micro-batch-size 1", {"micro_batch_size": 1}
+        yield [_Gift("--micro-batch-size 1", {"micro_batch_size": 1})]
 
 
 def _what_would_fit(line: LineVariants, room: float | None) -> Iterator[str]:
-    """For each thing that the line can give what the fullest rank would take under the schedule
-    that it trains under, least first."""
+    """For each thing that the line can give, as little of it as fits, what the fullest rank would
+    take under the schedule that it trains under, least first. Where none is enough, that which
+    takes least with each other one."""
     before = _fullest(line)
     if room is None or before is None:
         return
-    least = []
-    for words, values in _gifts(line.args):
-        taken = _fullest(line.with_values(values))
-        if taken is not None and taken < before:
-            least.append((taken, words))
-    for taken, words in sorted(least):
-        fits = "which fits" if taken <= room else f"{(taken - room) / 2**30:.3g} GiB too much"
-        yield f"{words}: the fullest rank would take {taken / 2**30:.3g} GiB, {fits}"
+    taken: dict[_Gift, float] = {}
+
+    def least(gifts: Sequence[_Gift]) -> _Gift | None:
+        """The first of ``gifts`` that fits, or the last that helps."""
+        helps = None
+        for gift in gifts:
+            fullest = _fullest(line.with_values(gift.values))
+            if fullest is not None and fullest < before:
+                taken[gift], helps = fullest, gift
+                if fullest <= room:
+                    break
+        return helps
+
+    told = sorted(filter(None, map(least, _gifts(line.args))), key=lambda gift: taken[gift])
+    if told and taken[told[0]] > room:
+        pairs = (least([told[0].and_(other)]) for other in told[1:])
+        told += [pair for pair in pairs if pair is not None and taken[pair] <= room]
+    for gift in told:
+        excess = taken[gift] - room
+        fits = "which fits" if excess <= 0 else f"{excess / 2**30:.3g} GiB too much"
+        yield f"{gift.words}: the fullest rank would take {taken[gift] / 2**30:.3g} GiB, {fits}"
 
 
 def _fullest(line: LineVariants) -> float | None:

@@ -136,7 +136,7 @@ def reserved_beyond_allocated(device: torch.device) -> float | None:
     both so far: what is lost to fragmentation. None: ``device`` has no such allocator."""
     if device.type != "cuda":
         return None
-    return float(torch.cuda.max_memory_reserved() - torch.cuda.max_memory_allocated())
+    return torch.cuda.max_memory_reserved() - torch.cuda.max_memory_allocated()
 
 
 def _makes_activation(action: Action) -> bool:

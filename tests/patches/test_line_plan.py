@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -217,3 +218,39 @@ def test_whether_a_checkpoint_can_be_loaded(
     assert remark.endswith("can be loaded, optimizer states too")
     (remark,) = made(load=tmp_path / "nowhere").remarks
     assert "is not here to be looked at" in remark
+
+
+def test_things_that_do_not_suffice_alone_are_named_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What does not help is not named, and where one thing is enough it stands alone."""
+    gib = 2.0**30
+    args = SimpleNamespace(
+        recompute_granularity=None,
+        tensor_model_parallel_size=1,
+        expert_model_parallel_size=4,
+        pipeline_model_parallel_size=2,
+        num_experts=8,
+        use_distributed_optimizer=True,
+        micro_batch_size=1,
+    )
+
+    def fullest(line: Any) -> float:
+        given = line if isinstance(line, dict) else {}
+        taken = 100.0
+        taken -= 30 * ("recompute_granularity" in given)
+        taken -= 20 * (given.get("expert_model_parallel_size", 4) == 8)
+        return taken * gib
+
+    monkeypatch.setattr(line_plan, "_fullest", fullest)
+    line = SimpleNamespace(args=args, with_values=lambda values: dict(values))
+    assert list(line_plan._what_would_fit(line, 52 * gib)) == [  # type: ignore[arg-type]
+        "--recompute-granularity full: the fullest rank would take 70 GiB, 18 GiB too much",
+        "--expert-model-parallel-size 8: the fullest rank would take 80 GiB, 28 GiB too much",
+        "--recompute-granularity full and --expert-model-parallel-size 8: the fullest rank would "
+        "take 50 GiB, which fits",
+    ]
+    assert list(line_plan._what_would_fit(line, 85 * gib)) == [  # type: ignore[arg-type]
+        "--recompute-granularity full: the fullest rank would take 70 GiB, which fits",
+        "--expert-model-parallel-size 8: the fullest rank would take 80 GiB, which fits",
+    ]
