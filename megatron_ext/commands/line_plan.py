@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from megatron_ext.commands.output import fail, gib
+from megatron_ext.commands.plan_pictures import PlanPictures
 from megatron_ext.commands.plan_tables import (
     print_memory,
     print_plan,
@@ -22,7 +23,6 @@ from megatron_ext.config import flag
 from megatron_ext.schedule.model.gpus import parse_gpu
 from megatron_ext.schedule.plan.plan_report import plan_report
 from megatron_ext.schedule.plan.recommendation import slower_by
-from megatron_ext.schedule.show.draw import check_picture, draw_plan
 
 if TYPE_CHECKING:
     from megatron_ext.launch_check.line_plan import LinePlan
@@ -38,7 +38,7 @@ def plan_of_line(
     gpu: str | None,
     settings: Mapping[str, str | bool | None],
     as_json: bool,
-    plot: Path | None,
+    pictures: PlanPictures,
 ) -> None:
     """Plan for the launch line ``words``, or the arguments in the file ``config``.
 
@@ -49,8 +49,7 @@ def plan_of_line(
     from megatron_ext.patches.engine import PatchError
 
     try:
-        if plot is not None:
-            check_picture(plot)
+        pictures.check()
         values = {} if config is None else _values(config)
         world_size = world_size or values.pop(_WORLD_SIZE, None)
         if words and config is not None:
@@ -64,8 +63,7 @@ def plan_of_line(
         )
         with showing_progress():
             made = plan_line(asked)
-        if plot is not None:
-            draw_plan(made.plan, plot)
+        pictures.draw(made.plan, is_estimate=settings["costs"] is None)
     except (ValueError, OSError, PatchError) as error:
         fail(error)
     if as_json:

@@ -11,8 +11,9 @@ from typing import Annotated
 import typer
 
 from megatron_ext.commands.line_plan import plan_of_line
-from megatron_ext.commands.options import UNIT, Json, Limit, PostValidation
+from megatron_ext.commands.options import UNIT, HtmlPage, Json, Limit, PostValidation
 from megatron_ext.commands.output import fail
+from megatron_ext.commands.plan_pictures import PlanPictures
 from megatron_ext.commands.plan_tables import (
     print_full_recompute,
     print_plan,
@@ -34,7 +35,6 @@ from megatron_ext.schedule.plan.model_plan import Training
 from megatron_ext.schedule.plan.plan_report import PlanReport, plan_report
 from megatron_ext.schedule.plan.planner import Plan, make_plan
 from megatron_ext.schedule.plan.vocabulary_plan import variants_of
-from megatron_ext.schedule.show.draw import check_picture, draw_plan
 
 
 def plan(
@@ -52,6 +52,7 @@ def plan(
     plot: Annotated[
         Path | None, typer.Option(help="Draw time against memory, as .svg or .png.")
     ] = None,
+    page: HtmlPage = None,
     layers: Annotated[
         int | None,
         typer.Option(
@@ -97,6 +98,7 @@ def plan(
     Stable schedules are recommended, and the others shown apart: megatron-ext schedules has the
     marks.
     """
+    pictures = PlanPictures(plot, page)
     if context.args or config is not None:
         if any((pp, microbatches, model, layers, distributed_optimizer, tp > 1, dp > 1)):
             fail(ValueError(_BESIDE_A_LINE))
@@ -105,14 +107,13 @@ def plan(
             "memory_limit": memory_limit,
             "post_validation": post_validation,
         }
-        plan_of_line(context.args, config, world_size, gpu, settings, as_json, plot)
+        plan_of_line(context.args, config, world_size, gpu, settings, as_json, pictures)
         return
     if pp is None or microbatches is None:
         fail(ValueError(_NEEDED))
     training = room = None
     try:
-        if plot is not None:
-            check_picture(plot)
+        pictures.check()
         limit = None if memory_limit is None else parse_limit(memory_limit, pp, microbatches)
         if model is None:
             if any((gpu, tp > 1, dp > 1, distributed_optimizer)):
@@ -136,8 +137,7 @@ def plan(
         with showing_progress():
             plan_made = make_plan(variant, room, may_offload=model is not None)
             again = compare_full_recompute(training, room) if training is not None else None
-        if plot is not None:
-            draw_plan(plan_made, plot)
+        pictures.draw(plan_made, is_estimate=training is not None and costs is None)
     except (ValueError, OSError) as error:
         fail(error)
     report = plan_report(plan_made, layers)
