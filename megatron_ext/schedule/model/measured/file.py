@@ -70,8 +70,8 @@ def as_data(layers: LayerCosts | None, machine: Machine) -> dict[str, Any]:
     if layers is not None:
         rates = {name: getattr(layers.rates, name) for name in _RATES}
         data[_LAYERS] = {
-            "measured": {name: _written(figures) for name, figures in layers.measured.items()},
-            "estimated": {name: _written(figures) for name, figures in layers.estimated.items()},
+            "measured": _written(layers.measured),
+            "estimated": _written(layers.estimated),
             "rates": {name: None if rate == math.inf else rate for name, rate in rates.items()},
             "alike": [list(group) for group in layers.alike],
             "stages": list(layers.stages),
@@ -79,8 +79,12 @@ def as_data(layers: LayerCosts | None, machine: Machine) -> dict[str, Any]:
     return data
 
 
-def _written(figures: Figures) -> dict[str, float]:
-    return {_key(figure): rounded([value])[0] for figure, value in figures.items()}
+def _written(components: Mapping[str, Figures]) -> dict[str, dict[str, float]]:
+    return {
+        name: {_key(figure): rounded([value])[0] for figure, value in figures.items()}
+        for name, figures in components.items()
+        if figures
+    }
 
 
 def _key(figure: Any) -> str:
