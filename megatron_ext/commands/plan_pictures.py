@@ -26,6 +26,12 @@ class PlanPictures:
         if self.page is not None:
             check_page(self.page)
 
+    def refuse(self, beside: str) -> None:
+        """Raise ValueError if one is asked for beside the flag ``beside``."""
+        for name, path in (("--plot", self.plot), ("--html", self.page)):
+            if path is not None:
+                raise ValueError(f"{beside} draws no picture: leave out {name}")
+
     def draw(self, plan: Plan, *, is_estimate: bool) -> None:
         """``is_estimate``: its times are seconds. Raises OSError."""
         if self.plot is not None:

@@ -186,9 +186,29 @@ class Costs:
 
     def per_rank(self, placement: Placement) -> Costs:
         """The same work with each rank's chunks in one stage, as on a line."""
+        return self._joined(placement.stages_of)
+
+    def in_pairs(self) -> Costs:
+        """The same work with every two stages in a row in one."""
+        joined = self.without_vocabulary()._joined(
+            [(at, at + 1) for at in range(0, self.stages, 2)]
+        )
+        if self.vocabulary is not None:
+            joined = joined.with_vocabulary(self.vocabulary)
+        if self.host is None:
+            return joined
+        out, back = (
+            [sum(pair) for pair in zip(figures[::2], figures[1::2], strict=True)]
+            for figures in (self.host.to_host, self.host.from_host)
+        )
+        return joined.with_host(out, back, self.host.ranks_per_link, self.host.duplex)
+
+    def _joined(self, rows: Sequence[Sequence[int]]) -> Costs:
+        """The same work with the stages of each of ``rows`` in one, and without vocabulary and
+        copies to the host."""
 
         def joined(figures: tuple[float, ...]) -> tuple[float, ...]:
-            return tuple(sum(figures[stage] for stage in row) for row in placement.stages_of)
+            return tuple(sum(figures[stage] for stage in row) for row in rows)
 
         held = self.held_bytes
         return Costs(
@@ -198,19 +218,19 @@ class Costs:
             self.origin,
             message_bytes=self.message_bytes,
             spared=joined(self.spared) if self.spared else (),
-            attention=self._attention_per_rank(placement),
+            attention=self._attention_joined(rows),
             latency=self.latency,
             keys_values=joined(self.keys_values) if self.keys_values else (),
         )
 
-    def _attention_per_rank(self, placement: Placement) -> tuple[float, ...]:
+    def _attention_joined(self, rows: Sequence[Sequence[int]]) -> tuple[float, ...]:
         if not self.attention:
             return ()
         squared = [self.of_attention(Kind.FORWARD, stage) for stage in range(self.stages)]
         forward = self.seconds[Kind.FORWARD]  # from now on with the vocabulary's
         return tuple(
             sum(squared[stage] for stage in row) / (sum(forward[stage] for stage in row) or 1.0)
-            for row in placement.stages_of
+            for row in rows
         )
 
     def with_host(
