@@ -133,11 +133,17 @@ def test_an_order_is_timed_as_it_is_simulated(model: Model, spec: str) -> None:
     assert order.rank_bytes(of_stages)[0] == pytest.approx(exact.rank_bytes, rel=0.05)
 
 
+def made_better(training: Work, room: float | None = None) -> Layout:
+    figures = StageFigures(training)
+    timed = Timed(training, "1f1b", evenly(16, 4), figures, room)
+    layout, _ = descend(lambda layout: timed, evenly(16, 4), Task(""))
+    return layout
+
+
 def test_a_layer_goes_where_a_step_gains() -> None:
     """The embedding is cheap and the output layer dear: the last stage gives layers away."""
     training = work()
-    figures = StageFigures(training)
-    better = descend(training, "1f1b", evenly(16, 4), figures, None, Task(""))
+    better = made_better(training)
     assert better.layers[-1] < 4
     before, after = (evaluate(training, "1f1b", made) for made in (evenly(16, 4), better))
     assert after.seconds < 0.95 * before.seconds
@@ -147,12 +153,11 @@ def test_a_layer_goes_where_a_step_gains() -> None:
 def test_what_does_not_fit_is_moved_until_it_does() -> None:
     """The fullest rank of 1F1B is the first one, which holds the most microbatches."""
     training = work(replace(GPT.model, vocabulary=8192))
-    figures = StageFigures(training)
     whole = evaluate(training, "1f1b", evenly(16, 4))
     room = 0.9 * whole.fullest
     with pytest.raises(ValueError, match=r"rank 0 would hold"):
         evaluate(training, "1f1b", evenly(16, 4), room=room)
-    layout = descend(training, "1f1b", evenly(16, 4), figures, room, Task(""))
+    layout = made_better(training, room)
     assert evaluate(training, "1f1b", layout, room=room).fullest <= room
     assert layout.layers[0] < 4
 

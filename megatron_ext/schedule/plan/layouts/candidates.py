@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from megatron_ext.schedule.build.auto_spec import SEARCHES
-from megatron_ext.schedule.build.registry import choose
+from megatron_ext.schedule.build.registry import choose, entry_of
 from megatron_ext.schedule.placement import Placement, is_line_or_v
-from megatron_ext.schedule.plan.layouts.descent import Timed, descend
+from megatron_ext.schedule.plan.layouts.descent import TOO_FULL, Timed, descend
 from megatron_ext.schedule.plan.layouts.figures import StageFigures
 from megatron_ext.schedule.plan.layouts.layout import Layout
 from megatron_ext.schedule.plan.layouts.minimax import least_slowest_stage, with_even_ranks
@@ -18,7 +19,10 @@ from megatron_ext.schedule.plan.planner import VocabMethod
 from megatron_ext.schedule.progress import Task
 
 _PLACEMENTS = 3  # whose layouts are made better: those where a step takes least before
-_LAST = 2  # of what has been made better: what is searched, and divides the vocabulary
+_EXACTLY = 2  # of those, which are simulated as they would run
+_SMALL = 2000  # microbatches on a stage: of what a search knows at once, in a second or two
+_NEARLY = 1.15  # of what fits
+_WORTH = 0.01  # of a step: what a divided vocabulary has to be able to gain
 
 Rule = Callable[[int], Layout]  # the layout of so many stages; raises ValueError
 Permits = Callable[[str, VocabMethod], None]  # raises ValueError
@@ -29,7 +33,6 @@ class _Start:
     """A schedule with the layout that it is made better from, and about what that takes."""
 
     spec: str
-    placement: Placement
     layout: Layout
     seconds: float
 
@@ -44,6 +47,7 @@ class Candidates:
     Args:
         rule: the layout that Megatron makes by itself.
         permits: asked of each schedule.
+        search: as of `compare_layouts`.
     """
 
     def __init__(
@@ -52,22 +56,31 @@ class Candidates:
         bound: float | None,
         rule: Rule,
         permits: Permits,
+        search: bool,
         progress: Task,
     ) -> None:
         self._work, self._bound, self._rule = work, bound, rule
-        self._permits, self._progress = permits, progress
+        self._permits, self._search, self._progress = permits, search, progress
         self._figures = StageFigures(work)
+        self._orders: dict[str, Timed] = {}
         self.refused: dict[str, str] = {}
         self.barred: dict[str, str] = {}
 
     def by_rule(self, specs: Iterable[str]) -> list[Evaluated]:
         """The best of ``specs`` with Megatron's own layouts."""
-        starts = self._starts(specs, self._by_rule)
-        return self._evaluated((start.spec, start.layout) for start in starts[:_PLACEMENTS])
+        starts = [self._start([spec], self._by_rule) for spec in specs]
+        return self._exactly([start for start in starts if start], 1)
 
-    def by_layout(self, specs: Iterable[str], known: Sequence[Evaluated]) -> list[Evaluated]:
-        """The best of ``specs`` with any layout. Those of what is ``known`` are among the layouts
-        that are made better."""
+    def by_layout(
+        self, ladders: Iterable[Sequence[str]], known: Sequence[Evaluated]
+    ) -> list[Evaluated]:
+        """The best with any layout, shortest first. Layouts of what is ``known`` are among those
+        that are made better.
+
+        Args:
+            ladders: schedules of one placement each, from those that hold most to those that hold
+                least; the first that fits counts.
+        """
 
         def layouts(placement: Placement) -> list[Layout]:
             balanced = least_slowest_stage(
@@ -77,24 +90,17 @@ class Candidates:
             of_known = [one.layout for one in known if one.layout.stages == placement.stages]
             return list(dict.fromkeys([even, balanced, *self._by_rule(placement), *of_known]))
 
-        made: list[Evaluated] = []
-        for start in _best_of_each(self._starts(specs, layouts))[:_PLACEMENTS]:
-            better = self._descended(start)
-            made += self._evaluated(
-                (start.spec, layout) for layout in dict.fromkeys([better, start.layout])
-            )
-            self._tell([*known, *made])
+        starts = [self._start(list(self._permitted(ladder)), layouts) for ladder in ladders]
+        ahead = sorted((start for start in starts if start), key=_about)[:_PLACEMENTS]
+        made = self._exactly([self._descended(start) for start in ahead], _EXACTLY)
+        self._tell([*known, *made])
         return sorted(made, key=_seconds)
 
-    def further(self, made: Sequence[Evaluated], *, search: bool) -> list[Evaluated]:
-        """What searches take with the layouts that the best of ``made`` have, and what schedules do
-        with the vocabulary divided.
-
-        Args:
-            search: as of `compare_layouts`.
-        """
+    def further(self, made: Sequence[Evaluated]) -> list[Evaluated]:
+        """What searches find with the layouts of ``made``, and what schedules take with the
+        vocabulary divided."""
         more: list[Evaluated] = []
-        for candidate in _best_of_placements(made)[:_LAST]:
+        for candidate in made:
             report = candidate.candidate.report
             placement = choose(candidate.schedule).place(self._work.ranks)
             searches = [
@@ -102,11 +108,12 @@ class Candidates:
                 for found in SEARCHES
                 if (found.placement, found.chunks) == (placement.name, report.vpp)
             ]
-            for spec in self._permitted(searches):
-                with self._refusing(spec):
-                    more.append(self._evaluate(spec, candidate.layout, search=search))
+            is_small = placement.stages * self._work.microbatches <= _SMALL
+            if self._search or is_small:
+                pairs = [(spec, candidate.layout) for spec in self._permitted(searches)]
+                more += self._evaluated(pairs)
             if is_line_or_v(placement):
-                more += self._divided(candidate.schedule, placement)
+                more += self._divided(candidate, placement)
             self._tell([*made, *more])
         return more
 
@@ -116,31 +123,48 @@ class Candidates:
         except ValueError:  # layers do not divide so
             return []
 
-    def _divided(self, spec: str, placement: Placement) -> list[Evaluated]:
-        """``spec`` with the vocabulary divided, which leaves layers alone on the stages."""
+    def _divided(self, candidate: Evaluated, placement: Placement) -> list[Evaluated]:
+        """The schedule of ``candidate`` with the vocabulary divided, which leaves layers alone on
+        the stages; nothing where even work would gain little."""
+        at_best = self._work.microbatches * sum(candidate.work) / placement.ranks
+        if at_best > (1 - _WORTH) * candidate.seconds:
+            return []
         layout = least_slowest_stage(
             len(self._work.model.layers), placement.stages, self._figures, with_ends=False
         )
         made = []
         for method in (VocabMethod.ONE, VocabMethod.TWO):
             with contextlib.suppress(ValueError):
-                self._permits(spec, method)
-                made.append(self._evaluate(spec, layout, method))
+                self._permits(candidate.schedule, method)
+                made.append(self._evaluate(candidate.schedule, layout, method))
         return made
 
-    def _starts(
-        self, specs: Iterable[str], layouts: Callable[[Placement], list[Layout]]
-    ) -> list[_Start]:
-        """Each of ``specs`` with the best of its ``layouts``, what takes least first."""
-        starts = []
-        for spec in self._permitted(specs):
+    def _start(
+        self, ladder: Sequence[str], layouts: Callable[[Placement], list[Layout]]
+    ) -> _Start | None:
+        """The first of ``ladder`` that fits, or the last, with the best of its ``layouts``."""
+        start = None
+        for spec in ladder:
+            options = layouts(choose(spec).place(self._work.ranks))
+            if not options:
+                break
             with self._refusing(spec):
-                placement = choose(spec).place(self._work.ranks)
-                if options := layouts(placement):
-                    timed = Timed(self._work, spec, options[0], self._figures, self._bound)
-                    starts.append(_Start(spec, placement, *timed.best_of(options)))
+                start = _Start(spec, *self._timed(spec, options[0]).best_of(options))
+                if TOO_FULL <= start.seconds < _NEARLY * TOO_FULL:
+                    start = self._descended(start)  # which may make it fit
+                if start.seconds < TOO_FULL:
+                    break
             self._progress.done += 1
-        return sorted(starts, key=lambda start: start.seconds)
+        return start
+
+    def _timed(self, spec: str, layout: Layout) -> Timed:
+        """The order of passes of ``spec`` with ``layout``."""
+        if spec in self._orders:
+            return self._orders[spec]
+        timed = Timed(self._work, spec, layout, self._figures, self._bound)
+        if not entry_of(spec).uses_costs:
+            self._orders[spec] = timed
+        return timed
 
     def _permitted(self, specs: Iterable[str]) -> Iterator[str]:
         for spec in specs:
@@ -151,13 +175,21 @@ class Candidates:
                 continue
             yield spec
 
-    def _descended(self, start: _Start) -> Layout:
+    def _descended(self, start: _Start) -> _Start:
         try:
-            return descend(
-                self._work, start.spec, start.layout, self._figures, self._bound, self._progress
-            )
+            made = descend(partial(self._timed, start.spec), start.layout, self._progress)
         except ValueError:  # of an order for another layout
-            return start.layout
+            return start
+        return _Start(start.spec, *made)
+
+    def _exactly(self, starts: Sequence[_Start], number: int) -> list[Evaluated]:
+        """So many of ``starts``, those that take least, as they would run."""
+        made: list[Evaluated] = []
+        for start in sorted(starts, key=_about):
+            made += self._evaluated([(start.spec, start.layout)])
+            if len(made) == number:
+                break
+        return made
 
     def _evaluated(self, pairs: Iterable[tuple[str, Layout]]) -> list[Evaluated]:
         made = []
@@ -171,11 +203,9 @@ class Candidates:
         spec: str,
         layout: Layout,
         method: VocabMethod = VocabMethod.NAIVE,
-        *,
-        search: bool = False,
     ) -> Evaluated:
         self._progress.done += 1
-        return evaluate(self._work, spec, layout, method, self._bound, search=search)
+        return evaluate(self._work, spec, layout, method, self._bound, search=self._search)
 
     @contextlib.contextmanager
     def _refusing(self, spec: str) -> Iterator[None]:
@@ -192,23 +222,9 @@ class Candidates:
             )
 
 
+def _about(start: _Start) -> float:
+    return start.seconds
+
+
 def _seconds(made: Evaluated) -> float:
     return made.seconds
-
-
-def _best_of_each(starts: Sequence[_Start]) -> list[_Start]:
-    """The first of ``starts`` on each placement."""
-    best: dict[Placement, _Start] = {}
-    for start in starts:
-        best.setdefault(start.placement, start)
-    return list(best.values())
-
-
-def _best_of_placements(made: Sequence[Evaluated]) -> list[Evaluated]:
-    """The one of ``made`` that takes least for each number of stages and kind of placement."""
-    best: dict[tuple[int, str], Evaluated] = {}
-    for candidate in sorted(made, key=_seconds):
-        report = candidate.candidate.report
-        place = choose(candidate.schedule).place(report.pp)
-        best.setdefault((place.stages, place.name), candidate)
-    return list(best.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import combinations
 
@@ -121,18 +121,23 @@ def _both(counts: Counts, moved: Counts) -> Counts:
     return np.array(pairs, dtype=np.int64).reshape(len(pairs), len(counts))
 
 
-def descend(
-    work: Work, spec: str, start: Layout, figures: StageFigures, room: float | None, task: Task
-) -> Layout:
-    """``start`` made better for ``spec``, whose order is made anew for what is better.
+def descend(make: Callable[[Layout], Timed], start: Layout, task: Task) -> tuple[Layout, float]:
+    """``start`` made better, and about how many seconds a step then takes.
+
+    Args:
+        make: the order that the schedule has with a layout, which is the same one where costs do
+            not matter to it.
 
     Raises:
         ValueError: the schedule cannot be made.
     """
-    layout = start
+    layout, timed = start, make(start)
     for _ in range(_ORDERS):
-        better = Timed(work, spec, layout, figures, room).descend(layout, task)
+        better = timed.descend(layout, task)
         if better == layout:
             break
-        layout = better
-    return layout
+        layout, before = better, timed
+        timed = make(layout)
+        if timed is before:
+            break
+    return timed.best_of([layout])

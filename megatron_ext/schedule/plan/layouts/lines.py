@@ -6,10 +6,10 @@ more. None takes more time than the launch line.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megatron_ext.schedule.build.registry import Mark, choose, entries, options_of, with_option
+from megatron_ext.schedule.build.registry import with_option
 from megatron_ext.schedule.plan.layouts.candidates import Candidates, Permits, Rule
 from megatron_ext.schedule.plan.layouts.layout import Layout
 from megatron_ext.schedule.plan.layouts.work import Evaluated, Work, evaluate
@@ -85,16 +85,17 @@ def compare_layouts(
     with task("laying out stages") as progress:
         of_own = evaluate(work, *own, search=search)
         bound = None if room is None else max(room, of_own.fullest) - margin
-        candidates = Candidates(work, bound, rule, permits, progress)
+        candidates = Candidates(work, bound, rule, permits, search, progress)
         specs = ["1f1b", *_with_chunks("interleaved", work, of_own)]
         chunks = _best(of_own, *candidates.by_rule(specs))
-        stock = _best(chunks, *candidates.by_layout(specs, [of_own, chunks]))
-        made = candidates.by_layout(_ours(work, of_own), [of_own, stock])
-        ours = _best(stock, *made, *candidates.further(made, search=search))
+        stock = _best(chunks, *candidates.by_layout([[spec] for spec in specs], [of_own, chunks]))
+        ladders = _ladders(work, of_own)
+        made = candidates.by_layout(ladders, [of_own, stock])
+        ours = _best(stock, *made, *candidates.further(made))
         barred = None
         if candidates.barred:
-            others = Candidates(work, bound, rule, permit_all, progress)
-            barred = _best(ours, *others.by_layout(candidates.barred, [of_own, stock]))
+            others = Candidates(work, bound, rule, permit_all, search, progress)
+            barred = _best(ours, *others.by_layout(ladders, [of_own, stock]))
     return Lines(
         of_own,
         chunks,
@@ -111,22 +112,28 @@ def _best(first: Evaluated, *others: Evaluated) -> Evaluated:
     return min([first, *others], key=lambda made: made.seconds)
 
 
-def _with_chunks(name: str, work: Work, own: Evaluated) -> Iterator[str]:
+def _with_chunks(name: str, work: Work, own: Evaluated) -> list[str]:
     """The family ``name`` with each number of chunks that ``work`` has layers for."""
     layers = len(work.model.layers)
     numbers = {*range(2, _MOST_CHUNKS + 1), layers // work.ranks, own.candidate.report.vpp}
-    for chunks in sorted(numbers):
-        if chunks > 1 and chunks * work.ranks <= layers + 1:  # the last stage may have none
-            yield with_option(name, "vpp", chunks)
+    return [
+        with_option(name, "vpp", chunks)
+        for chunks in sorted(numbers)
+        if chunks > 1 and chunks * work.ranks <= layers + 1  # the last stage may have none
+    ]
 
 
-def _ours(work: Work, own: Evaluated) -> Iterator[str]:
-    """The stable schedules that Megatron does not have and that need no search."""
-    for name, entry in entries().items():
-        if entry.mark is not Mark.STABLE or entry.searches or name in (*STOCK, "gpipe"):
-            continue
-        takes, _ = options_of(name)
-        if "vpp" in takes:
-            yield from _with_chunks(name, work, own)
-        elif choose(name).place(work.ranks).stages <= len(work.model.layers) + 1:
-            yield name
+# The schedules of a placement that take no search, from that which holds most to that which holds
+# least. Where two hold as much, the one that takes less time.
+_ON_LINE = ("zb-2p", "zb-1p")
+_ON_V = ("zb-v", "v-half")
+_ON_LOOP = ("interleaved-zb", "gis", "gis-h")
+
+
+def _ladders(work: Work, own: Evaluated) -> list[list[str]]:
+    """Our schedules, those of a placement together."""
+    loops = zip(*(_with_chunks(name, work, own) for name in _ON_LOOP), strict=True)
+    ladders = [list(_ON_LINE), *map(list, loops)]
+    if 2 * work.ranks <= len(work.model.layers) + 1:
+        ladders.append(list(_ON_V))
+    return ladders

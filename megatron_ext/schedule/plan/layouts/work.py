@@ -127,21 +127,46 @@ def evaluate(
     Args:
         room: bytes that a rank has for everything, of which schedules make use; None: as much as
             it takes.
-        search: whether a schedule that searches does so; if not, what it knows at once stands in.
+        search: whether a schedule that searches does so. If not, what it knows at once stands in,
+            and what a long step takes is told by two shorter ones.
 
     Raises:
         ValueError: the schedule cannot be made so, or a rank would hold more.
     """
     variant = work.variant(spec, layout, method)
-    if not search:
-        variant = replace(variant, choice=variant.choice.without_search)
-    candidate = consider(variant, method, room)
-    model = variant.model
-    assert model is not None
+    assert variant.model is not None
     costs = variant.problem.costs
+    if search:
+        candidate = consider(variant, method, room)
+        step = candidate.step
+    else:
+        variant = replace(variant, choice=variant.choice.without_search)
+        candidate, step = _from_shorter(variant, method, room)
     return Evaluated(
         layout,
         candidate,
-        candidate.step + max(map(work.seconds_beside, model)),
+        step + max(map(work.seconds_beside, variant.model)),
         tuple(sum(costs.seconds[kind][stage] for kind in _PASSES) for stage in range(costs.stages)),
     )
+
+
+_PERIODS = 4  # microbatches a rank, by which the order of passes repeats itself
+
+
+def _from_shorter(
+    variant: Variant, method: VocabMethod, room: float | None
+) -> tuple[Candidate, float]:
+    """A candidate with fewer microbatches than ``variant`` where that has many, and what a step of
+    all takes."""
+    ranks, microbatches = variant.problem.ranks, variant.problem.microbatches
+    longer = (_PERIODS + 1) * ranks + microbatches % ranks
+    if microbatches < 2 * longer:
+        candidate = consider(variant, method, room)
+        return candidate, candidate.step
+    steps = []
+    for number in (longer - ranks, longer):
+        problem = replace(variant.problem, microbatches=number)
+        candidate = consider(replace(variant, problem=problem), method, room)
+        steps.append(candidate.step)
+    each = (steps[1] - steps[0]) / ranks
+    return candidate, steps[1] + (microbatches - longer) * each
