@@ -149,6 +149,7 @@ def _print(made: LinePlan, *, is_estimate: bool) -> None:
     print_vocabulary(report.vocabulary)
     if report.recommended is not None:
         print_memory(report.recommended)
+        typer.echo(_beside_memory(made))
     for remark in made.remarks:
         typer.echo(f"\n{remark}")
     if made.plan.best is not None:
@@ -156,12 +157,21 @@ def _print(made: LinePlan, *, is_estimate: bool) -> None:
         if made.flags:
             _print_flags(made.flags, made.dropped)
     if made.layouts is not None:
-        print_layouts(made.layouts, is_estimate=is_estimate)
+        print_layouts(made.layouts, is_estimate=not made.is_measured)
 
 
 def _print_flags(flags: Sequence[str], dropped: Sequence[str], purpose: str = "") -> None:
     instead = f"\n  in place of {' '.join(dropped)}" if dropped else ""
     typer.echo(f"write{purpose} {shlex.join(flags)}{instead}")
+
+
+def _beside_memory(made: LinePlan) -> str:
+    if made.reserved is None:
+        return (
+            "beside that is what the allocator reserves and does not hand out, which is not "
+            "measured (--pipeline-costs profile does, on GPUs)"
+        )
+    return f"beside that the allocator reserves {gib(made.reserved)}, for which room is left"
 
 
 def _comparison(made: LinePlan) -> str:
