@@ -221,7 +221,12 @@ def lay_out(
     """
     as_it_is = own_layout(args, own)
     lines = compare_layouts(
-        work_of(args), as_it_is, rule_of(args), room, permits=permits_of(line), search=search
+        work_of(args, line.config),
+        as_it_is,
+        rule_of(args),
+        room,
+        permits=permits_of(line),
+        search=search,
     )
     written = (written_for(line.args, as_it_is, made) for made in lines.others.values())
     return LaidOut(lines, tuple(written))
