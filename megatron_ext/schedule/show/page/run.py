@@ -208,6 +208,7 @@ def _boxes(
         microbatch = action.microbatch
         track = tracks[node]
         assert track is not None
+        here, here_bytes = held.get(action, (None, None))
         boxes.append(
             Box(
                 track,
@@ -219,7 +220,8 @@ def _boxes(
                 end,
                 cost_of(action),
                 tuple(place[earlier] for earlier in waits[node]),
-                *held.get(action, (None, None)),
+                held=here,
+                held_bytes=here_bytes,
                 slice=microbatch.slice if isinstance(microbatch, Slice) else None,
             )
         )
