@@ -26,7 +26,7 @@ from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.show.draw import COLOURS
 from megatron_ext.schedule.show.page.boxes import LEFT_OUT, Box, Group, before, critical_path
 from megatron_ext.schedule.show.page.cut import kept_microbatches, shares
-from megatron_ext.schedule.show.page.run import Run, cut_to_fit, simulated, traced
+from megatron_ext.schedule.show.page.run import MOST_PASSES, Run, cut_to_fit, simulated, traced
 from megatron_ext.schedule.show.page.write import (
     BROWSER,
     SCRIPTS,
@@ -37,6 +37,7 @@ from megatron_ext.schedule.show.page.write import (
     write_page,
 )
 from megatron_ext.schedule.show.trace import beside
+from megatron_ext.schedule.slices import Slices
 from tests.helpers.combinations import at_night
 from tests.helpers.schedules import line_problem, program
 from tests.unit.test_trace import SIMULATED, measured
@@ -59,12 +60,14 @@ ALL_SORTS = {
     "vocabulary": program_of("1f1b", vocabulary=VocabularyParallel.ONE),
     "offload": program_of("zb-v", offload=Offload.FULL),
     "post-validation": program_of("zb-h2", post_validation=True),
+    "slices": program_of("1f1b", slices=Slices(2)),
 }
 EACH = pytest.mark.parametrize("sort", ALL_SORTS)
 
 
 def label(box: Box) -> str:
-    return f"{box.stage}{box.kind}{box.microbatch}"
+    part = "" if box.slice is None else f".{box.slice}"
+    return f"{box.stage}{box.kind}{box.microbatch}{part}"
 
 
 @EACH
@@ -299,7 +302,9 @@ def test_times_have_as_many_digits_as_they_need() -> None:
 def test_a_page_is_small(ranks: int, microbatches: int) -> None:
     """A page of 20,000 passes is to be smooth, and can be sent by mail: under 3 MB."""
     runs = [simulated(name, program_of(name, ranks, microbatches)) for name in ("1f1b", "zb-v")]
-    drawn = [box for run in cut_to_fit(runs) for box in run.boxes if box.kind != LEFT_OUT]
+    drawn = [
+        box for run in cut_to_fit(runs, MOST_PASSES) for box in run.boxes if box.kind != LEFT_OUT
+    ]
     passes = sum(box.track.group is Group.PASSES for box in drawn)
     assert passes <= 20_000
     assert len(text_of(page_of(*runs))) < 35_000 + 145 * passes

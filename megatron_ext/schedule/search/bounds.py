@@ -45,7 +45,10 @@ def lower_bound(problem: Problem, splits_backward: bool) -> float:
     input_gradient = costs.seconds[Kind.BACKWARD_INPUT]
     weight_gradient = costs.seconds[Kind.BACKWARD_WEIGHT]
     stages = range(placement.stages)
-    hop = [costs.hop if placement.is_remote(stage, Neighbour.PREVIOUS) else 0.0 for stage in stages]
+    hop = [
+        costs.hop_behind(stage - 1) if placement.is_remote(stage, Neighbour.PREVIOUS) else 0.0
+        for stage in stages
+    ]
     spared = [costs.spared_on(stage) for stage in stages]
     backward = [
         i if splits_backward else i + w - less
@@ -160,6 +163,7 @@ def _there_and_back(stage: int, backward: Sequence[float], problem: Problem) -> 
     """Seconds from the start of F on ``stage`` to the end of I there."""
     placement, costs = problem.placement, problem.costs
     after = range(stage + 1, placement.stages)
-    hops = sum(bool(placement.is_remote(s, Neighbour.PREVIOUS)) for s in after)
+    remote = [s for s in after if placement.is_remote(s, Neighbour.PREVIOUS)]
+    way = sum(costs.hop_behind(s - 1) for s in remote) if costs.hops else costs.hop * len(remote)
     forward = costs.seconds[Kind.FORWARD]
-    return sum(forward[stage:]) + sum(backward[stage:]) + 2 * costs.hop * hops
+    return sum(forward[stage:]) + sum(backward[stage:]) + 2 * way

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.action import Action, Kind, Slice, whole_of
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import HOST_LANES, RULES, Lane, Where
 from megatron_ext.schedule.limit import MemoryLimit
@@ -23,7 +23,7 @@ from megatron_ext.schedule.show.trace import TracedStep, track_of
 from megatron_ext.schedule.timeline import Event, Timeline
 from megatron_ext.schedule.words import counted
 
-MOST_PASSES = 20_000  # of all schedules of a page, which stays small and quick with so many
+MOST_PASSES = 20_000  # of a page that stays small and quick
 REDUCTION = "reduction"
 
 Held = Mapping[Action, tuple[float, float | None]]  # while it runs: microbatches, bytes
@@ -125,7 +125,7 @@ def traced(step: TracedStep) -> tuple[Run, Run]:
     )
 
 
-def cut_to_fit(runs: Sequence[Run], most: int = MOST_PASSES) -> tuple[Run, ...]:
+def cut_to_fit(runs: Sequence[Run], most: int) -> tuple[Run, ...]:
     """``runs``, with no more than ``most`` passes in all; what was cut says so."""
     granted = shares([run.passes for run in runs], most)
     return tuple(map(_cut_to, runs, granted))
@@ -205,20 +205,24 @@ def _boxes(
     boxes = []
     for node in shown:
         _, action, start, end = events[node]
+        microbatch = action.microbatch
         track = tracks[node]
         assert track is not None
+        here, here_bytes = held.get(action, (None, None))
         boxes.append(
             Box(
                 track,
                 action.kind.value,
                 action.stage,
-                action.microbatch,
+                whole_of(microbatch),
                 0,
                 start,
                 end,
                 cost_of(action),
                 tuple(place[earlier] for earlier in waits[node]),
-                *held.get(action, (None, None)),
+                held=here,
+                held_bytes=here_bytes,
+                slice=microbatch.slice if isinstance(microbatch, Slice) else None,
             )
         )
     return boxes

@@ -57,12 +57,18 @@ function firstAfter(run, track, time) {
   return low;
 }
 
+// Its microbatch, and which slice of it where it is cut.
+function part(run, box) {
+  const slice = at(run.slice, box);
+  return slice === null ? String(run.microbatch[box]) : `${run.microbatch[box]}.${slice}`;
+}
+
 function name(run, box) {
   const kind = page.kinds[run.kind[box]].name;
   const track = run.trackOf[box];
   if (kind === "reduction") return track.title;
   if (kind === "left out") return `${at(run.stands_for, box)} passes left out`;
-  return `${run.stage[box]}${kind}${run.microbatch[box]}`;
+  return `${run.stage[box]}${kind}${part(run, box)}`;
 }
 
 function time(seconds) {

@@ -20,8 +20,10 @@ function drawMemory(run) {
   const canvas = run.memory;
   const pen = begin(canvas, MEMORY);
   const bytes = inBytes(run);
-  const limit = run.limit && (bytes ? run.limit.bytes : run.limit.microbatches);
-  const most = Math.max(run.most[bytes ? "held_bytes" : "held"], limit || 0) || 1;
+  const peak = run.most[bytes ? "held_bytes" : "held"] || 1;
+  const allowed = run.limit && (bytes ? run.limit.bytes : run.limit.microbatches);
+  const limit = allowed && allowed < 2 * peak ? allowed : 0; // one far above is not drawn
+  const most = Math.max(peak, limit);
   const top = 10, low = MEMORY - 8;
   const yOf = (amount) => low - (amount / (most * 1.05)) * (low - top);
   pen.font = "10px system-ui, sans-serif";

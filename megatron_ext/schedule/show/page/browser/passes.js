@@ -133,7 +133,7 @@ function drawTrack(pen, run, { track, y, height }) {
 function drawLabel(pen, run, box, x, end, middle) {
   const room = end - x - 3;
   const long = name(run, box), short = page.kinds[run.kind[box]].name === "left out"
-    ? String(at(run.stands_for, box)) : String(run.microbatch[box]);
+    ? String(at(run.stands_for, box)) : part(run, box);
   const text = long.length * 7 < room ? long : short;
   if (text.length * 6.6 > room) return;
   pen.fillStyle = look.texts[run.kind[box]];
@@ -165,7 +165,7 @@ function connect(pen, run, places, from, to) {
   const start = point(run, places, from, true), end = point(run, places, to, false);
   if (!start || !end) return;
   const bend = Math.min(Math.max(end.x - start.x, 10) / 2, 30);
-  const over = start.y === end.y ? 24 : 0; // what is between them on their track
+  const over = start.y === end.y ? 14 : 0; // what is between them on their track
   pen.beginPath();
   pen.moveTo(start.x, start.y);
   pen.bezierCurveTo(start.x + bend, start.y - over, end.x - bend, end.y - over, end.x, end.y);

@@ -18,7 +18,7 @@ function describe(run, box) {
   else {
     const chunks = Math.max(...run.chunks) ? `, chunk ${run.chunks[run.stage[box]]}` : "";
     const step = Array.isArray(run.step) ? `, step ${at(run.step, box)}` : "";
-    lines.push([`${kind.does}: microbatch ${run.microbatch[box]}, stage ${run.stage[box]}${chunks} of rank ${track.rank}${step}`]);
+    lines.push([`${kind.does}: microbatch ${part(run, box)}, stage ${run.stage[box]}${chunks} of rank ${track.rank}${step}`]);
   }
   const length = run.end[box] - run.start[box];
   const idle = box > track.first ? run.start[box] - run.end[box - 1] : run.start[box];
