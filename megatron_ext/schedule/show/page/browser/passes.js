@@ -185,8 +185,13 @@ function outline(pen, run, places, box) {
 }
 
 function drawWaits(pen, run, places, box) {
-  const earlier = before(run, box), later = after(run, box);
-  const last = latest(run, earlier);
+  const isSeen = (n) => places.some(({ track }) => track === run.trackOf[n]);
+  // In the place of a message whose track is folded away, what is before and behind it.
+  const source = (n) => (isSeen(n) ? [n] : run.needs[n].filter(isSeen));
+  const earlier = before(run, box).flatMap(source);
+  const later = after(run, box).flatMap((n) => (isSeen(n) ? [n] : run.followers[n].filter(isSeen)));
+  const waitedFor = latest(run, before(run, box));
+  const last = waitedFor < 0 ? -1 : latest(run, source(waitedFor));
   pen.strokeStyle = pen.fillStyle = look.text;
   for (const n of later) {
     pen.lineWidth = 1;
@@ -208,9 +213,10 @@ function drawWaits(pen, run, places, box) {
 function drawPath(pen, run, places) {
   pen.strokeStyle = pen.fillStyle = look.accent;
   pen.lineWidth = 1.5;
-  run.critical.forEach((box, n) => {
+  const seen = run.critical.filter((n) => places.some(({ track }) => track === run.trackOf[n]));
+  seen.forEach((box, n) => {
     if (run.end[box] < view.from || run.start[box] > view.to) return;
-    const previous = run.critical[n - 1];
+    const previous = seen[n - 1];
     if (n && run.trackOf[previous] !== run.trackOf[box]) connect(pen, run, places, previous, box);
   });
 }
