@@ -54,7 +54,8 @@ async function probe() {
   told.drawn = timelines.drawn;
   told.colours = runs.map(colours);
   const last = runs.length - 1, run = runs[last];
-  const box = run.trackOf.findIndex((t, n) => t.rank === 1 && t.group === "passes" && run.needs[n].length);
+  const box = run.trackOf.findIndex(
+    (t, n) => t.rank === 1 && t.group === "passes" && n > t.first && run.needs[n].length);
   over(run, box, "pointermove");
   frames();
   told.hovered = { box, tip: tip() };
@@ -68,6 +69,15 @@ async function probe() {
   told.waitedFor = timelines.focus.box;
   await key("Escape");
   told.letGo = tip();
+  const peak = run.held.indexOf(Math.max(...run.held));
+  const memory = run.memory.getBoundingClientRect();
+  const clientX = memory.left + timelines.xOf(run.memory, (run.start[peak] + run.end[peak]) / 2);
+  const above = Array.from({ length: memory.height }, (_, y) => {
+    fire(run.memory, "pointermove", PointerEvent, { clientX, clientY: memory.top + y });
+    return timelines.focus && run.held[timelines.focus.box];
+  });
+  told.curves = [run.held[peak], above.filter((held) => held !== null)];
+  fire(run.memory, "pointerleave", PointerEvent, {});
   await key("+");
   told.zoomed = seen();
   await key("ArrowRight");

@@ -98,8 +98,8 @@ function step(key) {
   return true;
 }
 
-function listen(run) {
-  const canvas = run.canvas;
+// Have canvas, of run, follow the pointer. hit: the box at a place on it, or -1.
+function listen(run, canvas, hit) {
   let drag = null;
   canvas.addEventListener("pointerdown", (event) => {
     drag = { x: event.clientX, from: view.from, to: view.to, moved: false };
@@ -114,7 +114,7 @@ function listen(run) {
       show(drag.from - by, drag.to - by);
       return;
     }
-    const box = boxAt(run, event.offsetX, event.offsetY);
+    const box = hit(run, event.offsetX, event.offsetY);
     pointed = box < 0 ? null : { run, box };
     if (!kept) tell(event.clientX, event.clientY);
     redraw();
@@ -123,7 +123,7 @@ function listen(run) {
     const hasMoved = drag && drag.moved;
     drag = null;
     if (hasMoved) return;
-    const box = boxAt(run, event.offsetX, event.offsetY);
+    const box = hit(run, event.offsetX, event.offsetY);
     if (box < 0) letGo();
     else keep(run, box);
   });

@@ -88,7 +88,8 @@ function build(run) {
   element("runs").append(section);
   run.canvas.style.height = `${rows(run).height}px`;
   run.memory.style.height = `${MEMORY}px`;
-  listen(run);
+  listen(run, run.canvas, boxAt);
+  listen(run, run.memory, passOfCurve);
 }
 
 function start() {
