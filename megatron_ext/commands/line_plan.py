@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from megatron_ext.commands.half_pipeline import NOTHING_FITS, print_halves
+from megatron_ext.commands.layout_tables import print_layouts
 from megatron_ext.commands.output import fail, gib
 from megatron_ext.commands.plan_pictures import PlanPictures
 from megatron_ext.commands.plan_tables import (
@@ -148,18 +149,29 @@ def _print(made: LinePlan, *, is_estimate: bool) -> None:
     print_vocabulary(report.vocabulary)
     if report.recommended is not None:
         print_memory(report.recommended)
+        typer.echo(_beside_memory(made))
     for remark in made.remarks:
         typer.echo(f"\n{remark}")
-    if made.plan.best is None:
-        return
-    typer.echo(f"\n{_comparison(made)}")
-    if made.flags:
-        _print_flags(made.flags, made.dropped)
+    if made.plan.best is not None:
+        typer.echo(f"\n{_comparison(made)}")
+        if made.flags:
+            _print_flags(made.flags, made.dropped)
+    if made.layouts is not None:
+        print_layouts(made.layouts, is_estimate=not made.is_measured)
 
 
 def _print_flags(flags: Sequence[str], dropped: Sequence[str], purpose: str = "") -> None:
     instead = f"\n  in place of {' '.join(dropped)}" if dropped else ""
     typer.echo(f"write{purpose} {shlex.join(flags)}{instead}")
+
+
+def _beside_memory(made: LinePlan) -> str:
+    if made.reserved is None:
+        return (
+            "beside that comes what the allocator reserves and does not hand out: not measured "
+            "(see --pipeline-costs profile)"
+        )
+    return f"beside that the allocator reserves {gib(made.reserved)}, for which room is left"
 
 
 def _comparison(made: LinePlan) -> str:

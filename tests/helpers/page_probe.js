@@ -4,7 +4,8 @@ const { runs, view } = timelines;
 
 function pixel(canvas, x, y) {
   const scale = canvas.width / canvas.clientWidth;
-  const [r, g, b] = canvas.getContext("2d").getImageData(Math.round(x * scale), Math.round(y * scale), 1, 1).data;
+  const at = [x, y].map((place) => Math.round(place * scale));
+  const [r, g, b] = canvas.getContext("2d").getImageData(...at, 1, 1).data;
   return [r, g, b];
 }
 
@@ -87,7 +88,8 @@ async function probe() {
   const wheel = place(run, box), middle = (run.start[box] + run.end[box]) / 2;
   over(run, box, "wheel", { ctrlKey: true, deltaY: -300 });
   frames();
-  told.wheeled = { ...seen(), before: wheel.x + wheel.width / 2, after: timelines.xOf(run.canvas, middle) };
+  const after = timelines.xOf(run.canvas, middle);
+  told.wheeled = { ...seen(), before: wheel.x + wheel.width / 2, after };
   over(run, box, "pointerdown", { clientX: 600 });
   fire(run.canvas, "pointermove", PointerEvent, { clientX: 500, clientY: 0 });
   fire(run.canvas, "pointerup", PointerEvent, { clientX: 500, clientY: 0 });

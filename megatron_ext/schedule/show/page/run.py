@@ -225,9 +225,9 @@ def _boxes(
     for node in shown:
         _, action, start, end = events[node]
         microbatch = action.microbatch
-        amount, its_bytes = held.get(action, (None, None))
         track = tracks[node]
         assert track is not None
+        here, here_bytes = held.get(action, (None, None))
         boxes.append(
             Box(
                 track,
@@ -239,8 +239,8 @@ def _boxes(
                 end,
                 cost_of(action),
                 tuple(place[earlier] for earlier in waits[node]),
-                amount,
-                its_bytes,
+                held=here,
+                held_bytes=here_bytes,
                 slice=microbatch.slice if isinstance(microbatch, Slice) else None,
             )
         )

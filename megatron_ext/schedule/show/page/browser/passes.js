@@ -92,7 +92,8 @@ function drawNames(pen, run, places) {
     const isPasses = track.group === "passes";
     pen.font = isPasses ? "12px system-ui, sans-serif" : "9px system-ui, sans-serif";
     pen.fillStyle = isPasses ? look.text : look.faint;
-    pen.fillText(isPasses ? `rank ${track.rank}` : track.title, GUTTER - 8, y + height / 2, GUTTER - 10);
+    const words = isPasses ? `rank ${track.rank}` : track.title;
+    pen.fillText(words, GUTTER - 8, y + height / 2, GUTTER - 10);
   }
 }
 
@@ -125,7 +126,8 @@ function drawTrack(pen, run, { track, y, height }) {
       pen.fillStyle = look.hatch;
       pen.fillRect(x, top, inner, high);
     }
-    if (width > 9) drawLabel(pen, run, n, Math.max(x, GUTTER), Math.min(end, canvas.clientWidth - RIGHT), top + high / 2);
+    const right = Math.min(end, canvas.clientWidth - RIGHT);
+    if (width > 9) drawLabel(pen, run, n, Math.max(x, GUTTER), right, top + high / 2);
   }
   pen.globalAlpha = 1;
 }
@@ -180,8 +182,8 @@ function connect(pen, run, places, from, to) {
 function outline(pen, run, places, box) {
   const start = point(run, places, box, false);
   if (!start) return;
-  const end = xOf(run.canvas, run.end[box]);
-  pen.strokeRect(start.x, start.place.y + 1, Math.max(end - start.x - 1, 1), start.place.height - 2);
+  const width = xOf(run.canvas, run.end[box]) - start.x;
+  pen.strokeRect(start.x, start.place.y + 1, Math.max(width - 1, 1), start.place.height - 2);
 }
 
 function drawWaits(pen, run, places, box) {

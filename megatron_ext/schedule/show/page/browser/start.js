@@ -81,7 +81,8 @@ function build(run) {
     return canvas;
   });
   [run.canvas, run.memory] = made;
-  run.canvas.setAttribute("aria-label", `${run.title}: passes of ${counted(run.ranks, "rank", "ranks")} by time`);
+  const ranks = counted(run.ranks, "rank", "ranks");
+  run.canvas.setAttribute("aria-label", `${run.title}: passes of ${ranks} by time`);
   run.memory.setAttribute("aria-label", `${run.title}: what each rank holds, by time`);
   run.section = section;
   section.hidden = !run.isOpen;
