@@ -44,12 +44,13 @@ from megatron_ext.schedule.program.simulate import simulate as simulate_program
 from megatron_ext.schedule.program.simulate import simulate_steps
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.progress import task
-from megatron_ext.schedule.schedule_csv import to_csv
+from megatron_ext.schedule.schedule_csv import to_csv, to_torch_csv
 from megatron_ext.schedule.search.certify import Certificate
 from megatron_ext.schedule.search.certify import certify as certify_program
 from megatron_ext.schedule.show.draw import check_picture, draw_steps
 from megatron_ext.schedule.show.noise_text import parse_noise, rows_of_spread
 from megatron_ext.schedule.show.program_summary import program_of_1f1b
+from megatron_ext.schedule.show.torchtitan import for_torchtitan
 from megatron_ext.schedule.show.trace import write_trace
 from megatron_ext.schedule.timeline import Timeline
 from megatron_ext.schedule.words import counted
@@ -113,6 +114,12 @@ def simulate(
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write its compute actions.")] = None,
+    torch_csv: Annotated[
+        Path | None,
+        typer.Option(
+            help="The same for torch.distributed.pipelining and torchtitan: a V opens on rank 0."
+        ),
+    ] = None,
     program_file: Annotated[
         Path | None,
         typer.Option(
@@ -131,7 +138,9 @@ def simulate(
     """
     try:
         _check_options(csv, vocab_parallel, certify, post_validation)
-        _check_files(csv, program_file, plot)
+        if torch_csv is not None:
+            _check_for_torch(vocab_parallel, offload, recompute, post_validation)
+        _check_files((csv, torch_csv, program_file), plot)
         varying = None if noise is None else parse_noise(noise)
         extras = Extras(
             p2p=p2p,
@@ -148,10 +157,7 @@ def simulate(
                 waiting = simulate_program(program, program.problem.costs, Device.WAITS_AT_PASSES)
             certificate = certify_program(program, seconds) if certify else None
             varied = None if varying is None else spread(program, varying)
-        if csv is not None:
-            csv.write_text(to_csv(program.schedule))
-        if program_file is not None:
-            program_file.write_text(program.text)
+        _write_tables(program, csv, torch_csv, program_file)
         if trace is not None:
             write_trace(_steps(program, steps), trace)
         if plot is not None:
@@ -173,8 +179,7 @@ def simulate(
         typer.echo(_bound(certificate, made))
     if post_validation:
         typer.echo(what_overlapping_gains(program))
-    if plot is not None:
-        typer.echo(f"picture: {plot}")
+    _name_files(program, torch_csv, plot)
 
 
 @dataclass(frozen=True)
@@ -296,9 +301,45 @@ def _check_options(
         )
 
 
-def _check_files(csv: Path | None, program_file: Path | None, plot: Path | None) -> None:
+def _check_for_torch(
+    vocab_parallel: VocabularyParallel, offload: Offload, recompute: str, post_validation: bool
+) -> None:
+    asked = {
+        "--vocab-parallel": vocab_parallel is not VocabularyParallel.NONE,
+        "--offload": offload is not Offload.NONE,
+        "--recompute": recompute != "none",
+        "--post-validation": post_validation,
+    }
+    if names := [name for name, is_asked in asked.items() if is_asked]:
+        raise ValueError(
+            f"torch has nothing like {', '.join(names)}, and no table holds it: leave that or "
+            f"--torch-csv out"
+        )
+
+
+def _write_tables(
+    program: Program, csv: Path | None, torch_csv: Path | None, program_file: Path | None
+) -> None:
+    if csv is not None:
+        csv.write_text(to_csv(program.schedule))
+    if torch_csv is not None:
+        torch_csv.write_text(to_torch_csv(program.schedule))
+    if program_file is not None:
+        program_file.write_text(program.text)
+
+
+def _name_files(program: Program, torch_csv: Path | None, plot: Path | None) -> None:
+    """Say what is in them, or what to do with them."""
+    if torch_csv is not None:
+        problem = program.problem
+        typer.echo(for_torchtitan(problem.placement, problem.microbatches, torch_csv))
+    if plot is not None:
+        typer.echo(f"picture: {plot}")
+
+
+def _check_files(texts: Sequence[Path | None], plot: Path | None) -> None:
     """Raise ValueError for a file that cannot be written, before anything is made for it."""
-    for file in (csv, program_file):
+    for file in texts:
         if file is not None and not file.parent.is_dir():
             raise ValueError(f"{file}: there is no folder {file.parent}")
     if plot is not None:
