@@ -22,7 +22,8 @@ from megatron_ext.config import flag
 from megatron_ext.schedule.model.gpus import parse_gpu
 from megatron_ext.schedule.plan.plan_report import plan_report
 from megatron_ext.schedule.plan.recommendation import slower_by
-from megatron_ext.schedule.show.draw import check_picture, draw_plan
+from megatron_ext.schedule.show.draw import check_picture
+from megatron_ext.schedule.show.plan_picture import draw_plan
 
 if TYPE_CHECKING:
     from megatron_ext.launch_check.line_plan import LinePlan
@@ -61,11 +62,12 @@ def plan_of_line(
             world_size=world_size,
             gpu=None if gpu is None else parse_gpu(gpu),
             settings=tuple(_flags(settings)),
+            with_curves=plot is not None,
         )
         with showing_progress():
             made = plan_line(asked)
-        if plot is not None:
-            draw_plan(made.plan, plot)
+        if plot is not None and made.curves is not None:
+            draw_plan(made.plan, made.curves, plot)
     except (ValueError, OSError, PatchError) as error:
         fail(error)
     if as_json:

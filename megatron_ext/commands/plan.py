@@ -29,12 +29,14 @@ from megatron_ext.schedule.model.gpus import GPUS, USABLE, assumed_rates, parse_
 from megatron_ext.schedule.model.model_memory import TrainingState
 from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.model.short_form import parse_model
+from megatron_ext.schedule.plan.curves import curves_of
 from megatron_ext.schedule.plan.full_recompute import FullRecompute, compare_full_recompute
 from megatron_ext.schedule.plan.model_plan import Training
 from megatron_ext.schedule.plan.plan_report import PlanReport, plan_report
 from megatron_ext.schedule.plan.planner import Plan, make_plan
 from megatron_ext.schedule.plan.vocabulary_plan import variants_of
-from megatron_ext.schedule.show.draw import check_picture, draw_plan
+from megatron_ext.schedule.show.draw import check_picture
+from megatron_ext.schedule.show.plan_picture import draw_plan
 
 
 def plan(
@@ -136,8 +138,8 @@ def plan(
         with showing_progress():
             plan_made = make_plan(variant, room, may_offload=model is not None)
             again = compare_full_recompute(training, room) if training is not None else None
-        if plot is not None:
-            draw_plan(plan_made, plot)
+            if plot is not None and plan_made.candidates:
+                draw_plan(plan_made, curves_of(plan_made, variant, room), plot)
     except (ValueError, OSError) as error:
         fail(error)
     report = plan_report(plan_made, layers)

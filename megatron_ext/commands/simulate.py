@@ -162,7 +162,11 @@ def simulate(
             write_trace(_steps(program, steps), trace)
         if plot is not None:
             reference = _reference_program(choice, problem)
-            draw_steps([_steps(reference, steps), _steps(program, steps)], plot)
+            draw_steps(
+                [_steps(reference, steps), _steps(program, steps)],
+                plot,
+                [reference.problem.costs, program.problem.costs],
+            )
     except (ValueError, OSError) as error:
         fail(error)
     if as_json:

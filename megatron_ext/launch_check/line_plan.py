@@ -13,6 +13,7 @@ from megatron_ext.launch_check.words import Launch
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.schedule.build.registry import Mark
 from megatron_ext.schedule.model.gpus import USABLE, Gpu
+from megatron_ext.schedule.plan.curves import Curves, curves_of
 from megatron_ext.schedule.plan.planner import Candidate, Plan, VocabMethod, consider, make_plan
 from megatron_ext.schedule.plan.recommendation import flags_of
 from megatron_ext.schedule.words import counted
@@ -32,6 +33,7 @@ class Asked:
         world_size: ranks of the launch; None: as the line says, or the least there can be.
         gpu: None: the costs are an H100's, and nothing is compared with its memory.
         settings: words for flags of ours that the command gives, as ``--pipeline-costs FILE``.
+        with_curves: whether the plan is drawn, and so what less memory and other microbatches do.
     """
 
     launch: Launch | None = None
@@ -39,6 +41,7 @@ class Asked:
     world_size: int | None = None
     gpu: Gpu | None = None
     settings: tuple[str, ...] = ()
+    with_curves: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class LinePlan:
         dropped: Megatron's flags that go from the line, by the schedule that is taken.
         flags: that are written on it.
         gives: where nothing fits, what would make the leanest schedule fit.
+        curves: None where nobody asked for them, or nothing fits.
     """
 
     plan: Plan
@@ -61,6 +65,7 @@ class LinePlan:
     flags: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
     gives: tuple[str, ...] = ()
+    curves: Curves | None = None
 
     @property
     def of_line(self) -> Candidate | None:
@@ -147,7 +152,10 @@ def _plan(asked: Asked, args: Any, launch_line: Any) -> LinePlan:
     rewritten = line.rewritten(plan.best.schedule)
     remarks += _on_loading(validated, plan.best, made.own)
     flags = () if plan.best is made.of_line else (*flags_of(plan.best, None), *rewritten.added)
-    return replace(made, remarks=tuple(remarks), flags=flags, dropped=rewritten.dropped)
+    curves = curves_of(plan, line.variant, room) if asked.with_curves else None
+    return replace(
+        made, remarks=tuple(remarks), flags=flags, dropped=rewritten.dropped, curves=curves
+    )
 
 
 def _assumed(asked: Asked, args: Any, ranks: int | None) -> Iterator[str]:
