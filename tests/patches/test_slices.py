@@ -472,9 +472,9 @@ def test_a_model_of_known_parts_is_taken() -> None:
 
 def test_what_predicts_further_tokens_is_looked_at_too() -> None:
     chunk: Any = chunk_of(GPTModel, attention(DotProductAttention))
-    predicting = chunk_of(GPTModel, attention(OtherAttention)).module.decoder.layers[0]
+    other: Any = chunk_of(GPTModel, attention(OtherAttention))
     chunk.module.mtp, (layer,) = bare(Bare), (bare(Bare),)
-    layer.mtp_model_layer = predicting
+    layer.mtp_model_layer = other.module.decoder.layers[0]
     chunk.module.mtp.layers = torch.nn.ModuleList([layer])
     with pytest.raises(ValueError, match="does not go with OtherAttention"):
         refuse_unknown([chunk])

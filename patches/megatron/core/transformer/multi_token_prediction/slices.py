@@ -19,7 +19,7 @@ _REASON = "a slice predicts tokens of the slices after it"
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
     """The patches that give a slice what comes after it."""
-    counts = ()
+    counts: tuple[Patch, ...] = ()
     if hasattr(multi_token_prediction, _COUNT):
         counts = (wrap(f"{_MODULE}:{_COUNT}", count_right, reason=_REASON),)
     return (
