@@ -168,8 +168,8 @@ def _print_flags(flags: Sequence[str], dropped: Sequence[str], purpose: str = ""
 def _beside_memory(made: LinePlan) -> str:
     if made.reserved is None:
         return (
-            "beside that is what the allocator reserves and does not hand out, which is not "
-            "measured (--pipeline-costs profile does, on GPUs)"
+            "beside that comes what the allocator reserves and does not hand out: not measured "
+            "(see --pipeline-costs profile)"
         )
     return f"beside that the allocator reserves {gib(made.reserved)}, for which room is left"
 
