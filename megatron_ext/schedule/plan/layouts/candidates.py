@@ -63,7 +63,9 @@ class Candidates:
     def by_rule(self, specs: Iterable[str]) -> list[Evaluated]:
         """The best of ``specs`` with Megatron's own layouts."""
         starts = [self._start([spec], self._by_rule) for spec in specs]
-        return self._exactly([start for start in starts if start], 1)
+        made = self._exactly([start for start in starts if start], 1)
+        self._tell(made)
+        return made
 
     def by_layout(
         self, ladders: Iterable[Sequence[str]], known: Sequence[Evaluated]
@@ -236,7 +238,8 @@ class Candidates:
         best = min(made, key=_seconds, default=None)
         if best is not None:
             self._progress.found = (
-                f"the best so far is {best.schedule}, {best.seconds:.3g} s a step"
+                f"so far the best is {best.schedule} with {best.layout.text()}: "
+                f"{best.seconds:.4g} s a step"
             )
 
 
