@@ -58,6 +58,8 @@ class Kind(enum.StrEnum):
     SETTLE = "SETTLE"
     SEND_V = "SEND_V"
 
+    __hash__ = str.__hash__  # Enum's own is Python, and most of what a dictionary of actions takes
+
 
 class Action(NamedTuple):
     """One kind of work for one microbatch on one stage. ``str`` gives ``3F7``, `parse` reads it.

@@ -80,6 +80,17 @@ class Columns:
     def _codes_in_use(self) -> NDArray[np.intp]:
         return np.flatnonzero(np.bincount(self._codes))
 
+    @cached_property
+    def work(self) -> tuple[dict[tuple[int, Kind], int], Ints]:
+        """The stages and kinds whose work is done (`Rule.covers`), numbered; and for each action
+        the numbers of the one or two that it does, -1 in the place of a second that is not."""
+        numbers: dict[tuple[int, Kind], int] = {}
+        of_pairs = np.full((len(self.pairs), 2), -1, dtype=np.int32)
+        for row, (stage, kind) in zip(of_pairs, self.pairs, strict=True):
+            for place, part in enumerate(RULES[kind].covers):
+                row[place] = numbers.setdefault((stage, part), len(numbers))
+        return numbers, of_pairs[self.pair]
+
     def of_pairs(self, pairs: Ints) -> Ints:
         """For each action, the number of the one of its microbatch whose place in `pairs` is that
         which ``pairs`` has for its own; -1 where it has -1, or there is no such action."""

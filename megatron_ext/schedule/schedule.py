@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
+import numpy as np
+
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.columns import Columns, columns_of
+from megatron_ext.schedule.columns import IS_PASS, Columns, columns_of
 from megatron_ext.schedule.kinds import RULES, Lane, Where
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
@@ -69,8 +71,8 @@ def bitwise_order(schedule: Schedule) -> bool:
     Then gradients are summed in stock's order, and the results are stock's to the last bit. (Not
     with vocabulary parallelism: the ranks' shards are summed in another order.)
     """
-    passes = (action for row in schedule.compute_rows for action in row)
-    if any(RULES[action.kind].where is not Where.STAGE for action in passes):
+    rules = (RULES[kind] for _, kind in schedule.columns.pairs)
+    if any(rule.lane is Lane.COMPUTE and rule.where is not Where.STAGE for rule in rules):
         return False
     return in_microbatch_order(schedule)
 
@@ -78,11 +80,12 @@ def bitwise_order(schedule: Schedule) -> bool:
 def in_microbatch_order(schedule: Schedule) -> bool:
     """Whether the passes of each kind of each stage run in microbatch order: then the results are
     to the last bit those of any other such schedule of the same placement and extras."""
-    latest: dict[tuple[int, Kind], int] = {}
-    for row in schedule.compute_rows:
-        for action in row:
-            for kind in RULES[action.kind].covers:
-                if latest.get((action.stage, kind), -1) > action.microbatch:
-                    return False
-                latest[action.stage, kind] = action.microbatch
-    return True
+    columns = schedule.columns
+    _, work = columns.work
+    is_done = IS_PASS[columns.kind][:, np.newaxis] & (work >= 0)
+    microbatch = np.broadcast_to(columns.microbatch[:, np.newaxis], work.shape)[is_done]
+    of_work = work[is_done]
+    order = np.argsort(of_work, kind="stable")
+    of_work, microbatch = of_work[order], microbatch[order]
+    goes_back = (np.diff(of_work) == 0) & (np.diff(microbatch) < 0)
+    return not goes_back.any()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.columns import Columns, Ints, columns_of
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import RULES, Held, Lane, Source
 from megatron_ext.schedule.limit import MemoryLimit
@@ -15,6 +18,7 @@ from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule, is_compute
 from megatron_ext.schedule.words import counted
 
+_Amounts = NDArray[np.float64]
 Amount = Callable[[Held, int], float]  # of what, on which stage -> how much
 
 INPUT_SHARE = 0.1  # of an activation is its stage's input, where bytes are not known
@@ -42,7 +46,7 @@ def memory_curve(row: tuple[Action, ...], amount: Amount) -> list[float]:
     return [amount for action, amount in held if is_compute(action)]
 
 
-def held_during(row: tuple[Action, ...], amount: Amount) -> Iterator[float]:
+def held_during(row: tuple[Action, ...], amount: Amount) -> list[float]:
     """The same for every action of ``row``: messages and copies from the host take memory too.
 
     What has been received is counted until the pass that uses it begins: what F keeps of it is part
@@ -50,37 +54,45 @@ def held_during(row: tuple[Action, ...], amount: Amount) -> Iterator[float]:
     no pass of its stage uses: F does not where nothing is differentiated. One that is done a second
     time keeps its stage's input, and the second takes the rest.
     """
-    used = {(action.stage, kind) for action in row for kind in RULES[action.kind].releases}
-    again = {(stage, _AGAIN[kind], k) for stage, kind, k in row if kind in _AGAIN}
+    held: list[float] = _held(columns_of([row]), amount).tolist()
+    return held
 
-    @cache
-    def rule_on(stage: int, kind: Kind) -> tuple[float, float, Kind | None, bool]:
-        """What it gains and loses, the kind of message that it uses, and whether it is one."""
+
+def _held(columns: Columns, amount: Amount) -> _Amounts:
+    """`held_during` by action, of all ranks."""
+    used = {(stage, held) for stage, kind in columns.pairs for held in RULES[kind].releases}
+    gained, lost, of_message = (np.zeros(len(columns.pairs)) for _ in range(3))
+    for place, (stage, kind) in enumerate(columns.pairs):
         rule = RULES[kind]
-        gained = sum(
+        gained[place] = sum(
             amount(held, stage)
             for held in rule.acquires
             if held is Held.MESSAGE or (stage, held) in used
         )
-        lost = sum(amount(held, stage) for held in rule.releases)
-        receives = rule.lane is Lane.RECEIVE and bool(rule.acquires)
-        return gained, lost, _USES.get(kind), receives
+        lost[place] = sum(amount(held, stage) for held in rule.releases)
+        of_message[place] = amount(Held.MESSAGE, stage) if kind in _USES else 0.0
+        if kind in _AGAIN:
+            gained[place] -= amount(Held.INPUT, stage)
+    gains, losses = gained[columns.pair], lost[columns.pair]
+    again = _number_of(columns, {made: kind for kind, made in _AGAIN.items()}) >= 0
+    for place in np.unique(columns.pair[again]).tolist():
+        kept = amount(Held.INPUT, columns.pairs[place][0])
+        gains[again & (columns.pair == place)] = kept
+    message = _number_of(columns, _USES)
+    is_received = (message >= 0) & (message < columns.numbers)
+    gone = np.where(is_received, of_message[columns.pair], 0.0)
+    changes = np.stack([-gone, gains - losses], axis=1)  # by action: before it, and by it
+    starts = np.flatnonzero(columns.first == columns.numbers)
+    rows = np.split(changes, starts[1:])
+    held = np.concatenate([row.cumsum().reshape(-1, 2)[:, 0] for row in rows])
+    return held + np.where(losses, 0.0, gains)
 
-    held = 0.0
-    received: set[tuple[int, Kind, int]] = set()  # and not used
-    for stage, kind, microbatch in row:
-        gained, lost, message, receives = rule_on(stage, kind)
-        if receives:
-            received.add((stage, kind, microbatch))
-        elif message is not None and (used_now := (stage, message, microbatch)) in received:
-            received.remove(used_now)
-            held -= amount(Held.MESSAGE, stage)
-        if (stage, kind, microbatch) in again:
-            gained = amount(Held.INPUT, stage)
-        elif again and kind in _AGAIN:
-            gained -= amount(Held.INPUT, stage)
-        yield held + (gained if not lost else 0.0)
-        held += gained - lost
+
+def _number_of(columns: Columns, kinds: Mapping[Kind, Kind]) -> Ints:
+    """For each action, the number of the one on its stage whose kind ``kinds`` have for its own."""
+    place = {pair: at for at, pair in enumerate(columns.pairs)}
+    pairs = [place.get((stage, kinds[kind]), -1) if kind in kinds else -1 for stage, kind in place]
+    return columns.of_pairs(np.array(pairs, dtype=np.int32))
 
 
 def in_microbatches(schedule: Schedule) -> Amount:
@@ -163,7 +175,11 @@ def leaving_room(limit: MemoryLimit, microbatches: int, problem: Problem) -> Mem
 
 def peaks(schedule: Schedule, amount: Amount) -> list[float]:
     """The largest amount each rank holds."""
-    return [peak(row, amount) for row in schedule.rows]
+    columns = schedule.columns
+    most = np.zeros(len(schedule.rows))
+    np.maximum.at(most, columns.rank, _held(columns, amount))
+    largest: list[float] = most.tolist()
+    return largest
 
 
 def peak(row: tuple[Action, ...], amount: Amount) -> float:
