@@ -239,9 +239,9 @@ def test_compiled_code_lies_in_the_cache_of_the_user(
     monkeypatch.setattr(compiled, "njit", njit)
     monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(tmp_path))
     before = numba.config.CACHE_DIR
-    compiled._compiled.__wrapped__(("types",))
+    compiled._compiled.__wrapped__()
     folder = os.fspath(tmp_path / "megatron_ext" / "numba")
-    assert asked == [(True, folder), (("types",), before)]
+    assert asked == [(True, folder), (compiled._SIGNATURE, before)]
 
 
 @pytest.mark.parametrize("fault", ["unwritable", "broken"])
@@ -266,7 +266,7 @@ def test_cache_of_compiled_code_that_fails_is_done_without(
     monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(home))
     heard: list[str] = []
     with reporting(heard.append):
-        compiled._compiled.__wrapped__(("types",))
+        compiled._compiled.__wrapped__()
     assert cached == ([False] if fault == "unwritable" else [True, False])
     (line,) = heard
     assert str(home) in line and "XDG_CACHE_HOME" in line
