@@ -25,7 +25,8 @@ from megatron_ext.schedule.plan.recommendation import slower_by
 from megatron_ext.schedule.show.draw import check_picture, draw_plan
 
 if TYPE_CHECKING:
-    from megatron_ext.launch_check.line_plan import LinePlan
+    from megatron_ext.launch_check.line_plan import Instead, LinePlan
+    from megatron_ext.schedule.plan.planner import Candidate
 
 _EQUAL = 0.02  # of a step: what no estimate tells apart
 _WORLD_SIZE = "world_size"  # in a file of arguments
@@ -105,12 +106,19 @@ def _print(made: LinePlan, *, is_estimate: bool) -> None:
         print_memory(report.recommended)
     for remark in made.remarks:
         typer.echo(f"\n{remark}")
-    if made.plan.best is None:
-        return
-    typer.echo(f"\n{_comparison(made)}")
-    if made.flags:
-        instead = f"\n  in place of {' '.join(made.dropped)}" if made.dropped else ""
-        typer.echo(f"write {shlex.join(made.flags)}{instead}")
+    if made.plan.best is not None:
+        typer.echo(f"\n{_comparison(made)}")
+        _print_words(made.flags, made.dropped)
+    if made.instead is not None:
+        typer.echo(f"\n{_without_full_recompute(made.instead, made.plan.best)}")
+        _print_words(made.instead.flags, made.instead.dropped)
+
+
+def _print_words(flags: Sequence[str], dropped: Sequence[str]) -> None:
+    """What to write on the line, if anything."""
+    if flags:
+        instead = f"\n  in place of {' '.join(dropped)}" if dropped else ""
+        typer.echo(f"write {shlex.join(flags)}{instead}")
 
 
 def _comparison(made: LinePlan) -> str:
@@ -118,7 +126,8 @@ def _comparison(made: LinePlan) -> str:
     best, line = made.plan.best, made.of_line
     assert best is not None
     if line is None:
-        return f"the line as it is, under {made.own}, cannot be taken, for the reason above"
+        why = f": {made.why_not}" if made.why_not else ", for the reason above"
+        return f"the line as it is, under {made.own}, cannot be taken{why}"
     if best is line:
         return f"the line as it is, under {made.own}, is the choice"
     words = f"the line as it is, under {made.own}, takes {slower_by(line, best):.1%} more time"
@@ -127,6 +136,18 @@ def _comparison(made: LinePlan) -> str:
     if slower_by(line, best) < _EQUAL:
         words += ": an estimate does not tell them apart"
     return words
+
+
+def _without_full_recompute(instead: Instead, best: Candidate | None) -> str:
+    """What there is without full recompute, beside the choice with it, if there is one."""
+    taken, made = instead.taken, instead.taken.report
+    words = f"without --recompute-granularity full the shortest step is {made.schedule}'s"
+    if made.made_again:
+        words += f", {made.made_again:.0%} made again in bubbles"
+    words += f": {taken.step:.6g}"
+    if best is not None:
+        words += f" ({slower_by(taken, best):+.1%})"
+    return words if taken.fullest is None else f"{words}, {gib(taken.fullest)} on its fullest rank"
 
 
 def _what_gives(made: LinePlan) -> str:

@@ -11,16 +11,26 @@ from megatron_ext.config import PLAN, from_argv
 from megatron_ext.launch_check.importing import as_on, quickly, silently
 from megatron_ext.launch_check.words import Launch
 from megatron_ext.patches.engine import PatchError
-from megatron_ext.schedule.build.registry import Mark
+from megatron_ext.schedule.build.registry import Mark, entry_of
 from megatron_ext.schedule.model.gpus import USABLE, Gpu
-from megatron_ext.schedule.plan.planner import Candidate, Plan, VocabMethod, consider, make_plan
+from megatron_ext.schedule.plan.planner import (
+    Candidate,
+    Plan,
+    VocabMethod,
+    all_specs,
+    consider,
+    make_plan,
+)
 from megatron_ext.schedule.plan.recommendation import flags_of
+from megatron_ext.schedule.problem import Extras
 from megatron_ext.schedule.words import counted
 
 if TYPE_CHECKING:
     from megatron_ext.launch_check.variants import LineVariants
 
 _METHODS = frozenset([VocabMethod.NAIVE, VocabMethod.ONE, VocabMethod.TWO])
+_NO_EXTRAS = Extras()
+_FULL_RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
 
 
 @dataclass(frozen=True)
@@ -42,31 +52,69 @@ class Asked:
 
 
 @dataclass(frozen=True)
+class Instead:
+    """What a line could train under without Megatron's full recompute, which it asks for.
+
+    Attributes:
+        taken: the shortest step.
+        flags: that are written on the line for it.
+        dropped: Megatron's flags that go.
+    """
+
+    taken: Candidate
+    flags: tuple[str, ...]
+    dropped: tuple[str, ...]
+
+    def as_data(self) -> dict[str, Any]:
+        """As ``--json`` prints it."""
+        made = self.taken.report
+        return {
+            "schedule": made.schedule,
+            "step": self.taken.step,
+            "fullest": self.taken.fullest,
+            "recompute": made.recompute,
+            "made_again": made.made_again,
+            "flags": self.flags,
+            "dropped": self.dropped,
+        }
+
+
+@dataclass(frozen=True)
 class LinePlan:
     """A plan for a line.
 
     Attributes:
         facts: what the line trains, in words.
         own: the schedule that it trains under.
+        extras: what it asks of that.
         remarks: what was assumed, and what else there is to know.
         dropped: Megatron's flags that go from the line, by the schedule that is taken.
         flags: that are written on it.
         gives: where nothing fits, what would make the leanest schedule fit.
+        why_not: why it cannot be taken as it stands, if its schedule cannot be without more.
+        instead: None where the line does not ask for full recompute, or nothing fits without.
     """
 
     plan: Plan
     facts: str
     own: str
     remarks: tuple[str, ...]
+    extras: Extras = _NO_EXTRAS
     flags: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
     gives: tuple[str, ...] = ()
+    why_not: str = ""
+    instead: Instead | None = None
 
     @property
     def of_line(self) -> Candidate | None:
         """The line as it stands; None if nothing is known of that."""
-        own = (c for c in self.plan.candidates if c.schedule == self.own)
-        return next((c for c in own if c.method is VocabMethod.NAIVE), None)
+        asked = self.own, VocabMethod.NAIVE, self.extras.offload, str(self.extras.recompute)
+        for candidate in self.plan.candidates:
+            made = candidate.report
+            if (made.schedule, candidate.method, made.offload, made.recompute) == asked:
+                return candidate
+        return None
 
     def as_data(self) -> dict[str, Any]:
         """As ``--json`` prints it."""
@@ -79,6 +127,7 @@ class LinePlan:
             "dropped": self.dropped,
             "remarks": self.remarks,
             "would_fit": self.gives,
+            "without_full_recompute": self.instead and self.instead.as_data(),
         }
 
 
@@ -134,18 +183,23 @@ def _plan(asked: Asked, args: Any, launch_line: Any) -> LinePlan:
     own = config.schedule
     if own in (None, PLAN):
         own = "1f1b" if chunks == 1 else f"interleaved:vpp={chunks}"
-    line = LineVariants(args, config, ranks, methods, tokens, own, frozenset(Mark))
+    marks = frozenset(Mark)
+    line = LineVariants(args, config, ranks, methods, tokens, own, marks, tries_recompute=True)
     room = None
     if asked.gpu is not None and asked.gpu.memory is not None:
         room = USABLE * asked.gpu.memory
     validated, _ = line.validated(own, VocabMethod.NAIVE)  # so that Megatron's refusal comes alone
     remarks += _left_out(validated)
     plan = make_plan(line.variant, room, may_offload=True)
-    made = LinePlan(plan, _facts(validated, ranks), own, tuple(remarks))
+    made = LinePlan(plan, _facts(validated, ranks), own, tuple(remarks), config.extras)
+    if args.recompute_granularity == "full":
+        made = replace(made, instead=_without_full_recompute(line, plan, room))
     if plan.best is None:
         return replace(made, gives=tuple(_what_would_fit(line, room)))
     rewritten = line.rewritten(plan.best.schedule)
     remarks += _on_loading(validated, plan.best, made.own)
+    if made.of_line is None:
+        made = replace(made, why_not=_why_not_as_it_is(line, room))
     flags = () if plan.best is made.of_line else (*flags_of(plan.best, None), *rewritten.added)
     return replace(made, remarks=tuple(remarks), flags=flags, dropped=rewritten.dropped)
 
@@ -202,6 +256,35 @@ def _on_loading(args: Any, best: Candidate, own: str) -> Iterator[str]:
     before, after = (choose(spec).place(ranks).rank_of for spec in (own, best.schedule))
     divided = best.method.vocabulary.value != "none"
     yield on_loading(args, stages_move=before != after or divided)
+
+
+def _without_full_recompute(line: LineVariants, plan: Plan, room: float | None) -> Instead | None:
+    """The shortest step in ``room``, or where that is not known, in what the choice of ``plan``
+    takes. What searches is left out, as in `compare_full_recompute`."""
+    without = line.with_values(dict.fromkeys(_FULL_RECOMPUTE))
+    if room is None and plan.best is not None:
+        room = plan.best.fullest
+    specs = [spec for spec in all_specs() if not entry_of(spec).searches]
+    best = make_plan(without.variant, room, only_promising=True, specs=specs).best
+    if best is None:
+        return None
+    rewritten = without.rewritten(best.schedule)
+    given = [name for name in _FULL_RECOMPUTE if getattr(line.args, name) is not None]
+    dropped = (f"--{name.replace('_', '-')}" for name in given)
+    flags = (*flags_of(best, None), *rewritten.added)
+    return Instead(best, flags, (*rewritten.dropped, *dropped))
+
+
+def _why_not_as_it_is(line: LineVariants, room: float | None) -> str:
+    """Why the schedule of the line cannot be taken without more, if that is why."""
+    assert line.own is not None
+    try:
+        variant = line.variant(line.own, VocabMethod.NAIVE)
+        assert variant is not None
+        consider(replace(variant, may_recompute=False), VocabMethod.NAIVE, room)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 # What a line can give for memory, in words, and the arguments that it would have.

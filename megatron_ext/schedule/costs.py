@@ -86,6 +86,7 @@ class Costs:
         vocabulary: which part of the first and the last stage's figures is the embedding's and the
             output layer's; None when that is not known.
         host: what copies to the host and back take; None when that is not known.
+        recompute: seconds per stage of R; () where it takes as long as the F that it repeats.
         spared: seconds per stage that I and W take less where one follows the other at once, as in
             B, since one hides what the other waits for; () where that is nothing.
         whole: of costs whose vocabulary is shared by the ranks, what they were before.
@@ -101,6 +102,7 @@ class Costs:
     whole: Costs | None = None
     message_bytes: float = 0.0
     spared: tuple[float, ...] = ()
+    recompute: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not any(map(any, self.seconds.values())):
@@ -112,11 +114,13 @@ class Costs:
 
     def of(self, action: Action) -> float:
         """Seconds of ``action`` on its lane. A message takes its hop at the sender, and so does a
-        collective. A pass that repeats another takes as long. Those of the optimizer's validation
-        are a few bytes, and take none: nor do the all-reduces in whose place they are."""
+        collective. Those of the optimizer's validation are a few bytes, and take none: nor do the
+        all-reduces in whose place they are."""
         rule = RULES[action.kind]
         if rule.where is Where.RANK:
             return 0.0
+        if rule.repeats is not None and self.recompute:
+            return self.recompute[action.stage]
         if rule.lane is Lane.COMPUTE:
             passes = [rule.repeats] if rule.repeats is not None else rule.covers
             seconds = sum(self.seconds[kind][action.stage] for kind in passes)
@@ -134,6 +138,8 @@ class Costs:
         """The same work with each rank's chunks in one stage, as on a line."""
 
         def joined(figures: tuple[float, ...]) -> tuple[float, ...]:
+            if not figures:
+                return ()
             return tuple(sum(figures[stage] for stage in row) for row in placement.stages_of)
 
         held = self.held_bytes
@@ -143,7 +149,8 @@ class Costs:
             None if held is None else {what: joined(figures) for what, figures in held.items()},
             self.origin,
             message_bytes=self.message_bytes,
-            spared=joined(self.spared) if self.spared else (),
+            spared=joined(self.spared),
+            recompute=joined(self.recompute),
         )
 
     def with_host(
@@ -209,7 +216,8 @@ class Costs:
             held = {what: added(figures, 0.0, logits) for what, figures in held.items()}
         ends = vocabulary.of_ends.items()
         seconds = {kind: added(self.seconds[kind], *end) for kind, end in ends}
-        return replace(self, seconds=seconds, held_bytes=held)
+        again = self.recompute and added(self.recompute, *vocabulary.of_ends[Kind.FORWARD])
+        return replace(self, seconds=seconds, held_bytes=held, recompute=again)
 
 
 def uniform(

@@ -54,6 +54,22 @@ def test_a_vocabulary_that_is_divided_is_measured_beside_one_that_is_not() -> No
         assert row["measured"] >= row["ideal"]
 
 
+def test_passes_that_are_made_again_take_what_they_cost() -> None:
+    """All F of 4 microbatches once more, on both ranks: 4 ms as F, or 2 as they are given."""
+    ideal = {}
+    for more in ("", ",r=2"):
+        arguments = [*ARGUMENTS[:-4], "--costs", f"f=4,i=4,w=4{more}", *ARGUMENTS[-2:]]
+        result = CliRunner().invoke(
+            app, [*arguments, "--schedules", "1f1b", "--recompute", "first:2", "--json"]
+        )
+        assert result.exit_code == 0, result.output
+        rows = {row["name"]: row for row in json.loads(result.stdout)["rows"]}
+        again = rows["megatron-ext 1f1b, recompute first:2"]
+        assert again["measured"] >= again["ideal"] > rows["megatron-ext 1f1b"]["ideal"]
+        ideal[more] = again["ideal"]
+    assert ideal[",r=2"] < ideal[""]
+
+
 @nightly("emulated copies: those that share a link are timed by day, below")
 def test_copies_take_what_they_cost_beside_the_passes() -> None:
     """They take as long as the passes, so that a step would be far longer if passes waited."""
@@ -128,6 +144,8 @@ def test_steps_in_a_row_with_post_validation() -> None:
     [
         (["--bad-every", "2"], "add --post-validation"),
         (["--post-validation", "--steps", "4", "--bad-every", "5"], "a number from 2 to 4"),
+        (["--memory-limit", "2"], "add --recompute fit"),
+        (["--recompute", "fit"], "has no memory limit to fit into"),
     ],
 )
 def test_options_that_do_not_go_together(options: list[str], message: str) -> None:
