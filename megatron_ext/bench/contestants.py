@@ -199,10 +199,12 @@ def ours(
     name += f", offload {extras.offload}" * (extras.offload is not Offload.NONE)
     name += f", recompute {extras.recompute}" * (extras.recompute != Recompute())
     name += ", post-validation" * extras.post_validation
+    contender = Contender(
+        name, ideal_of(program), _passes(program), step, program=program, recorder=recorder
+    )
     if not extras.post_validation:
-        return Contender(name, ideal_of(program), _passes(program), step)
-    after_bad = ideal_after_bad(program)
-    return Contender(name, ideal_of(program), _passes(program), step, settle, after_bad)
+        return contender
+    return replace(contender, settle=settle, ideal_after_bad=ideal_after_bad(program))
 
 
 def torchs(ranks: int, microbatches: int, costs: str) -> Iterator[Contender]:

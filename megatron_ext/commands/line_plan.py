@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from megatron_ext.commands.half_pipeline import NOTHING_FITS, print_halves
 from megatron_ext.commands.output import fail, gib
+from megatron_ext.commands.plan_pictures import PlanPictures
 from megatron_ext.commands.plan_tables import (
     print_memory,
     print_plan,
@@ -22,10 +24,9 @@ from megatron_ext.config import flag
 from megatron_ext.schedule.model.gpus import parse_gpu
 from megatron_ext.schedule.plan.plan_report import plan_report
 from megatron_ext.schedule.plan.recommendation import slower_by
-from megatron_ext.schedule.show.draw import check_picture, draw_plan
 
 if TYPE_CHECKING:
-    from megatron_ext.launch_check.line_plan import Instead, LinePlan
+    from megatron_ext.launch_check.line_plan import Asked, Instead, LinePlan
     from megatron_ext.schedule.plan.planner import Candidate
 
 _EQUAL = 0.02  # of a step: what no estimate tells apart
@@ -39,34 +40,21 @@ def plan_of_line(
     gpu: str | None,
     settings: Mapping[str, str | bool | None],
     as_json: bool,
-    plot: Path | None,
+    pictures: PlanPictures,
 ) -> None:
     """Plan for the launch line ``words``, or the arguments in the file ``config``.
 
     ``settings``: of ours, beside what the line has.
     """
-    from megatron_ext.launch_check.line_plan import Asked, plan_line
-    from megatron_ext.launch_check.words import read_launch
+    from megatron_ext.launch_check.line_plan import plan_line
     from megatron_ext.patches.engine import PatchError
 
     try:
-        if plot is not None:
-            check_picture(plot)
-        values = {} if config is None else _values(config)
-        world_size = world_size or values.pop(_WORLD_SIZE, None)
-        if words and config is not None:
-            raise ValueError("--config stands in place of a launch line: give one of them")
-        asked = Asked(
-            launch=read_launch(words) if words else None,
-            values=values,
-            world_size=world_size,
-            gpu=None if gpu is None else parse_gpu(gpu),
-            settings=tuple(_flags(settings)),
-        )
+        pictures.check()
+        asked = _asked(words, config, world_size, gpu, settings)
         with showing_progress():
             made = plan_line(asked)
-        if plot is not None:
-            draw_plan(made.plan, plot)
+        pictures.draw(made.plan, is_estimate=settings["costs"] is None)
     except (ValueError, OSError, PatchError) as error:
         fail(error)
     if as_json:
@@ -76,6 +64,63 @@ def plan_of_line(
         _print(made, is_estimate=settings["costs"] is None)
     if made.plan.best is None:
         fail(ValueError(_what_gives(made)))
+
+
+def halves_of_line(
+    words: Sequence[str],
+    config: Path | None,
+    world_size: int | None,
+    gpu: str | None,
+    settings: Mapping[str, str | bool | None],
+    as_json: bool,
+    pictures: PlanPictures,
+) -> None:
+    """The line, and the same on half of its pipeline ranks. Arguments as of `plan_of_line`."""
+    from megatron_ext.launch_check.line_plan import plan_halves
+    from megatron_ext.patches.engine import PatchError
+
+    try:
+        pictures.refuse("--half-pipeline")
+        asked = _asked(words, config, world_size, gpu, settings)
+        with showing_progress():
+            made = plan_halves(asked)
+    except (ValueError, OSError, PatchError) as error:
+        fail(error)
+    if as_json:
+        typer.echo(json.dumps(made.as_data(), indent=2))
+    else:
+        typer.echo(made.facts)
+        print_halves(made.halves, is_estimate=True)
+        for remark in made.remarks:
+            typer.echo(f"\n{remark}")
+        if made.flags:
+            _print_flags(made.flags, made.dropped, f" for {made.halves.half.division}:")
+    if not made.halves.fits:
+        fail(ValueError(NOTHING_FITS))
+
+
+def _asked(
+    words: Sequence[str],
+    config: Path | None,
+    world_size: int | None,
+    gpu: str | None,
+    settings: Mapping[str, str | bool | None],
+) -> Asked:
+    """Raises ValueError or OSError where that is not understood."""
+    from megatron_ext.launch_check.line_plan import Asked
+    from megatron_ext.launch_check.words import read_launch
+
+    values = {} if config is None else _values(config)
+    world_size = world_size or values.pop(_WORLD_SIZE, None)
+    if words and config is not None:
+        raise ValueError("--config stands in place of a launch line: give one of them")
+    return Asked(
+        launch=read_launch(words) if words else None,
+        values=values,
+        world_size=world_size,
+        gpu=None if gpu is None else parse_gpu(gpu),
+        settings=tuple(_flags(settings)),
+    )
 
 
 def _values(path: Path) -> dict[str, Any]:
@@ -108,17 +153,16 @@ def _print(made: LinePlan, *, is_estimate: bool) -> None:
         typer.echo(f"\n{remark}")
     if made.plan.best is not None:
         typer.echo(f"\n{_comparison(made)}")
-        _print_words(made.flags, made.dropped)
+        if made.flags:
+            _print_flags(made.flags, made.dropped)
     if made.instead is not None:
         typer.echo(f"\n{_without_full_recompute(made.instead, made.plan.best)}")
-        _print_words(made.instead.flags, made.instead.dropped)
+        _print_flags(made.instead.flags, made.instead.dropped)
 
 
-def _print_words(flags: Sequence[str], dropped: Sequence[str]) -> None:
-    """What to write on the line, if anything."""
-    if flags:
-        instead = f"\n  in place of {' '.join(dropped)}" if dropped else ""
-        typer.echo(f"write {shlex.join(flags)}{instead}")
+def _print_flags(flags: Sequence[str], dropped: Sequence[str], purpose: str = "") -> None:
+    instead = f"\n  in place of {' '.join(dropped)}" if dropped else ""
+    typer.echo(f"write{purpose} {shlex.join(flags)}{instead}")
 
 
 def _comparison(made: LinePlan) -> str:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from megatron_ext.commands.line_plan import plan_of_line
-from megatron_ext.commands.options import UNIT, Json, Limit, PostValidation
+from megatron_ext.commands.half_pipeline import show_halves
+from megatron_ext.commands.line_plan import halves_of_line, plan_of_line
+from megatron_ext.commands.options import UNIT, HtmlPage, Json, Limit, PostValidation
 from megatron_ext.commands.output import fail
+from megatron_ext.commands.plan_pictures import PlanPictures
 from megatron_ext.commands.plan_tables import (
     print_full_recompute,
     print_plan,
@@ -23,18 +26,23 @@ from megatron_ext.commands.plan_tables import (
 )
 from megatron_ext.commands.progress import showing_progress
 from megatron_ext.schedule.costs_text import parse_costs
-from megatron_ext.schedule.limit import parse_limit
+from megatron_ext.schedule.limit import MemoryLimit, parse_limit
 from megatron_ext.schedule.model.execution import Precision
 from megatron_ext.schedule.model.gpus import GPUS, USABLE, assumed_rates, parse_gpu
 from megatron_ext.schedule.model.model_memory import TrainingState
 from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.model.short_form import parse_model
 from megatron_ext.schedule.plan.full_recompute import FullRecompute, compare_full_recompute
+from megatron_ext.schedule.plan.half_pipeline import (
+    Division,
+    Halves,
+    compare_halves,
+    compare_halves_of_costs,
+)
 from megatron_ext.schedule.plan.model_plan import Training
 from megatron_ext.schedule.plan.plan_report import PlanReport, plan_report
-from megatron_ext.schedule.plan.planner import Plan, make_plan
+from megatron_ext.schedule.plan.planner import Plan, VariantOf, make_plan
 from megatron_ext.schedule.plan.vocabulary_plan import variants_of
-from megatron_ext.schedule.show.draw import check_picture, draw_plan
 
 
 def plan(
@@ -52,6 +60,7 @@ def plan(
     plot: Annotated[
         Path | None, typer.Option(help="Draw time against memory, as .svg or .png.")
     ] = None,
+    page: HtmlPage = None,
     layers: Annotated[
         int | None,
         typer.Option(
@@ -84,6 +93,14 @@ def plan(
         ),
     ] = False,
     post_validation: PostValidation = False,
+    half_pipeline: Annotated[
+        bool,
+        typer.Option(
+            "--half-pipeline",
+            help="Compare with half the pipeline ranks and twice the data parallelism instead: the "
+            "same GPUs and global batch.",
+        ),
+    ] = False,
     config: Annotated[
         Path | None,
         typer.Option(help="A JSON object of Megatron's arguments, in place of a launch line."),
@@ -97,6 +114,7 @@ def plan(
     Stable schedules are recommended, and the others shown apart: megatron-ext schedules has the
     marks.
     """
+    pictures = PlanPictures(plot, page)
     if context.args or config is not None:
         if any((pp, microbatches, model, layers, distributed_optimizer, tp > 1, dp > 1)):
             fail(ValueError(_BESIDE_A_LINE))
@@ -105,26 +123,20 @@ def plan(
             "memory_limit": memory_limit,
             "post_validation": post_validation,
         }
-        plan_of_line(context.args, config, world_size, gpu, settings, as_json, plot)
+        of_line = halves_of_line if half_pipeline else plan_of_line
+        of_line(context.args, config, world_size, gpu, settings, as_json, pictures)
         return
     if pp is None or microbatches is None:
         fail(ValueError(_NEEDED))
-    training = room = None
     try:
-        if plot is not None:
-            check_picture(plot)
+        pictures.check()
         limit = None if memory_limit is None else parse_limit(memory_limit, pp, microbatches)
         if model is None:
             if any((gpu, tp > 1, dp > 1, distributed_optimizer)):
                 raise ValueError(_WITHOUT_MODEL)
-            costs_on = partial(parse_costs, costs or UNIT)
-            variant = variants_of(pp, microbatches, costs_on, limit, layers, post_validation)
+            asked = _of_costs(costs or UNIT, pp, microbatches, limit, layers, post_validation)
         else:
-            state = TrainingState(
-                distributed=distributed_optimizer, data_parallel=dp, expert_data_parallel=dp
-            )
-            training, room = _training(model, gpu, costs, tp, state)
-            layers = len(training.model.layers)
+            training, room = _training(model, gpu, costs, tp, dp, distributed_optimizer)
             training = replace(
                 training,
                 ranks=pp,
@@ -132,12 +144,15 @@ def plan(
                 limit=limit,
                 post_validation=post_validation,
             )
-            variant = training.variant
-        with showing_progress():
-            plan_made = make_plan(variant, room, may_offload=model is not None)
-            again = compare_full_recompute(training, room) if training is not None else None
-        if plot is not None:
-            draw_plan(plan_made, plot)
+            asked = _Asked(
+                training.variant, partial(compare_halves, training, room), training, room
+            )
+            layers = len(training.model.layers)
+        if half_pipeline:
+            show_halves(asked.compare_halves, pictures, as_json, is_estimate=asked.is_estimate)
+            return
+        plan_made, again = asked.plan()
+        pictures.draw(plan_made, is_estimate=asked.is_estimate)
     except (ValueError, OSError) as error:
         fail(error)
     report = plan_report(plan_made, layers)
@@ -145,7 +160,7 @@ def plan(
         data = report.as_data() | {"full_recompute": again and again.as_data()}
         typer.echo(json.dumps(data, indent=2))
     else:
-        _print(plan_made, report, training if costs is None else None, again)
+        _print(plan_made, report, asked.training if asked.is_estimate else None, again)
     if report.recommended is None:
         fail(ValueError(_NOTHING_FITS if model else _NOTHING_FITS_THE_LIMIT))
 
@@ -165,8 +180,52 @@ def _print(
         print_recommended(report.recommended)
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """What is to be compared.
+
+    Attributes:
+        training: None where only times are known.
+        room: bytes that a rank may take; None: not known.
+    """
+
+    variant: VariantOf
+    compare_halves: Callable[[], Halves]
+    training: Training | None = None
+    room: float | None = None
+
+    @property
+    def is_estimate(self) -> bool:
+        """Whether times are."""
+        return self.training is not None and self.training.measured is None
+
+    def plan(self) -> tuple[Plan, FullRecompute | None]:
+        """The plan, and what there is to say of full recompute."""
+        with showing_progress():
+            if self.training is None:
+                return make_plan(self.variant), None
+            made = make_plan(self.variant, self.room, may_offload=True)
+            return made, compare_full_recompute(self.training, self.room)
+
+
+def _of_costs(
+    costs: str,
+    ranks: int,
+    microbatches: int,
+    limit: MemoryLimit | None,
+    layers: int | None,
+    post_validation: bool,
+) -> _Asked:
+    costs_on = partial(parse_costs, costs)
+    whole = Division(ranks, 1, microbatches)
+    return _Asked(
+        variants_of(ranks, microbatches, costs_on, limit, layers, post_validation),
+        partial(compare_halves_of_costs, whole, costs_on, limit, layers, post_validation),
+    )
+
+
 def _training(
-    model: str, gpu: str | None, costs: str | None, tp: int, state: TrainingState
+    model: str, gpu: str | None, costs: str | None, tp: int, dp: int, distributed_optimizer: bool
 ) -> tuple[Training, float | None]:
     """What is trained, on one pipeline rank as yet, and the bytes that a rank may take.
 
@@ -176,6 +235,9 @@ def _training(
     if gpu is None and costs is None:
         raise ValueError("--model does not say how fast it runs: add --gpu, or --costs")
     described = parse_model(model)
+    state = TrainingState(
+        distributed=distributed_optimizer, data_parallel=dp, expert_data_parallel=dp
+    )
     execution = described.execution(tp)
     rates, room = _machine(gpu, execution.precision)
     measured = None if costs is None else partial(parse_costs, costs)

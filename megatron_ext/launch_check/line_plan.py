@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from megatron_ext.schedule.problem import Extras
 from megatron_ext.schedule.words import counted
 
 if TYPE_CHECKING:
+    from megatron_ext.launch_check.alternatives.half_pipeline import LineHalves
     from megatron_ext.launch_check.variants import LineVariants
 
 _METHODS = frozenset([VocabMethod.NAIVE, VocabMethod.ONE, VocabMethod.TWO])
@@ -131,12 +132,58 @@ class LinePlan:
         }
 
 
+@dataclass(frozen=True)
+class ReadLine:
+    """A line that is understood.
+
+    Attributes:
+        variants: what schedules would have to solve on it.
+        validated: its arguments, as it stands.
+        room: bytes that a rank may take; None: not known.
+        remarks: what was assumed.
+    """
+
+    variants: LineVariants
+    validated: Any
+    room: float | None
+    remarks: tuple[str, ...]
+
+    @property
+    def facts(self) -> str:
+        """What the line trains, in words."""
+        return _facts(self.validated, self.variants.world_size)
+
+
 def plan_line(asked: Asked) -> LinePlan:
     """Compare the schedules that ``asked`` could train under.
 
     Raises:
         ValueError: the line, or what is asked beside it, is not understood, or Megatron refuses it.
         PatchError: there is no Megatron to ask.
+    """
+    return with_line(asked, _plan)
+
+
+def plan_halves(asked: Asked) -> LineHalves:
+    """The line of ``asked``, and the same on half of its pipeline ranks.
+
+    Raises:
+        ValueError, PatchError: as `plan_line`.
+    """
+
+    def halves(read: ReadLine) -> LineHalves:
+        from megatron_ext.launch_check.alternatives.half_pipeline import halves_of
+
+        return halves_of(read)
+
+    return with_line(asked, halves)
+
+
+def with_line[T](asked: Asked, work: Callable[[ReadLine], T]) -> T:
+    """What ``work`` makes of the line, on a machine that answers as the launch's would.
+
+    Raises:
+        ValueError, PatchError: as `plan_line`.
     """
     launch = asked.launch
     folder = Path()
@@ -156,10 +203,10 @@ def plan_line(asked: Asked) -> LinePlan:
         )
         rates = None if asked.gpu is None else asked.gpu.rates
         with launch_line.on_gpus(line.args, rates):
-            return _plan(asked, line.args, launch_line)
+            return work(_read(asked, line.args, launch_line))
 
 
-def _plan(asked: Asked, args: Any, launch_line: Any) -> LinePlan:
+def _read(asked: Asked, args: Any, launch_line: Any) -> ReadLine:
     from megatron_ext.launch_check.variants import LineVariants, chunks_of
 
     if args.yaml_cfg is not None or args.use_checkpoint_args:
@@ -184,24 +231,30 @@ def _plan(asked: Asked, args: Any, launch_line: Any) -> LinePlan:
     if own in (None, PLAN):
         own = "1f1b" if chunks == 1 else f"interleaved:vpp={chunks}"
     marks = frozenset(Mark)
-    line = LineVariants(args, config, ranks, methods, tokens, own, marks, tries_recompute=True)
+    variants = LineVariants(args, config, ranks, methods, tokens, own, marks, tries_recompute=True)
     room = None
     if asked.gpu is not None and asked.gpu.memory is not None:
         room = USABLE * asked.gpu.memory
-    validated, _ = line.validated(own, VocabMethod.NAIVE)  # so that Megatron's refusal comes alone
+    validated, _ = variants.validated(own, VocabMethod.NAIVE)  # Megatron's refusal comes alone
     remarks += _left_out(validated)
+    return ReadLine(variants, validated, room, tuple(remarks))
+
+
+def _plan(read: ReadLine) -> LinePlan:
+    line, room = read.variants, read.room
+    assert line.own is not None
     plan = make_plan(line.variant, room, may_offload=True)
-    made = LinePlan(plan, _facts(validated, ranks), own, tuple(remarks), config.extras)
-    if args.recompute_granularity == "full":
+    made = LinePlan(plan, read.facts, line.own, read.remarks, line.config.extras)
+    if line.args.recompute_granularity == "full" and line.config.costs.is_estimate:
         made = replace(made, instead=_without_full_recompute(line, plan, room))
     if plan.best is None:
         return replace(made, gives=tuple(_what_would_fit(line, room)))
     rewritten = line.rewritten(plan.best.schedule)
-    remarks += _on_loading(validated, plan.best, made.own)
+    remarks = (*read.remarks, *_on_loading(read.validated, plan.best, made.own))
     if made.of_line is None:
         made = replace(made, why_not=_why_not_as_it_is(line, room))
     flags = () if plan.best is made.of_line else (*flags_of(plan.best, None), *rewritten.added)
-    return replace(made, remarks=tuple(remarks), flags=flags, dropped=rewritten.dropped)
+    return replace(made, remarks=remarks, flags=flags, dropped=rewritten.dropped)
 
 
 def _assumed(asked: Asked, args: Any, ranks: int | None) -> Iterator[str]:

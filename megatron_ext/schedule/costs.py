@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.action import Action, Kind, Slice, tokens_of
 from megatron_ext.schedule.kinds import HOST_LANES, RULES, Held, Lane, Where
 from megatron_ext.schedule.placement import Placement
 
@@ -89,6 +90,12 @@ class Costs:
         recompute: seconds per stage of R; () where it takes as long as the F that it repeats.
         spared: seconds per stage that I and W take less where one follows the other at once, as in
             B, since one hides what the other waits for; () where that is nothing.
+        attention: the share of F, and of I and W together, that grows with the square of the
+            sequence, per stage: of what the layers take, without the vocabulary's. Of a backward
+            pass all of that is in I. () where it is nothing, or not known.
+        latency: the seconds of a hop that a short message takes, too.
+        keys_values: bytes per stage of a microbatch's keys and values, which are part of the
+            activation; () where that is not known.
         whole: of costs whose vocabulary is shared by the ranks, what they were before.
         origin: how these figures came about, for people to read.
     """
@@ -103,6 +110,9 @@ class Costs:
     message_bytes: float = 0.0
     spared: tuple[float, ...] = ()
     recompute: tuple[float, ...] = ()
+    attention: tuple[float, ...] = ()
+    latency: float = 0.0
+    keys_values: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not any(map(any, self.seconds.values())):
@@ -120,15 +130,57 @@ class Costs:
         if rule.where is Where.RANK:
             return 0.0
         if rule.repeats is not None and self.recompute:
-            return self.recompute[action.stage]
+            return self._of_again(rule.repeats, action)
         if rule.lane is Lane.COMPUTE:
             passes = [rule.repeats] if rule.repeats is not None else rule.covers
-            seconds = sum(self.seconds[kind][action.stage] for kind in passes)
-            return seconds - (self.spared_on(action.stage) if len(rule.covers) > 1 else 0.0)
+            seconds = sum(self._of_pass(kind, action) for kind in passes)
+            is_whole = len(rule.covers) > 1
+            return seconds - (self.spared_by(action) if is_whole else 0.0)
         if rule.lane in HOST_LANES:
             assert self.host is not None
-            return self.host.seconds[action.kind][action.stage]
-        return self.hop if rule.lane in (Lane.SEND, Lane.COLLECTIVE) else 0.0
+            return self.host.seconds[action.kind][action.stage] * tokens_of(action.microbatch)
+        return self._of_message(action) if rule.lane in (Lane.SEND, Lane.COLLECTIVE) else 0.0
+
+    def _of_message(self, action: Action) -> float:
+        latency = min(self.latency, self.hop)
+        return latency + (self.hop - latency) * tokens_of(action.microbatch)
+
+    def _of_pass(self, kind: Kind, action: Action) -> float:
+        """Of ``kind``, whose work ``action`` does. A slice attends to itself and those before."""
+        whole = self.seconds[kind][action.stage]
+        part = action.microbatch
+        if not isinstance(part, Slice):
+            return whole
+        squared = self.of_attention(kind, action.stage)
+        return (whole - squared) * tokens_of(part) + squared * (part.end**2 - part.begin**2)
+
+    def _of_again(self, repeats: Kind, action: Action) -> float:
+        """Of R, which is given. A slice takes the same share of it as of the pass it repeats."""
+        whole, again = self.seconds[repeats][action.stage], self.recompute[action.stage]
+        if not isinstance(action.microbatch, Slice):
+            return again
+        return again * (self._of_pass(repeats, action) / whole if whole else 1.0)
+
+    def of_attention(self, kind: Kind, stage: int) -> float:
+        """The seconds of ``kind`` on ``stage`` that grow with the square of the sequence."""
+        if not self.attention or kind not in (Kind.FORWARD, Kind.BACKWARD_INPUT):
+            return 0.0
+        layers = self.without_vocabulary().seconds
+        if kind is Kind.FORWARD:
+            return self.attention[stage] * layers[kind][stage]
+        backward = layers[kind][stage] + layers[Kind.BACKWARD_WEIGHT][stage]
+        return min(self.attention[stage] * backward, layers[kind][stage])
+
+    @cached_property
+    def attention_share(self) -> float:
+        """The share of all passes of a microbatch that grows with the square of the sequence."""
+        kinds = Kind.FORWARD, Kind.BACKWARD_INPUT
+        squared = sum(self.of_attention(k, s) for k in kinds for s in range(self.stages))
+        return squared / sum(map(sum, self.seconds.values()))
+
+    def spared_by(self, action: Action) -> float:
+        """`spared_on` the stage of ``action``, of what it is of."""
+        return self.spared_on(action.stage) * tokens_of(action.microbatch)
 
     def spared_on(self, stage: int) -> float:
         """Seconds that I and W of ``stage`` take less, one right after the other."""
@@ -136,11 +188,29 @@ class Costs:
 
     def per_rank(self, placement: Placement) -> Costs:
         """The same work with each rank's chunks in one stage, as on a line."""
+        return self._joined(placement.stages_of)
+
+    def in_pairs(self) -> Costs:
+        """The same work with every two stages in a row in one."""
+        joined = self.without_vocabulary()._joined(
+            [(at, at + 1) for at in range(0, self.stages, 2)]
+        )
+        if self.vocabulary is not None:
+            joined = joined.with_vocabulary(self.vocabulary)
+        if self.host is None:
+            return joined
+        out, back = (
+            [sum(pair) for pair in zip(figures[::2], figures[1::2], strict=True)]
+            for figures in (self.host.to_host, self.host.from_host)
+        )
+        return joined.with_host(out, back, self.host.ranks_per_link, self.host.duplex)
+
+    def _joined(self, rows: Sequence[Sequence[int]]) -> Costs:
+        """The same work with the stages of each of ``rows`` in one, and without vocabulary and
+        copies to the host."""
 
         def joined(figures: tuple[float, ...]) -> tuple[float, ...]:
-            if not figures:
-                return ()
-            return tuple(sum(figures[stage] for stage in row) for row in placement.stages_of)
+            return tuple(sum(figures[stage] for stage in row) for row in rows) if figures else ()
 
         held = self.held_bytes
         return Costs(
@@ -151,6 +221,19 @@ class Costs:
             message_bytes=self.message_bytes,
             spared=joined(self.spared),
             recompute=joined(self.recompute),
+            attention=self._attention_joined(rows),
+            latency=self.latency,
+            keys_values=joined(self.keys_values),
+        )
+
+    def _attention_joined(self, rows: Sequence[Sequence[int]]) -> tuple[float, ...]:
+        if not self.attention:
+            return ()
+        squared = [self.of_attention(Kind.FORWARD, stage) for stage in range(self.stages)]
+        forward = self.seconds[Kind.FORWARD]  # from now on with the vocabulary's
+        return tuple(
+            sum(squared[stage] for stage in row) / (sum(forward[stage] for stage in row) or 1.0)
+            for row in rows
         )
 
     def with_host(

@@ -9,8 +9,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.columns import IS_PASS, Columns, columns_of
+from megatron_ext.schedule.action import Action, Kind, whole_of
+from megatron_ext.schedule.columns import IN_EVALUATION, IS_PASS, Columns, Ints, columns_of
 from megatron_ext.schedule.kinds import RULES, Lane, Where
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
@@ -27,6 +27,11 @@ class Schedule:
     @property
     def compute_rows(self) -> tuple[tuple[Action, ...], ...]:
         return tuple(tuple(a for a in row if is_compute(a)) for row in self.rows)
+
+    @property
+    def microbatches(self) -> int:
+        """How many microbatches it is of."""
+        return 1 + max(whole_of(action.microbatch) for row in self.rows for action in row)
 
     @cached_property
     def columns(self) -> Columns:
@@ -69,7 +74,9 @@ def bitwise_order(schedule: Schedule) -> bool:
     """Whether F, I (or B) and W of each stage each run in microbatch order, as in stock Megatron.
 
     Then gradients are summed in stock's order, and the results are stock's to the last bit. (Not
-    with vocabulary parallelism: the ranks' shards are summed in another order.)
+    with vocabulary parallelism: the ranks' shards are summed in another order.) Where microbatches
+    are cut into slices, those come in order in F, and in the reverse in I (or B) and in W: then the
+    results are those of every such schedule with these slices.
     """
     rules = (RULES[kind] for _, kind in schedule.columns.pairs)
     if any(rule.lane is Lane.COMPUTE and rule.where is not Where.STAGE for rule in rules):
@@ -83,9 +90,14 @@ def in_microbatch_order(schedule: Schedule) -> bool:
     columns = schedule.columns
     _, work = columns.work
     is_done = IS_PASS[columns.kind][:, np.newaxis] & (work >= 0)
-    microbatch = np.broadcast_to(columns.microbatch[:, np.newaxis], work.shape)[is_done]
+    turn = np.broadcast_to(_turns(columns)[:, np.newaxis], work.shape)[is_done]
     of_work = work[is_done]
     order = np.argsort(of_work, kind="stable")
-    of_work, microbatch = of_work[order], microbatch[order]
-    goes_back = (np.diff(of_work) == 0) & (np.diff(microbatch) < 0)
+    goes_back = (np.diff(of_work[order]) == 0) & (np.diff(turn[order]) < 0)
     return not goes_back.any()
+
+
+def _turns(columns: Columns) -> Ints:
+    """For each action, the how-manieth of its stage's passes of its kind it should be."""
+    back = columns.microbatch + np.int32(columns.slices - 1) - 2 * columns.slice
+    return np.where(IN_EVALUATION[columns.kind], columns.microbatch, back)

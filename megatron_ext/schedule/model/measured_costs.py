@@ -75,6 +75,9 @@ def measured_costs(
         _held_bytes(held, in_passes),
         f"measured: {measured}",
         recompute=_again(passes, seconds[Kind.FORWARD]),
+        attention=estimate.attention,
+        latency=estimate.latency,
+        keys_values=estimate.keys_values,
     )
     costs = costs.with_copies_of(estimate)
     if estimate.vocabulary is None:

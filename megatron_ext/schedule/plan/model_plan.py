@@ -10,11 +10,12 @@ from megatron_ext.schedule.costs import Costs, VocabularyCosts
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.model.estimate import estimate
 from megatron_ext.schedule.model.execution import Execution
-from megatron_ext.schedule.model.model import Model, stages_of
+from megatron_ext.schedule.model.model import Model, Stage, stages_of
 from megatron_ext.schedule.model.model_memory import TrainingState, bytes_of_ranks
 from megatron_ext.schedule.model.rates import Rates
+from megatron_ext.schedule.model.reductions import Reduction, reductions_of_ranks
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.plan.planner import Variant, VocabMethod
+from megatron_ext.schedule.plan.planner import Candidate, Variant, VocabMethod
 from megatron_ext.schedule.plan.vocabulary_plan import (
     redistribute,
     redistributed_layers,
@@ -53,8 +54,7 @@ class Training:
         """
         choice = choose(name)
         placement = choice.place(self.ranks)
-        even = self.model.evenly if method is not VocabMethod.REDISTRIBUTED else self._redistributed
-        stages = stages_of(self.model, even(placement.stages))
+        stages = self._stages(placement, method)
         costs = estimate(self.model, stages, self.execution, self.rates)
         if self.measured is not None:
             measured = self.measured(placement)
@@ -75,8 +75,28 @@ class Training:
         )
         return Variant(choice, problem, model, may_recompute=not self.execution.recompute)
 
-    def _redistributed(self, stages: int) -> list[int]:
-        return redistributed_layers(len(self.model.layers), stages)
+    def longest_reduction(self, candidate: Candidate) -> Reduction:
+        """That of the pipeline rank which takes longest under ``candidate``."""
+        placement, method = choose(candidate.schedule).place(self.ranks), candidate.method
+        stages = self._stages(placement, method)
+        reductions = reductions_of_ranks(
+            self.model,
+            stages,
+            self.execution,
+            placement,
+            method.vocabulary,
+            self.state,
+            self.rates,
+        )
+        return max(reductions, key=lambda reduction: reduction.total)
+
+    def _stages(self, placement: Placement, method: VocabMethod) -> tuple[Stage, ...]:
+        number = placement.stages
+        if method is VocabMethod.REDISTRIBUTED:
+            counts = redistributed_layers(len(self.model.layers), number)
+        else:
+            counts = self.model.evenly(number)
+        return stages_of(self.model, counts)
 
 
 def _with_bytes(costs: Costs, estimated: Costs) -> Costs:
@@ -91,5 +111,6 @@ def _with_bytes(costs: Costs, estimated: Costs) -> Costs:
         costs.without_vocabulary(),
         held_bytes=estimated.without_vocabulary().held_bytes,
         message_bytes=estimated.message_bytes,
+        keys_values=estimated.keys_values,
     )
     return layers.with_vocabulary(vocabulary)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 
-import numpy as np
-from numpy.typing import NDArray
-
-from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.columns import Columns, Ints, columns_of
+from megatron_ext.schedule.action import Action, Kind, Slice, tokens_of
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import RULES, Held, Lane, Source
 from megatron_ext.schedule.limit import MemoryLimit
@@ -18,7 +15,6 @@ from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule, is_compute
 from megatron_ext.schedule.words import counted
 
-_Amounts = NDArray[np.float64]
 Amount = Callable[[Held, int], float]  # of what, on which stage -> how much
 
 INPUT_SHARE = 0.1  # of an activation is its stage's input, where bytes are not known
@@ -46,62 +42,75 @@ def memory_curve(row: tuple[Action, ...], amount: Amount) -> list[float]:
     return [amount for action, amount in held if is_compute(action)]
 
 
-def held_during(row: tuple[Action, ...], amount: Amount) -> list[float]:
+def held_during(row: tuple[Action, ...], amount: Amount) -> Iterator[float]:
     """The same for every action of ``row``: messages and copies from the host take memory too.
 
     What has been received is counted until the pass that uses it begins: what F keeps of it is part
     of the activation, and a gradient goes as the pass makes the next one. A pass keeps nothing that
     no pass of its stage uses: F does not where nothing is differentiated. One that is done a second
-    time keeps its stage's input, and the second takes the rest.
+    time keeps its stage's input, and the second takes the rest. A slice takes its share of what its
+    microbatch would; what slices give back to the keys and values of those before them is held for
+    the whole microbatch, from its first backward pass to its last.
     """
-    held: list[float] = _held(columns_of([row]), amount).tolist()
-    return held
+    used = {(action.stage, kind) for action in row for kind in RULES[action.kind].releases}
+    again = {(stage, _AGAIN[kind], k) for stage, kind, k in row if kind in _AGAIN}
 
-
-def _held(columns: Columns, amount: Amount) -> _Amounts:
-    """`held_during` by action, of all ranks."""
-    used = {(stage, held) for stage, kind in columns.pairs for held in RULES[kind].releases}
-    gained, lost, of_message = (np.zeros(len(columns.pairs)) for _ in range(3))
-    for place, (stage, kind) in enumerate(columns.pairs):
+    @cache
+    def rule_on(stage: int, kind: Kind) -> tuple[float, float, Kind | None, bool]:
+        """What it gains and loses, the kind of message that it uses, and whether it is one."""
         rule = RULES[kind]
-        gained[place] = sum(
+        gained = sum(
             amount(held, stage)
             for held in rule.acquires
             if held is Held.MESSAGE or (stage, held) in used
         )
-        lost[place] = sum(amount(held, stage) for held in rule.releases)
-        of_message[place] = amount(Held.MESSAGE, stage) if kind in _USES else 0.0
-        if kind in _AGAIN:
-            gained[place] -= amount(Held.INPUT, stage)
-    gains, losses = gained[columns.pair], lost[columns.pair]
-    again = _number_of(columns, {made: kind for kind, made in _AGAIN.items()}) >= 0
-    for place in np.unique(columns.pair[again]).tolist():
-        kept = amount(Held.INPUT, columns.pairs[place][0])
-        gains[again & (columns.pair == place)] = kept
-    message = _number_of(columns, _USES)
-    is_received = (message >= 0) & (message < columns.numbers)
-    gone = np.where(is_received, of_message[columns.pair], 0.0)
-    changes = np.stack([-gone, gains - losses], axis=1)  # by action: before it, and by it
-    starts = np.flatnonzero(columns.first == columns.numbers)
-    rows = np.split(changes, starts[1:])
-    held = np.concatenate([row.cumsum().reshape(-1, 2)[:, 0] for row in rows])
-    return held + np.where(losses, 0.0, gains)
+        lost = sum(amount(held, stage) for held in rule.releases)
+        receives = rule.lane is Lane.RECEIVE and bool(rule.acquires)
+        return gained, lost, _USES.get(kind), receives
+
+    held = 0.0
+    received: set[tuple[int, Kind, int]] = set()  # and not used
+    for stage, kind, microbatch in row:
+        gained, lost, message, receives = rule_on(stage, kind)
+        tokens = tokens_of(microbatch)
+        if receives:
+            received.add((stage, kind, microbatch))
+        elif message is not None and (used_now := (stage, message, microbatch)) in received:
+            received.remove(used_now)
+            held -= amount(Held.MESSAGE, stage) * tokens
+        if (stage, kind, microbatch) in again:
+            gained = kept_for_again(stage, microbatch, amount)
+        elif again and kind in _AGAIN:
+            gained -= kept_for_again(stage, microbatch, amount)
+        taken, given_back = _gathered(stage, kind, microbatch, amount)
+        held += taken
+        yield held + (gained * tokens if not lost else 0.0)
+        held += (gained - lost) * tokens - given_back
 
 
-def _number_of(columns: Columns, kinds: Mapping[Kind, Kind]) -> Ints:
-    """For each action, the number of the one on its stage whose kind ``kinds`` have for its own."""
-    place = {pair: at for at, pair in enumerate(columns.pairs)}
-    pairs = [place.get((stage, kinds[kind]), -1) if kind in kinds else -1 for stage, kind in place]
-    return columns.of_pairs(np.array(pairs, dtype=np.int32))
+def kept_for_again(stage: int, microbatch: int, amount: Amount) -> float:
+    """What is kept, per microbatch, of an activation that is made a second time: later slices
+    attend to a slice's keys and values in the meantime."""
+    is_slice = isinstance(microbatch, Slice)
+    return amount(Held.INPUT, stage) + (amount(Held.KEYS_VALUES, stage) if is_slice else 0.0)
+
+
+def _gathered(stage: int, kind: Kind, microbatch: int, amount: Amount) -> tuple[float, float]:
+    """What a pass takes for, and gives back of, its whole microbatch (`Rule.gathers`)."""
+    if not RULES[kind].gathers or not isinstance(microbatch, Slice):
+        return 0.0, 0.0
+    gathered = sum(amount(held, stage) for held in RULES[kind].gathers)
+    return gathered * microbatch.is_last, gathered * microbatch.is_first
 
 
 def in_microbatches(schedule: Schedule) -> Amount:
     """The zero-bubble papers' measure: 1/v from F to W (or B), the input gradient frees nothing.
 
-    Logits do not count, they are no layer's; nor do messages. A stage's input counts a tenth.
+    Logits do not count, they are no layer's; nor do messages, nor keys and values on top of the
+    activations. A stage's input counts a tenth.
     """
     share = 1 / schedule.placement.chunks
-    none = dict.fromkeys((Held.LOGITS, Held.MESSAGE), 0.0)
+    none = dict.fromkeys((Held.LOGITS, Held.MESSAGE, Held.KEYS_VALUES), 0.0)
     figures = {**none, Held.INPUT: INPUT_SHARE * share}
     return lambda held, stage: figures.get(held, share)
 
@@ -114,6 +123,8 @@ def in_bytes(costs: Costs) -> Amount:
     def amount(held: Held, stage: int) -> float:
         if held is Held.MESSAGE:
             return message
+        if held is Held.KEYS_VALUES:
+            return costs.keys_values[stage] if costs.keys_values else 0.0
         if held is Held.INPUT:
             return _input_bytes(stage, held_bytes[Held.ACTIVATION][stage], message)
         return held_bytes[held][stage]
@@ -175,11 +186,7 @@ def leaving_room(limit: MemoryLimit, microbatches: int, problem: Problem) -> Mem
 
 def peaks(schedule: Schedule, amount: Amount) -> list[float]:
     """The largest amount each rank holds."""
-    columns = schedule.columns
-    most = np.zeros(len(schedule.rows))
-    np.maximum.at(most, columns.rank, _held(columns, amount))
-    largest: list[float] = most.tolist()
-    return largest
+    return [peak(row, amount) for row in schedule.rows]
 
 
 def peak(row: tuple[Action, ...], amount: Amount) -> float:

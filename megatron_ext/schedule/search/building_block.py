@@ -56,15 +56,18 @@ class BuildingBlock:
         }
 
 
-def squeeze(starts: Starts, placement: Placement, chunks_held: int) -> Rows:
+def squeeze(starts: Starts, placement: Placement, chunks_held: int, slices: int = 1) -> Rows:
     """The order of each rank's passes, none later than in ``starts``.
 
     F and backward passes move to the first slots where their input is there and their rank is
     idle, F only as far as the rank holds less than ``chunks_held``. W keeps its place in the order,
     so that a rank's steady rhythm stays what it was, until the last F of its rank: from there on
     the backward passes go first and W fills what they leave.
+
+    Passes are numbered as they come. With ``slices`` of each microbatch, the first to go back is
+    the last that went forward.
     """
-    ranks = _Ranks(starts, placement)
+    ranks = _Ranks(starts, placement, slices)
     order = sorted(starts.items(), key=lambda item: (item[1], item[0].stage))
     last_forward = {placement.rank_of[a.stage]: slot for a, slot in order if a.kind is Kind.FORWARD}
     in_cool_down = []
@@ -89,19 +92,21 @@ class _Lane(NamedTuple):
         width: slots that each takes.
         ends: by microbatch, the slot behind it once it is moved, and 0 until then.
         needs: the same of the pass whose result it needs.
+        turns: whether that is the last slice's, where the microbatch turns back.
     """
 
     rank: int
     width: int
     ends: list[int]
     needs: list[int]
+    turns: bool
 
 
 class _Ranks:
     """The time slots of all ranks while passes are moved."""
 
-    def __init__(self, starts: Starts, placement: Placement) -> None:
-        self.lanes = _lanes(starts, placement)
+    def __init__(self, starts: Starts, placement: Placement, slices: int) -> None:
+        self.lanes, self.slices = _lanes(starts, placement), slices
         self.moved: list[list[tuple[int, Action]]] = [[] for _ in range(placement.ranks)]
         self.latest = [-1] * placement.ranks  # slot of the latest moved pass, by rank
         # Twice the time: room for every pass behind the last.
@@ -143,7 +148,7 @@ class _Ranks:
     def put(self, action: Action, earliest: int) -> int:
         """Give ``action`` its rank's first idle time from ``earliest`` on; the slot of that."""
         stage, kind, k = action
-        rank, width, ends, _ = self.lanes[stage, kind]
+        rank, width, ends, *_ = self.lanes[stage, kind]
         slot = self.idle[rank].find(_IDLE * width, earliest)
         self.idle[rank][slot : slot + width] = bytes(width)
         self.moved[rank].append((slot, action))
@@ -153,8 +158,9 @@ class _Ranks:
     def after_inputs(self, action: Action) -> int:
         """The first slot in which all that ``action`` needs is done."""
         stage, kind, k = action
-        _, _, ends, needs = self.lanes[stage, kind]
-        return max(needs[k], ends[k - 1]) if k else needs[k]
+        _, _, ends, needs, turns = self.lanes[stage, kind]
+        made = needs[k - k % self.slices + self.slices - 1 if turns else k]
+        return max(made, ends[k - 1]) if k else made
 
     def rows(self) -> Rows:
         return tuple(tuple(action for _, action in sorted(row)) for row in self.moved)
@@ -163,6 +169,7 @@ class _Ranks:
 _IDLE = b"\1"  # a slot of a rank that is
 _TAKES = (Kind.FORWARD,)  # a chunk's activation
 _GIVES_BACK = (Kind.BACKWARD_WEIGHT, Kind.FULL_BACKWARD)
+_TURNS = (Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD)  # on the last stage
 
 
 def _lanes(starts: Starts, placement: Placement) -> dict[tuple[int, Kind], _Lane]:
@@ -187,6 +194,7 @@ def _lanes(starts: Starts, placement: Placement) -> dict[tuple[int, Kind], _Lane
             len(RULES[kind].covers),  # a slot for each kind
             ends[stage, kind],
             ends.get(needs(stage, kind), nothing),
+            turns=stage == placement.last and kind in _TURNS,
         )
         for stage, kind in pairs
     }
