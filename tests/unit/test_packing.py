@@ -159,6 +159,13 @@ def test_search_ends_where_nothing_can_be_shorter() -> None:
     assert len(packed) == all_steps - 2 * max(steps, improve._STEPS)
 
 
+def test_a_small_problem_is_not_improved_for_long() -> None:
+    """2 ranks and 4 microbatches took a minute of a plan, packed 90,000 times."""
+    how = small_effort()
+    assert improve.steps_of(how, 2, 2 * 12 * 4) == how.steps < how.passes(2) // 96
+    assert improve.steps_of(how, 8, 2 * 48 * 32) == how.passes(8) // 3072 < how.steps
+
+
 @pytest.mark.parametrize(
     "problem", [usual(v(3), 7, 2), usual(wave(2), 5, 2.5), usual(loop(3, vpp=3), 6, 4)]
 )
