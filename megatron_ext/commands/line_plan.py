@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from megatron_ext.commands.half_pipeline import NOTHING_FITS, print_halves
+from megatron_ext.commands.layout_tables import print_layouts
 from megatron_ext.commands.output import fail, gib
 from megatron_ext.commands.plan_pictures import PlanPictures
 from megatron_ext.commands.plan_tables import (
@@ -26,7 +28,8 @@ from megatron_ext.schedule.plan.plan_report import plan_report
 from megatron_ext.schedule.plan.recommendation import slower_by
 
 if TYPE_CHECKING:
-    from megatron_ext.launch_check.line_plan import Asked, Instead, LinePlan
+    from megatron_ext.launch_check.alternatives.without_full_recompute import Instead
+    from megatron_ext.launch_check.line_plan import Asked, LinePlan
     from megatron_ext.schedule.plan.planner import Candidate
 
 _EQUAL = 0.02  # of a step: what no estimate tells apart
@@ -52,9 +55,10 @@ def plan_of_line(
     try:
         pictures.check()
         asked = _asked(words, config, world_size, gpu, settings)
+        asked = replace(asked, with_curves=pictures.plot is not None)
         with showing_progress():
             made = plan_line(asked)
-        pictures.draw(made.plan, is_estimate=settings["costs"] is None)
+        pictures.draw(made.plan, made.curves, is_estimate=settings["costs"] is None)
     except (ValueError, OSError, PatchError) as error:
         fail(error)
     if as_json:
@@ -149,6 +153,7 @@ def _print(made: LinePlan, *, is_estimate: bool) -> None:
     print_vocabulary(report.vocabulary)
     if report.recommended is not None:
         print_memory(report.recommended)
+        typer.echo(_beside_memory(made))
     for remark in made.remarks:
         typer.echo(f"\n{remark}")
     if made.plan.best is not None:
@@ -158,11 +163,22 @@ def _print(made: LinePlan, *, is_estimate: bool) -> None:
     if made.instead is not None:
         typer.echo(f"\n{_without_full_recompute(made.instead, made.plan.best)}")
         _print_flags(made.instead.flags, made.instead.dropped)
+    if made.layouts is not None:
+        print_layouts(made.layouts, is_estimate=not made.is_measured)
 
 
 def _print_flags(flags: Sequence[str], dropped: Sequence[str], purpose: str = "") -> None:
     instead = f"\n  in place of {' '.join(dropped)}" if dropped else ""
     typer.echo(f"write{purpose} {shlex.join(flags)}{instead}")
+
+
+def _beside_memory(made: LinePlan) -> str:
+    if made.reserved is None:
+        return (
+            "beside that comes what the allocator reserves and does not hand out: not measured "
+            "(see --pipeline-costs profile)"
+        )
+    return f"beside that the allocator reserves {gib(made.reserved)}, for which room is left"
 
 
 def _comparison(made: LinePlan) -> str:
