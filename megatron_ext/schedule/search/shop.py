@@ -400,6 +400,8 @@ def starts_of(rows: Sequence[Sequence[Action]], shop: Shop) -> Starts:
         [(lane_of[stage, kind], k) for stage, kind, k in _as_lanes(row, shop)] for row in rows
     ]
     starts = [[_NOT_YET] * shop.microbatches for _ in shop.before]
+    before, size = shop.before, shop.lanes_of_rank
+    woken = [{other // size for other, _ in row} - {n // size} for n, row in enumerate(shop.after)]
     at, free = [0] * len(orders), list(shop.heads)
     todo, queued = deque(range(len(orders))), [True] * len(orders)
     while todo:
@@ -408,14 +410,18 @@ def starts_of(rows: Sequence[Sequence[Action]], shop: Shop) -> Starts:
         order = orders[rank]
         while at[rank] < len(order):
             lane, k = order[at[rank]]
-            ready = [(starts[o][k], durations[o][k] + hop) for o, hop in shop.before[lane]]
-            if any(start == _NOT_YET for start, _ in ready):
+            start = free[rank]
+            for other, hop in before[lane]:
+                begun = starts[other][k]
+                if begun == _NOT_YET:
+                    start = _NOT_YET
+                    break
+                start = max(start, begun + durations[other][k] + hop)
+            if start == _NOT_YET:
                 break
-            start = max([free[rank], *(start + later for start, later in ready)])
             starts[lane][k], free[rank] = start, start + durations[lane][k]
             at[rank] += 1
-            for other, _ in shop.after[lane]:
-                waiting = other // shop.lanes_of_rank
+            for waiting in woken[lane]:
                 if not queued[waiting]:
                     queued[waiting] = True
                     todo.append(waiting)
