@@ -249,6 +249,7 @@ def _read(asked: Asked, args: Any, launch_line: Any) -> ReadLine:
 def _plan(read: ReadLine, *, with_curves: bool) -> LinePlan:
     line, room, measured = read.variants, read.room, read.measured
     assert line.own is not None
+    layouts = _layouts(read)  # of which something can be said in seconds
     plan = make_plan(line.variant, room, may_offload=True)
     is_measured = measured is not None or not line.config.costs.is_estimate
     made = LinePlan(
@@ -258,7 +259,7 @@ def _plan(read: ReadLine, *, with_curves: bool) -> LinePlan:
         read.remarks,
         line.config.extras,
         instead=None if is_measured else without_full_recompute(line, plan, room),
-        layouts=_layouts(read),
+        layouts=layouts,
         is_measured=measured is not None,
         reserved=None if measured is None else measured.reserved,
     )
