@@ -112,7 +112,9 @@ def refuse_order(settings: Any, schedule: Schedule) -> None:
         _refuse_capture_order(schedule)
     if getattr(settings, "transformer_impl", None) != "transformer_engine":
         return
-    if settings.gradient_accumulation_fusion:
+    is_quantised = any(getattr(settings, name, None) for name in ("fp8", "fp4"))
+    is_sliced = schedule.columns.slices > 1  # then `SlicedStage` sees to it, but for these
+    if settings.gradient_accumulation_fusion and (is_quantised or not is_sliced):
         _refuse_first_weight_gradient(schedule)
     scales_lag = bool(getattr(settings, "fp8", None)) and settings.fp8_recipe == "delayed"
     if scales_lag and settings.recompute_granularity is not None:

@@ -144,8 +144,20 @@ def costs_of_arguments(args: Any, placement: Placement, measured: Rates | None =
     model = describe(args)
     if not _are_known(model.layers):
         return equal_costs(placement)
-    run = execution(args, args.seq_length, args.micro_batch_size)
     stages = stages_of(model, layers_of_stages(args, placement))
+    return costs_of_stages(args, model, stages, placement, measured)
+
+
+def costs_of_stages(
+    args: Any,
+    model: Model,
+    stages: Sequence[Stage],
+    placement: Placement,
+    measured: Rates | None = None,
+) -> Costs:
+    """The costs of ``stages`` of ``model``, which ``args`` tell of. Arguments as of
+    `costs_of_arguments`."""
+    run = execution(args, args.seq_length, args.micro_batch_size)
     reached = measured or rates(run.precision)
     costs = estimate(model, stages, run, reached)
     return with_links(costs, placement, reached, args.world_size, _stride(args))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from megatron_ext.commands.half_pipeline import NOTHING_FITS, print_halves
+from megatron_ext.commands.layout_tables import print_layouts
 from megatron_ext.commands.output import fail, gib
 from megatron_ext.commands.plan_pictures import PlanPictures
 from megatron_ext.commands.plan_tables import (
@@ -151,11 +152,12 @@ def _print(made: LinePlan, *, is_estimate: bool) -> None:
         typer.echo(_beside_memory(made))
     for remark in made.remarks:
         typer.echo(f"\n{remark}")
-    if made.plan.best is None:
-        return
-    typer.echo(f"\n{_comparison(made)}")
-    if made.flags:
-        _print_flags(made.flags, made.dropped)
+    if made.plan.best is not None:
+        typer.echo(f"\n{_comparison(made)}")
+        if made.flags:
+            _print_flags(made.flags, made.dropped)
+    if made.layouts is not None:
+        print_layouts(made.layouts, is_estimate=not made.is_measured)
 
 
 def _print_flags(flags: Sequence[str], dropped: Sequence[str], purpose: str = "") -> None:

@@ -29,6 +29,7 @@ from megatron_ext.schedule.words import counted
 
 if TYPE_CHECKING:
     from megatron_ext.launch_check.alternatives.half_pipeline import LineHalves
+    from megatron_ext.launch_check.alternatives.layouts import LaidOut
     from megatron_ext.launch_check.line import RatesOf
     from megatron_ext.launch_check.variants import LineVariants
 
@@ -64,6 +65,7 @@ class LinePlan:
         dropped: Megatron's flags that go from the line, by the schedule that is taken.
         flags: that are written on it.
         gives: where nothing fits, what would make the leanest schedule fit.
+        layouts: what others than the line's would gain; None where that cannot be told.
         is_measured: whether costs are measured ones, per layer type.
         reserved: bytes that the allocator reserves beyond what is allocated, for which room is
             left; None: not measured.
@@ -76,6 +78,7 @@ class LinePlan:
     flags: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
     gives: tuple[str, ...] = ()
+    layouts: LaidOut | None = None
     is_measured: bool = False
     reserved: float | None = None
 
@@ -96,6 +99,7 @@ class LinePlan:
             "dropped": self.dropped,
             "remarks": self.remarks,
             "would_fit": self.gives,
+            "layouts": self.layouts and self.layouts.as_data(),
             "is_measured": self.is_measured,
             "reserved": self.reserved,
         }
@@ -227,6 +231,7 @@ def _plan(read: ReadLine) -> LinePlan:
         read.facts,
         line.own,
         read.remarks,
+        layouts=_layouts(read),
         is_measured=measured is not None,
         reserved=None if measured is None else measured.reserved,
     )
@@ -238,6 +243,20 @@ def _plan(read: ReadLine) -> LinePlan:
     if flags:
         flags += read.costs
     return replace(made, remarks=remarks, flags=flags, dropped=rewritten.dropped)
+
+
+def _layouts(read: ReadLine) -> LaidOut | None:
+    """What other layouts would gain; None where nothing is known of single layers."""
+    from megatron_ext.launch_check.alternatives.layouts import lay_out
+
+    line = read.variants
+    if not line.config.costs.is_estimate:
+        return None
+    assert line.own is not None
+    try:
+        return lay_out(line, read.validated, line.own, read.room)
+    except ValueError:  # the line itself cannot be trained, as its own row says
+        return None
 
 
 def _settings(asked: Asked) -> PipelineConfig:

@@ -55,6 +55,7 @@ def few_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(planner, "all_specs", lambda: ["1f1b", "interleaved", "zb-h1", "zb-v"])
     monkeypatch.setattr(line_plan, "_METHODS", frozenset([VocabMethod.NAIVE, VocabMethod.TWO]))
+    monkeypatch.setattr(line_plan, "_layouts", lambda read: None)  # test_layouts.py
 
 
 def launch(**overrides: object) -> Launch:

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -25,6 +27,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
+from megatron_ext.adapter.compatibility import refuse_order
 from megatron_ext.adapter.slices.attention import attend_with_transformer_engine
 from megatron_ext.adapter.slices.known_models import refuse_unknown
 from megatron_ext.adapter.slices.model_call import cut
@@ -38,6 +41,12 @@ from megatron_ext.patches.megatron.core.models.common.embeddings import (
 from megatron_ext.patches.megatron.core.models.gpt.gpt_model import slices as gpt_model_slices
 from megatron_ext.patches.megatron.core.transformer import dot_product_attention
 from megatron_ext.runtime.slices.running_slice import Span, running_slice, spans
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.registry import choose
+from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.placement import line
+from megatron_ext.schedule.problem import Extras, Problem
+from megatron_ext.schedule.slices import Slices
 from tests.helpers.combinations import at_night, nightly
 from tests.helpers.latent_attention import Attention
 from tests.helpers.ranks import run_ranks, values
@@ -424,14 +433,30 @@ def test_a_model_of_known_parts_is_taken() -> None:
 @pytest.mark.parametrize(
     ("kind", "mixer", "why"),
     [
-        (Bare, attention(DotProductAttention), "runs a GPTModel, and Bare may"),
-        (GPTModel, attention(OtherAttention), "does not go with OtherAttention"),
-        (GPTModel, Bare(), "does not go with Bare"),
+        (Bare, partial(attention, DotProductAttention), "runs a GPTModel, and Bare may"),
+        (GPTModel, partial(attention, OtherAttention), "does not go with OtherAttention"),
+        (GPTModel, Bare, "does not go with Bare"),
     ],
 )
 def test_a_model_that_is_not_known_is_refused(
-    kind: type[torch.nn.Module], mixer: torch.nn.Module, why: str
+    kind: type[torch.nn.Module], mixer: Callable[[], torch.nn.Module], why: str
 ) -> None:
     """It would train on wrong numbers without a word."""
     with pytest.raises(ValueError, match=why):
-        refuse_unknown([chunk_of(kind, mixer)])
+        refuse_unknown([chunk_of(kind, mixer())])
+
+
+def test_weights_that_are_quantised_want_their_first_gradient_first() -> None:
+    """With slices it is the first slice's, which comes last. Other weights' are all added."""
+    problem = Problem(line(2), 4, uniform(line(2), 1, 1, 1), extras=Extras(slices=Slices(2)))
+    schedule = build_program(choose("zb-h1"), problem).schedule
+    settings = SimpleNamespace(
+        transformer_impl="transformer_engine",
+        gradient_accumulation_fusion=True,
+        recompute_granularity=None,
+        cuda_graph_impl="none",
+    )
+    refuse_order(settings, schedule)
+    settings.fp8, settings.fp8_recipe = "hybrid", "mxfp8"
+    with pytest.raises(ValueError, match=r"begins stage 0's weight gradients with 0W0\.1"):
+        refuse_order(settings, schedule)

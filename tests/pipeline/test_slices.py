@@ -272,3 +272,31 @@ def test_a_checkpoint_goes_on_with_slices_and_without(tmp_path: Path) -> None:
     assert len(losses(runs)) == 1
     assert_same(runs, whole)
     assert losses(run(model, **resumed)) == pytest.approx(losses(runs), rel=1e-4)
+
+
+@nightly("test_recompute.py has it without")
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+def test_passes_that_run_again(schedule: str) -> None:
+    """Keys and values stay, and a slice writes its own once more."""
+    model, stages = "grouped queries", 4 if schedule == "zb-v" else 2
+    again: Flags = {"pipeline_recompute": f"first:{stages}"}
+    assert_same(run(model, pipeline_schedule=schedule, **again, **SLICED), sliced(model))
+
+
+@nightly("test_it_is_stock_but_for_the_order_of_sums")
+def test_one_slice_is_a_whole_sequence() -> None:
+    model = "grouped queries"
+    assert_same(run(model, pipeline_schedule="zb-h1", pipeline_slices=1), stock(model))
+
+
+@nightly("test_trace.py and test_metrics.py have them without")
+def test_slices_are_traced_and_measured(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    watched: Flags = {
+        "pipeline_trace": tmp_path,
+        "pipeline_trace_iters": "2:3",
+        "pipeline_metrics": True,
+    }
+    model = "grouped queries"
+    assert_same(run(model, pipeline_schedule="zb-h1", **watched, **SLICED), sliced(model))
+    assert '"0F0.3"' in (tmp_path / "trace.json").read_text()
+    assert "bubble" in capfd.readouterr().out

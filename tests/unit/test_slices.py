@@ -3,6 +3,7 @@
 In tables a column is a unit of time, ``.`` is idle, ``=`` goes on; F, I and W of a slice cost 1.
 """
 
+import json
 import pickle
 import re
 from dataclasses import replace
@@ -11,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from megatron_ext.cli import app
 from megatron_ext.schedule.action import Action, Kind, Slice, even_ends, parse
 from megatron_ext.schedule.build.build import build_program, complete
 from megatron_ext.schedule.build.registry import choose, entries
@@ -31,6 +34,9 @@ from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import InvalidSchedule, Program, check_compute
 from megatron_ext.schedule.schedule import Schedule, bitwise_order
 from megatron_ext.schedule.schedule_csv import from_csv, to_csv
+from megatron_ext.schedule.search.bounds import lower_bound
+from megatron_ext.schedule.search.certify import certify
+from megatron_ext.schedule.search.weight_gradient_filling import makespan
 from megatron_ext.schedule.slices import Lengths, Slices, lengths_of, parse_lengths
 from tests.helpers.combinations import at_night
 from tests.helpers.schedules import B, F, I, W, drawn, table
@@ -461,3 +467,68 @@ def test_v_auto_of_slices(limit: float | None) -> None:
     too_little = replace(problem, memory_limit=MemoryLimit(microbatches=1))
     with pytest.raises(ValueError, match="v-auto: no schedule of 2 slices fits"):
         build_program(choose("v-auto"), too_little)
+
+
+@pytest.mark.parametrize("name", TAKES_SLICES)
+def test_no_schedule_of_slices_is_shorter_than_the_bound(name: str) -> None:
+    """That of whole microbatches is more than slices take: ``auto`` left their schedules out."""
+    problem = problem_for(name, 3, 3, 3, "f=10,i=12,w=8,comm=1,attention=0.3", "balanced")
+    splits = choose(name).splits_backward
+    least = makespan(choose(name).build(problem), problem)
+    assert lower_bound(problem, splits) <= least * (1 + 1e-9)
+    if name == "zb-v":
+        assert least < lower_bound(problem.with_extras(slices=Slices()), splits)
+
+
+def test_a_bound_is_not_certified() -> None:
+    with pytest.raises(ValueError, match="--certify knows no bound with slices"):
+        certify(built("1f1b", 2, 2, 2), 1.0)
+
+
+# ---- Commands
+
+
+def run(*words: str) -> str:
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_simulate_tells_of_slices_and_verify_proves_its_table(tmp_path: Path) -> None:
+    table, trace = tmp_path / "mine.csv", tmp_path / "trace.json"
+    cut = ["--slices", "2", "--slice-lengths", "balanced", "--costs", "f=1,i=1,w=1,attention=0.3"]
+    files = ["--csv", str(table), "--trace", str(trace)]
+    said = " ".join(run("simulate", "zb-h1", "--pp", "2", "-m", "3", *cut, *files).split())
+    assert "slices of a microbatch 2, balanced" in said
+    assert "but for rounding; to the last bit those of other schedules of these slices" in said
+    assert "0F0.1" in trace.read_text()
+    proved = run("verify", str(table))
+    assert "valid: 2 ranks, 2 stages, 3 microbatches of 2 slices; a rank holds" in proved
+    assert "every stage takes its slices in one order" in proved
+    figures_of = json.loads(run("simulate", str(table), "--pp", "2", "-m", "3", *cut, "--json"))
+    assert (figures_of["slices"], figures_of["slice_lengths"]) == (2, "balanced")
+
+
+# ---- The page
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "slices.md").read_text()
+_ROW = re.compile(r"^\| `([\w-]+)` \|((?: [\d.]+ at [\d.]+ \|){4})$", re.MULTILINE)
+
+
+@pytest.mark.parametrize(("name", "cells"), _ROW.findall(PAGE))
+def test_figures_of_the_page(name: str, cells: str) -> None:
+    for k, cell in zip(KS, cells.strip("| ").split("|"), strict=True):
+        problem = problem_for(name, 8, 32, k)
+        made = choose(name).build(problem)
+        peak = max(peaks(made, in_microbatches(made)))
+        assert f"{makespan(made, problem):g} at {peak:g}" == cell.strip(), k
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])
+def test_the_command_of_the_page(name: str) -> None:
+    costs = re.findall(r"--costs (f=10\S+)", PAGE)[0]
+    figures_of = re.search(rf"`{name}` (\d+) \((\d+)", PAGE)
+    assert figures_of is not None
+    for k, lengths, written in ((4, "balanced", 1), (1, "even", 2)):
+        problem = problem_for(name, 8, 8, k, costs, lengths)
+        assert round(makespan(choose(name).build(problem), problem)) == int(figures_of[written])

@@ -38,7 +38,7 @@ _ACTIONS = 100_000  # to be placed in trials altogether: what is tried depends o
 
 def line_at_once(problem: Problem) -> Schedule:
     """One trial, and what is published, within `zb_auto`'s limit. Raises as that."""
-    memory = memory_of(problem, math.inf if problem.memory_limit else 2 * problem.ranks)
+    memory = memory_of(problem, math.inf if problem.memory_limit else 2 * problem.held_by_1f1b)
     return _best("zb-auto", problem, memory, _published(problem), by_span=False, trials=1)
 
 
@@ -54,8 +54,8 @@ def line_at_once(problem: Problem) -> Schedule:
     at_once=line_at_once,
 )
 def zb_auto(problem: Problem) -> Schedule:
-    """The least makespan found within the memory limit; without one, within 2p microbatches. With
-    post-validation, that or the least span, whichever makes a step cost less.
+    """The least makespan found within the memory limit; without one, within 2p microbatches, twice
+    1F1B's peak. With post-validation, that or the least span, whichever makes a step cost less.
 
     Never more than any other schedule of this placement takes that keeps to the limit.
 
@@ -67,7 +67,7 @@ def zb_auto(problem: Problem) -> Schedule:
         1  .  F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4 .
         2  .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 W1 W2 W3 W4
     """
-    memory = memory_of(problem, math.inf if problem.memory_limit else 2 * problem.ranks)
+    memory = memory_of(problem, math.inf if problem.memory_limit else 2 * problem.held_by_1f1b)
     others = [name for name in _on_a_line(problem) if name != "zb-auto"]
     least_makespan = _best("zb-auto", problem, memory, others, by_span=False)
     if not problem.extras.post_validation:
@@ -91,7 +91,7 @@ def _step(schedule: Schedule, problem: Problem) -> float:
     takes_slices=True,
 )
 def zb_1p(problem: Problem) -> Schedule:
-    """The same within p microbatches, 1F1B's peak, for the least span.
+    """The same within p microbatches, 1F1B's peak (also with slices), for the least span.
 
     With p = 3, m = 4:
 
@@ -101,7 +101,7 @@ def zb_1p(problem: Problem) -> Schedule:
         1  .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
         2  .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
     """
-    memory = memory_of(problem, problem.ranks)
+    memory = memory_of(problem, problem.held_by_1f1b)
     return _best("zb-1p", problem, memory, _published(problem), by_span=True)
 
 
@@ -130,7 +130,7 @@ def zb_2p(problem: Problem, *, paper_count: bool = False) -> Schedule:
         1  .  F0 F1 F2 I0 F3 I1 F4 I2 F5 I3 W0 I4 W1 I5 W2 W3 W4 W5 .
         2  .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 F5 I5 W0 W1 W2 W3 W4 W5
     """
-    limit = 2 * problem.ranks
+    limit = 2 * problem.held_by_1f1b
     if paper_count and problem.memory_limit is None:
         memory = Memory(_after_paper, (limit + 1.0,) * problem.ranks)
     else:

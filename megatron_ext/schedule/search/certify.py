@@ -68,6 +68,8 @@ def certify(program: Program, seconds: float) -> Certificate:
         raise ValueError(
             f"--certify knows no bound with offload {extras.offload}: leave one of them out"
         )
+    if problem.slices.count > 1:
+        raise ValueError("--certify knows no bound with slices: leave one of them out")
     kinds = {kind for _, kind in program.schedule.columns.pairs}
     if any(RULES[kind].repeats for kind in kinds):
         raise ValueError("--certify knows no bound with recompute: leave one of them out")

@@ -13,6 +13,7 @@ from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.kinds import RULES, Lane
 from megatron_ext.schedule.plan.planner import Candidate, Plan, VocabMethod
 from megatron_ext.schedule.program.memory import in_microbatches, memory_curve
+from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.show.svg import save
 from megatron_ext.schedule.timeline import Timeline
 from megatron_ext.schedule.words import counted
@@ -264,8 +265,13 @@ def _draw_passes(axes: Axes, run: Sequence[Timeline], readable: float) -> None:
         if any(event.action.kind is Kind.STEP for event in run[0].events):
             figure = f"post-validation, {figure}"
     axes.set_title(
-        f"{schedule.name}: {figure}, peak {counted(peak, 'microbatch')}", loc="left", fontsize=10
+        f"{_named(schedule)}: {figure}, peak {counted(peak, 'microbatch')}", loc="left", fontsize=10
     )
+
+
+def _named(schedule: Schedule) -> str:
+    slices = schedule.columns.slices
+    return schedule.name if slices == 1 else f"{schedule.name}, {counted(slices, 'slice')}"
 
 
 def _add_boxes(axes: Axes, boxes: Sequence[Box], **look: Any) -> None:
