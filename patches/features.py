@@ -167,6 +167,7 @@ FEATURES = (
             "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding",
             "megatron.core.transformer.dot_product_attention",
             "megatron.core.extensions.transformer_engine",
+            "megatron.core.transformer.moe.router",
         ),
         lambda choice: True,
         asked_for=lambda config: config.slices > 1,

@@ -52,7 +52,7 @@ from megatron_ext.schedule.search.certify import Certificate
 from megatron_ext.schedule.search.certify import certify as certify_program
 from megatron_ext.schedule.show.draw import check_picture, draw_steps
 from megatron_ext.schedule.show.noise_text import parse_noise, rows_of_spread
-from megatron_ext.schedule.show.page.run import Run, simulated
+from megatron_ext.schedule.show.page.run import Run, simulated, title_of
 from megatron_ext.schedule.show.page.write import Page, check_page, write_page
 from megatron_ext.schedule.show.program_summary import program_of_1f1b
 from megatron_ext.schedule.show.trace import write_trace
@@ -358,12 +358,10 @@ class _Files:
 
 def _runs(choice: Choice, reference: Program, program: Program, steps: int) -> tuple[Run, ...]:
     """What a page shows: ``program`` beneath the ``reference``, if that is another one."""
-    run = simulated(choice.spec, program, steps)
+    run = simulated(title_of(choice.spec, program.problem.extras), program, steps)
     if reference.digest == program.digest:
         return (run,)
-    title = reference.schedule.name
-    if program.problem.extras.post_validation:
-        title += " without post-validation"
+    title = title_of(reference.schedule.name, reference.problem.extras)
     return simulated(title, reference, steps), run
 
 

@@ -136,8 +136,19 @@ class Costs:
             return seconds - (self.spared_by(action) if is_whole else 0.0)
         if rule.lane in HOST_LANES:
             assert self.host is not None
-            return self.host.seconds[action.kind][action.stage] * tokens_of(action.microbatch)
+            return self.host.seconds[action.kind][action.stage] * self._share_copied(action)
         return self._of_message(action) if rule.lane in (Lane.SEND, Lane.COLLECTIVE) else 0.0
+
+    def _share_copied(self, action: Action) -> float:
+        """Of what a microbatch leaves. Keys and values stay for the slices that attend to them."""
+        tokens, held = tokens_of(action.microbatch), self.held_bytes
+        is_slice = isinstance(action.microbatch, Slice)
+        if not is_slice or not self.keys_values or held is None:
+            return tokens
+        if Held.ACTIVATION not in RULES[action.kind].moves or not held[Held.ACTIVATION]:
+            return tokens
+        activation = held[Held.ACTIVATION][action.stage] or 1.0
+        return tokens * max(1 - self.keys_values[action.stage] / activation, 0.0)
 
     def _of_message(self, action: Action) -> float:
         hop = self.hop

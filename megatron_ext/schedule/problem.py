@@ -159,12 +159,6 @@ CLASHES = (
         "{slices.count} slices do not go with post-validation: what a microbatch's first slices "
         "have done before the verdict cannot be undone; drop one",
     ),
-    Clash(
-        ("slices", "offload"),
-        "keys and values have to stay for the slices that come after; drop one",
-        "{slices.count} slices do not go with offload {offload}: keys and values have to stay for "
-        "the slices that come after; drop one",
-    ),
 )
 
 

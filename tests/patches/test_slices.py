@@ -40,6 +40,7 @@ from megatron_ext.patches.megatron.core.models.common.embeddings import (
 )
 from megatron_ext.patches.megatron.core.models.gpt.gpt_model import slices as gpt_model_slices
 from megatron_ext.patches.megatron.core.transformer import dot_product_attention
+from megatron_ext.patches.megatron.core.transformer.moe import router
 from megatron_ext.runtime.slices.running_slice import Span, running_slice, spans
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose
@@ -78,6 +79,16 @@ FULL = {
     "recompute_method": "uniform",
     "recompute_num_layers": 1,
 }
+# Losses that weigh: of each token's router, a slice alone would make another.
+ROUTED = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 16,
+    "moe_aux_loss_coeff": 0.5,
+    "moe_z_loss_coeff": 0.1,
+    "moe_token_dispatcher_type": "alltoall",
+    "add_bias_linear": False,
+}
 CASES = {
     "learned positions": Case(positions="learned_absolute"),
     "learned positions, given mask": Case(positions="learned_absolute", has_mask=True),
@@ -85,6 +96,16 @@ CASES = {
     "sliding window": Case({"window_size": (5, 0)}),
     "latent attention": Case(LATENT | {"rope_type": "rope"}, config=MLATransformerConfig),
     "latent attention, yarn": Case(LATENT | {"rope_type": "yarn"}, config=MLATransformerConfig),
+    "experts": Case(ROUTED | {"moe_router_load_balancing_type": "aux_loss"}),
+    "experts, by sequence": Case(ROUTED | {"moe_router_load_balancing_type": "seq_aux_loss"}),
+    "experts, loss per token": Case(
+        ROUTED
+        | {
+            "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
+            "moe_aux_loss_coeff": [0.1, 0.2],
+            "calculate_per_token_loss": True,
+        }
+    ),
     "full recompute": Case(FULL),
     "selective recompute": Case({"recompute_granularity": "selective"}),
 }
@@ -105,7 +126,9 @@ def build(case: Case) -> GPTModel:
     latent = case.config is MLATransformerConfig
     return GPTModel(
         case.config(**settings | case.settings),
-        get_gpt_layer_local_spec(multi_latent_attention=latent),
+        get_gpt_layer_local_spec(
+            num_experts=case.settings.get("num_moe_experts"), multi_latent_attention=latent
+        ),
         vocab_size=VOCABULARY,
         max_sequence_length=SEQUENCE,
         position_embedding_type=case.positions,
@@ -133,6 +156,7 @@ def patched() -> Iterator[None]:
     """In a process with groups: the model takes slices."""
     modules = (
         gpt_model_slices,
+        router,
         rotary_pos_embedding,
         yarn_rotary_pos_embedding,
         dot_product_attention,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,7 @@ from tests.helpers.callers import (
 from tests.helpers.callers import assert_same as assert_same_step
 from tests.helpers.combinations import nightly
 from tests.helpers.megatron_runs import (
+    EXPERTS,
     Run,
     assert_same,
     evaluations,
@@ -141,6 +143,12 @@ FULL: Flags = {
     "recompute_method": "uniform",
     "recompute_num_layers": 1,
 }
+ROUTER: Flags = {
+    "moe_z_loss_coeff": 1e-3,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 1e-2,
+}
 MODELS: dict[str, tuple[int, Flags]] = {
     "grouped queries": (2, {"group_query_attention": True, "num_query_groups": 1}),
     "latent attention": (2, MLA),
@@ -173,6 +181,28 @@ MODELS: dict[str, tuple[int, Flags]] = {
         },
     ),
     "bf16": (2, {"bf16": True}),
+    "experts": (2, EXPERTS | ROUTER),
+    "EP 2, experts by sequence, loss per token": (
+        4,
+        {
+            **EXPERTS,
+            **ROUTER,
+            "expert_model_parallel_size": 2,
+            "moe_router_load_balancing_type": "seq_aux_loss",
+            "calculate_per_token_loss": True,
+            "recompute_granularity": "selective",
+        },
+    ),
+    "TP 2, EP 2, experts": (
+        4,
+        {
+            **EXPERTS,
+            **ROUTER,
+            **TENSOR,
+            "expert_model_parallel_size": 2,
+            "expert_tensor_parallel_size": 1,
+        },
+    ),
 }
 PLACED = ("zb-v", "v-half", "interleaved", "interleaved-zb", "slimpipe", "breadth-first")
 SAME = [
@@ -182,6 +212,8 @@ SAME = [
     ("full recompute", "interleaved-zb"),
     ("distributed optimizer", "v-half"),
     ("bf16", "zb-v"),
+    ("experts", "zb-v"),
+    ("EP 2, experts by sequence, loss per token", "interleaved-zb"),
 ]
 SLICED: Flags = {"pipeline_slices": 4}
 
@@ -231,9 +263,23 @@ def test_a_launch_line_trains_as_stock_does() -> None:
 
 @nightly("test_gradients_are_those_of_whole_sequences")
 @pytest.mark.parametrize("model", MODELS)
-def test_it_is_stock_but_for_the_order_of_sums(model: str) -> None:
+def test_it_is_stock_but_for_the_order_of_sums(
+    model: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What Megatron's log says of experts, too."""
+    for made in (stock, sliced):
+        made.cache_clear()  # its output is wanted
+    expected = stock(model)
+    said = of_experts(capfd.readouterr().out)
     tolerance = 1e-2 if model == "bf16" else 1e-4
-    assert_close(sliced(model), stock(model), tolerance)
+    assert_close(sliced(model), expected, tolerance)
+    assert of_experts(capfd.readouterr().out) == pytest.approx(said, rel=1e-4)
+    assert bool(said) == ("experts" in model)
+
+
+def of_experts(output: str) -> list[float]:
+    """The losses of routers in Megatron's log."""
+    return [float(loss) for loss in re.findall(r"(?:load_balancing|z)_loss: (\S+)", output)]
 
 
 @nightly("test_gradients_are_those_of_whole_sequences")

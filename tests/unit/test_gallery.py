@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from megatron_ext.cli import app
 from megatron_ext.schedule.build.registry import Mark, entries
 from scripts import draw_gallery
-from tests.unit.test_page import data_in
+from tests.helpers.pages import data_in
 
 ROOT = Path(__file__).resolve().parents[2]
 

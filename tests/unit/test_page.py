@@ -39,8 +39,9 @@ from megatron_ext.schedule.show.page.write import (
 from megatron_ext.schedule.show.trace import beside
 from megatron_ext.schedule.slices import Slices
 from tests.helpers.combinations import at_night
+from tests.helpers.pages import data_in
 from tests.helpers.schedules import line_problem, program
-from tests.unit.test_trace import SIMULATED, measured
+from tests.unit.test_trace import SIMULATED, measured, written
 
 runner = CliRunner()
 
@@ -249,13 +250,6 @@ def page_of(*runs: Run) -> Page:
     return Page("a <title>", runs, "megatron-ext simulate '</script>'")
 
 
-def data_in(text: str) -> dict[str, Any]:
-    match = re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)
-    assert match
-    data: dict[str, Any] = json.loads(match[1])
-    return data
-
-
 def test_the_file_holds_the_data_and_needs_nothing_else(tmp_path: Path) -> None:
     page = page_of(simulated("1f1b", program_of("1f1b")), simulated("zb-v", ALL_SORTS["v"]))
     path = tmp_path / "x.html"
@@ -339,7 +333,10 @@ def test_simulate_writes_a_page_beneath_1f1b(tmp_path: Path) -> None:
     words = ("--post-validation", "--steps", "2", "--html", str(path))
     run_of("simulate", "zb-h1", *sizes, *words)
     titles = [run["title"] for run in data_in(path.read_text())["runs"]]
-    assert titles == ["zb-h1 without post-validation", "zb-h1"]
+    assert titles == ["zb-h1", "zb-h1, post-validation"]
+    run_of("simulate", "1f1b", *sizes, "--slices", "2", "--html", str(path))
+    titles = [run["title"] for run in data_in(path.read_text())["runs"]]
+    assert titles == ["1f1b", "1f1b, 2 slices"]
 
 
 def test_plan_writes_its_front(tmp_path: Path) -> None:
@@ -353,6 +350,19 @@ def test_plan_writes_its_front(tmp_path: Path) -> None:
     steps = {made["schedule"]: made["makespan"] for made in report["schedules"]}
     for run in data["runs"]:
         assert run["figures"]["makespan"] == pytest.approx(steps[run["title"]])
+
+
+def test_trace_writes_the_median_step(tmp_path: Path) -> None:
+    traced_steps = written(tmp_path)
+    path = tmp_path / "x.html"
+    said = run_of("trace", str(tmp_path / "new"), "--html", str(path))
+    assert f"page: {path}" in said
+    data = data_in(path.read_text())
+    titles = [run["title"] for run in data["runs"]]
+    assert titles == ["zb-h1, predicted", "zb-h1, measured in iteration 7"]
+    assert data["unit"] == "s"
+    figures = data["runs"][1]["figures"]
+    assert figures["makespan"] == pytest.approx(traced_steps[0].measured.makespan)
 
 
 @pytest.mark.parametrize("words", [("simulate", "v-auto"), ("plan",)])

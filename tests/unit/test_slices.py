@@ -29,7 +29,14 @@ from megatron_ext.schedule.problem import (
     Recompute,
     VocabularyParallel,
 )
-from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, memory_curve, peaks
+from megatron_ext.schedule.program.memory import (
+    held_during,
+    in_bytes,
+    in_microbatches,
+    memory_curve,
+    peak_on_host,
+    peaks,
+)
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import InvalidSchedule, Program, check_compute
 from megatron_ext.schedule.schedule import Schedule, bitwise_order
@@ -273,7 +280,6 @@ def test_w_may_come_in_any_order_and_that_is_told() -> None:
     [
         {"vocabulary": VocabularyParallel.TWO},
         {"post_validation": True},
-        {"offload": Offload.FULL},
     ],
 )
 def test_what_does_not_go_with_slices(extras: dict[str, Any]) -> None:
@@ -433,6 +439,38 @@ def test_recompute_keeps_keys_and_values() -> None:
     assert curve == pytest.approx([11.2, 22.4, 43.2, 59.2, 48, 48])
 
 
+def offloaded(name: str, way: Offload, k: int = 4) -> Program:
+    costs = "f=1,i=1,w=1,comm=0.01,attention=0.3,d2h=0.5"
+    problem = problem_for(name, 4, 6, k, costs)
+    held = {Held.ACTIVATION: (64.0,) * 4, Held.WEIGHT_INPUTS: (32.0,) * 4}
+    known = replace(problem.costs, held_bytes=held, keys_values=(16.0,) * 4)
+    return build_program(choose(name), replace(problem, costs=known).with_extras(offload=way))
+
+
+def test_offload_of_slices_leaves_keys_and_values() -> None:
+    """They stay for the slices that attend to them, and take no time on the link."""
+    program = offloaded("1f1b", Offload.FULL)
+    costs, row = program.problem.costs, program.schedule.rows[0]
+    part = program.problem.parts(0)[0]
+    assert costs.of(Action(0, Kind.OFFLOAD_F, part)) == pytest.approx(0.5 / 4 * 48 / 64)
+    staying, leaving = (
+        (peaks(made.schedule, in_bytes(costs))[0], simulate(made, costs).makespan)
+        for made in (offloaded("1f1b", Offload.NONE), program)
+    )
+    assert leaving[0] < 0.7 * staying[0] and leaving[1] == pytest.approx(staying[1])
+    assert peak_on_host(row, program.problem.placement) == 2.5
+    by_hand = "0F0.0 0OFFLOAD_F0.0 0FREE_F0.0 0F0.1 0RELOAD_F0.0 0B0.1 0B0.0"
+    actions = tuple(parse(action, 2) for action in by_hand.split())
+    assert list(held_during(actions, in_bytes(costs))) == [32, 32, 32, 40, 64, 80, 48]
+
+
+def test_the_first_half_of_the_slices_leaves() -> None:
+    """They live longest (SPPO)."""
+    for row in offloaded("1f1b", Offload.HALF).schedule.rows:
+        gone = {a.microbatch % 4 for a in row if a.kind is Kind.OFFLOAD_F}
+        assert gone <= {0, 1}
+
+
 def test_uneven_slices_hold_by_their_tokens() -> None:
     program = built("gpipe", 1, 1, 2, "f=1,i=1,w=1", "3,1")
     curve = memory_curve(program.schedule.rows[0], in_microbatches(program.schedule))
@@ -522,6 +560,29 @@ def test_figures_of_the_page(name: str, cells: str) -> None:
         made = choose(name).build(problem)
         peak = max(peaks(made, in_microbatches(made)))
         assert f"{makespan(made, problem):g} at {peak:g}" == cell.strip(), k
+
+
+_OFFLOADED = re.compile(r"^\| `([\w-]+)`, (whole|four slices) \|(.*)\|$", re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("name", "cut", "cells"), [*_OFFLOADED.findall(PAGE)[:1], *at_night(*_OFFLOADED.findall(PAGE))]
+)
+def test_the_table_of_offload(name: str, cut: str, cells: str) -> None:
+    k = 1 if cut == "whole" else 4
+    lengths = "even" if cut == "whole" else "balanced"
+    costs = re.findall(r"`(f=10\S+d2h=6)`", PAGE)[0]
+    problem = problem_for(name, 4, 8, k, costs, lengths)
+    stages = problem.placement.stages
+    held = {Held.ACTIVATION: (64.0,) * stages, Held.WEIGHT_INPUTS: (32.0,) * stages}
+    known = replace(problem.costs, held_bytes=held, keys_values=(8.0,) * stages)
+    for way, cell in zip(("none", "half", "full"), cells.split("|"), strict=True):
+        asked = replace(problem, costs=known).with_extras(offload=Offload(way))
+        made = build_program(choose(name), asked)
+        takes = simulate(made, known).makespan
+        most = max(peaks(made.schedule, in_bytes(known))) / (64 * problem.placement.chunks)
+        written, at = map(float, cell.split("at"))
+        assert (takes, most) == (pytest.approx(written, abs=0.51), pytest.approx(at, abs=0.006))
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])

@@ -13,13 +13,14 @@ from megatron_ext.runtime.slices.running_slice import Span, running_slice
 _FLAG = "--pipeline-slices"
 
 # Arguments of GPTModel.forward with a place for each token, in their last dimension.
-_OF_TOKENS = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")
+_OF_TOKENS = ("input_ids", "position_ids", "labels", "loss_mask")
 _UNTRIED = (
     "decoder_input",
     "extra_block_kwargs",
     "inference_context",
     "inference_params",
     "output_processor",
+    "padding_mask",
 )
 
 

@@ -234,22 +234,19 @@ class _Line:
         self._placement, self._pieces = problem.placement, problem.pieces
         self._memory, self._ahead, self._slices = memory, ahead, problem.slices.count
         p, m, parts, of = problem.ranks, problem.pieces, problem.parts(0), problem.costs.of
-        backwards = problem.backwards
-        self._orders = {
-            Kind.FORWARD: problem.forwards,
-            Kind.BACKWARD_INPUT: backwards,
-            Kind.BACKWARD_WEIGHT: backwards,
-        }
+        self._forwards, self._backwards = problem.forwards, problem.backwards
+        kinds = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
         # By kind, rank and slice; by slice; by how many pieces.
         self._seconds = {
             kind: [[of(Action(rank, kind, part)) for part in parts] for rank in range(p)]
-            for kind in self._orders
+            for kind in kinds
         }
         self._hops = [problem.costs.hop_of(part) for part in parts]
-        self._tokens = [
-            list(accumulate(map(tokens_of, order), initial=0.0)) for order in self._orders.values()
-        ]
-        self._done = {kind: [0] * p for kind in self._orders}
+        self._there, self._back = (
+            list(accumulate(map(tokens_of, order), initial=0.0))
+            for order in (self._forwards, self._backwards)
+        )
+        self._done = {kind: [0] * p for kind in kinds}
         self._forward_at = [[math.inf] * m for _ in range(p)]
         self._forward_at[0] = [0.0] * m
         self._gradient_at = [[math.inf] * m for _ in range(p)]
@@ -267,7 +264,8 @@ class _Line:
             kind = self._next(rank, now)
             if kind is None:
                 continue
-            k = self._orders[kind][self._done[kind][rank]]
+            order = self._forwards if kind is Kind.FORWARD else self._backwards
+            k = order[self._done[kind][rank]]
             self._done[kind][rank] += 1
             free[rank] = end = now + self._seconds[kind][rank][k % self._slices]
             heapq.heappush(self._events, (end, rank))
@@ -280,22 +278,21 @@ class _Line:
         """The kind of pass that ``rank`` does now; None if it waits."""
         f, i, w = (done[rank] for done in self._done.values())
         m, full = self._pieces, self._full[rank]
-        forwards, backwards, _ = self._orders.values()
-        of_f, of_i, of_w = (tokens[n] for tokens, n in zip(self._tokens, (f, i, w), strict=True))
-        held = (of_f - of_i) * full + (of_i - of_w) * self._left[rank]
+        there, back = self._there, self._back
         may_start = f < m and f - i < self._ahead[rank]
         has_room = may_start and self._memory.fits(
-            rank, held + full * (self._tokens[0][f + 1] - of_f)
+            rank, (there[f + 1] - back[i]) * full + (back[i] - back[w]) * self._left[rank]
         )
-        forward = self._forward_at[rank][forwards[f]] if may_start else math.inf
-        gradient = self._gradient_at[rank][backwards[i]] if i < m else math.inf
+        forward = self._forward_at[rank][f] if may_start else math.inf  # pieces in their order
+        gradient = self._gradient_at[rank][self._backwards[i]] if i < m else math.inf
         coming = min(gradient, forward if has_room else math.inf)
         if gradient <= now:
             return Kind.BACKWARD_INPUT
         if forward <= now and has_room:
             return Kind.FORWARD
         if w < i:
-            seconds = self._seconds[Kind.BACKWARD_WEIGHT][rank][backwards[w] % self._slices]
+            k = self._backwards[w]
+            seconds = self._seconds[Kind.BACKWARD_WEIGHT][rank][k % self._slices]
             if forward <= now or coming - now >= seconds:
                 return Kind.BACKWARD_WEIGHT
         if now < coming < math.inf:

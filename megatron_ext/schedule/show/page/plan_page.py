@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_ext.schedule.plan.planner import Candidate, Plan, VocabMethod
-from megatron_ext.schedule.show.page.run import Run, simulated
+from megatron_ext.schedule.show.page.run import Run, simulated, title_of
 
 MOST_SCHEDULES = 6  # one under the other
 _REFERENCE = "1f1b"
@@ -22,8 +22,7 @@ def runs_of_plan(plan: Plan) -> tuple[Run, ...]:
 
 
 def _title(candidate: Candidate) -> str:
-    if candidate.method is VocabMethod.NAIVE:
-        return candidate.schedule
+    title = title_of(candidate.schedule, candidate.variant.problem.extras)
     if candidate.method is VocabMethod.REDISTRIBUTED:
-        return f"{candidate.schedule}, layers moved away from the output layer"
-    return f"{candidate.schedule}, vocabulary parallelism {candidate.method}"
+        title += ", layers moved away from the output layer"
+    return title

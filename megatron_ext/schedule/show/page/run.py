@@ -11,6 +11,7 @@ from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import HOST_LANES, RULES, Lane, Where
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import P2P, Extras, Offload, Recompute, VocabularyParallel
 from megatron_ext.schedule.program.graph import Graph
 from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, memory_curve, peaks
 from megatron_ext.schedule.program.simulate import simulate_steps
@@ -74,6 +75,24 @@ class Run:
     def passes(self) -> int:
         """Boxes of passes."""
         return sum(box.track.group is Group.PASSES for box in self.boxes)
+
+
+def title_of(name: str, extras: Extras) -> str:
+    """The schedule's ``name``, and what is asked beside the order of its passes."""
+    words = [name]
+    if extras.p2p is not P2P.ASYNC:
+        words.append(f"messages {extras.p2p}")
+    if extras.vocabulary is not VocabularyParallel.NONE:
+        words.append(f"vocabulary parallelism {extras.vocabulary}")
+    if extras.offload is not Offload.NONE:
+        words.append(f"offload {extras.offload}")
+    if extras.recompute != Recompute():
+        words.append(f"recompute {extras.recompute}")
+    if extras.post_validation:
+        words.append("post-validation")
+    if extras.slices.count > 1:
+        words.append(counted(extras.slices.count, "slice"))
+    return ", ".join(words)
 
 
 def simulated(title: str, program: Program, steps: int = 1, remarks: Sequence[str] = ()) -> Run:

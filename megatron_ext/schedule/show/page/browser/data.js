@@ -25,7 +25,8 @@ const runs = page.runs.map(prepare);
 runs.forEach((run, n) => (run.isOpen = n < page.open_at_first));
 
 // How long the longest of those is that are open.
-const longest = () => Math.max(...runs.map((run) => (run.isOpen ? run.length : 0))) || runs[0].length;
+const longest = () =>
+  Math.max(...runs.map((run) => (run.isOpen ? run.length : 0))) || runs[0].length;
 
 // What box had to wait for: the one before it on its track, and what it needs.
 function before(run, box) {
