@@ -230,6 +230,18 @@ def test_of_a_v_the_turn_takes_no_message() -> None:
     assert linked.hops == pytest.approx((far, near, 0.0, near, far))
 
 
+@pytest.mark.parametrize("spec", ["zb-1p", "interleaved-zb", "zb-v"])
+def test_schedules_are_made_where_links_differ(spec: str) -> None:
+    """What places W asked for the link behind the last stage: IndexError, in place of a plan."""
+    rates = replace(RATES, measured=Measured((), Scale(), Links(9e9, 1e9, 2)))
+    placement = choose(spec).place(3)
+    costs = costs_of([12 // placement.stages] * placement.stages, rates)
+    linked = with_links(costs, placement, rates, ranks=3, stride=1)
+    assert len(set(linked.hops)) > 1
+    problem = Problem(placement, 3, linked)
+    assert simulate(build_program(choose(spec), problem), linked).makespan > 0
+
+
 @pytest.mark.parametrize(("stride", "hops"), [(8, ()), (1, ())])
 def test_links_that_are_all_alike_are_one_figure(stride: int, hops: tuple[float, ...]) -> None:
     costs = costs_of([3] * 4, RATES)
