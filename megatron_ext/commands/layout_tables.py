@@ -66,7 +66,7 @@ def _print_words(
     gain, unsure = before.seconds / made.seconds - 1, ""
     if is_estimate and gain < UNSURE and made.schedule == before.schedule:
         unsure = ", within the error of an estimate: --pipeline-costs profile measures layers"
-    typer.echo(f"\n{words}: {gain:.1%} more{unsure}")
+    typer.echo(f"\n{words}: {gain:.1%} faster{unsure}")
     dropped = " ".join(written.dropped)
     if written.added:
         instead = f"\n  in place of {dropped}" if dropped else ""
