@@ -158,8 +158,15 @@ class Costs:
         hop = self.hop
         if RULES[action.kind].lane is Lane.SEND:
             hop = self.hop_behind(action.stage - (action.kind is Kind.SEND_B))
+        return self._of_part(hop, action.microbatch)
+
+    def hop_of(self, part: int) -> float:
+        """Seconds of a message of ``part``: the mean where not all links are alike."""
+        return self._of_part(self.hop, part)
+
+    def _of_part(self, hop: float, part: int) -> float:
         latency = min(self.latency, hop)
-        return latency + (hop - latency) * tokens_of(action.microbatch)
+        return latency + (hop - latency) * tokens_of(part)
 
     def hop_behind(self, stage: int) -> float:
         """Seconds of a message between ``stage`` and the next, either way."""
