@@ -303,7 +303,7 @@ def consider(
     Raises:
         ValueError: the schedule cannot be made so.
     """
-    limit = variant.problem.memory_limit or _limit_left(variant, room)
+    limit = variant.problem.memory_limit or limit_left(variant, room)
     made: list[Candidate] = []
     refusal: ValueError | None = None
     try:
@@ -341,7 +341,7 @@ def _ways_to_fit(variant: Variant, may_offload: bool) -> Iterator[Extras]:
         yield replace(problem.extras, recompute=Recompute(fit=True))
 
 
-def _limit_left(variant: Variant, room: float | None) -> MemoryLimit | None:
+def limit_left(variant: Variant, room: float | None) -> MemoryLimit | None:
     """What the model leaves of ``room`` on the rank where it takes most; None: not known, or
     nothing."""
     if room is None or variant.model is None:
@@ -351,7 +351,7 @@ def _limit_left(variant: Variant, room: float | None) -> MemoryLimit | None:
 
 
 def _without_offload(variant: Variant, method: VocabMethod, room: float | None) -> Candidate:
-    left = _limit_left(variant, room)
+    left = limit_left(variant, room)
     if left is not None and variant.problem.memory_limit is None:
         # One limit is for all ranks, and the fullest may be one that holds little.
         with contextlib.suppress(ValueError):

@@ -1,0 +1,230 @@
+"""Schedules with layouts, made better and compared."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from megatron_ext.schedule.build.auto_spec import SEARCHES
+from megatron_ext.schedule.build.registry import choose, entry_of
+from megatron_ext.schedule.placement import Placement, is_line_or_v
+from megatron_ext.schedule.plan.layouts.descent import TOO_FULL, Timed, descend
+from megatron_ext.schedule.plan.layouts.figures import StageFigures
+from megatron_ext.schedule.plan.layouts.layout import Layout
+from megatron_ext.schedule.plan.layouts.minimax import least_slowest_stage, with_even_ranks
+from megatron_ext.schedule.plan.layouts.work import Evaluated, Work, evaluate
+from megatron_ext.schedule.plan.planner import VocabMethod
+from megatron_ext.schedule.progress import Task
+
+_PLACEMENTS = 3  # whose layouts are made better: those where a step takes least before
+_EXACTLY = 2  # of those, which are simulated as they would run
+_SMALL = 2000  # microbatches on a stage: of what a search knows at once, in a second or two
+_NEARLY = 1.15  # of what fits
+_WORTH = 0.01  # of a step: what a divided vocabulary has to be able to gain
+
+Rule = Callable[[int], Layout]  # the layout of so many stages; raises ValueError
+Permits = Callable[[str, VocabMethod], None]  # raises ValueError
+
+
+@dataclass(frozen=True)
+class _Start:
+    """A schedule with the layout that it is made better from, and about what that takes."""
+
+    spec: str
+    layout: Layout
+    seconds: float
+
+
+class Candidates:
+    """Schedules and layouts within ``bound`` bytes of a rank.
+
+    Attributes:
+        refused: why schedules cannot be made.
+        barred: why schedules are not permitted.
+
+    Args:
+        rule: the layout that Megatron makes by itself.
+        permits: asked of each schedule.
+        search: as of `compare_layouts`.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        bound: float | None,
+        rule: Rule,
+        permits: Permits,
+        search: bool,
+        progress: Task,
+    ) -> None:
+        self._work, self._bound, self._rule = work, bound, rule
+        self._permits, self._search, self._progress = permits, search, progress
+        self._figures = StageFigures(work)
+        self._orders: dict[str, Timed] = {}
+        self.refused: dict[str, str] = {}
+        self.barred: dict[str, str] = {}
+
+    def by_rule(self, specs: Iterable[str]) -> list[Evaluated]:
+        """The best of ``specs`` with Megatron's own layouts."""
+        starts = [self._start([spec], self._by_rule) for spec in specs]
+        return self._exactly([start for start in starts if start], 1)
+
+    def by_layout(
+        self, ladders: Iterable[Sequence[str]], known: Sequence[Evaluated]
+    ) -> list[Evaluated]:
+        """The best with any layout, shortest first. Layouts of what is ``known`` are among those
+        that are made better.
+
+        Args:
+            ladders: schedules of one placement each, from those that hold most to those that hold
+                least; the first that fits counts.
+        """
+
+        def layouts(placement: Placement) -> list[Layout]:
+            balanced = least_slowest_stage(
+                len(self._work.model.layers), placement.stages, self._figures
+            )
+            even = with_even_ranks(balanced, placement, self._work.microbatches, self._figures)
+            of_known = [one.layout for one in known if one.layout.stages == placement.stages]
+            return list(dict.fromkeys([even, balanced, *self._by_rule(placement), *of_known]))
+
+        starts = [self._start(list(self._permitted(ladder)), layouts) for ladder in ladders]
+        ahead = sorted((start for start in starts if start), key=_about)[:_PLACEMENTS]
+        made = self._exactly([self._descended(start) for start in ahead], _EXACTLY)
+        self._tell([*known, *made])
+        return sorted(made, key=_seconds)
+
+    def further(self, made: Sequence[Evaluated]) -> list[Evaluated]:
+        """What searches find with the layouts of ``made``, and what schedules take with the
+        vocabulary divided."""
+        more: list[Evaluated] = []
+        for candidate in made:
+            report = candidate.candidate.report
+            placement = choose(candidate.schedule).place(self._work.ranks)
+            searches = [
+                found.spec
+                for found in SEARCHES
+                if (found.placement, found.chunks) == (placement.name, report.vpp)
+            ]
+            is_small = placement.stages * self._work.microbatches <= _SMALL
+            if self._search or is_small:
+                pairs = [(spec, candidate.layout) for spec in self._permitted(searches)]
+                more += self._evaluated(pairs)
+            if is_line_or_v(placement):
+                more += self._divided(candidate, placement)
+            self._tell([*made, *more])
+        return more
+
+    def _by_rule(self, placement: Placement) -> list[Layout]:
+        try:
+            return [self._rule(placement.stages)]
+        except ValueError:  # layers do not divide so
+            return []
+
+    def _divided(self, candidate: Evaluated, placement: Placement) -> list[Evaluated]:
+        """The schedule of ``candidate`` with the vocabulary divided, which leaves layers alone on
+        the stages; nothing where even work would gain little."""
+        at_best = self._work.microbatches * sum(candidate.work) / placement.ranks
+        if at_best > (1 - _WORTH) * candidate.seconds:
+            return []
+        layout = least_slowest_stage(
+            len(self._work.model.layers), placement.stages, self._figures, with_ends=False
+        )
+        made = []
+        for method in (VocabMethod.ONE, VocabMethod.TWO):
+            with contextlib.suppress(ValueError):
+                self._permits(candidate.schedule, method)
+                made.append(self._evaluate(candidate.schedule, layout, method))
+        return made
+
+    def _start(
+        self, ladder: Sequence[str], layouts: Callable[[Placement], list[Layout]]
+    ) -> _Start | None:
+        """The first of ``ladder`` that fits, or the last, with the best of its ``layouts``."""
+        start = None
+        for spec in ladder:
+            options = layouts(choose(spec).place(self._work.ranks))
+            if not options:
+                break
+            with self._refusing(spec):
+                start = _Start(spec, *self._timed(spec, options[0]).best_of(options))
+                if TOO_FULL <= start.seconds < _NEARLY * TOO_FULL:
+                    start = self._descended(start)  # which may make it fit
+                if start.seconds < TOO_FULL:
+                    break
+            self._progress.done += 1
+        return start
+
+    def _timed(self, spec: str, layout: Layout) -> Timed:
+        """The order of passes of ``spec`` with ``layout``."""
+        if spec in self._orders:
+            return self._orders[spec]
+        timed = Timed(self._work, spec, layout, self._figures, self._bound)
+        if not entry_of(spec).uses_costs:
+            self._orders[spec] = timed
+        return timed
+
+    def _permitted(self, specs: Iterable[str]) -> Iterator[str]:
+        for spec in specs:
+            try:
+                self._permits(spec, VocabMethod.NAIVE)
+            except ValueError as error:
+                self.barred[spec] = str(error)
+                continue
+            yield spec
+
+    def _descended(self, start: _Start) -> _Start:
+        try:
+            made = descend(partial(self._timed, start.spec), start.layout, self._progress)
+        except ValueError:  # of an order for another layout
+            return start
+        return _Start(start.spec, *made)
+
+    def _exactly(self, starts: Sequence[_Start], number: int) -> list[Evaluated]:
+        """So many of ``starts``, those that take least, as they would run."""
+        made: list[Evaluated] = []
+        for start in sorted(starts, key=_about):
+            made += self._evaluated([(start.spec, start.layout)])
+            if len(made) == number:
+                break
+        return made
+
+    def _evaluated(self, pairs: Iterable[tuple[str, Layout]]) -> list[Evaluated]:
+        made = []
+        for spec, layout in pairs:
+            with self._refusing(spec):
+                made.append(self._evaluate(spec, layout))
+        return made
+
+    def _evaluate(
+        self,
+        spec: str,
+        layout: Layout,
+        method: VocabMethod = VocabMethod.NAIVE,
+    ) -> Evaluated:
+        self._progress.done += 1
+        return evaluate(self._work, spec, layout, method, self._bound, search=self._search)
+
+    @contextlib.contextmanager
+    def _refusing(self, spec: str) -> Iterator[None]:
+        try:
+            yield
+        except ValueError as error:
+            self.refused[spec] = str(error)
+
+    def _tell(self, made: Sequence[Evaluated]) -> None:
+        best = min(made, key=_seconds, default=None)
+        if best is not None:
+            self._progress.found = (
+                f"the best so far is {best.schedule}, {best.seconds:.3g} s a step"
+            )
+
+
+def _about(start: _Start) -> float:
+    return start.seconds
+
+
+def _seconds(made: Evaluated) -> float:
+    return made.seconds
