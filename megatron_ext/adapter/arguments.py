@@ -16,6 +16,7 @@ from megatron_ext.adapter.layers import (
     segments_of_stages,
 )
 from megatron_ext.adapter.race.order import check_order
+from megatron_ext.adapter.slices.lengths import spans_of
 from megatron_ext.adapter.taken_over.groups import with_megatrons_group
 from megatron_ext.adapter.transformer_engine.captured import captures
 from megatron_ext.adapter.vocabulary_rows import check_divisible
@@ -92,6 +93,7 @@ def check(args: Any, config: PipelineConfig, make: Make = place_output_layer) ->
     made = _programs_of(config.choice, args, config, make)
     for program in made:
         refuse_order(args, program.schedule)
+        spans_of(program, args, args.seq_length)
         if config.post_validation:
             check_overlaps(program)
     return made

@@ -11,6 +11,7 @@ from megatron_ext.adapter.refusals import (
     POST_VALIDATION_REFUSALS,
     RECOMPUTE_REFUSALS,
     REFUSALS,
+    SLICES_REFUSALS,
     VOCABULARY_REFUSALS,
     WITHOUT_OFFLOAD_REFUSALS,
     Refusal,
@@ -72,6 +73,9 @@ def refuse(settings: Any, choice: Choice, extras: Extras = _NO_EXTRAS) -> None:
     elif choice.recomputes:
         ours = f"--pipeline-schedule {choice.spec}, which recomputes,"
         _refuse_settings(settings, choice, RECOMPUTE_REFUSALS, ours)
+    if extras.slices.count > 1:
+        ours = f"--pipeline-slices {extras.slices.count}"
+        _refuse_settings(settings, choice, SLICES_REFUSALS, ours)
     if extras.post_validation:
         ours = "--pipeline-post-validation"
         _refuse_settings(settings, choice, POST_VALIDATION_REFUSALS, ours)

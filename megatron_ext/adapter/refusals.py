@@ -235,6 +235,60 @@ OFFLOAD_REFUSALS = (
     ),
 )
 
+_WITHOUT_SLICES = "drop --pipeline-slices"
+
+SLICES_REFUSALS = (
+    *(
+        Refusal(
+            name,
+            bool,
+            f"routers' losses and counts are of whole microbatches, and slices of experts are "
+            f"untried: {_WITHOUT_SLICES}",
+        )
+        for name in ("num_experts", "num_moe_experts")
+    ),
+    Refusal(
+        "mtp_num_layers",
+        bool,
+        f"multi-token prediction looks at tokens of the next slice: {_WITHOUT_SLICES}",
+    ),
+    Refusal(
+        "context_parallel_size",
+        lambda value: value > 1,
+        "ranks that share a sequence have parts from its front and its back: write "
+        "--context-parallel-size 1, or " + _WITHOUT_SLICES,
+    ),
+    *(
+        Refusal(name, bool, f"packed sequences end anywhere: {_WITHOUT_SLICES}")
+        for name in ("sft", "dataloader_inter_document_masking")
+    ),
+    Refusal(
+        "variable_seq_lengths",
+        bool,
+        f"slices need one length: give all microbatches one sequence length, or {_WITHOUT_SLICES}",
+    ),
+    Refusal(
+        "cuda_graph_impl",
+        lambda value: value == "transformer_engine",
+        f"a graph has one shape, and slices attend to ever more: write --cuda-graph-impl none, or "
+        f"{_WITHOUT_SLICES}",
+    ),
+    *(
+        Refusal(name, bool, f"{kind} carries a state over slices: {_WITHOUT_SLICES}")
+        for name, kind in (
+            ("hybrid_layer_pattern", "a hybrid model"),
+            ("hybrid_override_pattern", "a hybrid model"),
+            ("is_hybrid_model", "a hybrid model"),
+            ("experimental_attention_variant", "experimental attention"),
+        )
+    ),
+    *(
+        _drop(name, "attention of fewer queries than keys is untried in FP8")
+        for name in ("fp8_dot_product_attention", "fp8_multi_head_attention")
+    ),
+    _drop("tp_comm_overlap", "its communication buffers are of whole sequences"),
+)
+
 _WITHOUT_RECOMPUTE = "drop --pipeline-recompute"
 _COUNTED_IN_ORDER = "its sum over microbatches is counted in another order where some run again"
 

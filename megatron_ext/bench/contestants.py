@@ -185,10 +185,12 @@ def ours(
     name = f"megatron-ext {spec}" + f", vocabulary {vocabulary}" * divides
     name += f", offload {offload}" * (offload is not Offload.NONE)
     name += ", post-validation" * post_validation
+    contender = Contender(
+        name, ideal_of(program), _passes(program), step, program=program, recorder=recorder
+    )
     if not post_validation:
-        return Contender(name, ideal_of(program), _passes(program), step)
-    after_bad = ideal_after_bad(program)
-    return Contender(name, ideal_of(program), _passes(program), step, settle, after_bad)
+        return contender
+    return replace(contender, settle=settle, ideal_after_bad=ideal_after_bad(program))
 
 
 def torchs(ranks: int, microbatches: int, costs: str) -> Iterator[Contender]:

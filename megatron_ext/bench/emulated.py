@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.program.verify import Program
 
 SHAPE = (1, 1, 8)  # of what passes between stages
 DTYPE = torch.float32
@@ -134,6 +136,7 @@ class Contender:
         step: runs one step.
         settle: with post-validation, settles the last step after it; else None.
         ideal_after_bad: with post-validation, as ``ideal``, of a step that follows a bad verdict.
+        program, recorder: of ours, what runs, and what knows when its passes do.
     """
 
     name: str
@@ -142,6 +145,8 @@ class Contender:
     step: Callable[[], None]
     settle: Callable[[], None] | None = None
     ideal_after_bad: float | None = None
+    program: Program | None = None
+    recorder: Recorder | None = None
 
 
 def data() -> Tensor:

@@ -26,6 +26,7 @@ from megatron_ext.schedule.problem import Offload, VocabularyParallel
 
 if TYPE_CHECKING:
     from megatron_ext.bench.emulated import Contender
+    from megatron_ext.schedule.show.page.run import Run
 
 STEPS = 3  # timed, after one that is not
 STEPS_IN_A_ROW = 10  # the same, where steps may overlap
@@ -127,12 +128,14 @@ class Report:
         autograd_microseconds: what autograd alone takes for a pass, after a sleep of 20 ms, and
             after none. Every executor has this beside its passes, and the caches of a rank that has
             slept are cold.
+        shown: a step of each of ours, ideal and measured, if that was asked for.
     """
 
     rows: list[Measured]
     real_time: bool
     late: float
     autograd_microseconds: tuple[float, float]
+    shown: tuple[Run, ...] = ()
 
     @property
     def doubts(self) -> list[str]:
@@ -169,10 +172,11 @@ class _Launch:
     real_time: bool
     late: float
     autograd: tuple[float, float]
+    shown: tuple[Run, ...] = ()
 
 
-def measure(setting: Setting, progress: Callable[[str], None]) -> Report:
-    """Measure ``setting``; ``progress`` is told what runs.
+def measure(setting: Setting, progress: Callable[[str], None], *, shows: bool = False) -> Report:
+    """Measure ``setting``; ``progress`` is told what runs. ``shows``: record a step of ours, too.
 
     Raises:
         ValueError: a schedule that these sizes do not allow.
@@ -187,7 +191,7 @@ def measure(setting: Setting, progress: Callable[[str], None]) -> Report:
     launches = []
     for number in range(setting.launches):
         progress(f"launch {number + 1} of {setting.launches}")
-        launches.append(_launch(setting))
+        launches.append(_launch(setting, shows=shows and number == 0))
     stock = statistics.median(launch.steps["megatron 1f1b"].seconds for launch in launches)
     return Report(
         [
@@ -200,6 +204,7 @@ def measure(setting: Setting, progress: Callable[[str], None]) -> Report:
             1e6 * statistics.median(launch.autograd[0] for launch in launches),
             1e6 * statistics.median(launch.autograd[1] for launch in launches),
         ),
+        launches[0].shown,
     )
 
 
@@ -230,22 +235,23 @@ def draw_report(report: Report, path: Path) -> None:
     draw_bars(names, [(row.ideal, row.measured) for row in report.rows], path)
 
 
-def _launch(setting: Setting) -> _Launch:
+def _launch(setting: Setting, *, shows: bool) -> _Launch:
     """Fork the ranks, let them run every contender, and return what rank 0 gathered."""
     import torch.multiprocessing
 
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.start_processes(
-            _rank, (setting, folder), nprocs=setting.ranks, start_method="fork"
+            _rank, (setting, folder, shows), nprocs=setting.ranks, start_method="fork"
         )
         launch: _Launch = pickle.loads(Path(folder, "result").read_bytes())
         return launch
 
 
-def _rank(rank: int, setting: Setting, folder: str) -> None:
+def _rank(rank: int, setting: Setting, folder: str, shows: bool) -> None:
     import torch
     import torch.distributed as dist
 
+    from megatron_ext.bench.recorded import recorded
     from megatron_ext.patches.engine import apply
 
     cpu = importlib.import_module(CPU_PLATFORM)
@@ -261,6 +267,7 @@ def _rank(rank: int, setting: Setting, folder: str) -> None:
     late = _largest(_lateness())
     autograd = _largest(_autograd(0.02)), _largest(_autograd(0.0))
     steps = {}
+    shown: list[Run] = []
     for contender in _contenders(setting, setting.costs, Path(folder)):
         seconds, after_bad = _seconds_of(contender, setting)
         steps[contender.name] = _Steps(
@@ -271,11 +278,12 @@ def _rank(rank: int, setting: Setting, folder: str) -> None:
             seconds,
             after_bad,
         )
+        shown += recorded(contender) if shows else ()
     for free in _contenders(setting, _FREE, Path(folder)):
         host_seconds = _median_of(free, setting.steps)
         steps[free.name] = replace(steps[free.name], host_seconds=host_seconds)
     if rank == 0:
-        launch = _Launch(steps, real_time, late, autograd)
+        launch = _Launch(steps, real_time, late, autograd, tuple(shown))
         Path(folder, "result").write_bytes(pickle.dumps(launch))
     dist.barrier()
     dist.destroy_process_group()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import typer
 
 from megatron_ext.commands.output import gib, print_table
+from megatron_ext.commands.plan_pictures import PlanPictures
 from megatron_ext.commands.plan_tables import print_unit
 from megatron_ext.commands.progress import showing_progress
 from megatron_ext.schedule.build.registry import Mark
@@ -22,14 +22,14 @@ NOTHING_FITS = "no schedule fits, on all pipeline ranks or on half of them"
 
 
 def show_halves(
-    compare: Callable[[], Halves], plot: Path | None, as_json: bool, *, is_estimate: bool
+    compare: Callable[[], Halves], pictures: PlanPictures, as_json: bool, *, is_estimate: bool
 ) -> None:
     """Print what ``compare`` finds.
 
     Raises:
         ValueError: there is no half, nothing fits on any side, or a picture is asked for.
     """
-    refuse_picture(plot)
+    pictures.refuse("--half-pipeline")
     with showing_progress():
         halves = compare()
     if as_json:
@@ -40,12 +40,6 @@ def show_halves(
             typer.echo(f"write for {halves.half.division}: {' '.join(halves.half.flags)}")
     if not halves.fits:
         raise ValueError(NOTHING_FITS)
-
-
-def refuse_picture(plot: Path | None) -> None:
-    """Raise ValueError if one is asked for."""
-    if plot is not None:
-        raise ValueError("--half-pipeline draws no picture: leave out --plot")
 
 
 def print_halves(halves: Halves, *, is_estimate: bool) -> None:

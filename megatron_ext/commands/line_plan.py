@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from megatron_ext.commands.half_pipeline import NOTHING_FITS, print_halves, refuse_picture
+from megatron_ext.commands.half_pipeline import NOTHING_FITS, print_halves
+from megatron_ext.commands.layout_tables import print_layouts
 from megatron_ext.commands.output import fail, gib
+from megatron_ext.commands.plan_pictures import PlanPictures
 from megatron_ext.commands.plan_tables import (
     print_memory,
     print_plan,
@@ -23,7 +25,6 @@ from megatron_ext.config import flag
 from megatron_ext.schedule.model.gpus import parse_gpu
 from megatron_ext.schedule.plan.plan_report import plan_report
 from megatron_ext.schedule.plan.recommendation import slower_by
-from megatron_ext.schedule.show.draw import check_picture, draw_plan
 
 if TYPE_CHECKING:
     from megatron_ext.launch_check.line_plan import Asked, LinePlan
@@ -39,7 +40,7 @@ def plan_of_line(
     gpu: str | None,
     settings: Mapping[str, str | bool | None],
     as_json: bool,
-    plot: Path | None,
+    pictures: PlanPictures,
 ) -> None:
     """Plan for the launch line ``words``, or the arguments in the file ``config``.
 
@@ -49,13 +50,11 @@ def plan_of_line(
     from megatron_ext.patches.engine import PatchError
 
     try:
-        if plot is not None:
-            check_picture(plot)
+        pictures.check()
         asked = _asked(words, config, world_size, gpu, settings)
         with showing_progress():
             made = plan_line(asked)
-        if plot is not None:
-            draw_plan(made.plan, plot)
+        pictures.draw(made.plan, is_estimate=settings["costs"] is None)
     except (ValueError, OSError, PatchError) as error:
         fail(error)
     if as_json:
@@ -74,14 +73,14 @@ def halves_of_line(
     gpu: str | None,
     settings: Mapping[str, str | bool | None],
     as_json: bool,
-    plot: Path | None,
+    pictures: PlanPictures,
 ) -> None:
     """The line, and the same on half of its pipeline ranks. Arguments as of `plan_of_line`."""
     from megatron_ext.launch_check.line_plan import plan_halves
     from megatron_ext.patches.engine import PatchError
 
     try:
-        refuse_picture(plot)
+        pictures.refuse("--half-pipeline")
         asked = _asked(words, config, world_size, gpu, settings)
         with showing_progress():
             made = plan_halves(asked)
@@ -152,11 +151,12 @@ def _print(made: LinePlan, *, is_estimate: bool) -> None:
         print_memory(report.recommended)
     for remark in made.remarks:
         typer.echo(f"\n{remark}")
-    if made.plan.best is None:
-        return
-    typer.echo(f"\n{_comparison(made)}")
-    if made.flags:
-        _print_flags(made.flags, made.dropped)
+    if made.plan.best is not None:
+        typer.echo(f"\n{_comparison(made)}")
+        if made.flags:
+            _print_flags(made.flags, made.dropped)
+    if made.layouts is not None:
+        print_layouts(made.layouts, is_estimate=is_estimate)
 
 
 def _print_flags(flags: Sequence[str], dropped: Sequence[str], purpose: str = "") -> None:

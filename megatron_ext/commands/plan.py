@@ -13,8 +13,9 @@ import typer
 
 from megatron_ext.commands.half_pipeline import show_halves
 from megatron_ext.commands.line_plan import halves_of_line, plan_of_line
-from megatron_ext.commands.options import UNIT, Json, Limit, PostValidation
+from megatron_ext.commands.options import UNIT, HtmlPage, Json, Limit, PostValidation
 from megatron_ext.commands.output import fail
+from megatron_ext.commands.plan_pictures import PlanPictures
 from megatron_ext.commands.plan_tables import (
     print_full_recompute,
     print_plan,
@@ -42,7 +43,6 @@ from megatron_ext.schedule.plan.model_plan import Training
 from megatron_ext.schedule.plan.plan_report import PlanReport, plan_report
 from megatron_ext.schedule.plan.planner import Plan, VariantOf, make_plan
 from megatron_ext.schedule.plan.vocabulary_plan import variants_of
-from megatron_ext.schedule.show.draw import check_picture, draw_plan
 
 
 def plan(
@@ -60,6 +60,7 @@ def plan(
     plot: Annotated[
         Path | None, typer.Option(help="Draw time against memory, as .svg or .png.")
     ] = None,
+    page: HtmlPage = None,
     layers: Annotated[
         int | None,
         typer.Option(
@@ -113,6 +114,7 @@ def plan(
     Stable schedules are recommended, and the others shown apart: megatron-ext schedules has the
     marks.
     """
+    pictures = PlanPictures(plot, page)
     if context.args or config is not None:
         if any((pp, microbatches, model, layers, distributed_optimizer, tp > 1, dp > 1)):
             fail(ValueError(_BESIDE_A_LINE))
@@ -122,13 +124,12 @@ def plan(
             "post_validation": post_validation,
         }
         of_line = halves_of_line if half_pipeline else plan_of_line
-        of_line(context.args, config, world_size, gpu, settings, as_json, plot)
+        of_line(context.args, config, world_size, gpu, settings, as_json, pictures)
         return
     if pp is None or microbatches is None:
         fail(ValueError(_NEEDED))
     try:
-        if plot is not None:
-            check_picture(plot)
+        pictures.check()
         limit = None if memory_limit is None else parse_limit(memory_limit, pp, microbatches)
         if model is None:
             if any((gpu, tp > 1, dp > 1, distributed_optimizer)):
@@ -148,11 +149,10 @@ def plan(
             )
             layers = len(training.model.layers)
         if half_pipeline:
-            show_halves(asked.compare_halves, plot, as_json, is_estimate=asked.is_estimate)
+            show_halves(asked.compare_halves, pictures, as_json, is_estimate=asked.is_estimate)
             return
         plan_made, again = asked.plan()
-        if plot is not None:
-            draw_plan(plan_made, plot)
+        pictures.draw(plan_made, is_estimate=asked.is_estimate)
     except (ValueError, OSError) as error:
         fail(error)
     report = plan_report(plan_made, layers)

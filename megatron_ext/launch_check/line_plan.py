@@ -19,6 +19,7 @@ from megatron_ext.schedule.words import counted
 
 if TYPE_CHECKING:
     from megatron_ext.launch_check.alternatives.half_pipeline import LineHalves
+    from megatron_ext.launch_check.alternatives.layouts import LaidOut
     from megatron_ext.launch_check.variants import LineVariants
 
 _METHODS = frozenset([VocabMethod.NAIVE, VocabMethod.ONE, VocabMethod.TWO])
@@ -53,6 +54,7 @@ class LinePlan:
         dropped: Megatron's flags that go from the line, by the schedule that is taken.
         flags: that are written on it.
         gives: where nothing fits, what would make the leanest schedule fit.
+        layouts: what others than the line's would gain; None where that cannot be told.
     """
 
     plan: Plan
@@ -62,6 +64,7 @@ class LinePlan:
     flags: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
     gives: tuple[str, ...] = ()
+    layouts: LaidOut | None = None
 
     @property
     def of_line(self) -> Candidate | None:
@@ -80,6 +83,7 @@ class LinePlan:
             "dropped": self.dropped,
             "remarks": self.remarks,
             "would_fit": self.gives,
+            "layouts": self.layouts and self.layouts.as_data(),
         }
 
 
@@ -194,13 +198,27 @@ def _plan(read: ReadLine) -> LinePlan:
     line, room = read.variants, read.room
     assert line.own is not None
     plan = make_plan(line.variant, room, may_offload=True)
-    made = LinePlan(plan, read.facts, line.own, read.remarks)
+    made = LinePlan(plan, read.facts, line.own, read.remarks, layouts=_layouts(read))
     if plan.best is None:
         return replace(made, gives=tuple(_what_would_fit(line, room)))
     rewritten = line.rewritten(plan.best.schedule)
     remarks = (*read.remarks, *_on_loading(read.validated, plan.best, made.own))
     flags = () if plan.best is made.of_line else (*flags_of(plan.best, None), *rewritten.added)
     return replace(made, remarks=remarks, flags=flags, dropped=rewritten.dropped)
+
+
+def _layouts(read: ReadLine) -> LaidOut | None:
+    """What other layouts would gain; None where nothing is known of single layers."""
+    from megatron_ext.launch_check.alternatives.layouts import lay_out
+
+    line = read.variants
+    if not line.config.costs.is_estimate:
+        return None
+    assert line.own is not None
+    try:
+        return lay_out(line, read.validated, line.own, read.room)
+    except ValueError:  # the line itself cannot be trained, as its own row says
+        return None
 
 
 def _assumed(asked: Asked, args: Any, ranks: int | None) -> Iterator[str]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.action import Action, Kind, Slice, tokens_of
 from megatron_ext.schedule.kinds import HOST_LANES, RULES, Held, Lane, Where
 from megatron_ext.schedule.placement import Placement
 
@@ -88,6 +89,12 @@ class Costs:
         host: what copies to the host and back take; None when that is not known.
         spared: seconds per stage that I and W take less where one follows the other at once, as in
             B, since one hides what the other waits for; () where that is nothing.
+        attention: the share of F, and of I and W together, that grows with the square of the
+            sequence, per stage: of what the layers take, without the vocabulary's. Of a backward
+            pass all of that is in I. () where it is nothing, or not known.
+        latency: the seconds of a hop that a short message takes, too.
+        keys_values: bytes per stage of a microbatch's keys and values, which are part of the
+            activation; () where that is not known.
         whole: of costs whose vocabulary is shared by the ranks, what they were before.
         origin: how these figures came about, for people to read.
     """
@@ -101,6 +108,9 @@ class Costs:
     whole: Costs | None = None
     message_bytes: float = 0.0
     spared: tuple[float, ...] = ()
+    attention: tuple[float, ...] = ()
+    latency: float = 0.0
+    keys_values: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not any(map(any, self.seconds.values())):
@@ -119,12 +129,47 @@ class Costs:
             return 0.0
         if rule.lane is Lane.COMPUTE:
             passes = [rule.repeats] if rule.repeats is not None else rule.covers
-            seconds = sum(self.seconds[kind][action.stage] for kind in passes)
-            return seconds - (self.spared_on(action.stage) if len(rule.covers) > 1 else 0.0)
+            seconds = sum(self._of_pass(kind, action) for kind in passes)
+            is_whole = len(rule.covers) > 1
+            return seconds - (self.spared_by(action) if is_whole else 0.0)
         if rule.lane in HOST_LANES:
             assert self.host is not None
-            return self.host.seconds[action.kind][action.stage]
-        return self.hop if rule.lane in (Lane.SEND, Lane.COLLECTIVE) else 0.0
+            return self.host.seconds[action.kind][action.stage] * tokens_of(action.microbatch)
+        return self._of_message(action) if rule.lane in (Lane.SEND, Lane.COLLECTIVE) else 0.0
+
+    def _of_message(self, action: Action) -> float:
+        latency = min(self.latency, self.hop)
+        return latency + (self.hop - latency) * tokens_of(action.microbatch)
+
+    def _of_pass(self, kind: Kind, action: Action) -> float:
+        """Of ``kind``, whose work ``action`` does. A slice attends to itself and those before."""
+        whole = self.seconds[kind][action.stage]
+        part = action.microbatch
+        if not isinstance(part, Slice):
+            return whole
+        squared = self.of_attention(kind, action.stage)
+        return (whole - squared) * tokens_of(part) + squared * (part.end**2 - part.begin**2)
+
+    def of_attention(self, kind: Kind, stage: int) -> float:
+        """The seconds of ``kind`` on ``stage`` that grow with the square of the sequence."""
+        if not self.attention or kind not in (Kind.FORWARD, Kind.BACKWARD_INPUT):
+            return 0.0
+        layers = self.without_vocabulary().seconds
+        if kind is Kind.FORWARD:
+            return self.attention[stage] * layers[kind][stage]
+        backward = layers[kind][stage] + layers[Kind.BACKWARD_WEIGHT][stage]
+        return min(self.attention[stage] * backward, layers[kind][stage])
+
+    @cached_property
+    def attention_share(self) -> float:
+        """The share of all passes of a microbatch that grows with the square of the sequence."""
+        kinds = Kind.FORWARD, Kind.BACKWARD_INPUT
+        squared = sum(self.of_attention(k, s) for k in kinds for s in range(self.stages))
+        return squared / sum(map(sum, self.seconds.values()))
+
+    def spared_by(self, action: Action) -> float:
+        """`spared_on` the stage of ``action``, of what it is of."""
+        return self.spared_on(action.stage) * tokens_of(action.microbatch)
 
     def spared_on(self, stage: int) -> float:
         """Seconds that I and W of ``stage`` take less, one right after the other."""
@@ -164,6 +209,19 @@ class Costs:
             self.origin,
             message_bytes=self.message_bytes,
             spared=joined(self.spared) if self.spared else (),
+            attention=self._attention_joined(rows),
+            latency=self.latency,
+            keys_values=joined(self.keys_values) if self.keys_values else (),
+        )
+
+    def _attention_joined(self, rows: Sequence[Sequence[int]]) -> tuple[float, ...]:
+        if not self.attention:
+            return ()
+        squared = [self.of_attention(Kind.FORWARD, stage) for stage in range(self.stages)]
+        forward = self.seconds[Kind.FORWARD]  # from now on with the vocabulary's
+        return tuple(
+            sum(squared[stage] for stage in row) / (sum(forward[stage] for stage in row) or 1.0)
+            for row in rows
         )
 
     def with_host(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ _PASSES = {"f": Kind.FORWARD, "i": Kind.BACKWARD_INPUT, "w": Kind.BACKWARD_WEIGH
 _PARTS = {"head": "F, I and W", "embedding": "the lookup and the weight gradient"}
 _COPIES = ("d2h", "h2d")
 _LINK = ("link", "duplex")
+# What slices of a sequence ask for: which share of passes is attention's, and what of a hop stays.
+_SLICES = ("attention", "latency")
 
 _SINGLE = (Held.LOGITS.value, Held.MESSAGE.value)  # bytes that are one figure, of no stage
 
@@ -34,6 +37,10 @@ def format_costs(costs: Costs) -> str:
     seconds = costs.without_vocabulary().seconds
     parts = [f"{key}={_joined(seconds[kind])}" for key, kind in _PASSES.items()]
     parts.append(f"comm={costs.hop:.4g}")
+    if any(costs.attention):
+        parts.append(f"attention={_joined(costs.attention)}")
+    if costs.latency:
+        parts.append(f"latency={costs.latency:.4g}")
     if costs.vocabulary is not None:
         given = {"head": costs.vocabulary.head, "embedding": costs.vocabulary.embedding}
         parts += [f"{key}={_joined(figures)}" for key, figures in given.items() if any(figures)]
@@ -86,7 +93,10 @@ def parse_costs(text: str, placement: Placement) -> Costs:
     first stage take beside their layers. ``d2h=6,h2d=6`` are the copies of all that a microbatch
     of a full rank leaves for its backward pass to the host and back (one figure, or one per stage;
     h2d is d2h if left out), ``link=2`` is how many ranks in a row share a link to the host, and
-    ``duplex=0`` that a link carries one direction at a time. The inverse of `format_costs`.
+    ``duplex=0`` that a link carries one direction at a time. For slices of a sequence,
+    ``attention=0.3`` is the share of f, and of i and w together, that grows with the square of the
+    sequence, and ``latency=0.1`` what of comm a short message takes, too. The inverse of
+    `format_costs`.
 
     Raises:
         ValueError: neither, a figure missing, negative or given twice.
@@ -105,7 +115,7 @@ def parse_costs(text: str, placement: Placement) -> Costs:
             figures[key] = [float(figure) for figure in value.split("/")]
         except ValueError:
             raise ValueError(f"costs {text!r}: {part!r} is no figure; {_EXAMPLE}") from None
-    unknown = figures.keys() - {*_PASSES, "comm", *_PARTS, *_COPIES, *_LINK}
+    unknown = figures.keys() - {*_PASSES, "comm", *_PARTS, *_COPIES, *_LINK, *_SLICES}
     missing = _PASSES.keys() - figures.keys()
     if unknown or missing:
         what = _listed(unknown or missing) + (" is unknown" if unknown else " is missing")
@@ -115,8 +125,35 @@ def parse_costs(text: str, placement: Placement) -> Costs:
     if len(hops) > 1:
         raise ValueError(f"costs {text!r}: comm is one figure; {_EXAMPLE}")
     _check_figures(text, hops)
-    costs = _with_vocabulary(Costs(seconds, hops[0]), figures, 0.0, text)
+    costs = _with_slices(Costs(seconds, hops[0]), figures, text)
+    costs = _with_vocabulary(costs, figures, 0.0, text)
     return _with_host(costs, figures, placement, text)
+
+
+def _with_slices(costs: Costs, figures: Mapping[str, Any], what: str) -> Costs:
+    """``costs``, and what ``figures`` have under the keys of `_SLICES`, if anything."""
+    given = {
+        key: figures[key] if isinstance(figures[key], list) else [figures[key]]
+        for key in _SLICES
+        if key in figures
+    }
+    for key, values in given.items():
+        _check_figures(f"{what}, {key}", values)
+    shares = given.get("attention", [])
+    if len(shares) not in (0, 1, costs.stages) or any(share > 1 for share in shares):
+        raise ValueError(
+            f"costs {what}: attention is a share of passes from 0 to 1, one or one per stage, not "
+            f"{_joined(shares)}"
+        )
+    latency = given.get("latency", [0.0])
+    if len(latency) > 1 or latency[0] > costs.hop:
+        raise ValueError(
+            f"costs {what}: latency is one figure, and a part of comm, which is {costs.hop:g}; it "
+            f"is {_joined(latency)}"
+        )
+    if len(shares) == 1:
+        shares = shares * costs.stages
+    return replace(costs, attention=tuple(map(float, shares)), latency=float(latency[0]))
 
 
 def _with_vocabulary(
@@ -176,9 +213,10 @@ def load_costs(path: Path, placement: Placement) -> Costs:
     ``f``, ``i`` and ``w`` are one figure per microbatch of a full rank, or a list of one figure per
     stage. ``bytes``, if there, maps ``activation`` and ``weight inputs`` likewise. ``head`` and
     ``embedding`` are lists as in `parse_costs`, and ``bytes`` may have ``logits``, one figure: what
-    the last stage holds beside its layers, and ``message``: what goes from stage to stage.
-    ``d2h``, ``h2d``, ``link`` and ``duplex`` are those of `parse_costs`, and ``origin`` is a text
-    for people.
+    the last stage holds beside its layers, ``message``: what goes from stage to stage, and
+    ``keys and values``, given like ``activation``, whose part they are. ``attention``,
+    ``latency``, ``d2h``, ``h2d``, ``link`` and ``duplex`` are those of `parse_costs`, and
+    ``origin`` is a text for people.
 
     Raises:
         ValueError: no such file, not JSON, another version, lists of another length, or keys that
@@ -194,7 +232,7 @@ def load_costs(path: Path, placement: Placement) -> Costs:
     missing = _PASSES.keys() - data.keys()
     if missing:
         raise ValueError(f"costs file {path} lacks {_listed(missing)}; {_EXAMPLE}")
-    known = ["version", "origin", *_PASSES, "comm", "bytes", *_PARTS, *_COPIES, *_LINK]
+    known = ["version", "origin", *_PASSES, "comm", "bytes", *_PARTS, *_COPIES, *_LINK, *_SLICES]
     unknown = data.keys() - set(known)
     if unknown:
         raise ValueError(
@@ -206,15 +244,19 @@ def load_costs(path: Path, placement: Placement) -> Costs:
         return _per_stage(figures, placement, f"{path}, {what}")
 
     held, single = None, dict.fromkeys(_SINGLE, 0.0)
+    keys_values: tuple[float, ...] = ()
     if "bytes" in data:
         figures = data["bytes"]
         of_stages = (Held.ACTIVATION, Held.WEIGHT_INPUTS)
         names = [what.value for what in of_stages]
-        if not isinstance(figures, dict) or figures.keys() - set(_SINGLE) != set(names):
+        optional = (*_SINGLE, Held.KEYS_VALUES.value)
+        if not isinstance(figures, dict) or figures.keys() - set(optional) != set(names):
             raise ValueError(
                 f"costs file {path}: bytes must give {' and '.join(names)}, and may give "
-                f"{' and '.join(_SINGLE)}"
+                f"{' and '.join(optional)}"
             )
+        if Held.KEYS_VALUES.value in figures:
+            keys_values = per_stage(figures[Held.KEYS_VALUES.value], Held.KEYS_VALUES.value)
         for name in _SINGLE:
             single[name] = figures.get(name, 0.0)
             _check_figures(f"{path}, {name}", [single[name]])
@@ -224,7 +266,10 @@ def load_costs(path: Path, placement: Placement) -> Costs:
     _check_figures(f"{path}, comm", [hop])
     origin = f"{path} ({data['origin']})" if "origin" in data else str(path)
     message_bytes = float(single[Held.MESSAGE.value])
-    costs = Costs(seconds, float(hop), held, origin, message_bytes=message_bytes)
+    costs = Costs(
+        seconds, float(hop), held, origin, message_bytes=message_bytes, keys_values=keys_values
+    )
+    costs = _with_slices(costs, data, str(path))
     costs = _with_vocabulary(costs, data, float(single[Held.LOGITS.value]), str(path))
     return _with_host(costs, data, placement, str(path))
 
@@ -243,6 +288,10 @@ def save_costs(costs: Costs, path: Path) -> None:
     data: dict[str, Any] = {"version": FILE_VERSION, "origin": costs.origin}
     data |= {key: _rounded(layers.seconds[kind]) for key, kind in _PASSES.items()}
     data["comm"] = _rounded([costs.hop])[0]
+    if any(costs.attention):
+        data["attention"] = _rounded(costs.attention)
+    if costs.latency:
+        data["latency"] = _rounded([costs.latency])[0]
     for key in _PARTS:
         if any(figures := getattr(vocabulary, key)):
             data[key] = _rounded(figures)
@@ -253,6 +302,8 @@ def save_costs(costs: Costs, path: Path) -> None:
         data["bytes"] = {
             held.value: _integers(figures) for held, figures in layers.held_bytes.items()
         }
+        if costs.keys_values:
+            data["bytes"][Held.KEYS_VALUES.value] = _integers(costs.keys_values)
         data["bytes"][Held.LOGITS.value] = round(vocabulary.logits_bytes)
         data["bytes"][Held.MESSAGE.value] = round(costs.message_bytes)
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in data.items()]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.action import Action, Kind, Slice, whole_of
 from megatron_ext.schedule.columns import Columns, columns_of
 from megatron_ext.schedule.kinds import RULES, Lane, Where
 from megatron_ext.schedule.placement import Placement
@@ -25,6 +25,11 @@ class Schedule:
     @property
     def compute_rows(self) -> tuple[tuple[Action, ...], ...]:
         return tuple(tuple(a for a in row if is_compute(a)) for row in self.rows)
+
+    @property
+    def microbatches(self) -> int:
+        """How many microbatches it is of."""
+        return 1 + max(whole_of(action.microbatch) for row in self.rows for action in row)
 
     @cached_property
     def columns(self) -> Columns:
@@ -67,7 +72,9 @@ def bitwise_order(schedule: Schedule) -> bool:
     """Whether F, I (or B) and W of each stage each run in microbatch order, as in stock Megatron.
 
     Then gradients are summed in stock's order, and the results are stock's to the last bit. (Not
-    with vocabulary parallelism: the ranks' shards are summed in another order.)
+    with vocabulary parallelism: the ranks' shards are summed in another order.) Where microbatches
+    are cut into slices, those come in order in F, and in the reverse in I (or B) and in W: then the
+    results are those of every such schedule with these slices.
     """
     passes = (action for row in schedule.compute_rows for action in row)
     if any(RULES[action.kind].where is not Where.STAGE for action in passes):
@@ -82,7 +89,15 @@ def in_microbatch_order(schedule: Schedule) -> bool:
     for row in schedule.compute_rows:
         for action in row:
             for kind in RULES[action.kind].covers:
-                if latest.get((action.stage, kind), -1) > action.microbatch:
+                turn = _turn(kind, action.microbatch)
+                if latest.get((action.stage, kind), -1) > turn:
                     return False
-                latest[action.stage, kind] = action.microbatch
+                latest[action.stage, kind] = turn
     return True
+
+
+def _turn(kind: Kind, microbatch: int) -> int:
+    """The how-manieth of its stage's passes of ``kind`` that of ``microbatch`` should be."""
+    if not isinstance(microbatch, Slice) or RULES[kind].in_evaluation:
+        return microbatch
+    return (microbatch.whole + 1) * microbatch.slices - 1 - microbatch.slice

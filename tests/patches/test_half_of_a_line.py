@@ -67,7 +67,8 @@ def test_a_line_and_half_of_it() -> None:
     before, after = halves.whole.plan.best, halves.half.plan.best
     assert before is not None and before.memory is not None
     assert after is not None and after.memory is not None
-    gradients = [max(rank.model.gradients for rank in side.memory) for side in (before, after)]
+    memory = before.memory, after.memory
+    gradients = [max(rank.model.gradients for rank in ranks) for ranks in memory]
     assert 1.3 * gradients[0] < gradients[1] < 2 * gradients[0]  # the output layer is on one rank
     assert halves.whole.reduction is not None and halves.half.reduction is not None
     assert halves.half.reduction.gradients > halves.whole.reduction.gradients > 0

@@ -127,7 +127,7 @@ def test_an_order_is_timed_as_it_is_simulated(model: Model, spec: str) -> None:
     exact = evaluate(training, spec, layout)
     figures = StageFigures(training)
     problem = training.variant(spec, layout).problem
-    order = Order(choose(spec).build(problem), problem.costs.hop)
+    order = Order(choose(spec).build(problem), problem.costs.hop, problem.costs.message_bytes)
     of_stages = figures.of(np.array([layout.layers]))
     assert order.seconds(of_stages)[0] == pytest.approx(exact.candidate.step, rel=0.03)
     assert order.rank_bytes(of_stages)[0] == pytest.approx(exact.rank_bytes, rel=0.05)
@@ -136,8 +136,7 @@ def test_an_order_is_timed_as_it_is_simulated(model: Model, spec: str) -> None:
 def made_better(training: Work, room: float | None = None) -> Layout:
     figures = StageFigures(training)
     timed = Timed(training, "1f1b", evenly(16, 4), figures, room)
-    layout, _ = descend(lambda layout: timed, evenly(16, 4), Task(""))
-    return layout
+    return descend(lambda layout: timed, evenly(16, 4), Task("")).layout
 
 
 def test_a_layer_goes_where_a_step_gains() -> None:
@@ -168,7 +167,7 @@ def test_a_short_step_tells_of_a_long_one() -> None:
     figures = StageFigures(training)
     layout = Layout((5, 5, 4, 2))
     timed = Timed(training, "1f1b", layout, figures, None)
-    _, seconds = timed.best_of([layout])
+    seconds = timed.best_of([layout]).seconds
     exact = evaluate(training, "1f1b", layout).candidate.step
     assert seconds == pytest.approx(exact, rel=0.01)
 

@@ -66,6 +66,19 @@ def held_of_stage(model: Model, stage: Stage, execution: Execution) -> tuple[flo
     return activation, left
 
 
+def keys_values_of_stage(model: Model, stage: Stage, execution: Execution) -> float:
+    """Bytes of a microbatch's keys and values on a rank of ``stage``, which later slices of the
+    sequence attend to."""
+    width = 2 * model.key_value_width
+    if model.multi_latent_attention:
+        keys = model.qk_head_dim + model.qk_pos_emb_head_dim
+        width = model.num_attention_heads * (keys + model.v_head_dim)
+    layers = (*stage.layers, *[model.mtp_layer] * stage.depths)
+    attentions = sum(symbol in "*w+" for layer in layers for symbol in layer)
+    share = execution.tokens * execution.element_bytes / execution.tensor_parallel
+    return attentions * width * share
+
+
 def _left_for_w(kept: Kept, execution: Execution) -> float:
     """Widths that wait for W on a rank."""
     share = 1 / execution.tensor_parallel

@@ -12,10 +12,10 @@ from dataclasses import replace
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import Costs, VocabularyCosts
 from megatron_ext.schedule.kinds import RULES, Held
-from megatron_ext.schedule.model.activations import held_of_stage
+from megatron_ext.schedule.model.activations import held_of_stage, keys_values_of_stage
 from megatron_ext.schedule.model.execution import Execution
 from megatron_ext.schedule.model.model import Model, Stage
-from megatron_ext.schedule.model.operations.operation import Group
+from megatron_ext.schedule.model.operations.operation import Engine, Group
 from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.model.stage_seconds import (
     PassSeconds,
@@ -45,6 +45,8 @@ def estimate(model: Model, stages: Sequence[Stage], execution: Execution, rates:
         held_bytes={Held.ACTIVATION: kept, Held.WEIGHT_INPUTS: left},
         origin="estimated from the model's dimensions",
         message_bytes=message,
+        attention=tuple(map(_attention_share, layers)),
+        keys_values=tuple(keys_values_of_stage(model, stage, execution) for stage in stages),
     )
     if any(stage.forward.get(Group.TENSOR) for stage in layers):
         costs = _with_hidden_exchanges(costs, layers, execution)
@@ -52,6 +54,12 @@ def estimate(model: Model, stages: Sequence[Stage], execution: Execution, rates:
     assert costs.held_bytes is not None
     copies = [figure / rates.host for figure in costs.held_bytes[Held.ACTIVATION]]
     return costs.with_host(copies, copies)
+
+
+def _attention_share(stage: PassSeconds) -> float:
+    """The share of F that tokens take with one another. (Of windows, too, though that does not grow
+    with the square of the sequence.)"""
+    return stage.forward.get(Engine.ATTENTION, 0.0) / (sum(stage.forward.values()) or 1.0)
 
 
 def _to_neighbour(execution: Execution, rates: Rates) -> float:

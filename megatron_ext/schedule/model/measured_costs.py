@@ -74,6 +74,9 @@ def measured_costs(
         statistics.mean(hops) if hops else 0.0,
         _held_bytes(held, in_passes),
         f"measured: {measured}",
+        attention=estimate.attention,
+        latency=estimate.latency,
+        keys_values=estimate.keys_values,
     )
     costs = costs.with_copies_of(estimate)
     if estimate.vocabulary is None:

@@ -111,5 +111,6 @@ def _with_bytes(costs: Costs, estimated: Costs) -> Costs:
         costs.without_vocabulary(),
         held_bytes=estimated.without_vocabulary().held_bytes,
         message_bytes=estimated.message_bytes,
+        keys_values=estimated.keys_values,
     )
     return layers.with_vocabulary(vocabulary)

@@ -55,15 +55,18 @@ class BuildingBlock:
         }
 
 
-def squeeze(starts: Starts, placement: Placement, chunks_held: int) -> Rows:
+def squeeze(starts: Starts, placement: Placement, chunks_held: int, slices: int = 1) -> Rows:
     """The order of each rank's passes, none later than in ``starts``.
 
     F and backward passes move to the first slots where their input is there and their rank is
     idle, F only as far as the rank holds less than ``chunks_held``. W keeps its place in the order,
     so that a rank's steady rhythm stays what it was, until the last F of its rank: from there on
     the backward passes go first and W fills what they leave.
+
+    Passes are numbered as they come. With ``slices`` of each microbatch, the first to go back is
+    the last that went forward.
     """
-    ranks = _Ranks(starts, placement)
+    ranks = _Ranks(starts, placement, slices)
     order = sorted(starts, key=lambda action: (starts[action], action.stage))
     last_forward = {placement.rank_of[a.stage]: starts[a] for a in order if a.kind is Kind.FORWARD}
     in_cool_down = [
@@ -86,8 +89,8 @@ def squeeze(starts: Starts, placement: Placement, chunks_held: int) -> Rows:
 class _Ranks:
     """The time slots of all ranks while passes are moved."""
 
-    def __init__(self, starts: Starts, placement: Placement) -> None:
-        self.placement = placement
+    def __init__(self, starts: Starts, placement: Placement, slices: int) -> None:
+        self.placement, self.slices = placement, slices
         self.starts = starts
         self.moved: Starts = {}
         self.latest = [-1] * placement.ranks  # slot of the latest moved pass, by rank
@@ -145,7 +148,7 @@ class _Ranks:
             earlier.append(Action(stage, Kind.BACKWARD_INPUT, k))
         elif kind is not Kind.FORWARD:
             after = self.placement.next(stage)
-            at_end = Action(stage, Kind.FORWARD, k)
+            at_end = Action(stage, Kind.FORWARD, k - k % self.slices + self.slices - 1)
             earlier.append(at_end if after is None else Action(after, kind, k))
         elif (before := self.placement.previous(stage)) is not None:
             earlier.append(Action(before, kind, k))

@@ -4,43 +4,35 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from megatron_ext.schedule.build.auto_spec import SEARCHES
 from megatron_ext.schedule.build.registry import choose, entry_of
 from megatron_ext.schedule.placement import Placement, is_line_or_v
-from megatron_ext.schedule.plan.layouts.descent import TOO_FULL, Timed, descend
+from megatron_ext.schedule.plan.layouts.descent import Start, Timed, descend
 from megatron_ext.schedule.plan.layouts.figures import StageFigures
 from megatron_ext.schedule.plan.layouts.layout import Layout
 from megatron_ext.schedule.plan.layouts.minimax import least_slowest_stage, with_even_ranks
-from megatron_ext.schedule.plan.layouts.work import Evaluated, Work, evaluate
+from megatron_ext.schedule.plan.layouts.work import MANY, Evaluated, Work, evaluate
 from megatron_ext.schedule.plan.planner import VocabMethod
 from megatron_ext.schedule.progress import Task
 
 _PLACEMENTS = 3  # whose layouts are made better: those where a step takes least before
 _EXACTLY = 2  # of those, which are simulated as they would run
-_SMALL = 2000  # microbatches on a stage: of what a search knows at once, in a second or two
-_NEARLY = 1.15  # of what fits
+_SMALL = 2600  # microbatches on a stage, of what a search knows at once in some seconds
+_NEARLY = 1.05  # of what fits
+_PLAIN = 0.005  # of a step: what a layout has to gain to be written
 _WORTH = 0.01  # of a step: what a divided vocabulary has to be able to gain
 
 Rule = Callable[[int], Layout]  # the layout of so many stages; raises ValueError
 Permits = Callable[[str, VocabMethod], None]  # raises ValueError
 
 
-@dataclass(frozen=True)
-class _Start:
-    """A schedule with the layout that it is made better from, and about what that takes."""
-
-    spec: str
-    layout: Layout
-    seconds: float
-
-
 class Candidates:
     """Schedules and layouts within ``bound`` bytes of a rank.
 
     Attributes:
+        about: seconds of a step, by schedule, whether it fits or not.
         refused: why schedules cannot be made.
         barred: why schedules are not permitted.
 
@@ -63,6 +55,7 @@ class Candidates:
         self._permits, self._search, self._progress = permits, search, progress
         self._figures = StageFigures(work)
         self._orders: dict[str, Timed] = {}
+        self.about: dict[str, float] = {}
         self.refused: dict[str, str] = {}
         self.barred: dict[str, str] = {}
 
@@ -100,7 +93,7 @@ class Candidates:
         """What searches find with the layouts of ``made``, and what schedules take with the
         vocabulary divided."""
         more: list[Evaluated] = []
-        for candidate in made:
+        for candidate in made if self._search else made[:1]:
             report = candidate.candidate.report
             placement = choose(candidate.schedule).place(self._work.ranks)
             searches = [
@@ -108,7 +101,8 @@ class Candidates:
                 for found in SEARCHES
                 if (found.placement, found.chunks) == (placement.name, report.vpp)
             ]
-            is_small = placement.stages * self._work.microbatches <= _SMALL
+            microbatches = min(self._work.microbatches, MANY * placement.ranks)
+            is_small = placement.stages * microbatches <= _SMALL
             if self._search or is_small:
                 pairs = [(spec, candidate.layout) for spec in self._permitted(searches)]
                 more += self._evaluated(pairs)
@@ -141,21 +135,24 @@ class Candidates:
 
     def _start(
         self, ladder: Sequence[str], layouts: Callable[[Placement], list[Layout]]
-    ) -> _Start | None:
-        """The first of ``ladder`` that fits, or the last, with the best of its ``layouts``."""
-        start = None
+    ) -> Start | None:
+        """The first of ``ladder`` that fits, with the best of its ``layouts``; or one before that
+        nearly does, if that is better when layers are moved until it does."""
+        made: list[Start] = []
         for spec in ladder:
             options = layouts(choose(spec).place(self._work.ranks))
             if not options:
                 break
             with self._refusing(spec):
-                start = _Start(spec, *self._timed(spec, options[0]).best_of(options))
-                if TOO_FULL <= start.seconds < _NEARLY * TOO_FULL:
-                    start = self._descended(start)  # which may make it fit
-                if start.seconds < TOO_FULL:
+                start = self._timed(spec, options[0]).best_of(options)
+                self.about[spec] = start.seconds
+                made.append(start)
+                if start.fits:
                     break
+                if start.fullest < _NEARLY:
+                    made.append(self._descended(start))
             self._progress.done += 1
-        return start
+        return min(made, key=_about, default=None)
 
     def _timed(self, spec: str, layout: Layout) -> Timed:
         """The order of passes of ``spec`` with ``layout``."""
@@ -175,20 +172,26 @@ class Candidates:
                 continue
             yield spec
 
-    def _descended(self, start: _Start) -> _Start:
+    def _descended(self, start: Start) -> Start:
+        """``start`` with layers moved; Megatron's own layout where that is about as good."""
+        make = partial(self._timed, start.spec)
         try:
-            made = descend(partial(self._timed, start.spec), start.layout, self._progress)
+            made = descend(make, start.layout, self._progress)
+            placement = choose(start.spec).place(self._work.ranks)
+            for plain in self._by_rule(placement):
+                of_plain = make(plain).best_of([plain])
+                if of_plain.fits and of_plain.seconds < (1 + _PLAIN) * made.seconds:
+                    return of_plain
         except ValueError:  # of an order for another layout
             return start
-        return _Start(start.spec, *made)
+        return made
 
-    def _exactly(self, starts: Sequence[_Start], number: int) -> list[Evaluated]:
+    def _exactly(self, starts: Sequence[Start], number: int) -> list[Evaluated]:
         """So many of ``starts``, those that take least, as they would run."""
         made: list[Evaluated] = []
         for start in sorted(starts, key=_about):
-            made += self._evaluated([(start.spec, start.layout)])
-            if len(made) == number:
-                break
+            if start.fits and len(made) < number:
+                made += self._evaluated([(start.spec, start.layout)])
         return made
 
     def _evaluated(self, pairs: Iterable[tuple[str, Layout]]) -> list[Evaluated]:
@@ -222,8 +225,8 @@ class Candidates:
             )
 
 
-def _about(start: _Start) -> float:
-    return start.seconds
+def _about(start: Start) -> tuple[bool, float]:
+    return not start.fits, start.seconds
 
 
 def _seconds(made: Evaluated) -> float:

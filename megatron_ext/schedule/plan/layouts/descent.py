@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
@@ -17,16 +17,34 @@ from megatron_ext.schedule.plan.layouts.work import Work
 from megatron_ext.schedule.plan.planner import limit_left
 from megatron_ext.schedule.progress import Task
 
-TOO_FULL = 1e12  # seconds, that no step takes
-
+_TOO_FULL = 1e12  # seconds, that no step takes
 _ORDERS = 3  # how often a schedule is made for the layout that is best for the one before
 _STEPS = 24  # moves under one order, at the most
 _TIMED = 160  # of all moves, those that promise most
 _TOGETHER = 10  # of those, each two at once too
 _AT_ONCE = 64  # layouts
-_PERIODS = 4  # microbatches a rank, of a step that tells of a longer one
+_PERIODS = 3  # microbatches a rank, of a step that tells of a longer one
 _BETTER = 1 - 1e-6
 _OF_OTHERS = 1e-4  # what all ranks do counts beside the step
+
+
+@dataclass(frozen=True)
+class Start:
+    """A schedule with a layout.
+
+    Attributes:
+        seconds: about what a step takes.
+        fullest: about what the fullest rank holds, as a share of what it may; 0: all that it wants.
+    """
+
+    spec: str
+    layout: Layout
+    seconds: float
+    fullest: float
+
+    @property
+    def fits(self) -> bool:
+        return self.fullest <= 1
 
 
 class Timed:
@@ -40,6 +58,7 @@ class Timed:
         self, work: Work, spec: str, layout: Layout, figures: StageFigures, room: float | None
     ) -> None:
         variant = work.variant(spec, layout)
+        self.spec = spec
         self._figures, self._room = figures, room
         self._placement, self._microbatches = variant.problem.placement, work.microbatches
         periods, rest = divmod(work.microbatches, work.ranks)
@@ -55,14 +74,15 @@ class Timed:
             schedule = build(problem)
         except ValueError:  # it needs more, which other layouts may leave
             schedule = build(replace(problem, memory_limit=work.limit))
-        self._order = Order(schedule, problem.costs.hop)
+        self._order = Order(schedule, problem.costs.hop, problem.costs.message_bytes)
 
-    def best_of(self, layouts: Sequence[Layout]) -> tuple[Layout, float]:
-        """The one of ``layouts`` whose step is the shortest, and about how many seconds that takes;
-        `TOO_FULL` and more where a rank holds too much."""
-        scores = self._scores(np.array([layout.layers for layout in layouts], dtype=np.int64))
-        best = int(scores.argmin())
-        return layouts[best], float(scores[best])
+    def best_of(self, layouts: Sequence[Layout]) -> Start:
+        """The one of ``layouts`` whose step is the shortest, of those that fit if any do."""
+        counts = np.array([layout.layers for layout in layouts], dtype=np.int64)
+        seconds, fullest = self._figured(counts)
+        score = np.where(fullest > 1, _TOO_FULL * fullest, seconds)
+        best = int(score.argmin())
+        return Start(self.spec, layouts[best], float(seconds[best]), float(fullest[best]))
 
     def descend(self, start: Layout, task: Task) -> Layout:
         """``start`` with layers moved, one or two at once, until no move makes a step shorter;
@@ -71,7 +91,7 @@ class Timed:
         score = self._scores(counts[None])[0]
         for _ in range(_STEPS):
             task.done += 1
-            tried = self._promising(moves(counts), is_over=score >= TOO_FULL)
+            tried = self._promising(moves(counts), is_over=score >= _TOO_FULL)
             if not len(tried):
                 break
             scores = self._scores(tried)
@@ -89,19 +109,20 @@ class Timed:
         """Seconds of a step by layout, and a little of what other ranks do, so that ranks alike are
         made less one after the other."""
         firsts = range(0, len(counts), _AT_ONCE)
-        return np.concatenate([self._some_scores(counts[n : n + _AT_ONCE]) for n in firsts])
+        parts = [self._figured(counts[n : n + _AT_ONCE]) for n in firsts]
+        scores = [np.where(fullest > 1, _TOO_FULL * fullest, secs) for secs, fullest in parts]
+        return np.concatenate(scores)
 
-    def _some_scores(self, counts: Counts) -> Floats:
+    def _figured(self, counts: Counts) -> tuple[Floats, Floats]:
+        """Seconds of a step, and what the fullest rank holds of what it may, by layout."""
         figures = self._figures.of(counts)
         work, stages_of = busy(figures), self._placement.stages_of
         ranks = np.stack([work[:, list(stages)].sum(axis=1) for stages in stages_of], axis=1)
-        seconds = self._order.seconds(figures)
-        seconds += (self._microbatches - self._short) * ranks.max(axis=1)
+        seconds = self._order.seconds(figures, self._microbatches - self._short)
         seconds += _OF_OTHERS * self._microbatches * np.sqrt((ranks**2).mean(axis=1))
         if self._room is None:
-            return seconds
-        over = self._order.rank_bytes(figures).max(axis=1) / self._room - 1
-        return np.where(over > 0, TOO_FULL * (1 + over), seconds)
+            return seconds, np.zeros_like(seconds)
+        return seconds, self._order.rank_bytes(figures).max(axis=1) / self._room
 
     def _promising(self, moved: Counts, *, is_over: bool) -> Counts:
         """Those of ``moved`` whose ranks do least, or hold least where a rank holds too much."""
@@ -121,8 +142,8 @@ def _both(counts: Counts, moved: Counts) -> Counts:
     return np.array(pairs, dtype=np.int64).reshape(len(pairs), len(counts))
 
 
-def descend(make: Callable[[Layout], Timed], start: Layout, task: Task) -> tuple[Layout, float]:
-    """``start`` made better, and about how many seconds a step then takes.
+def descend(make: Callable[[Layout], Timed], start: Layout, task: Task) -> Start:
+    """``start`` made better.
 
     Args:
         make: the order that the schedule has with a layout, which is the same one where costs do

@@ -6,8 +6,9 @@ more. None takes more time than the launch line.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from megatron_ext.schedule.build.registry import with_option
 from megatron_ext.schedule.plan.layouts.candidates import Candidates, Permits, Rule
@@ -21,6 +22,7 @@ EQUAL = 0.02  # of a step: what no estimate tells apart
 UNSURE = 0.05  # of a step: what a layout may seem to gain by an error of the estimate
 
 _MOST_CHUNKS = 8
+_LOOPS = 3  # numbers of chunks with which ours are tried: those that are best for stock's
 
 
 @dataclass(frozen=True)
@@ -86,10 +88,11 @@ def compare_layouts(
         of_own = evaluate(work, *own, search=search)
         bound = None if room is None else max(room, of_own.fullest) - margin
         candidates = Candidates(work, bound, rule, permits, search, progress)
-        specs = ["1f1b", *_with_chunks("interleaved", work, of_own)]
+        loops = _with_chunks("interleaved", work, of_own)
+        specs = ["1f1b", *loops]
         chunks = _best(of_own, *candidates.by_rule(specs))
         stock = _best(chunks, *candidates.by_layout([[spec] for spec in specs], [of_own, chunks]))
-        ladders = _ladders(work, of_own)
+        ladders = _ladders(work, sorted(loops, key=lambda spec: candidates.about.get(spec, inf)))
         made = candidates.by_layout(ladders, [of_own, stock])
         ours = _best(stock, *made, *candidates.further(made))
         barred = None
@@ -130,10 +133,16 @@ _ON_V = ("zb-v", "v-half")
 _ON_LOOP = ("interleaved-zb", "gis", "gis-h")
 
 
-def _ladders(work: Work, own: Evaluated) -> list[list[str]]:
-    """Our schedules, those of a placement together."""
-    loops = zip(*(_with_chunks(name, work, own) for name in _ON_LOOP), strict=True)
-    ladders = [list(_ON_LINE), *map(list, loops)]
+def _ladders(work: Work, loops: Sequence[str]) -> list[list[str]]:
+    """Our schedules, those of a placement together.
+
+    Args:
+        loops: stock's schedules on loops, what takes least first.
+    """
+    ladders = [list(_ON_LINE)]
     if 2 * work.ranks <= len(work.model.layers) + 1:
         ladders.append(list(_ON_V))
+    for spec in loops[:_LOOPS]:
+        _, _, chunks = spec.partition(":")
+        ladders.append([f"{name}:{chunks}" for name in _ON_LOOP])
     return ladders

@@ -1,7 +1,7 @@
 """An order of passes, timed for many layouts at once.
 
 Time is that of `simulate` but for messages that wait for one another, memory that of `peaks` but
-for messages that have arrived early: near enough to choose by, and a hundredth of the work.
+for what messages hold, which is estimated: near enough to choose by, and a hundredth of the work.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.plan.layouts.figures import Figure, Floats
 from megatron_ext.schedule.schedule import Schedule, followed_by_own_w
 
@@ -23,8 +24,9 @@ _NOTHING = -1
 class Order:
     """The order of a ``schedule`` which has passes of `_KINDS` only."""
 
-    def __init__(self, schedule: Schedule, hop: float) -> None:
+    def __init__(self, schedule: Schedule, hop: float, message_bytes: float) -> None:
         self._placement = schedule.placement
+        self._sent = _share_under_way(self._placement) * message_bytes
         pairs = zip(schedule.rows, self._placement.stages_of, strict=True)
         self._held = [_held_by(row, stages) for row, stages in pairs]
         walk = _Walk(schedule)
@@ -39,10 +41,20 @@ class Order:
         self._hops = hop * np.array(walk.far, dtype=float)[by_level, None]
         ends = np.diff(levels[by_level], prepend=-1, append=levels.max() + 1)
         self._bounds: list[int] = np.flatnonzero(ends).tolist()
+        self._shares = _shares_of_ranks(schedule, walk)
+        self._way_back = int(place[walk.made[0, 0, False]])
+        later = walk.made.get((0, self._placement.ranks, False))
+        self._way_back_later = None if later is None else int(place[later])
 
-    def seconds(self, figures: Floats) -> Floats:
-        """Of a step, by layout. ``figures``: by layout, stage and `Figure`."""
-        lasts = _seconds_of_passes(figures)[self._passes]
+    def seconds(self, figures: Floats, more: int = 0) -> Floats:
+        """Of a step, by layout; of one with so many ``more`` microbatches, each of which takes what
+        one in the middle does.
+
+        Args:
+            figures: by layout, stage and `Figure`.
+        """
+        of_passes = _seconds_of_passes(figures)
+        lasts = of_passes[self._passes]
         ends = np.zeros((len(lasts) + 1, len(figures)))
         for start, end in zip(self._bounds, self._bounds[1:], strict=False):
             level = slice(start, end)
@@ -50,16 +62,39 @@ class Order:
             ready += self._hops[level]
             np.maximum(ready, ends[self._before[level]], out=ready)
             np.add(ready, lasts[level], out=ends[level])
-        return np.asarray(ends.max(axis=0))
+        whole = np.asarray(ends.max(axis=0))
+        if not more:
+            return whole
+        assert self._way_back_later is not None
+        period = ends[self._way_back_later] - ends[self._way_back]
+        each = np.maximum(period / self._placement.ranks, (self._shares @ of_passes).max(axis=0))
+        return np.asarray(whole + more * each)
 
     def rank_bytes(self, figures: Floats) -> Floats:
         """What each rank holds at its peak, by layout and rank."""
         peaks = []
         for held, stages in zip(self._held, self._placement.stages_of, strict=True):
             own = figures[:, list(stages)]
-            kept = np.concatenate([own[..., Figure.ACTIVATION], own[..., Figure.LEFT]], axis=1)
+            held_forward = own[..., Figure.ACTIVATION] + self._sent
+            kept = np.concatenate([held_forward, own[..., Figure.LEFT]], axis=1)
             peaks.append((kept @ held.T).max(axis=1) + own[..., Figure.MODEL].sum(axis=1))
         return np.stack(peaks, axis=1)
+
+
+def _shares_of_ranks(schedule: Schedule, walk: _Walk) -> Floats:
+    """How often each rank runs each kind of pass of each stage for a microbatch."""
+    ranks = [schedule.placement.rank_of[number // _PER_STAGE] for number in walk.passes]
+    shares = np.zeros((schedule.placement.ranks, schedule.placement.stages * _PER_STAGE))
+    np.add.at(shares, (ranks, walk.passes), 1.0)
+    return np.asarray(shares / walk.microbatches)
+
+
+def _share_under_way(placement: Placement) -> float:
+    """Of the microbatches that a stage holds, for how many it holds what it has sent, too: until
+    something that comes back shows that it has arrived. On a V that is soon."""
+    if not placement.in_turn:
+        return 0.5
+    return 1.0 if placement.chunks == 1 else 0.7
 
 
 def _seconds_of_passes(figures: Floats) -> Floats:
@@ -81,6 +116,8 @@ class _Walk:
         before: the pass that its rank runs before it.
         needed: the one that makes what it takes, and ``far``, whether another rank does.
         levels: how many passes one after the other are before it.
+        made: the pass by its stage and microbatch, and whether it is a forward pass.
+        microbatches: of all.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -88,12 +125,13 @@ class _Walk:
         self._behind = [followed_by_own_w(row) for row in schedule.rows]
         self._at = [0] * len(self._rows)
         self._latest = [_NOTHING] * len(self._rows)
-        self._made: dict[tuple[int, int, bool], int] = {}  # stage, microbatch, whether forward
+        self.made: dict[tuple[int, int, bool], int] = {}  # stage, microbatch, whether forward
         self.passes: list[int] = []
         self.before: list[int] = []
         self.needed: list[int] = []
         self.far: list[bool] = []
         self.levels: list[int] = []
+        self.microbatches = 0
         waiting = list(range(len(self._rows)))
         while waiting:
             waiting += self._go_on(waiting.pop())
@@ -105,7 +143,7 @@ class _Walk:
         while self._at[rank] < len(row):
             action = row[self._at[rank]]
             source = self._source(action)
-            number = _NOTHING if source is None else self._made.get(source)
+            number = _NOTHING if source is None else self.made.get(source)
             if number is None:
                 break
             self._run(rank, action, number)
@@ -134,7 +172,8 @@ class _Walk:
         if kind is Kind.BACKWARD_WEIGHT:
             code = _RIGHT_BEHIND if (stage, k) in self._behind[rank] else code
         else:
-            self._made[stage, k, kind is Kind.FORWARD] = len(self.passes)
+            self.made[stage, k, kind is Kind.FORWARD] = len(self.passes)
+        self.microbatches = max(self.microbatches, k + 1)
         before = self._latest[rank]
         source = self._source(action)
         self.far.append(source is not None and self._placement.rank_of[source[0]] != rank)

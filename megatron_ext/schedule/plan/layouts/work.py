@@ -150,7 +150,7 @@ def evaluate(
     )
 
 
-_PERIODS = 4  # microbatches a rank, by which the order of passes repeats itself
+MANY = 5  # microbatches a rank: the order of passes has long repeated itself
 
 
 def _from_shorter(
@@ -159,7 +159,7 @@ def _from_shorter(
     """A candidate with fewer microbatches than ``variant`` where that has many, and what a step of
     all takes."""
     ranks, microbatches = variant.problem.ranks, variant.problem.microbatches
-    longer = (_PERIODS + 1) * ranks + microbatches % ranks
+    longer = MANY * ranks + microbatches % ranks
     if microbatches < 2 * longer:
         candidate = consider(variant, method, room)
         return candidate, candidate.step
