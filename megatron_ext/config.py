@@ -78,6 +78,11 @@ class CostsSource:
         """Whether the run begins with costs estimated from the model's dimensions."""
         return self.text == ESTIMATE or self.profile is not None
 
+    @property
+    def file(self) -> Path | None:
+        """The costs file that the run begins with; None where there is none."""
+        return None if self.is_estimate or "=" in self.text else Path(self.text)
+
 
 SliceLengths = Lengths | tuple[int, ...]
 

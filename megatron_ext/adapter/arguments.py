@@ -9,9 +9,10 @@ from typing import Any
 from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 
 from megatron_ext.adapter.compatibility import refuse, refuse_order
-from megatron_ext.adapter.dimensions import costs_of_arguments
+from megatron_ext.adapter.dimensions import costs_of_arguments, rates_in_file
 from megatron_ext.adapter.layers import (
     SEGMENT_END,
+    layers_of_stages,
     predicts_apart,
     segments_of_stages,
 )
@@ -167,8 +168,11 @@ def problems(args: Any, config: PipelineConfig) -> list[Problem]:
         ValueError: as `programs`, as far as it can be told without one.
     """
     placement = config.choice.place(args.pipeline_model_parallel_size)
-    if config.costs.is_estimate:
-        costs = costs_of_arguments(args, placement)
+    measured = None
+    if config.costs.file is not None:
+        measured = rates_in_file(config.costs.file, layers_of_stages(args, placement))
+    if config.costs.is_estimate or measured is not None:
+        costs = costs_of_arguments(args, placement, measured)
     else:
         costs = parse_costs(config.costs.text, placement)
     if args.mtp_num_layers and not args.untie_embeddings_and_output_weights:

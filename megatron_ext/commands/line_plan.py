@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,9 +53,10 @@ def plan_of_line(
     try:
         pictures.check()
         asked = _asked(words, config, world_size, gpu, settings)
+        asked = replace(asked, with_curves=pictures.plot is not None)
         with showing_progress():
             made = plan_line(asked)
-        pictures.draw(made.plan, is_estimate=settings["costs"] is None)
+        pictures.draw(made.plan, made.curves, is_estimate=settings["costs"] is None)
     except (ValueError, OSError, PatchError) as error:
         fail(error)
     if as_json:
@@ -149,6 +151,7 @@ def _print(made: LinePlan, *, is_estimate: bool) -> None:
     print_vocabulary(report.vocabulary)
     if report.recommended is not None:
         print_memory(report.recommended)
+        typer.echo(_beside_memory(made))
     for remark in made.remarks:
         typer.echo(f"\n{remark}")
     if made.plan.best is not None:
@@ -156,12 +159,21 @@ def _print(made: LinePlan, *, is_estimate: bool) -> None:
         if made.flags:
             _print_flags(made.flags, made.dropped)
     if made.layouts is not None:
-        print_layouts(made.layouts, is_estimate=is_estimate)
+        print_layouts(made.layouts, is_estimate=not made.is_measured)
 
 
 def _print_flags(flags: Sequence[str], dropped: Sequence[str], purpose: str = "") -> None:
     instead = f"\n  in place of {' '.join(dropped)}" if dropped else ""
     typer.echo(f"write{purpose} {shlex.join(flags)}{instead}")
+
+
+def _beside_memory(made: LinePlan) -> str:
+    if made.reserved is None:
+        return (
+            "beside that comes what the allocator reserves and does not hand out: not measured "
+            "(see --pipeline-costs profile)"
+        )
+    return f"beside that the allocator reserves {gib(made.reserved)}, for which room is left"
 
 
 def _comparison(made: LinePlan) -> str:

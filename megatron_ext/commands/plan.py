@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,15 @@ import typer
 
 from megatron_ext.commands.half_pipeline import show_halves
 from megatron_ext.commands.line_plan import halves_of_line, plan_of_line
-from megatron_ext.commands.options import UNIT, HtmlPage, Json, Limit, PostValidation
+from megatron_ext.commands.options import (
+    UNIT,
+    HtmlPage,
+    Json,
+    Limit,
+    PostValidation,
+    SliceCount,
+    SliceLengths,
+)
 from megatron_ext.commands.output import fail
 from megatron_ext.commands.plan_pictures import PlanPictures
 from megatron_ext.commands.plan_tables import (
@@ -32,6 +41,7 @@ from megatron_ext.schedule.model.gpus import GPUS, USABLE, assumed_rates, parse_
 from megatron_ext.schedule.model.model_memory import TrainingState
 from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.model.short_form import parse_model
+from megatron_ext.schedule.plan.curves import Curves, curves_of
 from megatron_ext.schedule.plan.full_recompute import FullRecompute, compare_full_recompute
 from megatron_ext.schedule.plan.half_pipeline import (
     Division,
@@ -43,6 +53,8 @@ from megatron_ext.schedule.plan.model_plan import Training
 from megatron_ext.schedule.plan.plan_report import PlanReport, plan_report
 from megatron_ext.schedule.plan.planner import Plan, VariantOf, make_plan
 from megatron_ext.schedule.plan.vocabulary_plan import variants_of
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.slices import LONG_ENOUGH, Lengths, Slices, parse_lengths
 
 
 def plan(
@@ -93,6 +105,8 @@ def plan(
         ),
     ] = False,
     post_validation: PostValidation = False,
+    slices: SliceCount = 1,
+    slice_lengths: SliceLengths = Lengths.EVEN.value,
     half_pipeline: Annotated[
         bool,
         typer.Option(
@@ -116,7 +130,8 @@ def plan(
     """
     pictures = PlanPictures(plot, page)
     if context.args or config is not None:
-        if any((pp, microbatches, model, layers, distributed_optimizer, tp > 1, dp > 1)):
+        of_model = (pp, microbatches, model, layers, distributed_optimizer, tp > 1, dp > 1)
+        if any((*of_model, slices > 1)):
             fail(ValueError(_BESIDE_A_LINE))
         settings = {
             "costs": costs,
@@ -131,10 +146,13 @@ def plan(
     try:
         pictures.check()
         limit = None if memory_limit is None else parse_limit(memory_limit, pp, microbatches)
+        cut = Slices(slices, parse_lengths(slice_lengths, "--slice-lengths"))
+        if half_pipeline and slices > 1:
+            raise ValueError(_HALVES_ARE_WHOLE)
         if model is None:
             if any((gpu, tp > 1, dp > 1, distributed_optimizer)):
                 raise ValueError(_WITHOUT_MODEL)
-            asked = _of_costs(costs or UNIT, pp, microbatches, limit, layers, post_validation)
+            asked = _of_costs(costs or UNIT, pp, microbatches, limit, layers, post_validation, cut)
         else:
             training, room = _training(model, gpu, costs, tp, dp, distributed_optimizer)
             training = replace(
@@ -143,6 +161,7 @@ def plan(
                 microbatches=microbatches,
                 limit=limit,
                 post_validation=post_validation,
+                slices=cut,
             )
             asked = _Asked(
                 training.variant, partial(compare_halves, training, room), training, room
@@ -152,17 +171,21 @@ def plan(
             show_halves(asked.compare_halves, pictures, as_json, is_estimate=asked.is_estimate)
             return
         plan_made, again = asked.plan()
-        pictures.draw(plan_made, is_estimate=asked.is_estimate)
+        curves = asked.curves_of(plan_made) if pictures.plot is not None else None
+        pictures.draw(plan_made, curves, is_estimate=asked.is_estimate)
     except (ValueError, OSError) as error:
         fail(error)
     report = plan_report(plan_made, layers)
     if as_json:
-        data = report.as_data() | {"full_recompute": again and again.as_data()}
-        typer.echo(json.dumps(data, indent=2))
+        _echo(report.as_data() | {"full_recompute": again and again.as_data()})
     else:
         _print(plan_made, report, asked.training if asked.is_estimate else None, again)
     if report.recommended is None:
         fail(ValueError(_NOTHING_FITS if model else _NOTHING_FITS_THE_LIMIT))
+
+
+def _echo(data: dict[str, object]) -> None:
+    typer.echo(json.dumps(data, indent=2))
 
 
 def _print(
@@ -171,6 +194,8 @@ def _print(
     """``estimated``: what times were estimated of."""
     print_plan(plan_made)
     print_unit(is_estimate=estimated is not None)
+    if estimated is not None and plan_made.best is not None:
+        _print_short_slices(plan_made.best.variant.problem, estimated)
     if estimated is not None and estimated.execution.tensor_parallel > 1:
         print_waits(estimated.model, estimated.execution, estimated.rates)
     print_vocabulary(report.vocabulary)
@@ -178,6 +203,19 @@ def _print(
         print_full_recompute(again)
     if report.recommended is not None:
         print_recommended(report.recommended)
+
+
+def _print_short_slices(problem: Problem, training: Training) -> None:
+    """Say so where kernels take longer than is counted."""
+    if problem.slices.count == 1:
+        return
+    shares = [end - begin for begin, end in pairwise((0.0, *problem.slice_ends))]
+    shortest = round(min(shares) * training.execution.sequence)
+    if shortest < LONG_ENOUGH:
+        typer.echo(
+            f"a slice has {shortest:,} tokens: kernels are slower on fewer than {LONG_ENOUGH:,} or "
+            f"so, which is not counted"
+        )
 
 
 @dataclass(frozen=True)
@@ -207,6 +245,11 @@ class _Asked:
             made = make_plan(self.variant, self.room, may_offload=True)
             return made, compare_full_recompute(self.training, self.room)
 
+    def curves_of(self, made: Plan) -> Curves:
+        """What the picture of ``made`` shows beside it."""
+        with showing_progress():
+            return curves_of(made, self.variant, self.room)
+
 
 def _of_costs(
     costs: str,
@@ -215,11 +258,12 @@ def _of_costs(
     limit: MemoryLimit | None,
     layers: int | None,
     post_validation: bool,
+    slices: Slices,
 ) -> _Asked:
     costs_on = partial(parse_costs, costs)
     whole = Division(ranks, 1, microbatches)
     return _Asked(
-        variants_of(ranks, microbatches, costs_on, limit, layers, post_validation),
+        variants_of(ranks, microbatches, costs_on, limit, layers, post_validation, slices),
         partial(compare_halves_of_costs, whole, costs_on, limit, layers, post_validation),
     )
 
@@ -254,6 +298,7 @@ def _machine(gpu: str | None, precision: Precision) -> tuple[Rates, float | None
     return machine.rates(precision), room
 
 
+_HALVES_ARE_WHOLE = "--half-pipeline compares whole microbatches: leave --slices out"
 _WITHOUT_MODEL = (
     "--gpu, --tp, --dp and --distributed-optimizer say how a model is trained: add --model"
 )
@@ -263,7 +308,7 @@ _NEEDED = (
 )
 _BESIDE_A_LINE = (
     "a launch line, or --config, says by itself what --pp, -m, --model, --layers, --tp, --dp and "
-    "--distributed-optimizer would: leave these out"
+    "--distributed-optimizer would: leave these, and --slices, out"
 )
 _NOTHING_FITS = (
     "no schedule fits, for the reasons above. A rank holds less with more --tp or --pp, with "

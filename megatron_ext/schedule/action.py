@@ -174,6 +174,7 @@ class Action(NamedTuple):
 
 
 _TEXT = re.compile(r"(\d+)([A-Z_]+)(\d+)(?:\.(\d{1,9}))?")
+_SLICE = re.compile(r"[A-Z_]\d+\.(\d{1,9})")  # from where a kind ends: digits may be many
 _LONGEST = 40  # of what is no action, shown in an error
 
 
@@ -206,7 +207,7 @@ def parse(text: str, slices: int = 1) -> Action:
 
 def slices_named(text: str) -> int:
     """Into how many slices the microbatches of the actions in ``text`` are cut; 1: not at all."""
-    return 1 + max((int(match[4] or 0) for match in _TEXT.finditer(text)), default=0)
+    return 1 + max((int(match[1]) for match in _SLICE.finditer(text)), default=0)
 
 
 def _shown(text: str) -> str:

@@ -81,7 +81,7 @@ class Costs:
 
     Attributes:
         seconds: per kind, one figure per stage. (Any unit of time will do if all share it.)
-        hop: seconds a message takes from one rank to another.
+        hop: seconds a message takes from one rank to another; the mean where `hops` are told.
         held_bytes: per kind of memory, bytes per stage; None when bytes are not known.
         message_bytes: of what goes from stage to stage; 0 when that is not known.
         vocabulary: which part of the first and the last stage's figures is the embedding's and the
@@ -89,6 +89,7 @@ class Costs:
         host: what copies to the host and back take; None when that is not known.
         spared: seconds per stage that I and W take less where one follows the other at once, as in
             B, since one hides what the other waits for; () where that is nothing.
+        hops: seconds of a message between each stage and the next; () where all take ``hop``.
         attention: the share of F, and of I and W together, that grows with the square of the
             sequence, per stage: of what the layers take, without the vocabulary's. Of a backward
             pass all of that is in I. () where it is nothing, or not known.
@@ -108,6 +109,7 @@ class Costs:
     whole: Costs | None = None
     message_bytes: float = 0.0
     spared: tuple[float, ...] = ()
+    hops: tuple[float, ...] = ()
     attention: tuple[float, ...] = ()
     latency: float = 0.0
     keys_values: tuple[float, ...] = ()
@@ -134,12 +136,30 @@ class Costs:
             return seconds - (self.spared_by(action) if is_whole else 0.0)
         if rule.lane in HOST_LANES:
             assert self.host is not None
-            return self.host.seconds[action.kind][action.stage] * tokens_of(action.microbatch)
+            return self.host.seconds[action.kind][action.stage] * self._share_copied(action)
         return self._of_message(action) if rule.lane in (Lane.SEND, Lane.COLLECTIVE) else 0.0
 
+    def _share_copied(self, action: Action) -> float:
+        """Of what a microbatch leaves. Keys and values stay for the slices that attend to them."""
+        tokens, held = tokens_of(action.microbatch), self.held_bytes
+        is_slice = isinstance(action.microbatch, Slice)
+        if not is_slice or not self.keys_values or held is None:
+            return tokens
+        if Held.ACTIVATION not in RULES[action.kind].moves or not held[Held.ACTIVATION]:
+            return tokens
+        activation = held[Held.ACTIVATION][action.stage] or 1.0
+        return tokens * max(1 - self.keys_values[action.stage] / activation, 0.0)
+
     def _of_message(self, action: Action) -> float:
-        latency = min(self.latency, self.hop)
-        return latency + (self.hop - latency) * tokens_of(action.microbatch)
+        hop = self.hop
+        if RULES[action.kind].lane is Lane.SEND:
+            hop = self.hop_behind(action.stage - (action.kind is Kind.SEND_B))
+        latency = min(self.latency, hop)
+        return latency + (hop - latency) * tokens_of(action.microbatch)
+
+    def hop_behind(self, stage: int) -> float:
+        """Seconds of a message between ``stage`` and the next, either way."""
+        return self.hops[stage] if self.hops else self.hop
 
     def _of_pass(self, kind: Kind, action: Action) -> float:
         """Of ``kind``, whose work ``action`` does. A slice attends to itself and those before."""

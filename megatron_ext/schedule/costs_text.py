@@ -22,6 +22,8 @@ _PASSES = {"f": Kind.FORWARD, "i": Kind.BACKWARD_INPUT, "w": Kind.BACKWARD_WEIGH
 _PARTS = {"head": "F, I and W", "embedding": "the lookup and the weight gradient"}
 _COPIES = ("d2h", "h2d")
 _LINK = ("link", "duplex")
+# What a training adds that measures: model/measured/file.py reads it.
+_MEASURED = ("links", "reserved", "layers")
 # What slices of a sequence ask for: which share of passes is attention's, and what of a hop stays.
 _SLICES = ("attention", "latency")
 
@@ -222,22 +224,7 @@ def load_costs(path: Path, placement: Placement) -> Costs:
         ValueError: no such file, not JSON, another version, lists of another length, or keys that
             are missing or unknown.
     """
-    text = _text_of(path)
-    try:
-        data = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"costs file {path} is not JSON: {error}") from None
-    if not isinstance(data, dict) or data.get("version") != FILE_VERSION:
-        raise ValueError(f'costs file {path}: "version": {FILE_VERSION} is expected at the top')
-    missing = _PASSES.keys() - data.keys()
-    if missing:
-        raise ValueError(f"costs file {path} lacks {_listed(missing)}; {_EXAMPLE}")
-    known = ["version", "origin", *_PASSES, "comm", "bytes", *_PARTS, *_COPIES, *_LINK, *_SLICES]
-    unknown = data.keys() - set(known)
-    if unknown:
-        raise ValueError(
-            f"costs file {path}: {_listed(unknown)} is unknown; known are {', '.join(known)}"
-        )
+    data = read_costs_file(path)
 
     def per_stage(value: Any, what: str) -> tuple[float, ...]:
         figures = value if isinstance(value, list) else [value]
@@ -274,6 +261,32 @@ def load_costs(path: Path, placement: Placement) -> Costs:
     return _with_host(costs, data, placement, str(path))
 
 
+def read_costs_file(path: Path) -> dict[str, Any]:
+    """What the costs file ``path`` has, by its keys.
+
+    Raises:
+        ValueError: no such file, not JSON, another version, or keys that are missing or unknown.
+    """
+    text = _text_of(path)
+    try:
+        data = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"costs file {path} is not JSON: {error}") from None
+    if not isinstance(data, dict) or data.get("version") != FILE_VERSION:
+        raise ValueError(f'costs file {path}: "version": {FILE_VERSION} is expected at the top')
+    missing = _PASSES.keys() - data.keys()
+    if missing:
+        raise ValueError(f"costs file {path} lacks {_listed(missing)}; {_EXAMPLE}")
+    known = ["version", "origin", *_PASSES, "comm", "bytes", *_PARTS, *_COPIES, *_LINK]
+    known += [*_SLICES, *_MEASURED]
+    unknown = data.keys() - set(known)
+    if unknown:
+        raise ValueError(
+            f"costs file {path}: {_listed(unknown)} is unknown; known are {', '.join(known)}"
+        )
+    return data
+
+
 def _text_of(path: Path) -> str:
     try:
         return read_text_file(path, "costs file")
@@ -281,22 +294,23 @@ def _text_of(path: Path) -> str:
         raise ValueError(f"{error}; {_EXAMPLE}") from None
 
 
-def save_costs(costs: Costs, path: Path) -> None:
-    """Write ``costs`` so that `load_costs` reads them. Raises OSError."""
+def save_costs(costs: Costs, path: Path, measured: Mapping[str, Any] | None = None) -> None:
+    """Write ``costs`` so that `load_costs` reads them, and entries of what was ``measured`` beside
+    them. Raises OSError."""
     assert costs.whole is None
     layers, vocabulary = costs.without_vocabulary(), costs.vocabulary or VocabularyCosts()
     data: dict[str, Any] = {"version": FILE_VERSION, "origin": costs.origin}
-    data |= {key: _rounded(layers.seconds[kind]) for key, kind in _PASSES.items()}
-    data["comm"] = _rounded([costs.hop])[0]
+    data |= {key: rounded(layers.seconds[kind]) for key, kind in _PASSES.items()}
+    data["comm"] = rounded([costs.hop])[0]
     if any(costs.attention):
-        data["attention"] = _rounded(costs.attention)
+        data["attention"] = rounded(costs.attention)
     if costs.latency:
-        data["latency"] = _rounded([costs.latency])[0]
+        data["latency"] = rounded([costs.latency])[0]
     for key in _PARTS:
         if any(figures := getattr(vocabulary, key)):
-            data[key] = _rounded(figures)
+            data[key] = rounded(figures)
     if costs.host is not None:
-        data |= {key: _rounded(figures) for key, figures in _copies(costs.host).items()}
+        data |= {key: rounded(figures) for key, figures in _copies(costs.host).items()}
         data |= {"link": costs.host.ranks_per_link, "duplex": int(costs.host.duplex)}
     if layers.held_bytes is not None:
         data["bytes"] = {
@@ -306,11 +320,13 @@ def save_costs(costs: Costs, path: Path) -> None:
             data["bytes"][Held.KEYS_VALUES.value] = _integers(costs.keys_values)
         data["bytes"][Held.LOGITS.value] = round(vocabulary.logits_bytes)
         data["bytes"][Held.MESSAGE.value] = round(costs.message_bytes)
+    data |= measured or {}
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in data.items()]
     write_text_file(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
-def _rounded(figures: Sequence[float]) -> list[float]:
+def rounded(figures: Sequence[float]) -> list[float]:
+    """To six digits."""
     return [float(f"{figure:.6g}") for figure in figures]
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
-from megatron_ext.schedule.action import parts_of
+from megatron_ext.schedule.action import parts_of, tokens_of
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
@@ -159,12 +159,6 @@ CLASHES = (
         "{slices.count} slices do not go with post-validation: what a microbatch's first slices "
         "have done before the verdict cannot be undone; drop one",
     ),
-    Clash(
-        ("slices", "offload"),
-        "keys and values have to stay for the slices that come after; drop one",
-        "{slices.count} slices do not go with offload {offload}: keys and values have to stay for "
-        "the slices that come after; drop one",
-    ),
 )
 
 
@@ -273,6 +267,12 @@ class Problem:
     def slice_ends(self) -> tuple[float, ...]:
         """Where each slice ends, as shares of the sequence."""
         return self.slices.ends(self.costs.attention_share)
+
+    @property
+    def held_by_1f1b(self) -> float:
+        """The microbatches that the first rank holds at the most under 1F1B of these slices: p, or
+        one and p-1 slices."""
+        return 1 + (self.ranks - 1) * max(map(tokens_of, self.parts(0)))
 
     def slice_lengths(self, tokens: int, multiple_of: int = 1) -> tuple[int, ...]:
         """The tokens of each slice of a sequence of ``tokens``, multiples of ``multiple_of``.

@@ -15,6 +15,8 @@ from itertools import accumulate, pairwise
 
 from megatron_ext.schedule.action import even_ends
 
+LONG_ENOUGH = 4096  # tokens of a slice on which kernels are as fast as on whole sequences
+
 
 class Lengths(enum.StrEnum):
     """How long slices are."""

@@ -4,7 +4,8 @@ const { runs, view } = timelines;
 
 function pixel(canvas, x, y) {
   const scale = canvas.width / canvas.clientWidth;
-  const [r, g, b] = canvas.getContext("2d").getImageData(Math.round(x * scale), Math.round(y * scale), 1, 1).data;
+  const at = [x, y].map((place) => Math.round(place * scale));
+  const [r, g, b] = canvas.getContext("2d").getImageData(...at, 1, 1).data;
   return [r, g, b];
 }
 
@@ -54,7 +55,8 @@ async function probe() {
   told.drawn = timelines.drawn;
   told.colours = runs.map(colours);
   const last = runs.length - 1, run = runs[last];
-  const box = run.trackOf.findIndex((t, n) => t.rank === 1 && t.group === "passes" && run.needs[n].length);
+  const box = run.trackOf.findIndex(
+    (t, n) => t.rank === 1 && t.group === "passes" && n > t.first && run.needs[n].length);
   over(run, box, "pointermove");
   frames();
   told.hovered = { box, tip: tip() };
@@ -68,6 +70,15 @@ async function probe() {
   told.waitedFor = timelines.focus.box;
   await key("Escape");
   told.letGo = tip();
+  const peak = run.held.indexOf(Math.max(...run.held));
+  const memory = run.memory.getBoundingClientRect();
+  const clientX = memory.left + timelines.xOf(run.memory, (run.start[peak] + run.end[peak]) / 2);
+  const above = Array.from({ length: memory.height }, (_, y) => {
+    fire(run.memory, "pointermove", PointerEvent, { clientX, clientY: memory.top + y });
+    return timelines.focus && run.held[timelines.focus.box];
+  });
+  told.curves = [run.held[peak], above.filter((held) => held !== null)];
+  fire(run.memory, "pointerleave", PointerEvent, {});
   await key("+");
   told.zoomed = seen();
   await key("ArrowRight");
@@ -77,7 +88,8 @@ async function probe() {
   const wheel = place(run, box), middle = (run.start[box] + run.end[box]) / 2;
   over(run, box, "wheel", { ctrlKey: true, deltaY: -300 });
   frames();
-  told.wheeled = { ...seen(), before: wheel.x + wheel.width / 2, after: timelines.xOf(run.canvas, middle) };
+  const after = timelines.xOf(run.canvas, middle);
+  told.wheeled = { ...seen(), before: wheel.x + wheel.width / 2, after };
   over(run, box, "pointerdown", { clientX: 600 });
   fire(run.canvas, "pointermove", PointerEvent, { clientX: 500, clientY: 0 });
   fire(run.canvas, "pointerup", PointerEvent, { clientX: 500, clientY: 0 });

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,7 +19,10 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 from megatron.core import parallel_state
 from megatron.core.models import backends
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -25,6 +30,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
+from megatron_ext.adapter.compatibility import refuse_order
 from megatron_ext.adapter.slices.attention import attend_with_transformer_engine
 from megatron_ext.adapter.slices.known_models import refuse_unknown
 from megatron_ext.adapter.slices.model_call import cut
@@ -37,7 +43,17 @@ from megatron_ext.patches.megatron.core.models.common.embeddings import (
 )
 from megatron_ext.patches.megatron.core.models.gpt.gpt_model import slices as gpt_model_slices
 from megatron_ext.patches.megatron.core.transformer import dot_product_attention
+from megatron_ext.patches.megatron.core.transformer.moe import router
+from megatron_ext.patches.megatron.core.transformer.multi_token_prediction import (
+    slices as multi_token_slices,
+)
 from megatron_ext.runtime.slices.running_slice import Span, running_slice, spans
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.registry import choose
+from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.placement import line
+from megatron_ext.schedule.problem import Extras, Problem
+from megatron_ext.schedule.slices import Slices
 from tests.helpers.combinations import at_night, nightly
 from tests.helpers.latent_attention import Attention
 from tests.helpers.ranks import run_ranks, values
@@ -69,6 +85,16 @@ FULL = {
     "recompute_method": "uniform",
     "recompute_num_layers": 1,
 }
+# Losses that weigh: of each token's router, a slice alone would make another.
+ROUTED = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 16,
+    "moe_aux_loss_coeff": 0.5,
+    "moe_z_loss_coeff": 0.1,
+    "moe_token_dispatcher_type": "alltoall",
+    "add_bias_linear": False,
+}
 CASES = {
     "learned positions": Case(positions="learned_absolute"),
     "learned positions, given mask": Case(positions="learned_absolute", has_mask=True),
@@ -76,6 +102,20 @@ CASES = {
     "sliding window": Case({"window_size": (5, 0)}),
     "latent attention": Case(LATENT | {"rope_type": "rope"}, config=MLATransformerConfig),
     "latent attention, yarn": Case(LATENT | {"rope_type": "yarn"}, config=MLATransformerConfig),
+    "experts": Case(ROUTED | {"moe_router_load_balancing_type": "aux_loss"}),
+    "experts, by sequence": Case(ROUTED | {"moe_router_load_balancing_type": "seq_aux_loss"}),
+    "experts, loss per token": Case(
+        ROUTED
+        | {
+            "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
+            "moe_aux_loss_coeff": [0.1, 0.2],
+            "calculate_per_token_loss": True,
+        }
+    ),
+    "further tokens": Case({"mtp_num_layers": 2}),
+    "further tokens, loss per token": Case(
+        {"mtp_num_layers": 2, "calculate_per_token_loss": True}, positions="learned_absolute"
+    ),
     "full recompute": Case(FULL),
     "selective recompute": Case({"recompute_granularity": "selective"}),
 }
@@ -94,9 +134,15 @@ def build(case: Case) -> GPTModel:
         "transformer_impl": "local",
     }
     latent = case.config is MLATransformerConfig
+    config = case.config(**settings | case.settings)
+    layer = get_gpt_layer_local_spec(
+        num_experts=case.settings.get("num_moe_experts"), multi_latent_attention=latent
+    )
+    prediction = get_gpt_mtp_block_spec(config, layer, False) if config.mtp_num_layers else None
     return GPTModel(
-        case.config(**settings | case.settings),
-        get_gpt_layer_local_spec(multi_latent_attention=latent),
+        config,
+        layer,
+        mtp_block_spec=prediction,
         vocab_size=VOCABULARY,
         max_sequence_length=SEQUENCE,
         position_embedding_type=case.positions,
@@ -116,6 +162,7 @@ def batch(case: Case, seed: int) -> dict[str, Any]:
         "position_ids": torch.arange(SEQUENCE).expand(BATCH, -1),
         "attention_mask": mask,
         "labels": tokens.roll(-1, 1),
+        "loss_mask": (torch.arange(SEQUENCE) != 6).float().expand(BATCH, -1),
     }
 
 
@@ -124,6 +171,8 @@ def patched() -> Iterator[None]:
     """In a process with groups: the model takes slices."""
     modules = (
         gpt_model_slices,
+        router,
+        multi_token_slices,
         rotary_pos_embedding,
         yarn_rotary_pos_embedding,
         dot_product_attention,
@@ -421,17 +470,43 @@ def test_a_model_of_known_parts_is_taken() -> None:
     refuse_unknown([chunk_of(GPTModel, IdentityOp())])
 
 
+def test_what_predicts_further_tokens_is_looked_at_too() -> None:
+    chunk: Any = chunk_of(GPTModel, attention(DotProductAttention))
+    other: Any = chunk_of(GPTModel, attention(OtherAttention))
+    chunk.module.mtp, (layer,) = bare(Bare), (bare(Bare),)
+    layer.mtp_model_layer = other.module.decoder.layers[0]
+    chunk.module.mtp.layers = torch.nn.ModuleList([layer])
+    with pytest.raises(ValueError, match="does not go with OtherAttention"):
+        refuse_unknown([chunk])
+
+
 @pytest.mark.parametrize(
     ("kind", "mixer", "why"),
     [
-        (Bare, attention(DotProductAttention), "runs a GPTModel, and Bare may"),
-        (GPTModel, attention(OtherAttention), "does not go with OtherAttention"),
-        (GPTModel, Bare(), "does not go with Bare"),
+        (Bare, partial(attention, DotProductAttention), "runs a GPTModel, and Bare may"),
+        (GPTModel, partial(attention, OtherAttention), "does not go with OtherAttention"),
+        (GPTModel, Bare, "does not go with Bare"),
     ],
 )
 def test_a_model_that_is_not_known_is_refused(
-    kind: type[torch.nn.Module], mixer: torch.nn.Module, why: str
+    kind: type[torch.nn.Module], mixer: Callable[[], torch.nn.Module], why: str
 ) -> None:
     """It would train on wrong numbers without a word."""
     with pytest.raises(ValueError, match=why):
-        refuse_unknown([chunk_of(kind, mixer)])
+        refuse_unknown([chunk_of(kind, mixer())])
+
+
+def test_weights_that_are_quantised_want_their_first_gradient_first() -> None:
+    """With slices it is the first slice's, which comes last. Other weights' are all added."""
+    problem = Problem(line(2), 4, uniform(line(2), 1, 1, 1), extras=Extras(slices=Slices(2)))
+    schedule = build_program(choose("zb-h1"), problem).schedule
+    settings = SimpleNamespace(
+        transformer_impl="transformer_engine",
+        gradient_accumulation_fusion=True,
+        recompute_granularity=None,
+        cuda_graph_impl="none",
+    )
+    refuse_order(settings, schedule)
+    settings.fp8, settings.fp8_recipe = "hybrid", "mxfp8"
+    with pytest.raises(ValueError, match=r"begins stage 0's weight gradients with 0W0\.1"):
+        refuse_order(settings, schedule)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -37,11 +38,13 @@ from tests.helpers.callers import (
 from tests.helpers.callers import assert_same as assert_same_step
 from tests.helpers.combinations import nightly
 from tests.helpers.megatron_runs import (
+    EXPERTS,
     Run,
     assert_same,
     evaluations,
     losses,
     model_flags,
+    predictions,
     train,
 )
 from tests.helpers.ranks import run_ranks, values
@@ -141,6 +144,12 @@ FULL: Flags = {
     "recompute_method": "uniform",
     "recompute_num_layers": 1,
 }
+ROUTER: Flags = {
+    "moe_z_loss_coeff": 1e-3,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 1e-2,
+}
 MODELS: dict[str, tuple[int, Flags]] = {
     "grouped queries": (2, {"group_query_attention": True, "num_query_groups": 1}),
     "latent attention": (2, MLA),
@@ -173,6 +182,39 @@ MODELS: dict[str, tuple[int, Flags]] = {
         },
     ),
     "bf16": (2, {"bf16": True}),
+    "experts": (2, EXPERTS | ROUTER),
+    "EP 2, experts by sequence, loss per token": (
+        4,
+        {
+            **EXPERTS,
+            **ROUTER,
+            "expert_model_parallel_size": 2,
+            "moe_router_load_balancing_type": "seq_aux_loss",
+            "calculate_per_token_loss": True,
+            "recompute_granularity": "selective",
+        },
+    ),
+    "multi-token prediction": (2, {"mtp_num_layers": 2}),
+    "multi-token prediction, experts, tied": (
+        2,
+        {
+            **EXPERTS,
+            **ROUTER,
+            "mtp_num_layers": 1,
+            "untie_embeddings_and_output_weights": None,
+            "recompute_granularity": "selective",
+        },
+    ),
+    "TP 2, EP 2, experts": (
+        4,
+        {
+            **EXPERTS,
+            **ROUTER,
+            **TENSOR,
+            "expert_model_parallel_size": 2,
+            "expert_tensor_parallel_size": 1,
+        },
+    ),
 }
 PLACED = ("zb-v", "v-half", "interleaved", "interleaved-zb", "slimpipe", "breadth-first")
 SAME = [
@@ -182,6 +224,9 @@ SAME = [
     ("full recompute", "interleaved-zb"),
     ("distributed optimizer", "v-half"),
     ("bf16", "zb-v"),
+    ("experts", "zb-v"),
+    ("multi-token prediction", "zb-v"),
+    ("EP 2, experts by sequence, loss per token", "interleaved-zb"),
 ]
 SLICED: Flags = {"pipeline_slices": 4}
 
@@ -231,9 +276,26 @@ def test_a_launch_line_trains_as_stock_does() -> None:
 
 @nightly("test_gradients_are_those_of_whole_sequences")
 @pytest.mark.parametrize("model", MODELS)
-def test_it_is_stock_but_for_the_order_of_sums(model: str) -> None:
+def test_it_is_stock_but_for_the_order_of_sums(
+    model: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What Megatron's log says of experts, too."""
+    for made in (stock, sliced):
+        made.cache_clear()  # its output is wanted
+    expected = stock(model)
+    said = of_experts(capfd.readouterr().out)
     tolerance = 1e-2 if model == "bf16" else 1e-4
-    assert_close(sliced(model), stock(model), tolerance)
+    runs = sliced(model)
+    assert_close(runs, expected, tolerance)
+    for ours, stocks in zip(predictions(runs), predictions(expected), strict=True):
+        assert ours == pytest.approx(stocks, rel=1e-4)
+    assert of_experts(capfd.readouterr().out) == pytest.approx(said, rel=1e-4)
+    assert bool(said) == ("experts" in model)
+
+
+def of_experts(output: str) -> list[float]:
+    """The losses of routers in Megatron's log."""
+    return [float(loss) for loss in re.findall(r"(?:load_balancing|z)_loss: (\S+)", output)]
 
 
 @nightly("test_gradients_are_those_of_whole_sequences")
@@ -272,3 +334,31 @@ def test_a_checkpoint_goes_on_with_slices_and_without(tmp_path: Path) -> None:
     assert len(losses(runs)) == 1
     assert_same(runs, whole)
     assert losses(run(model, **resumed)) == pytest.approx(losses(runs), rel=1e-4)
+
+
+@nightly("test_recompute.py has it without")
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+def test_passes_that_run_again(schedule: str) -> None:
+    """Keys and values stay, and a slice writes its own once more."""
+    model, stages = "grouped queries", 4 if schedule == "zb-v" else 2
+    again: Flags = {"pipeline_recompute": f"first:{stages}"}
+    assert_same(run(model, pipeline_schedule=schedule, **again, **SLICED), sliced(model))
+
+
+@nightly("test_it_is_stock_but_for_the_order_of_sums")
+def test_one_slice_is_a_whole_sequence() -> None:
+    model = "grouped queries"
+    assert_same(run(model, pipeline_schedule="zb-h1", pipeline_slices=1), stock(model))
+
+
+@nightly("test_trace.py and test_metrics.py have them without")
+def test_slices_are_traced_and_measured(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    watched: Flags = {
+        "pipeline_trace": tmp_path,
+        "pipeline_trace_iters": "2:3",
+        "pipeline_metrics": True,
+    }
+    model = "grouped queries"
+    assert_same(run(model, pipeline_schedule="zb-h1", **watched, **SLICED), sliced(model))
+    assert '"0F0.3"' in (tmp_path / "trace.json").read_text()
+    assert "bubble" in capfd.readouterr().out

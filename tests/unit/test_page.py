@@ -26,7 +26,7 @@ from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.show.draw import COLOURS
 from megatron_ext.schedule.show.page.boxes import LEFT_OUT, Box, Group, before, critical_path
 from megatron_ext.schedule.show.page.cut import kept_microbatches, shares
-from megatron_ext.schedule.show.page.run import Run, cut_to_fit, simulated, traced
+from megatron_ext.schedule.show.page.run import MOST_PASSES, Run, cut_to_fit, simulated, traced
 from megatron_ext.schedule.show.page.write import (
     BROWSER,
     SCRIPTS,
@@ -37,9 +37,11 @@ from megatron_ext.schedule.show.page.write import (
     write_page,
 )
 from megatron_ext.schedule.show.trace import beside
+from megatron_ext.schedule.slices import Slices
 from tests.helpers.combinations import at_night
+from tests.helpers.pages import data_in
 from tests.helpers.schedules import line_problem, program
-from tests.unit.test_trace import SIMULATED, measured
+from tests.unit.test_trace import SIMULATED, measured, written
 
 runner = CliRunner()
 
@@ -59,12 +61,14 @@ ALL_SORTS = {
     "vocabulary": program_of("1f1b", vocabulary=VocabularyParallel.ONE),
     "offload": program_of("zb-v", offload=Offload.FULL),
     "post-validation": program_of("zb-h2", post_validation=True),
+    "slices": program_of("1f1b", slices=Slices(2)),
 }
 EACH = pytest.mark.parametrize("sort", ALL_SORTS)
 
 
 def label(box: Box) -> str:
-    return f"{box.stage}{box.kind}{box.microbatch}"
+    part = "" if box.slice is None else f".{box.slice}"
+    return f"{box.stage}{box.kind}{box.microbatch}{part}"
 
 
 @EACH
@@ -246,13 +250,6 @@ def page_of(*runs: Run) -> Page:
     return Page("a <title>", runs, "megatron-ext simulate '</script>'")
 
 
-def data_in(text: str) -> dict[str, Any]:
-    match = re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)
-    assert match
-    data: dict[str, Any] = json.loads(match[1])
-    return data
-
-
 def test_the_file_holds_the_data_and_needs_nothing_else(tmp_path: Path) -> None:
     page = page_of(simulated("1f1b", program_of("1f1b")), simulated("zb-v", ALL_SORTS["v"]))
     path = tmp_path / "x.html"
@@ -299,7 +296,9 @@ def test_times_have_as_many_digits_as_they_need() -> None:
 def test_a_page_is_small(ranks: int, microbatches: int) -> None:
     """A page of 20,000 passes is to be smooth, and can be sent by mail: under 3 MB."""
     runs = [simulated(name, program_of(name, ranks, microbatches)) for name in ("1f1b", "zb-v")]
-    drawn = [box for run in cut_to_fit(runs) for box in run.boxes if box.kind != LEFT_OUT]
+    drawn = [
+        box for run in cut_to_fit(runs, MOST_PASSES) for box in run.boxes if box.kind != LEFT_OUT
+    ]
     passes = sum(box.track.group is Group.PASSES for box in drawn)
     assert passes <= 20_000
     assert len(text_of(page_of(*runs))) < 35_000 + 145 * passes
@@ -334,7 +333,10 @@ def test_simulate_writes_a_page_beneath_1f1b(tmp_path: Path) -> None:
     words = ("--post-validation", "--steps", "2", "--html", str(path))
     run_of("simulate", "zb-h1", *sizes, *words)
     titles = [run["title"] for run in data_in(path.read_text())["runs"]]
-    assert titles == ["zb-h1 without post-validation", "zb-h1"]
+    assert titles == ["zb-h1", "zb-h1, post-validation"]
+    run_of("simulate", "1f1b", *sizes, "--slices", "2", "--html", str(path))
+    titles = [run["title"] for run in data_in(path.read_text())["runs"]]
+    assert titles == ["1f1b", "1f1b, 2 slices"]
 
 
 def test_plan_writes_its_front(tmp_path: Path) -> None:
@@ -348,6 +350,19 @@ def test_plan_writes_its_front(tmp_path: Path) -> None:
     steps = {made["schedule"]: made["makespan"] for made in report["schedules"]}
     for run in data["runs"]:
         assert run["figures"]["makespan"] == pytest.approx(steps[run["title"]])
+
+
+def test_trace_writes_the_median_step(tmp_path: Path) -> None:
+    traced_steps = written(tmp_path)
+    path = tmp_path / "x.html"
+    said = run_of("trace", str(tmp_path / "new"), "--html", str(path))
+    assert f"page: {path}" in said
+    data = data_in(path.read_text())
+    titles = [run["title"] for run in data["runs"]]
+    assert titles == ["zb-h1, predicted", "zb-h1, measured in iteration 7"]
+    assert data["unit"] == "s"
+    figures = data["runs"][1]["figures"]
+    assert figures["makespan"] == pytest.approx(traced_steps[0].measured.makespan)
 
 
 @pytest.mark.parametrize("words", [("simulate", "v-auto"), ("plan",)])

@@ -133,6 +133,13 @@ def test_a_pass_tells_what_it_waited_for(told: dict[str, Any]) -> None:
     assert told["waitedFor"] == latest
 
 
+def test_the_curves_of_memory_are_in_their_order(told: dict[str, Any]) -> None:
+    """From above a pointer comes to the rank that holds most."""
+    peak, held = told["curves"]
+    assert peak == max(runs()[1].figures.peaks)
+    assert held[0] == peak and held == sorted(held, reverse=True)
+
+
 def test_it_zooms_and_pans(told: dict[str, Any]) -> None:
     longest = max(run.length for run in runs())
     whole = {"from": 0, "to": longest}

@@ -3,6 +3,7 @@
 In tables a column is a unit of time, ``.`` is idle, ``=`` goes on; F, I and W of a slice cost 1.
 """
 
+import json
 import pickle
 import re
 from dataclasses import replace
@@ -11,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from megatron_ext.cli import app
 from megatron_ext.schedule.action import Action, Kind, Slice, even_ends, parse
 from megatron_ext.schedule.build.build import build_program, complete
 from megatron_ext.schedule.build.registry import choose, entries
@@ -26,13 +29,23 @@ from megatron_ext.schedule.problem import (
     Recompute,
     VocabularyParallel,
 )
-from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, memory_curve, peaks
+from megatron_ext.schedule.program.memory import (
+    held_during,
+    in_bytes,
+    in_microbatches,
+    memory_curve,
+    peak_on_host,
+    peaks,
+)
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import InvalidSchedule, Program, check_compute
 from megatron_ext.schedule.schedule import Schedule, bitwise_order
 from megatron_ext.schedule.schedule_csv import from_csv, to_csv
+from megatron_ext.schedule.search.bounds import lower_bound
+from megatron_ext.schedule.search.certify import certify
+from megatron_ext.schedule.search.weight_gradient_filling import makespan
 from megatron_ext.schedule.slices import Lengths, Slices, lengths_of, parse_lengths
-from tests.helpers.combinations import at_night
+from tests.helpers.combinations import at_night, nightly
 from tests.helpers.schedules import B, F, I, W, drawn, table
 
 
@@ -267,7 +280,6 @@ def test_w_may_come_in_any_order_and_that_is_told() -> None:
     [
         {"vocabulary": VocabularyParallel.TWO},
         {"post_validation": True},
-        {"offload": Offload.FULL},
     ],
 )
 def test_what_does_not_go_with_slices(extras: dict[str, Any]) -> None:
@@ -427,6 +439,38 @@ def test_recompute_keeps_keys_and_values() -> None:
     assert curve == pytest.approx([11.2, 22.4, 43.2, 59.2, 48, 48])
 
 
+def offloaded(name: str, way: Offload, k: int = 4) -> Program:
+    costs = "f=1,i=1,w=1,comm=0.01,attention=0.3,d2h=0.5"
+    problem = problem_for(name, 4, 6, k, costs)
+    held = {Held.ACTIVATION: (64.0,) * 4, Held.WEIGHT_INPUTS: (32.0,) * 4}
+    known = replace(problem.costs, held_bytes=held, keys_values=(16.0,) * 4)
+    return build_program(choose(name), replace(problem, costs=known).with_extras(offload=way))
+
+
+def test_offload_of_slices_leaves_keys_and_values() -> None:
+    """They stay for the slices that attend to them, and take no time on the link."""
+    program = offloaded("1f1b", Offload.FULL)
+    costs, row = program.problem.costs, program.schedule.rows[0]
+    part = program.problem.parts(0)[0]
+    assert costs.of(Action(0, Kind.OFFLOAD_F, part)) == pytest.approx(0.5 / 4 * 48 / 64)
+    staying, leaving = (
+        (peaks(made.schedule, in_bytes(costs))[0], simulate(made, costs).makespan)
+        for made in (offloaded("1f1b", Offload.NONE), program)
+    )
+    assert leaving[0] < 0.7 * staying[0] and leaving[1] == pytest.approx(staying[1])
+    assert peak_on_host(row, program.problem.placement) == 2.5
+    by_hand = "0F0.0 0OFFLOAD_F0.0 0FREE_F0.0 0F0.1 0RELOAD_F0.0 0B0.1 0B0.0"
+    actions = tuple(parse(action, 2) for action in by_hand.split())
+    assert list(held_during(actions, in_bytes(costs))) == [32, 32, 32, 40, 64, 80, 48]
+
+
+def test_the_first_half_of_the_slices_leaves() -> None:
+    """They live longest (SPPO)."""
+    for row in offloaded("1f1b", Offload.HALF).schedule.rows:
+        gone = {a.microbatch % 4 for a in row if a.kind is Kind.OFFLOAD_F}
+        assert gone <= {0, 1}
+
+
 def test_uneven_slices_hold_by_their_tokens() -> None:
     program = built("gpipe", 1, 1, 2, "f=1,i=1,w=1", "3,1")
     curve = memory_curve(program.schedule.rows[0], in_microbatches(program.schedule))
@@ -461,3 +505,108 @@ def test_v_auto_of_slices(limit: float | None) -> None:
     too_little = replace(problem, memory_limit=MemoryLimit(microbatches=1))
     with pytest.raises(ValueError, match="v-auto: no schedule of 2 slices fits"):
         build_program(choose("v-auto"), too_little)
+
+
+@pytest.mark.parametrize("name", TAKES_SLICES)
+def test_no_schedule_of_slices_is_shorter_than_the_bound(name: str) -> None:
+    """That of whole microbatches is more than slices take: ``auto`` left their schedules out."""
+    problem = problem_for(name, 3, 3, 3, "f=10,i=12,w=8,comm=1,attention=0.3", "balanced")
+    splits = choose(name).splits_backward
+    least = makespan(choose(name).build(problem), problem)
+    assert lower_bound(problem, splits) <= least * (1 + 1e-9)
+    if name == "zb-v":
+        assert least < lower_bound(problem.with_extras(slices=Slices()), splits)
+
+
+def test_a_bound_is_not_certified() -> None:
+    with pytest.raises(ValueError, match="--certify knows no bound with slices"):
+        certify(built("1f1b", 2, 2, 2), 1.0)
+
+
+# ---- Commands
+
+
+def run(*words: str) -> str:
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_simulate_tells_of_slices_and_verify_proves_its_table(tmp_path: Path) -> None:
+    table, trace = tmp_path / "mine.csv", tmp_path / "trace.json"
+    cut = ["--slices", "2", "--slice-lengths", "balanced", "--costs", "f=1,i=1,w=1,attention=0.3"]
+    files = ["--csv", str(table), "--trace", str(trace)]
+    said = " ".join(run("simulate", "zb-h1", "--pp", "2", "-m", "3", *cut, *files).split())
+    assert "slices of a microbatch 2, balanced" in said
+    assert "but for rounding; to the last bit those of other schedules of these slices" in said
+    assert "0F0.1" in trace.read_text()
+    proved = run("verify", str(table))
+    assert "valid: 2 ranks, 2 stages, 3 microbatches of 2 slices; a rank holds" in proved
+    assert "every stage takes its slices in one order" in proved
+    figures_of = json.loads(run("simulate", str(table), "--pp", "2", "-m", "3", *cut, "--json"))
+    assert (figures_of["slices"], figures_of["slice_lengths"]) == (2, "balanced")
+
+
+def test_plan_compares_schedules_of_slices() -> None:
+    asked = ["plan", "--pp", "2", "-m", "2", "--slices", "2", "--slice-lengths", "balanced"]
+    said = run(*asked, "--costs", "f=10,i=12,w=8,attention=0.3")
+    assert re.search(r"^write --pipeline-schedule \S+ --pipeline-slices 2 "
+                     r"--pipeline-slice-lengths balanced$", said, re.MULTILINE)  # fmt: skip
+    assert "zb-h1" in said and "hanayo" not in said
+
+
+@nightly("test_plan_compares_schedules_of_slices")
+def test_plan_says_when_slices_are_short() -> None:
+    model = "layers=4,hidden=1024,heads=8,sequence=8192,vocabulary=32000"
+    asked = ["plan", "--pp", "2", "-m", "2", "--model", model, "--gpu", "h100"]
+    said = run(*asked, "--slices", "4")
+    assert "a slice has 2,048 tokens: kernels are slower on fewer than 4,096" in said
+
+
+# ---- The page
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "slices.md").read_text()
+_ROW = re.compile(r"^\| `([\w-]+)` \|((?: [\d.]+ at [\d.]+ \|){4})$", re.MULTILINE)
+
+
+@pytest.mark.parametrize(("name", "cells"), _ROW.findall(PAGE))
+def test_figures_of_the_page(name: str, cells: str) -> None:
+    for k, cell in zip(KS, cells.strip("| ").split("|"), strict=True):
+        problem = problem_for(name, 8, 32, k)
+        made = choose(name).build(problem)
+        peak = max(peaks(made, in_microbatches(made)))
+        assert f"{makespan(made, problem):g} at {peak:g}" == cell.strip(), k
+
+
+_OFFLOADED = re.compile(r"^\| `([\w-]+)`, (whole|four slices) \|(.*)\|$", re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("name", "cut", "cells"), [*_OFFLOADED.findall(PAGE)[:1], *at_night(*_OFFLOADED.findall(PAGE))]
+)
+def test_the_table_of_offload(name: str, cut: str, cells: str) -> None:
+    k = 1 if cut == "whole" else 4
+    lengths = "even" if cut == "whole" else "balanced"
+    costs = re.findall(r"`(f=10\S+d2h=6)`", PAGE)[0]
+    problem = problem_for(name, 4, 8, k, costs, lengths)
+    stages = problem.placement.stages
+    held = {Held.ACTIVATION: (64.0,) * stages, Held.WEIGHT_INPUTS: (32.0,) * stages}
+    known = replace(problem.costs, held_bytes=held, keys_values=(8.0,) * stages)
+    for way, cell in zip(("none", "half", "full"), cells.split("|"), strict=True):
+        asked = replace(problem, costs=known).with_extras(offload=Offload(way))
+        made = build_program(choose(name), asked)
+        takes = simulate(made, known).makespan
+        most = max(peaks(made.schedule, in_bytes(known))) / (64 * problem.placement.chunks)
+        written, at = map(float, cell.split("at"))
+        assert (takes, most) == pytest.approx((written, at), abs=0.51)
+        assert most == pytest.approx(at, abs=0.006)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])
+def test_the_command_of_the_page(name: str) -> None:
+    costs = re.findall(r"--costs (f=10\S+)", PAGE)[0]
+    figures_of = re.search(rf"`{name}` (\d+) \((\d+)", PAGE)
+    assert figures_of is not None
+    for k, lengths, written in ((4, "balanced", 1), (1, "even", 2)):
+        problem = problem_for(name, 8, 8, k, costs, lengths)
+        assert round(makespan(choose(name).build(problem), problem)) == int(figures_of[written])

@@ -75,11 +75,21 @@ class SlicedStage(ModelStage):
         return noted
 
     def _run(
-        self, forward_step_func: Callable[..., Any], microbatch: int, *args: Any, **more: Any
+        self,
+        forward_step_func: Callable[..., Any],
+        microbatch: int,
+        *args: Any,
+        is_first: bool = False,
+        **more: Any,
     ) -> tuple[Tensor, Tensor]:
         piece = _slice(microbatch)
+        if is_first and not self._is_quantised:
+            _add_all_gradients(self._model)
+            is_first = False
         with running_slice.running(self._number, piece.whole, self._spans[piece.slice]):
-            output, tokens = super()._run(forward_step_func, piece.whole, *args, **more)
+            output, tokens = super()._run(
+                forward_step_func, piece.whole, *args, is_first=is_first, **more
+            )
         if self._is_last:  # its losses may be a view, whose memory could not be given back
             output = make_viewless_tensor(output, output.requires_grad, keep_graph=True)
         return output, tokens
@@ -97,6 +107,15 @@ class SlicedStage(ModelStage):
             self._gradients.pop(piece.whole, None)
             running_slice.drop(self._number, piece.whole)
         return dx
+
+
+def _add_all_gradients(model: torch.nn.Module) -> None:
+    """Have Transformer Engine add all weight gradients of this step to what there is. Those of the
+    forward pass that it is told is a step's first, it writes over what there is: with slices that
+    is not the first one whose gradients come. (Quantised weights have to be told.)"""
+    for module in model.modules():
+        if hasattr(module, "is_first_microbatch"):
+            module.is_first_microbatch = False  # type: ignore[assignment]
 
 
 def _slice(microbatch: int) -> Slice:

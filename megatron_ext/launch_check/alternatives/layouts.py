@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 from megatron_ext.adapter.arguments import check_settings
-from megatron_ext.adapter.dimensions import execution, rates
+from megatron_ext.adapter.dimensions import costs_of_stages, execution, rates
 from megatron_ext.adapter.layers import (
     SEGMENT_END,
     layers_of_stages,
     prediction_depths,
 )
 from megatron_ext.adapter.model_bytes import state_of
+from megatron_ext.config import PipelineConfig
 from megatron_ext.launch_check.variants import LineVariants
+from megatron_ext.schedule.build.output_layer import with_input_gradient
 from megatron_ext.schedule.build.registry import choose
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.model.description import describe
-from megatron_ext.schedule.placement import line, loop
+from megatron_ext.schedule.model.model import Stage
+from megatron_ext.schedule.placement import Placement, line, loop
 from megatron_ext.schedule.plan.layouts.candidates import Permits, Rule
 from megatron_ext.schedule.plan.layouts.estimated import estimated_work
 from megatron_ext.schedule.plan.layouts.layout import Layout
@@ -38,18 +44,34 @@ _PLACING = (
 )
 
 
-def work_of(args: Any) -> Work:
-    """What ``args`` train, whatever the layout. They are validated, and have their vocabulary."""
-    run = execution(args, args.seq_length, args.micro_batch_size)
-    at_once = args.micro_batch_size * args.data_parallel_size
-    return estimated_work(
-        describe(args),
+def work_of(args: Any, config: PipelineConfig | None = None) -> Work:
+    """What ``args`` train, whatever the layout. They are validated, and have their vocabulary.
+
+    ``config``: what is asked of schedules beside.
+    """
+    model, run = describe(args), execution(args, args.seq_length, args.micro_batch_size)
+    ranks = args.pipeline_model_parallel_size
+    microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    limit = None
+    if config is not None and config.memory_limit is not None:
+        limit = parse_limit(config.memory_limit, ranks, microbatches)
+    is_looked_up = args.mtp_num_layers and not args.untie_embeddings_and_output_weights
+
+    def costs_of(stages: Sequence[Stage], placement: Placement) -> Costs:
+        costs = costs_of_stages(args, model, stages, placement)
+        return with_input_gradient(costs) if is_looked_up else costs
+
+    work = estimated_work(
+        model,
         run,
         state_of(args),
         rates(run.precision),
-        ranks=args.pipeline_model_parallel_size,
-        microbatches=args.global_batch_size // at_once,
+        ranks=ranks,
+        microbatches=microbatches,
+        limit=limit,
+        post_validation=config is not None and config.post_validation,
     )
+    return replace(work, costs_of=costs_of)
 
 
 def own_layout(args: Any, spec: str) -> tuple[str, Layout]:
@@ -184,17 +206,27 @@ def _as_data(made: Evaluated, lines: Lines) -> dict[str, Any]:
     }
 
 
-def lay_out(line: LineVariants, args: Any, own: str, room: float | None) -> LaidOut:
+def lay_out(
+    line: LineVariants, args: Any, own: str, room: float | None, *, search: bool = True
+) -> LaidOut:
     """What other layouts would gain on ``line``, which trains under the schedule ``own``.
 
     Args:
         args: of the line, validated, with their vocabulary.
         room: bytes that a rank has for everything; None: as much as it takes.
+        search: as of `compare_layouts`.
 
     Raises:
         ValueError: the line cannot be trained as it stands.
     """
     as_it_is = own_layout(args, own)
-    lines = compare_layouts(work_of(args), as_it_is, rule_of(args), room, permits=permits_of(line))
+    lines = compare_layouts(
+        work_of(args, line.config),
+        as_it_is,
+        rule_of(args),
+        room,
+        permits=permits_of(line),
+        search=search,
+    )
     written = (written_for(line.args, as_it_is, made) for made in lines.others.values())
     return LaidOut(lines, tuple(written))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +48,7 @@ class RunningSlice:
     def __init__(self) -> None:
         self.span: Span | None = None  # None: a pass is of a whole microbatch
         self._microbatch: tuple[int, int] = (0, 0)  # stage, number
-        self._buffers: dict[tuple[int, int], dict[Hashable, _Buffers]] = {}
+        self._kept: dict[tuple[int, int], dict[Hashable, Any]] = {}
 
     @contextlib.contextmanager
     def running(self, stage: int, microbatch: int, span: Span) -> Iterator[None]:
@@ -69,32 +69,37 @@ class RunningSlice:
         """
         span = self.span
         assert span is not None, "no slice runs"
-        layers = self._buffers.setdefault(self._microbatch, {})
-        buffers = layers.setdefault(layer, _Buffers())
+        buffers = self.kept(layer, _Buffers)
         attended: _Tensors = _Attended.apply(buffers, span, *tensors)
         return attended
 
+    def kept[Kept](self, key: Hashable, make: Callable[[], Kept]) -> Kept:
+        """What slices of the running one's microbatch have of ``key``, made by the first of them
+        and kept until the last pass."""
+        kept: Kept = self._kept.setdefault(self._microbatch, {}).setdefault(key, make())
+        return kept
+
     def drop(self, stage: int, microbatch: int) -> None:
         """After the last pass of ``microbatch``: hold nothing of it."""
-        self._buffers.pop((stage, microbatch), None)
+        self._kept.pop((stage, microbatch), None)
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing is held of any microbatch."""
-        return not self._buffers
+        return not self._kept
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Around the passes of a step. Afterwards nothing is held, also after an error."""
         try:
             yield
-            assert not self._buffers, "keys and values are left over after the step"
+            assert not self._kept, "something is left over of a microbatch's slices"
         finally:
             self.clear()
 
     def clear(self) -> None:
         """Hold nothing: the step begins again."""
-        self._buffers.clear()
+        self._kept.clear()
 
 
 class _Buffers:

@@ -172,7 +172,8 @@ def _for_training(problem: Problem) -> list[Transform]:
 
 def _places_recompute(choice: Choice, problem: Problem) -> bool:
     """Whether the family itself chooses what is made again."""
-    return choice.fits_recompute and problem.extras.recompute.fit
+    is_whole = problem.slices.count == 1  # of slices nothing is searched for
+    return choice.fits_recompute and problem.extras.recompute.fit and is_whole
 
 
 def _is_made_again(choice: Choice, problem: Problem) -> bool:

@@ -24,6 +24,8 @@ from megatron_ext.schedule.schedule import Schedule
 def gpipe(problem: Problem) -> Schedule:
     """All forwards, then all backwards. Bubble (p-1)(F+I+W), peak m microbatches.
 
+    With slices it is TeraPipe's (Li et al. 2021, arXiv:2102.07988), which chooses their lengths.
+
     With p = 3, m = 2:
 
     ::
@@ -31,8 +33,6 @@ def gpipe(problem: Problem) -> Schedule:
         0  F0 F1 .  .  .  .  .  .  B0 =  B1 =
         1  .  F0 F1 .  .  .  B0 =  B1 =  .  .
         2  .  .  F0 F1 B0 =  B1 =  .  .  .  .
-
-    With slices it is TeraPipe's (Li et al. 2021, arXiv:2102.07988), which chooses their lengths.
     """
     passes = ((Kind.FORWARD, problem.forwards), (Kind.FULL_BACKWARD, problem.backwards))
     rows = tuple(
@@ -55,6 +55,11 @@ def one_forward_one_backward(problem: Problem, *, eager: str = "auto") -> Schedu
 
     Bubble (p-1)(F+I+W) as `gpipe`; but rank r holds p-r microbatches only.
 
+    With k slices it is Seq1F1B's (Sun et al. 2024, arXiv:2406.03488): k-1 more forwards first, as
+    the last slice of a microbatch goes back first. Bubble (p-1)(F+I+W)/k; rank r holds
+    (p-1-r+k)/k microbatches. With ``eager=yes`` p-1-r forwards more, which hides hops; with slices
+    that is chosen by costs and memory limit (``auto``).
+
     With p = 3, m = 3:
 
     ::
@@ -62,11 +67,6 @@ def one_forward_one_backward(problem: Problem, *, eager: str = "auto") -> Schedu
         0  F0 F1 F2 .  .  .  .  B0 =  .  B1 =  .  B2 =
         1  .  F0 F1 .  .  B0 =  F2 B1 =  .  B2 =  .  .
         2  .  .  F0 B0 =  F1 B1 =  F2 B2 =  .  .  .  .
-
-    With k slices it is Seq1F1B's (Sun et al. 2024, arXiv:2406.03488): k-1 more forwards first, as
-    the last slice of a microbatch goes back first. Bubble (p-1)(F+I+W)/k; rank r holds
-    (p-1-r+k)/k microbatches. With ``eager=yes`` p-1-r forwards more, which hides hops; with slices
-    that is chosen by costs and memory limit (``auto``).
     """
     return eager_or_not("1f1b", problem, eager, partial(_one_forward_one_backward, problem))
 

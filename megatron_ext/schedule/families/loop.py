@@ -41,16 +41,16 @@ def interleaved(problem: Problem, *, group: int = 0) -> Schedule:
     """Megatron's interleaved 1F1B, action for action; ``group`` (0: p) is its microbatch group size
     per virtual stage. Bubble (p-1)(F+I+W)/v; peak (v-1)*group + 2p-1 chunks, or all m microbatches.
 
+    With k slices the groups are of slices: bubble (p-1)(F+I+W)/(vk). It is Seq1F1B-I (Sun et al.
+    2024, arXiv:2406.03488), whose own warm-up makes ranks wait for one another where k > p; and
+    where k is a multiple of p SlimPipe (Li et al. 2025, arXiv:2504.14519), a group a microbatch.
+
     With p = 2, m = 2:
 
     ::
 
         0  0F0 0F1 2F0 2F1 .   .   2B0 =   .   2B1 =   0B0 =   0B1 =
         1  .   1F0 1F1 3F0 3B0 =   3F1 3B1 =   1B0 =   1B1 =   .   .
-
-    With k slices the groups are of slices: bubble (p-1)(F+I+W)/(vk). It is Seq1F1B-I (Sun et al.
-    2024, arXiv:2406.03488), whose own warm-up makes ranks wait for one another where k > p; and
-    where k is a multiple of p SlimPipe (Li et al. 2025, arXiv:2504.14519), a group a microbatch.
     """
     return Schedule(
         "interleaved", problem.placement, _interleaved("interleaved", problem, group, _WHOLE)

@@ -38,14 +38,14 @@ def zb_v(problem: Problem) -> Schedule:
     """No bubble in the span where F, I and W cost the same; (p-1)F/2 in the makespan, as the first
     microbatch has to reach the last rank. Peak p microbatches, as 1F1B's.
 
+    With k slices, k-1 forwards more on each chunk first: peak (p+k-1)/k microbatches.
+
     With p = 2, m = 3:
 
     ::
 
         0  .   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
         1  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2 .
-
-    With k slices, k-1 forwards more on each chunk first: peak (p+k-1)/k microbatches.
     """
     p, more = problem.ranks, problem.slices.count - 1
     least = 2 * p - 1 + more

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from megatron_ext.schedule.action import Kind
@@ -54,7 +55,7 @@ def v_auto(problem: Problem) -> Schedule:
 
 
 def _best_of_slices(problem: Problem) -> Schedule:
-    memory = memory_of(problem, problem.ranks)
+    memory = memory_of(problem, math.inf if problem.memory_limit else problem.held_by_1f1b)
     known = [entries()[name].build(problem) for name in _OF_SLICES]
     candidates = list(known)
     for schedule in known:

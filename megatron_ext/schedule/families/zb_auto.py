@@ -38,7 +38,7 @@ _ACTIONS = 100_000  # to be placed in trials altogether: what is tried depends o
 
 def line_at_once(problem: Problem) -> Schedule:
     """One trial, and what is published, within `zb_auto`'s limit. Raises as that."""
-    memory = memory_of(problem, math.inf if problem.memory_limit else 2 * problem.ranks)
+    memory = memory_of(problem, math.inf if problem.memory_limit else 2 * problem.held_by_1f1b)
     return _best("zb-auto", problem, memory, _published(problem), by_span=False, trials=1)
 
 
@@ -54,8 +54,8 @@ def line_at_once(problem: Problem) -> Schedule:
     at_once=line_at_once,
 )
 def zb_auto(problem: Problem) -> Schedule:
-    """The least makespan found within the memory limit; without one, within 2p microbatches. With
-    post-validation, that or the least span, whichever makes a step cost less.
+    """The least makespan found within the memory limit; without one, within 2p microbatches, twice
+    1F1B's peak. With post-validation, that or the least span, whichever makes a step cost less.
 
     Never more than any other schedule of this placement takes that keeps to the limit.
 
@@ -67,7 +67,7 @@ def zb_auto(problem: Problem) -> Schedule:
         1  .  F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4 .
         2  .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 W1 W2 W3 W4
     """
-    memory = memory_of(problem, math.inf if problem.memory_limit else 2 * problem.ranks)
+    memory = memory_of(problem, math.inf if problem.memory_limit else 2 * problem.held_by_1f1b)
     others = [name for name in _on_a_line(problem) if name != "zb-auto"]
     least_makespan = _best("zb-auto", problem, memory, others, by_span=False)
     if not problem.extras.post_validation:
@@ -91,7 +91,7 @@ def _step(schedule: Schedule, problem: Problem) -> float:
     takes_slices=True,
 )
 def zb_1p(problem: Problem) -> Schedule:
-    """The same within p microbatches, 1F1B's peak, for the least span.
+    """The same within p microbatches, 1F1B's peak (also with slices), for the least span.
 
     With p = 3, m = 4:
 
@@ -101,7 +101,7 @@ def zb_1p(problem: Problem) -> Schedule:
         1  .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
         2  .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
     """
-    memory = memory_of(problem, problem.ranks)
+    memory = memory_of(problem, problem.held_by_1f1b)
     return _best("zb-1p", problem, memory, _published(problem), by_span=True)
 
 
@@ -130,7 +130,7 @@ def zb_2p(problem: Problem, *, paper_count: bool = False) -> Schedule:
         1  .  F0 F1 F2 I0 F3 I1 F4 I2 F5 I3 W0 I4 W1 I5 W2 W3 W4 W5 .
         2  .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 F5 I5 W0 W1 W2 W3 W4 W5
     """
-    limit = 2 * problem.ranks
+    limit = 2 * problem.held_by_1f1b
     if paper_count and problem.memory_limit is None:
         memory = Memory(_after_paper, (limit + 1.0,) * problem.ranks)
     else:
@@ -234,22 +234,19 @@ class _Line:
         self._placement, self._pieces = problem.placement, problem.pieces
         self._memory, self._ahead, self._slices = memory, ahead, problem.slices.count
         p, m, parts, of = problem.ranks, problem.pieces, problem.parts(0), problem.costs.of
-        backwards = problem.backwards
-        self._orders = {
-            Kind.FORWARD: problem.forwards,
-            Kind.BACKWARD_INPUT: backwards,
-            Kind.BACKWARD_WEIGHT: backwards,
-        }
+        self._forwards, self._backwards = problem.forwards, problem.backwards
+        kinds = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
         # By kind, rank and slice; by slice; by how many pieces.
         self._seconds = {
             kind: [[of(Action(rank, kind, part)) for part in parts] for rank in range(p)]
-            for kind in self._orders
+            for kind in kinds
         }
         self._hops = [of(Action(0, Kind.SEND_F, part)) for part in parts]
-        self._tokens = [
-            list(accumulate(map(tokens_of, order), initial=0.0)) for order in self._orders.values()
-        ]
-        self._done = {kind: [0] * p for kind in self._orders}
+        self._there, self._back = (
+            list(accumulate(map(tokens_of, order), initial=0.0))
+            for order in (self._forwards, self._backwards)
+        )
+        self._done = {kind: [0] * p for kind in kinds}
         self._forward_at = [[math.inf] * m for _ in range(p)]
         self._forward_at[0] = [0.0] * m
         self._gradient_at = [[math.inf] * m for _ in range(p)]
@@ -267,7 +264,8 @@ class _Line:
             kind = self._next(rank, now)
             if kind is None:
                 continue
-            k = self._orders[kind][self._done[kind][rank]]
+            order = self._forwards if kind is Kind.FORWARD else self._backwards
+            k = order[self._done[kind][rank]]
             self._done[kind][rank] += 1
             free[rank] = end = now + self._seconds[kind][rank][k % self._slices]
             heapq.heappush(self._events, (end, rank))
@@ -280,22 +278,21 @@ class _Line:
         """The kind of pass that ``rank`` does now; None if it waits."""
         f, i, w = (done[rank] for done in self._done.values())
         m, full = self._pieces, self._full[rank]
-        forwards, backwards, _ = self._orders.values()
-        of_f, of_i, of_w = (tokens[n] for tokens, n in zip(self._tokens, (f, i, w), strict=True))
-        held = (of_f - of_i) * full + (of_i - of_w) * self._left[rank]
+        there, back = self._there, self._back
         may_start = f < m and f - i < self._ahead[rank]
         has_room = may_start and self._memory.fits(
-            rank, held + full * (self._tokens[0][f + 1] - of_f)
+            rank, (there[f + 1] - back[i]) * full + (back[i] - back[w]) * self._left[rank]
         )
-        forward = self._forward_at[rank][forwards[f]] if may_start else math.inf
-        gradient = self._gradient_at[rank][backwards[i]] if i < m else math.inf
+        forward = self._forward_at[rank][f] if may_start else math.inf  # pieces in their order
+        gradient = self._gradient_at[rank][self._backwards[i]] if i < m else math.inf
         coming = min(gradient, forward if has_room else math.inf)
         if gradient <= now:
             return Kind.BACKWARD_INPUT
         if forward <= now and has_room:
             return Kind.FORWARD
         if w < i:
-            seconds = self._seconds[Kind.BACKWARD_WEIGHT][rank][backwards[w] % self._slices]
+            k = self._backwards[w]
+            seconds = self._seconds[Kind.BACKWARD_WEIGHT][rank][k % self._slices]
             if forward <= now or coming - now >= seconds:
                 return Kind.BACKWARD_WEIGHT
         if now < coming < math.inf:

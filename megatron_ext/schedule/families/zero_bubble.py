@@ -26,6 +26,9 @@ def zb_h1(problem: Problem, *, eager: str = "auto") -> Schedule:
     Each I passes its gradient on earlier, the W left over fill the cool-down. Peak p microbatches
     on every rank, as on 1F1B's first; bubble (p-1)(F+I-W).
 
+    With k slices: bubble (p-1)(F+I-W)/k, peak (p-1+k)/k microbatches on every rank. ``eager`` is
+    that of `1f1b`: rank r then holds (p-1-r)/k microbatches more.
+
     With p = 3, m = 4:
 
     ::
@@ -33,9 +36,6 @@ def zb_h1(problem: Problem, *, eager: str = "auto") -> Schedule:
         0  F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3
         1  .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
         2  .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
-
-    With k slices: bubble (p-1)(F+I-W)/k, peak (p-1+k)/k microbatches on every rank. ``eager`` is
-    that of `1f1b`: rank r then holds (p-1-r)/k microbatches more.
     """
     p = problem.ranks
 

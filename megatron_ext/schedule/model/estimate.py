@@ -33,7 +33,8 @@ def estimate(model: Model, stages: Sequence[Stage], execution: Execution, rates:
     layers = [seconds_of_layers(model, stage, execution, rates) for stage in stages]
     forward, input_gradient, weight_gradient = zip(*(stage.totals for stage in layers), strict=True)
     message = execution.split_tokens * model.hidden_size * execution.element_bytes
-    held = [held_of_stage(model, stage, execution) for stage in stages]
+    measured = rates.measured
+    held = [held_of_stage(model, stage, execution, measured) for stage in stages]
     kept, left = zip(*held, strict=True)
     costs = Costs(
         {
@@ -43,12 +44,13 @@ def estimate(model: Model, stages: Sequence[Stage], execution: Execution, rates:
         },
         hop=message / _to_neighbour(execution, rates),
         held_bytes={Held.ACTIVATION: kept, Held.WEIGHT_INPUTS: left},
-        origin="estimated from the model's dimensions",
+        origin=("estimated from the model's dimensions" if measured is None else measured.origin),
         message_bytes=message,
         attention=tuple(map(_attention_share, layers)),
         keys_values=tuple(keys_values_of_stage(model, stage, execution) for stage in stages),
     )
-    if any(stage.forward.get(Group.TENSOR) for stage in layers):
+    # What was measured has in it what ranks waited for, and no more.
+    if measured is None and any(stage.forward.get(Group.TENSOR) for stage in layers):
         costs = _with_hidden_exchanges(costs, layers, execution)
     costs = costs.with_vocabulary(_vocabulary(model, stages[-1], execution, rates))
     assert costs.held_bytes is not None
@@ -64,8 +66,8 @@ def _attention_share(stage: PassSeconds) -> float:
 
 def _to_neighbour(execution: Execution, rates: Rates) -> float:
     """Bytes per second from one pipeline rank to the next."""
-    span = execution.pipeline_span
-    return rates.peers if 0 < span <= rates.domain else rates.network
+    near, far = rates.to_neighbours
+    return near if 0 < execution.pipeline_span <= rates.domain else far
 
 
 def _vocabulary(model: Model, last: Stage, execution: Execution, rates: Rates) -> VocabularyCosts:

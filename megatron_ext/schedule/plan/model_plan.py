@@ -15,13 +15,14 @@ from megatron_ext.schedule.model.model_memory import TrainingState, bytes_of_ran
 from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.model.reductions import Reduction, reductions_of_ranks
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.plan.planner import Candidate, Variant, VocabMethod
+from megatron_ext.schedule.plan.planner import Candidate, Variant, VocabMethod, goes_with
 from megatron_ext.schedule.plan.vocabulary_plan import (
     redistribute,
     redistributed_layers,
     tells_vocabulary,
 )
 from megatron_ext.schedule.problem import Extras, Problem
+from megatron_ext.schedule.slices import UNCUT, Slices
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Training:
         limit: of activations; None: none.
         measured: the costs on a placement, instead of estimated ones.
         post_validation: whether steps overlap, where they can.
+        slices: how each microbatch is cut.
     """
 
     model: Model
@@ -44,6 +46,7 @@ class Training:
     limit: MemoryLimit | None = None
     measured: Callable[[Placement], Costs] | None = None
     post_validation: bool = False
+    slices: Slices = UNCUT
 
     def variant(self, name: str, method: VocabMethod) -> Variant | None:
         """The problem of the family ``name``, for `make_plan`; None if the measured costs do not
@@ -53,6 +56,8 @@ class Training:
             ValueError: the layers do not divide over its stages.
         """
         choice = choose(name)
+        if not goes_with(self.slices, choice, method.vocabulary):
+            return None
         placement = choice.place(self.ranks)
         stages = self._stages(placement, method)
         costs = estimate(self.model, stages, self.execution, self.rates)
@@ -68,7 +73,11 @@ class Training:
             self.microbatches,
             costs,
             self.limit,
-            extras=Extras(vocabulary=method.vocabulary, post_validation=self.post_validation),
+            extras=Extras(
+                vocabulary=method.vocabulary,
+                post_validation=self.post_validation,
+                slices=self.slices,
+            ),
         )
         model = bytes_of_ranks(
             self.model, stages, self.execution, placement, method.vocabulary, self.state

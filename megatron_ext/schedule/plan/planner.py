@@ -28,6 +28,7 @@ from megatron_ext.schedule.program.memory import in_bytes, peaks
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.progress import Task, task
 from megatron_ext.schedule.search.bounds import lower_bound
+from megatron_ext.schedule.slices import Slices
 from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
 
 
@@ -69,6 +70,12 @@ class Variant:
         is_divided = self.problem.extras.vocabulary is not VocabularyParallel.NONE
         if is_divided and not is_line_or_v(self.problem.placement):
             raise ValueError("its vocabulary cannot be divided: only that of a line or a V can")
+
+
+def goes_with(slices: Slices, choice: Choice, vocabulary: VocabularyParallel) -> bool:
+    """Whether a schedule may be had with ``slices``, and ``vocabulary`` so divided."""
+    is_whole = vocabulary is VocabularyParallel.NONE
+    return slices.count == 1 or (choice.takes_slices and is_whole)
 
 
 @dataclass(frozen=True)

@@ -52,8 +52,14 @@ def held_during(row: tuple[Action, ...], amount: Amount) -> Iterator[float]:
     microbatch would; what slices give back to the keys and values of those before them is held for
     the whole microbatch, from its first backward pass to its last.
     """
+
+    def stays(stage: int) -> float:
+        return amount(Held.KEYS_VALUES, stage)
+
     used = {(action.stage, kind) for action in row for kind in RULES[action.kind].releases}
     again = {(stage, _AGAIN[kind], k) for stage, kind, k in row if kind in _AGAIN}
+
+    are_cut = bool(row) and isinstance(row[0].microbatch, Slice)
 
     @cache
     def rule_on(stage: int, kind: Kind) -> tuple[float, float, Kind | None, bool]:
@@ -65,6 +71,8 @@ def held_during(row: tuple[Action, ...], amount: Amount) -> Iterator[float]:
             if held is Held.MESSAGE or (stage, held) in used
         )
         lost = sum(amount(held, stage) for held in rule.releases)
+        if are_cut and rule.all_or_none is Held.ACTIVATION:  # on its way to or from the host
+            gained, lost = (max(a - stays(stage), 0.0) if a else a for a in (gained, lost))
         receives = rule.lane is Lane.RECEIVE and bool(rule.acquires)
         return gained, lost, _USES.get(kind), receives
 
@@ -202,24 +210,23 @@ def share_made_again(schedule: Schedule) -> float:
 
 def peak_on_host(row: tuple[Action, ...], placement: Placement) -> float:
     """Microbatches of a rank that are on the host at once, at the most."""
-    most = max((now.total() for now in _on_host(row)), default=0)
+    now = most = 0.0
+    for action in row:
+        rule = RULES[action.kind]
+        copied = len(rule.moves) * tokens_of(action.microbatch)
+        now += copied if rule.lane is Lane.TO_HOST else -copied
+        most = max(most, now)
     return most / placement.chunks
 
 
 def most_on_host(row: tuple[Action, ...]) -> dict[tuple[int, Held], int]:
-    """How many microbatches of each stage, and of what it holds, are on the host at once."""
+    """How many microbatches, or slices, of each stage, and of what it holds, are on the host at
+    once: from when a copy to it begins until that back does."""
     most: Counter[tuple[int, Held]] = Counter()
-    for now in _on_host(row):
-        most |= now
-    return dict(most)
-
-
-def _on_host(row: tuple[Action, ...]) -> Iterator[Counter[tuple[int, Held]]]:
-    """What is on the host after each copy of ``row``: from when a copy to it begins until that back
-    does."""
     now: Counter[tuple[int, Held]] = Counter()
     for action in row:
         rule = RULES[action.kind]
         for held in rule.moves:
             now[action.stage, held] += 1 if rule.lane is Lane.TO_HOST else -1
-            yield now
+            most |= now
+    return dict(most)

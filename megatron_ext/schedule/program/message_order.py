@@ -108,7 +108,9 @@ def _times(
     """When each node starts and ends, in ticks. ``least_hop`` is a share of the longest pass."""
     actions = chain.from_iterable(columns.examples)
     longest = max(costs.of(action) for action in actions if is_compute(action))
-    costs = replace(costs, hop=max(costs.hop, longest * least_hop))
+    least = longest * least_hop
+    hops = tuple(max(hop, least) for hop in costs.hops)
+    costs = replace(costs, hop=max(costs.hop, least), hops=hops)
     tick = longest / _TICKS or 1.0  # an evaluation's passes may cost nothing
     ticks = columns.of_each(lambda a: max(round(costs.of(a) / tick), int(is_compute(a))))
     for node in columns.numbers[graph.leaders != columns.numbers].tolist():

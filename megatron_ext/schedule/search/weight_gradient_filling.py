@@ -189,7 +189,7 @@ def _last_start(problem: Problem) -> float:
     seen: dict[int, float] = {}
     for stage, rank in enumerate(placement.rank_of):
         if placement.is_remote(stage, Neighbour.PREVIOUS):
-            at += problem.costs.of(Action(stage, Kind.SEND_F, problem.forwards[0]))
+            at += problem.costs.of(Action(stage - 1, Kind.SEND_F, problem.forwards[0]))
         seen.setdefault(rank, at)
         at += problem.costs.of(Action(stage, Kind.FORWARD, problem.forwards[0]))
     return max(seen.values())
@@ -293,7 +293,8 @@ class _Filling:
         may_idle = min(self.deadline - start, self.span) - self.work[rank]
         slack = _TOLERANCE * (1 + self.work[rank])
         while waiting and (gap := ready - self.free[rank]) > slack:
-            fits = self.seconds_of(waiting[0]) <= gap + slack
+            stage, kind, k = waiting[0]
+            fits = self.seconds[kind][stage][k % self.slices] <= gap + slack
             if not fits and self.idle[rank] + gap <= may_idle + slack:
                 return
             self.do_w(rank)
@@ -327,10 +328,8 @@ class _Filling:
 
     def do(self, rank: int, action: Action, start: float) -> None:
         self.rows[rank].append(action)
-        self.free[rank] = start + self.seconds_of(action)
-
-    def seconds_of(self, action: Action) -> float:
-        return self.seconds[action.kind][action.stage][action.microbatch % self.slices]
+        stage, kind, k = action
+        self.free[rank] = start + self.seconds[kind][stage][k % self.slices]
 
     def pass_on(self, rank: int, action: Action) -> int:
         """Send what ``action`` made to the neighbouring stage; the rank of that, -1: no stage."""

@@ -134,8 +134,8 @@ def evaluate(
         ValueError: the schedule cannot be made so, or a rank would hold more.
     """
     variant = work.variant(spec, layout, method)
-    assert variant.model is not None
-    costs = variant.problem.costs
+    costs, model = variant.problem.costs, variant.model
+    assert model is not None
     if search:
         candidate = consider(variant, method, room)
         step = candidate.step
@@ -145,7 +145,7 @@ def evaluate(
     return Evaluated(
         layout,
         candidate,
-        step + max(map(work.seconds_beside, variant.model)),
+        step + max(map(work.seconds_beside, model)),
         tuple(sum(costs.seconds[kind][stage] for kind in _PASSES) for stage in range(costs.stages)),
     )
 

@@ -45,6 +45,7 @@ class Box:
         held, held_bytes: what the rank holds of activations while a pass runs, in microbatches and
             in bytes; None of what is no pass, or where bytes are not known.
         passes: for how many it stands.
+        slice: which of its microbatch's, where those are cut.
     """
 
     track: Track
@@ -59,6 +60,7 @@ class Box:
     held: float | None = None
     held_bytes: float | None = None
     passes: int = 1
+    slice: int | None = None
 
 
 def before(boxes: Sequence[Box], place: int) -> list[int]:

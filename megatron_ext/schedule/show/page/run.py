@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.action import Action, Kind, Slice, whole_of
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import HOST_LANES, RULES, Lane, Where
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import P2P, Extras, Offload, Recompute, VocabularyParallel
 from megatron_ext.schedule.program.graph import Graph
 from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, memory_curve, peaks
 from megatron_ext.schedule.program.simulate import simulate_steps
@@ -23,7 +24,7 @@ from megatron_ext.schedule.show.trace import TracedStep, track_of
 from megatron_ext.schedule.timeline import Event, Timeline
 from megatron_ext.schedule.words import counted
 
-MOST_PASSES = 20_000  # of all schedules of a page, which stays small and quick with so many
+MOST_PASSES = 20_000  # of a page that stays small and quick
 REDUCTION = "reduction"
 
 Held = Mapping[Action, tuple[float, float | None]]  # while it runs: microbatches, bytes
@@ -76,6 +77,24 @@ class Run:
         return sum(box.track.group is Group.PASSES for box in self.boxes)
 
 
+def title_of(name: str, extras: Extras) -> str:
+    """The schedule's ``name``, and what is asked beside the order of its passes."""
+    words = [name]
+    if extras.p2p is not P2P.ASYNC:
+        words.append(f"messages {extras.p2p}")
+    if extras.vocabulary is not VocabularyParallel.NONE:
+        words.append(f"vocabulary parallelism {extras.vocabulary}")
+    if extras.offload is not Offload.NONE:
+        words.append(f"offload {extras.offload}")
+    if extras.recompute != Recompute():
+        words.append(f"recompute {extras.recompute}")
+    if extras.post_validation:
+        words.append("post-validation")
+    if extras.slices.count > 1:
+        words.append(counted(extras.slices.count, "slice"))
+    return ", ".join(words)
+
+
 def simulated(title: str, program: Program, steps: int = 1, remarks: Sequence[str] = ()) -> Run:
     """So many ``steps`` of ``program``, as it is predicted."""
     schedule, problem = program.schedule, program.problem
@@ -125,7 +144,7 @@ def traced(step: TracedStep) -> tuple[Run, Run]:
     )
 
 
-def cut_to_fit(runs: Sequence[Run], most: int = MOST_PASSES) -> tuple[Run, ...]:
+def cut_to_fit(runs: Sequence[Run], most: int) -> tuple[Run, ...]:
     """``runs``, with no more than ``most`` passes in all; what was cut says so."""
     granted = shares([run.passes for run in runs], most)
     return tuple(map(_cut_to, runs, granted))
@@ -205,20 +224,24 @@ def _boxes(
     boxes = []
     for node in shown:
         _, action, start, end = events[node]
+        microbatch = action.microbatch
         track = tracks[node]
         assert track is not None
+        here, here_bytes = held.get(action, (None, None))
         boxes.append(
             Box(
                 track,
                 action.kind.value,
                 action.stage,
-                action.microbatch,
+                whole_of(microbatch),
                 0,
                 start,
                 end,
                 cost_of(action),
                 tuple(place[earlier] for earlier in waits[node]),
-                *held.get(action, (None, None)),
+                held=here,
+                held_bytes=here_bytes,
+                slice=microbatch.slice if isinstance(microbatch, Slice) else None,
             )
         )
     return boxes

@@ -59,6 +59,6 @@ def waits_of_passes(timeline: Timeline) -> list[Nodes]:
     inputs = Replay(timeline.schedule).inputs
     place = {event.action: number for number, event in enumerate(timeline.events)}
     return [
-        tuple(place[maker] for maker in inputs.get(event.action, ()) if maker in place)
+        tuple(dict.fromkeys(place[m] for m in inputs.get(event.action, ()) if m in place))
         for event in timeline.events
     ]

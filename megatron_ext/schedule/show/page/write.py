@@ -18,7 +18,7 @@ from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.show.draw import COLOURS, MARKS
 from megatron_ext.schedule.show.page.boxes import LEFT_OUT
-from megatron_ext.schedule.show.page.run import REDUCTION, Run, cut_to_fit
+from megatron_ext.schedule.show.page.run import MOST_PASSES, REDUCTION, Run, cut_to_fit
 from megatron_ext.schedule.text_file import write_text_file
 
 SUFFIX = ".html"
@@ -38,6 +38,7 @@ class Page:
     command: that made it, for whoever wants to make it again.
     unit: of all times: `SECONDS`, or "" for that of the costs.
     open_at_first: so many of the runs; the reader opens others. None: all.
+    most_passes: of all runs; they are cut to so many.
     """
 
     title: str
@@ -45,6 +46,7 @@ class Page:
     command: str
     unit: str = ""
     open_at_first: int | None = None
+    most_passes: int = MOST_PASSES
 
 
 def check_page(path: Path) -> None:
@@ -88,7 +90,7 @@ def _own(name: str) -> str:
 
 def data_of(page: Page) -> dict[str, Any]:
     """``page`` as browser/data.js reads it."""
-    runs = cut_to_fit(page.runs)
+    runs = cut_to_fit(page.runs, page.most_passes)
     groups = {box.kind: box.track.group.value for run in runs for box in run.boxes}
     kinds = {
         name: look | {"group": groups[name]} for name, look in _looks().items() if name in groups
@@ -156,6 +158,7 @@ def _run(run: Run, kinds: Sequence[str], decimals: int) -> dict[str, Any]:
         "kind": [kinds.index(box.kind) for box in boxes],
         "stage": [box.stage for box in boxes],
         "microbatch": [box.microbatch for box in boxes],
+        "slice": _column(box.slice for box in boxes),
         "step": _column(box.step for box in boxes),
         "stands_for": _column(box.passes for box in boxes),
         "start": [time(box.start) for box in boxes],

@@ -25,7 +25,8 @@ const runs = page.runs.map(prepare);
 runs.forEach((run, n) => (run.isOpen = n < page.open_at_first));
 
 // How long the longest of those is that are open.
-const longest = () => Math.max(...runs.map((run) => (run.isOpen ? run.length : 0))) || runs[0].length;
+const longest = () =>
+  Math.max(...runs.map((run) => (run.isOpen ? run.length : 0))) || runs[0].length;
 
 // What box had to wait for: the one before it on its track, and what it needs.
 function before(run, box) {
@@ -57,12 +58,18 @@ function firstAfter(run, track, time) {
   return low;
 }
 
+// Its microbatch, and which slice of it where it is cut.
+function part(run, box) {
+  const slice = at(run.slice, box);
+  return slice === null ? String(run.microbatch[box]) : `${run.microbatch[box]}.${slice}`;
+}
+
 function name(run, box) {
   const kind = page.kinds[run.kind[box]].name;
   const track = run.trackOf[box];
   if (kind === "reduction") return track.title;
   if (kind === "left out") return `${at(run.stands_for, box)} passes left out`;
-  return `${run.stage[box]}${kind}${run.microbatch[box]}`;
+  return `${run.stage[box]}${kind}${part(run, box)}`;
 }
 
 function time(seconds) {

@@ -16,14 +16,37 @@ function curve(run, rank, column) {
 
 const inBytes = (run) => shown.bytes && run.figures.peaks_bytes !== null;
 
+// How the amounts of run stand on the screen.
+function memoryScale(run) {
+  const bytes = inBytes(run);
+  const column = bytes ? run.held_bytes : run.held;
+  const peak = run.most[bytes ? "held_bytes" : "held"] || 1;
+  const allowed = run.limit && (bytes ? run.limit.bytes : run.limit.microbatches);
+  const limit = allowed && allowed < 2 * peak ? allowed : 0; // one far above is not drawn
+  const top = 10, low = MEMORY - 8;
+  const most = Math.max(peak, limit);
+  const yOf = (amount) => low - (amount / (most * 1.05)) * (low - top);
+  return { bytes, column, limit, most, top, yOf };
+}
+
+// The pass whose rank has the curve that is nearest to a place, at that time; -1 if there is none.
+function passOfCurve(run, x, y) {
+  if (x < GUTTER) return -1;
+  const { column, yOf } = memoryScale(run);
+  const t = timeAt(run.memory, x);
+  const passes = run.ofRank.map((track) => {
+    const next = Math.min(firstAfter(run, track, t), track.last - 1);
+    return run.start[next] > t && next > track.first ? next - 1 : next;
+  });
+  const away = passes.map((n) => Math.abs(yOf(at(column, n)) - y));
+  const least = Math.min(...away);
+  return least < 12 ? passes[away.indexOf(least)] : -1;
+}
+
 function drawMemory(run) {
   const canvas = run.memory;
   const pen = begin(canvas, MEMORY);
-  const bytes = inBytes(run);
-  const limit = run.limit && (bytes ? run.limit.bytes : run.limit.microbatches);
-  const most = Math.max(run.most[bytes ? "held_bytes" : "held"], limit || 0) || 1;
-  const top = 10, low = MEMORY - 8;
-  const yOf = (amount) => low - (amount / (most * 1.05)) * (low - top);
+  const { bytes, limit, most, top, yOf } = memoryScale(run);
   pen.font = "10px system-ui, sans-serif";
   pen.textAlign = "right";
   pen.textBaseline = "middle";

@@ -92,7 +92,8 @@ function drawNames(pen, run, places) {
     const isPasses = track.group === "passes";
     pen.font = isPasses ? "12px system-ui, sans-serif" : "9px system-ui, sans-serif";
     pen.fillStyle = isPasses ? look.text : look.faint;
-    pen.fillText(isPasses ? `rank ${track.rank}` : track.title, GUTTER - 8, y + height / 2, GUTTER - 10);
+    const words = isPasses ? `rank ${track.rank}` : track.title;
+    pen.fillText(words, GUTTER - 8, y + height / 2, GUTTER - 10);
   }
 }
 
@@ -125,7 +126,8 @@ function drawTrack(pen, run, { track, y, height }) {
       pen.fillStyle = look.hatch;
       pen.fillRect(x, top, inner, high);
     }
-    if (width > 9) drawLabel(pen, run, n, Math.max(x, GUTTER), Math.min(end, canvas.clientWidth - RIGHT), top + high / 2);
+    const right = Math.min(end, canvas.clientWidth - RIGHT);
+    if (width > 9) drawLabel(pen, run, n, Math.max(x, GUTTER), right, top + high / 2);
   }
   pen.globalAlpha = 1;
 }
@@ -133,7 +135,7 @@ function drawTrack(pen, run, { track, y, height }) {
 function drawLabel(pen, run, box, x, end, middle) {
   const room = end - x - 3;
   const long = name(run, box), short = page.kinds[run.kind[box]].name === "left out"
-    ? String(at(run.stands_for, box)) : String(run.microbatch[box]);
+    ? String(at(run.stands_for, box)) : part(run, box);
   const text = long.length * 7 < room ? long : short;
   if (text.length * 6.6 > room) return;
   pen.fillStyle = look.texts[run.kind[box]];
@@ -165,7 +167,7 @@ function connect(pen, run, places, from, to) {
   const start = point(run, places, from, true), end = point(run, places, to, false);
   if (!start || !end) return;
   const bend = Math.min(Math.max(end.x - start.x, 10) / 2, 30);
-  const over = start.y === end.y ? 24 : 0; // what is between them on their track
+  const over = start.y === end.y ? 14 : 0; // what is between them on their track
   pen.beginPath();
   pen.moveTo(start.x, start.y);
   pen.bezierCurveTo(start.x + bend, start.y - over, end.x - bend, end.y - over, end.x, end.y);
@@ -180,13 +182,18 @@ function connect(pen, run, places, from, to) {
 function outline(pen, run, places, box) {
   const start = point(run, places, box, false);
   if (!start) return;
-  const end = xOf(run.canvas, run.end[box]);
-  pen.strokeRect(start.x, start.place.y + 1, Math.max(end - start.x - 1, 1), start.place.height - 2);
+  const width = xOf(run.canvas, run.end[box]) - start.x;
+  pen.strokeRect(start.x, start.place.y + 1, Math.max(width - 1, 1), start.place.height - 2);
 }
 
 function drawWaits(pen, run, places, box) {
-  const earlier = before(run, box), later = after(run, box);
-  const last = latest(run, earlier);
+  const isSeen = (n) => places.some(({ track }) => track === run.trackOf[n]);
+  // In the place of a message whose track is folded away, what is before and behind it.
+  const source = (n) => (isSeen(n) ? [n] : run.needs[n].filter(isSeen));
+  const earlier = before(run, box).flatMap(source);
+  const later = after(run, box).flatMap((n) => (isSeen(n) ? [n] : run.followers[n].filter(isSeen)));
+  const waitedFor = latest(run, before(run, box));
+  const last = waitedFor < 0 ? -1 : latest(run, source(waitedFor));
   pen.strokeStyle = pen.fillStyle = look.text;
   for (const n of later) {
     pen.lineWidth = 1;
@@ -208,9 +215,10 @@ function drawWaits(pen, run, places, box) {
 function drawPath(pen, run, places) {
   pen.strokeStyle = pen.fillStyle = look.accent;
   pen.lineWidth = 1.5;
-  run.critical.forEach((box, n) => {
+  const seen = run.critical.filter((n) => places.some(({ track }) => track === run.trackOf[n]));
+  seen.forEach((box, n) => {
     if (run.end[box] < view.from || run.start[box] > view.to) return;
-    const previous = run.critical[n - 1];
+    const previous = seen[n - 1];
     if (n && run.trackOf[previous] !== run.trackOf[box]) connect(pen, run, places, previous, box);
   });
 }

@@ -18,20 +18,27 @@ function describe(run, box) {
   else {
     const chunks = Math.max(...run.chunks) ? `, chunk ${run.chunks[run.stage[box]]}` : "";
     const step = Array.isArray(run.step) ? `, step ${at(run.step, box)}` : "";
-    lines.push([`${kind.does}: microbatch ${run.microbatch[box]}, stage ${run.stage[box]}${chunks} of rank ${track.rank}${step}`]);
+    const stage = `stage ${run.stage[box]}${chunks} of rank ${track.rank}`;
+    lines.push([`${kind.does}: microbatch ${part(run, box)}, ${stage}${step}`]);
   }
   const length = run.end[box] - run.start[box];
   const idle = box > track.first ? run.start[box] - run.end[box - 1] : run.start[box];
-  const waits = track.group === "passes" && idle > 1e-9 * run.length ? `, after ${time(idle)} of idling` : "";
-  lines.push([`from ${time(run.start[box])} to ${time(run.end[box])}${waits}`]);
+  const hasIdled = track.group === "passes" && idle > 1e-9 * run.length;
+  const idling = hasIdled ? `, after ${time(idle)} of idling` : "";
+  lines.push([`from ${time(run.start[box])} to ${time(run.end[box])}${idling}`]);
   lines.push([`takes ${time(length)} (cost ${time(run.cost[box])})`]);
   const held = at(run.held, box), bytes = at(run.held_bytes, box);
-  if (held !== null) lines.push([`its rank holds ${microbatches(held)}${bytes === null ? "" : `, ${gib(bytes)}`}`]);
+  if (held !== null) {
+    const amounts = [microbatches(held), ...(bytes === null ? [] : [gib(bytes)])];
+    lines.push([`its rank holds ${amounts.join(", ")}`]);
+  }
   const earlier = before(run, box);
   const last = latest(run, earlier);
   const named = (n) => `${name(run, n)} of rank ${run.trackOf[n].rank}`;
   if (earlier.length) {
-    const words = earlier.map((n) => `${named(n)}, until ${time(run.end[n])}${n === last && earlier.length > 1 ? " (last)" : ""}`);
+    const isLast = (n) => n === last && earlier.length > 1;
+    const words = earlier.map((n) =>
+      `${named(n)}, until ${time(run.end[n])}${isLast(n) ? " (last)" : ""}`);
     lines.push([`waited for ${words.join("; ")}`]);
   }
   const later = after(run, box);
@@ -98,8 +105,8 @@ function step(key) {
   return true;
 }
 
-function listen(run) {
-  const canvas = run.canvas;
+// Have canvas, of run, follow the pointer. hit: the box at a place on it, or -1.
+function listen(run, canvas, hit) {
   let drag = null;
   canvas.addEventListener("pointerdown", (event) => {
     drag = { x: event.clientX, from: view.from, to: view.to, moved: false };
@@ -114,7 +121,7 @@ function listen(run) {
       show(drag.from - by, drag.to - by);
       return;
     }
-    const box = boxAt(run, event.offsetX, event.offsetY);
+    const box = hit(run, event.offsetX, event.offsetY);
     pointed = box < 0 ? null : { run, box };
     if (!kept) tell(event.clientX, event.clientY);
     redraw();
@@ -123,7 +130,7 @@ function listen(run) {
     const hasMoved = drag && drag.moved;
     drag = null;
     if (hasMoved) return;
-    const box = boxAt(run, event.offsetX, event.offsetY);
+    const box = hit(run, event.offsetX, event.offsetY);
     if (box < 0) letGo();
     else keep(run, box);
   });

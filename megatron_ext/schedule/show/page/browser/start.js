@@ -81,14 +81,16 @@ function build(run) {
     return canvas;
   });
   [run.canvas, run.memory] = made;
-  run.canvas.setAttribute("aria-label", `${run.title}: passes of ${counted(run.ranks, "rank", "ranks")} by time`);
+  const ranks = counted(run.ranks, "rank", "ranks");
+  run.canvas.setAttribute("aria-label", `${run.title}: passes of ${ranks} by time`);
   run.memory.setAttribute("aria-label", `${run.title}: what each rank holds, by time`);
   run.section = section;
   section.hidden = !run.isOpen;
   element("runs").append(section);
   run.canvas.style.height = `${rows(run).height}px`;
   run.memory.style.height = `${MEMORY}px`;
-  listen(run);
+  listen(run, run.canvas, boxAt);
+  listen(run, run.memory, passOfCurve);
 }
 
 function start() {

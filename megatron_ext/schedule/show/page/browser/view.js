@@ -25,7 +25,7 @@ const pan = (part) => {
 };
 
 const GUTTER = 120; // left of the time axis, for names
-const RIGHT = 14;
+const RIGHT = 26;
 const MEMORY = 96; // height of the curves
 
 function rows(run) {
