@@ -73,7 +73,10 @@ setup(
     python_requires=">=3.12",
     # megatron_ext/patches is a symlink to ../patches; find_packages walks through it.
     packages=find_packages(include=["megatron_ext", "megatron_ext.*"]),
-    package_data={"megatron_ext": ["py.typed"]},
+    package_data={
+        "megatron_ext": ["py.typed"],
+        "megatron_ext.schedule.show.page": ["browser/*"],
+    },
     install_requires=["numpy", "typer"],
     extras_require={
         "megatron": ["megatron-core[training]>=0.19,<0.20"],

@@ -25,6 +25,7 @@ from megatron_ext.schedule.problem import (
     parse_recompute,
 )
 from megatron_ext.schedule.race.line_up import LineUp, RaceThen, line_up
+from megatron_ext.schedule.slices import Lengths, Slices, parse_lengths
 from megatron_ext.schedule.words import meant_by
 
 ESTIMATE = "estimate"
@@ -77,6 +78,13 @@ class CostsSource:
         """Whether the run begins with costs estimated from the model's dimensions."""
         return self.text == ESTIMATE or self.profile is not None
 
+    @property
+    def file(self) -> Path | None:
+        """The costs file that the run begins with; None where there is none."""
+        return None if self.is_estimate or "=" in self.text else Path(self.text)
+
+
+SliceLengths = Lengths | tuple[int, ...]
 
 # A setting from its name, for errors, and what was given for it.
 Parse = Callable[[str, Any], Any]
@@ -104,6 +112,17 @@ def _iterations(name: str, text: str) -> range:
 
 def _recompute(name: str, text: str) -> Recompute:
     return parse_recompute(text, flag(name))
+
+
+def _count(name: str, given: object) -> int:
+    text = str(given)
+    if not (text.isdecimal() and int(text)):
+        raise ValueError(f"{flag(name)} {text}: write a number from 1 on")
+    return int(text)
+
+
+def _slice_lengths(name: str, text: str) -> SliceLengths:
+    return parse_lengths(text, flag(name))
 
 
 def _schedules(name: str, text: str) -> LineUp:
@@ -207,6 +226,25 @@ class PipelineConfig:
             "them again on the schedule's own time, in a bubble before the backward pass where "
             "there is one: fit as few as meet --pipeline-memory-limit, first:N those of the "
             "model's first N stages, which wait the longest. Default: none.",
+        ),
+    )
+    slices: int = field(
+        default=1,
+        metadata=_setting(
+            _count,
+            "K",
+            "Cut each sequence into K slices, which go through the pipeline one behind the other "
+            "and attend to those before them: of long sequences in few microbatches, bubbles and "
+            "what is held fall by about K. Default: 1, sequences stay whole.",
+        ),
+    )
+    slice_lengths: SliceLengths = field(
+        default=Lengths.EVEN,
+        metadata=_setting(
+            _slice_lengths,
+            "{even,balanced,N,N,...}",
+            "How long the slices are: even (the default), balanced, so that all have as much to do "
+            "though later ones attend to more, or the tokens of each, as 4096,2048,1024,1024.",
         ),
     )
     post_validation: bool = field(
@@ -314,6 +352,7 @@ class PipelineConfig:
         if not self.is_chosen_later:
             _ = self.choice
         self._check_offload()
+        self._check_slices()
         if self.recompute.fit and self.memory_limit is None:
             raise ValueError(
                 f"{flag('recompute')} {self.recompute} has nothing to fit into: add "
@@ -339,6 +378,20 @@ class PipelineConfig:
                 f"of a rank), or drop {flag('costs')} for an estimate"
             )
 
+    def _check_slices(self) -> None:
+        lengths = self.slice_lengths
+        if isinstance(lengths, tuple) and len(lengths) != self.slices:
+            tokens = ",".join(map(str, lengths))
+            raise ValueError(
+                f"{flag('slice_lengths')} {tokens} has {len(lengths)} lengths, and "
+                f"{flag('slices')} is {self.slices}: give as many lengths as slices"
+            )
+        if self.slices == 1 and lengths is not Lengths.EVEN:
+            raise ValueError(
+                f"{flag('slice_lengths')} {lengths} is given without {flag('slices')}: there is "
+                f"nothing to divide; add one or drop it"
+            )
+
     def _check_traces(self) -> None:
         iterations = self.trace_iters
         if self.trace is None and iterations is not None:
@@ -362,6 +415,13 @@ class PipelineConfig:
                 "steps that overlap cannot be measured one by one; profile without it, and give "
                 "it the file that was written",
             )
+        if self.slices > 1 and self.costs.profile is not None:
+            self._refuse(
+                "slices",
+                "costs",
+                "what is measured is of whole microbatches; profile without it, and give it the "
+                "file that was written",
+            )
 
     def _check_race(self) -> None:
         if self.race is None:
@@ -376,6 +436,8 @@ class PipelineConfig:
                 "post_validation",
                 "steps that overlap cannot be timed one by one; race without it",
             )
+        elif self.slices > 1:
+            self._refuse("race", "slices", "races of slices are untried; race without them")
 
     def _refuse(self, name: str, beside: str, why: str) -> None:
         words = [_flag_with_value(setting, getattr(self, setting)) for setting in (name, beside)]
@@ -425,7 +487,8 @@ class PipelineConfig:
     @property
     def extras(self) -> Extras:
         """What is asked of the schedule besides the order of its passes."""
-        return Extras(**{name: getattr(self, setting) for name, setting in _EXTRAS.items()})
+        asked = {name: getattr(self, setting) for name, setting in _EXTRAS.items()}
+        return Extras(**asked | {"slices": Slices(self.slices, self.slice_lengths)})
 
     def problem(
         self, placement: Placement, microbatches: int, costs: Costs, forward_only: bool = False
@@ -452,6 +515,7 @@ _EXTRAS = {
     "offload": "activation_offload",
     "recompute": "recompute",
     "post_validation": "post_validation",
+    "slices": "slices",  # with their lengths
 }
 
 

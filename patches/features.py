@@ -155,15 +155,29 @@ FEATURES = (
     ),
     Feature(
         "vocabulary parallelism",
-        ("megatron.core.models.gpt.gpt_model",),
+        ("megatron.core.models.gpt.gpt_model.tables",),
         lambda choice: True,
         asked_for=lambda config: config.vocab_parallel is not VocabularyParallel.NONE,
+    ),
+    Feature(
+        "slices of sequences",
+        (
+            "megatron.core.models.gpt.gpt_model.slices",
+            "megatron.core.models.common.embeddings.rotary_pos_embedding",
+            "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding",
+            "megatron.core.transformer.dot_product_attention",
+            "megatron.core.extensions.transformer_engine",
+            "megatron.core.transformer.moe.router",
+            "megatron.core.transformer.multi_token_prediction.slices",
+        ),
+        lambda choice: True,
+        asked_for=lambda config: config.slices > 1,
     ),
     Feature(
         "passes that run again",
         (
             "megatron.core.transformer.moe.moe_utils",
-            "megatron.core.transformer.multi_token_prediction",
+            "megatron.core.transformer.multi_token_prediction.logging",
         ),
         lambda choice: True,
         asked_for=lambda config: config.recomputes,

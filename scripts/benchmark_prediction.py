@@ -148,7 +148,7 @@ def _run(spec: str, microbatches: int, text: str) -> Result:
         step(program)
         profile.end(recorder, program)
         recorder.end()
-    measured = profile.costs(ways, boundary, wrong, spec)
+    measured, _ = profile.costs(ways, world, boundary, wrong, spec)
     program = place_output_layer(choice, Problem(placement, microbatches, measured))
     steps = MeasuredSteps(CPU)
     for _ in range(KEPT):

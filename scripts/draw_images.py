@@ -111,6 +111,9 @@ def pictures(own: Path) -> dict[str, Callable[[Path], None]]:
     two_steps = ["--post-validation", "--steps", "2"]
     commands["post_validation"] = ["simulate", "zb-2p", *line, USUAL, *two_steps]
     commands["eager-1f1b"] = ["simulate", str(own), *line, SLOW_MESSAGES]
+    of_slices = ["--slices", "4", "--slice-lengths", "balanced"]
+    cut = ["--pp", "4", "-m", "4", "--costs", "f=1,i=1,w=1,attention=0.3"]
+    commands["slices"] = ["simulate", "zb-h1", *cut, *of_slices]
     commands["plan"] = ["plan", "--pp", "8", "-m", "32", "--costs", USUAL]
     of_a_model, *_ = re.findall(r"^\$ megatron-ext (plan (?:.*\\\n)*.*)", read("planning.md"), re.M)
     commands["planning"] = shlex.split(of_a_model.replace("\\\n", ""))

@@ -9,13 +9,15 @@ from typing import Any
 from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 
 from megatron_ext.adapter.compatibility import refuse, refuse_order
-from megatron_ext.adapter.dimensions import costs_of_arguments
+from megatron_ext.adapter.dimensions import costs_of_arguments, rates_in_file
 from megatron_ext.adapter.layers import (
     SEGMENT_END,
+    layers_of_stages,
     predicts_apart,
     segments_of_stages,
 )
 from megatron_ext.adapter.race.order import check_order
+from megatron_ext.adapter.slices.lengths import spans_of
 from megatron_ext.adapter.taken_over.groups import with_megatrons_group
 from megatron_ext.adapter.transformer_engine.captured import captures
 from megatron_ext.adapter.vocabulary_rows import check_divisible
@@ -92,6 +94,7 @@ def check(args: Any, config: PipelineConfig, make: Make = place_output_layer) ->
     made = _programs_of(config.choice, args, config, make)
     for program in made:
         refuse_order(args, program.schedule)
+        spans_of(program, args, args.seq_length)
         if config.post_validation:
             check_overlaps(program)
     return made
@@ -165,8 +168,11 @@ def problems(args: Any, config: PipelineConfig) -> list[Problem]:
         ValueError: as `programs`, as far as it can be told without one.
     """
     placement = config.choice.place(args.pipeline_model_parallel_size)
-    if config.costs.is_estimate:
-        costs = costs_of_arguments(args, placement)
+    measured = None
+    if config.costs.file is not None:
+        measured = rates_in_file(config.costs.file, layers_of_stages(args, placement))
+    if config.costs.is_estimate or measured is not None:
+        costs = costs_of_arguments(args, placement, measured)
     else:
         costs = parse_costs(config.costs.text, placement)
     if args.mtp_num_layers and not args.untie_embeddings_and_output_weights:

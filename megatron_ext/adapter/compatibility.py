@@ -10,7 +10,9 @@ from megatron_ext.adapter.refusals import (
     OFFLOAD_REFUSALS,
     POST_VALIDATION_REFUSALS,
     RECOMPUTE_REFUSALS,
+    RECOMPUTED_SLICES_REFUSALS,
     REFUSALS,
+    SLICES_REFUSALS,
     VOCABULARY_REFUSALS,
     WITHOUT_OFFLOAD_REFUSALS,
     Refusal,
@@ -72,6 +74,12 @@ def refuse(settings: Any, choice: Choice, extras: Extras = _NO_EXTRAS) -> None:
     elif choice.recomputes:
         ours = f"--pipeline-schedule {choice.spec}, which recomputes,"
         _refuse_settings(settings, choice, RECOMPUTE_REFUSALS, ours)
+    if extras.slices.count > 1:
+        ours = f"--pipeline-slices {extras.slices.count}"
+        _refuse_settings(settings, choice, SLICES_REFUSALS, ours)
+        if extras.recompute != Recompute() or choice.recomputes:
+            ours += " with passes that run again"
+            _refuse_settings(settings, choice, RECOMPUTED_SLICES_REFUSALS, ours)
     if extras.post_validation:
         ours = "--pipeline-post-validation"
         _refuse_settings(settings, choice, POST_VALIDATION_REFUSALS, ours)
@@ -108,7 +116,9 @@ def refuse_order(settings: Any, schedule: Schedule) -> None:
         _refuse_capture_order(schedule)
     if getattr(settings, "transformer_impl", None) != "transformer_engine":
         return
-    if settings.gradient_accumulation_fusion:
+    is_quantised = any(getattr(settings, name, None) for name in ("fp8", "fp4"))
+    is_sliced = schedule.columns.slices > 1  # then `SlicedStage` sees to it, but for these
+    if settings.gradient_accumulation_fusion and (is_quantised or not is_sliced):
         _refuse_first_weight_gradient(schedule)
     scales_lag = bool(getattr(settings, "fp8", None)) and settings.fp8_recipe == "delayed"
     if scales_lag and settings.recompute_granularity is not None:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from megatron.core.utils import log_single_rank
 
 from megatron_ext.adapter.compatibility import refuse_order
-from megatron_ext.adapter.dimensions import costs_of_model
+from megatron_ext.adapter.dimensions import basis_of_model, costs_of_model, rates_in_file
 from megatron_ext.adapter.model_parts import ChunkSize, is_trained, size_of
 from megatron_ext.adapter.taken_over.groups import with_megatrons_group
 from megatron_ext.adapter.training_globals import ramps_up_to
@@ -44,6 +44,7 @@ from megatron_ext.schedule.build.output_layer import (
 from megatron_ext.schedule.build.registry import Choice
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import parse_costs
+from megatron_ext.schedule.model.measured.layer_costs import Basis
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.verify import Program
@@ -64,6 +65,8 @@ class Programs:
     Attributes:
         choice: the schedule that is followed now.
         costs: by shape.
+        bases: what they were estimated by, on global rank 0 of a training that measures; None where
+            measured costs cannot be told by layer type.
     """
 
     def __init__(self, config: PipelineConfig) -> None:
@@ -77,6 +80,7 @@ class Programs:
         self._run = ""  # a key that no other run with the same store has
         self._measured: set[Shape] = set()  # whose costs were measured
         self.costs: dict[Shape, Costs] = {}
+        self.bases: dict[Shape, Basis | None] = {}
 
     def agree_on_costs(
         self,
@@ -109,6 +113,8 @@ class Programs:
             agreed[0] = uuid.uuid4().hex
             try:
                 agreed[1] = self._costs(config, placement, per_stage, sequence, micro_batch)
+                if self._config.costs.profile is not None:
+                    self.bases[shape] = basis_of_model(config, per_stage, sequence, micro_batch)
             except Exception as error:  # all ranks raise it, or the others would wait
                 agreed[1] = error
         dist.broadcast_object_list(agreed, src=0)
@@ -128,13 +134,23 @@ class Programs:
         micro_batch: int,
     ) -> Costs:
         """The costs of a microbatch. Raises ValueError."""
-        if self._config.costs.is_estimate:
-            is_told = not self.costs and self._config.costs.profile is None
+        source = self._config.costs
+        measured = None
+        if source.file is not None:
+            measured = rates_in_file(source.file, [size.layers for size in per_stage])
+        if source.is_estimate or measured is not None:
+            is_told = not self.costs and source.profile is None
             costs = costs_of_model(
-                config, placement, per_stage, sequence, micro_batch, is_told=is_told
+                config,
+                placement,
+                per_stage,
+                sequence,
+                micro_batch,
+                is_told=is_told,
+                measured=measured,
             )
         else:
-            costs = parse_costs(self._config.costs.text, placement)
+            costs = parse_costs(source.text, placement)
         return with_input_gradient(costs) if per_stage[-1].head_is_looked_up else costs
 
     def _set_costs(self, shape: Shape, costs: Costs) -> None:

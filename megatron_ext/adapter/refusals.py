@@ -235,6 +235,91 @@ OFFLOAD_REFUSALS = (
     ),
 )
 
+_WITHOUT_SLICES = "drop --pipeline-slices"
+
+_COUNTED_LATER = "what experts are given is counted in forward passes with gradients"
+
+
+def _has_experts(settings: Any) -> bool:
+    return any(getattr(settings, name, None) for name in ("num_experts", "num_moe_experts"))
+
+
+def _balances_otherwise(balancing: Any) -> bool:
+    kinds = balancing if isinstance(balancing, list) else [balancing]
+    return not {"aux_loss", "seq_aux_loss", "none"}.issuperset(kinds)
+
+
+SLICES_REFUSALS = (
+    Refusal(
+        "moe_router_load_balancing_type",
+        _balances_otherwise,
+        f"it looks at more or less than a microbatch: write aux_loss, seq_aux_loss or none, or "
+        f"{_WITHOUT_SLICES}",
+        matters=_has_experts,
+    ),
+    Refusal(
+        "moe_expert_capacity_factor",
+        bool,
+        f"experts would drop tokens slice by slice: drop --moe-expert-capacity-factor, or "
+        f"{_WITHOUT_SLICES}",
+        matters=_has_experts,
+    ),
+    _drop("moe_enable_routing_replay", "a replay is of whole microbatches"),
+    Refusal(
+        "recompute_granularity",
+        lambda value: value == "full",
+        f"{_COUNTED_LATER}: write --recompute-granularity selective, or {_WITHOUT_SLICES}",
+        matters=_has_experts,
+    ),
+    Refusal(
+        "recompute_modules",
+        lambda value: "moe" in value,
+        f"{_COUNTED_LATER}: leave moe out of --recompute-modules, or {_WITHOUT_SLICES}",
+        matters=_has_experts,
+    ),
+    _drop("mtp_use_repeated_layer", "a layer has one buffer of keys and values a microbatch"),
+    Refusal(
+        "context_parallel_size",
+        lambda value: value > 1,
+        "ranks that share a sequence have parts from its front and its back: write "
+        "--context-parallel-size 1, or " + _WITHOUT_SLICES,
+    ),
+    *(
+        Refusal(name, bool, f"packed sequences end anywhere: {_WITHOUT_SLICES}")
+        for name in ("sft", "dataloader_inter_document_masking")
+    ),
+    Refusal(
+        "variable_seq_lengths",
+        bool,
+        f"slices need one length: give all microbatches one sequence length, or {_WITHOUT_SLICES}",
+    ),
+    Refusal(
+        "cuda_graph_impl",
+        lambda value: value == "transformer_engine",
+        f"a graph has one shape, and slices attend to ever more: write --cuda-graph-impl none, or "
+        f"{_WITHOUT_SLICES}",
+    ),
+    *(
+        Refusal(name, bool, f"{kind} carries a state over slices: {_WITHOUT_SLICES}")
+        for name, kind in (
+            ("hybrid_layer_pattern", "a hybrid model"),
+            ("hybrid_override_pattern", "a hybrid model"),
+            ("is_hybrid_model", "a hybrid model"),
+            ("experimental_attention_variant", "experimental attention"),
+        )
+    ),
+    *(
+        _drop(name, "attention of fewer queries than keys is untried in FP8")
+        for name in ("fp8_dot_product_attention", "fp8_multi_head_attention")
+    ),
+    _drop("tp_comm_overlap", "its communication buffers are of whole sequences"),
+)
+
+RECOMPUTED_SLICES_REFUSALS = tuple(
+    Refusal(name, bool, f"{_COUNTED_LATER}: {_WITHOUT_SLICES}")
+    for name in ("num_experts", "num_moe_experts")
+)
+
 _WITHOUT_RECOMPUTE = "drop --pipeline-recompute"
 _COUNTED_IN_ORDER = "its sum over microbatches is counted in another order where some run again"
 

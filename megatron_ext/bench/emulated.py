@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.weight_gradients import queue
-from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.program.verify import Program
 
 SHAPE = (1, 1, 8)  # of what passes between stages
 DTYPE = torch.float32
@@ -71,17 +73,21 @@ class _Weight(torch.autograd.Function):
         return compute(), None
 
 
+_PASSES = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+
+
 class EmulatedChunk(torch.nn.Module):
     """A stage of the model whose passes take what ``costs`` say."""
 
     def __init__(self, stage: int, costs: Costs) -> None:
         super().__init__()
-        self.seconds = {kind: costs.seconds[kind][stage] for kind in costs.seconds}
+        self.seconds = {kind: costs.of(Action(stage, kind, 0)) for kind in _PASSES}
         self.weight = torch.nn.Parameter(torch.ones(1))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, kind: Kind = Kind.FORWARD) -> Tensor:
+        """``kind``: F, or R."""
         seconds = self.seconds
-        y: Tensor = _Activations.apply(x, seconds[Kind.FORWARD], seconds[Kind.BACKWARD_INPUT])
+        y: Tensor = _Activations.apply(x, seconds[kind], seconds[Kind.BACKWARD_INPUT])
         return y + _Weight.apply(self.weight, seconds[Kind.BACKWARD_WEIGHT])
 
 
@@ -134,6 +140,7 @@ class Contender:
         step: runs one step.
         settle: with post-validation, settles the last step after it; else None.
         ideal_after_bad: with post-validation, as ``ideal``, of a step that follows a bad verdict.
+        program, recorder: of ours, what runs, and what knows when its passes do.
     """
 
     name: str
@@ -142,6 +149,8 @@ class Contender:
     step: Callable[[], None]
     settle: Callable[[], None] | None = None
     ideal_after_bad: float | None = None
+    program: Program | None = None
+    recorder: Recorder | None = None
 
 
 def data() -> Tensor:

@@ -22,10 +22,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ext.launch import CPU_PLATFORM
-from megatron_ext.schedule.problem import Offload, VocabularyParallel
+from megatron_ext.schedule.problem import (
+    Extras,
+    Offload,
+    Recompute,
+    VocabularyParallel,
+    parse_recompute,
+)
 
 if TYPE_CHECKING:
     from megatron_ext.bench.emulated import Contender
+    from megatron_ext.schedule.show.page.run import Run
 
 STEPS = 3  # timed, after one that is not
 STEPS_IN_A_ROW = 10  # the same, where steps may overlap
@@ -52,6 +59,8 @@ class Setting:
         post_validation: steps follow one another, each ends with an all-reduce as an optimizer's
             does, and ours are measured with post-validation too; torch's are left out.
         bad_every: every so many-th verdict of post-validation is bad; 0: none.
+        recompute: ours are measured without recompute, and with this too (`parse_recompute`),
+        memory_limit: within this, if it is to fit into one (`parse_limit`).
     """
 
     ranks: int
@@ -64,6 +73,8 @@ class Setting:
     steps: int = STEPS
     post_validation: bool = False
     bad_every: int = 0
+    recompute: str = "none"
+    memory_limit: str | None = None
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -75,19 +86,31 @@ class Setting:
             )
         if self.bad_every and not self.post_validation:
             raise ValueError("bad verdicts without post-validation: add --post-validation")
+        if self.memory_limit is not None and not self._recompute.fit:
+            raise ValueError(
+                f"--memory-limit {self.memory_limit} is for what is made again to fit into: add "
+                f"--recompute fit"
+            )
 
     @property
-    def ours(self) -> list[tuple[str, VocabularyParallel, Offload, bool]]:
-        """What of ours is measured. Post-validation goes with none of the others."""
+    def _recompute(self) -> Recompute:
+        return parse_recompute(self.recompute, "--recompute")
+
+    @property
+    def ours(self) -> list[tuple[str, Extras]]:
+        """What of ours is measured: post-validation goes with none of the others here, and what
+        leaves for the host is not made again."""
         vocabularies = dict.fromkeys([VocabularyParallel.NONE, self.vocabulary])
         offloads = dict.fromkeys([Offload.NONE, self.offload])
         combined = [
-            (vocabulary, offload, False)
+            Extras(vocabulary=vocabulary, offload=offload)
             for vocabulary, offload in itertools.product(vocabularies, offloads)
         ]
+        if self._recompute != Recompute():
+            combined += [Extras(vocabulary=way, recompute=self._recompute) for way in vocabularies]
         if self.post_validation:
-            combined.append((VocabularyParallel.NONE, Offload.NONE, True))
-        return [(spec, *features) for spec in self.specs for features in combined]
+            combined.append(Extras(post_validation=True))
+        return [(spec, extras) for spec in self.specs for extras in combined]
 
 
 @dataclass(frozen=True)
@@ -127,12 +150,14 @@ class Report:
         autograd_microseconds: what autograd alone takes for a pass, after a sleep of 20 ms, and
             after none. Every executor has this beside its passes, and the caches of a rank that has
             slept are cold.
+        shown: a step of each of ours, ideal and measured, if that was asked for.
     """
 
     rows: list[Measured]
     real_time: bool
     late: float
     autograd_microseconds: tuple[float, float]
+    shown: tuple[Run, ...] = ()
 
     @property
     def doubts(self) -> list[str]:
@@ -169,10 +194,11 @@ class _Launch:
     real_time: bool
     late: float
     autograd: tuple[float, float]
+    shown: tuple[Run, ...] = ()
 
 
-def measure(setting: Setting, progress: Callable[[str], None]) -> Report:
-    """Measure ``setting``; ``progress`` is told what runs.
+def measure(setting: Setting, progress: Callable[[str], None], *, shows: bool = False) -> Report:
+    """Measure ``setting``; ``progress`` is told what runs. ``shows``: record a step of ours, too.
 
     Raises:
         ValueError: a schedule that these sizes do not allow.
@@ -181,13 +207,13 @@ def measure(setting: Setting, progress: Callable[[str], None]) -> Report:
     from megatron_ext.schedule.build.registry import choose
 
     sizes = setting.ranks, setting.microbatches, setting.costs
-    for spec, vocabulary, offload, validates in setting.ours:  # said here, not by a rank
-        program_of(choose(spec), *sizes, vocabulary, offload, validates)
+    for spec, extras in setting.ours:  # said here, not by a rank
+        program_of(choose(spec), *sizes, extras, setting.memory_limit)
     importlib.import_module("megatron_ext.bench.stock")  # once, before forking
     launches = []
     for number in range(setting.launches):
         progress(f"launch {number + 1} of {setting.launches}")
-        launches.append(_launch(setting))
+        launches.append(_launch(setting, shows=shows and number == 0))
     stock = statistics.median(launch.steps["megatron 1f1b"].seconds for launch in launches)
     return Report(
         [
@@ -200,6 +226,7 @@ def measure(setting: Setting, progress: Callable[[str], None]) -> Report:
             1e6 * statistics.median(launch.autograd[0] for launch in launches),
             1e6 * statistics.median(launch.autograd[1] for launch in launches),
         ),
+        launches[0].shown,
     )
 
 
@@ -230,22 +257,23 @@ def draw_report(report: Report, path: Path) -> None:
     draw_bars(names, [(row.ideal, row.measured) for row in report.rows], path)
 
 
-def _launch(setting: Setting) -> _Launch:
+def _launch(setting: Setting, *, shows: bool) -> _Launch:
     """Fork the ranks, let them run every contender, and return what rank 0 gathered."""
     import torch.multiprocessing
 
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.start_processes(
-            _rank, (setting, folder), nprocs=setting.ranks, start_method="fork"
+            _rank, (setting, folder, shows), nprocs=setting.ranks, start_method="fork"
         )
         launch: _Launch = pickle.loads(Path(folder, "result").read_bytes())
         return launch
 
 
-def _rank(rank: int, setting: Setting, folder: str) -> None:
+def _rank(rank: int, setting: Setting, folder: str, shows: bool) -> None:
     import torch
     import torch.distributed as dist
 
+    from megatron_ext.bench.recorded import recorded
     from megatron_ext.patches.engine import apply
 
     cpu = importlib.import_module(CPU_PLATFORM)
@@ -261,6 +289,7 @@ def _rank(rank: int, setting: Setting, folder: str) -> None:
     late = _largest(_lateness())
     autograd = _largest(_autograd(0.02)), _largest(_autograd(0.0))
     steps = {}
+    shown: list[Run] = []
     for contender in _contenders(setting, setting.costs, Path(folder)):
         seconds, after_bad = _seconds_of(contender, setting)
         steps[contender.name] = _Steps(
@@ -271,11 +300,12 @@ def _rank(rank: int, setting: Setting, folder: str) -> None:
             seconds,
             after_bad,
         )
+        shown += recorded(contender) if shows else ()
     for free in _contenders(setting, _FREE, Path(folder)):
         host_seconds = _median_of(free, setting.steps)
         steps[free.name] = replace(steps[free.name], host_seconds=host_seconds)
     if rank == 0:
-        launch = _Launch(steps, real_time, late, autograd)
+        launch = _Launch(steps, real_time, late, autograd, tuple(shown))
         Path(folder, "result").write_bytes(pickle.dumps(launch))
     dist.barrier()
     dist.destroy_process_group()
@@ -307,15 +337,14 @@ def _contenders(setting: Setting, costs: str, folder: Path) -> Iterator[Contende
     yield from megatron.contenders(setting.ranks, setting.microbatches, costs)
     if not setting.post_validation:
         yield from runtime.torchs(setting.ranks, setting.microbatches, costs)
-    for spec, vocabulary, offload, validates in setting.ours:
+    for spec, extras in setting.ours:
         yield runtime.ours(
             spec,
             setting.ranks,
             setting.microbatches,
             costs,
-            vocabulary,
-            offload,
-            validates,
+            extras,
+            setting.memory_limit,
             setting.bad_every,
             folder,
         )

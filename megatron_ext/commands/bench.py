@@ -18,9 +18,10 @@ from megatron_ext.bench.runs import (
     draw_report,
     measure,
 )
-from megatron_ext.commands.options import Json, Microbatches, Ranks
-from megatron_ext.commands.output import fail, print_table
+from megatron_ext.commands.options import HtmlPage, Json, Microbatches, Ranks
+from megatron_ext.commands.output import command_line, fail, print_table
 from megatron_ext.schedule.problem import Offload, VocabularyParallel
+from megatron_ext.schedule.show.page.write import SECONDS, Page, check_page, write_page
 
 
 def bench(
@@ -45,6 +46,16 @@ def bench(
     offload: Annotated[
         Offload, typer.Option(help="Measure ours with offload too; give d2h= in COSTS.")
     ] = Offload.NONE,
+    recompute: Annotated[
+        str,
+        typer.Option(
+            metavar="{none,fit,first:N}",
+            help="Measure ours with passes made again too; they take r= in COSTS, or what F does.",
+        ),
+    ] = "none",
+    memory_limit: Annotated[
+        str | None, typer.Option(help="Of a rank, in microbatches, for --recompute fit: 5 or 0.5x.")
+    ] = None,
     post_validation: Annotated[
         bool,
         typer.Option(
@@ -61,10 +72,13 @@ def bench(
         typer.Option(min=1, help=f"Timed in a launch: {STEPS}, or {STEPS_IN_A_ROW} in a row."),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the bars, as .svg or .png.")] = None,
+    page: HtmlPage = None,
 ) -> None:
     """Measure executors on emulated clocks: ours, Megatron's own, torch's."""
     specs = tuple(schedules.split())
     try:
+        if page is not None:
+            check_page(page)
         setting = Setting(
             pp,
             microbatches,
@@ -76,10 +90,15 @@ def bench(
             steps or (STEPS_IN_A_ROW if post_validation else STEPS),
             post_validation,
             bad_every,
+            recompute,
+            memory_limit,
         )
-        measured = measure(setting, lambda text: typer.echo(text, err=True))
+        measured = measure(setting, lambda text: typer.echo(text, err=True), shows=page is not None)
         if plot is not None:
             draw_report(measured, plot)
+        if page is not None:
+            title = "schedules on emulated clocks, beside what is ideal"
+            write_page(Page(title, measured.shown, command_line(), SECONDS), page)
     except (ValueError, OSError) as error:
         fail(error)
     if as_json:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from megatron_ext.commands.half_pipeline import NOTHING_FITS, print_halves
+from megatron_ext.commands.layout_tables import print_layouts
 from megatron_ext.commands.output import fail, gib
+from megatron_ext.commands.plan_pictures import PlanPictures
 from megatron_ext.commands.plan_tables import (
     print_memory,
     print_plan,
@@ -22,11 +26,11 @@ from megatron_ext.config import flag
 from megatron_ext.schedule.model.gpus import parse_gpu
 from megatron_ext.schedule.plan.plan_report import plan_report
 from megatron_ext.schedule.plan.recommendation import slower_by
-from megatron_ext.schedule.show.draw import check_picture
-from megatron_ext.schedule.show.plan_picture import draw_plan
 
 if TYPE_CHECKING:
-    from megatron_ext.launch_check.line_plan import LinePlan
+    from megatron_ext.launch_check.alternatives.without_full_recompute import Instead
+    from megatron_ext.launch_check.line_plan import Asked, LinePlan
+    from megatron_ext.schedule.plan.planner import Candidate
 
 _EQUAL = 0.02  # of a step: what no estimate tells apart
 _WORLD_SIZE = "world_size"  # in a file of arguments
@@ -39,35 +43,22 @@ def plan_of_line(
     gpu: str | None,
     settings: Mapping[str, str | bool | None],
     as_json: bool,
-    plot: Path | None,
+    pictures: PlanPictures,
 ) -> None:
     """Plan for the launch line ``words``, or the arguments in the file ``config``.
 
     ``settings``: of ours, beside what the line has.
     """
-    from megatron_ext.launch_check.line_plan import Asked, plan_line
-    from megatron_ext.launch_check.words import read_launch
+    from megatron_ext.launch_check.line_plan import plan_line
     from megatron_ext.patches.engine import PatchError
 
     try:
-        if plot is not None:
-            check_picture(plot)
-        values = {} if config is None else _values(config)
-        world_size = world_size or values.pop(_WORLD_SIZE, None)
-        if words and config is not None:
-            raise ValueError("--config stands in place of a launch line: give one of them")
-        asked = Asked(
-            launch=read_launch(words) if words else None,
-            values=values,
-            world_size=world_size,
-            gpu=None if gpu is None else parse_gpu(gpu),
-            settings=tuple(_flags(settings)),
-            with_curves=plot is not None,
-        )
+        pictures.check()
+        asked = _asked(words, config, world_size, gpu, settings)
+        asked = replace(asked, with_curves=pictures.plot is not None)
         with showing_progress():
             made = plan_line(asked)
-        if plot is not None and made.curves is not None:
-            draw_plan(made.plan, made.curves, plot)
+        pictures.draw(made.plan, made.curves, is_estimate=settings["costs"] is None)
     except (ValueError, OSError, PatchError) as error:
         fail(error)
     if as_json:
@@ -77,6 +68,63 @@ def plan_of_line(
         _print(made, is_estimate=settings["costs"] is None)
     if made.plan.best is None:
         fail(ValueError(_what_gives(made)))
+
+
+def halves_of_line(
+    words: Sequence[str],
+    config: Path | None,
+    world_size: int | None,
+    gpu: str | None,
+    settings: Mapping[str, str | bool | None],
+    as_json: bool,
+    pictures: PlanPictures,
+) -> None:
+    """The line, and the same on half of its pipeline ranks. Arguments as of `plan_of_line`."""
+    from megatron_ext.launch_check.line_plan import plan_halves
+    from megatron_ext.patches.engine import PatchError
+
+    try:
+        pictures.refuse("--half-pipeline")
+        asked = _asked(words, config, world_size, gpu, settings)
+        with showing_progress():
+            made = plan_halves(asked)
+    except (ValueError, OSError, PatchError) as error:
+        fail(error)
+    if as_json:
+        typer.echo(json.dumps(made.as_data(), indent=2))
+    else:
+        typer.echo(made.facts)
+        print_halves(made.halves, is_estimate=True)
+        for remark in made.remarks:
+            typer.echo(f"\n{remark}")
+        if made.flags:
+            _print_flags(made.flags, made.dropped, f" for {made.halves.half.division}:")
+    if not made.halves.fits:
+        fail(ValueError(NOTHING_FITS))
+
+
+def _asked(
+    words: Sequence[str],
+    config: Path | None,
+    world_size: int | None,
+    gpu: str | None,
+    settings: Mapping[str, str | bool | None],
+) -> Asked:
+    """Raises ValueError or OSError where that is not understood."""
+    from megatron_ext.launch_check.line_plan import Asked
+    from megatron_ext.launch_check.words import read_launch
+
+    values = {} if config is None else _values(config)
+    world_size = world_size or values.pop(_WORLD_SIZE, None)
+    if words and config is not None:
+        raise ValueError("--config stands in place of a launch line: give one of them")
+    return Asked(
+        launch=read_launch(words) if words else None,
+        values=values,
+        world_size=world_size,
+        gpu=None if gpu is None else parse_gpu(gpu),
+        settings=tuple(_flags(settings)),
+    )
 
 
 def _values(path: Path) -> dict[str, Any]:
@@ -105,14 +153,32 @@ def _print(made: LinePlan, *, is_estimate: bool) -> None:
     print_vocabulary(report.vocabulary)
     if report.recommended is not None:
         print_memory(report.recommended)
+        typer.echo(_beside_memory(made))
     for remark in made.remarks:
         typer.echo(f"\n{remark}")
-    if made.plan.best is None:
-        return
-    typer.echo(f"\n{_comparison(made)}")
-    if made.flags:
-        instead = f"\n  in place of {' '.join(made.dropped)}" if made.dropped else ""
-        typer.echo(f"write {shlex.join(made.flags)}{instead}")
+    if made.plan.best is not None:
+        typer.echo(f"\n{_comparison(made)}")
+        if made.flags:
+            _print_flags(made.flags, made.dropped)
+    if made.instead is not None:
+        typer.echo(f"\n{_without_full_recompute(made.instead, made.plan.best)}")
+        _print_flags(made.instead.flags, made.instead.dropped)
+    if made.layouts is not None:
+        print_layouts(made.layouts, is_estimate=not made.is_measured)
+
+
+def _print_flags(flags: Sequence[str], dropped: Sequence[str], purpose: str = "") -> None:
+    instead = f"\n  in place of {' '.join(dropped)}" if dropped else ""
+    typer.echo(f"write{purpose} {shlex.join(flags)}{instead}")
+
+
+def _beside_memory(made: LinePlan) -> str:
+    if made.reserved is None:
+        return (
+            "beside that comes what the allocator reserves and does not hand out: not measured "
+            "(see --pipeline-costs profile)"
+        )
+    return f"beside that the allocator reserves {gib(made.reserved)}, for which room is left"
 
 
 def _comparison(made: LinePlan) -> str:
@@ -120,7 +186,8 @@ def _comparison(made: LinePlan) -> str:
     best, line = made.plan.best, made.of_line
     assert best is not None
     if line is None:
-        return f"the line as it is, under {made.own}, cannot be taken, for the reason above"
+        why = f": {made.why_not}" if made.why_not else ", for the reason above"
+        return f"the line as it is, under {made.own}, cannot be taken{why}"
     if best is line:
         return f"the line as it is, under {made.own}, is the choice"
     words = f"the line as it is, under {made.own}, takes {slower_by(line, best):.1%} more time"
@@ -129,6 +196,18 @@ def _comparison(made: LinePlan) -> str:
     if slower_by(line, best) < _EQUAL:
         words += ": an estimate does not tell them apart"
     return words
+
+
+def _without_full_recompute(instead: Instead, best: Candidate | None) -> str:
+    """What there is without full recompute, beside the choice with it, if there is one."""
+    taken, made = instead.taken, instead.taken.report
+    words = f"without --recompute-granularity full the shortest step is {made.schedule}'s"
+    if made.made_again:
+        words += f", {made.made_again:.0%} made again in bubbles"
+    words += f": {taken.step:.6g}"
+    if best is not None:
+        words += f" ({slower_by(taken, best):+.1%})"
+    return words if taken.fullest is None else f"{words}, {gib(taken.fullest)} on its fullest rank"
 
 
 def _what_gives(made: LinePlan) -> str:

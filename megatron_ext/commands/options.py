@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -35,10 +36,29 @@ Limit = Annotated[
         "60GiB. Without it there is no limit."
     ),
 ]
+SliceCount = Annotated[
+    int, typer.Option("--slices", min=1, help="Slices of each microbatch along its sequence.")
+]
+SliceLengths = Annotated[
+    str,
+    typer.Option(
+        metavar="{even,balanced,TOKENS,...}",
+        help="How long they are: even, balanced (as much to do each; give attention= in COSTS), or "
+        "the tokens of each, as in 4096,2048,1024,1024.",
+    ),
+]
 PostValidation = Annotated[
     bool,
     typer.Option(
         "--post-validation",
         help="Experimental: overlap steps; the optimizer steps before all ranks are done.",
+    ),
+]
+HtmlPage = Annotated[
+    Path | None,
+    typer.Option(
+        "--html",
+        help="Write a page for a browser, .html: timelines to zoom into, who waited for whom, the "
+        "critical path, memory.",
     ),
 ]

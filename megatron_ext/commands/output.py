@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from typing import Any, NoReturn
 
 import typer
@@ -17,6 +19,11 @@ def fail(error: Exception) -> NoReturn:
         text = f"{error.filename}: {error.strerror}"
     typer.echo(f"megatron-ext: error: {text}", err=True)
     raise typer.Exit(2)
+
+
+def command_line() -> str:
+    """The command as it was given, to give it again."""
+    return shlex.join(["megatron-ext", *sys.argv[1:]])
 
 
 _SHORT = 20  # characters: names and figures; what is longer are sentences

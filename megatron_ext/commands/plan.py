@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from megatron_ext.commands.line_plan import plan_of_line
-from megatron_ext.commands.options import UNIT, Json, Limit, PostValidation
+from megatron_ext.commands.half_pipeline import show_halves
+from megatron_ext.commands.line_plan import halves_of_line, plan_of_line
+from megatron_ext.commands.options import (
+    UNIT,
+    HtmlPage,
+    Json,
+    Limit,
+    PostValidation,
+    SliceCount,
+    SliceLengths,
+)
 from megatron_ext.commands.output import fail
+from megatron_ext.commands.plan_pictures import PlanPictures
 from megatron_ext.commands.plan_tables import (
     print_full_recompute,
     print_plan,
@@ -23,20 +35,26 @@ from megatron_ext.commands.plan_tables import (
 )
 from megatron_ext.commands.progress import showing_progress
 from megatron_ext.schedule.costs_text import parse_costs
-from megatron_ext.schedule.limit import parse_limit
+from megatron_ext.schedule.limit import MemoryLimit, parse_limit
 from megatron_ext.schedule.model.execution import Precision
 from megatron_ext.schedule.model.gpus import GPUS, USABLE, assumed_rates, parse_gpu
 from megatron_ext.schedule.model.model_memory import TrainingState
 from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.model.short_form import parse_model
-from megatron_ext.schedule.plan.curves import curves_of
+from megatron_ext.schedule.plan.curves import Curves, curves_of
 from megatron_ext.schedule.plan.full_recompute import FullRecompute, compare_full_recompute
+from megatron_ext.schedule.plan.half_pipeline import (
+    Division,
+    Halves,
+    compare_halves,
+    compare_halves_of_costs,
+)
 from megatron_ext.schedule.plan.model_plan import Training
 from megatron_ext.schedule.plan.plan_report import PlanReport, plan_report
-from megatron_ext.schedule.plan.planner import Plan, make_plan
+from megatron_ext.schedule.plan.planner import Plan, VariantOf, make_plan
 from megatron_ext.schedule.plan.vocabulary_plan import variants_of
-from megatron_ext.schedule.show.draw import check_picture
-from megatron_ext.schedule.show.plan_picture import draw_plan
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.slices import LONG_ENOUGH, Lengths, Slices, parse_lengths
 
 
 def plan(
@@ -54,6 +72,7 @@ def plan(
     plot: Annotated[
         Path | None, typer.Option(help="Draw time against memory, as .svg or .png.")
     ] = None,
+    page: HtmlPage = None,
     layers: Annotated[
         int | None,
         typer.Option(
@@ -86,6 +105,16 @@ def plan(
         ),
     ] = False,
     post_validation: PostValidation = False,
+    slices: SliceCount = 1,
+    slice_lengths: SliceLengths = Lengths.EVEN.value,
+    half_pipeline: Annotated[
+        bool,
+        typer.Option(
+            "--half-pipeline",
+            help="Compare with half the pipeline ranks and twice the data parallelism instead: the "
+            "same GPUs and global batch.",
+        ),
+    ] = False,
     config: Annotated[
         Path | None,
         typer.Option(help="A JSON object of Megatron's arguments, in place of a launch line."),
@@ -99,57 +128,64 @@ def plan(
     Stable schedules are recommended, and the others shown apart: megatron-ext schedules has the
     marks.
     """
+    pictures = PlanPictures(plot, page)
     if context.args or config is not None:
-        if any((pp, microbatches, model, layers, distributed_optimizer, tp > 1, dp > 1)):
+        of_model = (pp, microbatches, model, layers, distributed_optimizer, tp > 1, dp > 1)
+        if any((*of_model, slices > 1)):
             fail(ValueError(_BESIDE_A_LINE))
         settings = {
             "costs": costs,
             "memory_limit": memory_limit,
             "post_validation": post_validation,
         }
-        plan_of_line(context.args, config, world_size, gpu, settings, as_json, plot)
+        of_line = halves_of_line if half_pipeline else plan_of_line
+        of_line(context.args, config, world_size, gpu, settings, as_json, pictures)
         return
     if pp is None or microbatches is None:
         fail(ValueError(_NEEDED))
-    training = room = None
     try:
-        if plot is not None:
-            check_picture(plot)
+        pictures.check()
         limit = None if memory_limit is None else parse_limit(memory_limit, pp, microbatches)
+        cut = Slices(slices, parse_lengths(slice_lengths, "--slice-lengths"))
+        if half_pipeline and slices > 1:
+            raise ValueError(_HALVES_ARE_WHOLE)
         if model is None:
             if any((gpu, tp > 1, dp > 1, distributed_optimizer)):
                 raise ValueError(_WITHOUT_MODEL)
-            costs_on = partial(parse_costs, costs or UNIT)
-            variant = variants_of(pp, microbatches, costs_on, limit, layers, post_validation)
+            asked = _of_costs(costs or UNIT, pp, microbatches, limit, layers, post_validation, cut)
         else:
-            state = TrainingState(
-                distributed=distributed_optimizer, data_parallel=dp, expert_data_parallel=dp
-            )
-            training, room = _training(model, gpu, costs, tp, state)
-            layers = len(training.model.layers)
+            training, room = _training(model, gpu, costs, tp, dp, distributed_optimizer)
             training = replace(
                 training,
                 ranks=pp,
                 microbatches=microbatches,
                 limit=limit,
                 post_validation=post_validation,
+                slices=cut,
             )
-            variant = training.variant
-        with showing_progress():
-            plan_made = make_plan(variant, room, may_offload=model is not None)
-            again = compare_full_recompute(training, room) if training is not None else None
-            if plot is not None and plan_made.candidates:
-                draw_plan(plan_made, curves_of(plan_made, variant, room), plot)
+            asked = _Asked(
+                training.variant, partial(compare_halves, training, room), training, room
+            )
+            layers = len(training.model.layers)
+        if half_pipeline:
+            show_halves(asked.compare_halves, pictures, as_json, is_estimate=asked.is_estimate)
+            return
+        plan_made, again = asked.plan()
+        curves = asked.curves_of(plan_made) if pictures.plot is not None else None
+        pictures.draw(plan_made, curves, is_estimate=asked.is_estimate)
     except (ValueError, OSError) as error:
         fail(error)
     report = plan_report(plan_made, layers)
     if as_json:
-        data = report.as_data() | {"full_recompute": again and again.as_data()}
-        typer.echo(json.dumps(data, indent=2))
+        _echo(report.as_data() | {"full_recompute": again and again.as_data()})
     else:
-        _print(plan_made, report, training if costs is None else None, again)
+        _print(plan_made, report, asked.training if asked.is_estimate else None, again)
     if report.recommended is None:
         fail(ValueError(_NOTHING_FITS if model else _NOTHING_FITS_THE_LIMIT))
+
+
+def _echo(data: dict[str, object]) -> None:
+    typer.echo(json.dumps(data, indent=2))
 
 
 def _print(
@@ -158,6 +194,8 @@ def _print(
     """``estimated``: what times were estimated of."""
     print_plan(plan_made)
     print_unit(is_estimate=estimated is not None)
+    if estimated is not None and plan_made.best is not None:
+        _print_short_slices(plan_made.best.variant.problem, estimated)
     if estimated is not None and estimated.execution.tensor_parallel > 1:
         print_waits(estimated.model, estimated.execution, estimated.rates)
     print_vocabulary(report.vocabulary)
@@ -167,8 +205,71 @@ def _print(
         print_recommended(report.recommended)
 
 
+def _print_short_slices(problem: Problem, training: Training) -> None:
+    """Say so where kernels take longer than is counted."""
+    if problem.slices.count == 1:
+        return
+    shares = [end - begin for begin, end in pairwise((0.0, *problem.slice_ends))]
+    shortest = round(min(shares) * training.execution.sequence)
+    if shortest < LONG_ENOUGH:
+        typer.echo(
+            f"a slice has {shortest:,} tokens: kernels are slower on fewer than {LONG_ENOUGH:,} or "
+            f"so, which is not counted"
+        )
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What is to be compared.
+
+    Attributes:
+        training: None where only times are known.
+        room: bytes that a rank may take; None: not known.
+    """
+
+    variant: VariantOf
+    compare_halves: Callable[[], Halves]
+    training: Training | None = None
+    room: float | None = None
+
+    @property
+    def is_estimate(self) -> bool:
+        """Whether times are."""
+        return self.training is not None and self.training.measured is None
+
+    def plan(self) -> tuple[Plan, FullRecompute | None]:
+        """The plan, and what there is to say of full recompute."""
+        with showing_progress():
+            if self.training is None:
+                return make_plan(self.variant), None
+            made = make_plan(self.variant, self.room, may_offload=True)
+            return made, compare_full_recompute(self.training, self.room)
+
+    def curves_of(self, made: Plan) -> Curves:
+        """What the picture of ``made`` shows beside it."""
+        with showing_progress():
+            return curves_of(made, self.variant, self.room)
+
+
+def _of_costs(
+    costs: str,
+    ranks: int,
+    microbatches: int,
+    limit: MemoryLimit | None,
+    layers: int | None,
+    post_validation: bool,
+    slices: Slices,
+) -> _Asked:
+    costs_on = partial(parse_costs, costs)
+    whole = Division(ranks, 1, microbatches)
+    return _Asked(
+        variants_of(ranks, microbatches, costs_on, limit, layers, post_validation, slices),
+        partial(compare_halves_of_costs, whole, costs_on, limit, layers, post_validation),
+    )
+
+
 def _training(
-    model: str, gpu: str | None, costs: str | None, tp: int, state: TrainingState
+    model: str, gpu: str | None, costs: str | None, tp: int, dp: int, distributed_optimizer: bool
 ) -> tuple[Training, float | None]:
     """What is trained, on one pipeline rank as yet, and the bytes that a rank may take.
 
@@ -178,6 +279,9 @@ def _training(
     if gpu is None and costs is None:
         raise ValueError("--model does not say how fast it runs: add --gpu, or --costs")
     described = parse_model(model)
+    state = TrainingState(
+        distributed=distributed_optimizer, data_parallel=dp, expert_data_parallel=dp
+    )
     execution = described.execution(tp)
     rates, room = _machine(gpu, execution.precision)
     measured = None if costs is None else partial(parse_costs, costs)
@@ -194,6 +298,7 @@ def _machine(gpu: str | None, precision: Precision) -> tuple[Rates, float | None
     return machine.rates(precision), room
 
 
+_HALVES_ARE_WHOLE = "--half-pipeline compares whole microbatches: leave --slices out"
 _WITHOUT_MODEL = (
     "--gpu, --tp, --dp and --distributed-optimizer say how a model is trained: add --model"
 )
@@ -203,7 +308,7 @@ _NEEDED = (
 )
 _BESIDE_A_LINE = (
     "a launch line, or --config, says by itself what --pp, -m, --model, --layers, --tp, --dp and "
-    "--distributed-optimizer would: leave these out"
+    "--distributed-optimizer would: leave these, and --slices, out"
 )
 _NOTHING_FITS = (
     "no schedule fits, for the reasons above. A rank holds less with more --tp or --pp, with "

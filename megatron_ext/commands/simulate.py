@@ -13,14 +13,17 @@ import typer
 from megatron_ext.commands.options import (
     UNIT,
     CostsText,
+    HtmlPage,
     Json,
     Limit,
     Microbatches,
     PostValidation,
     Ranks,
     Schedule,
+    SliceCount,
+    SliceLengths,
 )
-from megatron_ext.commands.output import fail, print_table
+from megatron_ext.commands.output import command_line, fail, print_table
 from megatron_ext.commands.progress import showing_progress
 from megatron_ext.schedule.build.auto_spec import auto_searches
 from megatron_ext.schedule.build.build import build_program
@@ -49,9 +52,12 @@ from megatron_ext.schedule.search.certify import Certificate
 from megatron_ext.schedule.search.certify import certify as certify_program
 from megatron_ext.schedule.show.draw import check_picture, draw_steps
 from megatron_ext.schedule.show.noise_text import parse_noise, rows_of_spread
+from megatron_ext.schedule.show.page.run import Run, simulated, title_of
+from megatron_ext.schedule.show.page.write import Page, check_page, write_page
 from megatron_ext.schedule.show.program_summary import program_of_1f1b
 from megatron_ext.schedule.show.torchtitan import for_torchtitan
 from megatron_ext.schedule.show.trace import write_trace
+from megatron_ext.schedule.slices import Lengths, Slices, parse_lengths
 from megatron_ext.schedule.timeline import Timeline
 from megatron_ext.schedule.words import counted
 
@@ -59,6 +65,9 @@ LONGEST = 86400.0  # seconds that may be asked for: a day
 MOST_RANKS = 16  # of which each is told alone
 
 _EXACT = "stock Megatron's to the last bit"
+_AMONG_SLICES = (
+    "stock Megatron's but for rounding; to the last bit those of other schedules of these slices"
+)
 _ROUNDED = "stock Megatron's but for rounding: sums are made in another order"
 
 
@@ -86,10 +95,12 @@ def simulate(
             "limit, first:N those of the first N stages.",
         ),
     ] = "none",
+    slices: SliceCount = 1,
+    slice_lengths: SliceLengths = Lengths.EVEN.value,
     post_validation: PostValidation = False,
     steps: Annotated[
         int,
-        typer.Option(min=1, max=1000, help="Consecutive ones, in what --plot and --trace write."),
+        typer.Option(min=1, max=1000, help="Consecutive ones, in what is drawn and traced."),
     ] = 1,
     certify: Annotated[
         bool,
@@ -112,6 +123,7 @@ def simulate(
             "or .png."
         ),
     ] = None,
+    page: HtmlPage = None,
     trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write its compute actions.")] = None,
     torch_csv: Annotated[
@@ -140,7 +152,8 @@ def simulate(
         _check_options(csv, vocab_parallel, certify, post_validation)
         if torch_csv is not None:
             _check_for_torch(vocab_parallel, offload, recompute, post_validation)
-        _check_files((csv, torch_csv, program_file), plot)
+        files = _Files(csv, torch_csv, program_file, trace, plot, page)
+        files.check()
         varying = None if noise is None else parse_noise(noise)
         extras = Extras(
             p2p=p2p,
@@ -148,6 +161,7 @@ def simulate(
             offload=offload,
             recompute=parse_recompute(recompute, "--recompute"),
             post_validation=post_validation,
+            slices=Slices(slices, parse_lengths(slice_lengths, "--slice-lengths")),
         )
         with showing_progress():
             asked = _Asked(pp, microbatches, costs, memory_limit, extras)
@@ -157,16 +171,7 @@ def simulate(
                 waiting = simulate_program(program, program.problem.costs, Device.WAITS_AT_PASSES)
             certificate = certify_program(program, seconds) if certify else None
             varied = None if varying is None else spread(program, varying)
-        _write_tables(program, csv, torch_csv, program_file)
-        if trace is not None:
-            write_trace(_steps(program, steps), trace)
-        if plot is not None:
-            reference = _reference_program(choice, problem)
-            draw_steps(
-                [_steps(reference, steps), _steps(program, steps)],
-                plot,
-                [reference.problem.costs, program.problem.costs],
-            )
+        files.write(choice, problem, program, steps)
     except (ValueError, OSError) as error:
         fail(error)
     if as_json:
@@ -183,7 +188,7 @@ def simulate(
         typer.echo(_bound(certificate, made))
     if post_validation:
         typer.echo(what_overlapping_gains(program))
-    _name_files(program, torch_csv, plot)
+    files.name(program)
 
 
 @dataclass(frozen=True)
@@ -234,6 +239,8 @@ def _of_schedule(made: ScheduleReport) -> dict[str, Any]:
         "stages of a rank": made.vpp,
         "microbatches": made.microbatches,
     }
+    if made.slices > 1:
+        rows["slices of a microbatch"] = f"{made.slices}, {made.slice_lengths}"
     if made.vocabulary is not VocabularyParallel.NONE:
         rows["vocabulary parallelism"] = made.vocabulary
     if made.offload is not Offload.NONE:
@@ -256,9 +263,15 @@ def _of_schedule(made: ScheduleReport) -> dict[str, Any]:
         rows["peak on the host"] = _of_ranks(made.host_microbatches)
     if made.made_again:
         rows["made again"] = f"{made.made_again:.0%} of the activations"
-    rows["results"] = _EXACT if made.bitwise_order else _ROUNDED
+    rows["results"] = _results(made)
     rows["made in"] = f"{made.generation_seconds:.2g} s"
     return rows
+
+
+def _results(made: ScheduleReport) -> str:
+    if made.slices == 1:
+        return _EXACT if made.bitwise_order else _ROUNDED
+    return _AMONG_SLICES if made.bitwise_order else _ROUNDED
 
 
 def _of_ranks(held: Sequence[float]) -> str:
@@ -321,33 +334,74 @@ def _check_for_torch(
         )
 
 
-def _write_tables(
-    program: Program, csv: Path | None, torch_csv: Path | None, program_file: Path | None
-) -> None:
-    if csv is not None:
-        csv.write_text(to_csv(program.schedule))
-    if torch_csv is not None:
-        torch_csv.write_text(to_torch_csv(program.schedule))
-    if program_file is not None:
-        program_file.write_text(program.text)
+@dataclass(frozen=True)
+class _Files:
+    """What is written beside what is printed; None where it was not asked for."""
+
+    csv: Path | None
+    torch_csv: Path | None
+    program: Path | None
+    trace: Path | None
+    plot: Path | None
+    page: Path | None
+
+    def check(self) -> None:
+        """Raise ValueError for a file that cannot be written, before anything is made for it."""
+        for file in (self.csv, self.torch_csv, self.program):
+            if file is not None and not file.parent.is_dir():
+                raise ValueError(f"{file}: there is no folder {file.parent}")
+        if self.plot is not None:
+            check_picture(self.plot)
+        if self.page is not None:
+            check_page(self.page)
+
+    def write(self, choice: Choice, problem: Problem, program: Program, steps: int) -> None:
+        """Write what shows ``program``, or so many ``steps`` of it; ``problem``: as it was asked.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        if self.csv is not None:
+            self.csv.write_text(to_csv(program.schedule))
+        if self.torch_csv is not None:
+            self.torch_csv.write_text(to_torch_csv(program.schedule))
+        if self.program is not None:
+            self.program.write_text(program.text)
+        if self.trace is not None:
+            write_trace(_steps(program, steps), self.trace)
+        if self.plot is None and self.page is None:
+            return
+        reference = _reference_program(choice, problem)
+        if self.plot is not None:
+            draw_steps(
+                [_steps(reference, steps), _steps(program, steps)],
+                self.plot,
+                [reference.problem.costs, program.problem.costs],
+            )
+        if self.page is not None:
+            runs = _runs(choice, reference, program, steps)
+            ranks, microbatches = problem.ranks, problem.microbatches
+            on = f"{counted(ranks, 'rank')}, {counted(microbatches, 'microbatch')}"
+            write_page(Page(f"{choice.spec} on {on}", runs, command_line()), self.page)
+
+    def name(self, program: Program) -> None:
+        """Say where there is something to look at, or what to do with it."""
+        if self.torch_csv is not None:
+            problem = program.problem
+            typer.echo(for_torchtitan(problem.placement, problem.microbatches, self.torch_csv))
+        if self.plot is not None:
+            typer.echo(f"picture: {self.plot}")
+        if self.page is not None:
+            typer.echo(f"page: {self.page}")
 
 
-def _name_files(program: Program, torch_csv: Path | None, plot: Path | None) -> None:
-    """Say what is in them, or what to do with them."""
-    if torch_csv is not None:
-        problem = program.problem
-        typer.echo(for_torchtitan(problem.placement, problem.microbatches, torch_csv))
-    if plot is not None:
-        typer.echo(f"picture: {plot}")
-
-
-def _check_files(texts: Sequence[Path | None], plot: Path | None) -> None:
-    """Raise ValueError for a file that cannot be written, before anything is made for it."""
-    for file in texts:
-        if file is not None and not file.parent.is_dir():
-            raise ValueError(f"{file}: there is no folder {file.parent}")
-    if plot is not None:
-        check_picture(plot)
+def _runs(choice: Choice, reference: Program, program: Program, steps: int) -> tuple[Run, ...]:
+    """What a page shows: ``program`` beneath the ``reference``, if that is another one."""
+    run = simulated(title_of(choice.spec, program.problem.extras), program, steps)
+    if reference.digest == program.digest:
+        return (run,)
+    title = title_of(reference.schedule.name, reference.problem.extras)
+    return simulated(title, reference, steps), run
 
 
 def _certified(certificate: Certificate | None) -> dict[str, float | None]:

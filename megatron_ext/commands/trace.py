@@ -9,11 +9,13 @@ from typing import Annotated
 
 import typer
 
-from megatron_ext.commands.options import Json
-from megatron_ext.commands.output import fail, print_table
+from megatron_ext.commands.options import HtmlPage, Json
+from megatron_ext.commands.output import command_line, fail, print_table
 from megatron_ext.commands.progress import showing_progress
-from megatron_ext.schedule.show.trace import read_trace
-from megatron_ext.schedule.show.trace_report import TraceReport, trace_report
+from megatron_ext.schedule.show.page.run import traced
+from megatron_ext.schedule.show.page.write import SECONDS, Page, check_page, write_page
+from megatron_ext.schedule.show.trace import TracedStep, read_trace
+from megatron_ext.schedule.show.trace_report import TraceReport, median_step, trace_report
 from megatron_ext.schedule.show.trace_text import (
     milliseconds,
     name_of,
@@ -29,20 +31,33 @@ def trace(
         Path, typer.Argument(metavar="DIR", help="What --pipeline-trace named, or a file of it.")
     ],
     as_json: Json = False,
+    page: HtmlPage = None,
 ) -> None:
     """Say where the time of traced steps went, and what cost the most.
 
     Of Megatron's own steps, say also what our schedules would take.
     """
     try:
+        if page is not None:
+            check_page(page)
         with showing_progress():
-            report = trace_report(read_trace(folder))
-    except ValueError as error:
+            steps = read_trace(folder)
+            report = trace_report(steps)
+        if page is not None:
+            _write_page(median_step(steps), report, page)
+    except (ValueError, OSError) as error:
         fail(error)
     if as_json:
         typer.echo(json.dumps(asdict(report), indent=2))
         return
     _print_trace(report)
+    if page is not None:
+        typer.echo(f"\npage: {page}")
+
+
+def _write_page(step: TracedStep, report: TraceReport, path: Path) -> None:
+    title = f"{name_of(report)}: a measured step beside its prediction"
+    write_page(Page(title, traced(step), command_line(), SECONDS), path)
 
 
 def _print_trace(report: TraceReport) -> None:

@@ -8,9 +8,10 @@ import typer
 
 from megatron_ext.commands.output import fail
 from megatron_ext.schedule.build.registry import choose
-from megatron_ext.schedule.build.report import report
+from megatron_ext.schedule.build.report import ScheduleReport, report
 from megatron_ext.schedule.costs import uniform
-from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.problem import Extras, Problem
+from megatron_ext.schedule.slices import Slices
 from megatron_ext.schedule.words import counted
 
 
@@ -42,19 +43,37 @@ def verify(
                 f"and -m M, those of your launch"
             )
         placement = choice.place(ranks)
-        problem = Problem(placement, of_step, uniform(placement, 1, 1, 1))
+        cut = Slices(choice.slices or 1)
+        costs = uniform(placement, 1, 1, 1)
+        problem = Problem(placement, of_step, costs, extras=Extras(slices=cut))
         _, made = report(choice, problem)
     except ValueError as error:
         fail(error)
     typer.echo(
         f"{spec} is valid: {counted(ranks, 'rank')}, {counted(placement.stages, 'stage')}, "
-        f"{counted(of_step, 'microbatch')}; a rank holds at most "
+        f"{_of_step(of_step, cut.count)}; a rank holds at most "
         f"{counted(made.peak, 'microbatch')}"
     )
-    typer.echo(
-        "every stage takes its microbatches in order: training gives stock Megatron's numbers to "
-        "the last bit"
-        if made.bitwise_order
-        else "a stage takes its microbatches out of order: gradients are summed in another order "
-        "than stock Megatron's, and their last bits differ"
+    typer.echo(_results(made))
+
+
+def _of_step(microbatches: int, slices: int) -> str:
+    text = counted(microbatches, "microbatch")
+    return text if slices == 1 else f"{text} of {slices} slices"
+
+
+def _results(made: ScheduleReport) -> str:
+    if made.bitwise_order and made.slices > 1:
+        return (
+            "every stage takes its slices in one order: training gives the numbers of every such "
+            "schedule of these slices to the last bit, and stock Megatron's but for rounding"
+        )
+    if made.bitwise_order:
+        return (
+            "every stage takes its microbatches in order: training gives stock Megatron's numbers "
+            "to the last bit"
+        )
+    return (
+        "a stage takes its microbatches out of order: gradients are summed in another order than "
+        "stock Megatron's, and their last bits differ"
     )

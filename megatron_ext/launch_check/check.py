@@ -28,6 +28,7 @@ from megatron_ext.launch_check.restarts import check_restarts
 from megatron_ext.launch_check.words import Launch
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.schedule.limit import parse_limit
+from megatron_ext.schedule.model.assumptions import assumptions
 from megatron_ext.schedule.problem import Offload
 from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, peaks
 from megatron_ext.schedule.program.simulate import simulate, step_seconds
@@ -382,6 +383,10 @@ def _predict(
         f"{program.schedule.name}, {counted(problem.microbatches, 'microbatch')}: predicted bubble "
         f"{prediction.bubble:.1%} (1f1b {prediction.bubble_1f1b:.1%}), costs {costs.origin}",
     )
+    unknown = assumptions(args) if spec.costs.is_estimate else None
+    if unknown is not None:
+        fix = "--pipeline-costs profile measures what passes take"
+        report.add(Verdict.REMARK, "estimate", unknown, fix)
     model = model_bytes.model_bytes_of_ranks(args, placement, problem.extras.vocabulary)
     if model is None:
         text = "that of layers which are not Megatron's is not known"

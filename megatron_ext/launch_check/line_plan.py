@@ -2,26 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.config import PLAN, from_argv
+from megatron_ext.config import (
+    ESTIMATE,
+    PLAN,
+    CostsSource,
+    PipelineConfig,
+    flag,
+    from_argv,
+)
+from megatron_ext.launch_check.alternatives.without_full_recompute import (
+    Instead,
+    without_full_recompute,
+)
 from megatron_ext.launch_check.importing import as_on, quickly, silently
 from megatron_ext.launch_check.words import Launch
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.schedule.build.registry import Mark
+from megatron_ext.schedule.model.assumptions import assumptions
+from megatron_ext.schedule.model.description import describe
 from megatron_ext.schedule.model.gpus import USABLE, Gpu
+from megatron_ext.schedule.model.measured.file import MeasuredFile, load_measured
 from megatron_ext.schedule.plan.curves import Curves, curves_of
 from megatron_ext.schedule.plan.planner import Candidate, Plan, VocabMethod, consider, make_plan
 from megatron_ext.schedule.plan.recommendation import flags_of
+from megatron_ext.schedule.problem import Extras
 from megatron_ext.schedule.words import counted
 
 if TYPE_CHECKING:
+    from megatron_ext.launch_check.alternatives.half_pipeline import LineHalves
+    from megatron_ext.launch_check.alternatives.layouts import LaidOut
+    from megatron_ext.launch_check.line import RatesOf
     from megatron_ext.launch_check.variants import LineVariants
 
 _METHODS = frozenset([VocabMethod.NAIVE, VocabMethod.ONE, VocabMethod.TWO])
+_NO_EXTRAS = Extras()
 
 
 @dataclass(frozen=True)
@@ -51,10 +71,17 @@ class LinePlan:
     Attributes:
         facts: what the line trains, in words.
         own: the schedule that it trains under.
+        extras: what it asks of that.
         remarks: what was assumed, and what else there is to know.
         dropped: Megatron's flags that go from the line, by the schedule that is taken.
         flags: that are written on it.
         gives: where nothing fits, what would make the leanest schedule fit.
+        why_not: why it cannot be taken as it stands, if its schedule cannot be without more.
+        instead: None where the line does not ask for full recompute, or nothing fits without.
+        layouts: what others than the line's would gain; None where that cannot be told.
+        is_measured: whether costs are measured ones, per layer type.
+        reserved: bytes that the allocator reserves beyond what is allocated, for which room is
+            left; None: not measured.
         curves: None where nobody asked for them, or nothing fits.
     """
 
@@ -62,16 +89,26 @@ class LinePlan:
     facts: str
     own: str
     remarks: tuple[str, ...]
+    extras: Extras = _NO_EXTRAS
     flags: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
     gives: tuple[str, ...] = ()
+    why_not: str = ""
+    instead: Instead | None = None
+    layouts: LaidOut | None = None
+    is_measured: bool = False
+    reserved: float | None = None
     curves: Curves | None = None
 
     @property
     def of_line(self) -> Candidate | None:
         """The line as it stands; None if nothing is known of that."""
-        own = (c for c in self.plan.candidates if c.schedule == self.own)
-        return next((c for c in own if c.method is VocabMethod.NAIVE), None)
+        asked = self.own, VocabMethod.NAIVE, self.extras.offload, str(self.extras.recompute)
+        for candidate in self.plan.candidates:
+            made = candidate.report
+            if (made.schedule, candidate.method, made.offload, made.recompute) == asked:
+                return candidate
+        return None
 
     def as_data(self) -> dict[str, Any]:
         """As ``--json`` prints it."""
@@ -84,7 +121,37 @@ class LinePlan:
             "dropped": self.dropped,
             "remarks": self.remarks,
             "would_fit": self.gives,
+            "without_full_recompute": self.instead and self.instead.as_data(),
+            "layouts": self.layouts and self.layouts.as_data(),
+            "is_measured": self.is_measured,
+            "reserved": self.reserved,
         }
+
+
+@dataclass(frozen=True)
+class ReadLine:
+    """A line that is understood.
+
+    Attributes:
+        variants: what schedules would have to solve on it.
+        validated: its arguments, as it stands.
+        room: bytes that a rank may take; None: not known.
+        remarks: what was assumed.
+        measured: costs per layer type, by which it is estimated; None: they are not measured.
+        costs: words for the file of these, where the line does not name it.
+    """
+
+    variants: LineVariants
+    validated: Any
+    room: float | None
+    remarks: tuple[str, ...]
+    measured: MeasuredFile | None = None
+    costs: tuple[str, ...] = ()
+
+    @property
+    def facts(self) -> str:
+        """What the line trains, in words."""
+        return _facts(self.validated, self.variants.world_size)
 
 
 def plan_line(asked: Asked) -> LinePlan:
@@ -93,6 +160,30 @@ def plan_line(asked: Asked) -> LinePlan:
     Raises:
         ValueError: the line, or what is asked beside it, is not understood, or Megatron refuses it.
         PatchError: there is no Megatron to ask.
+    """
+    return with_line(asked, partial(_plan, with_curves=asked.with_curves))
+
+
+def plan_halves(asked: Asked) -> LineHalves:
+    """The line of ``asked``, and the same on half of its pipeline ranks.
+
+    Raises:
+        ValueError, PatchError: as `plan_line`.
+    """
+
+    def halves(read: ReadLine) -> LineHalves:
+        from megatron_ext.launch_check.alternatives.half_pipeline import halves_of
+
+        return halves_of(read)
+
+    return with_line(asked, halves)
+
+
+def with_line[T](asked: Asked, work: Callable[[ReadLine], T]) -> T:
+    """What ``work`` makes of the line, on a machine that answers as the launch's would.
+
+    Raises:
+        ValueError, PatchError: as `plan_line`.
     """
     launch = asked.launch
     folder = Path()
@@ -110,12 +201,12 @@ def plan_line(asked: Asked) -> LinePlan:
             if launch is None
             else launch_line.parse(launch.arguments)
         )
-        rates = None if asked.gpu is None else asked.gpu.rates
+        rates = _rates(asked)
         with launch_line.on_gpus(line.args, rates):
-            return _plan(asked, line.args, launch_line)
+            return work(_read(asked, line.args, launch_line))
 
 
-def _plan(asked: Asked, args: Any, launch_line: Any) -> LinePlan:
+def _read(asked: Asked, args: Any, launch_line: Any) -> ReadLine:
     from megatron_ext.launch_check.variants import LineVariants, chunks_of
 
     if args.yaml_cfg is not None or args.use_checkpoint_args:
@@ -124,11 +215,12 @@ def _plan(asked: Asked, args: Any, launch_line: Any) -> LinePlan:
             "them on the line"
         )
     words = () if asked.launch is None else asked.launch.arguments
-    config = from_argv((*words, *asked.settings))
+    config = given = _settings(asked)
     ranks = asked.world_size
     if ranks is None and asked.launch is not None:
         ranks = asked.launch.world_size
-    remarks = list(_assumed(asked, args, ranks))
+    measured = _measured_layers(config)
+    remarks = list(_assumed(asked, ranks, is_measured=measured is not None))
     ranks = ranks or launch_line.least_world_size(args)
     tokens = launch_line.count_tokens(args) or args.vocab_size
     methods = _METHODS
@@ -139,46 +231,116 @@ def _plan(asked: Asked, args: Any, launch_line: Any) -> LinePlan:
     own = config.schedule
     if own in (None, PLAN):
         own = "1f1b" if chunks == 1 else f"interleaved:vpp={chunks}"
-    line = LineVariants(args, config, ranks, methods, tokens, own, frozenset(Mark))
+    if measured is not None:  # by which all layouts are estimated
+        config = replace(config, costs=CostsSource(ESTIMATE))
+    marks = frozenset(Mark)
+    variants = LineVariants(args, config, ranks, methods, tokens, own, marks, tries_recompute=True)
     room = None
     if asked.gpu is not None and asked.gpu.memory is not None:
-        room = USABLE * asked.gpu.memory
-    validated, _ = line.validated(own, VocabMethod.NAIVE)  # so that Megatron's refusal comes alone
-    remarks += _left_out(validated)
+        reserved = 0.0 if measured is None else measured.reserved or 0.0
+        room = USABLE * asked.gpu.memory - reserved
+    validated, _ = variants.validated(own, VocabMethod.NAIVE)  # Megatron's refusal comes alone
+    remarks += _on_costs(validated, given, measured)
+    is_written = measured is None or str(given.costs) in words
+    costs = () if is_written else (flag("costs"), str(given.costs))
+    return ReadLine(variants, validated, room, tuple(remarks), measured, costs)
+
+
+def _plan(read: ReadLine, *, with_curves: bool) -> LinePlan:
+    line, room, measured = read.variants, read.room, read.measured
+    assert line.own is not None
+    layouts = _layouts(read)  # of which something can be said in seconds
     plan = make_plan(line.variant, room, may_offload=True)
-    made = LinePlan(plan, _facts(validated, ranks), own, tuple(remarks))
+    is_measured = measured is not None or not line.config.costs.is_estimate
+    made = LinePlan(
+        plan,
+        read.facts,
+        line.own,
+        read.remarks,
+        line.config.extras,
+        instead=None if is_measured else without_full_recompute(line, plan, room),
+        layouts=layouts,
+        is_measured=measured is not None,
+        reserved=None if measured is None else measured.reserved,
+    )
     if plan.best is None:
         return replace(made, gives=tuple(_what_would_fit(line, room)))
     rewritten = line.rewritten(plan.best.schedule)
-    remarks += _on_loading(validated, plan.best, made.own)
+    remarks = (*read.remarks, *_on_loading(read.validated, plan.best, made.own))
+    if made.of_line is None:
+        made = replace(made, why_not=_why_not_as_it_is(line, room))
     flags = () if plan.best is made.of_line else (*flags_of(plan.best, None), *rewritten.added)
-    curves = curves_of(plan, line.variant, room) if asked.with_curves else None
-    return replace(
-        made, remarks=tuple(remarks), flags=flags, dropped=rewritten.dropped, curves=curves
-    )
+    curves = curves_of(plan, line.variant, room) if with_curves else None
+    if flags:
+        flags += read.costs
+    return replace(made, remarks=remarks, flags=flags, dropped=rewritten.dropped, curves=curves)
 
 
-def _assumed(asked: Asked, args: Any, ranks: int | None) -> Iterator[str]:
+def _layouts(read: ReadLine) -> LaidOut | None:
+    """What other layouts would gain; None where nothing is known of single layers."""
+    from megatron_ext.launch_check.alternatives.layouts import lay_out
+
+    line = read.variants
+    if not line.config.costs.is_estimate:
+        return None
+    assert line.own is not None
+    try:
+        return lay_out(line, read.validated, line.own, read.room)
+    except ValueError:  # the line itself cannot be trained, as its own row says
+        return None
+
+
+def _settings(asked: Asked) -> PipelineConfig:
+    """Those of the line, and of the command: these count for all schedules, and so beside a line
+    that names none, too.
+
+    Raises:
+        ValueError: they are not understood, or do not go together.
+    """
+    words = () if asked.launch is None else asked.launch.arguments
+    config = from_argv(words)
+    if not asked.settings:
+        return config
+    chosen = () if config.schedule else (flag("schedule"), PLAN)
+    return from_argv((*words, *chosen, *asked.settings))
+
+
+def _rates(asked: Asked) -> RatesOf | None:
+    """What a rank reaches: as it was measured, or as the GPU's data sheet has it; None: as an H100
+    does."""
+    measured = _measured_layers(_settings(asked))
+    if measured is not None:
+        return lambda precision: measured.rates
+    return None if asked.gpu is None else asked.gpu.rates
+
+
+def _assumed(asked: Asked, ranks: int | None, *, is_measured: bool) -> Iterator[str]:
     if ranks is None:
         yield (
             "the world size is not known, and one copy of the model assumed: --world-size N counts "
             "in optimizer states and microbatches"
         )
-    if asked.gpu is None:
+    if asked.gpu is None and not is_measured:
         yield "times are an H100's, and its memory is not compared: --gpu names yours"
-    if args.spec is not None:
+
+
+def _measured_layers(config: PipelineConfig) -> MeasuredFile | None:
+    """Costs per layer type of the file that ``config`` names, if it names one that has them."""
+    return None if config.costs.file is None else load_measured(config.costs.file)
+
+
+def _on_costs(args: Any, config: PipelineConfig, measured: MeasuredFile | None) -> Iterator[str]:
+    """What is not known of times and memory, and what was measured of them."""
+    unknown = assumptions(args)
+    if unknown is not None:
+        yield unknown
+    if measured is not None:
+        yield from measured.remarks(describe(args))
+    elif config.costs.file is not None:
         yield (
-            f"--spec {' '.join(args.spec)}: layers of your own are not known, and counted as "
-            f"Megatron's of these dimensions"
+            f"{config.costs.file} has costs per stage alone, which fit schedules with as many "
+            f"stages: measured anew, it has them per layer type too"
         )
-
-
-def _left_out(args: Any) -> Iterator[str]:
-    from megatron_ext.schedule.model.description import describe
-
-    unknown = describe(args).unknown
-    if unknown:
-        yield f"not known, and left out of times and memory: {', '.join(unknown)}"
 
 
 def _facts(args: Any, ranks: int) -> str:
@@ -212,8 +374,34 @@ def _on_loading(args: Any, best: Candidate, own: str) -> Iterator[str]:
     yield on_loading(args, stages_move=before != after or divided)
 
 
-# What a line can give for memory, in words, and the arguments that it would have.
-def _gifts(args: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+def _why_not_as_it_is(line: LineVariants, room: float | None) -> str:
+    """Why the schedule of the line cannot be taken without more, if that is why."""
+    assert line.own is not None
+    try:
+        variant = line.variant(line.own, VocabMethod.NAIVE)
+        assert variant is not None
+        consider(replace(variant, may_recompute=False), VocabMethod.NAIVE, room)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@dataclass(frozen=True, eq=False)
+class _Gift:
+    """What a line can give for memory: in words, and the arguments that it would have."""
+
+    words: str
+    values: Mapping[str, Any]
+
+    def and_(self, other: _Gift) -> _Gift:
+        return _Gift(f"{self.words} and {other.words}", {**self.values, **other.values})
+
+
+_DOUBLINGS = (2, 4)  # of a number of ranks
+
+
+def _gifts(args: Any) -> Iterator[list[_Gift]]:
+    """Each thing that the line can give, the least of it first."""
     if args.recompute_granularity != "full":
         full = {
             "recompute_granularity": "full",
@@ -221,34 +409,47 @@ def _gifts(args: Any) -> Iterator[tuple[str, dict[str, Any]]]:
             "recompute_num_layers": 1,
             "recompute_modules": None,
         }
-        yield "--recompute-granularity full", full
-    tensor = 2 * args.tensor_model_parallel_size
-    yield f"--tensor-model-parallel-size {tensor}", {"tensor_model_parallel_size": tensor}
-    experts = 2 * args.expert_model_parallel_size
-    if args.num_experts and args.num_experts % experts == 0:
-        yield f"--expert-model-parallel-size {experts}", {"expert_model_parallel_size": experts}
-    ranks = 2 * args.pipeline_model_parallel_size
-    yield f"--pipeline-model-parallel-size {ranks}", {"pipeline_model_parallel_size": ranks}
+        yield [_Gift("--recompute-granularity full", full)]
+    for name in ("tensor", "expert", "pipeline"):
+        setting = f"{name}_model_parallel_size"
+        sizes = [times * getattr(args, setting) for times in _DOUBLINGS]
+        if name == "expert":
+            sizes = [size for size in sizes if args.num_experts and args.num_experts % size == 0]
+        yield [_Gift(f"--{setting.replace('_', '-')} {size}", {setting: size}) for size in sizes]
     if not args.use_distributed_optimizer:
-        yield "--use-distributed-optimizer", {"use_distributed_optimizer": True}
+        yield [_Gift("--use-distributed-optimizer", {"use_distributed_optimizer": True})]
     if args.micro_batch_size > 1:
-        yield "--micro-batch-size 1", {"micro_batch_size": 1}
+        yield [_Gift("--micro-batch-size 1", {"micro_batch_size": 1})]
 
 
 def _what_would_fit(line: LineVariants, room: float | None) -> Iterator[str]:
-    """For each thing that the line can give what the fullest rank would take under the schedule
-    that it trains under, least first."""
+    """For each thing that the line can give, as little of it as fits, what the fullest rank would
+    take under the schedule that it trains under, least first. Where none is enough, that which
+    takes least with each other one."""
     before = _fullest(line)
     if room is None or before is None:
         return
-    least = []
-    for words, values in _gifts(line.args):
-        taken = _fullest(line.with_values(values))
-        if taken is not None and taken < before:
-            least.append((taken, words))
-    for taken, words in sorted(least):
-        fits = "which fits" if taken <= room else f"{(taken - room) / 2**30:.3g} GiB too much"
-        yield f"{words}: the fullest rank would take {taken / 2**30:.3g} GiB, {fits}"
+    taken: dict[_Gift, float] = {}
+
+    def least(gifts: Sequence[_Gift]) -> _Gift | None:
+        """The first of ``gifts`` that fits, or the last that helps."""
+        helps = None
+        for gift in gifts:
+            fullest = _fullest(line.with_values(gift.values))
+            if fullest is not None and fullest < before:
+                taken[gift], helps = fullest, gift
+                if fullest <= room:
+                    break
+        return helps
+
+    told = sorted(filter(None, map(least, _gifts(line.args))), key=lambda gift: taken[gift])
+    if told and taken[told[0]] > room:
+        pairs = (least([told[0].and_(other)]) for other in told[1:])
+        told += [pair for pair in pairs if pair is not None and taken[pair] <= room]
+    for gift in told:
+        excess = taken[gift] - room
+        fits = "which fits" if excess <= 0 else f"{excess / 2**30:.3g} GiB too much"
+        yield f"{gift.words}: the fullest rank would take {taken[gift] / 2**30:.3g} GiB, {fits}"
 
 
 def _fullest(line: LineVariants) -> float | None:

@@ -131,5 +131,13 @@ class Allocated:
         return {key: max(statistics.median(group.values()), 0.0) for key, group in groups}
 
 
+def reserved_beyond_allocated(device: torch.device) -> float | None:
+    """Bytes between the most that a GPU's allocator has taken and the most that it has handed out,
+    both so far: what is lost to fragmentation. None: ``device`` has no such allocator."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.max_memory_reserved() - torch.cuda.max_memory_allocated()
+
+
 def _makes_activation(action: Action) -> bool:
     return Kind.FORWARD in (action.kind, RULES[action.kind].repeats)

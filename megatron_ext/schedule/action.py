@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import re
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 
 class Kind(enum.StrEnum):
@@ -58,9 +58,88 @@ class Kind(enum.StrEnum):
     SETTLE = "SETTLE"
     SEND_V = "SEND_V"
 
+    __hash__ = str.__hash__  # Enum's own is Python, and most of what a dictionary of actions takes
+
+
+class Slice(int):
+    """A slice of a microbatch along its sequence, where an action names one: ``7.2``.
+
+    The slices of a step are numbered through, ``whole * slices + slice``, and that number stands in
+    the place of the microbatch's: whoever keeps tensors, messages or times by stage and microbatch
+    need not know of slices. What is calculated with it is a plain number.
+
+    Attributes:
+        whole: the microbatch that it is of.
+        slice: which of its slices, from 0.
+        ends: where each slice of a microbatch ends, as shares of the sequence.
+    """
+
+    whole: int
+    slice: int
+    ends: tuple[float, ...]
+
+    def __new__(cls, whole: int, slice: int, ends: tuple[float, ...]) -> Self:
+        assert 0 <= slice < len(ends)
+        made = super().__new__(cls, whole * len(ends) + slice)
+        made.whole, made.slice, made.ends = whole, slice, ends
+        return made
+
+    def __reduce__(self) -> tuple[type[Slice], tuple[int, int, tuple[float, ...]]]:
+        return type(self), (self.whole, self.slice, self.ends)
+
+    @property
+    def slices(self) -> int:
+        """How many slices a microbatch has."""
+        return len(self.ends)
+
+    @property
+    def begin(self) -> float:
+        """Where it begins, as a share of the sequence."""
+        return self.ends[self.slice - 1] if self.slice else 0.0
+
+    @property
+    def end(self) -> float:
+        return self.ends[self.slice]
+
+    @property
+    def is_first(self) -> bool:
+        return self.slice == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.slice == self.slices - 1
+
+    def __str__(self) -> str:
+        return f"{self.whole}.{self.slice}"
+
+
+def whole_of(microbatch: int) -> int:
+    """The microbatch that ``microbatch`` is, or is a slice of."""
+    return microbatch.whole if isinstance(microbatch, Slice) else microbatch
+
+
+def tokens_of(microbatch: int) -> float:
+    """The share of its microbatch's tokens that ``microbatch`` has: 1 if it is no slice."""
+    return microbatch.end - microbatch.begin if isinstance(microbatch, Slice) else 1.0
+
+
+def even_ends(slices: int) -> tuple[float, ...]:
+    """Where each of so many slices of one length ends, as shares of the sequence."""
+    return tuple(number / slices for number in range(1, slices + 1))
+
+
+def parts_of(microbatch: int, ends: tuple[float, ...]) -> tuple[int, ...]:
+    """The slices of ``microbatch``, in order; itself, if it is not cut."""
+    if len(ends) < 2:
+        return (microbatch,)
+    return tuple(Slice(microbatch, number, ends) for number in range(len(ends)))
+
 
 class Action(NamedTuple):
     """One kind of work for one microbatch on one stage. ``str`` gives ``3F7``, `parse` reads it.
+
+    Where microbatches are cut into slices, ``microbatch`` is a `Slice`: ``3F7.2`` is the forward
+    pass of slice 2 of microbatch 7.
 
     ``3SEND_F7`` sends what ``3F7`` made to stage 4; ``4RECV_F7`` receives it there. ``4SEND_B7``
     sends the gradient of stage 4's input to stage 3; ``3RECV_B7`` receives it there. ``3WAIT_F7``
@@ -96,19 +175,42 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
-_TEXT = re.compile(r"(\d+)([A-Z_]+)(\d+)")
+_TEXT = re.compile(r"(\d+)([A-Z_]+)(\d+)(?:\.(\d{1,9}))?")
+_SLICE = re.compile(r"[A-Z_]\d+\.(\d{1,9})")  # from where a kind ends: digits may be many
 _LONGEST = 40  # of what is no action, shown in an error
 
 
-def parse(text: str) -> Action:
+def parse(text: str, slices: int = 1) -> Action:
     """The action that ``text`` names. The inverse of ``str``.
 
+    Args:
+        slices: into how many each microbatch is cut; with 1 an action names none.
+
     Raises:
-        ValueError: ``text`` is no action.
+        ValueError: ``text`` is no action, or not of so many slices.
     """
     text = text.strip()
     match = _TEXT.fullmatch(text)
     if match is None or match[2] not in set(Kind):
-        shown = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
-        raise ValueError(f"{shown!r} is no action: write stage, kind and microbatch, as in 3F7")
-    return Action(int(match[1]), Kind(match[2]), int(match[3]))
+        raise ValueError(
+            f"{_shown(text)!r} is no action: write stage, kind and microbatch, as in 3F7"
+        )
+    stage, kind, whole = int(match[1]), Kind(match[2]), int(match[3])
+    if match[4] is None and slices == 1:
+        return Action(stage, kind, whole)
+    if match[4] is None:
+        raise ValueError(f"{_shown(text)} names no slice, and others do: write {_shown(text)}.0")
+    if slices == 1:
+        raise ValueError(f"{_shown(text)} names a slice, and microbatches are not cut here")
+    if int(match[4]) >= slices:
+        raise ValueError(f"{_shown(text)} is of slice {match[4]}: slices are 0 to {slices - 1}")
+    return Action(stage, kind, Slice(whole, int(match[4]), even_ends(slices)))
+
+
+def slices_named(text: str) -> int:
+    """Into how many slices the microbatches of the actions in ``text`` are cut; 1: not at all."""
+    return 1 + max((int(match[1]) for match in _SLICE.finditer(text)), default=0)
+
+
+def _shown(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.action import Action, Kind, Slice, parts_of
 from megatron_ext.schedule.kinds import RULES, Lane, Rule
 
 Ints = NDArray[np.int32]
 Flags = NDArray[np.bool_]
+_T = TypeVar("_T")
 
 KINDS: tuple[Kind, ...] = tuple(RULES)
 _NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
@@ -31,6 +32,7 @@ IS_PASS = by_kind(lambda rule: rule.lane is Lane.COMPUTE)
 IS_SEND = by_kind(lambda rule: rule.lane is Lane.SEND)
 IS_RECEIVE = by_kind(lambda rule: rule.lane is Lane.RECEIVE)
 IS_COLLECTIVE = by_kind(lambda rule: rule.lane is Lane.COLLECTIVE)
+IN_EVALUATION = by_kind(lambda rule: rule.in_evaluation)
 HOLDS_UP = by_kind(lambda rule: rule.holds_up)
 
 
@@ -42,6 +44,8 @@ class Columns:
         rank, stage, microbatch: its own.
         kind: the place of its kind in `KINDS`.
         first: the number of the first action of its rank.
+        slice_ends: where each slice of a microbatch ends, as shares of the sequence; of one alone,
+            where they are not cut.
     """
 
     rank: Ints
@@ -49,6 +53,7 @@ class Columns:
     kind: Ints
     microbatch: Ints
     first: Ints
+    slice_ends: tuple[float, ...] = (1.0,)
 
     def __len__(self) -> int:
         return len(self.rank)
@@ -80,11 +85,53 @@ class Columns:
     def _codes_in_use(self) -> NDArray[np.intp]:
         return np.flatnonzero(np.bincount(self._codes))
 
-    def of_pairs(self, pairs: Ints) -> Ints:
+    @cached_property
+    def work(self) -> tuple[dict[tuple[int, Kind], int], Ints]:
+        """The stages and kinds whose work is done (`Rule.covers`), numbered; and for each action
+        the numbers of the one or two that it does, -1 in the place of a second that is not."""
+        numbers: dict[tuple[int, Kind], int] = {}
+        of_pairs = np.full((len(self.pairs), 2), -1, dtype=np.int32)
+        for row, (stage, kind) in zip(of_pairs, self.pairs, strict=True):
+            for place, part in enumerate(RULES[kind].covers):
+                row[place] = numbers.setdefault((stage, part), len(numbers))
+        return numbers, of_pairs[self.pair]
+
+    @property
+    def slices(self) -> int:
+        """How many slices a microbatch has: 1, where it is not cut."""
+        return len(self.slice_ends)
+
+    @cached_property
+    def slice(self) -> Ints:
+        """Of each action; 0 where microbatches are not cut."""
+        return self.microbatch % np.int32(self.slices)
+
+    def of_each(self, of: Callable[[Action], _T]) -> list[_T]:
+        """``of`` each action, which is asked once for all microbatches."""
+        of_pairs = [[of(action) for action in row] for row in self.examples]
+        if self.slices == 1:
+            return [of_pairs[pair][0] for pair in self.pair.tolist()]
+        places = zip(self.pair.tolist(), self.slice.tolist(), strict=True)
+        return [of_pairs[pair][number] for pair, number in places]
+
+    @cached_property
+    def examples(self) -> list[list[Action]]:
+        """For each of `pairs`, its actions of microbatch 0: one, or one a slice."""
+        parts = parts_of(0, self.slice_ends)
+        return [[Action(stage, kind, part) for part in parts] for stage, kind in self.pairs]
+
+    def of_pairs(self, pairs: Ints, shifts: Ints | None = None) -> Ints:
         """For each action, the number of the one of its microbatch whose place in `pairs` is that
-        which ``pairs`` has for its own; -1 where it has -1, or there is no such action."""
-        pair = pairs[self.pair]
-        return np.where(pair < 0, np.int32(-1), self._table[pair, self.microbatch])
+        which ``pairs`` has for its own; -1 where it has -1, or there is no such action. ``shifts``:
+        likewise, by how many slices of the microbatch it comes later."""
+        pair, microbatch = pairs[self.pair], self.microbatch
+        if shifts is not None:
+            shift = shifts[self.pair]
+            number = self.slice + shift
+            is_there = (number >= 0) & (number < self.slices)
+            pair = np.where(is_there, pair, np.int32(-1))
+            microbatch = np.where(is_there, microbatch + shift, microbatch)
+        return np.where(pair < 0, np.int32(-1), self._table[pair, microbatch])
 
     @cached_property
     def _table(self) -> Ints:
@@ -110,6 +157,7 @@ def columns_of(rows: Sequence[Sequence[Action]]) -> Columns:
         return chain.from_iterable(map(itemgetter(place), row) for row in rows)
 
     kinds = map(_NUMBERS.__getitem__, column(1))
+    a_part = next((action.microbatch for row in rows for action in row), 0)
     firsts = np.cumsum([0, *lengths[:-1]], dtype=np.int32)[: len(lengths)]
     return Columns(
         rank=np.repeat(np.arange(len(rows), dtype=np.int32), lengths),
@@ -117,4 +165,5 @@ def columns_of(rows: Sequence[Sequence[Action]]) -> Columns:
         kind=np.fromiter(kinds, np.int32, count),
         microbatch=np.fromiter(column(2), np.int32, count),
         first=np.repeat(firsts, lengths),
+        slice_ends=a_part.ends if isinstance(a_part, Slice) else (1.0,),
     )

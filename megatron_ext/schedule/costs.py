@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.action import Action, Kind, Slice, tokens_of
 from megatron_ext.schedule.kinds import HOST_LANES, RULES, Held, Lane, Where
 from megatron_ext.schedule.placement import Placement
 
@@ -80,14 +81,22 @@ class Costs:
 
     Attributes:
         seconds: per kind, one figure per stage. (Any unit of time will do if all share it.)
-        hop: seconds a message takes from one rank to another.
+        hop: seconds a message takes from one rank to another; the mean where `hops` are told.
         held_bytes: per kind of memory, bytes per stage; None when bytes are not known.
         message_bytes: of what goes from stage to stage; 0 when that is not known.
         vocabulary: which part of the first and the last stage's figures is the embedding's and the
             output layer's; None when that is not known.
         host: what copies to the host and back take; None when that is not known.
+        recompute: seconds per stage of R; () where it takes as long as the F that it repeats.
         spared: seconds per stage that I and W take less where one follows the other at once, as in
             B, since one hides what the other waits for; () where that is nothing.
+        hops: seconds of a message between each stage and the next; () where all take ``hop``.
+        attention: the share of F, and of I and W together, that grows with the square of the
+            sequence, per stage: of what the layers take, without the vocabulary's. Of a backward
+            pass all of that is in I. () where it is nothing, or not known.
+        latency: the seconds of a hop that a short message takes, too.
+        keys_values: bytes per stage of a microbatch's keys and values, which are part of the
+            activation; () where that is not known.
         whole: of costs whose vocabulary is shared by the ranks, what they were before.
         origin: how these figures came about, for people to read.
     """
@@ -101,6 +110,11 @@ class Costs:
     whole: Costs | None = None
     message_bytes: float = 0.0
     spared: tuple[float, ...] = ()
+    recompute: tuple[float, ...] = ()
+    hops: tuple[float, ...] = ()
+    attention: tuple[float, ...] = ()
+    latency: float = 0.0
+    keys_values: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not any(map(any, self.seconds.values())):
@@ -112,19 +126,88 @@ class Costs:
 
     def of(self, action: Action) -> float:
         """Seconds of ``action`` on its lane. A message takes its hop at the sender, and so does a
-        collective. A pass that repeats another takes as long. Those of the optimizer's validation
-        are a few bytes, and take none: nor do the all-reduces in whose place they are."""
+        collective. Those of the optimizer's validation are a few bytes, and take none: nor do the
+        all-reduces in whose place they are."""
         rule = RULES[action.kind]
         if rule.where is Where.RANK:
             return 0.0
+        if rule.repeats is not None and self.recompute:
+            return self._of_again(rule.repeats, action)
         if rule.lane is Lane.COMPUTE:
             passes = [rule.repeats] if rule.repeats is not None else rule.covers
-            seconds = sum(self.seconds[kind][action.stage] for kind in passes)
-            return seconds - (self.spared_on(action.stage) if len(rule.covers) > 1 else 0.0)
+            seconds = sum(self._of_pass(kind, action) for kind in passes)
+            is_whole = len(rule.covers) > 1
+            return seconds - (self.spared_by(action) if is_whole else 0.0)
         if rule.lane in HOST_LANES:
             assert self.host is not None
-            return self.host.seconds[action.kind][action.stage]
-        return self.hop if rule.lane in (Lane.SEND, Lane.COLLECTIVE) else 0.0
+            return self.host.seconds[action.kind][action.stage] * self._share_copied(action)
+        return self._of_message(action) if rule.lane in (Lane.SEND, Lane.COLLECTIVE) else 0.0
+
+    def _share_copied(self, action: Action) -> float:
+        """Of what a microbatch leaves. Keys and values stay for the slices that attend to them."""
+        tokens, held = tokens_of(action.microbatch), self.held_bytes
+        is_slice = isinstance(action.microbatch, Slice)
+        if not is_slice or not self.keys_values or held is None:
+            return tokens
+        if Held.ACTIVATION not in RULES[action.kind].moves or not held[Held.ACTIVATION]:
+            return tokens
+        activation = held[Held.ACTIVATION][action.stage] or 1.0
+        return tokens * max(1 - self.keys_values[action.stage] / activation, 0.0)
+
+    def _of_message(self, action: Action) -> float:
+        hop = self.hop
+        if RULES[action.kind].lane is Lane.SEND:
+            hop = self.hop_behind(action.stage - (action.kind is Kind.SEND_B))
+        return self._of_part(hop, action.microbatch)
+
+    def hop_of(self, part: int) -> float:
+        """Seconds of a message of ``part``: the mean where not all links are alike."""
+        return self._of_part(self.hop, part)
+
+    def _of_part(self, hop: float, part: int) -> float:
+        latency = min(self.latency, hop)
+        return latency + (hop - latency) * tokens_of(part)
+
+    def hop_behind(self, stage: int) -> float:
+        """Seconds of a message between ``stage`` and the next, either way."""
+        return self.hops[stage] if self.hops else self.hop
+
+    def _of_pass(self, kind: Kind, action: Action) -> float:
+        """Of ``kind``, whose work ``action`` does. A slice attends to itself and those before."""
+        whole = self.seconds[kind][action.stage]
+        part = action.microbatch
+        if not isinstance(part, Slice):
+            return whole
+        squared = self.of_attention(kind, action.stage)
+        return (whole - squared) * tokens_of(part) + squared * (part.end**2 - part.begin**2)
+
+    def _of_again(self, repeats: Kind, action: Action) -> float:
+        """Of R, which is given. A slice takes the same share of it as of the pass it repeats."""
+        whole, again = self.seconds[repeats][action.stage], self.recompute[action.stage]
+        if not isinstance(action.microbatch, Slice):
+            return again
+        return again * (self._of_pass(repeats, action) / whole if whole else 1.0)
+
+    def of_attention(self, kind: Kind, stage: int) -> float:
+        """The seconds of ``kind`` on ``stage`` that grow with the square of the sequence."""
+        if not self.attention or kind not in (Kind.FORWARD, Kind.BACKWARD_INPUT):
+            return 0.0
+        layers = self.without_vocabulary().seconds
+        if kind is Kind.FORWARD:
+            return self.attention[stage] * layers[kind][stage]
+        backward = layers[kind][stage] + layers[Kind.BACKWARD_WEIGHT][stage]
+        return min(self.attention[stage] * backward, layers[kind][stage])
+
+    @cached_property
+    def attention_share(self) -> float:
+        """The share of all passes of a microbatch that grows with the square of the sequence."""
+        kinds = Kind.FORWARD, Kind.BACKWARD_INPUT
+        squared = sum(self.of_attention(k, s) for k in kinds for s in range(self.stages))
+        return squared / sum(map(sum, self.seconds.values()))
+
+    def spared_by(self, action: Action) -> float:
+        """`spared_on` the stage of ``action``, of what it is of."""
+        return self.spared_on(action.stage) * tokens_of(action.microbatch)
 
     def spared_on(self, stage: int) -> float:
         """Seconds that I and W of ``stage`` take less, one right after the other."""
@@ -132,9 +215,29 @@ class Costs:
 
     def per_rank(self, placement: Placement) -> Costs:
         """The same work with each rank's chunks in one stage, as on a line."""
+        return self._joined(placement.stages_of)
+
+    def in_pairs(self) -> Costs:
+        """The same work with every two stages in a row in one."""
+        joined = self.without_vocabulary()._joined(
+            [(at, at + 1) for at in range(0, self.stages, 2)]
+        )
+        if self.vocabulary is not None:
+            joined = joined.with_vocabulary(self.vocabulary)
+        if self.host is None:
+            return joined
+        out, back = (
+            [sum(pair) for pair in zip(figures[::2], figures[1::2], strict=True)]
+            for figures in (self.host.to_host, self.host.from_host)
+        )
+        return joined.with_host(out, back, self.host.ranks_per_link, self.host.duplex)
+
+    def _joined(self, rows: Sequence[Sequence[int]]) -> Costs:
+        """The same work with the stages of each of ``rows`` in one, and without vocabulary and
+        copies to the host."""
 
         def joined(figures: tuple[float, ...]) -> tuple[float, ...]:
-            return tuple(sum(figures[stage] for stage in row) for row in placement.stages_of)
+            return tuple(sum(figures[stage] for stage in row) for row in rows) if figures else ()
 
         held = self.held_bytes
         return Costs(
@@ -143,7 +246,21 @@ class Costs:
             None if held is None else {what: joined(figures) for what, figures in held.items()},
             self.origin,
             message_bytes=self.message_bytes,
-            spared=joined(self.spared) if self.spared else (),
+            spared=joined(self.spared),
+            recompute=joined(self.recompute),
+            attention=self._attention_joined(rows),
+            latency=self.latency,
+            keys_values=joined(self.keys_values),
+        )
+
+    def _attention_joined(self, rows: Sequence[Sequence[int]]) -> tuple[float, ...]:
+        if not self.attention:
+            return ()
+        squared = [self.of_attention(Kind.FORWARD, stage) for stage in range(self.stages)]
+        forward = self.seconds[Kind.FORWARD]  # from now on with the vocabulary's
+        return tuple(
+            sum(squared[stage] for stage in row) / (sum(forward[stage] for stage in row) or 1.0)
+            for row in rows
         )
 
     def with_host(
@@ -209,7 +326,8 @@ class Costs:
             held = {what: added(figures, 0.0, logits) for what, figures in held.items()}
         ends = vocabulary.of_ends.items()
         seconds = {kind: added(self.seconds[kind], *end) for kind, end in ends}
-        return replace(self, seconds=seconds, held_bytes=held)
+        again = self.recompute and added(self.recompute, *vocabulary.of_ends[Kind.FORWARD])
+        return replace(self, seconds=seconds, held_bytes=held, recompute=again)
 
 
 def uniform(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,14 @@ FILE_VERSION = 1
 # The keys: of passes, of what is given of the vocabulary (of which passes), of copies to the host
 # and back, and of the link they take.
 _PASSES = {"f": Kind.FORWARD, "i": Kind.BACKWARD_INPUT, "w": Kind.BACKWARD_WEIGHT}
+_AGAIN = "r"  # what R takes, where that is not what F does
 _PARTS = {"head": "F, I and W", "embedding": "the lookup and the weight gradient"}
 _COPIES = ("d2h", "h2d")
 _LINK = ("link", "duplex")
+# What a training adds that measures: model/measured/file.py reads it.
+_MEASURED = ("links", "reserved", "layers")
+# What slices of a sequence ask for: which share of passes is attention's, and what of a hop stays.
+_SLICES = ("attention", "latency")
 
 _SINGLE = (Held.LOGITS.value, Held.MESSAGE.value)  # bytes that are one figure, of no stage
 
@@ -31,9 +37,15 @@ def format_costs(costs: Costs) -> str:
     """``costs`` as `parse_costs` reads them, with four digits."""
     if costs.whole is not None:
         return format_costs(costs.whole)
-    seconds = costs.without_vocabulary().seconds
-    parts = [f"{key}={_joined(seconds[kind])}" for key, kind in _PASSES.items()]
+    layers = costs.without_vocabulary()
+    parts = [f"{key}={_joined(layers.seconds[kind])}" for key, kind in _PASSES.items()]
+    if layers.recompute:
+        parts.append(f"{_AGAIN}={_joined(layers.recompute)}")
     parts.append(f"comm={costs.hop:.4g}")
+    if any(costs.attention):
+        parts.append(f"attention={_joined(costs.attention)}")
+    if costs.latency:
+        parts.append(f"latency={costs.latency:.4g}")
     if costs.vocabulary is not None:
         given = {"head": costs.vocabulary.head, "embedding": costs.vocabulary.embedding}
         parts += [f"{key}={_joined(figures)}" for key, figures in given.items() if any(figures)]
@@ -81,12 +93,15 @@ def _copies(host: HostCosts) -> dict[str, tuple[float, ...]]:
 def parse_costs(text: str, placement: Placement) -> Costs:
     """``f=10,i=12,w=8,comm=1`` (comm may be left out), or the path of a JSON file (`load_costs`).
 
-    ``f=5/5/5/8`` gives one figure per stage. ``head=5/6/4`` are F, I and W of the whole output
-    layer, ``embedding=1/1`` the whole embedding's lookup and weight gradient: what the last and the
-    first stage take beside their layers. ``d2h=6,h2d=6`` are the copies of all that a microbatch
-    of a full rank leaves for its backward pass to the host and back (one figure, or one per stage;
-    h2d is d2h if left out), ``link=2`` is how many ranks in a row share a link to the host, and
-    ``duplex=0`` that a link carries one direction at a time. The inverse of `format_costs`.
+    ``f=5/5/5/8`` gives one figure per stage, ``r=9`` what R takes where that is not what F does.
+    ``head=5/6/4`` are F, I and W of the whole output layer, ``embedding=1/1`` the whole embedding's
+    lookup and weight gradient: what the last and the first stage take beside their layers.
+    ``d2h=6,h2d=6`` are the copies of all that a microbatch of a full rank leaves for its backward
+    pass to the host and back (one figure, or one per stage; h2d is d2h if left out), ``link=2`` is
+    how many ranks in a row share a link to the host, and ``duplex=0`` that a link carries one
+    direction at a time. For slices of a sequence, ``attention=0.3`` is the share of f, and of i and
+    w together, that grows with the square of the sequence, and ``latency=0.1`` what of comm a short
+    message takes, too. The inverse of `format_costs`.
 
     Raises:
         ValueError: neither, a figure missing, negative or given twice.
@@ -105,7 +120,8 @@ def parse_costs(text: str, placement: Placement) -> Costs:
             figures[key] = [float(figure) for figure in value.split("/")]
         except ValueError:
             raise ValueError(f"costs {text!r}: {part!r} is no figure; {_EXAMPLE}") from None
-    unknown = figures.keys() - {*_PASSES, "comm", *_PARTS, *_COPIES, *_LINK}
+    known = {*_PASSES, _AGAIN, "comm", *_PARTS, *_COPIES, *_LINK, *_SLICES}
+    unknown = figures.keys() - known
     missing = _PASSES.keys() - figures.keys()
     if unknown or missing:
         what = _listed(unknown or missing) + (" is unknown" if unknown else " is missing")
@@ -115,8 +131,36 @@ def parse_costs(text: str, placement: Placement) -> Costs:
     if len(hops) > 1:
         raise ValueError(f"costs {text!r}: comm is one figure; {_EXAMPLE}")
     _check_figures(text, hops)
-    costs = _with_vocabulary(Costs(seconds, hops[0]), figures, 0.0, text)
+    again = _per_stage(figures[_AGAIN], placement, text) if _AGAIN in figures else ()
+    costs = _with_slices(Costs(seconds, hops[0], recompute=again), figures, text)
+    costs = _with_vocabulary(costs, figures, 0.0, text)
     return _with_host(costs, figures, placement, text)
+
+
+def _with_slices(costs: Costs, figures: Mapping[str, Any], what: str) -> Costs:
+    """``costs``, and what ``figures`` have under the keys of `_SLICES`, if anything."""
+    given = {
+        key: figures[key] if isinstance(figures[key], list) else [figures[key]]
+        for key in _SLICES
+        if key in figures
+    }
+    for key, values in given.items():
+        _check_figures(f"{what}, {key}", values)
+    shares = given.get("attention", [])
+    if len(shares) not in (0, 1, costs.stages) or any(share > 1 for share in shares):
+        raise ValueError(
+            f"costs {what}: attention is a share of passes from 0 to 1, one or one per stage, not "
+            f"{_joined(shares)}"
+        )
+    latency = given.get("latency", [0.0])
+    if len(latency) > 1 or latency[0] > costs.hop:
+        raise ValueError(
+            f"costs {what}: latency is one figure, and a part of comm, which is {costs.hop:g}; it "
+            f"is {_joined(latency)}"
+        )
+    if len(shares) == 1:
+        shares = shares * costs.stages
+    return replace(costs, attention=tuple(map(float, shares)), latency=float(latency[0]))
 
 
 def _with_vocabulary(
@@ -174,15 +218,65 @@ def load_costs(path: Path, placement: Placement) -> Costs:
     """Read a costs file: JSON with ``version``, ``f``, ``i``, ``w``, ``comm`` and ``bytes``.
 
     ``f``, ``i`` and ``w`` are one figure per microbatch of a full rank, or a list of one figure per
-    stage. ``bytes``, if there, maps ``activation`` and ``weight inputs`` likewise. ``head`` and
-    ``embedding`` are lists as in `parse_costs`, and ``bytes`` may have ``logits``, one figure: what
-    the last stage holds beside its layers, and ``message``: what goes from stage to stage.
-    ``d2h``, ``h2d``, ``link`` and ``duplex`` are those of `parse_costs`, and ``origin`` is a text
-    for people.
+    stage; so is ``r``, if there. ``bytes``, if there, maps ``activation`` and ``weight inputs``
+    likewise. ``head`` and ``embedding`` are lists as in `parse_costs`, and ``bytes`` may have
+    ``logits``, one figure: what the last stage holds beside its layers, ``message``: what goes from
+    stage to stage, and ``keys and values``, given like ``activation``, whose part they are.
+    ``attention``, ``latency``, ``d2h``, ``h2d``, ``link`` and ``duplex`` are those of
+    `parse_costs`, and ``origin`` is a text for people.
 
     Raises:
         ValueError: no such file, not JSON, another version, lists of another length, or keys that
             are missing or unknown.
+    """
+    data = read_costs_file(path)
+
+    def per_stage(value: Any, what: str) -> tuple[float, ...]:
+        figures = value if isinstance(value, list) else [value]
+        return _per_stage(figures, placement, f"{path}, {what}")
+
+    held, single = None, dict.fromkeys(_SINGLE, 0.0)
+    keys_values: tuple[float, ...] = ()
+    if "bytes" in data:
+        figures = data["bytes"]
+        of_stages = (Held.ACTIVATION, Held.WEIGHT_INPUTS)
+        names = [what.value for what in of_stages]
+        optional = (*_SINGLE, Held.KEYS_VALUES.value)
+        if not isinstance(figures, dict) or figures.keys() - set(optional) != set(names):
+            raise ValueError(
+                f"costs file {path}: bytes must give {' and '.join(names)}, and may give "
+                f"{' and '.join(optional)}"
+            )
+        if Held.KEYS_VALUES.value in figures:
+            keys_values = per_stage(figures[Held.KEYS_VALUES.value], Held.KEYS_VALUES.value)
+        for name in _SINGLE:
+            single[name] = figures.get(name, 0.0)
+            _check_figures(f"{path}, {name}", [single[name]])
+        held = {what: per_stage(figures[what.value], what.value) for what in of_stages}
+    seconds = {kind: per_stage(data[key], key) for key, kind in _PASSES.items()}
+    hop = data.get("comm", 0)
+    _check_figures(f"{path}, comm", [hop])
+    origin = f"{path} ({data['origin']})" if "origin" in data else str(path)
+    message_bytes = float(single[Held.MESSAGE.value])
+    costs = Costs(
+        seconds,
+        float(hop),
+        held,
+        origin,
+        message_bytes=message_bytes,
+        recompute=per_stage(data[_AGAIN], _AGAIN) if _AGAIN in data else (),
+        keys_values=keys_values,
+    )
+    costs = _with_slices(costs, data, str(path))
+    costs = _with_vocabulary(costs, data, float(single[Held.LOGITS.value]), str(path))
+    return _with_host(costs, data, placement, str(path))
+
+
+def read_costs_file(path: Path) -> dict[str, Any]:
+    """What the costs file ``path`` has, by its keys.
+
+    Raises:
+        ValueError: no such file, not JSON, another version, or keys that are missing or unknown.
     """
     text = _text_of(path)
     try:
@@ -194,39 +288,14 @@ def load_costs(path: Path, placement: Placement) -> Costs:
     missing = _PASSES.keys() - data.keys()
     if missing:
         raise ValueError(f"costs file {path} lacks {_listed(missing)}; {_EXAMPLE}")
-    known = ["version", "origin", *_PASSES, "comm", "bytes", *_PARTS, *_COPIES, *_LINK]
+    known = ["version", "origin", *_PASSES, _AGAIN, "comm", "bytes", *_PARTS, *_COPIES, *_LINK]
+    known += [*_SLICES, *_MEASURED]
     unknown = data.keys() - set(known)
     if unknown:
         raise ValueError(
             f"costs file {path}: {_listed(unknown)} is unknown; known are {', '.join(known)}"
         )
-
-    def per_stage(value: Any, what: str) -> tuple[float, ...]:
-        figures = value if isinstance(value, list) else [value]
-        return _per_stage(figures, placement, f"{path}, {what}")
-
-    held, single = None, dict.fromkeys(_SINGLE, 0.0)
-    if "bytes" in data:
-        figures = data["bytes"]
-        of_stages = (Held.ACTIVATION, Held.WEIGHT_INPUTS)
-        names = [what.value for what in of_stages]
-        if not isinstance(figures, dict) or figures.keys() - set(_SINGLE) != set(names):
-            raise ValueError(
-                f"costs file {path}: bytes must give {' and '.join(names)}, and may give "
-                f"{' and '.join(_SINGLE)}"
-            )
-        for name in _SINGLE:
-            single[name] = figures.get(name, 0.0)
-            _check_figures(f"{path}, {name}", [single[name]])
-        held = {what: per_stage(figures[what.value], what.value) for what in of_stages}
-    seconds = {kind: per_stage(data[key], key) for key, kind in _PASSES.items()}
-    hop = data.get("comm", 0)
-    _check_figures(f"{path}, comm", [hop])
-    origin = f"{path} ({data['origin']})" if "origin" in data else str(path)
-    message_bytes = float(single[Held.MESSAGE.value])
-    costs = Costs(seconds, float(hop), held, origin, message_bytes=message_bytes)
-    costs = _with_vocabulary(costs, data, float(single[Held.LOGITS.value]), str(path))
-    return _with_host(costs, data, placement, str(path))
+    return data
 
 
 def _text_of(path: Path) -> str:
@@ -236,30 +305,41 @@ def _text_of(path: Path) -> str:
         raise ValueError(f"{error}; {_EXAMPLE}") from None
 
 
-def save_costs(costs: Costs, path: Path) -> None:
-    """Write ``costs`` so that `load_costs` reads them. Raises OSError."""
+def save_costs(costs: Costs, path: Path, measured: Mapping[str, Any] | None = None) -> None:
+    """Write ``costs`` so that `load_costs` reads them, and entries of what was ``measured`` beside
+    them. Raises OSError."""
     assert costs.whole is None
     layers, vocabulary = costs.without_vocabulary(), costs.vocabulary or VocabularyCosts()
     data: dict[str, Any] = {"version": FILE_VERSION, "origin": costs.origin}
-    data |= {key: _rounded(layers.seconds[kind]) for key, kind in _PASSES.items()}
-    data["comm"] = _rounded([costs.hop])[0]
+    data |= {key: rounded(layers.seconds[kind]) for key, kind in _PASSES.items()}
+    if layers.recompute:
+        data[_AGAIN] = rounded(layers.recompute)
+    data["comm"] = rounded([costs.hop])[0]
+    if any(costs.attention):
+        data["attention"] = rounded(costs.attention)
+    if costs.latency:
+        data["latency"] = rounded([costs.latency])[0]
     for key in _PARTS:
         if any(figures := getattr(vocabulary, key)):
-            data[key] = _rounded(figures)
+            data[key] = rounded(figures)
     if costs.host is not None:
-        data |= {key: _rounded(figures) for key, figures in _copies(costs.host).items()}
+        data |= {key: rounded(figures) for key, figures in _copies(costs.host).items()}
         data |= {"link": costs.host.ranks_per_link, "duplex": int(costs.host.duplex)}
     if layers.held_bytes is not None:
         data["bytes"] = {
             held.value: _integers(figures) for held, figures in layers.held_bytes.items()
         }
+        if costs.keys_values:
+            data["bytes"][Held.KEYS_VALUES.value] = _integers(costs.keys_values)
         data["bytes"][Held.LOGITS.value] = round(vocabulary.logits_bytes)
         data["bytes"][Held.MESSAGE.value] = round(costs.message_bytes)
+    data |= measured or {}
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in data.items()]
     write_text_file(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
-def _rounded(figures: Sequence[float]) -> list[float]:
+def rounded(figures: Sequence[float]) -> list[float]:
+    """To six digits."""
     return [float(f"{figure:.6g}") for figure in figures]
 
 

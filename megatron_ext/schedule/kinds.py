@@ -52,6 +52,7 @@ class Held(enum.Enum):
     WEIGHT_INPUTS = "weight inputs"  # what W alone needs, once the input gradient is done
     INPUT = "input"  # of a stage: what is kept of an activation that is made a second time
     LOGITS = "logits"  # a shard's, and the hidden states they are made of
+    KEYS_VALUES = "keys and values"  # of a microbatch, and as much again their gradients
     MESSAGE = "message"  # from its receive to the pass that uses it; from the pass to its wait
 
 
@@ -69,12 +70,14 @@ class Source(enum.Enum):
 
 @dataclass(frozen=True)
 class Need:
-    """One of ``kinds``, of the same microbatch, must be done before: if there is one."""
+    """One of ``kinds``, of the same microbatch or slice, must be done before: if there is one."""
 
     kinds: tuple[Kind, ...]
     source: Source = Source.OWN
     # At an end of the pipeline, where there is none, nothing is needed.
     neighbour: Neighbour | None = None
+    # Which slice of the microbatch, where it is cut: the one before, or the one after, if there is.
+    slice: Neighbour | None = None
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,8 @@ class Rule:
         needs: what must be done before.
         acquires, releases: the memory it takes at its start, and gives back at its end.
         moves: the memory it copies between the rank and the host.
+        gathers: what it adds gradients to, slice by slice, where microbatches are cut: they take as
+            much memory for the whole microbatch, from its last slice to its first.
         neighbour: the stage that a message goes to or comes from, or that a wait is about.
         partner: a message's other end.
         where: the stages it is found on.
@@ -111,6 +116,7 @@ class Rule:
     acquires: tuple[Held, ...] = ()
     releases: tuple[Held, ...] = ()
     moves: tuple[Held, ...] = ()
+    gathers: tuple[Held, ...] = ()
     neighbour: Neighbour | None = None
     partner: Kind | None = None
     where: Where = Where.STAGE
@@ -144,6 +150,8 @@ _BACKWARD_NEEDS = (
     Need((Kind.RECV_B,), Source.REMOTE, Neighbour.NEXT),
     Need((Kind.REDUCE_SI,), Source.OUTPUT_SHARD),
     Need((Kind.LOSS,), Source.OUTPUT_SHARD),
+    # What later slices give back to the keys and values that they attended to.
+    Need((Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD), slice=Neighbour.NEXT),
 )
 
 _ROWS = (
@@ -155,6 +163,7 @@ _ROWS = (
             Need((Kind.FORWARD,), Source.LOCAL, Neighbour.PREVIOUS),
             Need((Kind.RECV_F,), Source.REMOTE, Neighbour.PREVIOUS),
             Need((Kind.REDUCE_E,), Source.INPUT_SHARD),
+            Need((Kind.FORWARD,), slice=Neighbour.PREVIOUS),  # its keys and values
         ),
         acquires=(Held.ACTIVATION,),
         in_evaluation=True,
@@ -166,6 +175,7 @@ _ROWS = (
         needs=_BACKWARD_NEEDS,
         acquires=(Held.WEIGHT_INPUTS,),
         releases=(Held.ACTIVATION,),
+        gathers=(Held.KEYS_VALUES,),
     ),
     Rule(
         Kind.BACKWARD_WEIGHT,
@@ -182,6 +192,7 @@ _ROWS = (
         parts=(Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT),
         needs=_BACKWARD_NEEDS,
         releases=(Held.ACTIVATION,),
+        gathers=(Held.KEYS_VALUES,),
         adds_to_gradients=True,
     ),
     Rule(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
+from megatron_ext.schedule.action import parts_of, tokens_of
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.slices import UNCUT, Slices, lengths_of
 
 
 class P2P(enum.StrEnum):
@@ -86,6 +89,7 @@ class Extras:
         post_validation: the optimizer steps before all ranks are done, and is taken back where that
             was wrong: steps overlap, and cost about their span. (Families see it, as another
             schedule may then be the best; `transforms.post_validation` adds the messages.)
+        slices: how microbatches are cut along their sequence. (Families see it.)
     """
 
     p2p: P2P = P2P.ASYNC
@@ -93,6 +97,7 @@ class Extras:
     offload: Offload = Offload.NONE
     recompute: Recompute = Recompute()
     post_validation: bool = False
+    slices: Slices = UNCUT
 
     @property
     def clash(self) -> Clash | None:
@@ -141,6 +146,18 @@ CLASHES = (
         "what has left for the host cannot be dropped",
         "post-validation does not go with offload {offload}: what has left for the host cannot be "
         "undone; drop one",
+    ),
+    Clash(
+        ("slices", "vocabulary"),
+        "the vocabulary's passes take whole microbatches; drop one",
+        "{slices.count} slices do not go with vocabulary parallelism {vocabulary}: its passes take "
+        "whole microbatches; drop one",
+    ),
+    Clash(
+        ("slices", "post_validation"),
+        "what a microbatch's first slices have done before the verdict cannot be undone; drop one",
+        "{slices.count} slices do not go with post-validation: what a microbatch's first slices "
+        "have done before the verdict cannot be undone; drop one",
     ),
 )
 
@@ -221,6 +238,57 @@ class Problem:
     @property
     def ranks(self) -> int:
         return self.placement.ranks
+
+    @property
+    def slices(self) -> Slices:
+        """How microbatches are cut."""
+        return self.extras.slices
+
+    @property
+    def pieces(self) -> int:
+        """How many slices a step has; microbatches, where they are not cut."""
+        return self.microbatches * self.slices.count
+
+    @cached_property
+    def forwards(self) -> tuple[int, ...]:
+        """What the forward passes of a stage are of, in their order."""
+        return tuple(part for k in range(self.microbatches) for part in self.parts(k))
+
+    @cached_property
+    def backwards(self) -> tuple[int, ...]:
+        """The same of backward passes and weight gradients."""
+        return tuple(part for k in range(self.microbatches) for part in reversed(self.parts(k)))
+
+    def parts(self, microbatch: int) -> tuple[int, ...]:
+        """The slices of ``microbatch``, in order; itself, if microbatches are not cut."""
+        return parts_of(microbatch, self.slice_ends)
+
+    @cached_property
+    def slice_ends(self) -> tuple[float, ...]:
+        """Where each slice ends, as shares of the sequence."""
+        return self.slices.ends(self.costs.attention_share)
+
+    @property
+    def held_by_1f1b(self) -> float:
+        """The microbatches that the first rank holds at the most under 1F1B of these slices: p, or
+        one and p-1 slices."""
+        return 1 + (self.ranks - 1) * max(map(tokens_of, self.parts(0)))
+
+    def slice_lengths(self, tokens: int, multiple_of: int = 1) -> tuple[int, ...]:
+        """The tokens of each slice of a sequence of ``tokens``, multiples of ``multiple_of``.
+
+        Raises:
+            ValueError: they cannot be, or are given and do not sum up to ``tokens``.
+        """
+        lengths = self.slices.lengths
+        if isinstance(lengths, tuple):
+            if sum(lengths) != tokens or any(length % multiple_of for length in lengths):
+                raise ValueError(
+                    f"slice lengths {self.slices} sum up to {sum(lengths)}; the sequence has "
+                    f"{tokens} tokens, and each length has to be a multiple of {multiple_of}"
+                )
+            return lengths
+        return lengths_of(self.slice_ends, tokens, multiple_of)
 
     def with_extras(self, **changes: Any) -> Problem:
         """The same problem with some of its `extras` replaced."""

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.columns import Columns, columns_of
+import numpy as np
+
+from megatron_ext.schedule.action import Action, Kind, whole_of
+from megatron_ext.schedule.columns import IN_EVALUATION, IS_PASS, Columns, Ints, columns_of
 from megatron_ext.schedule.kinds import RULES, Lane, Where
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
@@ -25,6 +27,11 @@ class Schedule:
     @property
     def compute_rows(self) -> tuple[tuple[Action, ...], ...]:
         return tuple(tuple(a for a in row if is_compute(a)) for row in self.rows)
+
+    @property
+    def microbatches(self) -> int:
+        """How many microbatches it is of."""
+        return 1 + max(whole_of(action.microbatch) for row in self.rows for action in row)
 
     @cached_property
     def columns(self) -> Columns:
@@ -67,10 +74,12 @@ def bitwise_order(schedule: Schedule) -> bool:
     """Whether F, I (or B) and W of each stage each run in microbatch order, as in stock Megatron.
 
     Then gradients are summed in stock's order, and the results are stock's to the last bit. (Not
-    with vocabulary parallelism: the ranks' shards are summed in another order.)
+    with vocabulary parallelism: the ranks' shards are summed in another order.) Where microbatches
+    are cut into slices, those come in order in F, and in the reverse in I (or B) and in W: then the
+    results are those of every such schedule with these slices.
     """
-    passes = (action for row in schedule.compute_rows for action in row)
-    if any(RULES[action.kind].where is not Where.STAGE for action in passes):
+    rules = (RULES[kind] for _, kind in schedule.columns.pairs)
+    if any(rule.lane is Lane.COMPUTE and rule.where is not Where.STAGE for rule in rules):
         return False
     return in_microbatch_order(schedule)
 
@@ -78,11 +87,17 @@ def bitwise_order(schedule: Schedule) -> bool:
 def in_microbatch_order(schedule: Schedule) -> bool:
     """Whether the passes of each kind of each stage run in microbatch order: then the results are
     to the last bit those of any other such schedule of the same placement and extras."""
-    latest: dict[tuple[int, Kind], int] = {}
-    for row in schedule.compute_rows:
-        for action in row:
-            for kind in RULES[action.kind].covers:
-                if latest.get((action.stage, kind), -1) > action.microbatch:
-                    return False
-                latest[action.stage, kind] = action.microbatch
-    return True
+    columns = schedule.columns
+    _, work = columns.work
+    is_done = IS_PASS[columns.kind][:, np.newaxis] & (work >= 0)
+    turn = np.broadcast_to(_turns(columns)[:, np.newaxis], work.shape)[is_done]
+    of_work = work[is_done]
+    order = np.argsort(of_work, kind="stable")
+    goes_back = (np.diff(of_work[order]) == 0) & (np.diff(turn[order]) < 0)
+    return not goes_back.any()
+
+
+def _turns(columns: Columns) -> Ints:
+    """For each action, the how-manieth of its stage's passes of its kind it should be."""
+    back = columns.microbatch + np.int32(columns.slices - 1) - 2 * columns.slice
+    return np.where(IN_EVALUATION[columns.kind], columns.microbatch, back)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from megatron_ext.schedule.action import Action, Kind, parse
+from megatron_ext.schedule.action import Action, Kind, Slice, parse, slices_named, whole_of
 from megatron_ext.schedule.flip import (
     FlippedPlacement,
     Rows,
@@ -90,11 +90,15 @@ def from_csv(text: str, name: str) -> Schedule:
 
 
 def rows_from_csv(text: str, name: str) -> Rows:
-    """The rows of the table ``text``, on whatever ranks its stages are. Raises as `from_csv`."""
+    """The rows of the table ``text``, on whatever ranks its stages are. Raises as `from_csv`.
+
+    Where its actions name slices, as ``3F7.2`` does, they are taken to be as long as one another.
+    """
     lines = csv.reader(io.StringIO(text.rstrip()), delimiter=_delimiter(text))
     rows: list[tuple[Action, ...]] = []
+    slices = slices_named(text)
     while (cells := _next_line(lines, name, len(rows) + 1)) is not None:
-        rows.append(_row(cells, f"{name}, line {len(rows) + 1}"))
+        rows.append(_row(cells, f"{name}, line {len(rows) + 1}", slices))
     if not rows:
         raise ValueError(f"{name} holds no action")
     _check_numbers(rows, name)
@@ -124,10 +128,10 @@ def _next_line(lines: Iterator[list[str]], name: str, number: int) -> list[str] 
         raise ValueError(f"{name}, line {number} is no CSV: {error}") from None
 
 
-def _row(cells: Sequence[str], where: str) -> tuple[Action, ...]:
+def _row(cells: Sequence[str], where: str, slices: int) -> tuple[Action, ...]:
     """What a rank does. ``where`` its line is, for errors."""
     try:
-        row = tuple(parse(part) for cell in cells for part in _parts(cell))
+        row = tuple(parse(part, slices) for cell in cells for part in _parts(cell))
     except ValueError as error:
         raise ValueError(f"{where}: {error}; the kinds in a file are {_KINDS}") from None
     for action in row:
@@ -156,19 +160,26 @@ def _parts(cell: str) -> list[str]:
     return [cell] if cell.strip() else []
 
 
-def _check_numbers(rows: Sequence[tuple[Action, ...]], name: str) -> None:
-    """Raise ValueError if stages or microbatches do not count up from 0.
+_NUMBERED: dict[str, Callable[[Action], int]] = {
+    "stage": lambda action: action.stage,
+    "microbatch": lambda action: whole_of(action.microbatch),
+    "slice": lambda a: a.microbatch.slice if isinstance(a.microbatch, Slice) else 0,
+}
 
-    So there are no more of either than actions in the file: what is allocated afterwards for each
+
+def _check_numbers(rows: Sequence[tuple[Action, ...]], name: str) -> None:
+    """Raise ValueError if stages, microbatches or slices do not count up from 0.
+
+    So there are no more of each than actions in the file: what is allocated afterwards for each
     of them is no more than the file allows, whatever number a typing error makes.
     """
     lines = list(enumerate(rows, start=1))
-    for what in ("stage", "microbatch"):
-        numbers = {getattr(action, what) for row in rows for action in row}
+    for what, number_of in _NUMBERED.items():
+        numbers = {number_of(action) for row in rows for action in row}
         missing = next((n for n in range(len(numbers)) if n not in numbers), None)
         if missing is not None:
             most = max(numbers)
-            line, action = next((n, a) for n, r in lines for a in r if getattr(a, what) == most)
+            line, action = next((n, a) for n, r in lines for a in r if number_of(a) == most)
             raise ValueError(
                 f"{name}, line {line}: {action} is of {what} {most}, but no action is of {what} "
                 f"{missing}; they count from 0 and leave no number out"

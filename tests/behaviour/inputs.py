@@ -22,11 +22,12 @@ COSTS = "--costs f=10,i=12,w=8,comm=1"
 HEAD = f"{COSTS},head=10/12/8,embedding=1/2"
 HOST = f"{COSTS},d2h=14,h2d=14"
 
+_PROGRESS = re.compile(r"^megatron-ext: .* so far\b.*\n", re.MULTILINE)  # after some seconds
 _PAGE = Path(__file__).resolve().parents[2] / "docs" / "your-own-schedule.md"
 
 
 def run(command: str, *, with_stderr: bool = True) -> str:
-    """What ``megatron-ext`` prints, beneath its exit status where that is not 0.
+    """What ``megatron-ext`` prints, beneath its exit status where that is not 0, without progress.
 
     ``with_stderr``: or else only where there is nothing on stdout (libraries warn there).
     """
@@ -35,7 +36,7 @@ def run(command: str, *, with_stderr: bool = True) -> str:
         raise result.exception
     status = f"exits with {result.exit_code}\n" if result.exit_code else ""
     text = result.output if with_stderr or not result.stdout else result.stdout
-    plain = click.unstyle(text).replace(str(Path.cwd()), "FOLDER")
+    plain = _PROGRESS.sub("", click.unstyle(text)).replace(str(Path.cwd()), "FOLDER")
     return status + plain.replace(sysconfig.get_path("purelib"), "SITE")
 
 

@@ -16,6 +16,7 @@ from megatron_ext.adapter.refusals import (
     POST_VALIDATION_REFUSALS,
     RECOMPUTE_REFUSALS,
     REFUSALS,
+    SLICES_REFUSALS,
     VOCABULARY_REFUSALS,
     Refusal,
 )
@@ -25,6 +26,7 @@ from megatron_ext.schedule.build.registry import Choice, choose, entries
 from megatron_ext.schedule.problem import Extras, Offload, Recompute, VocabularyParallel
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.schedule_csv import from_csv
+from megatron_ext.schedule.slices import Slices
 from tests.behaviour.inputs import HOST, run, write_inputs
 from tests.behaviour.record import Subject
 
@@ -34,6 +36,7 @@ _TABLES: dict[str, tuple[tuple[Refusal, ...], dict[str, Any]]] = {
     "VOCABULARY_REFUSALS": (VOCABULARY_REFUSALS, {"vocabulary": VocabularyParallel.ONE}),
     "OFFLOAD_REFUSALS": (OFFLOAD_REFUSALS, {"offload": Offload.FULL}),
     "RECOMPUTE_REFUSALS": (RECOMPUTE_REFUSALS, {"recompute": Recompute(first=1)}),
+    "SLICES_REFUSALS": (SLICES_REFUSALS, {"slices": Slices(4)}),
     "POST_VALIDATION_REFUSALS": (POST_VALIDATION_REFUSALS, {"post_validation": True}),
 }
 _VALUES: tuple[object, ...] = (

@@ -49,6 +49,14 @@ def test_one_communicator_gives_the_losses_of_many(schedule: str) -> None:
     assert losses(schedule, pipeline_p2p="batched") == losses(schedule)
 
 
+def test_slices_have_the_same_losses_under_another_schedule() -> None:
+    """And nearly stock's."""
+    sliced = losses("zb-h1", pipeline_slices=4)
+    assert sliced == losses("1f1b", pipeline_slices=4)
+    whole = [float(loss) for loss in losses(None)]
+    assert [float(loss) for loss in sliced] == pytest.approx(whole, rel=1e-4)
+
+
 @pytest.mark.covers("C", ("line", "v"), tp_comm_overlap=True, sequence_parallel=True)
 @needs_four_gpus
 @pytest.mark.parametrize("rs_dgrad", [False, True])

@@ -111,3 +111,21 @@ def test_losses_are_stocks(setting: str) -> None:
         **TRAININGS[setting],
     }
     assert losses("zb-h1", **flags) == losses(None, **flags)
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_slices_train_as_whole_sequences_do(schedule: str) -> None:
+    """On whichever of its attentions takes fewer queries than keys: aligned to the top left, masks
+    would hide most tokens. Weight gradients are fused, and all slices' are to be added."""
+    flags: dict[str, str | int | bool | None] = {
+        "transformer_impl": "transformer_engine",
+        "no_gradient_accumulation_fusion": None,
+        "bf16": True,
+        "hidden_size": 128,
+        "seq_length": 512,
+        "max_position_embeddings": 512,
+    }
+    sliced = losses(schedule, pipeline_slices=4, pipeline_slice_lengths="balanced", **flags)
+    whole = [float(loss) for loss in losses(None, **flags)]
+    assert [float(loss) for loss in sliced] == pytest.approx(whole, rel=5e-3)

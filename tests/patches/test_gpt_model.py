@@ -10,7 +10,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from megatron_ext.config import PipelineConfig
-from megatron_ext.patches.megatron.core.models.gpt.gpt_model import patches
+from megatron_ext.patches.megatron.core.models.gpt.gpt_model.tables import patches
 
 
 def test_logits_of_a_type_of_their_own_are_refused() -> None:

@@ -33,6 +33,7 @@ TOGETHER: tuple[dict[str, Any], ...] = (
     {"costs": "profile", "vocab_parallel": "1", "trace": "traces", "trace_iters": "1:2"},
     {"post_validation": True},
     {"recompute": "first:1"},
+    {"slices": "4"},
 )
 
 

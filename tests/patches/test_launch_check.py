@@ -79,6 +79,13 @@ def test_host_memory_of_offload_is_predicted() -> None:
         assert bool(said) == expected
 
 
+def test_what_the_estimate_does_not_know_is_said() -> None:
+    report = checked(num_experts=4, moe_expert_capacity_factor=1.5)
+    (told_of,) = [text for text in told(report, Verdict.REMARK) if text.startswith("estimate: ")]
+    assert "does not know --moe-expert-capacity-factor: no token is dropped" in told_of
+    assert not any(text.startswith("estimate: ") for text in told(checked(), Verdict.REMARK))
+
+
 def test_cuda_graphs_are_captured_in_one_order(tmp_path: Path) -> None:
     graphs: dict[str, Any] = {"cuda_graph_impl": "transformer_engine"}
     assert (report := checked(**graphs)).is_right, told(report, Verdict.WRONG)

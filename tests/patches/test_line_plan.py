@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from megatron_ext.adapter.dimensions import execution
 from megatron_ext.cli import app
-from megatron_ext.launch_check import line_plan, loading
+from megatron_ext.config import PipelineConfig
+from megatron_ext.launch_check import line, line_plan, loading
+from megatron_ext.launch_check.alternatives import without_full_recompute
 from megatron_ext.launch_check.check import check_launch
 from megatron_ext.launch_check.line_plan import Asked, LinePlan, plan_line
 from megatron_ext.launch_check.words import Launch
-from megatron_ext.schedule.model.gpus import parse_gpu
+from megatron_ext.schedule import placement
+from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.costs_text import save_costs
+from megatron_ext.schedule.model.description import describe
+from megatron_ext.schedule.model.estimate import estimate
+from megatron_ext.schedule.model.gpus import GPUS, parse_gpu
+from megatron_ext.schedule.model.measured.file import as_data
+from megatron_ext.schedule.model.measured.layer_costs import Basis, layer_costs
+from megatron_ext.schedule.model.measured.scale import Measured, Scale
+from megatron_ext.schedule.model.measured_costs import Machine
+from megatron_ext.schedule.model.model import stages_of
 from megatron_ext.schedule.plan import planner
 from megatron_ext.schedule.plan.planner import VocabMethod
 from tests.helpers.megatron_runs import SCRIPT, model_flags
@@ -39,8 +55,11 @@ FLAGS: dict[str, Any] = {
 def few_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a login node, and without a search."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(planner, "all_specs", lambda: ["1f1b", "interleaved", "zb-h1", "zb-v"])
+    specs = ["1f1b", "interleaved", "zb-h1", "zb-v"]
+    monkeypatch.setattr(planner, "all_specs", lambda: specs)
+    monkeypatch.setattr(without_full_recompute, "all_specs", lambda: specs)
     monkeypatch.setattr(line_plan, "_METHODS", frozenset([VocabMethod.NAIVE, VocabMethod.TWO]))
+    monkeypatch.setattr(line_plan, "_layouts", lambda read: None)  # test_layouts.py
 
 
 def launch(**overrides: object) -> Launch:
@@ -127,11 +146,88 @@ def test_what_is_assumed_is_said() -> None:
     assert any("--spec mine layers: layers of your own" in remark for remark in plan.remarks)
 
 
+def measured_file(folder: Path, **overrides: object) -> Path:
+    """What a training of the line would write whose experts take three times what is estimated,
+    and its dense layers half."""
+    args = line.parse(model_flags(**(FLAGS | EXPERTS | overrides))).args
+    with line.on_gpus(args):
+        line.validate(args, PipelineConfig(), 4)
+        model, run = describe(args), execution(args, args.seq_length, args.micro_batch_size)
+    stages = stages_of(model, [3, 3, 2, 2, 2, 2, 1, 1])
+    rates = GPUS["a100"].rates()
+    scales = (("*-", Scale(0.5, 0.5, 0.5)), ("*E", Scale(3.0, 3.0, 3.0)))
+    truth = replace(rates, measured=Measured(scales, Scale()))
+    costs = replace(estimate(model, stages, run, truth), origin="measured: here")
+    layers = layer_costs(costs, Basis(model, stages, run, rates), is_divided=False)
+    machine = Machine({False: 1e-4, True: 2e-3}, 2, 5 * 2.0**30)
+    path = folder / "costs.json"
+    save_costs(costs, path, as_data(layers, machine))
+    return path
+
+
+EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "moe_layer_freq": "([0]*8+[1]*8)",
+    "moe_ffn_hidden_size": 4096,
+    "num_virtual_stages_per_pipeline_rank": None,
+}
+
+
+def test_a_line_is_planned_by_what_was_measured_per_layer_type(tmp_path: Path) -> None:
+    """All layouts of it, beside a line of stock's schedule too, which names no costs. (That was
+    refused.)"""
+    path = measured_file(tmp_path)
+    asked = Asked(launch(**EXPERTS), gpu=parse_gpu("h100"))
+    estimated = plan_line(asked)
+    plan = plan_line(replace(asked, settings=("--pipeline-costs", str(path))))
+    assert plan.is_measured and not estimated.is_measured
+    assert plan.own == "1f1b" and plan.of_line is not None and estimated.of_line is not None
+    assert plan.flags[-2:] == ("--pipeline-costs", str(path))
+    assert plan.reserved == 5 * 2**30
+    assert any("by layer type (measured: here)" in remark for remark in plan.remarks)
+    assert plan.of_line.step > 1.5 * estimated.of_line.step
+
+
+def test_a_costs_file_of_before_has_costs_for_its_own_stages(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    save_costs(uniform(placement.line(2), 1e-2, 1e-2, 1e-2), path)
+    asked = Asked(launch(num_virtual_stages_per_pipeline_rank=None), gpu=parse_gpu("h100"))
+    plan = plan_line(replace(asked, settings=("--pipeline-costs", str(path))))
+    assert not plan.is_measured
+    assert {c.schedule for c in plan.plan.candidates} == {"1f1b", "zb-h1"}
+    assert any("measured anew, it has them per layer type" in remark for remark in plan.remarks)
+
+
 def test_a_line_that_fits_nowhere_says_what_would_have_to_give() -> None:
     plan = made("operations=400e12,bytes=40e9,memory=1.6GiB")
     assert plan.plan.best is None and not plan.flags
     assert any(text.startswith("--recompute-granularity full: ") for text in plan.gives)
     assert any("GiB too much" in text or "which fits" in text for text in plan.gives)
+
+
+def test_what_does_not_fit_is_made_again_where_a_launch_would_take_that() -> None:
+    """Only offload was tried for a line, though 1F1B and zb-h1 fit once half is made again."""
+    small = "operations=400e12,bytes=40e9,memory=2.2GiB"
+    plan = made(small)
+    best = plan.plan.best
+    assert best is not None and best.report.recompute == "fit" and best.report.made_again > 0
+    assert plan.flags[-2:] == ("--pipeline-recompute", "fit")
+    assert plan.of_line is None and "GiB more than it may" in plan.why_not
+    # Random states that cannot be taken twice: the same refusal as a launch's.
+    refused = made(small, te_rng_tracker=True, hidden_dropout=0.1).plan
+    assert all(candidate.report.recompute == "none" for candidate in refused.candidates)
+
+
+def test_full_recompute_is_compared_with_what_there_is_without_it() -> None:
+    full = {"granularity": "full", "method": "uniform", "num_layers": 1}
+    flags = {f"recompute_{name}": value for name, value in full.items()}
+    words = ["--gpu", "h100", "--world-size", "4", "--"]
+    output = command(*words, str(SCRIPT), *model_flags(**(FLAGS | flags))).output
+    with_it, without = output.split("without --recompute-granularity full the shortest step is ")
+    assert "the line as it is, under interleaved:vpp=4, takes " in with_it
+    assert re.match(r"zb-h1's: \S+ \(-\d", without), without
+    assert "--recompute-granularity --recompute-method --recompute-num-layers" in without
+    assert made().instead is None
 
 
 def test_whether_a_checkpoint_can_be_loaded(
@@ -152,3 +248,39 @@ def test_whether_a_checkpoint_can_be_loaded(
     assert remark.endswith("can be loaded, optimizer states too")
     (remark,) = made(load=tmp_path / "nowhere").remarks
     assert "is not here to be looked at" in remark
+
+
+def test_things_that_do_not_suffice_alone_are_named_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What does not help is not named, and where one thing is enough it stands alone."""
+    gib = 2.0**30
+    args = SimpleNamespace(
+        recompute_granularity=None,
+        tensor_model_parallel_size=1,
+        expert_model_parallel_size=4,
+        pipeline_model_parallel_size=2,
+        num_experts=8,
+        use_distributed_optimizer=True,
+        micro_batch_size=1,
+    )
+
+    def fullest(line: Any) -> float:
+        given = line if isinstance(line, dict) else {}
+        taken = 100.0
+        taken -= 30 * ("recompute_granularity" in given)
+        taken -= 20 * (given.get("expert_model_parallel_size", 4) == 8)
+        return taken * gib
+
+    monkeypatch.setattr(line_plan, "_fullest", fullest)
+    line = SimpleNamespace(args=args, with_values=lambda values: dict(values))
+    assert list(line_plan._what_would_fit(line, 52 * gib)) == [  # type: ignore[arg-type]
+        "--recompute-granularity full: the fullest rank would take 70 GiB, 18 GiB too much",
+        "--expert-model-parallel-size 8: the fullest rank would take 80 GiB, 28 GiB too much",
+        "--recompute-granularity full and --expert-model-parallel-size 8: the fullest rank would "
+        "take 50 GiB, which fits",
+    ]
+    assert list(line_plan._what_would_fit(line, 85 * gib)) == [  # type: ignore[arg-type]
+        "--recompute-granularity full: the fullest rank would take 70 GiB, which fits",
+        "--expert-model-parallel-size 8: the fullest rank would take 80 GiB, which fits",
+    ]

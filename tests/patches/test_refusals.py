@@ -20,6 +20,7 @@ from megatron_ext.adapter.refusals import (
     POST_VALIDATION_REFUSALS,
     RECOMPUTE_REFUSALS,
     REFUSALS,
+    SLICES_REFUSALS,
     VOCABULARY_REFUSALS,
     Refusal,
 )
@@ -67,6 +68,11 @@ def test_the_docs_tell_what_offload_refuses() -> None:
 def test_the_docs_tell_what_recompute_refuses() -> None:
     rows = [[f"`{refusal.setting}`", refusal.instead] for refusal in RECOMPUTE_REFUSALS]
     check_written("recompute refusals", table(["setting", "because, or instead"], rows))
+
+
+def test_the_docs_tell_what_slices_refuse() -> None:
+    rows = [[f"`{refusal.setting}`", refusal.instead] for refusal in SLICES_REFUSALS]
+    check_written("slices refusals", table(["setting", "because, or instead"], rows))
 
 
 def test_the_docs_tell_what_post_validation_refuses() -> None:

@@ -184,8 +184,8 @@ def said_of_the_loss(result: RankResult) -> list[str]:
 @pytest.mark.parametrize(
     "again",
     [
-        pytest.param(True, id="whenever it is run again"),
-        *at_night(pytest.param(False, id="once")),
+        pytest.param(False, id="once"),
+        *at_night(pytest.param(True, id="whenever it is run again")),
     ],
 )
 def test_a_loss_that_is_not_a_number(script: Script, tmp_path: Path, again: bool) -> None:
@@ -307,8 +307,11 @@ def test_a_forward_that_throws(script: Script, schedule: str, stage: str) -> Non
     ), own.stderr
     for rank, result in enumerate(results):
         if rank != failing:
-            assert f"PeerFailure: pipeline rank {rank} was waiting for " in result.stderr
-            # On a busy machine the store may tell before the connection breaks, and says which.
+            # On a busy machine the store may tell before the connection breaks, and says which;
+            # or even before the rank waits for it.
+            assert re.search(
+                rf"PeerFailure: pipeline rank {rank} was (waiting for|at) ", result.stderr
+            ), result.stderr
             of_its_own, _, _ = result.stderr.partition("when another rank had failed: ")
             assert BROKEN not in of_its_own
 

@@ -10,22 +10,25 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from megatron_ext.bench.contestants import ideal_of, program_of
 from megatron_ext.bench.emulated_copies import EmulatedCopies
 from megatron_ext.cli import app
 from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.placement import line
+from megatron_ext.schedule.problem import Extras, Recompute
 from tests.helpers.combinations import nightly
+from tests.helpers.pages import data_in
 
 ARGUMENTS = ["bench", "--pp", "2", "-m", "4", "--costs", "f=4,i=4,w=4", "--launches", "1"]
 
 
 def test_every_contender_takes_at_least_its_ideal_time(tmp_path: Path) -> None:
     """A sleep never ends early: a step below the ideal would be one that left passes out."""
-    picture = tmp_path / "bench.svg"
-    result = CliRunner().invoke(
-        app, [*ARGUMENTS, "--schedules", "1f1b zb-v", "--json", "--plot", str(picture)]
-    )
+    picture, page = tmp_path / "bench.svg", tmp_path / "bench.html"
+    files = ["--plot", str(picture), "--html", str(page)]
+    result = CliRunner().invoke(app, [*ARGUMENTS, "--schedules", "1f1b zb-v", "--json", *files])
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     rows = {row["name"]: row for row in report["rows"]}
@@ -38,6 +41,16 @@ def test_every_contender_takes_at_least_its_ideal_time(tmp_path: Path) -> None:
         assert row["host_microseconds"] > 0
     assert all(microseconds > 1 for microseconds in report["autograd_microseconds"])
     assert "<svg" in picture.read_text()
+    timelines = {run["title"]: run for run in data_in(page.read_text())["runs"]}
+    assert timelines.keys() == {
+        f"megatron-ext {name}, {how}" for name in ("1f1b", "zb-v") for how in ("ideal", "measured")
+    }
+    for name in ("1f1b", "zb-v"):
+        ideal, measured = (
+            timelines[f"megatron-ext {name}, {how}"] for how in ("ideal", "measured")
+        )
+        assert measured["figures"]["makespan"] > ideal["figures"]["makespan"]
+        assert len(measured["kind"]) == len(ideal["kind"]) and measured["cost"] == ideal["cost"]
 
 
 def test_a_vocabulary_that_is_divided_is_measured_beside_one_that_is_not() -> None:
@@ -52,6 +65,20 @@ def test_a_vocabulary_that_is_divided_is_measured_beside_one_that_is_not() -> No
     assert divided["ideal"] < naive["ideal"]
     for row in (naive, divided):
         assert row["measured"] >= row["ideal"]
+
+
+def test_passes_that_are_made_again_take_what_they_cost() -> None:
+    """All F of 4 microbatches once more, on both ranks: 2 ms as is given, not 4 as F."""
+    arguments = [*ARGUMENTS[:-4], "--costs", "f=4,i=4,w=4,r=2", *ARGUMENTS[-2:]]
+    result = CliRunner().invoke(
+        app, [*arguments, "--schedules", "1f1b", "--recompute", "first:2", "--json"]
+    )
+    assert result.exit_code == 0, result.output
+    rows = {row["name"]: row for row in json.loads(result.stdout)["rows"]}
+    again = rows["megatron-ext 1f1b, recompute first:2"]
+    assert again["measured"] >= again["ideal"] > rows["megatron-ext 1f1b"]["ideal"]
+    extras = Extras(recompute=Recompute(first=2))
+    assert again["ideal"] < ideal_of(program_of(choose("1f1b"), 2, 4, "f=4,i=4,w=4", extras))
 
 
 @nightly("emulated copies: those that share a link are timed by day, below")
@@ -128,6 +155,8 @@ def test_steps_in_a_row_with_post_validation() -> None:
     [
         (["--bad-every", "2"], "add --post-validation"),
         (["--post-validation", "--steps", "4", "--bad-every", "5"], "a number from 2 to 4"),
+        (["--memory-limit", "2"], "add --recompute fit"),
+        (["--recompute", "fit"], "has no memory limit to fit into"),
     ],
 )
 def test_options_that_do_not_go_together(options: list[str], message: str) -> None:

@@ -133,12 +133,12 @@ def stock(parallelism: str, embeddings: str, precision: str) -> tuple[list[Run],
     return train(RANKS, flags(parallelism, embeddings, precision, saving)), folder
 
 
-# By day a V with every parallelism, and with each a line or a loop: linears, gradients and groups
+# By day a V with every parallelism, and with some a line or a loop: linears, gradients and groups
 # of those are as a V's. 1f1b has the passes of interleaved, and v-half lies as zb-v.
 BY_DAY = {
     "zb-v": list(PARALLELISM),
-    "zb-auto": ["TP2, SP", "DP2, distributed optimizer, both overlaps"],
-    "interleaved": ["TP2", "EP2, 4 experts", "DP2"],
+    "zb-auto": ["TP2, SP"],
+    "interleaved": ["EP2, 4 experts"],
 }
 RUN = [case for case in CASES if IS_NIGHT or case.parallelism in BY_DAY.get(case.schedule, [])]
 

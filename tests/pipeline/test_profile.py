@@ -20,6 +20,7 @@ from megatron_ext.cli import app
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
 from megatron_ext.runtime.held_bytes import Allocated, SavedTensors
+from megatron_ext.runtime.measure import profile
 from megatron_ext.runtime.measure.message_time import message_seconds
 from megatron_ext.runtime.measure.profile import STEPS
 from megatron_ext.runtime.recording import HostClock
@@ -36,7 +37,15 @@ from megatron_ext.schedule.show.trace import read_trace
 from scripts import benchmark_prediction
 from tests.helpers.combinations import at_night
 from tests.helpers.held_bytes import measure_steps, read_steps
-from tests.helpers.megatron_runs import SCRIPT, Run, assert_same, losses, model_flags, train
+from tests.helpers.megatron_runs import (
+    EXPERTS,
+    SCRIPT,
+    Run,
+    assert_same,
+    losses,
+    model_flags,
+    train,
+)
 from tests.helpers.ranks import run_ranks, values
 from tests.helpers.stages import WIDTH, Pipeline, program_for, world
 from tests.helpers.storages import LiveStorages
@@ -46,6 +55,7 @@ from tests.pipeline.test_trace import WRITERS
 Flags = dict[str, object]
 
 ITERATIONS = STEPS + 2
+PASSES = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 def run(ranks: int, flags: Flags, script: Path = SCRIPT) -> list[Run]:
@@ -197,6 +207,40 @@ def test_a_divided_vocabulary_is_measured_too(tmp_path: Path) -> None:
     assert costs.vocabulary is not None
     assert all(costs.vocabulary.head) and all(costs.vocabulary.embedding)
     assert "estimated" not in costs.origin
+
+
+def test_layers_of_two_types_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By stages with other mixtures of them. What passes take is emulated, the rest is a training;
+    and another schedule, with other stages, trains by the file."""
+    path = tmp_path / "costs.json"
+    mixtures, head = ("--", "-E", "EE", "EE"), 2.5e-3
+    runs_of_head = dict(zip(PASSES, (1, 2, 0), strict=True))  # its W is in I
+
+    def takes(stage: int, kind: Kind) -> float:
+        layers = sum({"-": 2e-3, "E": 5e-3}[layer] for layer in mixtures[stage])
+        return layers + head * runs_of_head[kind] * (stage == 3)
+
+    def medians(events: object) -> dict[tuple[int, Kind], float]:
+        own = choose("zb-v").place(2).stages_of[dist.get_rank()]
+        return {(stage, kind): takes(stage, kind) for stage in own for kind in PASSES}
+
+    monkeypatch.setattr(profile, "medians", medians)
+    experts: Flags = EXPERTS | {"num_layers": 8, "moe_layer_freq": "[0,0,0,1,1,1,1,1]"}
+    run(2, profiled(path, "zb-v", 2) | experts)
+    data = json.loads(path.read_text())
+    layers, costs = data["layers"]["measured"], costs_in(path, "zb-v", 2)
+    assert data["layers"]["stages"] == [2, 2, 2, 2] and "within a node" in data["links"]
+    for name, seconds in (("*-", 2e-3), ("*E", 5e-3), ("output layer", head)):
+        assert layers[name]["f"] == pytest.approx(seconds, rel=1e-3)
+    for kind in PASSES:
+        for stage, mixture in enumerate(mixtures):
+            names = [f"*{layer}" for layer in mixture] + ["output layer"] * (stage == 3)
+            told = sum(layers[name][kind.value.lower()] for name in names)
+            assert told == pytest.approx(costs.seconds[kind][stage], rel=1e-3)
+    runs = run(2, profiled(path, "zb-h1", 2) | experts | {"pipeline_costs": path})
+    assert len(losses(runs)) == ITERATIONS
 
 
 # ---- When it ends
@@ -417,7 +461,7 @@ def test_messages_are_timed_between_all_neighbours(spec: str, p2p: P2P) -> None:
         ways = channels(program.schedule)
         seconds = message_seconds(pipeline.connection, ways, (3, 8), torch.float32, HostClock())
         pipeline.step()
-        assert all(duration > 0 for duration in seconds)
+        assert all(duration > 0 for duration in seconds.values())
         return len(seconds)
 
     expected = [2, 1, 0] if spec == "interleaved" else [1, 1, 0]

@@ -103,8 +103,8 @@ def said(capfd: pytest.CaptureFixture[str]) -> str:
             "zb-2p",
             {"pipeline_p2p": "batched", "eval_iters": 1, "eval_interval": 7},
         ),
-        ("zb-v", 2, "1f1b-v", "zb-v", {"bf16": True, "attention_dropout": 0.1}),
         *at_night(
+            ("zb-v", 2, "1f1b-v", "zb-v", {"bf16": True, "attention_dropout": 0.1}),
             (
                 "zb-v",
                 4,

@@ -215,6 +215,10 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
         },
         "--pipeline-model-parallel-layout 'Ett|tt|tt|tt|t|t|t|tmmL'",
     ),
+    "more slices than tokens": (
+        {"pipeline_slices": 32},
+        "a sequence of 16 tokens cannot be cut into 32 slices",
+    ),
     "a divided vocabulary over the memory limit": (
         {"pipeline_vocab_parallel": 1, "pipeline_schedule": "1f1b", "pipeline_memory_limit": "4"},
         "over the memory limit of 4 microbatches",

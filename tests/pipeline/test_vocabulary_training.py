@@ -127,12 +127,12 @@ def furthest(ours: Tensor, stocks: Tensor) -> float:
 
 
 CASES = [
-    ("pp2", "1f1b", 1),
     ("pp2 untied", "zb-v", 2),
     ("sp rope", "zb-v", 1),
     ("distributed optimizer", "zb-v", 1),
     ("bf16", "zb-auto", 2),
     *at_night(
+        ("pp2", "1f1b", 1),
         ("pp4", "v-half", 2),
         ("pp4", "zb-v", 1),
         ("tp2", "v-half", 1),

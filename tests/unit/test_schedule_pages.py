@@ -24,7 +24,9 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 # ---- The grid in a family's docstring
 
-_GRID = re.compile(r"With p = (\d+), m = (\d+)((?:, \w+ = \w+)*):\n\n *::\n\n(.*)", re.DOTALL)
+_GRID = re.compile(
+    r"With p = (\d+), m = (\d+)((?:, \w+ = \w+)*):\n\n *::\n\n(.*?)(?:\n\n|\Z)", re.DOTALL
+)
 # Their docstrings describe the search.
 SEARCHED = {name for name, entry in entries().items() if entry.searches}
 

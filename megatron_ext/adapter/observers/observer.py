@@ -12,6 +12,7 @@ from megatron_ext.adapter.step.call import Call
 from megatron_ext.adapter.step.connections import Connections
 from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.slices.running_slice import Span
 from megatron_ext.runtime.vocabulary.shard import VocabularyShard
 from megatron_ext.schedule.program.verify import Program
 
@@ -42,6 +43,7 @@ class Step(ObservedStep):
         boundary: what passes between stages, with its shape.
         shard: of a divided vocabulary.
         split: which weight gradients wait for W passes.
+        spans: of the slices of a sequence; none where microbatches are whole.
     """
 
     call: Call
@@ -50,6 +52,7 @@ class Step(ObservedStep):
     boundary: Boundary
     shard: VocabularyShard | None
     split: Split
+    spans: tuple[Span, ...]
 
 
 class StepObserver[Seen: ObservedStep]:

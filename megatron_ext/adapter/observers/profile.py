@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,10 @@ from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.runtime.recording import clock_of
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import save_costs
+from megatron_ext.schedule.model.measured.file import as_data
+from megatron_ext.schedule.model.measured.layer_costs import LayerCosts, layer_costs, not_told_apart
+from megatron_ext.schedule.model.measured_costs import Machine
+from megatron_ext.schedule.problem import VocabularyParallel
 from megatron_ext.schedule.show.program_summary import summary_of_change
 
 
@@ -64,10 +69,10 @@ class StepProfile(StepObserver[Step]):
             return
         if not self._under_way[step.shape].end(step.recorder, step.program):
             return
-        costs = self._costs(step, self._under_way.pop(step.shape))
+        costs, machine = self._costs(step, self._under_way.pop(step.shape))
         self._measured.add(step.shape)
         if dist.get_rank() == 0:
-            self._write(costs)
+            self._write(costs, as_data(self._layers(step, costs), machine))
         try:
             now = self._programs.make_again(
                 step.pipeline, step.call.config, step.shape, costs, step.program
@@ -81,14 +86,24 @@ class StepProfile(StepObserver[Step]):
         change = summary_of_change(step.program, now, costs) + file
         log_single_rank(logger, logging.INFO, change)
 
-    def _costs(self, step: Step, profile: Profile) -> Costs:
+    def _costs(self, step: Step, profile: Profile) -> tuple[Costs, Machine]:
         schedule = step.program.schedule
         what = f"{schedule.name} on {len(schedule.rows)} ranks"
         if step.shape is not None:
             what += f", micro batch {step.shape[0]}, sequence {step.shape[1]}"
-        return profile.costs(
-            step.connections.p2p, step.boundary, self._programs.costs[step.shape], what
-        )
+        connection, estimate = step.connections.p2p, self._programs.costs[step.shape]
+        return profile.costs(connection, step.pipeline, step.boundary, estimate, what)
+
+    def _layers(self, step: Step, costs: Costs) -> LayerCosts | None:
+        """Costs per layer type; None where layers are not known, or not all trained alike."""
+        basis = self._programs.bases.get(step.shape)
+        if basis is None:
+            return None
+        vocabulary = step.program.problem.extras.vocabulary
+        layers = layer_costs(costs, basis, is_divided=vocabulary is not VocabularyParallel.NONE)
+        for group in layers.alike:
+            logger.info(not_told_apart(group))
+        return layers
 
     def finish(self, iteration: int) -> None:
         """The training has ended with ``iteration``: compare. Collective over the pipeline."""
@@ -114,9 +129,9 @@ class StepProfile(StepObserver[Step]):
             seconds=(comparison.predicted, comparison.measured),
         )
 
-    def _write(self, costs: Costs) -> None:
+    def _write(self, costs: Costs, measured: Mapping[str, Any]) -> None:
         try:
-            save_costs(costs, self._path)
+            save_costs(costs, self._path, measured)
         except OSError as error:  # a full disk is no reason to end a training
             self._is_written = False
             logger.error(f"costs are not written to {self._path}: {error}")

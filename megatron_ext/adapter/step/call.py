@@ -148,6 +148,7 @@ def refuse_shapes(ours: PipelineConfig, call: Call) -> None:
     for flag, is_on in (
         ("vocab-parallel", ours.vocab_parallel is not VocabularyParallel.NONE),
         ("post-validation", ours.post_validation),
+        ("slices", ours.slices > 1),
     ):
         if is_on:
             raise ValueError(

@@ -11,35 +11,19 @@ masks, counts of tokens, scaling and logging are theirs.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
-from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
+from megatron_ext.adapter.step.loss import loss_of
 from megatron_ext.adapter.step.model_stage import ModelStage
+from megatron_ext.adapter.step.noted_call import ModelCall
 
-_FORWARD = inspect.signature(GPTModel.forward)
 _UNTRIED = ("decoder_input", "inference_context", "inference_params")
-
-
-@dataclass(frozen=True)
-class ModelCall:
-    """What a forward_step_func has called the model with, and the loss function it returned."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    loss_func: Callable[..., Any]
-
-    @property
-    def named(self) -> dict[str, Any]:
-        """The arguments by their names in GPTModel.forward."""
-        return _FORWARD.bind(None, *self.args, **self.kwargs).arguments
 
 
 class StandIn:
@@ -87,29 +71,11 @@ class EndStage(ModelStage):
         Returns:
             None in an evaluation.
         """
-        call, config = self._call, self._config
         loss_func = self._awaiting_loss.pop(microbatch).loss_func
-        if config.timers is not None:  # forward_step_calc_loss stops it
-            config.timers("forward-compute", log_level=2).start()
-        leaf = losses.detach().requires_grad_(not call.forward_only)
-        loss, tokens = schedules.forward_step_calc_loss(
-            self._model,
-            leaf.clone(),  # loss functions may write to what they are given
-            loss_func,
-            config,
-            None,
-            call.collect_non_loss_data,
-            call.num_microbatches,
-            self.losses,
-            call.context_parallel_size,
-            True,
-        )
+        call = self._call
+        gradient, tokens = loss_of(losses, loss_func, self._model, self._config, call, self.losses)
         self.tokens += tokens
-        if call.forward_only:
-            return None
-        self._free(loss)
-        gradient = schedules.backward_step(leaf, loss, None, config)
-        return torch.zeros_like(leaf) if gradient is None else gradient
+        return gradient
 
     def _forward_step_func(self, microbatch: int) -> Callable[..., Any]:
         call = self._begun.pop(microbatch, None) or self._begin()

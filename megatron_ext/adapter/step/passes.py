@@ -7,14 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_ext.adapter.observers.observer import Step
+from megatron_ext.adapter.slices.lengths import lengths_passed_on
 from megatron_ext.adapter.splitting import splitting
 from megatron_ext.adapter.step.end_stage import EndStage, ends_of
 from megatron_ext.adapter.step.gradients import no_grad_sync
 from megatron_ext.adapter.step.model_stage import ModelStage
 from megatron_ext.adapter.step.parameter_gathers import ParameterGathers, parameter_gathers
+from megatron_ext.adapter.step.sliced_stage import SlicedStage
 from megatron_ext.runtime.executor import execute
 from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.runtime.owner import Owner
+from megatron_ext.runtime.slices.running_slice import running_slice
 from megatron_ext.runtime.vocabulary.passes import VocabularyPasses
 from megatron_ext.schedule.schedule import followed_by_own_w, recomputed
 
@@ -28,6 +31,8 @@ def run_passes(step: Step, iterators: list[Any], others: Sequence[Owner] = ()) -
     boundary = step.boundary
     if call.varies_by is not None:
         boundary = replace(boundary, shape=None)
+    if step.spans:
+        boundary = replace(boundary, lengths=lengths_passed_on(boundary, step.spans))
     transport = connections.transport(program, boundary)
     row = program.schedule.rows[call.pipeline.rank()]
     chunks = dict(zip(_numbers(step), call.models, strict=True))
@@ -38,7 +43,7 @@ def run_passes(step: Step, iterators: list[Any], others: Sequence[Owner] = ()) -
     if connections.offload is not None and not call.forward_only:
         offload = connections.offload.step(row)
     gathers.begin()
-    with no_grad_sync(call.config), splitting(step.split):
+    with no_grad_sync(call.config), splitting(step.split), running_slice.step():
         execute(program, stages, transport, step.recorder, vocabulary, offload, others)
     return list(stages.values())
 
@@ -65,7 +70,11 @@ def _stages(
             for passes in (followed, recomputed)
         ]
         common = number, chunk, call.config, iterator, call, step.recorder, gathers, *own
-        if step.shard is not None and (placement.is_first(number) or is_last):
+        if step.spans:
+            stages[number] = SlicedStage(
+                *common, spans=step.spans, is_last=is_last, first_trained=first_trained
+            )
+        elif step.shard is not None and (placement.is_first(number) or is_last):
             stages[number] = EndStage(*common, is_last=is_last)
         else:
             stages[number] = ModelStage(*common, has_loss=is_last, first_trained=first_trained)

@@ -26,6 +26,8 @@ from megatron_ext.adapter.post_validation.pending import post_validation
 from megatron_ext.adapter.post_validation.step import SpeculativeStep, connect_validation
 from megatron_ext.adapter.programs import Programs, Shape
 from megatron_ext.adapter.race.step_race import StepRace
+from megatron_ext.adapter.slices.known_models import refuse_unknown
+from megatron_ext.adapter.slices.lengths import spans_of
 from megatron_ext.adapter.splitting import Split, head_weights
 from megatron_ext.adapter.step.call import Call
 from megatron_ext.adapter.step.connections import Connections, connect
@@ -163,6 +165,7 @@ class Training:
             boundary=call.boundary(),
             shard=shard,
             split=split,
+            spans=spans_of(program, call.config, call.decoder_seq_length or call.seq_length),
         )
 
     def _program(self, call: Call, shape: Shape) -> Program:
@@ -175,6 +178,8 @@ class Training:
         if known is not None:
             return known
         if self._connections is None:
+            if self._config.extras.slices.count > 1:
+                refuse_unknown(call.models)
             refuse_different_copies(call.pipeline, call.models)
             program = self._programs.make(call.pipeline, *asked)
             self._connections = self._connect(call, program)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_ext.schedule.action import Action
+from megatron_ext.schedule.action import Action, tokens_of
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.program.memory import in_bytes, most_on_host
@@ -55,8 +55,10 @@ def buffer_sizes(row: tuple[Action, ...], costs: Costs) -> dict[tuple[int, Held]
     do not tell."""
     if costs.held_bytes is None:
         return {}
-    amount = in_bytes(costs)
-    return {(stage, held): math.ceil(amount(held, stage)) for stage, held in most_on_host(row)}
+    amount, tokens = in_bytes(costs), max(tokens_of(action.microbatch) for action in row)
+    return {
+        (stage, held): math.ceil(amount(held, stage) * tokens) for stage, held in most_on_host(row)
+    }
 
 
 def planned_bytes(row: tuple[Action, ...], costs: Costs) -> int | None:

@@ -23,8 +23,9 @@ def message_seconds(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     clock: Clock,
-) -> list[float]:
-    """Seconds of one message of ``shape`` to each neighbour of a higher rank, between steps.
+) -> dict[int, float]:
+    """Seconds of one message of ``shape`` to each neighbour of a higher rank, by that rank, between
+    steps.
 
     Collective over the pipeline: every rank calls it with the same ``channels``. Pairs go one after
     the other as far as they share a rank. It is half of the median round.
@@ -33,7 +34,7 @@ def message_seconds(
     data = torch.zeros(shape, dtype=dtype, device=connection.device)
     pairs = [pair for pair in sorted(channel_of) if pair[0] < pair[1] and connection.rank in pair]
     seconds = {pair: _of_pair(connection, channel_of, pair, data, clock) for pair in pairs}
-    return [figure for (lower, _), figure in seconds.items() if lower == connection.rank]
+    return {upper: figure for (lower, upper), figure in seconds.items() if lower == connection.rank}
 
 
 def _of_pair(

@@ -8,11 +8,12 @@ it takes does not count, so there is time in it to count bytes.
 from __future__ import annotations
 
 import math
+import socket
 from dataclasses import replace
 
 import torch.distributed as dist
 
-from megatron_ext.runtime.held_bytes import HeldBytes
+from megatron_ext.runtime.held_bytes import HeldBytes, reserved_beyond_allocated
 from megatron_ext.runtime.measure.message_time import message_seconds
 from megatron_ext.runtime.messages.batched import PipelineGroup
 from megatron_ext.runtime.messages.channels import Channels
@@ -20,7 +21,12 @@ from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.recording import Clock, Recording
 from megatron_ext.schedule.costs import Costs
-from megatron_ext.schedule.model.measured_costs import RankFigures, measured_costs, medians
+from megatron_ext.schedule.model.measured_costs import (
+    Machine,
+    RankFigures,
+    measured_costs,
+    medians,
+)
 from megatron_ext.schedule.program.graph import channels
 from megatron_ext.schedule.program.verify import Program
 
@@ -64,24 +70,35 @@ class Profile:
         return len(self._recordings) >= MEASURED
 
     def costs(
-        self, connection: Channels | PipelineGroup, boundary: Boundary, estimate: Costs, what: str
-    ) -> Costs:
-        """The costs, the same on every rank. Collective over the world, after the last step.
+        self,
+        connection: Channels | PipelineGroup,
+        pipeline: dist.ProcessGroup,
+        boundary: Boundary,
+        estimate: Costs,
+        what: str,
+    ) -> tuple[Costs, Machine]:
+        """The costs, and what was measured beside them, the same on every rank. Collective over the
+        world, after the last step.
 
         Args:
+            pipeline: that ``connection`` connects.
             boundary: what passes between stages, with its shape.
             estimate: the costs that the steps were made with.
             what: was measured, for people to read.
         """
         assert self._program is not None and boundary.shape is not None
         ways = channels(self._program.schedule)
+        hops = message_seconds(connection, ways, boundary.shape, boundary.dtype, self._clock)
         figures = RankFigures(
             medians(event for recording in self._recordings for event in recording.read()[0]),
             self._counting.per_microbatch(),
-            message_seconds(connection, ways, boundary.shape, boundary.dtype, self._clock),
+            list(hops.values()),
+            [dist.get_global_rank(pipeline, rank) for rank in hops],
+            socket.gethostname(),
+            reserved_beyond_allocated(connection.device),
         )
         ranks: list[RankFigures] = [figures] * dist.get_world_size()
         dist.all_gather_object(ranks, figures)
         costs = measured_costs(self._program, estimate, ranks, f"{what}, {MEASURED} iterations")
         message_bytes = math.prod(boundary.shape) * boundary.dtype.itemsize
-        return replace(costs, message_bytes=message_bytes)
+        return replace(costs, message_bytes=message_bytes), Machine.of(ranks)

@@ -83,8 +83,9 @@ class BatchedTransport(TransportBase):
 
     def receive(self, action: Action) -> None:
         """Post the receive of ``action``, at the latest with the send that it moves with."""
-        assert self._boundary.shape is not None, "shapes that vary cannot be batched"
-        self._add(action, self._empty(self._boundary.shape, self._boundary.dtype))
+        shape = self._boundary.shape_of(action)
+        assert shape is not None, "shapes that vary cannot be batched"
+        self._add(action, self._empty(shape, self._boundary.dtype))
 
     def wait_sent(self, send: Action) -> None:
         """Return when the tensor of ``send`` has left, and all that moves with it has moved."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_ext.runtime.messages.channels import Channels
 from megatron_ext.runtime.position import whom
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.action import Action, Kind, Slice
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.program.graph import Channel, channel_of
 
@@ -27,10 +27,23 @@ class PeerFailure(RuntimeError):
 
 @dataclass(frozen=True)
 class Boundary:
-    """The tensor that passes between stages. ``shape`` is None where it varies by microbatch."""
+    """The tensor that passes between stages.
+
+    Attributes:
+        shape: None where it varies by microbatch.
+        lengths: of the first dimension, by slice of a microbatch, where it is cut into slices.
+    """
 
     shape: tuple[int, ...] | None
     dtype: torch.dtype
+    lengths: tuple[int, ...] = ()
+
+    def shape_of(self, action: Action) -> tuple[int, ...] | None:
+        """The shape of what ``action`` sends or receives."""
+        if self.shape is None or not self.lengths:
+            return self.shape
+        assert isinstance(action.microbatch, Slice), f"{action} names no slice"
+        return (self.lengths[action.microbatch.slice], *self.shape[1:])
 
 
 class Closable(Protocol):
@@ -81,7 +94,7 @@ class TransportBase:
         The other rank receives what the boundary says: gloo would abort it on another size, and
         take another type's bytes for its own.
         """
-        shape, dtype = self._boundary.shape, self._boundary.dtype
+        shape, dtype = self._boundary.shape_of(action), self._boundary.dtype
         if tensor.dtype != dtype or (shape is not None and tensor.shape != shape):
             expected = f"{dtype}" if shape is None else f"{dtype} of shape {shape}"
             raise ValueError(
@@ -152,7 +165,7 @@ class Transport(TransportBase):
         """
         channel = self._channel_of(action)
         with self._calling_peer(action):
-            shape = self._boundary.shape
+            shape = self._boundary.shape_of(action)
             if shape is None:
                 header = torch.empty(MAX_DIMENSIONS + 1, dtype=torch.int64)
                 self._channels.receive_shape(channel, header)

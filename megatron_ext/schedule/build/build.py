@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from megatron_ext.schedule.build.registry import Choice
+from megatron_ext.schedule.build.registry import Choice, entries
 from megatron_ext.schedule.build.size import check_size, size_of
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.problem import Offload, Problem, Recompute, VocabularyParallel
@@ -41,6 +41,7 @@ def build_program(choice: Choice, problem: Problem) -> Program:
         ValueError: this machine has not the memory to build one that large.
     """
     check_size(problem)
+    _check_slices(choice, problem)
     problem = _with_own_costs(problem)
     with task(f"building {choice.spec} for {size_of(problem)}"):
         if _is_made_again(choice, problem) and not problem.forward_only:
@@ -50,6 +51,15 @@ def build_program(choice: Choice, problem: Problem) -> Program:
         if limit is not None and limit.bytes is not None:
             schedule = _with_room_for_messages(choice, problem, limit.bytes, schedule)
         return prove(schedule, problem)
+
+
+def _check_slices(choice: Choice, problem: Problem) -> None:
+    if problem.slices.count > 1 and not choice.takes_slices:
+        others = [name for name, entry in entries().items() if entry.takes_slices]
+        raise ValueError(
+            f"schedule {choice.spec} has no order for {problem.slices.count} slices of a "
+            f"microbatch; take one of {', '.join(others)}, or no slices"
+        )
 
 
 def _shortest_with_recompute(choice: Choice, problem: Problem) -> Program:
@@ -162,7 +172,8 @@ def _for_training(problem: Problem) -> list[Transform]:
 
 def _places_recompute(choice: Choice, problem: Problem) -> bool:
     """Whether the family itself chooses what is made again."""
-    return choice.fits_recompute and problem.extras.recompute.fit
+    is_whole = problem.slices.count == 1  # of slices nothing is searched for
+    return choice.fits_recompute and problem.extras.recompute.fit and is_whole
 
 
 def _is_made_again(choice: Choice, problem: Problem) -> bool:

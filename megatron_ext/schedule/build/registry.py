@@ -64,6 +64,7 @@ class FamilyEntry:
     searches: bool = False
     steps_overlap: bool = False
     fits_recompute: bool = False
+    takes_slices: bool = False
     aliases: tuple[str, ...] = ()
     at_once: Callable[..., Schedule] | None = None
 
@@ -84,6 +85,7 @@ def family(
     searches: bool = False,
     steps_overlap: bool = False,
     fits_recompute: bool = False,
+    takes_slices: bool = False,
     aliases: tuple[str, ...] = (),
     at_once: Callable[..., Schedule] | None = None,
 ) -> Callable[[Callable[..., Schedule]], Callable[..., Schedule]]:
@@ -99,6 +101,7 @@ def family(
         steps_overlap: whether post-validation gains anything, on more than one rank.
         fits_recompute: whether it chooses itself what is made again, where recompute is to fit into
             the memory limit.
+        takes_slices: whether it has an order for microbatches that are cut into slices.
         aliases: other names, torch.distributed.pipelining's among them.
         at_once: of a family that takes long, a function that takes no search: the best it has
             within the same limit. It stands in where steps cannot wait.
@@ -117,6 +120,7 @@ def family(
                 searches=searches,
                 steps_overlap=steps_overlap,
                 fits_recompute=fits_recompute,
+                takes_slices=takes_slices,
                 aliases=aliases,
                 at_once=at_once,
             )
@@ -152,8 +156,10 @@ class Choice:
     searches: bool = False
     ranks: int | None = None  # that a table is for; None: any number
     microbatches: int | None = None  # the same
+    slices: int | None = None  # that a microbatch has in a table; None: any number
     recomputes: bool = False  # whether it is a table with passes that make activations again
     fits_recompute: bool = False
+    takes_slices: bool = False
     at_once: Family | None = None
 
     @property
@@ -205,6 +211,7 @@ def choose(spec: str) -> Choice:
         entry.splits_backward,
         searches=entry.searches,
         fits_recompute=entry.fits_recompute,
+        takes_slices=entry.takes_slices,
         at_once=at_once,
     )
 
@@ -314,7 +321,8 @@ def _all_names() -> list[str]:
 
 def _from_csv_file(path: Path) -> Choice:
     schedule, is_folded = _in_csv_file(path)
-    microbatches = 1 + max(action.microbatch for row in schedule.rows for action in row)
+    microbatches = schedule.microbatches
+    slices = schedule.columns.slices
 
     def place(ranks: int) -> Placement:
         if ranks != len(schedule.rows):
@@ -330,7 +338,13 @@ def _from_csv_file(path: Path) -> Choice:
                 f"schedule file {path} is for {counted(microbatches, 'microbatch')}, and this step "
                 f"has {problem.microbatches}: change the batch size, or the file"
             )
-        return schedule
+        if problem.slices.count != slices:
+            raise ValueError(
+                f"schedule file {path} has {_counted_slices(slices)} of a microbatch, and this "
+                f"step {_counted_slices(problem.slices.count)}: ask for {_counted_slices(slices)}, "
+                f"or take another file"
+            )
+        return schedule if slices == 1 else _cut_as_in(problem, schedule)
 
     if is_folded:
         build = _remarking(
@@ -347,8 +361,29 @@ def _from_csv_file(path: Path) -> Choice:
         splits_backward=Kind.BACKWARD_WEIGHT in kinds,
         ranks=len(schedule.rows),
         microbatches=microbatches,
+        slices=slices,
+        takes_slices=slices > 1,
         recomputes=Kind.RECOMPUTE in kinds,
     )
+
+
+def _counted_slices(number: int) -> str:
+    return "no slices" if number == 1 else counted(number, "slice")
+
+
+def _cut_as_in(problem: Problem, schedule: Schedule) -> Schedule:
+    """``schedule``, whose slices are as long as those of ``problem``."""
+    parts = problem.forwards
+    rows = tuple(
+        tuple(
+            a._replace(
+                microbatch=parts[a.microbatch] if a.microbatch < len(parts) else a.microbatch
+            )
+            for a in row
+        )
+        for row in schedule.rows
+    )
+    return replace(schedule, rows=rows)
 
 
 def _in_csv_file(path: Path) -> tuple[Schedule, bool]:

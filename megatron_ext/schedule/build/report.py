@@ -39,6 +39,8 @@ class ScheduleReport:
     pp: int
     vpp: int
     microbatches: int
+    slices: int
+    slice_lengths: str
     vocabulary: VocabularyParallel
     offload: Offload
     recompute: str
@@ -84,6 +86,8 @@ def report(
         pp=problem.ranks,
         vpp=problem.placement.chunks,
         microbatches=problem.microbatches,
+        slices=problem.slices.count,
+        slice_lengths=str(problem.slices),
         vocabulary=problem.extras.vocabulary,
         offload=problem.extras.offload,
         recompute=str(problem.extras.recompute),

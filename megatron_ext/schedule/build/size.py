@@ -49,12 +49,13 @@ def bytes_to_build(problem: Problem) -> int:
 
 
 def _counts(problem: Problem) -> str:
-    return f"{counted(problem.ranks, 'rank')} and {counted(problem.microbatches, 'microbatch')}"
+    text = f"{counted(problem.ranks, 'rank')} and {counted(problem.microbatches, 'microbatch')}"
+    return text if problem.slices.count == 1 else f"{text} of {problem.slices.count} slices"
 
 
 def _pairs(problem: Problem) -> int:
-    """Of a stage and a microbatch."""
-    return problem.placement.stages * problem.microbatches
+    """Of a stage and a microbatch, or a slice of one."""
+    return problem.placement.stages * problem.pieces
 
 
 def _memory() -> int:

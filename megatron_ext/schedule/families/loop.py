@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import batched
 
-from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.action import Action, Kind, tokens_of
 from megatron_ext.schedule.build.registry import Mark, family
 from megatron_ext.schedule.placement import loop
 from megatron_ext.schedule.problem import Problem
@@ -33,11 +34,16 @@ Rows = tuple[tuple[Action, ...], ...]
     loop,
     source="Narayanan et al. 2021, arXiv:2104.04473, section 2.2.2",
     mark=Mark.STABLE,
-    aliases=("ScheduleInterleaved1F1B", "Interleaved1F1B"),
+    takes_slices=True,
+    aliases=("ScheduleInterleaved1F1B", "Interleaved1F1B", "slimpipe"),
 )
 def interleaved(problem: Problem, *, group: int = 0) -> Schedule:
     """Megatron's interleaved 1F1B, action for action; ``group`` (0: p) is its microbatch group size
     per virtual stage. Bubble (p-1)(F+I+W)/v; peak (v-1)*group + 2p-1 chunks, or all m microbatches.
+
+    With k slices the groups are of slices: bubble (p-1)(F+I+W)/(vk). It is Seq1F1B-I (Sun et al.
+    2024, arXiv:2406.03488), whose own warm-up makes ranks wait for one another where k > p; and
+    where k is a multiple of p SlimPipe (Li et al. 2025, arXiv:2504.14519), a group a microbatch.
 
     With p = 2, m = 2:
 
@@ -55,6 +61,7 @@ def interleaved(problem: Problem, *, group: int = 0) -> Schedule:
     "breadth-first",
     loop,
     source="Lamy-Poirier 2023, arXiv:2211.05953",
+    takes_slices=True,
     aliases=("ScheduleLoopedBFS", "LoopedBFS", "layered-accumulation", "modular-pipeline"),
 )
 def breadth_first(problem: Problem) -> Schedule:
@@ -68,7 +75,7 @@ def breadth_first(problem: Problem) -> Schedule:
         0  0F0 0F1 2F0 2F1 .   .   .   2B0 =   2B1 =   0B0 =   0B1 =
         1  .   1F0 1F1 3F0 3F1 3B0 =   3B1 =   1B0 =   1B1 =   .   .
     """
-    order = _units(problem, problem.microbatches, _WHOLE)
+    order = _units(problem, problem.pieces, _WHOLE)
     return Schedule("breadth-first", problem.placement, order)
 
 
@@ -119,16 +126,19 @@ def _within(problem: Problem) -> list[int]:
 
 
 def _units(problem: Problem, u: int, backward: Kind) -> Rows:
-    """Units of ``u`` microbatches, each through all chunks of a rank and back."""
-    m = problem.microbatches
-    ks = [range(first, min(first + u, m)) for first in range(0, m, u)]
+    """Units of ``u`` microbatches, or slices, each through all chunks of a rank and back."""
+    orders = problem.forwards, problem.backwards
+    units_of = list(zip(*(batched(order, u) for order in orders), strict=True))
     return tuple(
         tuple(
             Action(stage, kind, k)
-            for unit in ks
-            for kind, way in ((Kind.FORWARD, stages), (backward, stages[::-1]))
+            for there, back in units_of
+            for kind, way, ks in (
+                (Kind.FORWARD, stages, there),
+                (backward, stages[::-1], back),
+            )
             for stage in way
-            for k in unit
+            for k in ks
         )
         for stages in problem.placement.stages_of
     )
@@ -141,6 +151,7 @@ def _units(problem: Problem, u: int, backward: Kind) -> Rows:
     mark=Mark.STABLE,
     splits_backward=True,
     uses_costs=True,
+    takes_slices=True,
     aliases=("ScheduleInterleavedZeroBubble", "InterleavedZeroBubble"),
 )
 def interleaved_zb(problem: Problem, *, group: int = 0) -> Schedule:
@@ -245,26 +256,39 @@ _WHOLE, _SPLIT = Kind.FULL_BACKWARD, Kind.BACKWARD_INPUT
 
 
 def _interleaved(name: str, problem: Problem, group: int, backward: Kind) -> Rows:
-    p, group = problem.ranks, group or problem.ranks
+    p, slices = problem.ranks, problem.slices.count
+    least = slices * -(-p // slices)
+    group = group or least
     if group < p:
         raise ValueError(
-            f"{name}: group is {group}, fewer microbatches than the {p} pipeline ranks, so "
-            f"that a rank would wait for its own chunks; write group={p} or more"
+            f"{name}: group is {group}, fewer {_pieces(problem)} than the {p} pipeline ranks, so "
+            f"that a rank would wait for its own chunks; write group={least} or more"
         )
-    group = min(group, problem.microbatches)
-    # Megatron's warm-up, and the one forward that each backward follows.
-    ahead = [(problem.placement.chunks - 1) * group + 2 * (p - rank) - 1 for rank in range(p)]
+    if group % slices:
+        raise ValueError(
+            f"{name}: group is {group}, and microbatches have {slices} slices: the last slice goes "
+            f"back first, so that a group has to hold whole microbatches; write group={least} or "
+            f"another multiple of {slices}"
+        )
+    group = min(group, problem.pieces)
+    # Megatron's warm-up, and the one forward that each backward follows; the last slice of a
+    # microbatch goes back first.
+    before = (problem.placement.chunks - 1) * group + slices - 1
+    ahead = [before + 2 * (p - rank) - 1 for rank in range(p)]
     return _rows(name, problem, group, ahead, backward)
+
+
+def _pieces(problem: Problem) -> str:
+    return "microbatches" if problem.slices.count == 1 else "slices"
 
 
 def _rows(name: str, problem: Problem, group: int, ahead: list[int], backward: Kind) -> Rows:
     """One forward, one backward, with ``ahead[r]`` forwards before rank r's first backward."""
-    m = problem.microbatches
-    groups = [range(first, min(first + group, m)) for first in range(0, m, group)]
+    there, back = (list(batched(o, group)) for o in (problem.forwards, problem.backwards))
     rows = []
     for stages, lead in zip(problem.placement.stages_of, ahead, strict=True):
-        forwards = [Action(s, Kind.FORWARD, k) for ks in groups for s in stages for k in ks]
-        backwards = [Action(s, backward, k) for ks in groups for s in reversed(stages) for k in ks]
+        forwards = [Action(s, Kind.FORWARD, k) for ks in there for s in stages for k in ks]
+        backwards = [Action(s, backward, k) for ks in back for s in reversed(stages) for k in ks]
         row = forwards[:lead]
         for n, action in enumerate(backwards):
             row += [action, *forwards[lead + n : lead + n + 1]]
@@ -273,9 +297,10 @@ def _rows(name: str, problem: Problem, group: int, ahead: list[int], backward: K
         time(rows, problem)
     except Hangs:
         raise ValueError(
-            f"{name}: {m} microbatches in groups of {group} leave {m % group} for the last group, "
-            f"with which {problem.ranks} pipeline ranks would wait for one another; write a number "
-            f"of microbatches that is a multiple of {group}, or another group"
+            f"{name}: {problem.pieces} {_pieces(problem)} in groups of {group} leave "
+            f"{problem.pieces % group} for the last group, with which {problem.ranks} pipeline "
+            f"ranks would wait for one another; write a number of {_pieces(problem)} that is a "
+            f"multiple of {group}, or another group"
         ) from None
     return tuple(rows)
 
@@ -284,9 +309,10 @@ def _with_weight_gradients(name: str, problem: Problem, order: Rows) -> Schedule
     """``order`` with its W within what it needs anyway, on the rank that needs most."""
     ahead = 0.0
     for row in order:
-        held = 0
+        held = 0.0
         for action in row:
-            held += 1 if action.kind is Kind.FORWARD else -1
+            tokens = tokens_of(action.microbatch)
+            held += tokens if action.kind is Kind.FORWARD else -tokens
             ahead = max(ahead, held)
     filled = _filled(name, problem, order, ahead / problem.placement.chunks)
     return Schedule(name, problem.placement, filled.rows)

@@ -15,6 +15,7 @@ from megatron_ext.schedule.schedule import Schedule
     source="Rae et al. 2024, arXiv:2405.18047",
     mark=Mark.LABORATORY,
     splits_backward=True,
+    takes_slices=True,
 )
 def two_bp(problem: Problem, *, base: str = "1f1b") -> Schedule:
     """The order of ``base`` (1f1b or gpipe) with I for B, and all W after it.
@@ -34,7 +35,7 @@ def two_bp(problem: Problem, *, base: str = "1f1b") -> Schedule:
     rows = []
     for rank, row in enumerate(entries()[base].build(problem).rows):
         order = [Action(s, Kind.FORWARD if k is Kind.FORWARD else _I, n) for s, k, n in row]
-        late = [Action(rank, Kind.BACKWARD_WEIGHT, n) for n in range(problem.microbatches)]
+        late = [Action(rank, Kind.BACKWARD_WEIGHT, n) for n in problem.backwards]
         rows.append((*order, *late))
     return Schedule("2bp", problem.placement, tuple(rows))
 

@@ -31,11 +31,14 @@ Pass = tuple[int, Kind]  # chunk, kind
     mark=Mark.STABLE,
     splits_backward=True,
     steps_overlap=True,
+    takes_slices=True,
     aliases=("ScheduleZBVZeroBubble", "ZBVZeroBubble"),
 )
 def zb_v(problem: Problem) -> Schedule:
     """No bubble in the span where F, I and W cost the same; (p-1)F/2 in the makespan, as the first
     microbatch has to reach the last rank. Peak p microbatches, as 1F1B's.
+
+    With k slices, k-1 forwards more on each chunk first: peak (p+k-1)/k microbatches.
 
     With p = 2, m = 3:
 
@@ -44,17 +47,18 @@ def zb_v(problem: Problem) -> Schedule:
         0  .   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
         1  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2 .
     """
-    p = problem.ranks
-    least = 2 * p - 1
-    m = max(problem.microbatches, least)
+    p, more = problem.ranks, problem.slices.count - 1
+    least = 2 * p - 1 + more
+    m = _pieces(problem, least)
 
     def passes(device: int) -> Iterator[Pass]:
         backward_0, backward_1 = [(0, _I), (0, _W)], [(1, _I), (1, _W)]
         yield from [(0, _F)] * (2 * (p - device) - 1)
-        yield from [(1, _F), (0, _F)] * device
+        yield from [(1, _F), (0, _F)] * (device + more)
         yield from [(1, _F), *backward_1] * (p - device)
         yield from [(0, _F), *backward_0, (1, _F), *backward_1] * (m - least + device)
         yield from [*backward_0, (1, _F), *backward_1] * (p - device - 1)
+        yield from [*backward_0, *backward_1] * more
         yield from [(0, _I), (1, _I)] * device
         yield from backward_0 * (p - device)
         yield from [(1, _W)] * device
@@ -69,6 +73,7 @@ def zb_v(problem: Problem) -> Schedule:
     source=f"{_CONTROLLABLE_MEMORY}, section 3.2, V-Half",
     mark=Mark.STABLE,
     splits_backward=True,
+    takes_slices=True,
 )
 def v_half(problem: Problem) -> Schedule:
     """Half of 1F1B's memory: peak (p+2)//2 microbatches. At equal costs the steady phase has no
@@ -94,7 +99,13 @@ def v_half(problem: Problem) -> Schedule:
     return _from_block("v-half", problem, block, peak=(p + 2) // 2)
 
 
-@family("v-min", v, source=f"{_CONTROLLABLE_MEMORY}, section 3.2, V-Min", splits_backward=True)
+@family(
+    "v-min",
+    v,
+    source=f"{_CONTROLLABLE_MEMORY}, section 3.2, V-Min",
+    splits_backward=True,
+    takes_slices=True,
+)
 def v_min(problem: Problem) -> Schedule:
     """The least memory: peak (p+4)//3 microbatches. All passes follow at once on one another.
 
@@ -192,11 +203,11 @@ def _from_device_passes(
 ) -> Schedule:
     """The schedule whose ``passes`` on the paper's devices are given, microbatches in order.
 
-    With fewer than ``least`` microbatches it is the schedule of ``least`` without the first of
-    them: the warm-up shrinks, and the cool-down, where W fills the gaps, stays.
+    With fewer than ``least`` microbatches, or slices, it is the schedule of ``least`` without the
+    first of them: the warm-up shrinks, and the cool-down, where W fills the gaps, stays.
     """
     p = problem.ranks
-    left_out = max(least - problem.microbatches, 0)
+    left_out = _pieces(problem, least) - problem.pieces
 
     def row(device: int) -> Iterator[Action]:
         done: Counter[tuple[int, Kind]] = Counter()
@@ -205,10 +216,18 @@ def _from_device_passes(
             k = done[covered[0]] - left_out
             done.update(covered)
             if k >= 0:
-                yield Action(2 * p - 1 - device if chunk else device, kind, k)
+                order = problem.forwards if kind is _F else problem.backwards
+                yield Action(2 * p - 1 - device if chunk else device, kind, order[k])
 
     rows = tuple(tuple(row(p - 1 - rank)) for rank in range(p))
     return Schedule(name, problem.placement, rows)
+
+
+def _pieces(problem: Problem, least: int) -> int:
+    """The microbatches, or slices, of ``problem``; where they are fewer than ``least``, and as many
+    whole microbatches more as it takes."""
+    slices = problem.slices.count
+    return problem.pieces + slices * max(-(-(least - problem.pieces) // slices), 0)
 
 
 def _per_stage(
@@ -221,9 +240,23 @@ def _per_stage(
 def _from_block(
     name: str, problem: Problem, starts: dict[Kind, tuple[int, ...]], peak: int
 ) -> Schedule:
-    """The schedule of a building block, at most ``peak`` microbatches held."""
+    """The schedule of a building block, at most ``peak`` microbatches held. A block is of a slice,
+    where there are some: its backward pass is as much later as the last slice of its microbatch
+    comes after the first."""
+    slices = problem.slices.count
+    later = (slices - 1) * _INTERVAL
+    starts = {k: tuple(s + later * (k is not _F) for s in row) for k, row in starts.items()}
     block = BuildingBlock(_INTERVAL, starts)
     if _I in starts:
         block = block.with_weight_gradients(problem.placement)
-    passes = block.unroll(problem.microbatches)
-    return Schedule(name, problem.placement, squeeze(passes, problem.placement, 2 * peak))
+    passes = block.unroll(problem.pieces)
+    numbered = squeeze(passes, problem.placement, 2 * (peak + slices - 1), slices)
+    rows = tuple(
+        tuple(
+            a._replace(microbatch=(problem.forwards if a.kind is _F else problem.backwards)[n])
+            for a in row
+            for n in (a.microbatch,)
+        )
+        for row in numbered
+    )
+    return Schedule(name, problem.placement, rows)

@@ -11,8 +11,9 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
-from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.action import Action, Kind, tokens_of
 from megatron_ext.schedule.build.build import complete
 from megatron_ext.schedule.build.registry import Mark, entries, family
 from megatron_ext.schedule.kinds import Held
@@ -37,8 +38,8 @@ _ACTIONS = 100_000  # to be placed in trials altogether: what is tried depends o
 
 def line_at_once(problem: Problem) -> Schedule:
     """One trial, and what is published, within `zb_auto`'s limit. Raises as that."""
-    memory = memory_of(problem, math.inf if problem.memory_limit else 2 * problem.ranks)
-    return _best("zb-auto", problem, memory, _published(), by_span=False, trials=1)
+    memory = memory_of(problem, math.inf if problem.memory_limit else 2 * problem.held_by_1f1b)
+    return _best("zb-auto", problem, memory, _published(problem), by_span=False, trials=1)
 
 
 @family(
@@ -49,11 +50,12 @@ def line_at_once(problem: Problem) -> Schedule:
     splits_backward=True,
     uses_costs=True,
     steps_overlap=True,
+    takes_slices=True,
     at_once=line_at_once,
 )
 def zb_auto(problem: Problem) -> Schedule:
-    """The least makespan found within the memory limit; without one, within 2p microbatches. With
-    post-validation, that or the least span, whichever makes a step cost less.
+    """The least makespan found within the memory limit; without one, within 2p microbatches, twice
+    1F1B's peak. With post-validation, that or the least span, whichever makes a step cost less.
 
     Never more than any other schedule of this placement takes that keeps to the limit.
 
@@ -65,8 +67,8 @@ def zb_auto(problem: Problem) -> Schedule:
         1  .  F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4 .
         2  .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 W1 W2 W3 W4
     """
-    memory = memory_of(problem, math.inf if problem.memory_limit else 2 * problem.ranks)
-    others = [name for name in _on_a_line() if name != "zb-auto"]
+    memory = memory_of(problem, math.inf if problem.memory_limit else 2 * problem.held_by_1f1b)
+    others = [name for name in _on_a_line(problem) if name != "zb-auto"]
     least_makespan = _best("zb-auto", problem, memory, others, by_span=False)
     if not problem.extras.post_validation:
         return least_makespan
@@ -79,9 +81,17 @@ def _step(schedule: Schedule, problem: Problem) -> float:
     return step_seconds(complete(schedule, problem), problem.costs)
 
 
-@family("zb-1p", line, source=_SOURCE, mark=Mark.STABLE, splits_backward=True, uses_costs=True)
+@family(
+    "zb-1p",
+    line,
+    source=_SOURCE,
+    mark=Mark.STABLE,
+    splits_backward=True,
+    uses_costs=True,
+    takes_slices=True,
+)
 def zb_1p(problem: Problem) -> Schedule:
-    """The same within p microbatches, 1F1B's peak, for the least span.
+    """The same within p microbatches, 1F1B's peak (also with slices), for the least span.
 
     With p = 3, m = 4:
 
@@ -91,8 +101,8 @@ def zb_1p(problem: Problem) -> Schedule:
         1  .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
         2  .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
     """
-    memory = memory_of(problem, problem.ranks)
-    return _best("zb-1p", problem, memory, _published(), by_span=True)
+    memory = memory_of(problem, problem.held_by_1f1b)
+    return _best("zb-1p", problem, memory, _published(problem), by_span=True)
 
 
 @family(
@@ -103,6 +113,7 @@ def zb_1p(problem: Problem) -> Schedule:
     splits_backward=True,
     uses_costs=True,
     steps_overlap=True,
+    takes_slices=True,
 )
 def zb_2p(problem: Problem, *, paper_count: bool = False) -> Schedule:
     """The same within 2p microbatches, for the least span: near zero when costs are near equal.
@@ -119,24 +130,29 @@ def zb_2p(problem: Problem, *, paper_count: bool = False) -> Schedule:
         1  .  F0 F1 F2 I0 F3 I1 F4 I2 F5 I3 W0 I4 W1 I5 W2 W3 W4 W5 .
         2  .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 F5 I5 W0 W1 W2 W3 W4 W5
     """
-    limit = 2 * problem.ranks
+    limit = 2 * problem.held_by_1f1b
     if paper_count and problem.memory_limit is None:
         memory = Memory(_after_paper, (limit + 1.0,) * problem.ranks)
     else:
         memory = memory_of(problem, limit)
-    return _best("zb-2p", problem, memory, _published(), by_span=True)
+    return _best("zb-2p", problem, memory, _published(problem), by_span=True)
 
 
 def _after_paper(held: Held, stage: int) -> float:
-    return 1.0 if held is Held.ACTIVATION else 0.5
+    return {Held.ACTIVATION: 1.0, Held.WEIGHT_INPUTS: 0.5}.get(held, 0.0)
 
 
-def _on_a_line() -> list[str]:
-    return [name for name, entry in entries().items() if entry.place is line]
+def _on_a_line(problem: Problem) -> list[str]:
+    is_cut = problem.slices.count > 1
+    return [
+        name
+        for name, entry in entries().items()
+        if entry.place is line and (entry.takes_slices or not is_cut)
+    ]
 
 
-def _published() -> list[str]:
-    return [name for name in _on_a_line() if not entries()[name].uses_costs]
+def _published(problem: Problem) -> list[str]:
+    return [name for name in _on_a_line(problem) if not entries()[name].uses_costs]
 
 
 def _best(
@@ -183,17 +199,19 @@ def _best(
 
 
 def _trials(problem: Problem, memory: Memory, by_span: bool) -> Iterator[TimedOrder]:
-    p, m = problem.ranks, problem.microbatches
+    p, m, slices = problem.ranks, problem.pieces, problem.slices.count
     affordable = max(_ACTIONS // (3 * p * m), 2)
     seconds = problem.costs.seconds
     forward, gradient = max(seconds[Kind.FORWARD]), max(seconds[Kind.BACKWARD_INPUT])
+    # Of a slice, a message takes the latency and its share of the rest.
+    hop = slices * problem.costs.hop_of(problem.forwards[0])
     # As many forwards as fit in before the first gradient comes back; published leads after that.
-    there_and_back = (forward + gradient + 2 * problem.costs.hop) / forward if forward else m
+    there_and_back = (forward + gradient + 2 * hop) / forward if forward else m
     trials = max(affordable // (2 * len(_LEADS)), 2)
     tried: set[tuple[int, ...]] = set()
     for extra in (0, 1):
         for lead in (there_and_back, *_LEADS):
-            ahead = tuple(min(m, math.ceil(1 + extra + lead * (p - 1 - r))) for r in range(p))
+            ahead = tuple(min(m, math.ceil(slices + extra + lead * (p - 1 - r))) for r in range(p))
             if ahead not in tried and len(tried) * trials < affordable:
                 tried.add(ahead)
                 order = _greedy_order(problem, memory, ahead)
@@ -203,8 +221,8 @@ def _trials(problem: Problem, memory: Memory, by_span: bool) -> Iterator[TimedOr
 def _greedy_order(problem: Problem, memory: Memory, ahead: Sequence[int]) -> list[list[Action]]:
     """F and I of each rank as they become possible, I first.
 
-    Rank r has at most ``ahead[r]`` microbatches between F and I. W are done only to keep to the
-    limit and to time, where nothing else comes before they end.
+    Rank r has at most ``ahead[r]`` microbatches, or slices, between F and I. W are done only to
+    keep to the limit and to time, where nothing else comes before they end.
     """
     return _Line(problem, memory, ahead).rows()
 
@@ -213,13 +231,21 @@ class _Line:
     """The ranks of `_greedy_order`, each with when its inputs come and how far it is."""
 
     def __init__(self, problem: Problem, memory: Memory, ahead: Sequence[int]) -> None:
-        self._placement, self._microbatches = problem.placement, problem.microbatches
-        self._memory, self._ahead, self._hop = memory, ahead, problem.costs.hop
-        p, m = problem.ranks, problem.microbatches
+        self._placement, self._pieces = problem.placement, problem.pieces
+        self._memory, self._ahead, self._slices = memory, ahead, problem.slices.count
+        p, m, parts, of = problem.ranks, problem.pieces, problem.parts(0), problem.costs.of
+        self._forwards, self._backwards = problem.forwards, problem.backwards
         kinds = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+        # By kind, rank and slice; by slice; by how many pieces.
         self._seconds = {
-            kind: [problem.costs.of(Action(rank, kind, 0)) for rank in range(p)] for kind in kinds
+            kind: [[of(Action(rank, kind, part)) for part in parts] for rank in range(p)]
+            for kind in kinds
         }
+        self._hops = [problem.costs.hop_of(part) for part in parts]
+        self._there, self._back = (
+            list(accumulate(map(tokens_of, order), initial=0.0))
+            for order in (self._forwards, self._backwards)
+        )
         self._done = {kind: [0] * p for kind in kinds}
         self._forward_at = [[math.inf] * m for _ in range(p)]
         self._forward_at[0] = [0.0] * m
@@ -238,9 +264,10 @@ class _Line:
             kind = self._next(rank, now)
             if kind is None:
                 continue
-            k = self._done[kind][rank]
+            order = self._forwards if kind is Kind.FORWARD else self._backwards
+            k = order[self._done[kind][rank]]
             self._done[kind][rank] += 1
-            free[rank] = end = now + self._seconds[kind][rank]
+            free[rank] = end = now + self._seconds[kind][rank][k % self._slices]
             heapq.heappush(self._events, (end, rank))
             if kind is not Kind.BACKWARD_WEIGHT:
                 rows[rank].append(Action(rank, kind, k))
@@ -250,20 +277,24 @@ class _Line:
     def _next(self, rank: int, now: float) -> Kind | None:
         """The kind of pass that ``rank`` does now; None if it waits."""
         f, i, w = (done[rank] for done in self._done.values())
-        m, full = self._microbatches, self._full[rank]
-        held = (f - i) * full + (i - w) * self._left[rank]
-        has_room = self._memory.fits(rank, held + full)
+        m, full = self._pieces, self._full[rank]
+        there, back = self._there, self._back
         may_start = f < m and f - i < self._ahead[rank]
-        forward = self._forward_at[rank][f] if may_start else math.inf
-        gradient = self._gradient_at[rank][i] if i < m else math.inf
+        has_room = may_start and self._memory.fits(
+            rank, (there[f + 1] - back[i]) * full + (back[i] - back[w]) * self._left[rank]
+        )
+        forward = self._forward_at[rank][f] if may_start else math.inf  # pieces in their order
+        gradient = self._gradient_at[rank][self._backwards[i]] if i < m else math.inf
         coming = min(gradient, forward if has_room else math.inf)
         if gradient <= now:
             return Kind.BACKWARD_INPUT
         if forward <= now and has_room:
             return Kind.FORWARD
-        weight_gradient = self._seconds[Kind.BACKWARD_WEIGHT][rank]
-        if w < i and (forward <= now or coming - now >= weight_gradient):
-            return Kind.BACKWARD_WEIGHT
+        if w < i:
+            k = self._backwards[w]
+            seconds = self._seconds[Kind.BACKWARD_WEIGHT][rank][k % self._slices]
+            if forward <= now or coming - now >= seconds:
+                return Kind.BACKWARD_WEIGHT
         if now < coming < math.inf:
             heapq.heappush(self._events, (coming, rank))
         return None
@@ -273,7 +304,8 @@ class _Line:
         is_forward = kind is Kind.FORWARD
         to = self._placement.next(rank) if is_forward else self._placement.previous(rank)
         if to is not None:
-            (self._forward_at if is_forward else self._gradient_at)[to][k] = end + self._hop
-            heapq.heappush(self._events, (end + self._hop, to))
+            arrival = end + self._hops[k % self._slices]
+            (self._forward_at if is_forward else self._gradient_at)[to][k] = arrival
+            heapq.heappush(self._events, (arrival, to))
         elif is_forward:
             self._gradient_at[rank][k] = end

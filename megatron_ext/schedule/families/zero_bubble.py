@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.build.eager import eager_or_not
 from megatron_ext.schedule.build.registry import Mark, family
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Problem
@@ -17,12 +18,16 @@ from megatron_ext.schedule.schedule import Schedule
     source="Qi et al. 2024, arXiv:2401.10241, section 2.1",
     mark=Mark.STABLE,
     splits_backward=True,
+    takes_slices=True,
 )
-def zb_h1(problem: Problem) -> Schedule:
+def zb_h1(problem: Problem, *, eager: str = "auto") -> Schedule:
     """1F1B's order with W put off: rank r starts its weight gradients r microbatches late.
 
     Each I passes its gradient on earlier, the W left over fill the cool-down. Peak p microbatches
     on every rank, as on 1F1B's first; bubble (p-1)(F+I-W).
+
+    With k slices: bubble (p-1)(F+I-W)/k, peak (p-1+k)/k microbatches on every rank. ``eager`` is
+    that of `1f1b`: rank r then holds (p-1-r)/k microbatches more.
 
     With p = 3, m = 4:
 
@@ -33,8 +38,13 @@ def zb_h1(problem: Problem) -> Schedule:
         2  .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
     """
     p = problem.ranks
-    rows = (_row(problem, rank, ahead=p - rank, late=rank) for rank in range(p))
-    return Schedule("zb-h1", problem.placement, tuple(map(tuple, rows)))
+
+    def build(is_eager: bool) -> Schedule:
+        ahead = [(p - 1 - rank) * (1 + is_eager) + 1 for rank in range(p)]
+        rows = (_row(problem, rank, ahead=ahead[rank], late=rank) for rank in range(p))
+        return Schedule("zb-h1", problem.placement, tuple(map(tuple, rows)))
+
+    return eager_or_not("zb-h1", problem, eager, build)
 
 
 @family(
@@ -43,6 +53,7 @@ def zb_h1(problem: Problem) -> Schedule:
     source="Qi et al. 2024, arXiv:2401.10241, section 2.2",
     mark=Mark.STABLE,
     splits_backward=True,
+    takes_slices=True,
 )
 def zb_h2(problem: Problem) -> Schedule:
     """Twice as far ahead as `zb_h1`, so that at equal costs no rank idles from its first pass to
@@ -65,16 +76,14 @@ def zb_h2(problem: Problem) -> Schedule:
 
 
 def _row(problem: Problem, rank: int, *, ahead: int, late: int) -> Iterator[Action]:
-    """``ahead`` forwards before the first I, then one of each, W ``late`` microbatches late."""
-    m = problem.microbatches
-    warmup = min(ahead - 1, m)
-    for k in range(warmup):
-        yield Action(rank, Kind.FORWARD, k)
-    for k in range(m):
-        if warmup + k < m:
-            yield Action(rank, Kind.FORWARD, warmup + k)
+    """``ahead`` forwards before the first I (with k slices, k-1 more), then one of each, W ``late``
+    microbatches, or slices, late."""
+    forwards, backwards = problem.forwards, problem.backwards
+    warmup = ahead - 2 + problem.slices.count
+    yield from (Action(rank, Kind.FORWARD, k) for k in forwards[:warmup])
+    for n, k in enumerate(backwards):
+        yield from (Action(rank, Kind.FORWARD, later) for later in forwards[warmup + n :][:1])
         yield Action(rank, Kind.BACKWARD_INPUT, k)
-        if k >= late:
-            yield Action(rank, Kind.BACKWARD_WEIGHT, k - late)
-    for k in range(max(m - late, 0), m):
-        yield Action(rank, Kind.BACKWARD_WEIGHT, k)
+        if n >= late:
+            yield Action(rank, Kind.BACKWARD_WEIGHT, backwards[n - late])
+    yield from (Action(rank, Kind.BACKWARD_WEIGHT, k) for k in backwards[max(n + 1 - late, 0) :])

@@ -9,9 +9,16 @@ al. 2025).
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
 
 from megatron_ext.schedule.model.execution import Execution
+from megatron_ext.schedule.model.measured.scale import (
+    DEPTH,
+    NOT_SCALED,
+    OUTPUT_LAYER,
+    Measured,
+)
 from megatron_ext.schedule.model.model import Model, Stage
 
 
@@ -40,30 +47,56 @@ class Kept:
         return Kept(*map(operator.add, astuple(self), astuple(other)))
 
 
-def held_of_stage(model: Model, stage: Stage, execution: Execution) -> tuple[float, float]:
+def held_of_stage(
+    model: Model, stage: Stage, execution: Execution, measured: Measured | None = None
+) -> tuple[float, float]:
     """Bytes of a microbatch on a rank of ``stage``: from F to I, and from I to W; without the
-    logits."""
+    logits. With ``measured`` they are scaled to what was."""
+    activation = left = 0.0
+    for component, kept, for_w in held_by_component(model, stage, execution):
+        scale = NOT_SCALED if measured is None else measured.of(component)
+        activation += kept * scale.activation
+        left += for_w * scale.weight_inputs
+    return activation, left
+
+
+def held_by_component(
+    model: Model, stage: Stage, execution: Execution
+) -> Iterator[tuple[str, float, float]]:
+    """The same, each layer by its type, with what is beside layers."""
     tokens, size = execution.tokens, execution.element_bytes
     boundary = tokens * model.hidden_size * size
     split = execution.split_tokens * model.hidden_size * size  # on one rank, between layers
-    # The projection's input, and what the norms before and after it and the layer have as theirs;
-    # or what is looked up, where the rest is run again.
-    activation = stage.depths * (boundary if execution.recompute else 4 * split)
-    left = stage.depths * 3 * split
+    if stage.depths:
+        # The projection's input, and what the norms before and after it and the layer have as
+        # theirs; or what is looked up, where the rest is run again.
+        beside = boundary if execution.recompute else 4 * split
+        yield DEPTH, stage.depths * beside, stage.depths * 3 * split
     if stage.head:  # the final norm's, and what enters the output layer
-        activation += _norms(model, execution) * split
-        left += split
-    layers = (*stage.layers, *[model.mtp_layer] * stage.depths)
-    for position, layer in enumerate(layers):
+        yield OUTPUT_LAYER, _norms(model, execution) * split, split
+    layers = [(layer, layer) for layer in stage.layers] + [(DEPTH, model.mtp_layer)] * stage.depths
+    for position, (component, layer) in enumerate(layers):
         kept = sum((_kept_by(symbol, model, execution) for symbol in layer), Kept())
+        left = _left_for_w(kept, execution) * tokens * size
         if execution.is_again(position):
-            activation += boundary
+            yield component, boundary, left
         else:
             inside = (kept.elements * size + kept.figures) * tokens / execution.tensor_parallel
             between = (kept.between * size + kept.masks) * execution.split_tokens
-            activation += inside + between
-        left += _left_for_w(kept, execution) * tokens * size
-    return activation, left
+            yield component, inside + between, left
+
+
+def keys_values_of_stage(model: Model, stage: Stage, execution: Execution) -> float:
+    """Bytes of a microbatch's keys and values on a rank of ``stage``, which later slices of the
+    sequence attend to."""
+    width = 2 * model.key_value_width
+    if model.multi_latent_attention:
+        keys = model.qk_head_dim + model.qk_pos_emb_head_dim
+        width = model.num_attention_heads * (keys + model.v_head_dim)
+    layers = (*stage.layers, *[model.mtp_layer] * stage.depths)
+    attentions = sum(symbol in "*w+" for layer in layers for symbol in layer)
+    share = execution.tokens * execution.element_bytes / execution.tensor_parallel
+    return attentions * width * share
 
 
 def _left_for_w(kept: Kept, execution: Execution) -> float:

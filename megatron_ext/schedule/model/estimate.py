@@ -12,10 +12,10 @@ from dataclasses import replace
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import Costs, VocabularyCosts
 from megatron_ext.schedule.kinds import RULES, Held
-from megatron_ext.schedule.model.activations import held_of_stage
+from megatron_ext.schedule.model.activations import held_of_stage, keys_values_of_stage
 from megatron_ext.schedule.model.execution import Execution
 from megatron_ext.schedule.model.model import Model, Stage
-from megatron_ext.schedule.model.operations.operation import Group
+from megatron_ext.schedule.model.operations.operation import Engine, Group
 from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.model.stage_seconds import (
     PassSeconds,
@@ -33,7 +33,8 @@ def estimate(model: Model, stages: Sequence[Stage], execution: Execution, rates:
     layers = [seconds_of_layers(model, stage, execution, rates) for stage in stages]
     forward, input_gradient, weight_gradient = zip(*(stage.totals for stage in layers), strict=True)
     message = execution.split_tokens * model.hidden_size * execution.element_bytes
-    held = [held_of_stage(model, stage, execution) for stage in stages]
+    measured = rates.measured
+    held = [held_of_stage(model, stage, execution, measured) for stage in stages]
     kept, left = zip(*held, strict=True)
     costs = Costs(
         {
@@ -43,10 +44,13 @@ def estimate(model: Model, stages: Sequence[Stage], execution: Execution, rates:
         },
         hop=message / _to_neighbour(execution, rates),
         held_bytes={Held.ACTIVATION: kept, Held.WEIGHT_INPUTS: left},
-        origin="estimated from the model's dimensions",
+        origin=("estimated from the model's dimensions" if measured is None else measured.origin),
         message_bytes=message,
+        attention=tuple(map(_attention_share, layers)),
+        keys_values=tuple(keys_values_of_stage(model, stage, execution) for stage in stages),
     )
-    if any(stage.forward.get(Group.TENSOR) for stage in layers):
+    # What was measured has in it what ranks waited for, and no more.
+    if measured is None and any(stage.forward.get(Group.TENSOR) for stage in layers):
         costs = _with_hidden_exchanges(costs, layers, execution)
     costs = costs.with_vocabulary(_vocabulary(model, stages[-1], execution, rates))
     assert costs.held_bytes is not None
@@ -54,10 +58,16 @@ def estimate(model: Model, stages: Sequence[Stage], execution: Execution, rates:
     return costs.with_host(copies, copies)
 
 
+def _attention_share(stage: PassSeconds) -> float:
+    """The share of F that tokens take with one another. (Of windows, too, though that does not grow
+    with the square of the sequence.)"""
+    return stage.forward.get(Engine.ATTENTION, 0.0) / (sum(stage.forward.values()) or 1.0)
+
+
 def _to_neighbour(execution: Execution, rates: Rates) -> float:
     """Bytes per second from one pipeline rank to the next."""
-    span = execution.pipeline_span
-    return rates.peers if 0 < span <= rates.domain else rates.network
+    near, far = rates.to_neighbours
+    return near if 0 < execution.pipeline_span <= rates.domain else far
 
 
 def _vocabulary(model: Model, last: Stage, execution: Execution, rates: Rates) -> VocabularyCosts:

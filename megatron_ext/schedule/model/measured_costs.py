@@ -8,7 +8,7 @@ estimated of the parts where the passes themselves do not tell.
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -33,11 +33,46 @@ class RankFigures:
         seconds: of its passes, by stage and kind.
         held: bytes that a microbatch holds, by stage and kind of memory, as far as known.
         hops: seconds of a message, to each neighbour that this rank has exchanged some with.
+        neighbours: global ranks of these.
+        host: the name of its node.
+        reserved: bytes that its allocator has reserved beyond the most that was allocated; None:
+            it has no such allocator.
     """
 
     seconds: _Passes
     held: Mapping[tuple[int, Held], float]
     hops: Sequence[float]
+    neighbours: Sequence[int] = ()
+    host: str = ""
+    reserved: float | None = None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What ranks have measured beside their passes.
+
+    Attributes:
+        links: the mean seconds of a message, by whether it goes from node to node.
+        ranks_of_node: the most that are on one.
+        reserved: of `RankFigures`, the most of all ranks.
+    """
+
+    links: Mapping[bool, float]
+    ranks_of_node: int
+    reserved: float | None
+
+    @classmethod
+    def of(cls, ranks: Sequence[RankFigures]) -> Machine:
+        """By all ranks of a training, in their order."""
+        hops: dict[bool, list[float]] = defaultdict(list)
+        for rank in ranks:
+            for hop, neighbour in zip(rank.hops, rank.neighbours, strict=True):
+                hops[ranks[neighbour].host != rank.host].append(hop)
+        return cls(
+            {is_far: statistics.fmean(group) for is_far, group in sorted(hops.items())},
+            max(Counter(rank.host for rank in ranks).values()),
+            max((rank.reserved for rank in ranks if rank.reserved is not None), default=None),
+        )
 
 
 def medians(events: Iterable[Event]) -> dict[tuple[int, Kind], float]:
@@ -74,6 +109,10 @@ def measured_costs(
         statistics.mean(hops) if hops else 0.0,
         _held_bytes(held, in_passes),
         f"measured: {measured}",
+        recompute=_again(passes, seconds[Kind.FORWARD]),
+        attention=estimate.attention,
+        latency=estimate.latency,
+        keys_values=estimate.keys_values,
     )
     costs = costs.with_copies_of(estimate)
     if estimate.vocabulary is None:
@@ -106,6 +145,13 @@ def _seconds(kind: Kind, stage: int, passes: _Passes, in_passes: Costs) -> float
     whole = sum(parts.values())
     share = parts[kind] / whole if whole else 1 / len(parts)
     return passes[stage, shortest] * share
+
+
+def _again(passes: _Passes, forward: Sequence[float]) -> tuple[float, ...]:
+    """What R takes on each stage: as long as F where none was measured; () if none was at all."""
+    if not any(kind is Kind.RECOMPUTE for _, kind in passes):
+        return ()
+    return tuple(passes.get((stage, Kind.RECOMPUTE), f) for stage, f in enumerate(forward))
 
 
 def _held_bytes(

@@ -81,7 +81,7 @@ def bytes_of_ranks(
 ) -> list[ModelBytes]:
     """Bytes of each rank of ``placement``, which has ``stages``."""
     final_norms = has_final_norm(model, stages)
-    ranks = 1 if vocabulary is VocabularyParallel.NONE else placement.ranks
+    tables_of = tables_of_chunks(placement, vocabulary)
     rank_bytes = []
     for own in placement.stages_of:
         chunks = [
@@ -91,10 +91,10 @@ def bytes_of_ranks(
                 execution,
                 state,
                 final_norm=final_norms[stage],
-                tables=ranks if chunk == 0 or ranks == 1 else 0,
+                tables=tables,
                 bucket=state.bucket if stage == 0 else 0,
             )
-            for chunk, stage in enumerate(own)
+            for stage, tables in zip(own, tables_of, strict=True)
         ]
         rank_bytes.append(
             ModelBytes(
@@ -104,6 +104,14 @@ def bytes_of_ranks(
             )
         )
     return rank_bytes
+
+
+def tables_of_chunks(placement: Placement, vocabulary: VocabularyParallel) -> list[int]:
+    """How many ranks divide the tables of which each chunk of a rank has the parts; 1: they are
+    whole, on their stages; 0: another chunk has the parts."""
+    if vocabulary is VocabularyParallel.NONE:
+        return [1] * placement.chunks
+    return [placement.ranks] + [0] * (placement.chunks - 1)
 
 
 @cache
@@ -117,15 +125,7 @@ def _bytes_of_chunk(
     tables: int,
     bucket: int,
 ) -> ModelBytes:
-    """``tables``: ranks that divide the tables, of which this chunk has the rank's parts; 1: they
-    are whole, on their stages; 0: another chunk has the parts."""
-    parameters = list(parameters_of_stage(model, stage, execution, final_norm=final_norm))
-    if tables != 1:
-        parameters = [p for p in parameters if not p.is_table]
-    if tables > 1:
-        part = table_elements(model) // execution.tensor_parallel // tables
-        number = 2 if model.untie_embeddings_and_output_weights else 1
-        parameters += number * [Parameter(part, is_table=True)]
+    parameters = parameters_of_chunk(model, stage, execution, final_norm=final_norm, tables=tables)
     weights = gradients = optimizer = 0.0
     for of_experts, ranks in ((False, state.data_parallel), (True, state.expert_data_parallel)):
         own = [p for p in parameters if p.of_experts is of_experts]
@@ -136,6 +136,20 @@ def _bytes_of_chunk(
         gradients += in_buffer * state.gradient_bytes
         optimizer += shared * state.optimizer_bytes
     return ModelBytes(weights, gradients, optimizer)
+
+
+def parameters_of_chunk(
+    model: Model, stage: Stage, execution: Execution, *, final_norm: bool, tables: int
+) -> list[Parameter]:
+    """Those of ``stage`` on one rank; ``tables`` as of `tables_of_chunks`."""
+    parameters = list(parameters_of_stage(model, stage, execution, final_norm=final_norm))
+    if tables != 1:
+        parameters = [p for p in parameters if not p.is_table]
+    if tables > 1:
+        part = table_elements(model) // execution.tensor_parallel // tables
+        number = 2 if model.untie_embeddings_and_output_weights else 1
+        parameters += number * [Parameter(part, is_table=True)]
+    return parameters
 
 
 def _elements(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megatron_ext.schedule.model.measured.scale import Links, Measured
 from megatron_ext.schedule.model.operations.operation import Engine, Exchange, Operation
 
 _NODE = 8  # GPUs
@@ -25,6 +26,7 @@ class Rates:
         host: to the host or back, each way at once.
         domain: how many GPUs are joined as `peers`.
         launch: seconds that a pass takes beside its operations.
+        measured: with a model on this machine, to which estimates are scaled; None: nothing was.
     """
 
     linear: float
@@ -37,6 +39,19 @@ class Rates:
     host: float
     domain: int = _NODE
     launch: float = 0.0
+    measured: Measured | None = None
+
+    @property
+    def to_neighbours(self) -> tuple[float, float]:
+        """Bytes per second from one pipeline rank to the next: within a domain, and beyond."""
+        links = Links() if self.measured is None else self.measured.links
+        return links.within or self.peers, links.between or self.network
+
+    @property
+    def ranks_of_node(self) -> int:
+        """How many ranks are joined as the first of these."""
+        links = Links() if self.measured is None else self.measured.links
+        return links.ranks_of_node or self.domain
 
     @classmethod
     def as_a_whole(cls, operations: float, network: float, host: float, peers: float) -> Rates:

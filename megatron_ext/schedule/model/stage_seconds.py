@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
 
 from megatron_ext.schedule.model.execution import Execution
+from megatron_ext.schedule.model.measured.scale import (
+    DEPTH,
+    EMBEDDING,
+    OUTPUT_LAYER,
+    PASS,
+    Scale,
+)
 from megatron_ext.schedule.model.model import Model, Stage
 from megatron_ext.schedule.model.operations.ends import embedding, output_layer, projection_of_depth
 from megatron_ext.schedule.model.operations.operation import Engine, Exchange, Group, Part
@@ -52,6 +59,19 @@ class PassSeconds:
         """With F in I once more."""
         return summed([self, PassSeconds(input_gradient=self.forward)])
 
+    def scaled(self, scale: Scale) -> PassSeconds:
+        """To what was measured."""
+        return PassSeconds(
+            _times(self.forward, scale.forward),
+            _times(self.input_gradient, scale.input_gradient),
+            _times(self.weight_gradient, scale.weight_gradient),
+            self.rows * scale.weight_gradient,
+        )
+
+
+def _times(seconds: Seconds, scale: float) -> Seconds:
+    return {term: figure * scale for term, figure in seconds.items()}
+
 
 def summed(parts: Iterable[PassSeconds]) -> PassSeconds:
     """Their sum."""
@@ -77,25 +97,40 @@ def seconds_of_layers(
 ) -> PassSeconds:
     """What the layers of ``stage`` take, multi-token prediction's among them, but for the embedding
     and the output layer; and what its passes take by themselves."""
-    layers = [
-        _of_layer(layer, execution.is_again(position), model, execution, rates)
-        for position, layer in enumerate(stage.layers)
-    ]
-    if stage.depths:
-        layers += [_of_depth(model, execution, rates)] * stage.depths
+    return summed(seconds for _, seconds in seconds_by_component(model, stage, execution, rates))
+
+
+def seconds_by_component(
+    model: Model, stage: Stage, execution: Execution, rates: Rates
+) -> Iterator[tuple[str, PassSeconds]]:
+    """The same, each layer by its type, with what is beside layers."""
+    for position, layer in enumerate(stage.layers):
+        seconds = _of_layer(layer, execution.is_again(position), model, execution, rates)
+        yield layer, _measured(seconds, layer, rates)
+    for _ in range(stage.depths):
+        yield DEPTH, _measured(_of_depth(model, execution, rates), DEPTH, rates)
     launch: Seconds = {Other.LAUNCH: rates.launch} if rates.launch else {}
-    return summed([*layers, PassSeconds(launch, launch)])
+    yield PASS, _measured(PassSeconds(launch, launch), PASS, rates)
 
 
 def seconds_of_embedding(model: Model, execution: Execution, rates: Rates) -> tuple[float, float]:
     """Of the look-up, and of its table's gradient."""
     forward, _, weights = rates.seconds_of(embedding(model, execution))
-    return forward, weights
+    measured = rates.measured
+    if measured is None:
+        return forward, weights
+    scale = measured.of(EMBEDDING)
+    return forward * scale.forward, weights * scale.weight_gradient
 
 
 def seconds_of_output_layer(model: Model, execution: Execution, rates: Rates) -> PassSeconds:
     """Of one run, with the loss."""
-    return _of_part(output_layer(model, execution), execution, rates)
+    seconds = _of_part(output_layer(model, execution), execution, rates)
+    return _measured(seconds, OUTPUT_LAYER, rates)
+
+
+def _measured(estimated: PassSeconds, component: str, rates: Rates) -> PassSeconds:
+    return estimated if rates.measured is None else estimated.scaled(rates.measured.of(component))
 
 
 @lru_cache(maxsize=1024)

@@ -10,17 +10,19 @@ from megatron_ext.schedule.costs import Costs, VocabularyCosts
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.model.estimate import estimate
 from megatron_ext.schedule.model.execution import Execution
-from megatron_ext.schedule.model.model import Model, stages_of
+from megatron_ext.schedule.model.model import Model, Stage, stages_of
 from megatron_ext.schedule.model.model_memory import TrainingState, bytes_of_ranks
 from megatron_ext.schedule.model.rates import Rates
+from megatron_ext.schedule.model.reductions import Reduction, reductions_of_ranks
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.plan.planner import Variant, VocabMethod
+from megatron_ext.schedule.plan.planner import Candidate, Variant, VocabMethod, goes_with
 from megatron_ext.schedule.plan.vocabulary_plan import (
     redistribute,
     redistributed_layers,
     tells_vocabulary,
 )
 from megatron_ext.schedule.problem import Extras, Problem
+from megatron_ext.schedule.slices import UNCUT, Slices
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Training:
         limit: of activations; None: none.
         measured: the costs on a placement, instead of estimated ones.
         post_validation: whether steps overlap, where they can.
+        slices: how each microbatch is cut.
     """
 
     model: Model
@@ -43,6 +46,7 @@ class Training:
     limit: MemoryLimit | None = None
     measured: Callable[[Placement], Costs] | None = None
     post_validation: bool = False
+    slices: Slices = UNCUT
 
     def variant(self, name: str, method: VocabMethod) -> Variant | None:
         """The problem of the family ``name``, for `make_plan`; None if the measured costs do not
@@ -52,9 +56,10 @@ class Training:
             ValueError: the layers do not divide over its stages.
         """
         choice = choose(name)
+        if not goes_with(self.slices, choice, method.vocabulary):
+            return None
         placement = choice.place(self.ranks)
-        even = self.model.evenly if method is not VocabMethod.REDISTRIBUTED else self._redistributed
-        stages = stages_of(self.model, even(placement.stages))
+        stages = self._stages(placement, method)
         costs = estimate(self.model, stages, self.execution, self.rates)
         if self.measured is not None:
             measured = self.measured(placement)
@@ -68,15 +73,39 @@ class Training:
             self.microbatches,
             costs,
             self.limit,
-            extras=Extras(vocabulary=method.vocabulary, post_validation=self.post_validation),
+            extras=Extras(
+                vocabulary=method.vocabulary,
+                post_validation=self.post_validation,
+                slices=self.slices,
+            ),
         )
         model = bytes_of_ranks(
             self.model, stages, self.execution, placement, method.vocabulary, self.state
         )
         return Variant(choice, problem, model, may_recompute=not self.execution.recompute)
 
-    def _redistributed(self, stages: int) -> list[int]:
-        return redistributed_layers(len(self.model.layers), stages)
+    def longest_reduction(self, candidate: Candidate) -> Reduction:
+        """That of the pipeline rank which takes longest under ``candidate``."""
+        placement, method = choose(candidate.schedule).place(self.ranks), candidate.method
+        stages = self._stages(placement, method)
+        reductions = reductions_of_ranks(
+            self.model,
+            stages,
+            self.execution,
+            placement,
+            method.vocabulary,
+            self.state,
+            self.rates,
+        )
+        return max(reductions, key=lambda reduction: reduction.total)
+
+    def _stages(self, placement: Placement, method: VocabMethod) -> tuple[Stage, ...]:
+        number = placement.stages
+        if method is VocabMethod.REDISTRIBUTED:
+            counts = redistributed_layers(len(self.model.layers), number)
+        else:
+            counts = self.model.evenly(number)
+        return stages_of(self.model, counts)
 
 
 def _with_bytes(costs: Costs, estimated: Costs) -> Costs:
@@ -91,5 +120,6 @@ def _with_bytes(costs: Costs, estimated: Costs) -> Costs:
         costs.without_vocabulary(),
         held_bytes=estimated.without_vocabulary().held_bytes,
         message_bytes=estimated.message_bytes,
+        keys_values=estimated.keys_values,
     )
     return layers.with_vocabulary(vocabulary)

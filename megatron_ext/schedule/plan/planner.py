@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_ext.schedule.build.auto_spec import SEARCHES
+from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.output_layer import place_output_layer
 from megatron_ext.schedule.build.overlap import is_gain
 from megatron_ext.schedule.build.registry import Choice, Mark, entries, entry_of
@@ -24,8 +25,10 @@ from megatron_ext.schedule.problem import (
     VocabularyParallel,
 )
 from megatron_ext.schedule.program.memory import in_bytes, peaks
+from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.progress import Task, task
 from megatron_ext.schedule.search.bounds import lower_bound
+from megatron_ext.schedule.slices import Slices
 from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
 
 
@@ -57,11 +60,22 @@ class Variant:
     model: Sequence[ModelBytes] | None = None
     may_recompute: bool = False
 
+    @property
+    def build(self) -> Callable[[Choice, Problem], Program]:
+        """What makes its program."""
+        return build_program if self.problem.costs.held_bytes is None else place_output_layer
+
     def check_launch(self) -> None:
         """Raise ValueError if it could be simulated, and no launch could run it."""
         is_divided = self.problem.extras.vocabulary is not VocabularyParallel.NONE
         if is_divided and not is_line_or_v(self.problem.placement):
             raise ValueError("its vocabulary cannot be divided: only that of a line or a V can")
+
+
+def goes_with(slices: Slices, choice: Choice, vocabulary: VocabularyParallel) -> bool:
+    """Whether a schedule may be had with ``slices``, and ``vocabulary`` so divided."""
+    is_whole = vocabulary is VocabularyParallel.NONE
+    return slices.count == 1 or (choice.takes_slices and is_whole)
 
 
 @dataclass(frozen=True)
@@ -82,14 +96,20 @@ class Candidate:
 
     Attributes:
         report: what `report` says of it.
+        variant: what it was made of.
         limit: the memory limit that it was made for.
         memory: of each rank; None if not known.
     """
 
     method: VocabMethod
     report: ScheduleReport
+    variant: Variant
     limit: MemoryLimit | None = None
     memory: tuple[RankMemory, ...] | None = None
+
+    def program(self) -> Program:
+        """It once more: a plan keeps none, they are large. What was searched for is known."""
+        return self.variant.build(self.variant.choice, self.variant.problem)
 
     @property
     def schedule(self) -> str:
@@ -412,13 +432,9 @@ def _least_time(problem: Problem, splits_backward: bool) -> float:
 
 
 def _candidate(variant: Variant, method: VocabMethod) -> Candidate:
-    problem = variant.problem
-    if problem.costs.held_bytes is None:
-        _, made = report(variant.choice, problem)
-        return Candidate(method, made, problem.memory_limit)
-    program, made = report(variant.choice, problem, place_output_layer)
+    program, made = report(variant.choice, variant.problem, variant.build)
     memory = None
-    if variant.model is not None:
+    if variant.model is not None and program.problem.costs.held_bytes is not None:
         held = peaks(program.schedule, in_bytes(program.problem.costs))
         memory = tuple(map(RankMemory, variant.model, held))
-    return Candidate(method, made, problem.memory_limit, memory)
+    return Candidate(method, made, variant, variant.problem.memory_limit, memory)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megatron_ext.schedule.build.registry import Mark
 from megatron_ext.schedule.plan.planner import Candidate, Plan, RankMemory, VocabMethod
 from megatron_ext.schedule.problem import Offload, Recompute, VocabularyParallel
+from megatron_ext.schedule.slices import Lengths
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,10 @@ def flags_of(candidate: Candidate, layers: int | None) -> tuple[str, ...]:
         words += ["--pipeline-activation-offload", made.offload.value]
     if made.recompute != str(Recompute()):
         words += ["--pipeline-recompute", made.recompute]
+    if made.slices > 1:
+        words += ["--pipeline-slices", str(made.slices)]
+    if made.slice_lengths != Lengths.EVEN:
+        words += ["--pipeline-slice-lengths", made.slice_lengths]
     if candidate.overlaps:
         words.append("--pipeline-post-validation")
     if candidate.method is VocabMethod.REDISTRIBUTED:

@@ -9,8 +9,9 @@ from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.plan.planner import Variant, VariantOf, VocabMethod
+from megatron_ext.schedule.plan.planner import Variant, VariantOf, VocabMethod, goes_with
 from megatron_ext.schedule.problem import Extras, Problem
+from megatron_ext.schedule.slices import UNCUT, Slices
 
 
 def tells_vocabulary(costs: Costs) -> bool:
@@ -26,6 +27,7 @@ def variants_of(
     limit: MemoryLimit | None,
     layers: int | None = None,
     post_validation: bool = False,
+    slices: Slices = UNCUT,
 ) -> VariantOf:
     """The problem of each family with each method that can be told from ``costs``, for `make_plan`.
 
@@ -36,6 +38,8 @@ def variants_of(
 
     def variant(name: str, method: VocabMethod) -> Variant | None:
         choice = choose(name)
+        if not goes_with(slices, choice, method.vocabulary):
+            return None
         placement = choice.place(ranks)
         of_stages = costs(placement)
         if method is not VocabMethod.NAIVE and not tells_vocabulary(of_stages):
@@ -49,7 +53,9 @@ def variants_of(
             microbatches,
             of_stages,
             limit,
-            extras=Extras(vocabulary=method.vocabulary, post_validation=post_validation),
+            extras=Extras(
+                vocabulary=method.vocabulary, post_validation=post_validation, slices=slices
+            ),
         )
         return Variant(choice, problem, may_recompute=True)
 
@@ -96,7 +102,8 @@ def redistribute(costs: Costs, layers: int) -> Costs:
     if held is not None:
         held = {kind: spread(figures) for kind, figures in held.items()}
     seconds = {kind: spread(figures) for kind, figures in alone.seconds.items()}
-    moved = replace(alone, seconds=seconds, held_bytes=held)
+    again = alone.recompute and spread(alone.recompute)
+    moved = replace(alone, seconds=seconds, held_bytes=held, recompute=again)
     return moved if costs.vocabulary is None else moved.with_vocabulary(costs.vocabulary)
 
 

@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.action import Action, Kind, Slice
 from megatron_ext.schedule.columns import (
     HOLDS_UP,
     IS_COLLECTIVE,
@@ -53,7 +53,7 @@ from megatron_ext.schedule.kinds import (
     Source,
     Where,
 )
-from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.placement import Neighbour, Placement
 from megatron_ext.schedule.problem import P2P
 from megatron_ext.schedule.program.node_lists import NodeLists
 from megatron_ext.schedule.schedule import Schedule
@@ -136,8 +136,18 @@ def needed(action: Action, placement: Placement) -> Iterator[tuple[Need, list[Ac
     """For each thing that ``action`` needs, the actions that would do (one of them must)."""
     for need in RULES[action.kind].needs:
         stage = _looked_for_on(need, action.stage, placement)
-        if stage is not None:
-            yield need, [Action(stage, kind, action.microbatch) for kind in need.kinds]
+        part = slice_looked_for(need.slice, action.microbatch)
+        if stage is not None and part is not None:
+            yield need, [Action(stage, kind, part) for kind in need.kinds]
+
+
+def slice_looked_for(which: Neighbour | None, microbatch: int) -> int | None:
+    """The microbatch, or its slice, that a need of ``microbatch`` is about; None: there is none."""
+    if which is None:
+        return microbatch
+    if not isinstance(microbatch, Slice) or not 0 <= microbatch.slice + which < microbatch.slices:
+        return None
+    return Slice(microbatch.whole, microbatch.slice + which, microbatch.ends)
 
 
 def _looked_for_on(need: Need, stage: int, placement: Placement) -> int | None:
@@ -212,8 +222,9 @@ def _is_used(collective: Action, placement: Placement, forward_only: bool) -> bo
     )
 
 
-class Needs(dict[tuple[int, Kind], list[tuple[int, Kind]]]):
-    """By stage and kind of an action, the stages and kinds of all that it may need (`needed`).
+class Needs(dict[tuple[int, Kind], list[tuple[int, Kind, Neighbour | None]]]):
+    """By stage and kind of an action, the stages and kinds of all that it may need (`needed`), and
+    of which slice (`Need.slice`).
 
     They are the same for every microbatch, so they are made once.
     """
@@ -222,9 +233,17 @@ class Needs(dict[tuple[int, Kind], list[tuple[int, Kind]]]):
         super().__init__()
         self.placement = placement
 
-    def __missing__(self, key: tuple[int, Kind]) -> list[tuple[int, Kind]]:
-        first = needed(Action(*key, 0), self.placement)
-        self[key] = [(c.stage, c.kind) for _, choices in first for c in choices]
+    def __missing__(self, key: tuple[int, Kind]) -> list[tuple[int, Kind, Neighbour | None]]:
+        stage, kind = key
+        looked_for = [
+            (need, _looked_for_on(need, stage, self.placement)) for need in RULES[kind].needs
+        ]
+        self[key] = [
+            (there, choice, need.slice)
+            for need, there in looked_for
+            if there is not None
+            for choice in need.kinds
+        ]
         return self[key]
 
 
@@ -235,10 +254,19 @@ def needed_numbers(columns: Columns, placement: Placement) -> Iterator[Ints]:
     """The numbers of all that actions may need, and that is there: of each action's first need,
     then of each one's second, and so on; -1 where there is none."""
     needs, place = _needs_on(placement), {pair: at for at, pair in enumerate(columns.pairs)}
-    wanted = [[place[w] for w in needs[pair] if w in place] for pair in columns.pairs]
+    is_cut = columns.slices > 1
+    wanted = [
+        [
+            (place[stage, kind], part or 0)
+            for stage, kind, part in needs[pair]
+            if (stage, kind) in place and (is_cut or part is None)
+        ]
+        for pair in columns.pairs
+    ]
     for turn in range(max(map(len, wanted), default=0)):
-        pairs = [row[turn] if turn < len(row) else -1 for row in wanted]
-        yield columns.of_pairs(np.array(pairs, dtype=np.int32))
+        row = [row[turn] if turn < len(row) else (-1, 0) for row in wanted]
+        pairs, shifts = np.array(row, dtype=np.int32).T
+        yield columns.of_pairs(pairs, shifts if is_cut else None)
 
 
 @dataclass(frozen=True, eq=False)

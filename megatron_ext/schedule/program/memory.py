@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 
-from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.action import Action, Kind, Slice, tokens_of
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import RULES, Held, Lane, Source
 from megatron_ext.schedule.limit import MemoryLimit
@@ -48,10 +48,18 @@ def held_during(row: tuple[Action, ...], amount: Amount) -> Iterator[float]:
     What has been received is counted until the pass that uses it begins: what F keeps of it is part
     of the activation, and a gradient goes as the pass makes the next one. A pass keeps nothing that
     no pass of its stage uses: F does not where nothing is differentiated. One that is done a second
-    time keeps its stage's input, and the second takes the rest.
+    time keeps its stage's input, and the second takes the rest. A slice takes its share of what its
+    microbatch would; what slices give back to the keys and values of those before them is held for
+    the whole microbatch, from its first backward pass to its last.
     """
+
+    def stays(stage: int) -> float:
+        return amount(Held.KEYS_VALUES, stage)
+
     used = {(action.stage, kind) for action in row for kind in RULES[action.kind].releases}
     again = {(stage, _AGAIN[kind], k) for stage, kind, k in row if kind in _AGAIN}
+
+    are_cut = bool(row) and isinstance(row[0].microbatch, Slice)
 
     @cache
     def rule_on(stage: int, kind: Kind) -> tuple[float, float, Kind | None, bool]:
@@ -63,6 +71,8 @@ def held_during(row: tuple[Action, ...], amount: Amount) -> Iterator[float]:
             if held is Held.MESSAGE or (stage, held) in used
         )
         lost = sum(amount(held, stage) for held in rule.releases)
+        if are_cut and rule.all_or_none is Held.ACTIVATION:  # on its way to or from the host
+            gained, lost = (max(a - stays(stage), 0.0) if a else a for a in (gained, lost))
         receives = rule.lane is Lane.RECEIVE and bool(rule.acquires)
         return gained, lost, _USES.get(kind), receives
 
@@ -70,26 +80,45 @@ def held_during(row: tuple[Action, ...], amount: Amount) -> Iterator[float]:
     received: set[tuple[int, Kind, int]] = set()  # and not used
     for stage, kind, microbatch in row:
         gained, lost, message, receives = rule_on(stage, kind)
+        tokens = tokens_of(microbatch)
         if receives:
             received.add((stage, kind, microbatch))
         elif message is not None and (used_now := (stage, message, microbatch)) in received:
             received.remove(used_now)
-            held -= amount(Held.MESSAGE, stage)
+            held -= amount(Held.MESSAGE, stage) * tokens
         if (stage, kind, microbatch) in again:
-            gained = amount(Held.INPUT, stage)
+            gained = kept_for_again(stage, microbatch, amount)
         elif again and kind in _AGAIN:
-            gained -= amount(Held.INPUT, stage)
-        yield held + (gained if not lost else 0.0)
-        held += gained - lost
+            gained -= kept_for_again(stage, microbatch, amount)
+        taken, given_back = _gathered(stage, kind, microbatch, amount)
+        held += taken
+        yield held + (gained * tokens if not lost else 0.0)
+        held += (gained - lost) * tokens - given_back
+
+
+def kept_for_again(stage: int, microbatch: int, amount: Amount) -> float:
+    """What is kept, per microbatch, of an activation that is made a second time: later slices
+    attend to a slice's keys and values in the meantime."""
+    is_slice = isinstance(microbatch, Slice)
+    return amount(Held.INPUT, stage) + (amount(Held.KEYS_VALUES, stage) if is_slice else 0.0)
+
+
+def _gathered(stage: int, kind: Kind, microbatch: int, amount: Amount) -> tuple[float, float]:
+    """What a pass takes for, and gives back of, its whole microbatch (`Rule.gathers`)."""
+    if not RULES[kind].gathers or not isinstance(microbatch, Slice):
+        return 0.0, 0.0
+    gathered = sum(amount(held, stage) for held in RULES[kind].gathers)
+    return gathered * microbatch.is_last, gathered * microbatch.is_first
 
 
 def in_microbatches(schedule: Schedule) -> Amount:
     """The zero-bubble papers' measure: 1/v from F to W (or B), the input gradient frees nothing.
 
-    Logits do not count, they are no layer's; nor do messages. A stage's input counts a tenth.
+    Logits do not count, they are no layer's; nor do messages, nor keys and values on top of the
+    activations. A stage's input counts a tenth.
     """
     share = 1 / schedule.placement.chunks
-    none = dict.fromkeys((Held.LOGITS, Held.MESSAGE), 0.0)
+    none = dict.fromkeys((Held.LOGITS, Held.MESSAGE, Held.KEYS_VALUES), 0.0)
     figures = {**none, Held.INPUT: INPUT_SHARE * share}
     return lambda held, stage: figures.get(held, share)
 
@@ -102,6 +131,8 @@ def in_bytes(costs: Costs) -> Amount:
     def amount(held: Held, stage: int) -> float:
         if held is Held.MESSAGE:
             return message
+        if held is Held.KEYS_VALUES:
+            return costs.keys_values[stage] if costs.keys_values else 0.0
         if held is Held.INPUT:
             return _input_bytes(stage, held_bytes[Held.ACTIVATION][stage], message)
         return held_bytes[held][stage]
@@ -179,24 +210,23 @@ def share_made_again(schedule: Schedule) -> float:
 
 def peak_on_host(row: tuple[Action, ...], placement: Placement) -> float:
     """Microbatches of a rank that are on the host at once, at the most."""
-    most = max((now.total() for now in _on_host(row)), default=0)
+    now = most = 0.0
+    for action in row:
+        rule = RULES[action.kind]
+        copied = len(rule.moves) * tokens_of(action.microbatch)
+        now += copied if rule.lane is Lane.TO_HOST else -copied
+        most = max(most, now)
     return most / placement.chunks
 
 
 def most_on_host(row: tuple[Action, ...]) -> dict[tuple[int, Held], int]:
-    """How many microbatches of each stage, and of what it holds, are on the host at once."""
+    """How many microbatches, or slices, of each stage, and of what it holds, are on the host at
+    once: from when a copy to it begins until that back does."""
     most: Counter[tuple[int, Held]] = Counter()
-    for now in _on_host(row):
-        most |= now
-    return dict(most)
-
-
-def _on_host(row: tuple[Action, ...]) -> Iterator[Counter[tuple[int, Held]]]:
-    """What is on the host after each copy of ``row``: from when a copy to it begins until that back
-    does."""
     now: Counter[tuple[int, Held]] = Counter()
     for action in row:
         rule = RULES[action.kind]
         for held in rule.moves:
             now[action.stage, held] += 1 if rule.lane is Lane.TO_HOST else -1
-            yield now
+            most |= now
+    return dict(most)

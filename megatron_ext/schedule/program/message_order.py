@@ -24,12 +24,11 @@ then, right before it sends what it has made at that time itself.
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.columns import (
     IS_COLLECTIVE,
     IS_PASS,
@@ -107,12 +106,13 @@ def _times(
     graph: Graph, columns: Columns, costs: Costs, least_hop: float
 ) -> tuple[NDArray[np.generic], NDArray[np.generic]]:
     """When each node starts and ends, in ticks. ``least_hop`` is a share of the longest pass."""
-    actions = [Action(stage, kind, 0) for stage, kind in columns.pairs]
+    actions = chain.from_iterable(columns.examples)
     longest = max(costs.of(action) for action in actions if is_compute(action))
-    costs = replace(costs, hop=max(costs.hop, longest * least_hop))
+    least = longest * least_hop
+    hops = tuple(max(hop, least) for hop in costs.hops)
+    costs = replace(costs, hop=max(costs.hop, least), hops=hops)
     tick = longest / _TICKS or 1.0  # an evaluation's passes may cost nothing
-    of_pairs = [max(round(costs.of(a) / tick), int(is_compute(a))) for a in actions]
-    ticks = [of_pairs[pair] for pair in columns.pair.tolist()]
+    ticks = columns.of_each(lambda a: max(round(costs.of(a) / tick), int(is_compute(a))))
     for node in columns.numbers[graph.leaders != columns.numbers].tolist():
         ticks[node] = 0
     starts, ends = graph.longest_paths(ticks)

@@ -110,13 +110,12 @@ def _run(
 def seconds_of(graph: Graph, schedule: Schedule, costs: Costs) -> list[float]:
     """What each node of ``graph`` takes under ``costs``."""
     columns = schedule.columns
-    of_pairs = [costs.of(Action(stage, kind, 0)) for stage, kind in columns.pairs]
-    lasts = [of_pairs[pair] for pair in columns.pair.tolist()]
+    lasts = columns.of_each(costs.of)
     for node in columns.numbers[graph.leaders != columns.numbers].tolist():
         lasts[node] = 0.0
     if any(costs.spared):
         for node in _after_own_input_gradient(graph, schedule):
-            lasts[node] -= costs.spared_on(graph.actions[node].stage)
+            lasts[node] -= costs.spared_by(graph.actions[node])
     return lasts
 
 

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.action import Action, Kind, Slice, whole_of
 from megatron_ext.schedule.columns import IS_COLLECTIVE, IS_RECEIVE, IS_SEND, Flags, Ints
 from megatron_ext.schedule.kinds import (
     RULES,
@@ -32,6 +32,7 @@ from megatron_ext.schedule.program.graph import (
     needed_numbers,
     partner_of,
     partners_of,
+    slice_looked_for,
 )
 from megatron_ext.schedule.program.memory import Amount, amount_of, held_during, peaks
 from megatron_ext.schedule.program.speculation import can_be_undone, first_crossing, settles_at
@@ -82,6 +83,8 @@ class Program:
     def digest(self) -> str:
         """Equal on two ranks exactly when they hold the same program."""
         text = f"{self.problem.extras.p2p}\n{self.schedule.placement.rank_of}\n{self.text}"
+        if self.problem.slices.count > 1:
+            text += f"slices that end at {self.problem.slice_ends}\n"
         return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -163,8 +166,9 @@ def _check_places(schedule: Schedule, problem: Problem) -> None:
             schedule,
             f"it has {counted(len(schedule.rows), 'row')} for {counted(placement.ranks, 'rank')}",
         )
+    _check_slices(schedule, problem)
     for rank, row in enumerate(schedule.rows):
-        if _are_at_home(row, placement.stages_of[rank], problem.microbatches):
+        if _are_at_home(row, placement.stages_of[rank], problem.pieces):
             continue
         for action in row:
             if not 0 <= action.stage < placement.stages:
@@ -174,7 +178,7 @@ def _check_places(schedule: Schedule, problem: Problem) -> None:
                     f"{placement.last}",
                     [action],
                 )
-            if not 0 <= action.microbatch < problem.microbatches:
+            if not 0 <= action.microbatch < problem.pieces:
                 _reject_microbatch(schedule, problem, action, row)
             home = placement.rank_of[action.stage]
             if home != rank:
@@ -185,24 +189,35 @@ def _check_places(schedule: Schedule, problem: Problem) -> None:
                 )
 
 
-def _are_at_home(row: Sequence[Action], stages: Sequence[int], microbatches: int) -> bool:
+def _check_slices(schedule: Schedule, problem: Problem) -> None:
+    count = problem.slices.count
+    if count == schedule.columns.slices == 1:
+        return
+    for action in chain.from_iterable(schedule.rows):
+        part = action.microbatch
+        if (part.slices if isinstance(part, Slice) else 1) != count:
+            cut = f"are cut into {count} slices" if count > 1 else "are not cut into slices"
+            _reject(schedule, f"it has {action}, and microbatches {cut}", [action])
+
+
+def _are_at_home(row: Sequence[Action], stages: Sequence[int], pieces: int) -> bool:
     """Whether all actions of ``row`` are of these stages, and of a microbatch that there is."""
     if not set(map(itemgetter(0), row)) <= set(stages):
         return False
     least, most = (find(map(itemgetter(2), row), default=0) for find in (min, max))
-    return least >= 0 and most < microbatches
+    return least >= 0 and most < pieces
 
 
 def _reject_microbatch(
     schedule: Schedule, problem: Problem, action: Action, row: Sequence[Action]
 ) -> NoReturn:
     """Name the microbatch that ``action`` seems to stand for, too, if one is missing."""
-    own = [action._replace(microbatch=k) for k in range(problem.microbatches)]
+    own = [action._replace(microbatch=k) for k in problem.forwards]
     missing = [other for other in own if other not in row][:1]
     but = f"; {missing[0]} is missing" if missing else ""
     _reject(
         schedule,
-        f"{action} is of microbatch {action.microbatch}, and the microbatches are 0 to "
+        f"{action} is of microbatch {whole_of(action.microbatch)}, and the microbatches are 0 to "
         f"{problem.microbatches - 1}{but}",
         [action, *missing],
     )
@@ -270,7 +285,7 @@ def _check_all_done_once(schedule: Schedule, problem: Problem, lanes: set[Lane])
     for stage, to_do in _required_work(schedule, problem, lanes).items():
         if all(done[stage, kind].all() for kind in to_do):
             continue
-        for microbatch, kind in product(range(problem.microbatches), to_do):
+        for microbatch, kind in product(problem.forwards, to_do):
             if _is_missing(stage, kind, microbatch, done):
                 action = Action(stage, to_do[kind], microbatch)
                 rank = schedule.placement.rank_of[stage]
@@ -283,13 +298,8 @@ def _check_all_done_once(schedule: Schedule, problem: Problem, lanes: set[Lane])
 
 def _done(schedule: Schedule, problem: Problem) -> _Done:
     """What is done in ``schedule``, nothing of it twice or where it does not belong."""
-    columns, microbatches = schedule.columns, problem.microbatches
-    work: dict[tuple[int, Kind], int] = {}  # what there is to do, numbered
-    covers = [
-        [work.setdefault((stage, part), len(work)) for part in RULES[kind].covers]
-        for stage, kind in columns.pairs
-    ]
-    parts = np.array([(*row, -1)[:2] for row in covers]).reshape(-1, 2)[columns.pair]
+    columns, microbatches = schedule.columns, problem.pieces
+    work, parts = columns.work
     which = parts * microbatches + columns.microbatch[:, np.newaxis]
     times = np.bincount(which[parts >= 0], minlength=len(work) * microbatches)
     belong = all(_belongs(kind, stage, problem) for stage, kind in columns.pairs)
@@ -334,9 +344,10 @@ def _check_needs(schedule: Schedule) -> None:
     for row in schedule.rows:
         position: dict[tuple[int, Kind, int], int] = {a: index for index, a in enumerate(row)}
         for index, action in enumerate(row):
-            for stage, kind in wanted[action.stage, action.kind]:
-                if position.get((stage, kind, action.microbatch), -1) > index:
-                    late = Action(stage, kind, action.microbatch)
+            for stage, kind, which in wanted[action.stage, action.kind]:
+                part = slice_looked_for(which, action.microbatch)
+                if part is not None and position.get((stage, kind, part), -1) > index:
+                    late = Action(stage, kind, part)
                     _reject(
                         schedule, f"{action} comes before {late}, which it needs", [action, late]
                     )

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import Neighbour
 from megatron_ext.schedule.problem import Offload, Problem, Recompute
@@ -34,15 +34,21 @@ def lower_bound(problem: Problem, splits_backward: bool) -> float:
     And however well a rank is busy, each microbatch is in its memory until it has been to the last
     stage and back (`_least_held`).
 
-    Where what is held may leave the rank in between, or be given up, memory bounds nothing here.
+    Where what is held may leave the rank in between, or be given up, memory bounds nothing here. Of
+    slices it is only said that the first has to reach each rank.
     """
+    if problem.slices.count > 1:
+        return _of_slices(problem)
     placement, costs, m = problem.placement, problem.costs, problem.microbatches
     memory = _memory(problem)
     forward = costs.seconds[Kind.FORWARD]
     input_gradient = costs.seconds[Kind.BACKWARD_INPUT]
     weight_gradient = costs.seconds[Kind.BACKWARD_WEIGHT]
     stages = range(placement.stages)
-    hop = [costs.hop if placement.is_remote(stage, Neighbour.PREVIOUS) else 0.0 for stage in stages]
+    hop = [
+        costs.hop_behind(stage - 1) if placement.is_remote(stage, Neighbour.PREVIOUS) else 0.0
+        for stage in stages
+    ]
     spared = [costs.spared_on(stage) for stage in stages]
     backward = [
         i if splits_backward else i + w - less
@@ -71,6 +77,24 @@ def lower_bound(problem: Problem, splits_backward: bool) -> float:
             bound, first_pass + _least_held(rank, backward, problem, memory, splits_backward)
         )
     return bound
+
+
+def _of_slices(problem: Problem) -> float:
+    placement, costs, part = problem.placement, problem.costs, problem.parts(0)[0]
+    arrival, arrivals = 0.0, []
+    for stage in range(placement.stages):
+        if placement.is_remote(stage, Neighbour.PREVIOUS):
+            arrival += costs.of(Action(stage - 1, Kind.SEND_F, part))
+        arrivals.append(0.0 if problem.extras.post_validation else arrival)
+        arrival += costs.of(Action(stage, Kind.FORWARD, part))
+    works = [
+        problem.microbatches
+        * sum(sum(row[s] for row in costs.seconds.values()) - costs.spared_on(s) for s in stages)
+        for stages in placement.stages_of
+    ]
+    return max(
+        arrivals[row[0]] + work for row, work in zip(placement.stages_of, works, strict=True)
+    )
 
 
 def _memory(problem: Problem) -> Memory:
@@ -139,6 +163,7 @@ def _there_and_back(stage: int, backward: Sequence[float], problem: Problem) -> 
     """Seconds from the start of F on ``stage`` to the end of I there."""
     placement, costs = problem.placement, problem.costs
     after = range(stage + 1, placement.stages)
-    hops = sum(bool(placement.is_remote(s, Neighbour.PREVIOUS)) for s in after)
+    remote = [s for s in after if placement.is_remote(s, Neighbour.PREVIOUS)]
+    way = sum(costs.hop_behind(s - 1) for s in remote) if costs.hops else costs.hop * len(remote)
     forward = costs.seconds[Kind.FORWARD]
-    return sum(forward[stage:]) + sum(backward[stage:]) + 2 * costs.hop * hops
+    return sum(forward[stage:]) + sum(backward[stage:]) + 2 * way

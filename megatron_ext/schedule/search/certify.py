@@ -68,6 +68,8 @@ def certify(program: Program, seconds: float) -> Certificate:
         raise ValueError(
             f"--certify knows no bound with offload {extras.offload}: leave one of them out"
         )
+    if problem.slices.count > 1:
+        raise ValueError("--certify knows no bound with slices: leave one of them out")
     kinds = {kind for _, kind in program.schedule.columns.pairs}
     if any(RULES[kind].repeats for kind in kinds):
         raise ValueError("--certify knows no bound with recompute: leave one of them out")
@@ -94,7 +96,8 @@ def _search(program: Program, makespan: float, seconds: float) -> float:
             "--certify needs OR-tools here: pip install 'megatron_ext[certify]'"
         ) from None
     costs = program.problem.costs
-    tick = common_tick([costs.hop, *(costs.of(a) for a in program.graph.actions)], makespan)
+    least_hop = min(costs.hops, default=costs.hop)
+    tick = common_tick([least_hop, *(costs.of(a) for a in program.graph.actions)], makespan)
     horizon = round(makespan / tick)
     model: Any = cp_model.CpModel()
     starts: dict[Action, Any] = {}
@@ -113,7 +116,7 @@ def _search(program: Program, makespan: float, seconds: float) -> float:
         model.add_no_overlap(intervals)
     for action in starts:
         for needed_action, is_remote in _producers(action, program, starts):
-            hop = _ticks(costs.hop, tick) if is_remote else 0
+            hop = _ticks(least_hop, tick) if is_remote else 0
             model.add(starts[action] >= ends[needed_action] + hop)
         following = action._replace(microbatch=action.microbatch + 1)
         if following in starts:

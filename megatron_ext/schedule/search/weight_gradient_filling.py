@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.action import Action, Kind, tokens_of
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import fits
 from megatron_ext.schedule.placement import Neighbour
@@ -95,7 +95,11 @@ def memory_of(problem: Problem, microbatches: float = math.inf) -> Memory:
     if limit is not None:
         assert limit.microbatches is not None
         microbatches = min(limit.microbatches, microbatches)
-    return Memory(lambda held, stage: share, (microbatches,) * problem.ranks)
+    held_by_passes = (Held.ACTIVATION, Held.WEIGHT_INPUTS)
+    return Memory(
+        lambda held, stage: share if held in held_by_passes else 0.0,
+        (microbatches,) * problem.ranks,
+    )
 
 
 def least_memory(orders: Sequence[Sequence[Action]], memory: Memory) -> list[float]:
@@ -103,8 +107,9 @@ def least_memory(orders: Sequence[Sequence[Action]], memory: Memory) -> list[flo
     least = []
     for order in orders:
         held = most = 0.0
-        for stage, kind, _ in order:
-            held += memory.of(stage) if kind is Kind.FORWARD else -memory.of(stage)
+        for stage, kind, k in order:
+            change = memory.of(stage) * tokens_of(k)
+            held += change if kind is Kind.FORWARD else -change
             most = max(most, held)
         least.append(most)
     return least
@@ -184,9 +189,9 @@ def _last_start(problem: Problem) -> float:
     seen: dict[int, float] = {}
     for stage, rank in enumerate(placement.rank_of):
         if placement.is_remote(stage, Neighbour.PREVIOUS):
-            at += problem.costs.hop
+            at += problem.costs.of(Action(stage - 1, Kind.SEND_F, problem.forwards[0]))
         seen.setdefault(rank, at)
-        at += problem.costs.of(Action(stage, Kind.FORWARD, 0))
+        at += problem.costs.of(Action(stage, Kind.FORWARD, problem.forwards[0]))
     return max(seen.values())
 
 
@@ -201,11 +206,18 @@ class _Filling:
         deadline: float,
         span: float,
     ) -> None:
-        placement, costs, m = problem.placement, problem.costs, problem.microbatches
+        placement, costs, m = problem.placement, problem.costs, problem.pieces
         stages, ranks = range(placement.stages), placement.ranks
-        self.orders, self.placement, self.hop = orders, placement, costs.hop
+        parts = problem.parts(0)
+        self.orders, self.placement, self.slices = orders, placement, len(parts)
         self.memory, self.deadline, self.span = memory, deadline, span
-        self.seconds = {kind: [costs.of(Action(s, kind, 0)) for s in stages] for kind in _COMPUTE}
+        # By kind, stage and slice; by slice.
+        self.seconds = {
+            kind: [[costs.of(Action(s, kind, part)) for part in parts] for s in stages]
+            for kind in _COMPUTE
+        }
+        self.hops = [costs.hop_of(part) for part in parts]
+        self.tokens = [tokens_of(part) for part in parts]
         self.work = _work(problem)
         self.forward_at: list[list[float | None]] = [[None] * m for _ in stages]
         self.forward_at[0] = [0.0] * m
@@ -281,7 +293,8 @@ class _Filling:
         may_idle = min(self.deadline - start, self.span) - self.work[rank]
         slack = _TOLERANCE * (1 + self.work[rank])
         while waiting and (gap := ready - self.free[rank]) > slack:
-            fits = self.seconds[Kind.BACKWARD_WEIGHT][waiting[0].stage] <= gap + slack
+            stage, kind, k = waiting[0]
+            fits = self.seconds[kind][stage][k % self.slices] <= gap + slack
             if not fits and self.idle[rank] + gap <= may_idle + slack:
                 return
             self.do_w(rank)
@@ -289,30 +302,34 @@ class _Filling:
     def make_room(self, rank: int, action: Action) -> None:
         if self.memory is None:
             return
-        while not self.memory.fits(rank, self.held[rank] + self.share[action.stage]):
+        more = self.share[action.stage] * self.tokens[action.microbatch % self.slices]
+        while not self.memory.fits(rank, self.held[rank] + more):
             if not self.pending[rank]:
                 raise DoesNotFit(f"{action} exceeds the memory of rank {rank}")
             self.do_w(rank)
 
     def account(self, rank: int, action: Action) -> None:
-        stage, kind, _ = action
+        stage, kind, k = action
+        tokens = self.tokens[k % self.slices]
         match kind:
             case Kind.FORWARD:
-                self.held[rank] += self.share[stage]
+                self.held[rank] += self.share[stage] * tokens
             case Kind.BACKWARD_INPUT:
-                self.held[rank] -= self.share[stage] - self.left_for_w[stage]
+                self.held[rank] -= (self.share[stage] - self.left_for_w[stage]) * tokens
             case Kind.FULL_BACKWARD:
-                self.held[rank] -= self.share[stage]
+                self.held[rank] -= self.share[stage] * tokens
 
     def do_w(self, rank: int) -> None:
         action = self.pending[rank].popleft()
         self.do(rank, action, self.free[rank])
         if self.memory is not None:
-            self.held[rank] -= self.left_for_w[action.stage]
+            tokens = self.tokens[action.microbatch % self.slices]
+            self.held[rank] -= self.left_for_w[action.stage] * tokens
 
     def do(self, rank: int, action: Action, start: float) -> None:
         self.rows[rank].append(action)
-        self.free[rank] = start + self.seconds[action.kind][action.stage]
+        stage, kind, k = action
+        self.free[rank] = start + self.seconds[kind][stage][k % self.slices]
 
     def pass_on(self, rank: int, action: Action) -> int:
         """Send what ``action`` made to the neighbouring stage; the rank of that, -1: no stage."""
@@ -323,7 +340,7 @@ class _Filling:
             return -1
         to, at = self.placement.rank_of[other], self.free[rank]
         if to != rank:
-            at = max(at, self.arrived.get((rank, to, kind), 0.0)) + self.hop
+            at = max(at, self.arrived.get((rank, to, kind), 0.0)) + self.hops[k % self.slices]
             self.arrived[rank, to, kind] = at
         (self.forward_at if is_forward else self.gradient_at)[other][k] = at
         return to

@@ -211,7 +211,12 @@ def _draw_passes(axes: Axes, run: Sequence[Timeline], readable: float, measure: 
         if any(event.action.kind is Kind.STEP for event in run[0].events):
             figure = f"post-validation, {figure}"
     peak = measure.told(max(max(measure.curve(row)) for row in schedule.rows))
-    axes.set_title(f"{schedule.name}: {figure}, peak {peak}", loc="left", fontsize=10)
+    axes.set_title(f"{_named(schedule)}: {figure}, peak {peak}", loc="left", fontsize=10)
+
+
+def _named(schedule: Schedule) -> str:
+    slices = schedule.columns.slices
+    return schedule.name if slices == 1 else f"{schedule.name}, {counted(slices, 'slice')}"
 
 
 def _add_boxes(axes: Axes, boxes: Sequence[Box], **look: Any) -> None:

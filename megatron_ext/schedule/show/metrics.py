@@ -27,7 +27,7 @@ def telling_passes(program: Program, rank: int) -> list[int]:
     """Which of its passes tell when a rank's clock begins: two for each of its stages, F of the
     first microbatch and I (or B) of the last. Ranks mostly wait for what those need. (Of a stage
     with forward passes alone it is F of the last.)"""
-    last = program.problem.microbatches - 1
+    last_forward, last_backward = program.problem.forwards[-1], program.problem.backwards[-1]
     place = {
         (action.stage, kind, action.microbatch): number
         for number, action in enumerate(program.schedule.compute_rows[rank])
@@ -38,7 +38,10 @@ def telling_passes(program: Program, rank: int) -> list[int]:
         for stage in program.schedule.placement.stages_of[rank]
         for number in (
             place[stage, Kind.FORWARD, 0],
-            place.get((stage, Kind.BACKWARD_INPUT, last), place[stage, Kind.FORWARD, last]),
+            place.get(
+                (stage, Kind.BACKWARD_INPUT, last_backward),
+                place[stage, Kind.FORWARD, last_forward],
+            ),
         )
     ]
 

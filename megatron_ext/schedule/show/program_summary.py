@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.output_layer import costs_in, output_layer_waits
@@ -76,13 +77,21 @@ def summarize(program: Program) -> str:
     outlined = outline_costs(costs, program.schedule.placement, with_copies=offloads)
     return (
         f"{program.schedule.name} on {counted(problem.ranks, 'rank')}, "
-        f"{counted(problem.microbatches, 'microbatch')}: "
+        f"{counted(problem.microbatches, 'microbatch')}{_of_slices(problem)}: "
         f"predicted bubble {bubble:.1%} of the makespan (1f1b {stock:.1%}), "
         f"peak {counted(peak, 'microbatch')}{held}"
         f"{_untrained_part(problem)}{_offloaded_part(program)}{_recomputed_part(program)}"
         f"{_what_overlaps(program)}; "
         f"costs {costs.origin} (of a microbatch on one rank): {outlined}"
     )
+
+
+def _of_slices(problem: Problem) -> str:
+    if problem.slices.count == 1:
+        return ""
+    ends = [0.0, *problem.slice_ends]
+    shares = [f"{end - begin:.0%}" for begin, end in pairwise(ends)]
+    return f" in {problem.slices.count} slices ({' '.join(shares)} of the sequence)"
 
 
 def _what_overlaps(program: Program) -> str:

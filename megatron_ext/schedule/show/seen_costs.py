@@ -34,7 +34,7 @@ def seen_costs(steps: Sequence[TracedStep]) -> SeenCosts | None:
     delays = sorted(delay for step in alike for delay in _delays(step))
     return SeenCosts(
         schedule,
-        microbatches=1 + max(action.microbatch for row in schedule.rows for action in row),
+        microbatches=schedule.microbatches,
         forward=tuple(medians[Kind.FORWARD, stage] for stage in stages),
         backward=tuple(medians[Kind.FULL_BACKWARD, stage] for stage in stages),
         weight_shares=latest.weight_shares,

@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.schedule.action import parse
+from megatron_ext.schedule.action import Action, Slice, parse, slices_named, whole_of
 from megatron_ext.schedule.kinds import HOST_LANES, RULES, Lane, Where
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.program.graph import channel_of
@@ -265,10 +265,11 @@ def _timeline(slices: Sequence[_Slice], category: str, where: str) -> Timeline:
     """The passes of ``category``, and with them the reductions of a measured step."""
     of_rank: dict[int, list[Event]] = {}
     reductions = []
+    parts = max((slices_named(s.name) for s in slices if s.category == category), default=1)
     for slice_ in slices:
         if slice_.category == category:
             try:
-                event = Event(slice_.rank, parse(slice_.name), slice_.start, slice_.end)
+                event = Event(slice_.rank, parse(slice_.name, parts), slice_.start, slice_.end)
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from None
             of_rank.setdefault(slice_.rank, []).append(event)
@@ -303,29 +304,34 @@ def _check_rows(rows: Sequence[tuple[Event, ...]], where: str) -> None:
             raise ValueError(f"{where}: the passes of rank {row[0].rank} take no time")
 
 
+def track_of(action: Action, placement: Placement) -> str | None:
+    """The title of the track of its rank that ``action`` is on; None if it takes no time on any."""
+    rule = RULES[action.kind]
+    if rule.lane is Lane.COMPUTE:
+        return "passes"
+    if rule.where is Where.RANK:
+        return None  # messages of a few bytes, and marks
+    if rule.lane is Lane.SEND:
+        return f"{action.kind} to rank {channel_of(action, placement).receiver}"
+    if rule.lane is Lane.COLLECTIVE:
+        return action.kind.value
+    return rule.lane.value if rule.lane in HOST_LANES else None
+
+
 def _slices(timeline: Timeline, prefix: str, about: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Passes and messages, and when the optimizer stepped and when the verdict on the last step
     was there; ``prefix`` goes before the names of their tracks and categories."""
     placement = timeline.schedule.placement
     for event in timeline.events:
-        action = event.action
-        lane = RULES[action.kind].lane
-        if lane is Lane.COMPUTE:
-            title = "passes"
-        elif RULES[action.kind].where is Where.RANK:
-            if not RULES[action.kind].is_message:  # those are of a few bytes
-                yield _mark(event, str(action), prefix + "passes", prefix + lane.value, about)
-            continue
-        elif lane is Lane.SEND:
-            title = f"{action.kind} to rank {channel_of(action, placement).receiver}"
-        elif lane is Lane.COLLECTIVE:
-            title = action.kind.value
-        elif lane in HOST_LANES:
-            title = lane.value
-        else:
-            continue  # takes no time there
-        args = {"stage": action.stage, "microbatch": action.microbatch} | about
-        yield _slice(event, str(action), prefix + title, prefix + lane.value, args)
+        action, rule = event.action, RULES[event.action.kind]
+        category, title = prefix + rule.lane.value, track_of(action, placement)
+        if title is not None:
+            args = {"stage": action.stage, "microbatch": whole_of(action.microbatch)} | about
+            if isinstance(action.microbatch, Slice):
+                args["slice"] = action.microbatch.slice
+            yield _slice(event, str(action), prefix + title, category, args)
+        elif rule.where is Where.RANK and not rule.is_message:
+            yield _mark(event, str(action), prefix + "passes", category, about)
 
 
 def _reductions(timeline: Timeline, about: dict[str, Any]) -> Iterator[dict[str, Any]]:

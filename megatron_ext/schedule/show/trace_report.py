@@ -56,20 +56,25 @@ class TraceReport:
     what_if: WhatIf | None = None
 
 
+def median_step(steps: Sequence[TracedStep]) -> TracedStep:
+    """The one with the median makespan; of two, the shorter."""
+    by_makespan = sorted(steps, key=lambda step: step.measured.makespan)
+    return by_makespan[(len(steps) - 1) // 2]
+
+
 def trace_report(steps: Sequence[TracedStep], seconds: float = SECONDS) -> TraceReport:
     """The step with the median makespan, explained, and the figures of all ``steps``.
 
     ``seconds``: as `what_if` has them.
     """
-    by_makespan = sorted(steps, key=lambda step: step.measured.makespan)
-    median = by_makespan[(len(steps) - 1) // 2]
+    median = median_step(steps)
     schedule = median.measured.schedule
     explanation = explain(median.measured, median.predicted)
     seen = seen_costs(steps)
     return TraceReport(
         schedule=schedule.name,
         pp=schedule.placement.ranks,
-        microbatches=1 + max(action.microbatch for row in schedule.rows for action in row),
+        microbatches=schedule.microbatches,
         iteration=median.iteration,
         measured=_figures(median.measured),
         predicted=_figures(median.predicted),

@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.action import Action, Kind, Slice, whole_of
 from megatron_ext.schedule.costs import HostCosts
 from megatron_ext.schedule.kinds import RULES, Lane
 from megatron_ext.schedule.limit import fits
@@ -202,25 +202,31 @@ def _absences(rank: int, row: Sequence[Event], problem: Problem) -> Iterator[Abs
 
 
 def _longest_lived_first(absences: Iterable[Absence]) -> list[Absence]:
-    """The stages first whose activations can be away for longest; within a stage the microbatches
-    in an order in which the first n, for any n, are evenly spread over the step."""
-    groups: dict[tuple[int, Kind], list[Absence]] = defaultdict(list)
+    """The stages first whose activations can be away for longest, and of slices the first ones;
+    within that the microbatches in an order in which the first n, for any n, are evenly spread over
+    the step."""
+    groups: dict[tuple[int, Kind, int], list[Absence]] = defaultdict(list)
     for absence in absences:
-        groups[absence.stage, absence.kinds[0]].append(absence)
+        part = absence.microbatch
+        number = part.slice if isinstance(part, Slice) else 0
+        groups[absence.stage, absence.kinds[0], number].append(absence)
     by_spare = sorted(groups.values(), key=lambda group: -sum(a.spare for a in group) / len(group))
     return [
         absence
         for group in by_spare
-        for absence in sorted(group, key=lambda a: a.microbatch * _GOLDEN % 1)
+        for absence in sorted(group, key=lambda a: whole_of(a.microbatch) * _GOLDEN % 1)
     ]
 
 
 def _longer_lived_half(absences: list[Absence], problem: Problem) -> list[Absence]:
-    """The absences of the longer-lived half of the chunks; if there is one chunk, those of every
-    other microbatch. (What waits for W is not much, and may leave from all chunks.)"""
-    chunks = problem.placement.chunks
+    """The absences of the longer-lived half of the chunks; if there is one chunk, those of the
+    first half of the slices, or of every other microbatch. (What waits for W is not much, and may
+    leave from all chunks.)"""
+    chunks, slices = problem.placement.chunks, problem.slices.count
+    if chunks == 1 and slices > 1:
+        return [absence for absence in absences if absence.microbatch % slices < slices / 2]
     if chunks == 1:
-        return [absence for absence in absences if absence.microbatch % 2 == 0]
+        return [absence for absence in absences if whole_of(absence.microbatch) % 2 == 0]
     activations = [a for a in absences if a.kinds[0] is Kind.OFFLOAD_F]
     stages = list(dict.fromkeys(a.stage for a in activations))[: -(-chunks // 2)]
     return [a for a in absences if a.stage in stages or a not in activations]

@@ -16,11 +16,11 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.kinds import RULES, Held
+from megatron_ext.schedule.action import Action, Kind, tokens_of
+from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.limit import fits
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.program.memory import Amount, amount_of, peak
+from megatron_ext.schedule.program.memory import Amount, amount_of, kept_for_again, peak
 from megatron_ext.schedule.schedule import Schedule
 
 _GOLDEN = 0.6180339887498949
@@ -66,10 +66,14 @@ class _Room:
         rule = RULES[kind]
         takes = sum(self.amount(held, stage) for held in rule.acquires)
         if rule.repeats is not None:
-            takes -= self.amount(Held.INPUT, stage)
+            takes -= kept_for_again(stage, microbatch, self.amount)
         elif kind is Kind.FORWARD and (stage, microbatch) in given_up:
-            takes = self.amount(Held.INPUT, stage)
-        return takes, sum(self.amount(held, stage) for held in rule.releases)
+            takes = kept_for_again(stage, microbatch, self.amount)
+        gives, tokens = (
+            sum(self.amount(held, stage) for held in rule.releases),
+            tokens_of(microbatch),
+        )
+        return takes * tokens, gives * tokens
 
 
 def _fitting(row: Row, room: _Room, problem: Problem) -> Row:

@@ -80,7 +80,8 @@ def _in_ticks(costs: Costs) -> Costs:
         kind: tuple(max(1.0, round(figure / tick)) for figure in figures)
         for kind, figures in costs.seconds.items()
     }
-    return replace(costs, seconds=seconds, hop=round(costs.hop / tick))
+    hops = tuple(float(round(hop / tick)) for hop in costs.hops)
+    return replace(costs, seconds=seconds, hop=round(costs.hop / tick), hops=hops)
 
 
 def _delayed_starts(base: Timeline, problem: Problem, interval: float) -> _Times:

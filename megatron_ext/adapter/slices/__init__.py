@@ -1,0 +1,1 @@
+"""Megatron's model, called with a slice of a sequence at a time."""

@@ -1,0 +1,93 @@
+"""Attention of a slice's queries to the keys and values of all tokens up to its end.
+
+A causal mask is then aligned to the bottom right: the last query sees all keys. What aligns it to
+the top left instead is silently wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any
+
+import torch
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
+
+from megatron_ext.runtime.slices.running_slice import running_slice
+
+
+def attend_locally(
+    original: Callable[..., Tensor],
+    layer: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """DotProductAttention's forward, of the slice that runs, if one does.
+
+    Its ``attention_mask``, if there is one, is the slice's, [.., queries, keys up to its end].
+    """
+    span = running_slice.span
+    if span is None:
+        return original(layer, query, key, value, attention_mask, *args, **kwargs)
+    softmax = layer.scale_mask_softmax
+    _refuse_other_masks(softmax.attn_mask_type)
+    key, value = running_slice.attended(layer, (key, value))
+    if span.begin == 0:
+        return original(layer, query, key, value, attention_mask, *args, **kwargs)
+    if attention_mask is None:
+        attention_mask = bottom_right_mask(query.size(0), key.size(0), query.device)
+    with _by_given_mask(softmax):
+        return original(layer, query, key, value, attention_mask, *args, **kwargs)
+
+
+def attend_with_transformer_engine(
+    original: Callable[..., Tensor],
+    layer: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    attn_mask_type: AttnMaskType,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """TEDotProductAttention's forward, of the slice that runs, if one does."""
+    span = running_slice.span
+    if span is not None:
+        _refuse_other_masks(attn_mask_type)
+        key, value = running_slice.attended(layer, (key, value))
+        if span.begin > 0:
+            attn_mask_type = AttnMaskType.causal_bottom_right
+    return original(layer, query, key, value, attention_mask, attn_mask_type, *args, **kwargs)
+
+
+@lru_cache(maxsize=64)
+def bottom_right_mask(queries: int, keys: int, device: torch.device) -> Tensor:
+    """Which keys the last ``queries`` of so many tokens do not see: bool [1, 1, queries, keys]."""
+    visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    return visible.logical_not()[None, None]
+
+
+@contextlib.contextmanager
+def _by_given_mask(softmax: Any) -> Iterator[None]:
+    """Within, ``softmax`` goes by the mask that it is given: its own causal one is square."""
+    kind = softmax.attn_mask_type
+    softmax.attn_mask_type = AttnMaskType.arbitrary
+    try:
+        yield
+    finally:
+        softmax.attn_mask_type = kind
+
+
+def _refuse_other_masks(kind: AttnMaskType) -> None:
+    if kind is not AttnMaskType.causal:
+        raise ValueError(
+            f"--pipeline-slices needs causal attention, and this layer's mask is {kind.name}: a "
+            f"token of an early slice would see those of later ones; drop the flag"
+        )

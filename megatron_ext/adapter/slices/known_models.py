@@ -1,0 +1,65 @@
+"""Whether a model is one that can be run slice by slice.
+
+What mixes the tokens of a sequence has to know of slices. What does and doesn't would train on
+wrong numbers without a word, so a model is refused unless all of it is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.identity_op import IdentityOp
+
+from megatron_ext.adapter.transformer_engine.installed import can_split
+
+_DROP = "drop --pipeline-slices"
+_OF_PREDICTION = "mtp_model_layer"  # of a layer of multi-token prediction
+
+
+def refuse_unknown(models: Sequence[torch.nn.Module]) -> None:
+    """Raise ValueError unless each of ``models``, a rank's chunks, can be run slice by slice."""
+    known = _known_attention()
+    for chunk in models:
+        model: Any = chunk
+        while isinstance(inner := getattr(model, "module", None), torch.nn.Module):
+            model = inner  # of DDP and mixed precision
+        if not isinstance(model, GPTModel) or type(model).forward is not GPTModel.forward:
+            raise ValueError(
+                f"--pipeline-slices runs a GPTModel, and {type(model).__name__} may do with "
+                f"sequences what it likes: {_DROP}"
+            )
+        predicting = getattr(getattr(model, "mtp", None), "layers", ())
+        further = [getattr(layer, _OF_PREDICTION, None) for layer in predicting]
+        for layer in (*model.decoder.layers, *further):
+            if (unknown := _unknown_mixer(layer, known)) is not None:
+                raise ValueError(
+                    f"--pipeline-slices does not go with {unknown}: tokens of a slice would not "
+                    f"see those of the slices before it; {_DROP}"
+                )
+
+
+def _known_attention() -> list[Callable[..., Any]]:
+    known: list[Callable[..., Any]] = [DotProductAttention.forward]
+    if can_split():
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+        known.append(TEDotProductAttention.forward)
+    return known
+
+
+def _unknown_mixer(layer: Any, known: Sequence[Callable[..., Any]]) -> str | None:
+    """The class of what mixes tokens in ``layer`` and is not ``known``."""
+    for name in ("self_attention", "cross_attention"):
+        attention = getattr(layer, name, None)
+        if isinstance(attention, IdentityOp):
+            continue
+        core = getattr(attention, "core_attention", None)
+        if core is None:
+            return type(layer if attention is None else attention).__name__
+        if type(core).forward not in known:
+            return type(core).__name__
+    return None

@@ -1,0 +1,100 @@
+"""A GPTModel's forward pass of one slice, called with the whole batch as the caller has it."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from megatron_ext.runtime.slices.running_slice import Span, running_slice
+
+_FLAG = "--pipeline-slices"
+
+# Arguments of GPTModel.forward with a place for each token, in their last dimension.
+_OF_TOKENS = ("input_ids", "position_ids", "labels", "loss_mask")
+_UNTRIED = (
+    "decoder_input",
+    "extra_block_kwargs",
+    "inference_context",
+    "inference_params",
+    "output_processor",
+    "padding_mask",
+)
+
+
+class WholeCall:
+    """What a caller has called the model with, while it runs a slice of that."""
+
+    def __init__(self) -> None:
+        self._arguments: dict[str, Any] = {}
+
+    def arguments(self, *names: str) -> dict[str, Any]:
+        """Those of ``names``, whole; None where they were not given."""
+        return {name: self._arguments.get(name) for name in names}
+
+    @contextlib.contextmanager
+    def running(self, arguments: dict[str, Any]) -> Iterator[None]:
+        self._arguments = arguments
+        try:
+            yield
+        finally:
+            self._arguments = {}
+
+
+whole_call = WholeCall()
+
+
+def call_with_slice(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """``original``, GPTModel's forward, of the slice that runs, if one does.
+
+    Raises:
+        ValueError: the model is called with what is not known to work with slices.
+    """
+    span = running_slice.span
+    if span is None:
+        return original(model, *args, **kwargs)
+    call = inspect.signature(original).bind(model, *args, **kwargs)
+    with whole_call.running(dict(call.arguments)):
+        call.arguments.update(cut(call.arguments, span))
+        return original(*call.args, **call.kwargs)
+
+
+def cut(given: dict[str, Any], span: Span) -> dict[str, Any]:
+    """Those arguments in ``given`` that have a part for the slice ``span``, with that part alone.
+
+    Raises:
+        ValueError: as `call_with_slice`.
+    """
+    if given.get("packed_seq_params") is not None:
+        raise ValueError(
+            f"{_FLAG} does not go with packed sequences, whose parts end anywhere: drop the flag"
+        )
+    for name in _UNTRIED:
+        if given.get(name) is not None:
+            raise ValueError(f"{_FLAG} does not go with {name}: untried; drop the flag")
+    parts: dict[str, Any] = {}
+    for name in _OF_TOKENS:
+        if (tensor := given.get(name)) is not None:
+            _check_length(name, tensor.shape[-1], span)
+            parts[name] = tensor[..., span.begin : span.end]
+    if (mask := given.get("attention_mask")) is not None:
+        parts["attention_mask"] = _cut_mask(mask, span)
+    return parts
+
+
+def _cut_mask(mask: Tensor, span: Span) -> Tensor:
+    """Of ``mask``, [.., queries, keys], what the slice's queries see."""
+    for size in mask.shape[-2:]:
+        _check_length("attention_mask", size, span)
+    return mask[..., span.begin : span.end, : span.end]
+
+
+def _check_length(name: str, length: int, span: Span) -> None:
+    if length != span.length:
+        raise ValueError(
+            f"{_FLAG} divides sequences of {span.length} tokens, and the model was called with "
+            f"{name} of {length}: give all microbatches one sequence length, or drop the flag"
+        )

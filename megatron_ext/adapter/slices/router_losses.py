@@ -1,0 +1,149 @@
+"""Auxiliary losses of routers over whole microbatches, whose tokens come slice by slice.
+
+The loss that balances experts is a scale times the sum over experts of P T / N^2, P the sum
+of an expert's scores, T the number of its tokens, and N that of all tokens. Its gradient by a
+token's scores has the T of the whole microbatch. A slice's backward pass comes when the forward
+passes of all slices are over, and so finds T complete. The loss itself is made, and logged, with
+the last slice; those before it give 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ext.runtime.slices.running_slice import Span, running_slice
+
+
+class _Router:
+    """Which router's loss is made now, and which loss of it."""
+
+    def __init__(self) -> None:
+        self.now: tuple[Any, str] = (None, "")
+
+    @contextlib.contextmanager
+    def making(self, router: Any, name: str) -> Iterator[None]:
+        before, self.now = self.now, (router, name)
+        try:
+            yield
+        finally:
+            self.now = before
+
+
+_router = _Router()
+
+
+class _Balance:
+    """Of one loss of a router and one microbatch: tokens and scores by slice, summed by expert."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[Span, Tensor] = {}
+        self.scores: dict[Span, Tensor] = {}
+
+    @property
+    def is_complete(self) -> bool:
+        counted = sum(span.end - span.begin for span in self.tokens)
+        return counted == next(iter(self.tokens)).length
+
+
+def _sum(by_slice: Mapping[Span, Tensor]) -> Tensor:
+    """In one order, whichever slice came first."""
+    order = sorted(by_slice, key=lambda span: span.begin)
+    return torch.stack([by_slice[span] for span in order]).sum(0)
+
+
+class _BalancingLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, balance: _Balance, scale: float) -> Tensor:
+        ctx.balance, ctx.scale, ctx.shape = balance, scale, scores.shape
+        if not balance.is_complete:
+            return scores.new_zeros(())
+        loss: Tensor = (_sum(balance.tokens) * _sum(balance.scores)).sum() * scale
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        assert ctx.balance.is_complete, "a backward pass before the last slice's forward pass"
+        by_expert = _sum(ctx.balance.tokens) * (gradient * ctx.scale)
+        return by_expert.expand(ctx.shape), None, None
+
+
+def making(name: str) -> Callable[..., Any]:
+    """A wrapper of the method of a router that makes its loss ``name``."""
+
+    def make(original: Callable[..., Any], router: Any, *args: Any, **kwargs: Any) -> Any:
+        with _router.making(router, name):
+            return original(router, *args, **kwargs)
+
+    return make
+
+
+def balance(
+    original: Callable[..., Tensor],
+    probs: Tensor,
+    tokens_per_expert: Tensor,
+    total_num_tokens: int,
+    topk: int,
+    num_experts: int,
+    moe_aux_loss_coeff: float,
+    **more: Any,
+) -> Tensor:
+    """switch_load_balancing_loss_func, of the slice that runs, if one does."""
+    span = running_slice.span
+    if span is None:
+        return original(
+            probs=probs,
+            tokens_per_expert=tokens_per_expert,
+            total_num_tokens=total_num_tokens,
+            topk=topk,
+            num_experts=num_experts,
+            moe_aux_loss_coeff=moe_aux_loss_coeff,
+            **more,
+        )
+    of_microbatch = running_slice.kept(_router.now, _Balance)
+    of_microbatch.tokens[span] = tokens_per_expert
+    of_microbatch.scores[span] = probs.detach().sum(0)
+    whole = _of_whole(total_num_tokens, span)
+    scale = num_experts * moe_aux_loss_coeff / (topk * whole * whole)
+    loss: Tensor = _BalancingLoss.apply(probs, of_microbatch, scale)
+    return loss
+
+
+def attach(
+    original: Callable[..., Tensor],
+    router: Any,
+    activation: Tensor,
+    *args: Any,
+    valid_token_count: int | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """A router's attach_and_log_load_balancing_loss: a loss that is scaled by tokens is so by the
+    whole microbatch's."""
+    if (span := running_slice.span) is not None:
+        count = activation.shape[0] if valid_token_count is None else valid_token_count
+        valid_token_count = _of_whole(count, span)
+    return original(router, activation, *args, valid_token_count=valid_token_count, **kwargs)
+
+
+def z_loss(
+    original: Callable[..., Tensor], logits: Tensor, z_loss_coeff: float, **more: Any
+) -> Tensor:
+    """z_loss_func, a mean over tokens, of the slice that runs, if one does: its share of it."""
+    loss = original(logits, z_loss_coeff, **more)
+    span = running_slice.span
+    if span is None:
+        return loss
+    share = (span.end - span.begin) / span.length
+    router, _ = _router.now
+    if router.calculate_per_token_loss:  # the gradient is then scaled by the slice's tokens
+        return loss + (share - 1) * loss.detach()
+    return share * loss
+
+
+def _of_whole(tokens: int, span: Span) -> int:
+    """Of the sequence, where ``tokens`` are of its slice ``span``."""
+    return tokens * span.length // (span.end - span.begin)

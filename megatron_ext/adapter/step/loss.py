@@ -1,0 +1,54 @@
+"""The loss of a microbatch whose output was not made in one forward pass of the last stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+from torch import Tensor
+
+from megatron_ext.adapter.step.model_stage import StepCall
+
+
+def loss_of(
+    output: Tensor,
+    loss_func: Callable[..., Any],
+    model: torch.nn.Module,
+    config: Any,
+    call: StepCall,
+    losses: list[Any],
+) -> tuple[Tensor | None, Tensor]:
+    """What Megatron does after a last stage's forward pass, and first in its backward pass: loss
+    masks, counts of tokens, scaling and logging are its own.
+
+    Args:
+        output: the last stage's, of the whole microbatch.
+        loss_func: the caller's, for this microbatch.
+        losses: what it reports is added to these.
+
+    Returns:
+        The gradient of the scaled loss by ``output``, None in an evaluation; and the number of
+        tokens.
+    """
+    if config.timers is not None:  # forward_step_calc_loss stops it
+        config.timers("forward-compute", log_level=2).start()
+    leaf = output.detach().requires_grad_(not call.forward_only)
+    loss, tokens = schedules.forward_step_calc_loss(
+        model,
+        leaf.clone(),  # loss functions may write to what they are given
+        loss_func,
+        config,
+        None,
+        call.collect_non_loss_data,
+        call.num_microbatches,
+        losses,
+        call.context_parallel_size,
+        True,
+    )
+    if call.forward_only:
+        return None, tokens
+    schedules.deallocate_output_tensor(loss, config.deallocate_pipeline_outputs)
+    gradient = schedules.backward_step(leaf, loss, None, config)
+    return torch.zeros_like(leaf) if gradient is None else gradient, tokens

@@ -1,0 +1,123 @@
+"""A stage that runs a microbatch slice by slice.
+
+The caller's forward_step_func is called once a microbatch, with the first slice, and the model once
+a slice, with the whole batch each time (`adapter.slices`). The loss is made once, when the last
+slice has run: the caller's loss function is given the outputs of all slices as one, as it would be
+of a whole microbatch, and each slice's backward pass begins with its part of the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from megatron.core.utils import make_viewless_tensor
+from torch import Tensor
+
+from megatron_ext.adapter.step.loss import loss_of
+from megatron_ext.adapter.step.model_stage import ModelStage
+from megatron_ext.adapter.step.noted_call import ModelCall, NotedCall
+from megatron_ext.runtime.slices.running_slice import Span, running_slice
+from megatron_ext.schedule.action import Slice
+
+
+class SlicedStage(ModelStage):
+    """One model chunk during one step, whose passes are of `Slice`s."""
+
+    def __init__(self, *args: Any, spans: Sequence[Span], is_last: bool, **more: Any) -> None:
+        """``spans``: of the slices, all of a sequence."""
+        super().__init__(*args, has_loss=False, **more)
+        self._spans = spans
+        self._is_last = is_last
+        self._noted: dict[int, NotedCall] = {}  # by microbatch, while its first slice runs
+        self._calls: dict[int, ModelCall] = {}  # by microbatch, until its last slice has run
+        self._outputs: dict[int, list[Tensor]] = {}  # of the last stage, likewise
+        self._gradients: dict[int, Tensor] = {}  # of these, until the first slice's backward pass
+
+    def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
+        piece = _slice(microbatch)
+        output = super().forward(piece, x)
+        if piece.is_first:
+            self._calls[piece.whole] = self._noted.pop(piece.whole).call
+        if self._is_last:
+            self._outputs.setdefault(piece.whole, []).append(output.detach())
+            self._free(output)
+        if piece.is_last:
+            call = self._calls.pop(piece.whole)
+            if self._is_last:
+                self._make_loss(piece.whole, call)
+            if not self._has_backward:
+                running_slice.drop(self._number, piece.whole)
+        return output
+
+    def forget(self) -> None:
+        super().forget()
+        for kept in (self._noted, self._calls, self._outputs, self._gradients):
+            kept.clear()
+        running_slice.clear()
+
+    def _make_loss(self, microbatch: int, call: ModelCall) -> None:
+        whole = torch.cat(self._outputs.pop(microbatch), dim=1)  # [b, s], or [b, s, v] of logits
+        gradient, tokens = loss_of(
+            whole, call.loss_func, self._model, self._config, self._call, self.losses
+        )
+        self.tokens += tokens
+        if gradient is not None:
+            self._gradients[microbatch] = gradient
+
+    def _forward_step_func(self, microbatch: int) -> Callable[..., Any]:
+        piece = _slice(microbatch)
+        if not piece.is_first:
+            return self._calls[piece.whole].again
+        noted = NotedCall(self._call.forward_step_func, "--pipeline-slices")
+        self._noted[piece.whole] = noted
+        return noted
+
+    def _run(
+        self,
+        forward_step_func: Callable[..., Any],
+        microbatch: int,
+        *args: Any,
+        is_first: bool = False,
+        **more: Any,
+    ) -> tuple[Tensor, Tensor]:
+        piece = _slice(microbatch)
+        if is_first and not self._is_quantised:
+            _add_all_gradients(self._model)
+            is_first = False
+        with running_slice.running(self._number, piece.whole, self._spans[piece.slice]):
+            output, tokens = super()._run(
+                forward_step_func, piece.whole, *args, is_first=is_first, **more
+            )
+        if self._is_last:  # its losses may be a view, whose memory could not be given back
+            output = make_viewless_tensor(output, output.requires_grad, keep_graph=True)
+        return output, tokens
+
+    def _backward_input(
+        self, microbatch: int, dy: Tensor | None, *, w_is_next: bool
+    ) -> Tensor | None:
+        piece = _slice(microbatch)
+        span = self._spans[piece.slice]
+        if self._is_last:
+            dy = self._gradients[piece.whole][:, span.begin : span.end]
+        with running_slice.running(self._number, piece.whole, span):
+            dx = super()._backward_input(piece, dy, w_is_next=w_is_next)
+        if piece.is_first:
+            self._gradients.pop(piece.whole, None)
+            running_slice.drop(self._number, piece.whole)
+        return dx
+
+
+def _add_all_gradients(model: torch.nn.Module) -> None:
+    """Have Transformer Engine add all weight gradients of this step to what there is. Those of the
+    forward pass that it is told is a step's first, it writes over what there is: with slices that
+    is not the first one whose gradients come. (Quantised weights have to be told.)"""
+    for module in model.modules():
+        if hasattr(module, "is_first_microbatch"):
+            module.is_first_microbatch = False  # type: ignore[assignment]
+
+
+def _slice(microbatch: int) -> Slice:
+    assert isinstance(microbatch, Slice), f"{microbatch} is a whole microbatch"
+    return microbatch

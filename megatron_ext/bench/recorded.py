@@ -1,0 +1,37 @@
+"""A step of a contender as it ran, beside what is ideal."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from megatron_ext.bench.emulated import Contender
+from megatron_ext.runtime.recording import HostClock
+from megatron_ext.schedule.schedule import is_compute
+from megatron_ext.schedule.show.page.run import Run, of_passes, simulated
+from megatron_ext.schedule.timeline import Event, Timeline
+
+
+def recorded(contender: Contender) -> tuple[Run, ...]:
+    """One more step of a ``contender``, recorded on all ranks: how it would ideally have run, and
+    how it did; nothing of one that is not ours. All ranks call this."""
+    program, recorder = contender.program, contender.recorder
+    if program is None or recorder is None:
+        return ()
+    recording = recorder.record(HostClock())
+    dist.barrier()
+    contender.step()
+    recorder.end()
+    if contender.settle is not None:
+        contender.settle()
+    rows: list[list[Event]] = [[] for _ in range(dist.get_world_size())]
+    # Of one machine, whose processes have one clock.
+    dist.all_gather_object(rows, recording.read()[0])
+    passes = tuple(event for row in rows for event in row if is_compute(event.action))
+    return (
+        simulated(f"{contender.name}, ideal", program),
+        of_passes(
+            f"{contender.name}, measured",
+            Timeline(program.schedule, passes),
+            program.problem.costs.of,
+        ),
+    )

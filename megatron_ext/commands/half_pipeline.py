@@ -1,0 +1,138 @@
+"""``megatron-ext plan --half-pipeline``: a pipeline beside half of it, with twice the copies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import typer
+
+from megatron_ext.commands.output import gib, print_table
+from megatron_ext.commands.plan_pictures import PlanPictures
+from megatron_ext.commands.plan_tables import print_unit
+from megatron_ext.commands.progress import showing_progress
+from megatron_ext.schedule.build.registry import Mark
+from megatron_ext.schedule.plan.half_pipeline import Halves, Side
+from megatron_ext.schedule.plan.planner import Candidate
+from megatron_ext.schedule.words import counted
+
+_ALIKE = 0.0005  # of a step
+NOTHING_FITS = "no schedule fits, on all pipeline ranks or on half of them"
+
+
+def show_halves(
+    compare: Callable[[], Halves], pictures: PlanPictures, as_json: bool, *, is_estimate: bool
+) -> None:
+    """Print what ``compare`` finds.
+
+    Raises:
+        ValueError: there is no half, nothing fits on any side, or a picture is asked for.
+    """
+    pictures.refuse("--half-pipeline")
+    with showing_progress():
+        halves = compare()
+    if as_json:
+        typer.echo(json.dumps(halves.as_data(), indent=2))
+    else:
+        print_halves(halves, is_estimate=is_estimate)
+        if halves.half.flags:
+            typer.echo(f"write for {halves.half.division}: {' '.join(halves.half.flags)}")
+    if not halves.fits:
+        raise ValueError(NOTHING_FITS)
+
+
+def print_halves(halves: Halves, *, is_estimate: bool) -> None:
+    """Every schedule on both, what the shortest of each takes, and what half of the ranks gain."""
+    whole, half = halves.whole.division, halves.half.division
+    each = [counted(division.microbatches, "microbatch") for division in (whole, half)]
+    typer.echo(
+        f"the same GPUs and global batch: {whole}, {each[0]} of each copy of the model; "
+        f"{half}, {each[1]}\n"
+    )
+    if halves.rows:
+        print_table(_kept([_row(*row, halves) for row in halves.rows]))
+    print_unit(is_estimate=is_estimate)
+    sides = [side for side in (halves.whole, halves.half) if side.plan.best is not None]
+    if any(side.reduction is not None for side in sides):
+        typer.echo("\nthe shortest of each, and what its fullest rank holds:")
+        print_table([_memory(side) for side in sides])
+    for side in (halves.whole, halves.half):
+        if side.plan.best is None:
+            why = "; ".join(dict.fromkeys(side.plan.refusals.values()))
+            typer.echo(f"\n{side.division}: no schedule fits: {why}")
+    if len(sides) == 2:
+        typer.echo(f"\n{_verdict(halves)}")
+
+
+def _row(
+    name: str, of_whole: Candidate | None, of_half: Candidate | None, halves: Halves
+) -> dict[str, Any]:
+    both = of_whole, of_half
+    (candidate, *_) = filter(None, both)
+    row = {"schedule": name, "mark": None if candidate.mark is Mark.STABLE else candidate.mark}
+
+    def add(head: str, figure: Callable[[Candidate], Any]) -> None:
+        for side, of_side in zip((halves.whole, halves.half), both, strict=True):
+            row[f"{head}\n{side.division}"] = "-" if of_side is None else figure(of_side)
+
+    add("makespan", lambda side: side.report.makespan)
+    if candidate.report.post_validation:
+        add("step", lambda side: side.step)
+    change = f"{of_half.step / of_whole.step - 1:+.1%}" if of_whole and of_half else "-"
+    row[f"than\n{halves.whole.division}"] = change
+    if candidate.fullest is not None:
+        add("fullest rank", lambda side: gib(side.fullest or 0))
+        return row
+    add("span", lambda side: side.report.span)
+    # A rank of the half has twice the layers: its microbatches hold twice as much.
+    ranks = halves.whole.division.ranks
+    add("peak", lambda side: side.report.peak * ranks / side.report.pp)
+    return row
+
+
+def _kept(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without columns that no row fills."""
+    kept = [key for key in rows[0] if any(row[key] is not None for row in rows)]
+    return [{key: "" if row[key] is None else row[key] for key in kept} for row in rows]
+
+
+def _memory(side: Side) -> dict[str, Any]:
+    best, reduction = side.plan.best, side.reduction
+    assert best is not None and best.memory is not None and reduction is not None
+    fullest = max(best.memory, key=lambda rank: rank.total)
+    return {
+        "": str(side.division),
+        "schedule": best.schedule,
+        "weights": gib(fullest.model.weights),
+        "gradients": gib(fullest.model.gradients),
+        "optimizer": gib(fullest.model.optimizer),
+        "activations": gib(fullest.activations),
+        "total": gib(fullest.total),
+        "gradients\nreduced in": reduction.gradients,
+        "parameters\ngathered in": reduction.parameters,
+    }
+
+
+def _verdict(halves: Halves) -> str:
+    whole, half = halves.whole, halves.half
+    assert whole.plan.best is not None and half.plan.best is not None
+    text = (
+        f"{half.division} under {half.plan.best.schedule} takes "
+        f"{_than(half.plan.best.step, whole.plan.best.step)} {whole.division} under "
+        f"{whole.plan.best.schedule}"
+    )
+    if half.reduction is None:
+        return text
+    assert half.whole_step is not None and whole.whole_step is not None
+    return (
+        f"{text};\n{_than(half.whole_step, whole.whole_step)} that with the reduction of gradients "
+        f"and the gathering of parameters, if no pass hides them"
+    )
+
+
+def _than(step: float, other: float) -> str:
+    share = step / other - 1
+    if abs(share) < _ALIKE:
+        return "as long as"
+    return f"{abs(share):.1%} {'less' if share < 0 else 'more'} time than"

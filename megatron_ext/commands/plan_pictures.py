@@ -1,0 +1,48 @@
+"""What ``megatron-ext plan`` draws."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ext.commands.output import command_line
+from megatron_ext.schedule.plan.curves import Curves
+from megatron_ext.schedule.plan.planner import Plan
+from megatron_ext.schedule.show.draw import check_picture
+from megatron_ext.schedule.show.page.plan_page import runs_of_plan
+from megatron_ext.schedule.show.page.write import SECONDS, Page, check_page, write_page
+from megatron_ext.schedule.show.plan_picture import draw_plan
+
+
+@dataclass(frozen=True)
+class PlanPictures:
+    """Files to write; None where one was not asked for."""
+
+    plot: Path | None
+    page: Path | None
+
+    def check(self) -> None:
+        """Raise ValueError if one cannot be written, before work is done for it."""
+        if self.plot is not None:
+            check_picture(self.plot)
+        if self.page is not None:
+            check_page(self.page)
+
+    def refuse(self, beside: str) -> None:
+        """Raise ValueError if one is asked for beside the flag ``beside``."""
+        for name, path in (("--plot", self.plot), ("--html", self.page)):
+            if path is not None:
+                raise ValueError(f"{beside} draws no picture: leave out {name}")
+
+    def draw(self, plan: Plan, curves: Curves | None, *, is_estimate: bool) -> None:
+        """``curves``: of ``plan``, for its plot. ``is_estimate``: its times are seconds.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        if self.plot is not None and curves is not None and plan.candidates:
+            draw_plan(plan, curves, self.plot)
+        if self.page is not None and plan.candidates:
+            unit = SECONDS if is_estimate else ""
+            title = "the schedules of a plan that none beats in both time and memory"
+            write_page(Page(title, runs_of_plan(plan), command_line(), unit), self.page)

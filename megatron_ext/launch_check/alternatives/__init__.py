@@ -1,0 +1,1 @@
+"""What a launch line could be instead, on the same GPUs."""

@@ -1,0 +1,1 @@
+"""Which layers lie on which stage, chosen together with the schedule."""

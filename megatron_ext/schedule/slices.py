@@ -1,0 +1,116 @@
+"""How microbatches are cut along their sequence.
+
+A slice attends to those before it (Seq1F1B, TeraPipe, SlimPipe): on a stage the forward passes of a
+microbatch's slices come in order, the backward passes in the reverse. Bubbles and what is held of
+each microbatch get shorter by about the number of slices.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from megatron_ext.schedule.action import even_ends
+
+LONG_ENOUGH = 4096  # tokens of a slice on which kernels are as fast as on whole sequences
+
+
+class Lengths(enum.StrEnum):
+    """How long slices are."""
+
+    EVEN = "even"  # as many tokens each
+    BALANCED = "balanced"  # as much to do each: later slices attend to more, and are shorter
+
+
+def parse_lengths(text: str, name: str = "slice lengths") -> Lengths | tuple[int, ...]:
+    """``even``, ``balanced`` or tokens: ``4096,2048,1024,1024``. ``name``: of the setting.
+
+    Raises:
+        ValueError: ``text`` is none of these.
+    """
+    if text in list(Lengths):
+        return Lengths(text)
+    tokens = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) for part in tokens):
+        raise ValueError(
+            f"{name} {text}: write even, balanced (as much to do each) or the tokens of each "
+            f"slice, as in 4096,2048,1024,1024"
+        )
+    return tuple(map(int, tokens))
+
+
+@dataclass(frozen=True)
+class Slices:
+    """Into how many slices each microbatch is cut, and how long they are.
+
+    Attributes:
+        count: 1: it is not cut.
+        lengths: a rule, or the tokens of each.
+    """
+
+    count: int = 1
+    lengths: Lengths | tuple[int, ...] = Lengths.EVEN
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ValueError(f"the number of slices is {self.count}; at least one is needed")
+        if isinstance(self.lengths, tuple) and len(self.lengths) != self.count:
+            raise ValueError(
+                f"{len(self.lengths)} lengths are given for {self.count} slices: give as many, "
+                f"even or balanced"
+            )
+        if self.count == 1 and self.lengths is not Lengths.EVEN:
+            raise ValueError(
+                f"slice lengths {self} are given, and microbatches are not cut: give the number of "
+                f"slices, too"
+            )
+
+    def __str__(self) -> str:
+        """The lengths, as `parse_lengths` reads them."""
+        if isinstance(self.lengths, tuple):
+            return ",".join(map(str, self.lengths))
+        return str(self.lengths)
+
+    def ends(self, attention: float) -> tuple[float, ...]:
+        """Where each slice ends, as shares of the sequence.
+
+        Args:
+            attention: the share of a pass that grows with the square of the sequence.
+        """
+        if isinstance(self.lengths, tuple):
+            return tuple(end / sum(self.lengths) for end in accumulate(self.lengths))
+        shares = even_ends(self.count)
+        if self.lengths is Lengths.BALANCED and attention:
+            # x of the sequence takes (1 - a) x + a x^2 of the time.
+            linear = 1 - attention
+            return tuple(
+                2 * share / (linear + math.sqrt(linear**2 + 4 * attention * share))
+                for share in shares
+            )
+        return shares
+
+
+UNCUT = Slices()
+
+
+def lengths_of(ends: Sequence[float], tokens: int, multiple_of: int = 1) -> tuple[int, ...]:
+    """The lengths, in tokens, of the slices of a sequence of ``tokens`` that end at about ``ends``
+    of it. They are multiples of ``multiple_of``, and none is empty.
+
+    Raises:
+        ValueError: ``tokens`` are no multiple themselves, or too few.
+    """
+    units, rest = divmod(tokens, multiple_of)
+    if rest or units < len(ends):
+        raise ValueError(
+            f"a sequence of {tokens} tokens cannot be cut into {len(ends)} slices of a multiple of "
+            f"{multiple_of} tokens each: take fewer slices"
+        )
+    cuts = [round(end * units) for end in ends]
+    for number in range(len(cuts)):  # none is empty, and there is enough for those to come
+        least = cuts[number - 1] + 1 if number else 1
+        cuts[number] = min(max(cuts[number], least), units - (len(cuts) - 1 - number))
+    return tuple((end - begin) * multiple_of for begin, end in pairwise([0, *cuts]))

@@ -1,0 +1,24 @@
+"""Transformer Engine's attention, of a slice's queries to all keys and values up to its end.
+
+With fewer queries than keys its plain causal mask is aligned to the top left, without a word.
+"""
+
+from __future__ import annotations
+
+from megatron_ext.adapter.slices.attention import attend_with_transformer_engine
+from megatron_ext.adapter.transformer_engine.installed import can_split
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches.engine import Patch, wrap
+
+
+def patches(config: PipelineConfig) -> tuple[Patch, ...]:
+    """The patch that gives a slice what it attends to, if Transformer Engine is here."""
+    if not can_split():
+        return ()
+    return (
+        wrap(
+            "megatron.core.extensions.transformer_engine:TEDotProductAttention.forward",
+            attend_with_transformer_engine,
+            reason="a slice attends to those before it",
+        ),
+    )

@@ -1,0 +1,25 @@
+"""Megatron's own attention, of a slice's queries to all keys and values up to its end."""
+
+from __future__ import annotations
+
+from megatron_ext.adapter.slices.attention import attend_locally
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches.engine import Patch, expect, wrap
+
+
+def patches(config: PipelineConfig) -> tuple[Patch, ...]:
+    """The patch that gives a slice what it attends to."""
+    return (
+        wrap(
+            "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
+            attend_locally,
+            reason="a slice attends to those before it",
+            signature="(self, query, key, value, attention_mask, attn_mask_type=None, "
+            "attention_bias=None, packed_seq_params=None)",
+        ),
+        expect(
+            "megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax.forward_torch_softmax",
+            reason="goes by the mask it is given where its type is not causal",
+            signature="(self, input, mask, softmax_offset=None)",
+        ),
+    )

@@ -1,0 +1,131 @@
+"""Layouts of a launch line: what they gain, and that Megatron takes what is written for them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+from megatron_ext.adapter.arguments import check_settings
+from megatron_ext.commands.layout_tables import print_layouts
+from megatron_ext.config import from_argv
+from megatron_ext.launch_check import line as launch_line
+from megatron_ext.launch_check.alternatives.layouts import LaidOut, lay_out
+from megatron_ext.launch_check.line_plan import Asked, with_line
+from megatron_ext.launch_check.words import Launch
+from megatron_ext.schedule.model.gpus import parse_gpu
+from megatron_ext.schedule.plan.layouts.layout import Layout
+from tests.helpers.combinations import at_night
+from tests.helpers.megatron_runs import SCRIPT, model_flags
+
+FLAGS: dict[str, Any] = {
+    "pipeline_model_parallel_size": 2,
+    "num_layers": 8,
+    "hidden_size": 1024,
+    "num_attention_heads": 8,
+    "seq_length": 1024,
+    "max_position_embeddings": 1024,
+    "use_distributed_optimizer": True,
+    "untie_embeddings_and_output_weights": True,
+    "bf16": True,
+    "padded_vocab_size": 64000,
+    "vocab_size": 63999,
+}
+LINES: dict[str, dict[str, Any]] = {
+    "even": {},
+    "virtual stages": {"num_virtual_stages_per_pipeline_rank": 4},
+    "ends": {"decoder_first_pipeline_num_layers": 5},
+    "layout": {"num_layers": 7, "pipeline_model_parallel_layout": "Et|t|t|t|t|t|t|L"},
+    "depths": {"mtp_num_layers": 1, "position_embedding_type": "rope"},
+    "pattern": {
+        "num_layers": None,
+        "hybrid_layer_pattern": "*-*-|*-*-",
+        "position_embedding_type": "none",
+    },
+}
+BY_DAY = ("virtual stages", "depths", "pattern")
+WORLD = 4
+
+
+@pytest.mark.parametrize(
+    ("layers", "ranks", "depths"),
+    [
+        ((5, 6, 6, 6, 6, 6, 6, 3), 8, 1),
+        ((1, *[2] * 14, 1), 4, 0),
+        ((4, 5, 5, 5, 5, 5, 5, 0), 4, 2),
+        ((12, 11, 10, 3), 4, 0),
+    ],
+)
+def test_megatron_reads_what_is_printed(layers: tuple[int, ...], ranks: int, depths: int) -> None:
+    layout = Layout(layers)
+    read = PipelineParallelLayerLayout.from_str(layout.text(depths), ranks)
+    read.validate_layer_layout(sum(layers), depths)
+    counts = [
+        read.layout[stage % ranks][stage // ranks].count(LayerType.decoder)
+        for stage in range(len(layers))
+    ]
+    assert counts == list(layers)
+    assert read.layout[-1][-1].count(LayerType.mtp) == depths
+
+
+@functools.cache
+def laid_out(name: str) -> LaidOut:
+    launch = Launch(str(SCRIPT), False, words_of(name), world_size=WORLD)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        return with_line(
+            Asked(launch, gpu=parse_gpu("h100")),
+            lambda read: lay_out(
+                read.variants, read.validated, str(read.variants.own), read.room, search=False
+            ),
+        )
+
+
+def words_of(name: str) -> tuple[str, ...]:
+    return tuple(model_flags(**{**FLAGS, **LINES[name]}))
+
+
+def without(words: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """``words`` without ``flags`` and their values."""
+    left, skips = [], False
+    for word in words:
+        skips = word in flags or (skips and not word.startswith("--"))
+        if not skips:
+            left.append(word)
+    return left
+
+
+@pytest.mark.parametrize("name", [*BY_DAY, *at_night(*(n for n in LINES if n not in BY_DAY))])
+def test_a_line_takes_what_is_written_for_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's own validation, its model's config, and ours."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    made = laid_out(name)
+    for line, written in zip(made.lines.others.values(), made.written, strict=True):
+        words = [*without(words_of(name), written.dropped), *written.added]
+        args, config = launch_line.parse(words).args, from_argv(words)
+        with launch_line.on_gpus(args):
+            launch_line.validate(args, config, WORLD)
+            launch_line.check_model(args, config)
+            if config.schedule is not None:
+                check_settings(args, config)
+        chunks = args.virtual_pipeline_model_parallel_size or 1
+        assert chunks == line.candidate.report.vpp
+        assert config.schedule in (None, line.schedule)
+
+
+def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    made = laid_out("virtual stages")
+    print_layouts(made, is_estimate=True)
+    printed = capsys.readouterr().out
+    assert "with other layers on its stages" in printed and "the line as it is" in printed
+    assert made.lines.gain(made.lines.ours) > 0.02
+    assert "any schedule, any layout: " in printed and "write --pipeline-" in printed
+    assert "\ndrop --num-virtual-stages-per-pipeline-rank\n" in printed
+    told = made.as_data()
+    assert told["ours"]["step"] <= told["stock"]["step"] <= told["chunks"]["step"]
+    assert told["ours"]["flags"] and sum(told["ours"]["layers"]) == 8

@@ -1,0 +1,512 @@
+"""A GPTModel run slice by slice, called with whole batches: its losses and gradients are those of
+whole sequences, and what is held does not grow with the number of slices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core", reason="needs megatron-core")
+
+from megatron.core import parallel_state
+from megatron.core.models import backends
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from torch import Tensor
+
+from megatron_ext.adapter.compatibility import refuse_order
+from megatron_ext.adapter.slices.attention import attend_with_transformer_engine
+from megatron_ext.adapter.slices.known_models import refuse_unknown
+from megatron_ext.adapter.slices.model_call import cut
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches import cpu
+from megatron_ext.patches.engine import apply
+from megatron_ext.patches.megatron.core.models.common.embeddings import (
+    rotary_pos_embedding,
+    yarn_rotary_pos_embedding,
+)
+from megatron_ext.patches.megatron.core.models.gpt.gpt_model import slices as gpt_model_slices
+from megatron_ext.patches.megatron.core.transformer import dot_product_attention
+from megatron_ext.patches.megatron.core.transformer.moe import router
+from megatron_ext.patches.megatron.core.transformer.multi_token_prediction import (
+    slices as multi_token_slices,
+)
+from megatron_ext.runtime.slices.running_slice import Span, running_slice, spans
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.registry import choose
+from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.placement import line
+from megatron_ext.schedule.problem import Extras, Problem
+from megatron_ext.schedule.slices import Slices
+from tests.helpers.combinations import at_night, nightly
+from tests.helpers.latent_attention import Attention
+from tests.helpers.ranks import run_ranks, values
+
+SEQUENCE, BATCH, VOCABULARY = 16, 2, 32
+EVEN, UNEVEN = (4, 4, 4, 4), (7, 5, 3, 1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and how it is called."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    positions: str = "rope"
+    has_mask: bool = False
+    config: type[TransformerConfig] = TransformerConfig
+
+
+LATENT = {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 8,
+    "kv_channels": 8,
+}
+FULL = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+# Losses that weigh: of each token's router, a slice alone would make another.
+ROUTED = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 16,
+    "moe_aux_loss_coeff": 0.5,
+    "moe_z_loss_coeff": 0.1,
+    "moe_token_dispatcher_type": "alltoall",
+    "add_bias_linear": False,
+}
+CASES = {
+    "learned positions": Case(positions="learned_absolute"),
+    "learned positions, given mask": Case(positions="learned_absolute", has_mask=True),
+    "grouped queries": Case({"num_query_groups": 2}),
+    "sliding window": Case({"window_size": (5, 0)}),
+    "latent attention": Case(LATENT | {"rope_type": "rope"}, config=MLATransformerConfig),
+    "latent attention, yarn": Case(LATENT | {"rope_type": "yarn"}, config=MLATransformerConfig),
+    "experts": Case(ROUTED | {"moe_router_load_balancing_type": "aux_loss"}),
+    "experts, by sequence": Case(ROUTED | {"moe_router_load_balancing_type": "seq_aux_loss"}),
+    "experts, loss per token": Case(
+        ROUTED
+        | {
+            "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
+            "moe_aux_loss_coeff": [0.1, 0.2],
+            "calculate_per_token_loss": True,
+        }
+    ),
+    "further tokens": Case({"mtp_num_layers": 2}),
+    "further tokens, loss per token": Case(
+        {"mtp_num_layers": 2, "calculate_per_token_loss": True}, positions="learned_absolute"
+    ),
+    "full recompute": Case(FULL),
+    "selective recompute": Case({"recompute_granularity": "selective"}),
+}
+
+
+def build(case: Case) -> GPTModel:
+    settings: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "use_cpu_initialization": True,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "transformer_impl": "local",
+    }
+    latent = case.config is MLATransformerConfig
+    config = case.config(**settings | case.settings)
+    layer = get_gpt_layer_local_spec(
+        num_experts=case.settings.get("num_moe_experts"), multi_latent_attention=latent
+    )
+    prediction = get_gpt_mtp_block_spec(config, layer, False) if config.mtp_num_layers else None
+    return GPTModel(
+        config,
+        layer,
+        mtp_block_spec=prediction,
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        position_embedding_type=case.positions,
+    )
+
+
+def batch(case: Case, seed: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=generator)
+    mask = None
+    if case.has_mask:  # causal within two documents a sample, as --reset-attention-mask has it
+        document = torch.arange(SEQUENCE) >= torch.tensor([[5], [9]])
+        other = document[:, :, None] != document[:, None, :]
+        mask = (torch.ones(SEQUENCE, SEQUENCE).triu(1).bool() | other)[:, None]
+    return {
+        "input_ids": tokens,
+        "position_ids": torch.arange(SEQUENCE).expand(BATCH, -1),
+        "attention_mask": mask,
+        "labels": tokens.roll(-1, 1),
+        "loss_mask": (torch.arange(SEQUENCE) != 6).float().expand(BATCH, -1),
+    }
+
+
+@contextmanager
+def patched() -> Iterator[None]:
+    """In a process with groups: the model takes slices."""
+    modules = (
+        gpt_model_slices,
+        router,
+        multi_token_slices,
+        rotary_pos_embedding,
+        yarn_rotary_pos_embedding,
+        dot_product_attention,
+    )
+    with apply([patch for module in modules for patch in module.patches(PipelineConfig())]):
+        yield
+
+
+def run_whole(model: GPTModel, batches: Sequence[dict[str, Any]], dy: Tensor) -> list[Tensor]:
+    losses = [model(**batch) for batch in batches]
+    for loss in losses:
+        loss.backward(dy)
+    return losses
+
+
+def run_slices(
+    model: GPTModel, batches: Sequence[dict[str, Any]], dy: Tensor, lengths: Sequence[int]
+) -> list[Tensor]:
+    """All forward passes first, so that several microbatches are held."""
+    parts: dict[tuple[int, Span], Tensor] = {}
+    for number, batch in enumerate(batches):
+        for span in spans(lengths):
+            with running_slice.running(0, number, span):
+                parts[number, span] = model(**batch)
+    for number in range(len(batches)):
+        for span in reversed(spans(lengths)):
+            with running_slice.running(0, number, span):
+                parts[number, span].backward(dy[:, span.begin : span.end])
+        running_slice.drop(0, number)
+    assert running_slice.is_empty
+    numbers = range(len(batches))
+    return [torch.cat([parts[n, span] for span in spans(lengths)], 1) for n in numbers]
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+def compare(case: Case, lengths: Sequence[int]) -> None:
+    torch.manual_seed(1)
+    model = build(case)
+    batches = [batch(case, seed) for seed in (2, 3)]
+    dy = torch.rand(BATCH, SEQUENCE)
+    expected_losses = run_whole(model, batches, dy)
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    with patched():
+        losses = run_slices(model, batches, dy, lengths)
+    for got, wanted in zip(losses, expected_losses, strict=True):
+        assert relative(got, wanted) < 1e-6
+    for name, parameter in model.named_parameters():
+        assert relative(parameter.grad, expected[name]) < 2e-6, name
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    with apply(cpu.patches()), mock.patch.object(backends, "DotProductAttention", Attention):
+        parallel_state.initialize_model_parallel()
+        model_parallel_cuda_manual_seed(0)
+        yield
+
+
+def all_cases(rank: int) -> None:
+    with one_rank():
+        for name, case in CASES.items():
+            for lengths in (UNEVEN, *at_night(EVEN)):
+                try:
+                    compare(case, lengths)
+                except BaseException as error:
+                    error.add_note(f"{name}, slices of {lengths}")
+                    raise
+
+
+def test_losses_and_gradients_are_those_of_whole_sequences() -> None:
+    values(run_ranks(1, all_cases))
+
+
+def gradients_in_fp32(model: GPTModel, run: Callable[[], Any]) -> dict[str, Tensor]:
+    """Of ``run``, summed in float32 as Megatron does."""
+    sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in model.named_parameters()}
+
+    def add(name: str) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            sums[name] += parameter.grad
+            parameter.grad = None
+
+        return hook
+
+    hooks = [p.register_post_accumulate_grad_hook(add(n)) for n, p in model.named_parameters()]
+    run()
+    for hook in hooks:
+        hook.remove()
+    return sums
+
+
+def errors_in_bf16(rank: int) -> tuple[float, float]:
+    """Relative errors of all gradients in bf16, of whole sequences and of slices."""
+    case = Case()
+    with one_rank(), patched():
+        torch.manual_seed(1)
+        model = build(case).bfloat16()
+        given, dy = [batch(case, 2)], torch.rand(BATCH, SEQUENCE).bfloat16()
+        whole = gradients_in_fp32(model, lambda: run_whole(model, given, dy))
+        sliced = gradients_in_fp32(model, lambda: run_slices(model, given, dy, EVEN))
+        model.float()
+        exact = gradients_in_fp32(model, lambda: run_whole(model, given, dy.float()))
+    joined = [torch.cat([g.flatten() for g in grads.values()]) for grads in (whole, sliced, exact)]
+    return relative(joined[0], joined[2]), relative(joined[1], joined[2])
+
+
+@nightly("test_losses_and_gradients_are_those_of_whole_sequences")
+def test_bf16_errors_are_not_above_those_of_whole_sequences() -> None:
+    """Slices' sums are shorter."""
+    ((whole, sliced),) = values(run_ranks(1, errors_in_bf16))
+    assert sliced < 1.1 * whole < 0.1
+
+
+class Kernel(torch.autograd.Function):
+    """Attention that keeps what flash attention does: its inputs and outputs, and a figure a query
+    and head. [s, b, heads, channels]"""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        scores = torch.einsum("qbhc,kbhc->bhqk", query, key)
+        masked = scores.masked_fill(_unseen(query, key), -torch.inf)
+        out = torch.einsum("bhqk,kbhc->qbhc", masked.softmax(-1), value).contiguous()
+        ctx.save_for_backward(query, key, value, out, masked.logsumexp(-1))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        raise AssertionError("only what it keeps is looked at")
+
+
+def _unseen(query: Tensor, key: Tensor) -> Tensor:
+    return torch.ones(len(query), len(key)).tril(len(key) - len(query)) == 0
+
+
+def kernel(
+    self: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    attn_mask_type: Any = None,
+    attention_bias: Any = None,
+    packed_seq_params: Any = None,
+) -> Tensor:
+    return Kernel.apply(query, key, value).flatten(2)
+
+
+def held(number: int) -> int:
+    """Bytes that the forward passes of a microbatch in so many slices leave behind."""
+    torch.manual_seed(1)
+    model = build(Case())
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    outputs = []
+    given = batch(Case(), 1)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        for span in spans([SEQUENCE // number] * number):
+            with running_slice.running(0, 0, span):
+                outputs.append(model(**given))
+    running_slice.clear()
+    return sum(saved.values())
+
+
+def what_is_held(rank: int) -> list[int]:
+    with one_rank(), mock.patch.object(DotProductAttention, "forward", kernel), patched():
+        return [held(number) for number in (1, 2, 4, 8)]
+
+
+def test_what_is_held_does_not_depend_on_the_number_of_slices() -> None:
+    """With keys and values concatenated anew, 8 slices would hold them 4.5 times."""
+    (bytes_held,) = values(run_ranks(1, what_is_held))
+    assert len(set(bytes_held)) == 1, bytes_held
+
+
+def as_transformer_engine(
+    layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, kind: AttnMaskType
+) -> Tensor:
+    """How its kernels align causal masks where there are fewer queries than keys."""
+    scores = torch.einsum("qbhc,kbhc->bhqk", query, key)
+    offset = {AttnMaskType.causal: 0, AttnMaskType.causal_bottom_right: len(key) - len(query)}[kind]
+    unseen = torch.ones(len(query), len(key)).tril(offset) == 0
+    probabilities = scores.masked_fill(unseen, -torch.inf).softmax(-1)
+    return torch.einsum("bhqk,kbhc->qbhc", probabilities, value)
+
+
+def test_transformer_engines_mask_is_aligned_to_the_bottom_right() -> None:
+    """Its plain causal mask would have a slice's first query see the first key alone."""
+    drawn = torch.randn(3, SEQUENCE, 1, 2, 4).unbind()
+    layer = torch.nn.Module()
+    run: Callable[..., Tensor] = attend_with_transformer_engine
+    whole = run(as_transformer_engine, layer, *drawn, None, AttnMaskType.causal)
+    parts = []
+    for span in spans(UNEVEN):
+        own = (tensor[span.begin : span.end] for tensor in drawn)
+        with running_slice.running(0, 0, span):
+            parts.append(run(as_transformer_engine, layer, *own, None, AttnMaskType.causal))
+    running_slice.clear()
+    torch.testing.assert_close(torch.cat(parts), whole)
+
+
+def test_attention_that_is_not_causal_is_refused() -> None:
+    (span, *_) = spans(EVEN)
+    with (
+        running_slice.running(0, 0, span),
+        pytest.raises(ValueError, match="needs causal attention, and this layer's mask is padding"),
+    ):
+        attend_with_transformer_engine(
+            as_transformer_engine, None, *torch.ones(3, 4, 1, 1, 1), None, AttnMaskType.padding
+        )
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"packed_seq_params": object()}, "packed sequences"),
+        ({"decoder_input": torch.ones(1)}, "decoder_input: untried"),
+        ({"output_processor": print}, "output_processor: untried"),
+        ({"labels": torch.ones(2, 8)}, "sequences of 16 tokens, and .* with labels of 8"),
+        ({"attention_mask": torch.ones(1, 1, 1, 16)}, "attention_mask of 1:"),
+    ],
+    ids=lambda value: str(next(iter(value))) if isinstance(value, dict) else "",
+)
+def test_calls_that_slices_do_not_go_with(given: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        cut(given, spans(EVEN)[1])
+
+
+def test_a_slice_has_its_part_of_each_argument() -> None:
+    tokens = torch.arange(SEQUENCE).expand(BATCH, -1)
+    mask = torch.arange(SEQUENCE * SEQUENCE).view(1, 1, SEQUENCE, SEQUENCE)
+    given = {
+        "input_ids": tokens,
+        "position_ids": tokens.expand(3, BATCH, -1),
+        "attention_mask": mask,
+        "labels": None,
+        "runtime_gather_output": True,
+    }
+    parts = cut(given, Span(4, 8, SEQUENCE))
+    assert parts.keys() == {"input_ids", "position_ids", "attention_mask"}
+    assert parts["input_ids"].tolist() == [[4, 5, 6, 7]] * BATCH
+    assert parts["position_ids"].shape == (3, BATCH, 4)
+    assert torch.equal(parts["attention_mask"], mask[:, :, 4:8, :8])
+
+
+class OtherAttention(DotProductAttention):
+    """Knows nothing of slices."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        raise AssertionError("only its class is looked at")
+
+
+class Bare(torch.nn.Module):
+    """Of which its attributes are looked at alone."""
+
+
+def bare(kind: type[torch.nn.Module]) -> Any:
+    """A module of ``kind`` that holds nothing yet."""
+    made = kind.__new__(kind)
+    torch.nn.Module.__init__(made)
+    return made
+
+
+def chunk_of(kind: type[torch.nn.Module], mixer: torch.nn.Module) -> torch.nn.Module:
+    """A chunk of ``kind`` whose one layer mixes tokens with ``mixer``, wrapped as for training."""
+    wrapper, layer = bare(Bare), bare(Bare)
+    layer.self_attention, layer.cross_attention = mixer, IdentityOp()
+    wrapper.module = bare(kind)
+    wrapper.module.decoder = bare(Bare)
+    wrapper.module.decoder.layers = torch.nn.ModuleList([layer])
+    chunk: torch.nn.Module = wrapper
+    return chunk
+
+
+def attention(core: type[torch.nn.Module]) -> torch.nn.Module:
+    made = bare(Bare)
+    made.core_attention = bare(core)
+    mixer: torch.nn.Module = made
+    return mixer
+
+
+def test_a_model_of_known_parts_is_taken() -> None:
+    refuse_unknown([chunk_of(GPTModel, attention(DotProductAttention))])
+    refuse_unknown([chunk_of(GPTModel, IdentityOp())])
+
+
+def test_what_predicts_further_tokens_is_looked_at_too() -> None:
+    chunk: Any = chunk_of(GPTModel, attention(DotProductAttention))
+    other: Any = chunk_of(GPTModel, attention(OtherAttention))
+    chunk.module.mtp, (layer,) = bare(Bare), (bare(Bare),)
+    layer.mtp_model_layer = other.module.decoder.layers[0]
+    chunk.module.mtp.layers = torch.nn.ModuleList([layer])
+    with pytest.raises(ValueError, match="does not go with OtherAttention"):
+        refuse_unknown([chunk])
+
+
+@pytest.mark.parametrize(
+    ("kind", "mixer", "why"),
+    [
+        (Bare, partial(attention, DotProductAttention), "runs a GPTModel, and Bare may"),
+        (GPTModel, partial(attention, OtherAttention), "does not go with OtherAttention"),
+        (GPTModel, Bare, "does not go with Bare"),
+    ],
+)
+def test_a_model_that_is_not_known_is_refused(
+    kind: type[torch.nn.Module], mixer: Callable[[], torch.nn.Module], why: str
+) -> None:
+    """It would train on wrong numbers without a word."""
+    with pytest.raises(ValueError, match=why):
+        refuse_unknown([chunk_of(kind, mixer())])
+
+
+def test_weights_that_are_quantised_want_their_first_gradient_first() -> None:
+    """With slices it is the first slice's, which comes last. Other weights' are all added."""
+    problem = Problem(line(2), 4, uniform(line(2), 1, 1, 1), extras=Extras(slices=Slices(2)))
+    schedule = build_program(choose("zb-h1"), problem).schedule
+    settings = SimpleNamespace(
+        transformer_impl="transformer_engine",
+        gradient_accumulation_fusion=True,
+        recompute_granularity=None,
+        cuda_graph_impl="none",
+    )
+    refuse_order(settings, schedule)
+    settings.fp8, settings.fp8_recipe = "hybrid", "mxfp8"
+    with pytest.raises(ValueError, match=r"begins stage 0's weight gradients with 0W0\.1"):
+        refuse_order(settings, schedule)

@@ -1,0 +1,364 @@
+"""Sequences in slices (``--pipeline-slices``) against whole ones under stock Megatron.
+
+Slices are summed in another order than whole sequences: float32 gradients differ in the last bits,
+2e-6 of a tensor's norm at most. Among themselves all schedules, placements and pipelines are the
+same to the last bit. Weights are drawn by their names, so that a model starts alike wherever its
+stages lie.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+import megatron_ext
+from megatron_ext.patches import cpu
+from megatron_ext.patches.engine import apply
+from tests.helpers.adversary import MODES
+from tests.helpers.callers import (
+    Chunks,
+    Gradients,
+    draw_by_name,
+    first_and_last,
+    named_parameters,
+    small_config,
+    whole_step,
+)
+from tests.helpers.callers import assert_same as assert_same_step
+from tests.helpers.combinations import nightly
+from tests.helpers.megatron_runs import (
+    EXPERTS,
+    Run,
+    assert_same,
+    evaluations,
+    losses,
+    model_flags,
+    predictions,
+    train,
+)
+from tests.helpers.ranks import run_ranks, values
+from tests.pipeline.test_recipe_settings import MLA, drawn_by_name
+
+Flags = dict[str, object]
+
+SEQUENCE, BATCH, VOCABULARY, MICROBATCHES = 16, 2, 32, 4
+UNEVEN = "7,5,3,1"
+
+# --- a step of a caller's own, whose gradients are at hand
+
+
+def build() -> Chunks:
+    ranks = parallel_state.get_pipeline_model_parallel_world_size()
+    model = GPTModel(
+        small_config(4, ranks, num_query_groups=2, num_attention_heads=4),
+        get_gpt_layer_local_spec(),
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
+        **first_and_last(0),
+    )
+    draw_by_name(named_parameters(model))
+    return [model]
+
+
+def data() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    shape = BATCH, SEQUENCE
+    return [torch.randint(VOCABULARY, shape, generator=generator) for _ in range(MICROBATCHES)]
+
+
+def loss_function(mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+    """As none of its parts could be: over the tokens of all slices that count."""
+    assert output.shape == mask.shape
+    loss = (output * mask).sum() / mask.sum()
+    return loss, {"loss": loss.item()}
+
+
+def forward_step(batches: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
+    tokens = next(batches)
+    positions = torch.arange(SEQUENCE).expand(BATCH, -1)
+    mask = (tokens > VOCABULARY // 4).float()
+    return model(tokens, positions, None, labels=tokens.roll(-1, 1)), partial(loss_function, mask)
+
+
+def step(**ours: Any) -> tuple[list[Any], Gradients]:
+    """One step of all ranks: stock's, or with settings of ours."""
+    with megatron_ext.install(**ours) if ours else contextlib.nullcontext():
+        return whole_step(
+            build,
+            named_parameters,
+            forward_step,
+            data,
+            seq_length=SEQUENCE,
+            micro_batch_size=BATCH,
+        )
+
+
+def steps_of_rank(rank: int) -> None:
+    with apply(cpu.patches()):
+        stock_losses, stock = step()
+        sliced = step(schedule="1f1b", slices="4")
+        got_losses, gradients = sliced
+        for got, expected in zip(got_losses, stock_losses, strict=True):
+            assert got["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+        assert gradients.keys() == stock.keys()
+        for name, gradient in gradients.items():
+            difference = (gradient - stock[name]).norm() / stock[name].norm()
+            assert difference < 2e-6, f"{name}: {difference:.1e}"
+        assert_same_step(step(schedule="zb-h1", slices="4"), sliced)
+
+
+def one_step(rank: int) -> tuple[list[Any], Gradients]:
+    with apply(cpu.patches()):
+        return step(schedule="1f1b", slices="4", slice_lengths=UNEVEN)
+
+
+@nightly("test_gradients_are_those_of_whole_sequences")
+def test_a_longer_pipeline_makes_no_difference() -> None:
+    shorter, longer = (values(run_ranks(ranks, one_step)) for ranks in (2, 4))
+    assert_same_step(longer[0], shorter[0])
+
+
+def test_gradients_are_those_of_whole_sequences() -> None:
+    """Of stock's own step; and those of two schedules with slices are the same."""
+    values(run_ranks(2, steps_of_rank))
+
+
+# --- a launch line
+
+TENSOR: Flags = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+FULL: Flags = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+ROUTER: Flags = {
+    "moe_z_loss_coeff": 1e-3,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 1e-2,
+}
+MODELS: dict[str, tuple[int, Flags]] = {
+    "grouped queries": (2, {"group_query_attention": True, "num_query_groups": 1}),
+    "latent attention": (2, MLA),
+    "latent attention, made again": (
+        2,
+        {
+            **MLA,
+            "recompute_granularity": "selective",
+            "recompute_modules": ("core_attn", "mla_up_proj"),
+        },
+    ),
+    "learned positions, tied": (
+        2,
+        {
+            "position_embedding_type": "learned_absolute",
+            "untie_embeddings_and_output_weights": None,
+        },
+    ),
+    "documents apart": (2, {"reset_attention_mask": True, "reset_position_ids": True}),
+    "TP 2, sequence parallel": (4, TENSOR),
+    "full recompute": (2, FULL),
+    "selective recompute": (2, {"recompute_granularity": "selective"}),
+    "loss per token, swiglu": (2, {"calculate_per_token_loss": True, "swiglu": True}),
+    "distributed optimizer": (
+        4,
+        {
+            "use_distributed_optimizer": True,
+            "overlap_grad_reduce": True,
+            "overlap_param_gather": True,
+        },
+    ),
+    "bf16": (2, {"bf16": True}),
+    "experts": (2, EXPERTS | ROUTER),
+    "EP 2, experts by sequence, loss per token": (
+        4,
+        {
+            **EXPERTS,
+            **ROUTER,
+            "expert_model_parallel_size": 2,
+            "moe_router_load_balancing_type": "seq_aux_loss",
+            "calculate_per_token_loss": True,
+            "recompute_granularity": "selective",
+        },
+    ),
+    "multi-token prediction": (2, {"mtp_num_layers": 2}),
+    "multi-token prediction, experts, tied": (
+        2,
+        {
+            **EXPERTS,
+            **ROUTER,
+            "mtp_num_layers": 1,
+            "untie_embeddings_and_output_weights": None,
+            "recompute_granularity": "selective",
+        },
+    ),
+    "TP 2, EP 2, experts": (
+        4,
+        {
+            **EXPERTS,
+            **ROUTER,
+            **TENSOR,
+            "expert_model_parallel_size": 2,
+            "expert_tensor_parallel_size": 1,
+        },
+    ),
+}
+PLACED = ("zb-v", "v-half", "interleaved", "interleaved-zb", "slimpipe", "breadth-first")
+SAME = [
+    *((model, "zb-h1") for model in MODELS),
+    *(("grouped queries", schedule) for schedule in ("gpipe", "2bp", "zb-2p", "zb-auto", *PLACED)),
+    ("TP 2, sequence parallel", "zb-v"),
+    ("full recompute", "interleaved-zb"),
+    ("distributed optimizer", "v-half"),
+    ("bf16", "zb-v"),
+    ("experts", "zb-v"),
+    ("multi-token prediction", "zb-v"),
+    ("EP 2, experts by sequence, loss per token", "interleaved-zb"),
+]
+SLICED: Flags = {"pipeline_slices": 4}
+
+
+def run(model: str, **more: object) -> list[Run]:
+    flags = {
+        "pipeline_model_parallel_size": 2,
+        "untie_embeddings_and_output_weights": True,
+        "position_embedding_type": "rope",
+        "train_iters": 3,
+        "eval_iters": 1,
+        "eval_interval": 2,
+        **MODELS[model][1],
+        **more,
+    }
+    is_tied = flags["untie_embeddings_and_output_weights"] is None  # two names for one table
+    provider = None if is_tied else drawn_by_name
+    return train(MODELS[model][0], model_flags(**flags), model_provider=provider)
+
+
+@functools.cache
+def stock(model: str) -> list[Run]:
+    return run(model)
+
+
+@functools.cache
+def sliced(model: str) -> list[Run]:
+    """Under the schedule that the others are compared with."""
+    return run(model, pipeline_schedule="1f1b", **SLICED)
+
+
+def assert_close(runs: list[Run], reference: list[Run], tolerance: float) -> None:
+    assert {run.schedule for run in runs} == {"PipelineStep"}
+    for ours, theirs in (
+        (losses(runs), losses(reference)),
+        (evaluations(runs), evaluations(reference)),
+    ):
+        assert ours == pytest.approx(theirs[-len(ours) :], rel=tolerance) and ours
+
+
+def test_a_launch_line_trains_as_stock_does() -> None:
+    """Slices as uneven as can be."""
+    uneven: Flags = {"pipeline_slices": 4, "pipeline_slice_lengths": UNEVEN}
+    runs = run("grouped queries", pipeline_schedule="zb-h1", **uneven)
+    assert_close(runs, stock("grouped queries"), 1e-5)
+
+
+@nightly("test_gradients_are_those_of_whole_sequences")
+@pytest.mark.parametrize("model", MODELS)
+def test_it_is_stock_but_for_the_order_of_sums(
+    model: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What Megatron's log says of experts, too."""
+    for made in (stock, sliced):
+        made.cache_clear()  # its output is wanted
+    expected = stock(model)
+    said = of_experts(capfd.readouterr().out)
+    tolerance = 1e-2 if model == "bf16" else 1e-4
+    runs = sliced(model)
+    assert_close(runs, expected, tolerance)
+    for ours, stocks in zip(predictions(runs), predictions(expected), strict=True):
+        assert ours == pytest.approx(stocks, rel=1e-4)
+    assert of_experts(capfd.readouterr().out) == pytest.approx(said, rel=1e-4)
+    assert bool(said) == ("experts" in model)
+
+
+def of_experts(output: str) -> list[float]:
+    """The losses of routers in Megatron's log."""
+    return [float(loss) for loss in re.findall(r"(?:load_balancing|z)_loss: (\S+)", output)]
+
+
+@nightly("test_gradients_are_those_of_whole_sequences")
+@pytest.mark.parametrize(("model", "schedule"), SAME)
+def test_all_schedules_are_the_same_to_the_last_bit(model: str, schedule: str) -> None:
+    runs = run(model, pipeline_schedule=schedule, **SLICED)
+    assert_same(runs, sliced(model))
+
+
+@nightly("test_adversary_training.py has schedules without")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_on_ranks_whose_device_stands_still_or_is_late(schedule: str, mode: str) -> None:
+    with MODES[mode]():
+        runs = run("grouped queries", pipeline_schedule=schedule, **SLICED)
+    assert_same(runs, sliced("grouped queries"))
+
+
+@nightly("test_batched.py has it without")
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_batched_messages(schedule: str) -> None:
+    model = "grouped queries"
+    runs = run(model, pipeline_schedule=schedule, pipeline_p2p="batched", **SLICED)
+    assert_same(runs, sliced(model))
+
+
+@nightly("test_checkpoints.py has them without")
+def test_a_checkpoint_goes_on_with_slices_and_without(tmp_path: Path) -> None:
+    """It knows nothing of slices."""
+    model = "distributed optimizer"
+    more: Flags = {"save_interval": 2, "dist_ckpt_optim_fully_reshardable": True}
+    whole = run(model, pipeline_schedule="zb-h1", save=tmp_path, **more, **SLICED)
+    assert_same(whole, sliced(model))
+    resumed: Flags = {"load": tmp_path, "ckpt_step": 2}
+    runs = run(model, pipeline_schedule="1f1b", **resumed, **SLICED)
+    assert len(losses(runs)) == 1
+    assert_same(runs, whole)
+    assert losses(run(model, **resumed)) == pytest.approx(losses(runs), rel=1e-4)
+
+
+@nightly("test_recompute.py has it without")
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+def test_passes_that_run_again(schedule: str) -> None:
+    """Keys and values stay, and a slice writes its own once more."""
+    model, stages = "grouped queries", 4 if schedule == "zb-v" else 2
+    again: Flags = {"pipeline_recompute": f"first:{stages}"}
+    assert_same(run(model, pipeline_schedule=schedule, **again, **SLICED), sliced(model))
+
+
+@nightly("test_it_is_stock_but_for_the_order_of_sums")
+def test_one_slice_is_a_whole_sequence() -> None:
+    model = "grouped queries"
+    assert_same(run(model, pipeline_schedule="zb-h1", pipeline_slices=1), stock(model))
+
+
+@nightly("test_trace.py and test_metrics.py have them without")
+def test_slices_are_traced_and_measured(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    watched: Flags = {
+        "pipeline_trace": tmp_path,
+        "pipeline_trace_iters": "2:3",
+        "pipeline_metrics": True,
+    }
+    model = "grouped queries"
+    assert_same(run(model, pipeline_schedule="zb-h1", **watched, **SLICED), sliced(model))
+    assert '"0F0.3"' in (tmp_path / "trace.json").read_text()
+    assert "bubble" in capfd.readouterr().out

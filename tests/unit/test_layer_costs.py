@@ -1,0 +1,271 @@
+"""Costs per layer type, from what stages took, and estimates that are scaled to them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.registry import choose
+from megatron_ext.schedule.costs import Costs, uniform
+from megatron_ext.schedule.costs_text import load_costs, save_costs
+from megatron_ext.schedule.kinds import Held
+from megatron_ext.schedule.model.estimate import estimate
+from megatron_ext.schedule.model.execution import Execution
+from megatron_ext.schedule.model.gpus import GPUS
+from megatron_ext.schedule.model.links import crosses_a_node, with_links
+from megatron_ext.schedule.model.measured.file import as_data, load_measured
+from megatron_ext.schedule.model.measured.layer_costs import (
+    Basis,
+    LayerCosts,
+    layer_costs,
+    not_told_apart,
+)
+from megatron_ext.schedule.model.measured.least_squares import fit_scales
+from megatron_ext.schedule.model.measured.scale import OUTPUT_LAYER, PASS, Links, Measured, Scale
+from megatron_ext.schedule.model.measured_costs import Machine, RankFigures
+from megatron_ext.schedule.model.model import Model, stages_of
+from megatron_ext.schedule.model.rates import Rates
+from megatron_ext.schedule.placement import line, loop, v
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.program.simulate import simulate
+from megatron_ext.schedule.search.bounds import lower_bound
+
+DENSE, EXPERTS = "*-", "*E"
+NOTHING = Machine(links={}, ranks_of_node=1, reserved=None)
+
+
+# ---- Least squares
+
+
+def test_parts_that_sums_tell_apart_are_found() -> None:
+    expected = np.array([[4.0, 0, 0], [2, 3, 0], [0, 6, 0], [0, 5, 1]])
+    fit = fit_scales(expected, expected @ [1.5, 2.0, 0.8])
+    assert fit.scales == pytest.approx((1.5, 2.0, 0.8))
+    assert not fit.alike
+
+
+def test_parts_that_no_sum_tells_apart_keep_their_proportions() -> None:
+    """Though others are told apart."""
+    expected = np.array([[4.0, 1, 0], [4, 1, 2], [8, 2, 3]])
+    fit = fit_scales(expected, expected @ [2.0, 2.0, 0.5])
+    assert fit.scales == pytest.approx((2.0, 2.0, 0.5))
+    assert fit.alike == ((0, 1),)
+
+
+def test_of_parts_that_are_partly_told_apart_sums_are_kept() -> None:
+    """Layers alike on two stages, an embedding on the first and a head on the last: three parts,
+    two sums."""
+    expected = np.array([[10.0, 1, 0], [10, 0, 4]])
+    measured = np.array([12.0, 17.0])
+    fit = fit_scales(expected, measured)
+    assert expected @ fit.scales == pytest.approx(measured)
+    assert fit.alike == ((0, 1, 2),)
+    assert min(fit.scales) > 1 and max(fit.scales) < 1.6
+
+
+def test_what_is_too_small_to_be_seen_is_scaled_as_the_rest() -> None:
+    """It would have to explain what is noise."""
+    expected = np.array([[10.0, 0.01], [10, 0]])
+    fit = fit_scales(expected, np.array([20.4, 20.0]))
+    assert fit.scales[1] == pytest.approx(2.02, rel=0.01)
+
+
+def test_a_disturbed_sum_makes_no_part_nothing_or_many_times_the_others() -> None:
+    expected = np.array([[10.0, 0], [10, 0], [10, 1]])
+    fit = fit_scales(expected, np.array([11.0, 11.0, 9.0]))
+    assert fit.scales == pytest.approx((1.0, 0.25), rel=0.02)
+
+
+def test_parts_of_which_nothing_was_measured_or_expected() -> None:
+    assert fit_scales(np.ones((2, 2)), np.zeros(2)).scales == (0, 0)
+    assert fit_scales(np.zeros((2, 1)), np.ones(2)).scales == (1,)
+
+
+# ---- Costs of stages
+
+MODEL = Model(
+    layers=(*[DENSE] * 3, *[EXPERTS] * 9),
+    hidden_size=1024,
+    num_attention_heads=8,
+    num_query_groups=8,
+    kv_channels=128,
+    ffn_hidden_size=4096,
+    vocabulary=50_000,
+    num_experts=8,
+    moe_router_topk=2,
+    moe_ffn_hidden_size=2048,
+    untie_embeddings_and_output_weights=True,
+)
+RUN = Execution(sequence=2048, expert_parallel=4)
+RATES = GPUS["h100"].rates()
+TRUE = Measured(
+    scales=(
+        (DENSE, Scale(1.5, 1.4, 1.3, 1.2, 1.1)),
+        (EXPERTS, Scale(0.8, 0.9, 0.7, 1.05, 1.0)),
+        (OUTPUT_LAYER, Scale(1.2, 1.1, 1.0, 1.0, 1.0)),
+        (PASS, Scale(1.4, 1.2)),
+    ),
+    others=Scale(),
+)
+
+
+def basis(counts: list[int]) -> Basis:
+    return Basis(MODEL, stages_of(MODEL, counts), RUN, RATES)
+
+
+def costs_of(counts: list[int], rates: Rates) -> Costs:
+    return estimate(MODEL, stages_of(MODEL, counts), RUN, rates)
+
+
+def in_file(costs: Costs, layers: LayerCosts | None, machine: Machine, folder: Path) -> Path:
+    path = folder / "costs.json"
+    save_costs(costs, path, as_data(layers, machine))
+    return path
+
+
+@pytest.mark.parametrize("is_divided", [False, True])
+def test_layers_that_were_measured_in_one_layout_tell_of_another(
+    is_divided: bool, tmp_path: Path
+) -> None:
+    counts, others = [2, 1, 2, 2, 1, 1, 2, 1], [4, 5, 3]
+    costs = costs_of(counts, replace(RATES, measured=TRUE))
+    layers = layer_costs(costs, basis(counts), is_divided=is_divided)
+    read = load_measured(in_file(costs, layers, NOTHING, tmp_path))
+    assert read is not None and read.stages == tuple(counts)
+    told, true = costs_of(others, read.rates), costs_of(others, replace(RATES, measured=TRUE))
+    for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT):
+        assert told.seconds[kind] == pytest.approx(true.seconds[kind], rel=0.01)
+    assert told.held_bytes is not None and true.held_bytes is not None
+    assert told.held_bytes[Held.ACTIVATION] == pytest.approx(
+        true.held_bytes[Held.ACTIVATION], rel=0.01
+    )
+    assert "by layer type" in told.origin
+
+
+def test_layers_in_the_same_mixture_everywhere_keep_the_estimates_proportions() -> None:
+    """A stage has one of each, so that no stage tells them apart; and a line says so."""
+    model = replace(MODEL, layers=(DENSE, EXPERTS) * 4, vocabulary=0)
+    stages = stages_of(model, [2] * 4)
+    slower = Measured((), others=Scale(1.3, 1.3, 1.3))
+    costs = estimate(model, stages, RUN, replace(RATES, measured=slower))
+    layers = layer_costs(costs, Basis(model, stages, RUN, RATES), is_divided=False)
+    for name in (DENSE, EXPERTS):
+        ratio = layers.measured[name][Kind.FORWARD] / layers.estimated[name][Kind.FORWARD]
+        assert ratio == pytest.approx(1.3)
+    assert layers.alike == ((DENSE, EXPERTS, PASS),)
+    assert not_told_apart(layers.alike[0]) == (
+        "no stage tells a layer *-, a layer *E and what a pass takes by itself apart: they keep "
+        "the proportions of the estimate"
+    )
+
+
+def test_a_layer_that_was_not_measured_is_scaled_as_the_others(tmp_path: Path) -> None:
+    counts = [3, 3, 3, 3]
+    costs = costs_of(counts, replace(RATES, measured=TRUE))
+    layers = layer_costs(costs, basis(counts), is_divided=False)
+    read = load_measured(in_file(costs, layers, NOTHING, tmp_path))
+    assert read is not None and read.rates.measured is not None
+    scale = read.rates.measured.of("M")
+    assert 0.8 < scale.forward < 1.5
+    assert not any("not measured" in remark for remark in read.remarks(MODEL))
+    hybrid = replace(MODEL, layers=("M", DENSE))
+    assert any("as all layers together: M" in remark for remark in read.remarks(hybrid))
+
+
+def test_a_file_without_layers_is_read_as_ever(tmp_path: Path) -> None:
+    costs = costs_of([6, 6], RATES)
+    path = in_file(costs, None, NOTHING, tmp_path)
+    assert load_measured(path) is None
+    assert load_costs(path, line(2)).hop == pytest.approx(costs.hop, rel=1e-5)
+
+
+def test_layers_that_are_not_understood_are_refused(tmp_path: Path) -> None:
+    counts = [6, 6]
+    costs = costs_of(counts, RATES)
+    path = in_file(costs, layer_costs(costs, basis(counts), is_divided=False), NOTHING, tmp_path)
+    data = json.loads(path.read_text())
+    del data["layers"]["rates"]
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match="layers is not as --pipeline-costs profile writes it"):
+        load_measured(path)
+
+
+# ---- Links
+
+
+def test_links_within_a_node_and_between_nodes_are_two_figures(tmp_path: Path) -> None:
+    """Of four ranks on two nodes, whose neighbours are 0-1, 1-2 and 2-3."""
+    ranks = [
+        RankFigures({}, {}, [1e-3], [1], "a", reserved=2.0**30),
+        RankFigures({}, {}, [4e-3], [2], "a"),
+        RankFigures({}, {}, [2e-3], [3], "b", reserved=3 * 2.0**30),
+        RankFigures({}, {}, [], [], "b"),
+    ]
+    machine = Machine.of(ranks)
+    assert machine.links == pytest.approx({False: 1.5e-3, True: 4e-3})
+    assert (machine.ranks_of_node, machine.reserved) == (2, 3 * 2**30)
+    costs = costs_of([6, 6], RATES)
+    layers = layer_costs(costs, basis([6, 6]), is_divided=False)
+    read = load_measured(in_file(costs, layers, machine, tmp_path))
+    assert read is not None and read.reserved == 3 * 2**30
+    again = costs_of([3, 3, 3, 3], read.rates)
+    near, far = (again.message_bytes / speed for speed in read.rates.to_neighbours)
+    assert (near, far) == pytest.approx((1.5e-3, 4e-3))
+    linked = with_links(again, line(4), read.rates, 4, 1)
+    assert linked.hops == pytest.approx((1.5e-3, 4e-3, 1.5e-3))
+    assert linked.hop == pytest.approx(7e-3 / 3)
+
+
+def test_of_a_v_the_turn_takes_no_message() -> None:
+    rates = replace(RATES, measured=Measured((), Scale(), Links(9e9, 1e9, 2)))
+    costs = costs_of([2] * 6, rates)
+    linked = with_links(costs, v(3), rates, ranks=3, stride=1)
+    near, far = costs.message_bytes / 9e9, costs.message_bytes / 1e9
+    assert linked.hops == pytest.approx((far, near, 0.0, near, far))
+
+
+@pytest.mark.parametrize("spec", ["zb-1p", "interleaved-zb", "zb-v"])
+def test_schedules_are_made_where_links_differ(spec: str) -> None:
+    """What places W asked for the link behind the last stage: IndexError, in place of a plan."""
+    rates = replace(RATES, measured=Measured((), Scale(), Links(9e9, 1e9, 2)))
+    placement = choose(spec).place(3)
+    costs = costs_of([12 // placement.stages] * placement.stages, rates)
+    linked = with_links(costs, placement, rates, ranks=3, stride=1)
+    assert len(set(linked.hops)) > 1
+    problem = Problem(placement, 3, linked)
+    assert simulate(build_program(choose(spec), problem), linked).makespan > 0
+
+
+@pytest.mark.parametrize(("stride", "hops"), [(8, ()), (1, ())])
+def test_links_that_are_all_alike_are_one_figure(stride: int, hops: tuple[float, ...]) -> None:
+    costs = costs_of([3] * 4, RATES)
+    linked = with_links(costs, loop(2, vpp=2), RATES, 2 * stride, stride)
+    assert linked.hops == hops
+    speed = RATES.to_neighbours[stride == 8]
+    assert linked.hop == pytest.approx(costs.message_bytes / speed)
+
+
+def test_a_pair_crosses_where_any_pipeline_has_it_on_two_nodes() -> None:
+    """Of pipelines of 3 ranks on nodes of 4, the second begins with the last rank of the first
+    node."""
+    assert crosses_a_node(frozenset([0, 1]), 4, 3, 6, 1)
+    assert not crosses_a_node(frozenset([0, 1]), 8, 3, 6, 1)
+    assert not crosses_a_node(frozenset([0, 1]), 4, 3, 3, 1)
+
+
+def test_messages_take_what_their_own_link_takes() -> None:
+    """Activations and gradients alike; and no bound is above what is simulated so."""
+    passes = uniform(line(3), 10, 10, 10, comm=3)
+    costs = replace(passes, hops=(1.0, 5.0))
+    problem = Problem(line(3), 1, costs)
+    timeline = simulate(build_program(choose("zb-h1"), problem), costs)
+    assert timeline.makespan == 3 * 10 + 6 + 3 * 10 + 6 + 10
+    assert lower_bound(problem, splits_backward=True) <= timeline.makespan
+    sends = {str(e.action): e.end - e.start for e in timeline.events if "SEND" in str(e.action)}
+    assert sends == {"0SEND_F0": 1, "1SEND_F0": 5, "2SEND_B0": 5, "1SEND_B0": 1}

@@ -1,0 +1,251 @@
+"""Which layers lie on which stage: text forms, balance, and what a step takes.
+
+A published recipe of Llama-3 has ``Et*2|(t*2|)*34,t*3|..`` written by hand, "because first and last
+stages carry more work". Nothing computed such a layout, and nothing said what it was worth.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_ext.schedule.build.registry import choose
+from megatron_ext.schedule.model.gpus import GPUS
+from megatron_ext.schedule.model.model import Model
+from megatron_ext.schedule.model.model_memory import TrainingState
+from megatron_ext.schedule.model.short_form import parse_model
+from megatron_ext.schedule.placement import loop
+from megatron_ext.schedule.plan.layouts.candidates import Candidates
+from megatron_ext.schedule.plan.layouts.descent import Timed, descend
+from megatron_ext.schedule.plan.layouts.estimated import estimated_work
+from megatron_ext.schedule.plan.layouts.figures import StageFigures, busy
+from megatron_ext.schedule.plan.layouts.layout import Layout, evenly
+from megatron_ext.schedule.plan.layouts.lines import Lines, compare_layouts, permit_all
+from megatron_ext.schedule.plan.layouts.minimax import least_slowest_stage, with_even_ranks
+from megatron_ext.schedule.plan.layouts.order import Order
+from megatron_ext.schedule.plan.layouts.work import Work, evaluate
+from megatron_ext.schedule.progress import Task
+from scripts.recipes.recipe import expanded
+
+GPT = parse_model("layers=16,hidden=1024,heads=8,sequence=2048,vocabulary=32768")
+MIXED = replace(
+    GPT.model,
+    layers=("*-",) * 5 + ("M", "*") * 6,
+    mamba_num_heads=32,
+    mamba_head_dim=64,
+    mamba_state_dim=128,
+    mamba_num_groups=8,
+)
+
+
+def work(model: Model = GPT.model, **changes: Any) -> Work:
+    given: dict[str, Any] = {"ranks": 4, "microbatches": 8}
+    execution = changes.pop("execution", GPT.execution())
+    return estimated_work(
+        model, execution, TrainingState(), GPUS["h100"].rates(), **(given | changes)
+    )
+
+
+def even(stages: int) -> Layout:
+    """Megatron's own rule."""
+    layers = len(GPT.model.layers)
+    if layers % stages:
+        raise ValueError(f"{layers} layers do not divide over {stages} stages")
+    return evenly(layers, stages)
+
+
+@pytest.mark.parametrize(
+    ("layers", "depths", "text"),
+    [
+        ((2, 2, 2, 2), 0, "Ett|tt|tt|ttL"),
+        ((2, 2, 2, 2), 1, "Ett|tt|tt|ttmL"),
+        ((4, 5, 5, 5, 5, 0), 0, "Et*4|(t*5|)*4L"),
+        ((1, *[2] * 14, 1), 2, "Et|(tt|)*14tmmL"),
+    ],
+)
+def test_text_of_a_layout(layers: tuple[int, ...], depths: int, text: str) -> None:
+    layout = Layout(layers)
+    assert layout.text(depths) == text
+    segments = expanded(text).split("|")
+    assert tuple(segment.count("t") for segment in segments) == layers
+    assert segments[-1].endswith("m" * depths + "L")
+
+
+def test_cuts_of_a_pattern() -> None:
+    assert Layout((1, 2, 1)).cut("M-|*-/*-/*-") == "M|-*|-/*-/*-"
+
+
+@pytest.mark.parametrize(
+    ("layers", "ends"), [((3, 4, 4, 2), (3, 2)), ((3, 4, 5, 2), None), ((3, 2), None)]
+)
+def test_counts_of_the_ends_where_they_say_all(
+    layers: tuple[int, ...], ends: tuple[int, int] | None
+) -> None:
+    assert Layout(layers).ends == ends
+
+
+@pytest.mark.parametrize("model", [GPT.model, MIXED], ids=["alike", "mixed"])
+def test_no_layout_has_a_faster_slowest_stage(model: Model) -> None:
+    figures = StageFigures(work(model))
+    layers = len(model.layers)
+    found = least_slowest_stage(layers, 4, figures)
+    all_layouts = [
+        (*cuts[:1], cuts[1] - cuts[0], cuts[2] - cuts[1], layers - cuts[2])
+        for cuts in itertools.combinations_with_replacement(range(1, layers + 1), 3)
+        if cuts[0] < cuts[1] < cuts[2]
+    ]
+    slowest = busy(figures.of(np.array(all_layouts))).max(axis=1)
+    of_found = busy(figures.of(np.array([found.layers]))).max()
+    assert of_found == pytest.approx(slowest.min(), rel=1e-9)
+
+
+def test_ranks_of_several_chunks_are_balanced() -> None:
+    """A rank's chunks count together: the head's rank gives a layer away in its first chunk too."""
+    figures = StageFigures(work())
+    placement = loop(4, vpp=2)
+    found = with_even_ranks(evenly(16, 8), placement, 64, figures)
+
+    def slowest(layout: Layout) -> float:
+        of_stages = busy(figures.of(np.array([layout.layers])))[0]
+        return max(sum(of_stages[stage] for stage in row) for row in placement.stages_of)
+
+    assert slowest(found) < 0.9 * slowest(evenly(16, 8))
+    assert sum(found.layers) == 16
+
+
+@pytest.mark.parametrize("model", [GPT.model, MIXED], ids=["alike", "mixed"])
+@pytest.mark.parametrize("spec", ["1f1b", "interleaved:vpp=2", "zb-h1", "zb-v"])
+def test_an_order_is_timed_as_it_is_simulated(model: Model, spec: str) -> None:
+    """What layouts are chosen by: the step and the memory that `evaluate` has."""
+    training = work(model)
+    placement = choose(spec).place(4)
+    layout = evenly(len(model.layers), placement.stages)
+    exact = evaluate(training, spec, layout)
+    figures = StageFigures(training)
+    problem = training.variant(spec, layout).problem
+    order = Order(choose(spec).build(problem), problem.costs.hop, problem.costs.message_bytes)
+    of_stages = figures.of(np.array([layout.layers]))
+    assert order.seconds(of_stages)[0] == pytest.approx(exact.candidate.step, rel=0.03)
+    assert order.rank_bytes(of_stages)[0] == pytest.approx(exact.rank_bytes, rel=0.05)
+
+
+def made_better(training: Work, room: float | None = None) -> Layout:
+    figures = StageFigures(training)
+    timed = Timed(training, "1f1b", evenly(16, 4), figures, room)
+    return descend(lambda layout: timed, evenly(16, 4), Task("")).layout
+
+
+def test_a_layer_goes_where_a_step_gains() -> None:
+    """The embedding is cheap and the output layer dear: the last stage gives layers away."""
+    training = work()
+    better = made_better(training)
+    assert better.layers[-1] < 4
+    before, after = (evaluate(training, "1f1b", made) for made in (evenly(16, 4), better))
+    assert after.seconds < 0.95 * before.seconds
+    assert before.slowest == 3 and before.slowest_over_mean > 0.3
+
+
+def test_what_does_not_fit_is_moved_until_it_does() -> None:
+    """The fullest rank of 1F1B is the first one, which holds the most microbatches."""
+    training = work(replace(GPT.model, vocabulary=8192))
+    whole = evaluate(training, "1f1b", evenly(16, 4))
+    room = 0.9 * whole.fullest
+    with pytest.raises(ValueError, match=r"rank 0 would hold"):
+        evaluate(training, "1f1b", evenly(16, 4), room=room)
+    layout = made_better(training, room)
+    assert evaluate(training, "1f1b", layout, room=room).fullest <= room
+    assert layout.layers[0] < 4
+
+
+def test_what_holds_more_than_is_estimated_is_made_to_fit() -> None:
+    """Half a message too much: by the estimate it fits, as it is simulated it does not."""
+    training = work(replace(GPT.model, vocabulary=8192))
+    whole = evaluate(training, "1f1b", evenly(16, 4))
+    message = training.variant("1f1b", evenly(16, 4)).problem.costs.message_bytes
+    room = whole.fullest - message / 2
+    timed = Timed(training, "1f1b", evenly(16, 4), StageFigures(training), room)
+    assert timed.best_of([evenly(16, 4)]).fits
+    made = Candidates(
+        training, room, lambda stages: evenly(16, stages), permit_all, False, Task("")
+    )
+    (found,) = made.by_layout([["1f1b"]], [])
+    assert found.fullest <= room and found.seconds < 1.1 * whole.seconds
+
+
+def test_a_short_step_tells_of_a_long_one() -> None:
+    """What is timed has four microbatches a rank; the rest goes by the slowest rank."""
+    training = work(microbatches=130)
+    figures = StageFigures(training)
+    layout = Layout((5, 5, 4, 2))
+    timed = Timed(training, "1f1b", layout, figures, None)
+    seconds = timed.best_of([layout]).seconds
+    exact = evaluate(training, "1f1b", layout).candidate.step
+    assert seconds == pytest.approx(exact, rel=0.01)
+
+
+SMALL: dict[str, Any] = {"ranks": 2, "microbatches": 4}
+OWN = ("1f1b", evenly(16, 2))
+
+
+def lines(training: Work, own: tuple[str, Layout] = OWN, **changes: Any) -> Lines:
+    return compare_layouts(training, own, even, **({"search": False} | changes))
+
+
+@functools.cache
+def four_lines() -> Lines:
+    return lines(work(**SMALL))
+
+
+def test_four_lines() -> None:
+    made = four_lines()
+    steps = [line.seconds for line in (made.own, *made.others.values())]
+    assert steps == sorted(steps, reverse=True)
+    assert made.chunks.layout.is_even and not made.stock.layout.is_even
+    assert made.gain(made.stock) > 0.02
+    assert made.ours.schedule not in ("1f1b", "interleaved") and not made.refused
+    assert sum(made.stock.layout.layers) == sum(made.ours.layout.layers) == 16
+
+
+def test_nothing_is_slower_than_the_line_itself() -> None:
+    """Whose layout may be better than any that Megatron makes, and is where a descent starts."""
+    best = four_lines().stock
+    again = lines(work(**SMALL), (best.schedule, best.layout))
+    assert again.own.seconds == pytest.approx(best.seconds)
+    assert again.chunks is again.own
+    assert again.ours.seconds <= again.stock.seconds <= again.own.seconds
+
+
+def test_all_are_within_the_bound() -> None:
+    """That is the larger of what there is, and of what the line takes already."""
+    training, fullest = work(**SMALL), four_lines().own.fullest
+    made = lines(training, room=0.5 * fullest)
+    assert made.bound == fullest
+    assert all(line.fullest <= fullest for line in made.others.values())
+
+
+def test_what_is_refused_is_none_of_ours_and_what_that_costs() -> None:
+    def permits(spec: str, method: object) -> None:
+        if spec not in ("1f1b", "interleaved:vpp=2"):
+            raise ValueError("it does not go with something")
+
+    made = lines(work(**SMALL), permits=permits)
+    assert made.refused["zb-v"] == "it does not go with something"
+    assert made.ours is made.stock and made.barred is not None
+    assert made.barred.seconds < made.ours.seconds
+
+
+def test_a_mixed_model() -> None:
+    """Where stages with as many layers take different times."""
+    layers = len(MIXED.layers)
+    made = compare_layouts(
+        work(MIXED, **SMALL),
+        ("1f1b", evenly(layers, 2)),
+        lambda stages: evenly(layers, stages),
+        search=False,
+    )
+    assert made.gain(made.ours) >= made.gain(made.stock) > 0

@@ -1,0 +1,44 @@
+"""The settings --pipeline-slices and --pipeline-slice-lengths."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_ext.config import PipelineConfig, from_argv
+from megatron_ext.schedule.slices import Lengths, Slices
+
+
+def test_both_are_one_extra() -> None:
+    line = "--pipeline-schedule zb-h1 --pipeline-slices 3 --pipeline-slice-lengths 8,5,3"
+    assert from_argv(line.split()).extras.slices == Slices(3, (8, 5, 3))
+    config = PipelineConfig.parse(schedule="1f1b", slices="4", slice_lengths="balanced")
+    assert config.extras.slices == Slices(4, Lengths.BALANCED)
+    assert PipelineConfig.parse(schedule="1f1b").extras.slices == Slices()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"slices": "0"}, "--pipeline-slices 0: write a number from 1 on"),
+        ({"slices": "four"}, "--pipeline-slices four: write a number"),
+        ({"slices": "2", "slice_lengths": "long"}, "--pipeline-slice-lengths long: write even"),
+        (
+            {"slices": "2", "slice_lengths": "4,3,2"},
+            "--pipeline-slice-lengths 4,3,2 has 3 lengths, and --pipeline-slices is 2",
+        ),
+        (
+            {"slice_lengths": "balanced"},
+            "--pipeline-slice-lengths balanced is given without --pipeline-slices",
+        ),
+        (
+            {"slices": "2", "vocab_parallel": "1"},
+            "--pipeline-slices 2 does not go with --pipeline-vocab-parallel 1",
+        ),
+        ({"slices": "2", "post_validation": True}, "--pipeline-slices 2 does not go with"),
+        ({"slices": "2", "costs": "profile"}, "--pipeline-slices 2 does not go with"),
+        ({"slices": "2", "race": "zb-h1"}, "--pipeline-race .* does not go with --pipeline-slices"),
+    ],
+)
+def test_refusals(settings: dict[str, str | bool], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PipelineConfig.parse(schedule="1f1b", **settings)
