@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,9 +53,10 @@ def plan_of_line(
     try:
         pictures.check()
         asked = _asked(words, config, world_size, gpu, settings)
+        asked = replace(asked, with_curves=pictures.plot is not None)
         with showing_progress():
             made = plan_line(asked)
-        pictures.draw(made.plan, is_estimate=settings["costs"] is None)
+        pictures.draw(made.plan, made.curves, is_estimate=settings["costs"] is None)
     except (ValueError, OSError, PatchError) as error:
         fail(error)
     if as_json:

@@ -41,6 +41,7 @@ from megatron_ext.schedule.model.gpus import GPUS, USABLE, assumed_rates, parse_
 from megatron_ext.schedule.model.model_memory import TrainingState
 from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.model.short_form import parse_model
+from megatron_ext.schedule.plan.curves import Curves, curves_of
 from megatron_ext.schedule.plan.full_recompute import FullRecompute, compare_full_recompute
 from megatron_ext.schedule.plan.half_pipeline import (
     Division,
@@ -170,7 +171,8 @@ def plan(
             show_halves(asked.compare_halves, pictures, as_json, is_estimate=asked.is_estimate)
             return
         plan_made, again = asked.plan()
-        pictures.draw(plan_made, is_estimate=asked.is_estimate)
+        curves = asked.curves_of(plan_made) if pictures.plot is not None else None
+        pictures.draw(plan_made, curves, is_estimate=asked.is_estimate)
     except (ValueError, OSError) as error:
         fail(error)
     report = plan_report(plan_made, layers)
@@ -239,6 +241,11 @@ class _Asked:
                 return make_plan(self.variant), None
             made = make_plan(self.variant, self.room, may_offload=True)
             return made, compare_full_recompute(self.training, self.room)
+
+    def curves_of(self, made: Plan) -> Curves:
+        """What the picture of ``made`` shows beside it."""
+        with showing_progress():
+            return curves_of(made, self.variant, self.room)
 
 
 def _of_costs(

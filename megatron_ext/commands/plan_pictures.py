@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ext.commands.output import command_line
+from megatron_ext.schedule.plan.curves import Curves
 from megatron_ext.schedule.plan.planner import Plan
-from megatron_ext.schedule.show.draw import check_picture, draw_plan
+from megatron_ext.schedule.show.draw import check_picture
 from megatron_ext.schedule.show.page.plan_page import runs_of_plan
 from megatron_ext.schedule.show.page.write import SECONDS, Page, check_page, write_page
+from megatron_ext.schedule.show.plan_picture import draw_plan
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,14 @@ class PlanPictures:
             if path is not None:
                 raise ValueError(f"{beside} draws no picture: leave out {name}")
 
-    def draw(self, plan: Plan, *, is_estimate: bool) -> None:
-        """``is_estimate``: its times are seconds. Raises OSError."""
-        if self.plot is not None:
-            draw_plan(plan, self.plot)
+    def draw(self, plan: Plan, curves: Curves | None, *, is_estimate: bool) -> None:
+        """``curves``: of ``plan``, for its plot. ``is_estimate``: its times are seconds.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        if self.plot is not None and curves is not None and plan.candidates:
+            draw_plan(plan, curves, self.plot)
         if self.page is not None and plan.candidates:
             unit = SECONDS if is_estimate else ""
             title = "the schedules of a plan that none beats in both time and memory"

@@ -47,7 +47,7 @@ from megatron_ext.schedule.program.simulate import simulate as simulate_program
 from megatron_ext.schedule.program.simulate import simulate_steps
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.progress import task
-from megatron_ext.schedule.schedule_csv import to_csv
+from megatron_ext.schedule.schedule_csv import to_csv, to_torch_csv
 from megatron_ext.schedule.search.certify import Certificate
 from megatron_ext.schedule.search.certify import certify as certify_program
 from megatron_ext.schedule.show.draw import check_picture, draw_steps
@@ -55,6 +55,7 @@ from megatron_ext.schedule.show.noise_text import parse_noise, rows_of_spread
 from megatron_ext.schedule.show.page.run import Run, simulated, title_of
 from megatron_ext.schedule.show.page.write import Page, check_page, write_page
 from megatron_ext.schedule.show.program_summary import program_of_1f1b
+from megatron_ext.schedule.show.torchtitan import for_torchtitan
 from megatron_ext.schedule.show.trace import write_trace
 from megatron_ext.schedule.slices import Lengths, Slices, parse_lengths
 from megatron_ext.schedule.timeline import Timeline
@@ -125,6 +126,12 @@ def simulate(
     page: HtmlPage = None,
     trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write its compute actions.")] = None,
+    torch_csv: Annotated[
+        Path | None,
+        typer.Option(
+            help="The same for torch.distributed.pipelining and torchtitan: a V opens on rank 0."
+        ),
+    ] = None,
     program_file: Annotated[
         Path | None,
         typer.Option(
@@ -143,7 +150,9 @@ def simulate(
     """
     try:
         _check_options(csv, vocab_parallel, certify, post_validation)
-        files = _Files(csv, program_file, trace, plot, page)
+        if torch_csv is not None:
+            _check_for_torch(vocab_parallel, offload, recompute, post_validation)
+        files = _Files(csv, torch_csv, program_file, trace, plot, page)
         files.check()
         varying = None if noise is None else parse_noise(noise)
         extras = Extras(
@@ -179,10 +188,7 @@ def simulate(
         typer.echo(_bound(certificate, made))
     if post_validation:
         typer.echo(what_overlapping_gains(program))
-    if plot is not None:
-        typer.echo(f"picture: {plot}")
-    if page is not None:
-        typer.echo(f"page: {page}")
+    files.name(program)
 
 
 @dataclass(frozen=True)
@@ -312,11 +318,28 @@ def _check_options(
         )
 
 
+def _check_for_torch(
+    vocab_parallel: VocabularyParallel, offload: Offload, recompute: str, post_validation: bool
+) -> None:
+    asked = {
+        "--vocab-parallel": vocab_parallel is not VocabularyParallel.NONE,
+        "--offload": offload is not Offload.NONE,
+        "--recompute": recompute != "none",
+        "--post-validation": post_validation,
+    }
+    if names := [name for name, is_asked in asked.items() if is_asked]:
+        raise ValueError(
+            f"torch has nothing like {', '.join(names)}, and no table holds it: leave that or "
+            f"--torch-csv out"
+        )
+
+
 @dataclass(frozen=True)
 class _Files:
     """What is written beside what is printed; None where it was not asked for."""
 
     csv: Path | None
+    torch_csv: Path | None
     program: Path | None
     trace: Path | None
     plot: Path | None
@@ -324,7 +347,7 @@ class _Files:
 
     def check(self) -> None:
         """Raise ValueError for a file that cannot be written, before anything is made for it."""
-        for file in (self.csv, self.program):
+        for file in (self.csv, self.torch_csv, self.program):
             if file is not None and not file.parent.is_dir():
                 raise ValueError(f"{file}: there is no folder {file.parent}")
         if self.plot is not None:
@@ -340,6 +363,8 @@ class _Files:
         """
         if self.csv is not None:
             self.csv.write_text(to_csv(program.schedule))
+        if self.torch_csv is not None:
+            self.torch_csv.write_text(to_torch_csv(program.schedule))
         if self.program is not None:
             self.program.write_text(program.text)
         if self.trace is not None:
@@ -348,12 +373,26 @@ class _Files:
             return
         reference = _reference_program(choice, problem)
         if self.plot is not None:
-            draw_steps([_steps(reference, steps), _steps(program, steps)], self.plot)
+            draw_steps(
+                [_steps(reference, steps), _steps(program, steps)],
+                self.plot,
+                [reference.problem.costs, program.problem.costs],
+            )
         if self.page is not None:
             runs = _runs(choice, reference, program, steps)
             ranks, microbatches = problem.ranks, problem.microbatches
             on = f"{counted(ranks, 'rank')}, {counted(microbatches, 'microbatch')}"
             write_page(Page(f"{choice.spec} on {on}", runs, command_line()), self.page)
+
+    def name(self, program: Program) -> None:
+        """Say where there is something to look at, or what to do with it."""
+        if self.torch_csv is not None:
+            problem = program.problem
+            typer.echo(for_torchtitan(problem.placement, problem.microbatches, self.torch_csv))
+        if self.plot is not None:
+            typer.echo(f"picture: {self.plot}")
+        if self.page is not None:
+            typer.echo(f"page: {self.page}")
 
 
 def _runs(choice: Choice, reference: Program, program: Program, steps: int) -> tuple[Run, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from megatron_ext.schedule.model.assumptions import assumptions
 from megatron_ext.schedule.model.description import describe
 from megatron_ext.schedule.model.gpus import USABLE, Gpu
 from megatron_ext.schedule.model.measured.file import MeasuredFile, load_measured
+from megatron_ext.schedule.plan.curves import Curves, curves_of
 from megatron_ext.schedule.plan.planner import Candidate, Plan, VocabMethod, consider, make_plan
 from megatron_ext.schedule.plan.recommendation import flags_of
 from megatron_ext.schedule.words import counted
@@ -45,6 +47,7 @@ class Asked:
         world_size: ranks of the launch; None: as the line says, or the least there can be.
         gpu: None: the costs are an H100's, and nothing is compared with its memory.
         settings: words for flags of ours that the command gives, as ``--pipeline-costs FILE``.
+        with_curves: whether the plan is drawn, and so what less memory and other microbatches do.
     """
 
     launch: Launch | None = None
@@ -52,6 +55,7 @@ class Asked:
     world_size: int | None = None
     gpu: Gpu | None = None
     settings: tuple[str, ...] = ()
+    with_curves: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ class LinePlan:
         is_measured: whether costs are measured ones, per layer type.
         reserved: bytes that the allocator reserves beyond what is allocated, for which room is
             left; None: not measured.
+        curves: None where nobody asked for them, or nothing fits.
     """
 
     plan: Plan
@@ -81,6 +86,7 @@ class LinePlan:
     layouts: LaidOut | None = None
     is_measured: bool = False
     reserved: float | None = None
+    curves: Curves | None = None
 
     @property
     def of_line(self) -> Candidate | None:
@@ -138,7 +144,7 @@ def plan_line(asked: Asked) -> LinePlan:
         ValueError: the line, or what is asked beside it, is not understood, or Megatron refuses it.
         PatchError: there is no Megatron to ask.
     """
-    return with_line(asked, _plan)
+    return with_line(asked, partial(_plan, with_curves=asked.with_curves))
 
 
 def plan_halves(asked: Asked) -> LineHalves:
@@ -222,7 +228,7 @@ def _read(asked: Asked, args: Any, launch_line: Any) -> ReadLine:
     return ReadLine(variants, validated, room, tuple(remarks), measured, costs)
 
 
-def _plan(read: ReadLine) -> LinePlan:
+def _plan(read: ReadLine, *, with_curves: bool) -> LinePlan:
     line, room, measured = read.variants, read.room, read.measured
     assert line.own is not None
     plan = make_plan(line.variant, room, may_offload=True)
@@ -240,9 +246,10 @@ def _plan(read: ReadLine) -> LinePlan:
     rewritten = line.rewritten(plan.best.schedule)
     remarks = (*read.remarks, *_on_loading(read.validated, plan.best, made.own))
     flags = () if plan.best is made.of_line else (*flags_of(plan.best, None), *rewritten.added)
+    curves = curves_of(plan, line.variant, room) if with_curves else None
     if flags:
         flags += read.costs
-    return replace(made, remarks=remarks, flags=flags, dropped=rewritten.dropped)
+    return replace(made, remarks=remarks, flags=flags, dropped=rewritten.dropped, curves=curves)
 
 
 def _layouts(read: ReadLine) -> LaidOut | None:

@@ -29,6 +29,12 @@ def opens_on_first_rank(rank_of: Sequence[int]) -> bool:
     return ranks > 1 and rest == 0 and tuple(rank_of) == one_v * waves
 
 
+def opens_on_last_rank(rank_of: Sequence[int]) -> bool:
+    """The same with stage 0 on the last rank, as ours."""
+    last = max(rank_of)
+    return opens_on_first_rank([last - rank for rank in rank_of])
+
+
 def flipped(placement: Placement) -> FlippedPlacement:
     """``placement`` with its ranks counted from the other end."""
     last = placement.ranks - 1

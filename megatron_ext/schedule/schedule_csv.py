@@ -7,13 +7,14 @@ import io
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from megatron_ext.schedule.action import Action, Slice, parse, slices_named, whole_of
+from megatron_ext.schedule.action import Action, Kind, Slice, parse, slices_named, whole_of
 from megatron_ext.schedule.flip import (
     FlippedPlacement,
     Rows,
     flip_rows,
     flipped,
     opens_on_first_rank,
+    opens_on_last_rank,
 )
 from megatron_ext.schedule.kinds import RULES, Lane, Where
 from megatron_ext.schedule.placement import Placement
@@ -28,6 +29,30 @@ def to_csv(schedule: Schedule) -> str:
     rows = schedule.compute_rows
     if isinstance(schedule.placement, FlippedPlacement):
         rows = flip_rows(rows)
+    return _table(rows)
+
+
+def to_torch_csv(schedule: Schedule) -> str:
+    """The same as torch.distributed.pipelining and torchtitan place it: a V or wave opens on rank
+    0. `from_csv` reads the same schedule out of both.
+
+    Raises:
+        ValueError: torch does not know one of its passes.
+    """
+    rows = schedule.compute_rows
+    unknown = next((action for row in rows for action in row if action.kind not in _TORCHS), None)
+    if unknown is not None:
+        raise ValueError(
+            f"torch has no pass like {unknown} ({RULES[unknown.kind].does}): it knows F, I, W and "
+            f"B; torch.utils.checkpoint makes a stage's activations again within its backward pass"
+        )
+    return _table(flip_rows(rows) if opens_on_last_rank(schedule.placement.rank_of) else rows)
+
+
+_TORCHS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.FULL_BACKWARD)
+
+
+def _table(rows: Rows) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from megatron_ext.cli import app
 from tests.helpers.megatron_runs import SCRIPT, model_flags
 from tests.helpers.ranks import HANGS
+from tests.helpers.short_search import shorten_search
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = "scripts/quickstart.sh --pipeline-trace runs/traces --pipeline-trace-iters 3:5"
@@ -56,7 +57,8 @@ def test_what_is_not_run_stands_on_a_page() -> None:
 
 def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In order, as later ones read what the quick start has written. It is shorter here: two ranks,
-    fewer layers and iterations."""
+    fewer layers and iterations, and what searches does not search long."""
+    shorten_search(monkeypatch)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pretrain_gpt.py").symlink_to(SCRIPT)
     flags = model_flags(pipeline_model_parallel_size=4, transformer_impl="local")

@@ -136,6 +136,29 @@ def test_simulate_draws_and_writes_a_table_that_it_reads_back(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
+    ("spec", "more"),
+    [
+        ("zb-h1", "schedule 1F1B --parallelism"),
+        ("zb-v", "schedule ZBVZeroBubble --parallelism"),
+        ("interleaved:vpp=2", "schedule Interleaved1F1B --parallelism"),
+        ("interleaved:vpp=3", "layers_per_stage such that there are 6 stages"),
+        ("hanayo", "torchtitan cannot place the stages of a wave"),
+    ],
+)
+def test_a_table_for_torch_comes_with_torchtitans_settings(
+    spec: str, more: str, tmp_path: Path
+) -> None:
+    table = tmp_path / "x.csv"
+    said = run("simulate", spec, "--pp", "2", "-m", "4", "--torch-csv", str(table))
+    line = said.splitlines()[-1]
+    assert more in line
+    assert (f"schedule_csv {table} --parallelism.num_pp_microbatches 4" in line) is (
+        spec != "hanayo"
+    )
+    assert len(from_csv(table.read_text(), "x").rows) == 2
+
+
+@pytest.mark.parametrize(
     ("words", "text"),
     [
         (("simulate", "zb-h9", "--pp", "2", "-m", "2"), "did you mean zb-h1 or zb-h2? Known are"),
@@ -164,6 +187,21 @@ def test_simulate_draws_and_writes_a_table_that_it_reads_back(tmp_path: Path) ->
         (
             ("simulate", "1f1b", "--pp", "2", "-m", "2", "--vocab-parallel", "1", "--csv", "x.csv"),
             "added a second time",
+        ),
+        (
+            (
+                "simulate",
+                "1f1b",
+                "--pp",
+                "2",
+                "-m",
+                "2",
+                "--recompute",
+                "fit",
+                "--torch-csv",
+                "x.csv",
+            ),
+            "torch has nothing like --recompute",
         ),
         (("doctor", "--pipeline-memory-limit", "4"), "without --pipeline-schedule"),
         (("doctor", "--pipeline-schedule", "1f1b", "--pipeline-p2p", "fast"), "async or batched"),

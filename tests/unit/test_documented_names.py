@@ -15,8 +15,13 @@ from megatron_ext.schedule.build.auto_spec import auto_searches
 from megatron_ext.schedule.build.registry import choose, entries
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-ON_EACH_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "skills").glob("*/SKILL.md")),
+]
+ON_EACH_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 MEGATRONS = {"--pipeline-model-parallel-size", "--pipeline-model-parallel-layout"}
 PLACEHOLDERS = {"SPEC", "NAME", "FILE", "NAME|FILE"}  # and the reader's own files
@@ -25,7 +30,7 @@ COMMANDS = typer.main.get_group(app).commands
 
 def code(page: Path) -> list[str]:
     """What is set as code on a page: in a line, as a block, indented."""
-    text = page.read_text()
+    text = re.sub(r"^ {3}(?=\S)", "", page.read_text(), flags=re.MULTILINE)  # blocks of a list
     shown = r"^```(?:console|text)\n.*?^```"
     text = re.sub(shown, commands_alone, text, flags=re.DOTALL | re.MULTILINE)
     blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
@@ -79,7 +84,8 @@ def test_commands_and_their_options_exist(page: Path) -> None:
 @ON_EACH_PAGE
 def test_files_exist(page: Path) -> None:
     paths = r"\b(?:tests|scripts|examples|docs|patches|megatron_ext)/[\w/.-]+\.(?:py|sh|md)\b"
-    for path in re.findall(paths, page.read_text()):
+    ours = re.sub(r"https?://\S+", "", page.read_text())
+    for path in re.findall(paths, ours):
         assert (ROOT / path).is_file(), path
 
 

@@ -2,17 +2,19 @@
 
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import prove
-from megatron_ext.schedule.show.draw import BUBBLE, COLOURS, Box, draw
+from megatron_ext.schedule.show.draw import BUBBLE, COLOURS, Box, draw, draw_steps
 from megatron_ext.schedule.timeline import Event, Timeline
 from tests.helpers.schedules import F, line_problem, program, with_messages, written
 from tests.helpers.svg import texts_of
@@ -204,3 +206,17 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_every_kind_of_pass_has_a_colour_of_its_own() -> None:
     assert len({*COLOURS.values(), BUBBLE}) == len(COLOURS) + 1
     assert F in COLOURS
+
+
+def test_memory_is_drawn_in_bytes_where_costs_have_them(tmp_path: Path, figures: list[Any]) -> None:
+    problem = line_problem(3, 4)
+    held = {Held.ACTIVATION: (2.0**30,) * 3, Held.WEIGHT_INPUTS: (2.0**29,) * 3}
+    costs = replace(problem.costs, held_bytes=held)
+    timeline = simulate(program("zb-h1", problem), problem.costs)
+    draw_steps([[timeline], [timeline]], tmp_path / "picture.png", [costs, problem.costs])
+    passes, memory, others, in_microbatches = figures[0].axes
+    assert memory.get_ylabel() == "GiB\nheld" and "peak 3 GiB" in passes.get_title("left")
+    assert in_microbatches.get_ylabel() == "microbatches\nheld"
+    assert "peak 3 microbatches" in others.get_title("left")
+    first, other = (axes.lines[2].get_ydata() for axes in (memory, in_microbatches))
+    assert 0.5 in first and 0.5 not in other, "W holds half of what F does"

@@ -14,7 +14,7 @@ from megatron_ext.schedule.placement import line, loop, v, wave
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.verify import InvalidSchedule
 from megatron_ext.schedule.schedule import Schedule
-from megatron_ext.schedule.schedule_csv import from_csv, to_csv
+from megatron_ext.schedule.schedule_csv import from_csv, to_csv, to_torch_csv
 from tests.helpers.schedules import line_problem, names_of_stages, rows_of
 
 
@@ -108,6 +108,41 @@ def test_ours_are_loaded_by_torch(name: str, tmp_path: Path, torch_schedules: An
     runtime = torch_schedules._PipelineScheduleRuntime(names_of_stages(p, placement.chunks), m)
     runtime._load_csv(str(path))  # checks the order, and inserts torch's own messages
     assert runtime.stage_index_to_group_rank == dict(enumerate(placement.rank_of))
+
+
+@pytest.mark.parametrize(
+    ("spec", "style"),
+    [
+        ("zb-v", "v"),
+        ("v-half", "v"),
+        ("hanayo", "v"),
+        ("hanayo:waves=1", "v"),
+        ("zb-h1", "loop"),
+        ("interleaved-zb:vpp=3", "loop"),
+    ],
+)
+def test_a_table_for_torch_has_torchs_placement(
+    spec: str, style: str, tmp_path: Path, torch_schedules: Any
+) -> None:
+    """torchtitan makes the stages of a rank by this placement, whatever the table says."""
+    p, m = 4, 8
+    placement = choose(spec).place(p)
+    schedule = choose(spec).build(Problem(placement, m, uniform(placement, 1, 1, 1)))
+    path = tmp_path / "torch.csv"
+    path.write_text(to_torch_csv(schedule))
+    runtime = torch_schedules._PipelineScheduleRuntime(names_of_stages(p, placement.chunks), m)
+    runtime._load_csv(str(path))
+    theirs = torch_schedules.generate_stage_to_rank_mapping(p, placement.stages, style=style)
+    assert runtime.stage_index_to_group_rank == theirs
+    read = from_csv(path.read_text(), spec)
+    assert (read.rows, read.placement.rank_of) == (schedule.rows, placement.rank_of)
+    assert to_torch_csv(read) == path.read_text()
+
+
+def test_what_torch_does_not_know_is_refused() -> None:
+    schedule = from_csv("0F0,0R0,0B0\n1F0,1B0\n", "again.csv")
+    with pytest.raises(ValueError, match=r"torch has no pass like 0R0 .*: it knows F, I, W and B"):
+        to_torch_csv(schedule)
 
 
 def test_a_flipped_file_goes_back_to_torch(tmp_path: Path, torch_schedules: Any) -> None:

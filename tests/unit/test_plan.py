@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,10 +20,8 @@ from megatron_ext.schedule.plan.planner import Plan, VocabMethod, all_specs, mak
 from megatron_ext.schedule.plan.vocabulary_plan import redistribute, variants_of
 from megatron_ext.schedule.problem import Problem, VocabularyParallel
 from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.show.draw import draw_plan
 from megatron_ext.schedule.show.trace import write_trace
 from tests.helpers.short_search import shorten_search
-from tests.helpers.svg import texts_of
 
 pytestmark = pytest.mark.search
 
@@ -95,25 +92,6 @@ def test_each_way_for_a_head_is_what_simulate_finds() -> None:
     assert way_one is not None and way_one < naive and row.steps[VocabMethod.REDISTRIBUTED] is None
     assert "do not divide over 4 stages" in row.refused[VocabMethod.REDISTRIBUTED]
     assert side_by_side(plan()) == ()
-
-
-def test_the_picture_names_every_schedule(tmp_path: Path) -> None:
-    made = plan()
-    draw_plan(made, tmp_path / "plan.svg")
-    texts = texts_of((tmp_path / "plan.svg").read_text())
-    assert {name for text in texts for name in text.split(", ")} >= {
-        candidate.schedule for candidate in made.candidates
-    }
-
-
-def test_a_way_without_a_point_is_drawn(tmp_path: Path) -> None:
-    """Dividing the vocabulary made every schedule slower: the picture has no such point."""
-    naive = plan().candidates[0]
-    slower = replace(naive.report, step=2 * naive.step)
-    made = Plan((naive, replace(naive, method=VocabMethod.TWO, report=slower)), {})
-    draw_plan(made, tmp_path / "plan.svg")
-    texts = texts_of((tmp_path / "plan.svg").read_text())
-    assert naive.schedule in texts and "vocabulary parallelism 2" not in texts
 
 
 def test_a_trace_has_every_pass_and_message(tmp_path: Path) -> None:

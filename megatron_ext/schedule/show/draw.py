@@ -1,18 +1,19 @@
-"""Pictures: timelines (ranks as rows, kinds by colour, bubbles shaded, memory), plans, bars."""
+"""Pictures: timelines (ranks as rows, kinds by colour, bubbles shaded, memory), and bars."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import RULES, Lane
-from megatron_ext.schedule.plan.planner import Candidate, Plan, VocabMethod
-from megatron_ext.schedule.program.memory import in_microbatches, memory_curve
+from megatron_ext.schedule.program.memory import Amount, in_bytes, in_microbatches, memory_curve
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.show.svg import save
 from megatron_ext.schedule.timeline import Timeline
@@ -67,18 +68,24 @@ def draw(timelines: Sequence[Timeline], path: Path) -> None:
     draw_steps([[timeline] for timeline in timelines], path)
 
 
-def draw_steps(runs: Sequence[Sequence[Timeline]], path: Path) -> None:
+def draw_steps(
+    runs: Sequence[Sequence[Timeline]], path: Path, costs: Sequence[Costs] | None = None
+) -> None:
     """`draw` of ``runs``, each of one or more consecutive steps: every second step is paler, and
     the optimizer's steps and the waits for their verdicts are marked.
+
+    Args:
+        costs: of each run; where they have bytes, memory is drawn in GiB.
     """
     heights = [size for run in runs for size in (len(run[0].compute) * 0.38 + 0.3, 1.1)]
-    figure = _figure(path, width=WIDTH, height=sum(heights) + 1.1)
+    figure = new_figure(path, width=WIDTH, height=sum(heights) + 1.1)
     axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     longest = max(_length(run) for run in runs)
     readable = LABEL / (72 * WIDTH) * longest
     for index, run in enumerate(runs):
-        _draw_passes(axes[2 * index], run, readable)
-        _draw_memory(axes[2 * index + 1], run)
+        measure = _measure(run[0].schedule, None if costs is None else costs[index])
+        _draw_passes(axes[2 * index], run, readable, measure)
+        _draw_memory(axes[2 * index + 1], run, measure)
     axes[-1].set_xlim(0, longest)
     axes[-1].set_xlabel("time")
     events = [event for run in runs for timeline in run for event in timeline.events]
@@ -87,94 +94,13 @@ def draw_steps(runs: Sequence[Sequence[Timeline]], path: Path) -> None:
     save(figure, path)
 
 
-def draw_plan(plan: Plan, path: Path) -> None:
-    """Write step time against memory of the schedules of ``plan``, each with what is best done
-    about the vocabulary, and the Pareto front of all.
-
-    Raises:
-        ValueError: as `draw`.
-    """
-    figure = _figure(path, width=8, height=5)
-    axes = figure.subplots()
-    in_bytes = any(candidate.fullest is not None for candidate in plan.candidates)
-    unit = 2**30 if in_bytes else 1
-    shown = dict.fromkeys((*plan.best_of_each, *plan.front))
-    points = {candidate: (candidate.holds / unit, candidate.step) for candidate in shown}
-    for method in plan.methods:
-        marker, label = _METHODS[method]
-        of_method = [candidate for candidate in points if candidate.method is method]
-        if not of_method:
-            continue
-        axes.scatter(
-            *np.transpose([points[candidate] for candidate in of_method]),
-            marker=marker,
-            label=label,
-            color=["#D55E00" if candidate in plan.front else "#999999" for candidate in of_method],
-            clip_on=False,
-        )
-    for point, names in _labels(points).items():
-        axes.annotate(names, point, xytext=(5, 4), textcoords="offset points", size=8)
-    if len(plan.methods) > 1:
-        axes.legend(frameon=False)
-    front = plan.front[::-1]
-    axes.step(
-        [candidate.holds / unit for candidate in front],
-        [candidate.step for candidate in front],
-        where="post",
-        color="#D55E00",
-        linewidth=1,
-        clip_on=False,
-    )
-    axes.set_xlabel(
-        "memory of the fullest rank, GiB" if in_bytes else "peak activation, microbatches of a rank"
-    )
-    overlap = any(candidate.overlaps for candidate in plan.candidates)
-    axes.set_ylabel("what a step costs" if overlap else "makespan of a step")
-    axes.spines[["top", "right"]].set_visible(False)
-    save(figure, path)
-
-
-# How a plan's points are drawn, and what the legend says.
-_METHODS = {
-    VocabMethod.NAIVE: ("o", "output layer on its stage"),
-    VocabMethod.REDISTRIBUTED: ("s", "layers moved away from it"),
-    VocabMethod.ONE: ("^", "vocabulary parallelism 1"),
-    VocabMethod.TWO: ("v", "vocabulary parallelism 2"),
-}
-
-
-def _labels(points: dict[Candidate, Pair]) -> dict[Pair, str]:
-    """What to write at the last of the points that are too close for a label each."""
-    if not points:
-        return {}
-    memory, steps = zip(*points.values(), strict=True)
-    width = 0.06 * (max(memory) - min(memory))
-    height = 0.03 * (max(steps) - min(steps))
-
-    def close(candidate: Candidate, other: Candidate) -> bool:
-        (x, y), (others_x, others_y) = points[candidate], points[other]
-        return abs(x - others_x) <= width and abs(y - others_y) <= height
-
-    groups: list[list[Candidate]] = []
-    for candidate in sorted(points, key=points.__getitem__):
-        group = next((group for group in groups if any(close(candidate, c) for c in group)), None)
-        if group is None:
-            groups.append([candidate])
-        else:
-            group.append(candidate)
-    return {
-        points[group[-1]]: ", ".join(dict.fromkeys(candidate.schedule for candidate in group))
-        for group in groups
-    }
-
-
 def draw_bars(names: Sequence[str], ideal_and_measured: Sequence[Pair], path: Path) -> None:
     """Write a bar of measured seconds for each of ``names``, and how long the ideal step is.
 
     Raises:
         ValueError: as `draw`.
     """
-    figure = _figure(path, width=8, height=0.3 * len(names) + 1)
+    figure = new_figure(path, width=8, height=0.3 * len(names) + 1)
     axes = figure.subplots()
     places = range(len(names))
     ideal, measured = zip(*ideal_and_measured, strict=True)
@@ -202,18 +128,39 @@ def check_picture(path: Path) -> None:
         ) from None
 
 
-def _figure(path: Path, width: float, height: float) -> Figure:
+def new_figure(path: Path, width: float, height: float) -> Figure:
     check_picture(path)
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
+@dataclass(frozen=True)
+class _Measure:
+    """What memory is counted in."""
+
+    amount: Amount
+    unit: float
+    name: str
+
+    def curve(self, row: tuple[Action, ...]) -> list[float]:
+        return [held / self.unit for held in memory_curve(row, self.amount)]
+
+    def told(self, held: float) -> str:
+        return f"{held:.3g} GiB" if self.unit > 1 else counted(held, "microbatch")
+
+
+def _measure(schedule: Schedule, costs: Costs | None) -> _Measure:
+    if costs is None or costs.held_bytes is None:
+        return _Measure(in_microbatches(schedule), 1, "microbatches")
+    return _Measure(in_bytes(costs), 2**30, "GiB")
+
+
 def _length(run: Sequence[Timeline]) -> float:
     return max(row[-1].end for row in run[-1].compute if row) - run[0].start
 
 
-def _draw_passes(axes: Axes, run: Sequence[Timeline], readable: float) -> None:
+def _draw_passes(axes: Axes, run: Sequence[Timeline], readable: float, measure: _Measure) -> None:
     """Passes as boxes, one shape a kind; ``readable``: what a digit in a box takes of the time."""
     schedule, first = run[0].schedule, run[0].start
     chunk = {s: c for stages in schedule.placement.stages_of for c, s in enumerate(stages)}
@@ -257,16 +204,14 @@ def _draw_passes(axes: Axes, run: Sequence[Timeline], readable: float) -> None:
     axes.set_ylim(len(schedule.rows) - 0.5, -0.5)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    peak = max(max(memory_curve(row, in_microbatches(schedule))) for row in schedule.rows)
     figure = f"bubble {run[0].bubble_share_makespan:.1%} of the makespan"
     if len(run) > 1:
         apart = (_length(run) - _length(run[:1])) / (len(run) - 1)
         figure = f"{len(run)} steps, one every {apart:.4g}"
         if any(event.action.kind is Kind.STEP for event in run[0].events):
             figure = f"post-validation, {figure}"
-    axes.set_title(
-        f"{_named(schedule)}: {figure}, peak {counted(peak, 'microbatch')}", loc="left", fontsize=10
-    )
+    peak = measure.told(max(max(measure.curve(row)) for row in schedule.rows))
+    axes.set_title(f"{_named(schedule)}: {figure}, peak {peak}", loc="left", fontsize=10)
 
 
 def _named(schedule: Schedule) -> str:
@@ -288,9 +233,9 @@ def _add_boxes(axes: Axes, boxes: Sequence[Box], **look: Any) -> None:
         axes.add_patch(patches.PathPatch(shape, clip_on=False, **look))
 
 
-def _draw_memory(axes: Axes, run: Sequence[Timeline]) -> None:
+def _draw_memory(axes: Axes, run: Sequence[Timeline], measure: _Measure) -> None:
     schedule, first = run[0].schedule, run[0].start
-    curves = [memory_curve(row, in_microbatches(schedule)) for row in schedule.rows]
+    curves = [measure.curve(row) for row in schedule.rows]
     for rank, curve in enumerate(curves):
         times, held = [], []
         for row in (timeline.compute[rank] for timeline in run):
@@ -304,7 +249,7 @@ def _draw_memory(axes: Axes, run: Sequence[Timeline]) -> None:
             color=str(0.7 * rank / max(len(curves) - 1, 1)),
             clip_on=False,
         )
-    axes.set_ylabel("microbatches\nheld", fontsize=8)
+    axes.set_ylabel(f"{measure.name}\nheld", fontsize=8)
     axes.set_ylim(0, None)
     axes.spines[["top", "right"]].set_visible(False)
 

@@ -1,0 +1,121 @@
+"""Labels beside the points of a picture, none upon another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Pair = tuple[float, float]
+Box = tuple[float, float, float, float]  # left, low, right, high: pixels
+
+SIZE = 8  # of letters, in points
+_DISTANCES = (5, 12, 20, 30, 42, 56, 72)  # from the point to its label, in points
+_NEAR = 12  # up to here nobody asks whose label it is
+_MARK = 4  # around a point, in pixels, to be left free
+_SIDES = ("left", "center", "right")  # of a label, by the direction it lies in: 1, 0, -1
+_ENDS = ("bottom", "center", "top")
+
+
+def label_points(axes: Axes, labels: Mapping[Pair, str], lines: Sequence[Sequence[Pair]]) -> None:
+    """Write each label as near to its point as there is room, and a line between them where it is
+    not beside it: clear of other labels and points, and of ``lines`` if that can be.
+
+    Comes last: what changes the axes' place afterwards moves points, and not the room about them.
+    """
+    axes.get_figure().draw_without_rendering()  # type: ignore[union-attr]
+    marks = [_around(point) for point in axes.transData.transform(list(labels))]
+    on_lines = [point for line in lines for point in _along(axes.transData.transform(list(line)))]
+    written: list[Box] = []
+    for point, label in sorted(labels.items()):
+        width, height = _size_of(axes, label)
+        places = [(_box(axes, point, place, width, height), place) for place in _places()]
+        box, place = min(
+            places,
+            key=lambda choice: (
+                _outside(axes, choice[0]),
+                sum(_overlap(choice[0], other) for other in (*written, *marks)),
+                sum(_holds(choice[0], other) for other in on_lines),
+                _distance(choice[1]),
+            ),
+        )
+        written.append(box)
+        _write(axes, point, label, place)
+
+
+def _places() -> Iterator[Pair]:
+    """Ways from a point to its label, in points."""
+    for distance in _DISTANCES:
+        for right, up in ((1, 0), (1, 1), (0, 1), (1, -1), (0, -1), (-1, 0), (-1, 1), (-1, -1)):
+            yield distance * right, distance * up
+
+
+def _write(axes: Axes, point: Pair, label: str, place: Pair) -> None:
+    is_far = _distance(place) > _NEAR
+    text = axes.annotate(
+        label,
+        point,
+        xytext=place,
+        textcoords="offset points",
+        size=SIZE,
+        ha=_SIDES[1 - int(np.sign(place[0]))],
+        va=_ENDS[1 - int(np.sign(place[1]))],
+        arrowprops={"arrowstyle": "-", "color": "#999999", "linewidth": 0.5} if is_far else None,
+    )
+    text.set_in_layout(False)
+
+
+def _size_of(axes: Axes, label: str) -> Pair:
+    text = axes.text(0, 0, label, size=SIZE)
+    extent = text.get_window_extent()
+    text.remove()
+    return extent.width, extent.height
+
+
+def _box(axes: Axes, point: Pair, place: Pair, width: float, height: float) -> Box:
+    """Where a label is with its ``place``."""
+    pixels = axes.get_figure().dpi / 72  # type: ignore[union-attr]
+    x, y = axes.transData.transform(point) + np.array(place) * pixels
+    left = x - (1 - np.sign(place[0])) / 2 * width
+    low = y - (1 - np.sign(place[1])) / 2 * height
+    return left, low, left + width, low + height
+
+
+def _around(point: Sequence[float]) -> Box:
+    x, y = point
+    return x - _MARK, y - _MARK, x + _MARK, y + _MARK
+
+
+def _along(line: np.ndarray) -> list[Pair]:
+    """Points on ``line``, a few pixels apart."""
+    apart = 3.0
+    return [
+        tuple(start + (end - start) * share)
+        for start, end in pairwise(line)
+        for share in np.linspace(0, 1, 2 + int(np.hypot(*(end - start)) / apart))
+    ]
+
+
+def _overlap(box: Box, other: Box) -> float:
+    """The area that both have."""
+    width = min(box[2], other[2]) - max(box[0], other[0])
+    height = min(box[3], other[3]) - max(box[1], other[1])
+    return max(width, 0.0) * max(height, 0.0)
+
+
+def _holds(box: Box, point: Sequence[float]) -> bool:
+    return box[0] <= point[0] <= box[2] and box[1] <= point[1] <= box[3]
+
+
+def _outside(axes: Axes, box: Box) -> bool:
+    frame = axes.get_window_extent()
+    return box[0] < frame.x0 or box[1] < frame.y0 or box[2] > frame.x1 or box[3] > frame.y1
+
+
+def _distance(place: Pair) -> float:
+    return max(map(abs, place))

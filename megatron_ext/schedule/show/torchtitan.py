@@ -1,0 +1,44 @@
+"""How torchtitan runs a table of ours.
+
+It takes the order of passes from the table, and where the stages are from the name of a schedule
+(``_pipeline_module_split`` in its ``distributed/pipeline_parallel.py``): a line from 1F1B, a loop
+from Interleaved1F1B, a V from ZBVZeroBubble. There is no name for waves.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_ext.schedule.placement import Placement, line, loop, v
+
+
+def for_torchtitan(placement: Placement, microbatches: int, table: Path) -> str:
+    """What to write on its command line, or that it cannot run the schedule."""
+    name = _schedule_with(placement)
+    if name is None:
+        return (
+            f"torchtitan cannot place the stages of a {placement.name}; torch's own runtime takes "
+            f"them from the table"
+        )
+    words = (
+        f"torchtitan: --parallelism.pipeline_parallel_degree {placement.ranks} "
+        f"--parallelism.pipeline_parallel_schedule {name} "
+        f"--parallelism.pipeline_parallel_schedule_csv {table} "
+        f"--parallelism.num_pp_microbatches {microbatches}"
+    )
+    if placement.chunks <= 2:
+        return words
+    return (
+        f"{words}, and --parallelism.pipeline_parallel_layers_per_stage such that there are "
+        f"{placement.stages} stages"
+    )
+
+
+def _schedule_with(placement: Placement) -> str | None:
+    """A schedule of torch's with this placement, whichever way a V opens."""
+    ranks = placement.ranks
+    if placement.rank_of == line(ranks).rank_of:
+        return "1F1B"
+    if placement.rank_of == loop(ranks, vpp=placement.chunks).rank_of:
+        return "Interleaved1F1B"
+    return "ZBVZeroBubble" if placement.rank_of == v(ranks).rank_of else None

@@ -1,0 +1,70 @@
+"""Schedules of ours train in torch's own runtime, from the tables that `simulate` writes for it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import os
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed.pipelining.schedules  # noqa: F401 (once, in the parent of all ranks)
+from typer.testing import CliRunner
+
+from megatron_ext.cli import app
+from tests.helpers.combinations import at_night
+from tests.helpers.ranks import ROOT, agent_store, run_ranks, torchrun_environment, values
+from tests.helpers.short_search import shorten_search
+
+EXAMPLE = ROOT / "examples" / "torch_pipelining.py"
+RANKS, MICROBATCHES = 2, 8
+OWN = "ZBVZeroBubble"
+
+
+def run(schedule: str) -> list[str]:
+    """What the example prints, a line each."""
+
+    def on_rank(rank: int) -> str:
+        os.environ |= torchrun_environment(rank, RANKS, port)
+        sys.argv = [str(EXAMPLE), schedule]
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            runpy.run_path(str(EXAMPLE), run_name="__main__")
+        return printed.getvalue()
+
+    with agent_store() as port:
+        return "".join(values(run_ranks(RANKS, on_rank, connect=False))).splitlines()
+
+
+@functools.cache
+def torchs_own() -> list[str]:
+    lines = run(OWN)
+    first, *_, last = (float(line.split()[-1]) for line in lines)
+    assert last < 0.9 * first, "it does not learn"
+    return lines
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["v-auto", "--memory-limit", "1.5"],
+        ["zb-auto"],
+        *at_night(
+            ["wave-auto"], ["interleaved-zb"], ["loop-auto"], ["hanayo"], ["v-half"], ["zb-v"]
+        ),
+    ],
+    ids=" ".join,
+)
+def test_torch_trains_our_tables_to_the_same_losses(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside its own zero-bubble V: the layers and the order of microbatches are the same, so is
+    every digit."""
+    shorten_search(monkeypatch)
+    table = tmp_path / "ours.csv"
+    sizes = ["--pp", str(RANKS), "-m", str(MICROBATCHES), "--torch-csv", str(table)]
+    made = CliRunner().invoke(app, ["simulate", *words, *sizes])
+    assert made.exit_code == 0, made.output
+    assert run(str(table)) == torchs_own()
