@@ -168,6 +168,7 @@ FEATURES = (
             "megatron.core.transformer.dot_product_attention",
             "megatron.core.extensions.transformer_engine",
             "megatron.core.transformer.moe.router",
+            "megatron.core.transformer.multi_token_prediction.slices",
         ),
         lambda choice: True,
         asked_for=lambda config: config.slices > 1,
@@ -176,7 +177,7 @@ FEATURES = (
         "passes that run again",
         (
             "megatron.core.transformer.moe.moe_utils",
-            "megatron.core.transformer.multi_token_prediction",
+            "megatron.core.transformer.multi_token_prediction.logging",
         ),
         lambda choice: True,
         asked_for=lambda config: config.recomputes,

@@ -277,11 +277,7 @@ SLICES_REFUSALS = (
         f"{_COUNTED_LATER}: leave moe out of --recompute-modules, or {_WITHOUT_SLICES}",
         matters=_has_experts,
     ),
-    Refusal(
-        "mtp_num_layers",
-        bool,
-        f"multi-token prediction looks at tokens of the next slice: {_WITHOUT_SLICES}",
-    ),
+    _drop("mtp_use_repeated_layer", "a layer has one buffer of keys and values a microbatch"),
     Refusal(
         "context_parallel_size",
         lambda value: value > 1,

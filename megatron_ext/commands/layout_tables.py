@@ -33,9 +33,16 @@ def print_layouts(made: LaidOut, *, is_estimate: bool) -> None:
     typer.echo("a step is here with its optimizer, and with reductions that no pass hides")
     before = lines.own
     for (name, other), written in zip(lines.others.items(), made.written, strict=True):
-        if other is not before:
-            _print_words(name, other, before, lines, written, is_estimate=is_estimate)
-        before = other
+        if before.seconds / other.seconds - 1 >= EQUAL:
+            _print_words(_WORDS[name], other, before, written, is_estimate=is_estimate)
+            before = other
+    if before is lines.own:
+        typer.echo("as far as can be told all are equal: the line can stay as it is")
+    if lines.barred is not None and lines.barred.seconds < (1 - EQUAL) * lines.ours.seconds:
+        barred = lines.barred
+        more = lines.ours.seconds / barred.seconds - 1
+        why = lines.refused.get(barred.schedule, "")
+        typer.echo(f"{barred.schedule} would gain {more:.1%} more, and is refused: {why}")
 
 
 def _row(words: str, made: Evaluated, lines: Lines) -> dict[str, Any]:
@@ -53,21 +60,16 @@ def _row(words: str, made: Evaluated, lines: Lines) -> dict[str, Any]:
 
 
 def _print_words(
-    name: str,
-    made: Evaluated,
-    before: Evaluated,
-    lines: Lines,
-    written: Written,
-    *,
-    is_estimate: bool,
+    words: str, made: Evaluated, before: Evaluated, written: Written, *, is_estimate: bool
 ) -> None:
-    gain = before.seconds / made.seconds - 1
-    unsure = ""
-    if gain < EQUAL:
-        unsure = ", which is equal as far as can be told"
-    elif is_estimate and gain < UNSURE and made.schedule == before.schedule:
+    """What ``made`` gains over ``before``, and what to write for it."""
+    gain, unsure = before.seconds / made.seconds - 1, ""
+    if is_estimate and gain < UNSURE and made.schedule == before.schedule:
         unsure = ", within the error of an estimate: --pipeline-costs profile measures layers"
-    typer.echo(f"{_WORDS[name]}: {gain:.1%} more{unsure}")
-    instead = f"\n  in place of {' '.join(written.dropped)}" if written.dropped else ""
-    if written.added or written.dropped:
+    typer.echo(f"\n{words}: {gain:.1%} faster{unsure}")
+    dropped = " ".join(written.dropped)
+    if written.added:
+        instead = f"\n  in place of {dropped}" if dropped else ""
         typer.echo(f"write {shlex.join(written.added)}{instead}")
+    elif dropped:
+        typer.echo(f"drop {dropped}")

@@ -177,12 +177,15 @@ def plan(
         fail(error)
     report = plan_report(plan_made, layers)
     if as_json:
-        data = report.as_data() | {"full_recompute": again and again.as_data()}
-        typer.echo(json.dumps(data, indent=2))
+        _echo(report.as_data() | {"full_recompute": again and again.as_data()})
     else:
         _print(plan_made, report, asked.training if asked.is_estimate else None, again)
     if report.recommended is None:
         fail(ValueError(_NOTHING_FITS if model else _NOTHING_FITS_THE_LIMIT))
+
+
+def _echo(data: dict[str, object]) -> None:
+    typer.echo(json.dumps(data, indent=2))
 
 
 def _print(

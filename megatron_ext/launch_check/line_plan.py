@@ -231,13 +231,14 @@ def _read(asked: Asked, args: Any, launch_line: Any) -> ReadLine:
 def _plan(read: ReadLine, *, with_curves: bool) -> LinePlan:
     line, room, measured = read.variants, read.room, read.measured
     assert line.own is not None
+    layouts = _layouts(read)  # of which something can be said in seconds
     plan = make_plan(line.variant, room, may_offload=True)
     made = LinePlan(
         plan,
         read.facts,
         line.own,
         read.remarks,
-        layouts=_layouts(read),
+        layouts=layouts,
         is_measured=measured is not None,
         reserved=None if measured is None else measured.reserved,
     )

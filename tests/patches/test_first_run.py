@@ -23,8 +23,10 @@ from megatron_ext.adapter.step.model_stage import ModelStage, StepCall
 from megatron_ext.adapter.step.parameter_gathers import ParameterGathers
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, apply
-from megatron_ext.patches.megatron.core.transformer import multi_token_prediction
 from megatron_ext.patches.megatron.core.transformer.moe import moe_utils as experts
+from megatron_ext.patches.megatron.core.transformer.multi_token_prediction import (
+    logging as multi_token_prediction,
+)
 from megatron_ext.runtime.recorder import Recorder
 
 MICROBATCHES = 3

@@ -125,6 +125,7 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "with other layers on its stages" in printed and "the line as it is" in printed
     assert made.lines.gain(made.lines.ours) > 0.02
     assert "any schedule, any layout: " in printed and "write --pipeline-" in printed
+    assert "\ndrop --num-virtual-stages-per-pipeline-rank\n" in printed
     told = made.as_data()
     assert told["ours"]["step"] <= told["stock"]["step"] <= told["chunks"]["step"]
     assert told["ours"]["flags"] and sum(told["ours"]["layers"]) == 8

@@ -19,7 +19,10 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 from megatron.core import parallel_state
 from megatron.core.models import backends
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -41,6 +44,9 @@ from megatron_ext.patches.megatron.core.models.common.embeddings import (
 from megatron_ext.patches.megatron.core.models.gpt.gpt_model import slices as gpt_model_slices
 from megatron_ext.patches.megatron.core.transformer import dot_product_attention
 from megatron_ext.patches.megatron.core.transformer.moe import router
+from megatron_ext.patches.megatron.core.transformer.multi_token_prediction import (
+    slices as multi_token_slices,
+)
 from megatron_ext.runtime.slices.running_slice import Span, running_slice, spans
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose
@@ -106,6 +112,10 @@ CASES = {
             "calculate_per_token_loss": True,
         }
     ),
+    "further tokens": Case({"mtp_num_layers": 2}),
+    "further tokens, loss per token": Case(
+        {"mtp_num_layers": 2, "calculate_per_token_loss": True}, positions="learned_absolute"
+    ),
     "full recompute": Case(FULL),
     "selective recompute": Case({"recompute_granularity": "selective"}),
 }
@@ -124,11 +134,15 @@ def build(case: Case) -> GPTModel:
         "transformer_impl": "local",
     }
     latent = case.config is MLATransformerConfig
+    config = case.config(**settings | case.settings)
+    layer = get_gpt_layer_local_spec(
+        num_experts=case.settings.get("num_moe_experts"), multi_latent_attention=latent
+    )
+    prediction = get_gpt_mtp_block_spec(config, layer, False) if config.mtp_num_layers else None
     return GPTModel(
-        case.config(**settings | case.settings),
-        get_gpt_layer_local_spec(
-            num_experts=case.settings.get("num_moe_experts"), multi_latent_attention=latent
-        ),
+        config,
+        layer,
+        mtp_block_spec=prediction,
         vocab_size=VOCABULARY,
         max_sequence_length=SEQUENCE,
         position_embedding_type=case.positions,
@@ -148,6 +162,7 @@ def batch(case: Case, seed: int) -> dict[str, Any]:
         "position_ids": torch.arange(SEQUENCE).expand(BATCH, -1),
         "attention_mask": mask,
         "labels": tokens.roll(-1, 1),
+        "loss_mask": (torch.arange(SEQUENCE) != 6).float().expand(BATCH, -1),
     }
 
 
@@ -157,6 +172,7 @@ def patched() -> Iterator[None]:
     modules = (
         gpt_model_slices,
         router,
+        multi_token_slices,
         rotary_pos_embedding,
         yarn_rotary_pos_embedding,
         dot_product_attention,
@@ -452,6 +468,16 @@ def attention(core: type[torch.nn.Module]) -> torch.nn.Module:
 def test_a_model_of_known_parts_is_taken() -> None:
     refuse_unknown([chunk_of(GPTModel, attention(DotProductAttention))])
     refuse_unknown([chunk_of(GPTModel, IdentityOp())])
+
+
+def test_what_predicts_further_tokens_is_looked_at_too() -> None:
+    chunk: Any = chunk_of(GPTModel, attention(DotProductAttention))
+    other: Any = chunk_of(GPTModel, attention(OtherAttention))
+    chunk.module.mtp, (layer,) = bare(Bare), (bare(Bare),)
+    layer.mtp_model_layer = other.module.decoder.layers[0]
+    chunk.module.mtp.layers = torch.nn.ModuleList([layer])
+    with pytest.raises(ValueError, match="does not go with OtherAttention"):
+        refuse_unknown([chunk])
 
 
 @pytest.mark.parametrize(

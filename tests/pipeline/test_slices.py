@@ -44,6 +44,7 @@ from tests.helpers.megatron_runs import (
     evaluations,
     losses,
     model_flags,
+    predictions,
     train,
 )
 from tests.helpers.ranks import run_ranks, values
@@ -193,6 +194,17 @@ MODELS: dict[str, tuple[int, Flags]] = {
             "recompute_granularity": "selective",
         },
     ),
+    "multi-token prediction": (2, {"mtp_num_layers": 2}),
+    "multi-token prediction, experts, tied": (
+        2,
+        {
+            **EXPERTS,
+            **ROUTER,
+            "mtp_num_layers": 1,
+            "untie_embeddings_and_output_weights": None,
+            "recompute_granularity": "selective",
+        },
+    ),
     "TP 2, EP 2, experts": (
         4,
         {
@@ -213,6 +225,7 @@ SAME = [
     ("distributed optimizer", "v-half"),
     ("bf16", "zb-v"),
     ("experts", "zb-v"),
+    ("multi-token prediction", "zb-v"),
     ("EP 2, experts by sequence, loss per token", "interleaved-zb"),
 ]
 SLICED: Flags = {"pipeline_slices": 4}
@@ -272,7 +285,10 @@ def test_it_is_stock_but_for_the_order_of_sums(
     expected = stock(model)
     said = of_experts(capfd.readouterr().out)
     tolerance = 1e-2 if model == "bf16" else 1e-4
-    assert_close(sliced(model), expected, tolerance)
+    runs = sliced(model)
+    assert_close(runs, expected, tolerance)
+    for ours, stocks in zip(predictions(runs), predictions(expected), strict=True):
+        assert ours == pytest.approx(stocks, rel=1e-4)
     assert of_experts(capfd.readouterr().out) == pytest.approx(said, rel=1e-4)
     assert bool(said) == ("experts" in model)
 

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import load_costs, save_costs
 from megatron_ext.schedule.kinds import Held
@@ -30,6 +32,8 @@ from megatron_ext.schedule.model.measured_costs import Machine, RankFigures
 from megatron_ext.schedule.model.model import Model, stages_of
 from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.placement import line, loop, v
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.program.simulate import simulate
 
 DENSE, EXPERTS = "*-", "*E"
 NOTHING = Machine(links={}, ranks_of_node=1, reserved=None)
@@ -223,6 +227,18 @@ def test_of_a_v_the_turn_takes_no_message() -> None:
     linked = with_links(costs, v(3), rates, ranks=3, stride=1)
     near, far = costs.message_bytes / 9e9, costs.message_bytes / 1e9
     assert linked.hops == pytest.approx((far, near, 0.0, near, far))
+
+
+@pytest.mark.parametrize("spec", ["zb-1p", "interleaved-zb", "zb-v"])
+def test_schedules_are_made_where_links_differ(spec: str) -> None:
+    """What places W asked for the link behind the last stage: IndexError, in place of a plan."""
+    rates = replace(RATES, measured=Measured((), Scale(), Links(9e9, 1e9, 2)))
+    placement = choose(spec).place(3)
+    costs = costs_of([12 // placement.stages] * placement.stages, rates)
+    linked = with_links(costs, placement, rates, ranks=3, stride=1)
+    assert len(set(linked.hops)) > 1
+    problem = Problem(placement, 3, linked)
+    assert simulate(build_program(choose(spec), problem), linked).makespan > 0
 
 
 @pytest.mark.parametrize(("stride", "hops"), [(8, ()), (1, ())])

@@ -20,11 +20,12 @@ from megatron_ext.schedule.model.model import Model
 from megatron_ext.schedule.model.model_memory import TrainingState
 from megatron_ext.schedule.model.short_form import parse_model
 from megatron_ext.schedule.placement import loop
+from megatron_ext.schedule.plan.layouts.candidates import Candidates
 from megatron_ext.schedule.plan.layouts.descent import Timed, descend
 from megatron_ext.schedule.plan.layouts.estimated import estimated_work
 from megatron_ext.schedule.plan.layouts.figures import StageFigures, busy
 from megatron_ext.schedule.plan.layouts.layout import Layout, evenly
-from megatron_ext.schedule.plan.layouts.lines import Lines, compare_layouts
+from megatron_ext.schedule.plan.layouts.lines import Lines, compare_layouts, permit_all
 from megatron_ext.schedule.plan.layouts.minimax import least_slowest_stage, with_even_ranks
 from megatron_ext.schedule.plan.layouts.order import Order
 from megatron_ext.schedule.plan.layouts.work import Work, evaluate
@@ -159,6 +160,21 @@ def test_what_does_not_fit_is_moved_until_it_does() -> None:
     layout = made_better(training, room)
     assert evaluate(training, "1f1b", layout, room=room).fullest <= room
     assert layout.layers[0] < 4
+
+
+def test_what_holds_more_than_is_estimated_is_made_to_fit() -> None:
+    """Half a message too much: by the estimate it fits, as it is simulated it does not."""
+    training = work(replace(GPT.model, vocabulary=8192))
+    whole = evaluate(training, "1f1b", evenly(16, 4))
+    message = training.variant("1f1b", evenly(16, 4)).problem.costs.message_bytes
+    room = whole.fullest - message / 2
+    timed = Timed(training, "1f1b", evenly(16, 4), StageFigures(training), room)
+    assert timed.best_of([evenly(16, 4)]).fits
+    made = Candidates(
+        training, room, lambda stages: evenly(16, stages), permit_all, False, Task("")
+    )
+    (found,) = made.by_layout([["1f1b"]], [])
+    assert found.fullest <= room and found.seconds < 1.1 * whole.seconds
 
 
 def test_a_short_step_tells_of_a_long_one() -> None:

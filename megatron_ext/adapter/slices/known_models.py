@@ -17,6 +17,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron_ext.adapter.transformer_engine.installed import can_split
 
 _DROP = "drop --pipeline-slices"
+_OF_PREDICTION = "mtp_model_layer"  # of a layer of multi-token prediction
 
 
 def refuse_unknown(models: Sequence[torch.nn.Module]) -> None:
@@ -31,7 +32,9 @@ def refuse_unknown(models: Sequence[torch.nn.Module]) -> None:
                 f"--pipeline-slices runs a GPTModel, and {type(model).__name__} may do with "
                 f"sequences what it likes: {_DROP}"
             )
-        for layer in model.decoder.layers:
+        predicting = getattr(getattr(model, "mtp", None), "layers", ())
+        further = [getattr(layer, _OF_PREDICTION, None) for layer in predicting]
+        for layer in (*model.decoder.layers, *further):
             if (unknown := _unknown_mixer(layer, known)) is not None:
                 raise ValueError(
                     f"--pipeline-slices does not go with {unknown}: tokens of a slice would not "

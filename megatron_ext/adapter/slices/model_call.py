@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -24,6 +25,28 @@ _UNTRIED = (
 )
 
 
+class WholeCall:
+    """What a caller has called the model with, while it runs a slice of that."""
+
+    def __init__(self) -> None:
+        self._arguments: dict[str, Any] = {}
+
+    def arguments(self, *names: str) -> dict[str, Any]:
+        """Those of ``names``, whole; None where they were not given."""
+        return {name: self._arguments.get(name) for name in names}
+
+    @contextlib.contextmanager
+    def running(self, arguments: dict[str, Any]) -> Iterator[None]:
+        self._arguments = arguments
+        try:
+            yield
+        finally:
+            self._arguments = {}
+
+
+whole_call = WholeCall()
+
+
 def call_with_slice(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """``original``, GPTModel's forward, of the slice that runs, if one does.
 
@@ -34,8 +57,9 @@ def call_with_slice(original: Callable[..., Any], model: Any, *args: Any, **kwar
     if span is None:
         return original(model, *args, **kwargs)
     call = inspect.signature(original).bind(model, *args, **kwargs)
-    call.arguments.update(cut(call.arguments, span))
-    return original(*call.args, **call.kwargs)
+    with whole_call.running(dict(call.arguments)):
+        call.arguments.update(cut(call.arguments, span))
+        return original(*call.args, **call.kwargs)
 
 
 def cut(given: dict[str, Any], span: Span) -> dict[str, Any]:

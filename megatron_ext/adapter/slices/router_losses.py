@@ -10,7 +10,7 @@ the last slice; those before it give 0.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -50,20 +50,25 @@ class _Balance:
         return counted == next(iter(self.tokens)).length
 
 
+def _sum(by_slice: Mapping[Span, Tensor]) -> Tensor:
+    """In one order, whichever slice came first."""
+    order = sorted(by_slice, key=lambda span: span.begin)
+    return torch.stack([by_slice[span] for span in order]).sum(0)
+
+
 class _BalancingLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor, balance: _Balance, scale: float) -> Tensor:
         ctx.balance, ctx.scale, ctx.shape = balance, scale, scores.shape
         if not balance.is_complete:
             return scores.new_zeros(())
-        tokens, summed = (sum(by.values()) for by in (balance.tokens, balance.scores))
-        loss: Tensor = (tokens * summed).sum() * scale
+        loss: Tensor = (_sum(balance.tokens) * _sum(balance.scores)).sum() * scale
         return loss
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         assert ctx.balance.is_complete, "a backward pass before the last slice's forward pass"
-        by_expert = sum(ctx.balance.tokens.values()) * (gradient * ctx.scale)
+        by_expert = _sum(ctx.balance.tokens) * (gradient * ctx.scale)
         return by_expert.expand(ctx.shape), None, None
 
 

@@ -189,7 +189,7 @@ def _last_start(problem: Problem) -> float:
     seen: dict[int, float] = {}
     for stage, rank in enumerate(placement.rank_of):
         if placement.is_remote(stage, Neighbour.PREVIOUS):
-            at += problem.costs.of(Action(stage, Kind.SEND_F, problem.forwards[0]))
+            at += problem.costs.of(Action(stage - 1, Kind.SEND_F, problem.forwards[0]))
         seen.setdefault(rank, at)
         at += problem.costs.of(Action(stage, Kind.FORWARD, problem.forwards[0]))
     return max(seen.values())

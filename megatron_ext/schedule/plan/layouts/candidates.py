@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cache
 
 from megatron_ext.schedule.build.auto_spec import SEARCHES
 from megatron_ext.schedule.build.registry import choose, entry_of
@@ -21,6 +21,7 @@ _PLACEMENTS = 3  # whose layouts are made better: those where a step takes least
 _EXACTLY = 2  # of those, which are simulated as they would run
 _SMALL = 2600  # microbatches on a stage, of what a search knows at once in some seconds
 _NEARLY = 1.05  # of what fits
+_TIGHTER = 0.98  # of what fits, where an estimate was too low
 _PLAIN = 0.005  # of a step: what a layout has to gain to be written
 _WORTH = 0.01  # of a step: what a divided vocabulary has to be able to gain
 
@@ -62,7 +63,9 @@ class Candidates:
     def by_rule(self, specs: Iterable[str]) -> list[Evaluated]:
         """The best of ``specs`` with Megatron's own layouts."""
         starts = [self._start([spec], self._by_rule) for spec in specs]
-        return self._exactly([start for start in starts if start], 1)
+        made = self._exactly([start for start in starts if start], 1)
+        self._tell(made)
+        return made
 
     def by_layout(
         self, ladders: Iterable[Sequence[str]], known: Sequence[Evaluated]
@@ -172,9 +175,17 @@ class Candidates:
                 continue
             yield spec
 
-    def _descended(self, start: Start) -> Start:
-        """``start`` with layers moved; Megatron's own layout where that is about as good."""
-        make = partial(self._timed, start.spec)
+    def _descended(self, start: Start, share: float = 1.0) -> Start:
+        """``start`` with layers moved; Megatron's own layout where that is about as good. Within so
+        large a ``share`` of the bound."""
+
+        @cache
+        def in_share(timed: Timed) -> Timed:
+            return timed if share == 1 else timed.in_less(share)
+
+        def make(layout: Layout) -> Timed:
+            return in_share(self._timed(start.spec, layout))
+
         try:
             made = descend(make, start.layout, self._progress)
             placement = choose(start.spec).place(self._work.ranks)
@@ -190,8 +201,14 @@ class Candidates:
         """So many of ``starts``, those that take least, as they would run."""
         made: list[Evaluated] = []
         for start in sorted(starts, key=_about):
-            if start.fits and len(made) < number:
-                made += self._evaluated([(start.spec, start.layout)])
+            if not start.fits or len(made) == number:
+                break
+            of_start = self._evaluated([(start.spec, start.layout)])
+            if not of_start:  # messages hold more than is estimated
+                tighter = self._descended(start, _TIGHTER)
+                if tighter.fits:
+                    of_start = self._evaluated([(start.spec, tighter.layout)])
+            made += of_start
         return made
 
     def _evaluated(self, pairs: Iterable[tuple[str, Layout]]) -> list[Evaluated]:
@@ -221,7 +238,8 @@ class Candidates:
         best = min(made, key=_seconds, default=None)
         if best is not None:
             self._progress.found = (
-                f"the best so far is {best.schedule}, {best.seconds:.3g} s a step"
+                f"so far the best is {best.schedule} with {best.layout.text()}: "
+                f"{best.seconds:.4g} s a step"
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -75,6 +76,12 @@ class Timed:
         except ValueError:  # it needs more, which other layouts may leave
             schedule = build(replace(problem, memory_limit=work.limit))
         self._order = Order(schedule, problem.costs.hop, problem.costs.message_bytes)
+
+    def in_less(self, share: float) -> Timed:
+        """The same order, with so much of the room."""
+        other = copy.copy(self)
+        other._room = self._room and share * self._room
+        return other
 
     def best_of(self, layouts: Sequence[Layout]) -> Start:
         """The one of ``layouts`` whose step is the shortest, of those that fit if any do."""

@@ -118,7 +118,9 @@ def _best(first: Evaluated, *others: Evaluated) -> Evaluated:
 def _with_chunks(name: str, work: Work, own: Evaluated) -> list[str]:
     """The family ``name`` with each number of chunks that ``work`` has layers for."""
     layers = len(work.model.layers)
-    numbers = {*range(2, _MOST_CHUNKS + 1), layers // work.ranks, own.candidate.report.vpp}
+    on_rank = layers // work.ranks
+    even = (chunks for chunks in range(2, on_rank + 1) if on_rank % chunks == 0)
+    numbers = {*range(2, _MOST_CHUNKS + 1), *even, own.candidate.report.vpp}
     return [
         with_option(name, "vpp", chunks)
         for chunks in sorted(numbers)

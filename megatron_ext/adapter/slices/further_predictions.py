@@ -1,0 +1,68 @@
+"""Multi-token prediction of a slice, which looks at tokens of the slices after it.
+
+What it shifts, tokens, positions, labels and masks, is therefore whole, and so are the losses that
+it makes of them: those of tokens of other slices are 0. Tokens are looked up, and predictions made
+and compared, for the slice alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+from megatron_ext.adapter.slices.model_call import whole_call
+from megatron_ext.runtime.slices.running_slice import Span, running_slice
+
+
+def predict(original: Callable[..., Any], block: Any, *, embedding: Any, **kwargs: Any) -> Any:
+    """MultiTokenPredictionBlock's forward, of the slice that runs, if one does."""
+    if (span := running_slice.span) is not None:
+        kwargs |= whole_call.arguments("input_ids", "position_ids")
+        embedding = partial(_look_up, embedding, span)
+    return original(block, embedding=embedding, **kwargs)
+
+
+def make_losses(
+    original: Callable[..., Tensor],
+    *,
+    compute_language_model_loss: Callable[[Tensor, Tensor], Tensor],
+    **kwargs: Any,
+) -> Tensor:
+    """process_mtp_loss, of the slice that runs, if one does."""
+    compute = compute_language_model_loss
+    if (span := running_slice.span) is not None:
+        kwargs |= whole_call.arguments("labels", "loss_mask", "input_ids")
+        compute = partial(_compare, compute, span)
+    return original(compute_language_model_loss=compute, **kwargs)
+
+
+def count_right(
+    original: Callable[..., Any],
+    logits: Tensor,
+    labels: Tensor,
+    mask: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """_compute_mtp_acceptance_counts, of the slice that runs, if one does."""
+    if (span := running_slice.span) is not None:
+        labels, mask = (whole[:, span.begin : span.end] for whole in (labels, mask))
+    return original(logits, labels, mask, *args, **kwargs)
+
+
+def _look_up(embedding: Any, span: Span, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+    own = (whole[..., span.begin : span.end] for whole in (input_ids, position_ids))
+    looked_up: Tensor = embedding(**dict(zip(("input_ids", "position_ids"), own, strict=True)))
+    return looked_up
+
+
+def _compare(
+    compute: Callable[[Tensor, Tensor], Tensor], span: Span, labels: Tensor, logits: Tensor
+) -> Tensor:
+    """Losses [b, s] of the whole sequence, of which ``logits`` has the slice's tokens."""
+    losses = compute(labels[:, span.begin : span.end], logits)
+    return pad(losses, (span.begin, span.length - span.end))

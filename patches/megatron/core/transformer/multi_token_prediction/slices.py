@@ -1,0 +1,29 @@
+"""Multi-token prediction of a slice shifts whole sequences, of which it predicts its own tokens.
+
+Not patched: the layers, whose attention is patched where it is; how losses are weighed and logged:
+those of all slices add up.
+"""
+
+from __future__ import annotations
+
+from megatron.core.transformer import multi_token_prediction
+
+from megatron_ext.adapter.slices.further_predictions import count_right, make_losses, predict
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches.engine import Patch, wrap
+
+_MODULE = multi_token_prediction.__name__
+_COUNT = "_compute_mtp_acceptance_counts"  # since Megatron 0.19
+_REASON = "a slice predicts tokens of the slices after it"
+
+
+def patches(config: PipelineConfig) -> tuple[Patch, ...]:
+    """The patches that give a slice what comes after it."""
+    counts: tuple[Patch, ...] = ()
+    if hasattr(multi_token_prediction, _COUNT):
+        counts = (wrap(f"{_MODULE}:{_COUNT}", count_right, reason=_REASON),)
+    return (
+        wrap(f"{_MODULE}:MultiTokenPredictionBlock.forward", predict, reason=_REASON),
+        wrap(f"{_MODULE}:process_mtp_loss", make_losses, reason=_REASON),
+        *counts,
+    )
