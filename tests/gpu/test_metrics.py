@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_ext.runtime.held_bytes import reserved_beyond_allocated
 from megatron_ext.runtime.measure.exchange import Exchange
 from megatron_ext.runtime.measure.step_sums import StepSums
 from megatron_ext.runtime.recorder import Recorder
@@ -80,3 +81,15 @@ def test_nothing_is_synchronised(group: dist.ProcessGroup, monkeypatch: pytest.M
     assert seconds < told.busy / 4, "the host waited"
     assert told.busy == pytest.approx(told.span, rel=0.05)
     assert told.reserved >= told.allocated > 0
+
+
+def test_what_an_allocator_reserves_and_does_not_hand_out_is_told() -> None:
+    """Of a segment of 20 MiB, which is the least for a tensor over 1 MiB, 3 MiB are handed out."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = reserved_beyond_allocated(torch.device("cuda"))
+    tensor = torch.empty(3 * 2**20, dtype=torch.uint8, device="cuda")
+    after = reserved_beyond_allocated(torch.device("cuda"))
+    assert before is not None and after is not None
+    assert after - before == 20 * 2**20 - tensor.numel()
+    assert reserved_beyond_allocated(torch.device("cpu")) is None

@@ -12,7 +12,7 @@ import pytest
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose
-from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.costs import Costs, uniform
 from megatron_ext.schedule.costs_text import load_costs, save_costs
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.model.estimate import estimate
@@ -34,6 +34,7 @@ from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.placement import line, loop, v
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.simulate import simulate
+from megatron_ext.schedule.search.bounds import lower_bound
 
 DENSE, EXPERTS = "*-", "*E"
 NOTHING = Machine(links={}, ranks_of_node=1, reserved=None)
@@ -256,3 +257,15 @@ def test_a_pair_crosses_where_any_pipeline_has_it_on_two_nodes() -> None:
     assert crosses_a_node(frozenset([0, 1]), 4, 3, 6, 1)
     assert not crosses_a_node(frozenset([0, 1]), 8, 3, 6, 1)
     assert not crosses_a_node(frozenset([0, 1]), 4, 3, 3, 1)
+
+
+def test_messages_take_what_their_own_link_takes() -> None:
+    """Activations and gradients alike; and no bound is above what is simulated so."""
+    passes = uniform(line(3), 10, 10, 10, comm=3)
+    costs = replace(passes, hops=(1.0, 5.0))
+    problem = Problem(line(3), 1, costs)
+    timeline = simulate(build_program(choose("zb-h1"), problem), costs)
+    assert timeline.makespan == 3 * 10 + 6 + 3 * 10 + 6 + 10
+    assert lower_bound(problem, splits_backward=True) <= timeline.makespan
+    sends = {str(e.action): e.end - e.start for e in timeline.events if "SEND" in str(e.action)}
+    assert sends == {"0SEND_F0": 1, "1SEND_F0": 5, "2SEND_B0": 5, "1SEND_B0": 1}

@@ -204,7 +204,7 @@ def _trials(problem: Problem, memory: Memory, by_span: bool) -> Iterator[TimedOr
     seconds = problem.costs.seconds
     forward, gradient = max(seconds[Kind.FORWARD]), max(seconds[Kind.BACKWARD_INPUT])
     # Of a slice, a message takes the latency and its share of the rest.
-    hop = slices * problem.costs.of(Action(0, Kind.SEND_F, problem.forwards[0]))
+    hop = slices * problem.costs.hop_of(problem.forwards[0])
     # As many forwards as fit in before the first gradient comes back; published leads after that.
     there_and_back = (forward + gradient + 2 * hop) / forward if forward else m
     trials = max(affordable // (2 * len(_LEADS)), 2)
@@ -241,7 +241,7 @@ class _Line:
             kind: [[of(Action(rank, kind, part)) for part in parts] for rank in range(p)]
             for kind in kinds
         }
-        self._hops = [of(Action(0, Kind.SEND_F, part)) for part in parts]
+        self._hops = [problem.costs.hop_of(part) for part in parts]
         self._there, self._back = (
             list(accumulate(map(tokens_of, order), initial=0.0))
             for order in (self._forwards, self._backwards)

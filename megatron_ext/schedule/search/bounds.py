@@ -81,10 +81,10 @@ def lower_bound(problem: Problem, splits_backward: bool) -> float:
 
 def _of_slices(problem: Problem) -> float:
     placement, costs, part = problem.placement, problem.costs, problem.parts(0)[0]
-    hop = costs.of(Action(0, Kind.SEND_F, part))
     arrival, arrivals = 0.0, []
     for stage in range(placement.stages):
-        arrival += hop if placement.is_remote(stage, Neighbour.PREVIOUS) else 0.0
+        if placement.is_remote(stage, Neighbour.PREVIOUS):
+            arrival += costs.of(Action(stage - 1, Kind.SEND_F, part))
         arrivals.append(0.0 if problem.extras.post_validation else arrival)
         arrival += costs.of(Action(stage, Kind.FORWARD, part))
     works = [

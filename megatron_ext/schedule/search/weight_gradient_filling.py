@@ -216,7 +216,7 @@ class _Filling:
             kind: [[costs.of(Action(s, kind, part)) for part in parts] for s in stages]
             for kind in _COMPUTE
         }
-        self.hops = [costs.of(Action(0, Kind.SEND_F, part)) for part in parts]
+        self.hops = [costs.hop_of(part) for part in parts]
         self.tokens = [tokens_of(part) for part in parts]
         self.work = _work(problem)
         self.forward_at: list[list[float | None]] = [[None] * m for _ in stages]
