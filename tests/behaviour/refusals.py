@@ -42,7 +42,7 @@ _TABLES: dict[str, tuple[tuple[Refusal, ...], dict[str, Any]]] = {
 _VALUES: tuple[object, ...] = (
     *(False, True, 0, 1, 2, "none", "full", "local", "full_iteration", "transformer_engine"),
     *("torch_dist", "adam", "sgd", "muon", "disabled"),
-    *("delayed", "blockwise", "global_aux_loss"),
+    *("delayed", "blockwise", "global_aux_loss", ["moe"]),
 )
 
 
