@@ -58,8 +58,8 @@ FAULTS = (
     Fault(
         "memory-never-given-back",
         f"{SCHEDULE}/program/memory.py",
-        "held += gained - lost",
-        "held += gained",
+        "held += (gained - lost) * tokens - given_back",
+        "held += gained * tokens - given_back",
         ("tests/unit/test_verify.py",),
     ),
     Fault(
@@ -79,8 +79,8 @@ FAULTS = (
     Fault(
         "one-microbatch-too-many",
         f"{SCHEDULE}/program/verify.py",
-        "if not 0 <= action.microbatch < problem.microbatches:",
-        "if not 0 <= action.microbatch <= problem.microbatches:",
+        "if not 0 <= action.microbatch < problem.pieces:",
+        "if not 0 <= action.microbatch <= problem.pieces:",
         ("tests/unit/test_verify.py",),
     ),
     Fault(
@@ -93,8 +93,8 @@ FAULTS = (
     Fault(
         "a-need-one-place-later",
         f"{SCHEDULE}/program/verify.py",
-        "if position.get((stage, kind, action.microbatch), -1) > index:",
-        "if position.get((stage, kind, action.microbatch), -1) > index + 1:",
+        "if part is not None and position.get((stage, kind, part), -1) > index:",
+        "if part is not None and position.get((stage, kind, part), -1) > index + 1:",
         ("tests/unit/test_verify.py",),
     ),
     Fault(

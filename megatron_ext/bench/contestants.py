@@ -33,13 +33,21 @@ from megatron_ext.schedule.build.build import build_program, complete
 from megatron_ext.schedule.build.registry import Choice, choose
 from megatron_ext.schedule.costs import Costs, VocabularyCosts
 from megatron_ext.schedule.costs_text import parse_costs
+from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.problem import Extras, Offload, Problem, VocabularyParallel
+from megatron_ext.schedule.problem import (
+    Extras,
+    Offload,
+    Problem,
+    Recompute,
+    VocabularyParallel,
+)
 from megatron_ext.schedule.program.graph import channels
 from megatron_ext.schedule.program.simulate import simulate, simulate_steps, step_seconds
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule_csv import from_csv
 
+NO_EXTRAS = Extras()
 TORCH = {
     "1F1B": pipelining.Schedule1F1B,
     "Interleaved1F1B": pipelining.ScheduleInterleaved1F1B,
@@ -54,20 +62,17 @@ def program_of(
     ranks: int,
     microbatches: int,
     costs: str,
-    vocabulary: VocabularyParallel = VocabularyParallel.NONE,
-    offload: Offload = Offload.NONE,
-    post_validation: bool = False,
+    extras: Extras = NO_EXTRAS,
+    memory_limit: str | None = None,
 ) -> Program:
-    """The program of ``choice`` for emulated ``costs`` in milliseconds, with free messages."""
+    """The program of ``choice`` for emulated ``costs`` in milliseconds, with free messages;
+    ``memory_limit``: what recompute is to fit into, if it is."""
     placement = choice.place(ranks)
+    limit = None
+    if extras.recompute.fit and memory_limit is not None:
+        limit = parse_limit(memory_limit, ranks, microbatches)
     seconds = in_seconds(costs, placement)
-    problem = Problem(
-        placement,
-        microbatches,
-        seconds,
-        extras=Extras(vocabulary=vocabulary, offload=offload, post_validation=post_validation),
-    )
-    return build_program(choice, problem)
+    return build_program(choice, Problem(placement, microbatches, seconds, limit, extras=extras))
 
 
 def ideal_of(program: Program) -> float:
@@ -96,13 +101,15 @@ def in_seconds(costs: str, placement: Placement) -> Costs:
     if host is not None:
         copies = {kind: tuple(ms / 1000 for ms in row) for kind, row in host.seconds.items()}
         host = replace(host, seconds=copies)
+    again = tuple(ms / 1000 for ms in given.recompute)
     vocabulary = given.vocabulary
     if vocabulary is None:
-        return Costs(seconds, host=host)
+        return Costs(seconds, host=host, recompute=again)
     forward, input_gradient, weight_gradient = (ms / 1000 for ms in vocabulary.head)
     lookup, table_gradient = (ms / 1000 for ms in vocabulary.embedding)
     head, embedding = (forward, input_gradient, weight_gradient), (lookup, table_gradient)
-    return Costs(seconds, vocabulary=VocabularyCosts(head, embedding), host=host)
+    whole = VocabularyCosts(head, embedding)
+    return Costs(seconds, vocabulary=whole, host=host, recompute=again)
 
 
 def _passes(program: Program) -> int:
@@ -119,7 +126,14 @@ class EmulatedStage(AutogradStage):
         self._has_loss = has_loss
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
-        y: Tensor = self._chunk(data() if x is None else x)
+        return self._run(Kind.FORWARD, microbatch, x)
+
+    def recompute(self, microbatch: int) -> None:
+        x, _ = self.between.pop(microbatch)
+        self._run(Kind.RECOMPUTE, microbatch, x)
+
+    def _run(self, kind: Kind, microbatch: int, x: Tensor | None) -> Tensor:
+        y: Tensor = self._chunk(data() if x is None else x, kind)
         if self._has_loss:
             y = y.mean()
         self.between[microbatch] = x, y
@@ -131,19 +145,18 @@ def ours(
     ranks: int,
     microbatches: int,
     costs: str,
-    vocabulary: VocabularyParallel,
-    offload: Offload,
-    post_validation: bool,
+    extras: Extras,
+    memory_limit: str | None,
     bad_every: int,
     folder: Path,
 ) -> Contender:
     """Our executor and transport under ``spec``. ``folder`` is the launch's own.
 
-    With ``post_validation`` every ``bad_every``-th verdict is bad, or none if that is 0.
+    With post-validation every ``bad_every``-th verdict is bad, or none if that is 0.
     """
     choice = choose(spec)
-    divides = vocabulary is not VocabularyParallel.NONE
-    program = program_of(choice, ranks, microbatches, costs, vocabulary, offload, post_validation)
+    divides = extras.vocabulary is not VocabularyParallel.NONE
+    program = program_of(choice, ranks, microbatches, costs, extras, memory_limit)
     placement = program.schedule.placement
     world = dist.group.WORLD
     assert world is not None
@@ -159,12 +172,12 @@ def ours(
         for number in placement.stages_of[rank]
     }
     offloads = None
-    if offload is not Offload.NONE:
+    if extras.offload is not Offload.NONE:
         copies = EmulatedCopies(program.problem.costs, rank, folder)
         offloads = ActivationOffload(rank, torch.device("cpu"), copies)
     shard = EmulatedVocabulary(program, world, recorder) if divides else None
     validation = None
-    if post_validation:
+    if extras.post_validation:
         validation = EmulatedValidation(world, placement, recorder, bad_every)
 
     def step() -> None:
@@ -182,13 +195,14 @@ def ours(
         assert validation is not None
         validation.settle()
 
-    name = f"megatron-ext {spec}" + f", vocabulary {vocabulary}" * divides
-    name += f", offload {offload}" * (offload is not Offload.NONE)
-    name += ", post-validation" * post_validation
+    name = f"megatron-ext {spec}" + f", vocabulary {extras.vocabulary}" * divides
+    name += f", offload {extras.offload}" * (extras.offload is not Offload.NONE)
+    name += f", recompute {extras.recompute}" * (extras.recompute != Recompute())
+    name += ", post-validation" * extras.post_validation
     contender = Contender(
         name, ideal_of(program), _passes(program), step, program=program, recorder=recorder
     )
-    if not post_validation:
+    if not extras.post_validation:
         return contender
     return replace(contender, settle=settle, ideal_after_bad=ideal_after_bad(program))
 

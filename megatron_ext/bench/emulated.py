@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.weight_gradients import queue
-from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.program.verify import Program
 
@@ -73,17 +73,21 @@ class _Weight(torch.autograd.Function):
         return compute(), None
 
 
+_PASSES = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+
+
 class EmulatedChunk(torch.nn.Module):
     """A stage of the model whose passes take what ``costs`` say."""
 
     def __init__(self, stage: int, costs: Costs) -> None:
         super().__init__()
-        self.seconds = {kind: costs.seconds[kind][stage] for kind in costs.seconds}
+        self.seconds = {kind: costs.of(Action(stage, kind, 0)) for kind in _PASSES}
         self.weight = torch.nn.Parameter(torch.ones(1))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, kind: Kind = Kind.FORWARD) -> Tensor:
+        """``kind``: F, or R."""
         seconds = self.seconds
-        y: Tensor = _Activations.apply(x, seconds[Kind.FORWARD], seconds[Kind.BACKWARD_INPUT])
+        y: Tensor = _Activations.apply(x, seconds[kind], seconds[Kind.BACKWARD_INPUT])
         return y + _Weight.apply(self.weight, seconds[Kind.BACKWARD_WEIGHT])
 
 

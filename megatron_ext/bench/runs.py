@@ -22,7 +22,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ext.launch import CPU_PLATFORM
-from megatron_ext.schedule.problem import Offload, VocabularyParallel
+from megatron_ext.schedule.problem import (
+    Extras,
+    Offload,
+    Recompute,
+    VocabularyParallel,
+    parse_recompute,
+)
 
 if TYPE_CHECKING:
     from megatron_ext.bench.emulated import Contender
@@ -53,6 +59,8 @@ class Setting:
         post_validation: steps follow one another, each ends with an all-reduce as an optimizer's
             does, and ours are measured with post-validation too; torch's are left out.
         bad_every: every so many-th verdict of post-validation is bad; 0: none.
+        recompute: ours are measured without recompute, and with this too (`parse_recompute`),
+        memory_limit: within this, if it is to fit into one (`parse_limit`).
     """
 
     ranks: int
@@ -65,6 +73,8 @@ class Setting:
     steps: int = STEPS
     post_validation: bool = False
     bad_every: int = 0
+    recompute: str = "none"
+    memory_limit: str | None = None
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -76,19 +86,31 @@ class Setting:
             )
         if self.bad_every and not self.post_validation:
             raise ValueError("bad verdicts without post-validation: add --post-validation")
+        if self.memory_limit is not None and not self._recompute.fit:
+            raise ValueError(
+                f"--memory-limit {self.memory_limit} is for what is made again to fit into: add "
+                f"--recompute fit"
+            )
 
     @property
-    def ours(self) -> list[tuple[str, VocabularyParallel, Offload, bool]]:
-        """What of ours is measured. Post-validation goes with none of the others."""
+    def _recompute(self) -> Recompute:
+        return parse_recompute(self.recompute, "--recompute")
+
+    @property
+    def ours(self) -> list[tuple[str, Extras]]:
+        """What of ours is measured: post-validation goes with none of the others here, and what
+        leaves for the host is not made again."""
         vocabularies = dict.fromkeys([VocabularyParallel.NONE, self.vocabulary])
         offloads = dict.fromkeys([Offload.NONE, self.offload])
         combined = [
-            (vocabulary, offload, False)
+            Extras(vocabulary=vocabulary, offload=offload)
             for vocabulary, offload in itertools.product(vocabularies, offloads)
         ]
+        if self._recompute != Recompute():
+            combined += [Extras(vocabulary=way, recompute=self._recompute) for way in vocabularies]
         if self.post_validation:
-            combined.append((VocabularyParallel.NONE, Offload.NONE, True))
-        return [(spec, *features) for spec in self.specs for features in combined]
+            combined.append(Extras(post_validation=True))
+        return [(spec, extras) for spec in self.specs for extras in combined]
 
 
 @dataclass(frozen=True)
@@ -185,8 +207,8 @@ def measure(setting: Setting, progress: Callable[[str], None], *, shows: bool = 
     from megatron_ext.schedule.build.registry import choose
 
     sizes = setting.ranks, setting.microbatches, setting.costs
-    for spec, vocabulary, offload, validates in setting.ours:  # said here, not by a rank
-        program_of(choose(spec), *sizes, vocabulary, offload, validates)
+    for spec, extras in setting.ours:  # said here, not by a rank
+        program_of(choose(spec), *sizes, extras, setting.memory_limit)
     importlib.import_module("megatron_ext.bench.stock")  # once, before forking
     launches = []
     for number in range(setting.launches):
@@ -315,15 +337,14 @@ def _contenders(setting: Setting, costs: str, folder: Path) -> Iterator[Contende
     yield from megatron.contenders(setting.ranks, setting.microbatches, costs)
     if not setting.post_validation:
         yield from runtime.torchs(setting.ranks, setting.microbatches, costs)
-    for spec, vocabulary, offload, validates in setting.ours:
+    for spec, extras in setting.ours:
         yield runtime.ours(
             spec,
             setting.ranks,
             setting.microbatches,
             costs,
-            vocabulary,
-            offload,
-            validates,
+            extras,
+            setting.memory_limit,
             setting.bad_every,
             folder,
         )

@@ -46,6 +46,16 @@ def bench(
     offload: Annotated[
         Offload, typer.Option(help="Measure ours with offload too; give d2h= in COSTS.")
     ] = Offload.NONE,
+    recompute: Annotated[
+        str,
+        typer.Option(
+            metavar="{none,fit,first:N}",
+            help="Measure ours with passes made again too; they take r= in COSTS, or what F does.",
+        ),
+    ] = "none",
+    memory_limit: Annotated[
+        str | None, typer.Option(help="Of a rank, in microbatches, for --recompute fit: 5 or 0.5x.")
+    ] = None,
     post_validation: Annotated[
         bool,
         typer.Option(
@@ -80,6 +90,8 @@ def bench(
             steps or (STEPS_IN_A_ROW if post_validation else STEPS),
             post_validation,
             bad_every,
+            recompute,
+            memory_limit,
         )
         measured = measure(setting, lambda text: typer.echo(text, err=True), shows=page is not None)
         if plot is not None:

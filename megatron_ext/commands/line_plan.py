@@ -28,7 +28,9 @@ from megatron_ext.schedule.plan.plan_report import plan_report
 from megatron_ext.schedule.plan.recommendation import slower_by
 
 if TYPE_CHECKING:
+    from megatron_ext.launch_check.alternatives.without_full_recompute import Instead
     from megatron_ext.launch_check.line_plan import Asked, LinePlan
+    from megatron_ext.schedule.plan.planner import Candidate
 
 _EQUAL = 0.02  # of a step: what no estimate tells apart
 _WORLD_SIZE = "world_size"  # in a file of arguments
@@ -158,6 +160,9 @@ def _print(made: LinePlan, *, is_estimate: bool) -> None:
         typer.echo(f"\n{_comparison(made)}")
         if made.flags:
             _print_flags(made.flags, made.dropped)
+    if made.instead is not None:
+        typer.echo(f"\n{_without_full_recompute(made.instead, made.plan.best)}")
+        _print_flags(made.instead.flags, made.instead.dropped)
     if made.layouts is not None:
         print_layouts(made.layouts, is_estimate=not made.is_measured)
 
@@ -181,7 +186,8 @@ def _comparison(made: LinePlan) -> str:
     best, line = made.plan.best, made.of_line
     assert best is not None
     if line is None:
-        return f"the line as it is, under {made.own}, cannot be taken, for the reason above"
+        why = f": {made.why_not}" if made.why_not else ", for the reason above"
+        return f"the line as it is, under {made.own}, cannot be taken{why}"
     if best is line:
         return f"the line as it is, under {made.own}, is the choice"
     words = f"the line as it is, under {made.own}, takes {slower_by(line, best):.1%} more time"
@@ -190,6 +196,18 @@ def _comparison(made: LinePlan) -> str:
     if slower_by(line, best) < _EQUAL:
         words += ": an estimate does not tell them apart"
     return words
+
+
+def _without_full_recompute(instead: Instead, best: Candidate | None) -> str:
+    """What there is without full recompute, beside the choice with it, if there is one."""
+    taken, made = instead.taken, instead.taken.report
+    words = f"without --recompute-granularity full the shortest step is {made.schedule}'s"
+    if made.made_again:
+        words += f", {made.made_again:.0%} made again in bubbles"
+    words += f": {taken.step:.6g}"
+    if best is not None:
+        words += f" ({slower_by(taken, best):+.1%})"
+    return words if taken.fullest is None else f"{words}, {gib(taken.fullest)} on its fullest rank"
 
 
 def _what_gives(made: LinePlan) -> str:

@@ -16,6 +16,10 @@ from megatron_ext.config import (
     flag,
     from_argv,
 )
+from megatron_ext.launch_check.alternatives.without_full_recompute import (
+    Instead,
+    without_full_recompute,
+)
 from megatron_ext.launch_check.importing import as_on, quickly, silently
 from megatron_ext.launch_check.words import Launch
 from megatron_ext.patches.engine import PatchError
@@ -27,6 +31,7 @@ from megatron_ext.schedule.model.measured.file import MeasuredFile, load_measure
 from megatron_ext.schedule.plan.curves import Curves, curves_of
 from megatron_ext.schedule.plan.planner import Candidate, Plan, VocabMethod, consider, make_plan
 from megatron_ext.schedule.plan.recommendation import flags_of
+from megatron_ext.schedule.problem import Extras
 from megatron_ext.schedule.words import counted
 
 if TYPE_CHECKING:
@@ -36,6 +41,7 @@ if TYPE_CHECKING:
     from megatron_ext.launch_check.variants import LineVariants
 
 _METHODS = frozenset([VocabMethod.NAIVE, VocabMethod.ONE, VocabMethod.TWO])
+_NO_EXTRAS = Extras()
 
 
 @dataclass(frozen=True)
@@ -65,10 +71,13 @@ class LinePlan:
     Attributes:
         facts: what the line trains, in words.
         own: the schedule that it trains under.
+        extras: what it asks of that.
         remarks: what was assumed, and what else there is to know.
         dropped: Megatron's flags that go from the line, by the schedule that is taken.
         flags: that are written on it.
         gives: where nothing fits, what would make the leanest schedule fit.
+        why_not: why it cannot be taken as it stands, if its schedule cannot be without more.
+        instead: None where the line does not ask for full recompute, or nothing fits without.
         layouts: what others than the line's would gain; None where that cannot be told.
         is_measured: whether costs are measured ones, per layer type.
         reserved: bytes that the allocator reserves beyond what is allocated, for which room is
@@ -80,9 +89,12 @@ class LinePlan:
     facts: str
     own: str
     remarks: tuple[str, ...]
+    extras: Extras = _NO_EXTRAS
     flags: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
     gives: tuple[str, ...] = ()
+    why_not: str = ""
+    instead: Instead | None = None
     layouts: LaidOut | None = None
     is_measured: bool = False
     reserved: float | None = None
@@ -91,8 +103,12 @@ class LinePlan:
     @property
     def of_line(self) -> Candidate | None:
         """The line as it stands; None if nothing is known of that."""
-        own = (c for c in self.plan.candidates if c.schedule == self.own)
-        return next((c for c in own if c.method is VocabMethod.NAIVE), None)
+        asked = self.own, VocabMethod.NAIVE, self.extras.offload, str(self.extras.recompute)
+        for candidate in self.plan.candidates:
+            made = candidate.report
+            if (made.schedule, candidate.method, made.offload, made.recompute) == asked:
+                return candidate
+        return None
 
     def as_data(self) -> dict[str, Any]:
         """As ``--json`` prints it."""
@@ -105,6 +121,7 @@ class LinePlan:
             "dropped": self.dropped,
             "remarks": self.remarks,
             "would_fit": self.gives,
+            "without_full_recompute": self.instead and self.instead.as_data(),
             "layouts": self.layouts and self.layouts.as_data(),
             "is_measured": self.is_measured,
             "reserved": self.reserved,
@@ -216,7 +233,8 @@ def _read(asked: Asked, args: Any, launch_line: Any) -> ReadLine:
         own = "1f1b" if chunks == 1 else f"interleaved:vpp={chunks}"
     if measured is not None:  # by which all layouts are estimated
         config = replace(config, costs=CostsSource(ESTIMATE))
-    variants = LineVariants(args, config, ranks, methods, tokens, own, frozenset(Mark))
+    marks = frozenset(Mark)
+    variants = LineVariants(args, config, ranks, methods, tokens, own, marks, tries_recompute=True)
     room = None
     if asked.gpu is not None and asked.gpu.memory is not None:
         reserved = 0.0 if measured is None else measured.reserved or 0.0
@@ -233,11 +251,14 @@ def _plan(read: ReadLine, *, with_curves: bool) -> LinePlan:
     assert line.own is not None
     layouts = _layouts(read)  # of which something can be said in seconds
     plan = make_plan(line.variant, room, may_offload=True)
+    is_measured = measured is not None or not line.config.costs.is_estimate
     made = LinePlan(
         plan,
         read.facts,
         line.own,
         read.remarks,
+        line.config.extras,
+        instead=None if is_measured else without_full_recompute(line, plan, room),
         layouts=layouts,
         is_measured=measured is not None,
         reserved=None if measured is None else measured.reserved,
@@ -246,6 +267,8 @@ def _plan(read: ReadLine, *, with_curves: bool) -> LinePlan:
         return replace(made, gives=tuple(_what_would_fit(line, room)))
     rewritten = line.rewritten(plan.best.schedule)
     remarks = (*read.remarks, *_on_loading(read.validated, plan.best, made.own))
+    if made.of_line is None:
+        made = replace(made, why_not=_why_not_as_it_is(line, room))
     flags = () if plan.best is made.of_line else (*flags_of(plan.best, None), *rewritten.added)
     curves = curves_of(plan, line.variant, room) if with_curves else None
     if flags:
@@ -349,6 +372,18 @@ def _on_loading(args: Any, best: Candidate, own: str) -> Iterator[str]:
     before, after = (choose(spec).place(ranks).rank_of for spec in (own, best.schedule))
     divided = best.method.vocabulary.value != "none"
     yield on_loading(args, stages_move=before != after or divided)
+
+
+def _why_not_as_it_is(line: LineVariants, room: float | None) -> str:
+    """Why the schedule of the line cannot be taken without more, if that is why."""
+    assert line.own is not None
+    try:
+        variant = line.variant(line.own, VocabMethod.NAIVE)
+        assert variant is not None
+        consider(replace(variant, may_recompute=False), VocabMethod.NAIVE, room)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,6 +13,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 
 from megatron_ext.adapter import model_bytes
 from megatron_ext.adapter.arguments import check_settings, problems
+from megatron_ext.adapter.compatibility import refuse
 from megatron_ext.adapter.layers import (
     SEGMENT_END,
     even_layout,
@@ -26,6 +27,7 @@ from megatron_ext.launch_check import line as launch_line
 from megatron_ext.schedule.build.registry import Mark, choose, entry_of
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.plan.planner import Variant, VocabMethod
+from megatron_ext.schedule.problem import Recompute
 
 _CHUNKS = "num_virtual_stages_per_pipeline_rank"
 _LAYERS_OF_CHUNK = "num_layers_per_virtual_pipeline_stage"
@@ -61,6 +63,7 @@ class LineVariants:
         tokens: of the vocabulary, if they are known.
         own: the schedule that the line trains under, where it is taken as it stands.
         marks: of the schedules that count.
+        tries_recompute: whether ``--pipeline-recompute`` may be added to the line.
     """
 
     args: Any
@@ -70,6 +73,7 @@ class LineVariants:
     tokens: int | None
     own: str | None = None
     marks: frozenset[Mark] = STABLE
+    tries_recompute: bool = False
 
     def variant(self, name: str, method: VocabMethod) -> Variant | None:
         """The problem of the family ``name``: that of the most microbatches.
@@ -87,7 +91,20 @@ class LineVariants:
         model = None
         if problem.costs.held_bytes is not None:
             model = model_bytes.model_bytes_of_ranks(args, problem.placement, method.vocabulary)
-        return Variant(config.choice, problem, model)
+        return Variant(config.choice, problem, model, self._may_recompute(args, config))
+
+    def _may_recompute(self, args: Any, config: PipelineConfig) -> bool:
+        """Whether a launch with these would go with ``--pipeline-recompute fit`` as well."""
+        extras = replace(config.extras, recompute=Recompute(fit=True))
+        is_given = config.recompute != Recompute()
+        if not self.tries_recompute or is_given or extras.clash is not None:
+            return False
+        try:
+            check_settings(args, config)  # also of the line's own schedule, if that is Megatron's
+            refuse(args, config.choice, extras)
+        except ValueError:
+            return False
+        return True
 
     def spec(self, name: str) -> str:
         """The family ``name``, with the line's chunks where it takes any number of them and

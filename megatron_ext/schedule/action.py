@@ -58,6 +58,8 @@ class Kind(enum.StrEnum):
     SETTLE = "SETTLE"
     SEND_V = "SEND_V"
 
+    __hash__ = str.__hash__  # Enum's own is Python, and most of what a dictionary of actions takes
+
 
 class Slice(int):
     """A slice of a microbatch along its sequence, where an action names one: ``7.2``.

@@ -32,6 +32,7 @@ IS_PASS = by_kind(lambda rule: rule.lane is Lane.COMPUTE)
 IS_SEND = by_kind(lambda rule: rule.lane is Lane.SEND)
 IS_RECEIVE = by_kind(lambda rule: rule.lane is Lane.RECEIVE)
 IS_COLLECTIVE = by_kind(lambda rule: rule.lane is Lane.COLLECTIVE)
+IN_EVALUATION = by_kind(lambda rule: rule.in_evaluation)
 HOLDS_UP = by_kind(lambda rule: rule.holds_up)
 
 
@@ -83,6 +84,17 @@ class Columns:
     @cached_property
     def _codes_in_use(self) -> NDArray[np.intp]:
         return np.flatnonzero(np.bincount(self._codes))
+
+    @cached_property
+    def work(self) -> tuple[dict[tuple[int, Kind], int], Ints]:
+        """The stages and kinds whose work is done (`Rule.covers`), numbered; and for each action
+        the numbers of the one or two that it does, -1 in the place of a second that is not."""
+        numbers: dict[tuple[int, Kind], int] = {}
+        of_pairs = np.full((len(self.pairs), 2), -1, dtype=np.int32)
+        for row, (stage, kind) in zip(of_pairs, self.pairs, strict=True):
+            for place, part in enumerate(RULES[kind].covers):
+                row[place] = numbers.setdefault((stage, part), len(numbers))
+        return numbers, of_pairs[self.pair]
 
     @property
     def slices(self) -> int:

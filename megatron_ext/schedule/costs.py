@@ -87,6 +87,7 @@ class Costs:
         vocabulary: which part of the first and the last stage's figures is the embedding's and the
             output layer's; None when that is not known.
         host: what copies to the host and back take; None when that is not known.
+        recompute: seconds per stage of R; () where it takes as long as the F that it repeats.
         spared: seconds per stage that I and W take less where one follows the other at once, as in
             B, since one hides what the other waits for; () where that is nothing.
         hops: seconds of a message between each stage and the next; () where all take ``hop``.
@@ -109,6 +110,7 @@ class Costs:
     whole: Costs | None = None
     message_bytes: float = 0.0
     spared: tuple[float, ...] = ()
+    recompute: tuple[float, ...] = ()
     hops: tuple[float, ...] = ()
     attention: tuple[float, ...] = ()
     latency: float = 0.0
@@ -124,11 +126,13 @@ class Costs:
 
     def of(self, action: Action) -> float:
         """Seconds of ``action`` on its lane. A message takes its hop at the sender, and so does a
-        collective. A pass that repeats another takes as long. Those of the optimizer's validation
-        are a few bytes, and take none: nor do the all-reduces in whose place they are."""
+        collective. Those of the optimizer's validation are a few bytes, and take none: nor do the
+        all-reduces in whose place they are."""
         rule = RULES[action.kind]
         if rule.where is Where.RANK:
             return 0.0
+        if rule.repeats is not None and self.recompute:
+            return self._of_again(rule.repeats, action)
         if rule.lane is Lane.COMPUTE:
             passes = [rule.repeats] if rule.repeats is not None else rule.covers
             seconds = sum(self._of_pass(kind, action) for kind in passes)
@@ -176,6 +180,13 @@ class Costs:
             return whole
         squared = self.of_attention(kind, action.stage)
         return (whole - squared) * tokens_of(part) + squared * (part.end**2 - part.begin**2)
+
+    def _of_again(self, repeats: Kind, action: Action) -> float:
+        """Of R, which is given. A slice takes the same share of it as of the pass it repeats."""
+        whole, again = self.seconds[repeats][action.stage], self.recompute[action.stage]
+        if not isinstance(action.microbatch, Slice):
+            return again
+        return again * (self._of_pass(repeats, action) / whole if whole else 1.0)
 
     def of_attention(self, kind: Kind, stage: int) -> float:
         """The seconds of ``kind`` on ``stage`` that grow with the square of the sequence."""
@@ -226,7 +237,7 @@ class Costs:
         copies to the host."""
 
         def joined(figures: tuple[float, ...]) -> tuple[float, ...]:
-            return tuple(sum(figures[stage] for stage in row) for row in rows)
+            return tuple(sum(figures[stage] for stage in row) for row in rows) if figures else ()
 
         held = self.held_bytes
         return Costs(
@@ -235,10 +246,11 @@ class Costs:
             None if held is None else {what: joined(figures) for what, figures in held.items()},
             self.origin,
             message_bytes=self.message_bytes,
-            spared=joined(self.spared) if self.spared else (),
+            spared=joined(self.spared),
+            recompute=joined(self.recompute),
             attention=self._attention_joined(rows),
             latency=self.latency,
-            keys_values=joined(self.keys_values) if self.keys_values else (),
+            keys_values=joined(self.keys_values),
         )
 
     def _attention_joined(self, rows: Sequence[Sequence[int]]) -> tuple[float, ...]:
@@ -314,7 +326,8 @@ class Costs:
             held = {what: added(figures, 0.0, logits) for what, figures in held.items()}
         ends = vocabulary.of_ends.items()
         seconds = {kind: added(self.seconds[kind], *end) for kind, end in ends}
-        return replace(self, seconds=seconds, held_bytes=held)
+        again = self.recompute and added(self.recompute, *vocabulary.of_ends[Kind.FORWARD])
+        return replace(self, seconds=seconds, held_bytes=held, recompute=again)
 
 
 def uniform(

@@ -19,6 +19,7 @@ FILE_VERSION = 1
 # The keys: of passes, of what is given of the vocabulary (of which passes), of copies to the host
 # and back, and of the link they take.
 _PASSES = {"f": Kind.FORWARD, "i": Kind.BACKWARD_INPUT, "w": Kind.BACKWARD_WEIGHT}
+_AGAIN = "r"  # what R takes, where that is not what F does
 _PARTS = {"head": "F, I and W", "embedding": "the lookup and the weight gradient"}
 _COPIES = ("d2h", "h2d")
 _LINK = ("link", "duplex")
@@ -36,8 +37,10 @@ def format_costs(costs: Costs) -> str:
     """``costs`` as `parse_costs` reads them, with four digits."""
     if costs.whole is not None:
         return format_costs(costs.whole)
-    seconds = costs.without_vocabulary().seconds
-    parts = [f"{key}={_joined(seconds[kind])}" for key, kind in _PASSES.items()]
+    layers = costs.without_vocabulary()
+    parts = [f"{key}={_joined(layers.seconds[kind])}" for key, kind in _PASSES.items()]
+    if layers.recompute:
+        parts.append(f"{_AGAIN}={_joined(layers.recompute)}")
     parts.append(f"comm={costs.hop:.4g}")
     if any(costs.attention):
         parts.append(f"attention={_joined(costs.attention)}")
@@ -90,15 +93,15 @@ def _copies(host: HostCosts) -> dict[str, tuple[float, ...]]:
 def parse_costs(text: str, placement: Placement) -> Costs:
     """``f=10,i=12,w=8,comm=1`` (comm may be left out), or the path of a JSON file (`load_costs`).
 
-    ``f=5/5/5/8`` gives one figure per stage. ``head=5/6/4`` are F, I and W of the whole output
-    layer, ``embedding=1/1`` the whole embedding's lookup and weight gradient: what the last and the
-    first stage take beside their layers. ``d2h=6,h2d=6`` are the copies of all that a microbatch
-    of a full rank leaves for its backward pass to the host and back (one figure, or one per stage;
-    h2d is d2h if left out), ``link=2`` is how many ranks in a row share a link to the host, and
-    ``duplex=0`` that a link carries one direction at a time. For slices of a sequence,
-    ``attention=0.3`` is the share of f, and of i and w together, that grows with the square of the
-    sequence, and ``latency=0.1`` what of comm a short message takes, too. The inverse of
-    `format_costs`.
+    ``f=5/5/5/8`` gives one figure per stage, ``r=9`` what R takes where that is not what F does.
+    ``head=5/6/4`` are F, I and W of the whole output layer, ``embedding=1/1`` the whole embedding's
+    lookup and weight gradient: what the last and the first stage take beside their layers.
+    ``d2h=6,h2d=6`` are the copies of all that a microbatch of a full rank leaves for its backward
+    pass to the host and back (one figure, or one per stage; h2d is d2h if left out), ``link=2`` is
+    how many ranks in a row share a link to the host, and ``duplex=0`` that a link carries one
+    direction at a time. For slices of a sequence, ``attention=0.3`` is the share of f, and of i and
+    w together, that grows with the square of the sequence, and ``latency=0.1`` what of comm a short
+    message takes, too. The inverse of `format_costs`.
 
     Raises:
         ValueError: neither, a figure missing, negative or given twice.
@@ -117,7 +120,8 @@ def parse_costs(text: str, placement: Placement) -> Costs:
             figures[key] = [float(figure) for figure in value.split("/")]
         except ValueError:
             raise ValueError(f"costs {text!r}: {part!r} is no figure; {_EXAMPLE}") from None
-    unknown = figures.keys() - {*_PASSES, "comm", *_PARTS, *_COPIES, *_LINK, *_SLICES}
+    known = {*_PASSES, _AGAIN, "comm", *_PARTS, *_COPIES, *_LINK, *_SLICES}
+    unknown = figures.keys() - known
     missing = _PASSES.keys() - figures.keys()
     if unknown or missing:
         what = _listed(unknown or missing) + (" is unknown" if unknown else " is missing")
@@ -127,7 +131,8 @@ def parse_costs(text: str, placement: Placement) -> Costs:
     if len(hops) > 1:
         raise ValueError(f"costs {text!r}: comm is one figure; {_EXAMPLE}")
     _check_figures(text, hops)
-    costs = _with_slices(Costs(seconds, hops[0]), figures, text)
+    again = _per_stage(figures[_AGAIN], placement, text) if _AGAIN in figures else ()
+    costs = _with_slices(Costs(seconds, hops[0], recompute=again), figures, text)
     costs = _with_vocabulary(costs, figures, 0.0, text)
     return _with_host(costs, figures, placement, text)
 
@@ -213,12 +218,12 @@ def load_costs(path: Path, placement: Placement) -> Costs:
     """Read a costs file: JSON with ``version``, ``f``, ``i``, ``w``, ``comm`` and ``bytes``.
 
     ``f``, ``i`` and ``w`` are one figure per microbatch of a full rank, or a list of one figure per
-    stage. ``bytes``, if there, maps ``activation`` and ``weight inputs`` likewise. ``head`` and
-    ``embedding`` are lists as in `parse_costs`, and ``bytes`` may have ``logits``, one figure: what
-    the last stage holds beside its layers, ``message``: what goes from stage to stage, and
-    ``keys and values``, given like ``activation``, whose part they are. ``attention``,
-    ``latency``, ``d2h``, ``h2d``, ``link`` and ``duplex`` are those of `parse_costs`, and
-    ``origin`` is a text for people.
+    stage; so is ``r``, if there. ``bytes``, if there, maps ``activation`` and ``weight inputs``
+    likewise. ``head`` and ``embedding`` are lists as in `parse_costs`, and ``bytes`` may have
+    ``logits``, one figure: what the last stage holds beside its layers, ``message``: what goes from
+    stage to stage, and ``keys and values``, given like ``activation``, whose part they are.
+    ``attention``, ``latency``, ``d2h``, ``h2d``, ``link`` and ``duplex`` are those of
+    `parse_costs`, and ``origin`` is a text for people.
 
     Raises:
         ValueError: no such file, not JSON, another version, lists of another length, or keys that
@@ -254,7 +259,13 @@ def load_costs(path: Path, placement: Placement) -> Costs:
     origin = f"{path} ({data['origin']})" if "origin" in data else str(path)
     message_bytes = float(single[Held.MESSAGE.value])
     costs = Costs(
-        seconds, float(hop), held, origin, message_bytes=message_bytes, keys_values=keys_values
+        seconds,
+        float(hop),
+        held,
+        origin,
+        message_bytes=message_bytes,
+        recompute=per_stage(data[_AGAIN], _AGAIN) if _AGAIN in data else (),
+        keys_values=keys_values,
     )
     costs = _with_slices(costs, data, str(path))
     costs = _with_vocabulary(costs, data, float(single[Held.LOGITS.value]), str(path))
@@ -277,7 +288,7 @@ def read_costs_file(path: Path) -> dict[str, Any]:
     missing = _PASSES.keys() - data.keys()
     if missing:
         raise ValueError(f"costs file {path} lacks {_listed(missing)}; {_EXAMPLE}")
-    known = ["version", "origin", *_PASSES, "comm", "bytes", *_PARTS, *_COPIES, *_LINK]
+    known = ["version", "origin", *_PASSES, _AGAIN, "comm", "bytes", *_PARTS, *_COPIES, *_LINK]
     known += [*_SLICES, *_MEASURED]
     unknown = data.keys() - set(known)
     if unknown:
@@ -301,6 +312,8 @@ def save_costs(costs: Costs, path: Path, measured: Mapping[str, Any] | None = No
     layers, vocabulary = costs.without_vocabulary(), costs.vocabulary or VocabularyCosts()
     data: dict[str, Any] = {"version": FILE_VERSION, "origin": costs.origin}
     data |= {key: rounded(layers.seconds[kind]) for key, kind in _PASSES.items()}
+    if layers.recompute:
+        data[_AGAIN] = rounded(layers.recompute)
     data["comm"] = rounded([costs.hop])[0]
     if any(costs.attention):
         data["attention"] = rounded(costs.attention)

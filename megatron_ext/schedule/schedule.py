@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from megatron_ext.schedule.action import Action, Kind, Slice, whole_of
-from megatron_ext.schedule.columns import Columns, columns_of
+import numpy as np
+
+from megatron_ext.schedule.action import Action, Kind, whole_of
+from megatron_ext.schedule.columns import IN_EVALUATION, IS_PASS, Columns, Ints, columns_of
 from megatron_ext.schedule.kinds import RULES, Lane, Where
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
@@ -76,8 +78,8 @@ def bitwise_order(schedule: Schedule) -> bool:
     are cut into slices, those come in order in F, and in the reverse in I (or B) and in W: then the
     results are those of every such schedule with these slices.
     """
-    passes = (action for row in schedule.compute_rows for action in row)
-    if any(RULES[action.kind].where is not Where.STAGE for action in passes):
+    rules = (RULES[kind] for _, kind in schedule.columns.pairs)
+    if any(rule.lane is Lane.COMPUTE and rule.where is not Where.STAGE for rule in rules):
         return False
     return in_microbatch_order(schedule)
 
@@ -85,19 +87,17 @@ def bitwise_order(schedule: Schedule) -> bool:
 def in_microbatch_order(schedule: Schedule) -> bool:
     """Whether the passes of each kind of each stage run in microbatch order: then the results are
     to the last bit those of any other such schedule of the same placement and extras."""
-    latest: dict[tuple[int, Kind], int] = {}
-    for row in schedule.compute_rows:
-        for action in row:
-            for kind in RULES[action.kind].covers:
-                turn = _turn(kind, action.microbatch)
-                if latest.get((action.stage, kind), -1) > turn:
-                    return False
-                latest[action.stage, kind] = turn
-    return True
+    columns = schedule.columns
+    _, work = columns.work
+    is_done = IS_PASS[columns.kind][:, np.newaxis] & (work >= 0)
+    turn = np.broadcast_to(_turns(columns)[:, np.newaxis], work.shape)[is_done]
+    of_work = work[is_done]
+    order = np.argsort(of_work, kind="stable")
+    goes_back = (np.diff(of_work[order]) == 0) & (np.diff(turn[order]) < 0)
+    return not goes_back.any()
 
 
-def _turn(kind: Kind, microbatch: int) -> int:
-    """The how-manieth of its stage's passes of ``kind`` that of ``microbatch`` should be."""
-    if not isinstance(microbatch, Slice) or RULES[kind].in_evaluation:
-        return microbatch
-    return (microbatch.whole + 1) * microbatch.slices - 1 - microbatch.slice
+def _turns(columns: Columns) -> Ints:
+    """For each action, the how-manieth of its stage's passes of its kind it should be."""
+    back = columns.microbatch + np.int32(columns.slices - 1) - 2 * columns.slice
+    return np.where(IN_EVALUATION[columns.kind], columns.microbatch, back)

@@ -156,12 +156,22 @@ def _refused_by_megatron(recipe: Recipe) -> str | None:
     for name, why in _STOCK_CANNOT.items():
         if recipe.settings.get(name):
             return why
-    args = _arguments(recipe, recipe.settings)
     try:
-        _validate(recipe, args, recipe.settings, PipelineConfig())
+        stock_arguments(recipe)
     except ValueError as error:
         return _in_a_line(error)
     return None
+
+
+def stock_arguments(recipe: Recipe) -> Any:
+    """Megatron's arguments of ``recipe`` under its own schedule, validated.
+
+    Raises:
+        ValueError: Megatron refuses them.
+    """
+    args = _arguments(recipe, recipe.settings)
+    _validate(recipe, args, recipe.settings, PipelineConfig())
+    return args
 
 
 def _check(recipe: Recipe, settings: Mapping[str, Value], config: PipelineConfig) -> int:

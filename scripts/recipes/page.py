@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from scripts.recipes.counting import LARGE_BUBBLE, Count, Row, Under, count
 from scripts.recipes.feature import Feature
+from scripts.recipes.gains_page import gains_section
+from scripts.recipes.prospects import Prospect
+from scripts.recipes.tables import name_of, table
 from scripts.recipes.tested import Evidence, Wanted, by_frequency, text_of
 from scripts.recipes.vocabulary import GRADES, KINDS, OTHER_NAMES, SETTINGS
 
@@ -36,14 +39,15 @@ all that is known of each recipe. Settings, dimensions and their sources are in 
 """
 
 
-def page(made: Sequence[Row], evidence: Evidence) -> str:
-    """The text of the page."""
+def page(made: Sequence[Row], evidence: Evidence, prospects: Sequence[Prospect] = ()) -> str:
+    """The text of the page; without ``prospects`` of what a plan would gain it has nothing."""
     parts = [
         _HEAD,
         "## How many\n",
         _totals(made),
         "## By model\n",
         _by_model(made),
+        *filter(None, [gains_section(prospects, made)]),
         "## What is refused\n",
         _refusals(made),
         "## What no test shows\n",
@@ -66,11 +70,6 @@ def own(row: Row) -> Under | None:
 
 def on_v(row: Row) -> Under | None:
     return row.v
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    lines = [head, ["-"] * len(head), *rows]
-    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
 
 
 def _share(part: int, whole: int) -> str:
@@ -99,7 +98,7 @@ def _totals(made: Sequence[Row]) -> str:
         [f"{large}, v-auto", *_figures(count(bubbly, on_v))],
     ]
     head = ["", "recipes", "accepted", "shown", "covered", "A", "B", "C", "after dropping"]
-    return _table(head, lines)
+    return table(head, lines)
 
 
 def _by_model(made: Sequence[Row]) -> str:
@@ -118,7 +117,7 @@ def _by_model(made: Sequence[Row]) -> str:
                 sum(figures[1].covered.values()),
             ]
         )
-    return _table(["model", "recipes", "accepted", "covered", "v-auto accepted", "covered"], lines)
+    return table(["model", "recipes", "accepted", "covered", "v-auto accepted", "covered"], lines)
 
 
 def _refusals(made: Sequence[Row]) -> str:
@@ -134,7 +133,7 @@ def _refusals(made: Sequence[Row]) -> str:
         for why in sorted(counts, key=lambda why: (-counts[why]["own"], why))
     ]
     head = ["the first that refuses", "own stages", "after dropping", "v-auto", "after dropping"]
-    return _table(head, lines)
+    return table(head, lines)
 
 
 def _short(why: str) -> str:
@@ -155,7 +154,7 @@ def _missing(made: Sequence[Row]) -> str:
             lines.append([kind, text_of(wanted), number, alone])
     if not lines:
         return "Nothing.\n"
-    return _table(["kind", "setting", "recipes", "that lack nothing else"], lines)
+    return table(["kind", "setting", "recipes", "that lack nothing else"], lines)
 
 
 def _stock_cannot(made: Sequence[Row]) -> str:
@@ -164,19 +163,15 @@ def _stock_cannot(made: Sequence[Row]) -> str:
     if not counts:
         return "Nothing.\n"
     lines = [
-        [number, text, ", ".join(_function(name) for name, own in why.items() if own == text)]
+        [number, text, ", ".join(name_of(name) for name, own in why.items() if own == text)]
         for text, number in counts.most_common()
     ]
-    return _table(["recipes", "because", ""], lines)
-
-
-def _function(name: str) -> str:
-    return name.partition(":")[2].removesuffix("_config") or name
+    return table(["recipes", "because", ""], lines)
 
 
 def _unknown(made: Sequence[Row]) -> list[str]:
-    lines = [[_function(row.name), row.unknown] for row in made if row.unknown]
-    return ["## What is not understood\n", _table(["recipe", ""], lines)] if lines else []
+    lines = [[name_of(row.name), row.unknown] for row in made if row.unknown]
+    return ["## What is not understood\n", table(["recipe", ""], lines)] if lines else []
 
 
 def _features(made: Sequence[Row], evidence: Evidence) -> str:
@@ -186,11 +181,11 @@ def _features(made: Sequence[Row], evidence: Evidence) -> str:
         return [evidence.grade(kind, (feature,)) or "-" for kind in KINDS]
 
     lines = [[feature, used[feature], *grades(feature)] for feature in sorted(used)]
-    return _table(["", "recipes", *KINDS], lines)
+    return table(["", "recipes", *KINDS], lines)
 
 
 def rules() -> str:
     """Which values stand for others, and of what nothing has to be shown."""
     lines = [[f"`{setting.name}`", setting.why] for setting in SETTINGS if setting.why]
     lines += [[f"`{name}`", f"is `{setting}`"] for name, setting in OTHER_NAMES.items()]
-    return _table(["setting", ""], lines)
+    return table(["setting", ""], lines)

@@ -65,7 +65,7 @@ class Recipe:
     Attributes:
         settings: by the vocabulary's names, as they take effect.
         model: the name of its model, and ``dimensions`` by Megatron's arguments' names.
-        gpus: of its name; None where it has none.
+        gpus, gpu: how many and which, of its name; None where it has none.
     """
 
     name: str
@@ -73,6 +73,7 @@ class Recipe:
     model: str
     dimensions: Settings
     gpus: int | None
+    gpu: str | None
 
     @property
     def ranks(self) -> int:
@@ -181,8 +182,9 @@ def resolve(name: str, raw: Settings, models: Mapping[str, Settings]) -> Recipe:
         settings.setdefault(key, value)
     settings["mtp_num_layers"] = _depths(name, settings, dimensions)
     settings = in_effect(settings)
-    gpus = re.search(r"_(\d+)gpu_", name)
-    recipe = Recipe(name, settings, model, dimensions, int(gpus[1]) if gpus else None)
+    gpus = re.search(r"_(\d+)gpu_([a-z]+\d+)", name)
+    number, gpu = (int(gpus[1]), gpus[2]) if gpus else (None, None)
+    recipe = Recipe(name, settings, model, dimensions, number, gpu)
     recipe.features  # noqa: B018  names and values are understood here, and not later
     return recipe
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from megatron_ext.adapter.dimensions import execution
 from megatron_ext.cli import app
 from megatron_ext.config import PipelineConfig
 from megatron_ext.launch_check import line, line_plan, loading
+from megatron_ext.launch_check.alternatives import without_full_recompute
 from megatron_ext.launch_check.check import check_launch
 from megatron_ext.launch_check.line_plan import Asked, LinePlan, plan_line
 from megatron_ext.launch_check.words import Launch
@@ -53,7 +55,9 @@ FLAGS: dict[str, Any] = {
 def few_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a login node, and without a search."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(planner, "all_specs", lambda: ["1f1b", "interleaved", "zb-h1", "zb-v"])
+    specs = ["1f1b", "interleaved", "zb-h1", "zb-v"]
+    monkeypatch.setattr(planner, "all_specs", lambda: specs)
+    monkeypatch.setattr(without_full_recompute, "all_specs", lambda: specs)
     monkeypatch.setattr(line_plan, "_METHODS", frozenset([VocabMethod.NAIVE, VocabMethod.TWO]))
     monkeypatch.setattr(line_plan, "_layouts", lambda read: None)  # test_layouts.py
 
@@ -199,6 +203,31 @@ def test_a_line_that_fits_nowhere_says_what_would_have_to_give() -> None:
     assert plan.plan.best is None and not plan.flags
     assert any(text.startswith("--recompute-granularity full: ") for text in plan.gives)
     assert any("GiB too much" in text or "which fits" in text for text in plan.gives)
+
+
+def test_what_does_not_fit_is_made_again_where_a_launch_would_take_that() -> None:
+    """Only offload was tried for a line, though 1F1B and zb-h1 fit once half is made again."""
+    small = "operations=400e12,bytes=40e9,memory=2.2GiB"
+    plan = made(small)
+    best = plan.plan.best
+    assert best is not None and best.report.recompute == "fit" and best.report.made_again > 0
+    assert plan.flags[-2:] == ("--pipeline-recompute", "fit")
+    assert plan.of_line is None and "GiB more than it may" in plan.why_not
+    # Random states that cannot be taken twice: the same refusal as a launch's.
+    refused = made(small, te_rng_tracker=True, hidden_dropout=0.1).plan
+    assert all(candidate.report.recompute == "none" for candidate in refused.candidates)
+
+
+def test_full_recompute_is_compared_with_what_there_is_without_it() -> None:
+    full = {"granularity": "full", "method": "uniform", "num_layers": 1}
+    flags = {f"recompute_{name}": value for name, value in full.items()}
+    words = ["--gpu", "h100", "--world-size", "4", "--"]
+    output = command(*words, str(SCRIPT), *model_flags(**(FLAGS | flags))).output
+    with_it, without = output.split("without --recompute-granularity full the shortest step is ")
+    assert "the line as it is, under interleaved:vpp=4, takes " in with_it
+    assert re.match(r"zb-h1's: \S+ \(-\d", without), without
+    assert "--recompute-granularity --recompute-method --recompute-num-layers" in without
+    assert made().instead is None
 
 
 def test_whether_a_checkpoint_can_be_loaded(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 from scripts.recipes.accepting import as_on_gpus, judge, judge_on_v
+from scripts.recipes.configured import configuration_of
 from scripts.recipes.recipe import RECIPES, Recipe, read_models, read_recipes, resolve
 
 LLAMA = "recipes.llama.h100.llama3:llama3_8b_pretrain_16gpu_h100_bf16_16k_config"
@@ -50,3 +52,17 @@ def test_what_stock_cannot_run_is_told_apart() -> None:
     assert not verdict.without
     assert judge_on_v(recipe(num_layers=31)).why_stock
     assert judge(recipe(enable_hyper_connections=True)).why_stock
+
+
+def test_what_a_plan_sees_of_a_recipe() -> None:
+    seen = configuration_of(recipe())
+    assert (seen.gpu, seen.ranks, seen.schedule, sum(seen.layers)) == ("h100", 2, "1f1b", 32)
+    assert seen.microbatches == judge(recipe()).microbatches
+    assert seen == configuration_of(recipe(cross_entropy_fusion_impl="native"))
+    assert not seen.is_frozen and configuration_of(recipe(freeze_language_model=True)).is_frozen
+    uneven = configuration_of(recipe(num_layers_in_first_pipeline_stage=14))
+    assert uneven.layers == (14, 18)
+    with pytest.raises(ValueError, match="nothing is known of its GPU: h900"):
+        configuration_of(replace(recipe(), gpu="h900"))
+    with pytest.raises(ValueError, match="layers are not known: hyper connections"):
+        configuration_of(recipe(enable_hyper_connections=True))

@@ -10,11 +10,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from megatron_ext.bench.contestants import ideal_of, program_of
 from megatron_ext.bench.emulated_copies import EmulatedCopies
 from megatron_ext.cli import app
 from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.placement import line
+from megatron_ext.schedule.problem import Extras, Recompute
 from tests.helpers.combinations import nightly
 from tests.helpers.pages import data_in
 
@@ -62,6 +65,20 @@ def test_a_vocabulary_that_is_divided_is_measured_beside_one_that_is_not() -> No
     assert divided["ideal"] < naive["ideal"]
     for row in (naive, divided):
         assert row["measured"] >= row["ideal"]
+
+
+def test_passes_that_are_made_again_take_what_they_cost() -> None:
+    """All F of 4 microbatches once more, on both ranks: 2 ms as is given, not 4 as F."""
+    arguments = [*ARGUMENTS[:-4], "--costs", "f=4,i=4,w=4,r=2", *ARGUMENTS[-2:]]
+    result = CliRunner().invoke(
+        app, [*arguments, "--schedules", "1f1b", "--recompute", "first:2", "--json"]
+    )
+    assert result.exit_code == 0, result.output
+    rows = {row["name"]: row for row in json.loads(result.stdout)["rows"]}
+    again = rows["megatron-ext 1f1b, recompute first:2"]
+    assert again["measured"] >= again["ideal"] > rows["megatron-ext 1f1b"]["ideal"]
+    extras = Extras(recompute=Recompute(first=2))
+    assert again["ideal"] < ideal_of(program_of(choose("1f1b"), 2, 4, "f=4,i=4,w=4", extras))
 
 
 @nightly("emulated copies: those that share a link are timed by day, below")
@@ -138,6 +155,8 @@ def test_steps_in_a_row_with_post_validation() -> None:
     [
         (["--bad-every", "2"], "add --post-validation"),
         (["--post-validation", "--steps", "4", "--bad-every", "5"], "a number from 2 to 4"),
+        (["--memory-limit", "2"], "add --recompute fit"),
+        (["--recompute", "fit"], "has no memory limit to fit into"),
     ],
 )
 def test_options_that_do_not_go_together(options: list[str], message: str) -> None:

@@ -25,6 +25,8 @@ VALUES = {
     "vocab_parallel": "2",
     "activation_offload": "half",
     "recompute": "first:2",
+    "slices": "1",  # more goes neither with vocabulary parallelism nor with post-validation
+    "slice_lengths": "even",
     "race": "zb-2p",
     "race_then": "report",
 }

@@ -101,6 +101,24 @@ def test_the_vocabulary_is_added_to_the_first_and_the_last_stage() -> None:
     assert parse_costs("f=10,i=12,w=8", LOOP).vocabulary is None
 
 
+def test_r_takes_what_f_does_unless_it_is_given(tmp_path: Path) -> None:
+    """R of the last stage runs the head once more, of the first the lookup."""
+    text = "f=10,i=12,w=8,comm=1,head=5/6/4,embedding=1/2"
+    as_f, given = (parse_costs(text + more, LOOP) for more in ("", ",r=14"))
+    r = [parse(f"{stage}R0") for stage in range(4)]
+    assert [as_f.of(action) for action in r] == [6, 5, 5, 10] == list(as_f.seconds[F])
+    assert [given.of(action) for action in r] == [8, 7, 7, 12]
+    assert format_costs(given.without_vocabulary()).startswith(
+        "f=5/5/5/5,i=6/6/6/6,w=4/4/4/4,r=7/7/7/7"
+    )
+    shared = share_vocabulary(given, LOOP, VocabularyParallel.TWO)
+    assert [shared.of(action) for action in r] == [7, 7, 7, 7]
+    assert given.per_rank(LOOP).recompute == (15, 19)
+    save_costs(given, tmp_path / "costs.json")
+    read = load_costs(tmp_path / "costs.json", LOOP)
+    assert (read.seconds, read.recompute) == (given.seconds, given.recompute)
+
+
 @PROPERTY
 @given(seeds)
 def test_a_vocabulary_reads_back_what_it_prints(seed: int) -> None:
@@ -218,7 +236,7 @@ def test_the_vocabulary_from_a_file(tmp_path: Path) -> None:
         ({"version": 1, "f": 1, "w": 1}, f"lacks i; {HOW}"),
         (
             GOOD_FILE | {"com": 1},
-            "com is unknown; known are version, origin, f, i, w, comm, bytes",
+            "com is unknown; known are version, origin, f, i, w, r, comm, bytes",
         ),
         (GOOD_FILE | {"i": [1, 2, 3]}, "i: 3 figures for 2 stages"),
         (GOOD_FILE | {"i": [1, -2]}, "i: -2 is no cost; a cost is a number from 0"),

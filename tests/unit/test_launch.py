@@ -203,7 +203,7 @@ def test_a_mistake_in_a_variable_ends_the_launch(
         (("no_such.py",), "there is no script no_such.py"),
         (("-m",), "-m needs the name of a module"),
         (("x.py", "--pipeline-schedule", "zb-h9"), "there is no schedule 'zb-h9'; did you mean"),
-        (("x.py", "--pipeline-schedule", "zb-h1:a=1"), "zb-h1 has no option 'a'; it has none"),
+        (("x.py", "--pipeline-schedule", "gpipe:a=1"), "gpipe has no option 'a'; it has none"),
         (("x.py", "--pipeline-costs", "f=1"), "without --pipeline-schedule"),
         (("x.py", "--pipeline-schedule", "none.csv"), "none.csv cannot be read"),
         (("x.py", "--pipeline-trace", "t", "--pipeline-p2p", "batched"), "without --pipeline-sche"),

@@ -148,6 +148,17 @@ def test_bytes_that_are_not_known_are_not_made_up() -> None:
     assert measured_costs(before, guess, ranks, "here").held_bytes is None
 
 
+def test_what_r_takes_is_measured_where_there_was_one() -> None:
+    before, guess = placed("zb-h1"), estimated(line(RANKS))
+    ranks = recorded(before, guess)
+    assert not measured_costs(before, guess, ranks, "here").recompute
+    longer = 2 * guess.seconds[F][1]
+    ranks[1] = replace(ranks[1], seconds={**ranks[1].seconds, (1, Kind.RECOMPUTE): longer})
+    measured = measured_costs(before, guess, ranks, "here")
+    f = measured.seconds[F]
+    assert measured.recompute == (f[0], longer, f[2], f[3])
+
+
 def test_a_median_is_of_a_stage_and_a_kind() -> None:
     program = placed("zb-h1")
     events = [e for row in simulate(program, program.problem.costs).compute for e in row]

@@ -23,6 +23,7 @@ from megatron_ext.schedule.problem import Recompute
 from megatron_ext.schedule.program.memory import share_made_again
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.schedule import Schedule, bitwise_order
+from megatron_ext.schedule.search import again
 from megatron_ext.schedule.search.best import searched
 from megatron_ext.schedule.search.effort import effort
 from megatron_ext.schedule.search.extension import extended
@@ -71,6 +72,14 @@ def test_a_search_chooses_what_is_made_again(limit: float) -> None:
     assert seconds[1] <= seconds[0]
     if limit == 1.5:
         assert again > 0 and seconds[1] < 0.9 * seconds[0]
+
+
+def test_what_takes_the_least_there_is_is_not_improved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(again, "shifted", None)  # would fail if called
+    problem = usual(v(2), 4, 1.5).with_extras(recompute=Recompute(fit=True))
+    assert again.search_again(problem, [], 1e9, little_effort())
+    with pytest.raises(TypeError):
+        again.search_again(problem, [], 0.0, little_effort())
 
 
 @pytest.mark.parametrize("spec", ["wave-auto", *at_night("v-auto", "loop-auto", "auto:chunks=2")])

@@ -547,6 +547,24 @@ def test_simulate_tells_of_slices_and_verify_proves_its_table(tmp_path: Path) ->
     assert (figures_of["slices"], figures_of["slice_lengths"]) == (2, "balanced")
 
 
+OWN = """
+from megatron_ext.families import Action, Kind, Problem, Schedule, family, line
+
+@family("own-slices", line, source="a test", takes_slices=True)
+def own(problem: Problem) -> Schedule:
+    passes = (Kind.FORWARD, problem.forwards), (Kind.FULL_BACKWARD, problem.backwards)
+    row = tuple((kind, k) for kind, order in passes for k in order)
+    rows = tuple(tuple(Action(r, kind, k) for kind, k in row) for r in range(problem.ranks))
+    return Schedule("own-slices", problem.placement, rows)
+"""
+
+
+def test_a_family_of_a_users_takes_slices(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    made = built(str(tmp_path / "own.py"), 2, 2, 2)
+    assert made.schedule.rows == built("gpipe", 2, 2, 2).schedule.rows
+
+
 def test_plan_compares_schedules_of_slices() -> None:
     asked = ["plan", "--pp", "2", "-m", "2", "--slices", "2", "--slice-lengths", "balanced"]
     said = run(*asked, "--costs", "f=10,i=12,w=8,attention=0.3")

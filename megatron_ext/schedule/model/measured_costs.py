@@ -109,6 +109,7 @@ def measured_costs(
         statistics.mean(hops) if hops else 0.0,
         _held_bytes(held, in_passes),
         f"measured: {measured}",
+        recompute=_again(passes, seconds[Kind.FORWARD]),
         attention=estimate.attention,
         latency=estimate.latency,
         keys_values=estimate.keys_values,
@@ -144,6 +145,13 @@ def _seconds(kind: Kind, stage: int, passes: _Passes, in_passes: Costs) -> float
     whole = sum(parts.values())
     share = parts[kind] / whole if whole else 1 / len(parts)
     return passes[stage, shortest] * share
+
+
+def _again(passes: _Passes, forward: Sequence[float]) -> tuple[float, ...]:
+    """What R takes on each stage: as long as F where none was measured; () if none was at all."""
+    if not any(kind is Kind.RECOMPUTE for _, kind in passes):
+        return ()
+    return tuple(passes.get((stage, Kind.RECOMPUTE), f) for stage, f in enumerate(forward))
 
 
 def _held_bytes(

@@ -51,8 +51,8 @@ def reductions_of_ranks(
     final_norms = has_final_norm(model, stages)
     of_experts = execution.expert_tensor_parallel * execution.expert_parallel
     a_byte = (
-        _seconds_of_a_byte(state.data_parallel, execution.tensor_parallel, rates),
-        _seconds_of_a_byte(state.expert_data_parallel, of_experts, rates),
+        seconds_of_a_byte(state.data_parallel, execution.tensor_parallel, rates),
+        seconds_of_a_byte(state.expert_data_parallel, of_experts, rates),
     )
     reductions = []
     for own in placement.stages_of:
@@ -79,7 +79,7 @@ def _elements(
     return sum(parameter.elements for parameter in parameters) - of_experts, of_experts
 
 
-def _seconds_of_a_byte(ranks: int, stride: int, rates: Rates) -> float:
+def seconds_of_a_byte(ranks: int, stride: int, rates: Rates) -> float:
     """What each byte takes that so many ranks, each ``stride`` from the next, scatter or gather.
 
     Round a ring every rank sends all but its own share to the next. Ranks of a node make as many

@@ -52,6 +52,8 @@ def curves_of(plan: Plan, variant_of: VariantOf, room: float | None = None) -> C
                 with contextlib.suppress(ValueError):  # not even one microbatch fits
                     made = consider(within, candidate.method, room)
                     if not front or made.step < front[-1].step:
+                        while front and front[-1].holds >= made.holds:  # on another rank
+                            front.pop()
                         front.append(made)
                 work.done += 1
         by_microbatches = {}

@@ -102,7 +102,8 @@ def redistribute(costs: Costs, layers: int) -> Costs:
     if held is not None:
         held = {kind: spread(figures) for kind, figures in held.items()}
     seconds = {kind: spread(figures) for kind, figures in alone.seconds.items()}
-    moved = replace(alone, seconds=seconds, held_bytes=held)
+    again = alone.recompute and spread(alone.recompute)
+    moved = replace(alone, seconds=seconds, held_bytes=held, recompute=again)
     return moved if costs.vocabulary is None else moved.with_vocabulary(costs.vocabulary)
 
 

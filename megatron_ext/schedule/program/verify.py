@@ -299,12 +299,7 @@ def _check_all_done_once(schedule: Schedule, problem: Problem, lanes: set[Lane])
 def _done(schedule: Schedule, problem: Problem) -> _Done:
     """What is done in ``schedule``, nothing of it twice or where it does not belong."""
     columns, microbatches = schedule.columns, problem.pieces
-    work: dict[tuple[int, Kind], int] = {}  # what there is to do, numbered
-    covers = [
-        [work.setdefault((stage, part), len(work)) for part in RULES[kind].covers]
-        for stage, kind in columns.pairs
-    ]
-    parts = np.array([(*row, -1)[:2] for row in covers]).reshape(-1, 2)[columns.pair]
+    work, parts = columns.work
     which = parts * microbatches + columns.microbatch[:, np.newaxis]
     times = np.bincount(which[parts >= 0], minlength=len(work) * microbatches)
     belong = all(_belongs(kind, stage, problem) for stage, kind in columns.pairs)

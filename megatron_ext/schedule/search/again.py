@@ -18,7 +18,14 @@ import numpy.typing as npt
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.progress import Task, task
 from megatron_ext.schedule.search.effort import Effort
-from megatron_ext.schedule.search.improve import Dice, Sides, periodic_plans, shifted, sides_of
+from megatron_ext.schedule.search.improve import (
+    Dice,
+    Sides,
+    periodic_plans,
+    shifted,
+    sides_of,
+    steps_of,
+)
 from megatron_ext.schedule.search.pack import Packed
 from megatron_ext.schedule.search.shop import Rows, again_in, rows_of, shop_of, starts_of
 
@@ -29,7 +36,6 @@ _QUARTERS = 4  # of a chunk
 _PERIODS = (80, 90, 100, 110, 120, 140)  # % of a rank's work
 _WEIGHTS = (100, 55, 160)  # %
 _PROMISING = 4  # choices
-_STEPS = 100  # at least
 _MEMORY = 20  # steps
 
 
@@ -47,16 +53,17 @@ class _Found:
         return rows_of(self.packed.starts, shop.placement, shop.again)
 
 
-def search_again(problem: Problem, known: Sequence[Rows], how: Effort) -> list[Rows]:
+def search_again(problem: Problem, known: Sequence[Rows], least: float, how: Effort) -> list[Rows]:
     """The best schedules found, best first.
 
     Args:
         problem: whose memory limit leaves room for a microbatch (`Shop.fits`).
         known: schedules that are known to be good, with R. Some may need more than the limit.
+        least: seconds that none can take less than; who has found it need not go on.
     """
     choices = _Choices(problem, how)
     # Twice what it takes where nothing is made again: there is twice as much to choose.
-    steps = max(how.passes(problem.ranks) // choices.passes, _STEPS)
+    steps = steps_of(how, problem.ranks, choices.passes)
     shares = range(_QUARTERS * problem.placement.chunks + 1)
     plans = len(known) + len(shares) * len(_PERIODS) * len(_WEIGHTS)
     with task(f"packing plans, {how.name} effort", plans + steps, alike=True) as work:
@@ -65,9 +72,10 @@ def search_again(problem: Problem, known: Sequence[Rows], how: Effort) -> list[R
         best = sorted(found, key=_makespan)[:_PROMISING]
         dice = Dice()
         each = steps // 2 // len(best)
-        best = [choices.improved(candidate, each, dice, work) for candidate in best]
+        enough = int(least / choices.shop.tick) + max(choices.shop.tails)
+        best = [choices.improved(candidate, each, enough, dice, work) for candidate in best]
         first = min(best, key=_makespan)
-        best.append(choices.improved(first, steps // 2, dice, work))
+        best.append(choices.improved(first, steps // 2, enough, dice, work))
     return [candidate.rows for candidate in sorted(best, key=_makespan)]
 
 
@@ -112,10 +120,13 @@ class _Choices:
             work.done += 1
         return _Found(again, sides, min(packed, key=lambda p: p.makespan))
 
-    def improved(self, best: _Found, steps: int, dice: Dice, work: Task) -> _Found:
-        """``best`` and what ``steps`` changes make of it (late acceptance, as in `improve`)."""
+    def improved(self, best: _Found, steps: int, enough: int, dice: Dice, work: Task) -> _Found:
+        """``best`` and what ``steps`` changes make of it, or so many as bring it down to
+        ``enough`` (late acceptance, as in `improve`)."""
         current, recent = best, [_makespan(best)] * _MEMORY
         for step in range(steps):
+            if _makespan(best) <= enough:
+                break
             draw = dice.below(100)
             again, sides, plan = current.again, current.sides, current.packed.starts
             if draw >= 60:

@@ -35,6 +35,7 @@ from megatron_ext.schedule.search.shop import (
     Rows,
     Shop,
     Starts,
+    again_in,
     end_of,
     rows_of,
     shop_of,
@@ -70,7 +71,7 @@ def best_known(name: str, problem: Problem) -> Schedule:
     problem = _limited(problem)
     _check_limit(name, problem)
     if problem.extras.recompute.fit:
-        candidates = _as_they_are(_known_again(name, problem))
+        candidates = _candidates_again(_known_again(problem), problem)
     else:
         shop, known = shop_of(problem), _known(problem)
         starts = _starts_of_each(known, shop)
@@ -121,32 +122,59 @@ class _Candidate:
 class _Chosen:
     program: Program
     seconds: float  # of a step, simulated
+    place: int  # among the candidates
 
 
 def searched(name: str, problem: Problem, how: Effort) -> Schedule:
     """The same, made anew, with so much effort. The limit has to hold a microbatch."""
-    shop = shop_of(problem)
+    return _passes(name, _searched(problem, how).program)
+
+
+def _searched(problem: Problem, how: Effort) -> _Chosen:
+    shop, least = shop_of(problem), lower_bound(problem, splits_backward=True) * (1 + 1e-9)
     if problem.extras.recompute.fit:
-        without = searched(name, problem.with_extras(recompute=Recompute()), how)
-        known = [without.rows, *_known_again(name, problem)]
-        found = search_again(problem, known, how) if shop.fits else []
-        best = _best_of(_as_they_are([*known, *found]), problem)
-        assert best is not None  # one microbatch at a time
-        return _passes(name, best.program)
+        return _searched_again(problem, how, shop, least)
     known = _known(problem)
     starts = _starts_of_each(known, shop)
-    best = _best_of(_candidates(known, starts, shop), problem)
-    assert best is not None  # one microbatch at a time
-    least = lower_bound(problem, splits_backward=True) * (1 + 1e-9)
-    if best.seconds > least and shop.fits:
+    candidates = _candidates(known, starts, shop)
+    there = _best_of(_at_most(least, candidates, problem), problem)
+    if there is not None and there.seconds <= least:
+        return there
+    if shop.fits:
         if problem.microbatches > MIDDLE * problem.ranks:
             how = how.halved  # the other half goes to the shorter step
         plans = [*starts, *_of_shorter(problem, how)]
         packed = search(shop, plans, int(least / shop.tick) + max(shop.tails), how)
         found = [rows_of(result.starts, problem.placement) for result in packed]
-        best = _best_of(_candidates(found, _starts_of_each(found, shop), shop), problem, best)
-        assert best is not None
-    return _passes(name, best.program)
+        candidates += _candidates(found, _starts_of_each(found, shop), shop)
+    best = _best_of(candidates, problem)
+    assert best is not None  # one microbatch at a time
+    return best
+
+
+def _searched_again(problem: Problem, how: Effort, shop: Shop, least: float) -> _Chosen:
+    """The same where some may be made again."""
+    without = _searched(problem.with_extras(recompute=Recompute()), how)
+    if without.seconds <= least:
+        return without
+    passes = without.program.schedule.compute_rows
+    known = list(dict.fromkeys([passes, *_known_again(problem)]))
+    found = search_again(problem, known, least, how) if shop.fits else []
+    best = _best_of(_candidates_again([*known, *found], problem), problem)
+    assert best is not None  # one microbatch at a time
+    return best
+
+
+def _at_most(
+    seconds: float, candidates: Sequence[_Candidate], problem: Problem
+) -> Sequence[_Candidate]:
+    """Those that may take no more than that."""
+    if _may_take_less(problem):
+        return candidates
+    return [candidate for candidate in candidates if candidate.seconds <= seconds * _ROUNDED]
+
+
+_ROUNDED = 1.001  # what costs may be rounded to whole ticks by, at the most
 
 
 def _of_shorter(problem: Problem, how: Effort) -> Iterator[Starts]:
@@ -163,12 +191,12 @@ def _passes(name: str, program: Program) -> Schedule:
     return replace(program.schedule, name=name, rows=program.schedule.compute_rows)
 
 
-def _known_again(name: str, problem: Problem) -> list[Rows]:
+def _known_again(problem: Problem) -> list[Rows]:
     """What can be had without a search, with R where that brings it into the limit."""
     alone = problem.with_extras(recompute=Recompute())
     rows = dict.fromkeys([*_known(alone), *_known(replace(alone, memory_limit=None))])
-    schedules = (Schedule(name, problem.placement, of_ranks) for of_ranks in rows)
-    return [recompute(schedule, problem).rows for schedule in schedules]
+    schedules = (Schedule("", problem.placement, of_ranks) for of_ranks in rows)
+    return list(dict.fromkeys(recompute(schedule, problem).rows for schedule in schedules))
 
 
 def _known(problem: Problem) -> list[Rows]:
@@ -201,32 +229,42 @@ def _candidates(
     return sorted(candidates, key=lambda candidate: candidate.seconds)
 
 
-def _as_they_are(all_rows: Sequence[Rows]) -> list[_Candidate]:
-    """``all_rows``, of which nothing is known."""
-    return [_Candidate(rows, 0.0) for rows in all_rows]
+def _candidates_again(all_rows: Sequence[Rows], problem: Problem) -> list[_Candidate]:
+    """``all_rows``, in which some may be made again, in their order."""
+    placement, m = problem.placement, problem.microbatches
+    candidates = []
+    for rows in all_rows:
+        shop = shop_of(problem, again_in(rows, placement.stages, m))
+        end = end_of(starts_of(rows, shop), shop) - max(shop.tails)
+        candidates.append(_Candidate(rows, end * shop.tick))
+    return candidates
 
 
-def _best_of(
-    candidates: Sequence[_Candidate], problem: Problem, best: _Chosen | None = None
-) -> _Chosen | None:
-    """The sound one of least cost, and ``best`` where that is no worse.
+def _best_of(candidates: Sequence[_Candidate], problem: Problem) -> _Chosen | None:
+    """The sound one of least cost; of equals the first.
 
     Messages cost time, so who is no quicker without them need not be looked at. (But where steps
     overlap, a rank that idles in the middle of its span may begin its step later; and a W right
     behind its I may take less than what plans count.)
     """
-    may_take_less = problem.extras.post_validation or any(problem.costs.spared)
-    for candidate in candidates:
-        hopeless = best is not None and candidate.seconds >= best.seconds
-        if hopeless and not may_take_less:
-            break
+    best: _Chosen | None = None
+    may_take_less = _may_take_less(problem)
+    for place, candidate in sorted(enumerate(candidates), key=lambda entry: entry[1].seconds):
+        is_known_worse = best and (candidate.seconds, place) > (best.seconds, best.place)
+        if is_known_worse and not may_take_less:
+            continue
         schedule = Schedule("", problem.placement, candidate.rows)
         program = _proved(schedule, problem) if _is_within_limit(schedule, problem) else None
         if program is not None:
             seconds = step_seconds(program, problem.costs)
-            if best is None or seconds < best.seconds:
-                best = _Chosen(program, seconds)
+            if best is None or (seconds, place) < (best.seconds, best.place):
+                best = _Chosen(program, seconds, place)
     return best
+
+
+def _may_take_less(problem: Problem) -> bool:
+    """Whether a step may cost less than what it takes where messages hold nothing up."""
+    return problem.extras.post_validation or any(problem.costs.spared)
 
 
 def _is_within_limit(schedule: Schedule, problem: Problem) -> bool:

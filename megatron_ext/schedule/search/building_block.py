@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -67,100 +68,133 @@ def squeeze(starts: Starts, placement: Placement, chunks_held: int, slices: int 
     the last that went forward.
     """
     ranks = _Ranks(starts, placement, slices)
-    order = sorted(starts, key=lambda action: (starts[action], action.stage))
-    last_forward = {placement.rank_of[a.stage]: starts[a] for a in order if a.kind is Kind.FORWARD}
-    in_cool_down = [
-        action
-        for action in order
-        if action.kind is Kind.BACKWARD_WEIGHT
-        and starts[action] > last_forward[placement.rank_of[action.stage]]
-    ]
-    for action in in_cool_down:
-        ranks.take_away(action)
+    order = sorted(starts.items(), key=lambda item: (item[1], item[0].stage))
+    last_forward = {placement.rank_of[a.stage]: slot for a, slot in order if a.kind is Kind.FORWARD}
+    in_cool_down = []
+    for action, slot in order:
+        is_w = action.kind is Kind.BACKWARD_WEIGHT
+        if is_w and slot > last_forward[placement.rank_of[action.stage]]:
+            in_cool_down.append(action)
+            ranks.take_away(action, slot)
     put_off = set(in_cool_down)
-    for action in order:
+    for action, slot in order:
         if action not in put_off:
-            ranks.advance(action, chunks_held)
+            ranks.advance(action, slot, chunks_held)
     for action in in_cool_down:
         ranks.put(action, ranks.after_inputs(action))
     return ranks.rows()
+
+
+class _Lane(NamedTuple):
+    """The passes of one kind on one stage.
+
+    Attributes:
+        width: slots that each takes.
+        ends: by microbatch, the slot behind it once it is moved, and 0 until then.
+        needs: the same of the pass whose result it needs.
+        turns: whether that is the last slice's, where the microbatch turns back.
+    """
+
+    rank: int
+    width: int
+    ends: list[int]
+    needs: list[int]
+    turns: bool
 
 
 class _Ranks:
     """The time slots of all ranks while passes are moved."""
 
     def __init__(self, starts: Starts, placement: Placement, slices: int) -> None:
-        self.placement, self.slices = placement, slices
-        self.starts = starts
-        self.moved: Starts = {}
+        self.lanes, self.slices = _lanes(starts, placement), slices
+        self.moved: list[list[tuple[int, Action]]] = [[] for _ in range(placement.ranks)]
         self.latest = [-1] * placement.ranks  # slot of the latest moved pass, by rank
         # Twice the time: room for every pass behind the last.
-        self.idle = np.ones((placement.ranks, 2 * (max(starts.values()) + 2)), dtype=bool)
-        changes = np.zeros(self.idle.shape, dtype=int)
+        slots = 2 * (max(starts.values()) + 2)
+        self.idle = [bytearray(_IDLE * slots) for _ in range(placement.ranks)]
+        changes = [[0] * slots for _ in range(placement.ranks)]
         for action, slot in starts.items():
-            rank, width = placement.rank_of[action.stage], _width(action)
-            assert self.idle[rank, slot : slot + width].all(), f"{action} collides"
-            self.idle[rank, slot : slot + width] = False
-            rule = RULES[action.kind]
-            if rule.acquires and not rule.releases:
-                changes[rank, slot] += 1
-            if rule.releases and not rule.acquires:
-                changes[rank, slot + width] -= 1
-        self.held = changes.cumsum(axis=1)  # chunks, during each slot
+            stage, kind, _ = action
+            rank, width, *_ = self.lanes[stage, kind]
+            assert self.idle[rank].startswith(_IDLE * width, slot), f"{action} collides"
+            self.idle[rank][slot : slot + width] = bytes(width)
+            changes[rank][slot] += kind in _TAKES
+            changes[rank][slot + width] -= kind in _GIVES_BACK
+        self.held = np.cumsum(changes, axis=1)  # chunks, during each slot
 
-    def take_away(self, action: Action) -> None:
-        rank, slot = self.placement.rank_of[action.stage], self.starts[action]
-        self.idle[rank, slot : slot + _width(action)] = True
+    def take_away(self, action: Action, slot: int) -> None:
+        """Give the time of ``action``, from ``slot`` on, back to its rank."""
+        rank, width, *_ = self.lanes[action.stage, action.kind]
+        self.idle[rank][slot : slot + width] = _IDLE * width
 
-    def advance(self, action: Action, chunks_held: int) -> None:
-        """Move ``action`` forward as far as it can and may go."""
-        rank, slot = self.placement.rank_of[action.stage], self.starts[action]
-        earliest = self.after_inputs(action)
-        if action.kind is Kind.BACKWARD_WEIGHT:
+    def advance(self, action: Action, slot: int, chunks_held: int) -> None:
+        """Move ``action`` from ``slot`` forward as far as it can and may go."""
+        stage, kind, _ = action
+        rank, width, *_ = self.lanes[stage, kind]
+        earliest, held = self.after_inputs(action), self.held[rank]
+        if kind is Kind.BACKWARD_WEIGHT:
             earliest = max(earliest, self.latest[rank] + 1)
-        if action.kind is Kind.FORWARD:
-            full = np.flatnonzero(self.held[rank, earliest:slot] >= chunks_held)
+        if kind in _TAKES and earliest < slot:
+            full = np.flatnonzero(held[earliest:slot] >= chunks_held)
             earliest += int(full[-1]) + 1 if full.size else 0
-        self.take_away(action)
-        self.put(action, earliest)
-        if action.kind is Kind.FORWARD:
-            self.held[rank, self.moved[action] : slot] += 1
-        if action.kind in (Kind.BACKWARD_WEIGHT, Kind.FULL_BACKWARD):
-            width = _width(action)
-            self.held[rank, self.moved[action] + width : slot + width] -= 1
-        self.latest[rank] = max(self.latest[rank], self.moved[action])
+        self.take_away(action, slot)
+        moved = self.put(action, earliest)
+        if moved < slot and kind in _TAKES:
+            held[moved:slot] += 1
+        if moved < slot and kind in _GIVES_BACK:
+            held[moved + width : slot + width] -= 1
+        self.latest[rank] = max(self.latest[rank], moved)
 
-    def put(self, action: Action, earliest: int) -> None:
-        """Give ``action`` its rank's first idle time from ``earliest`` on."""
-        rank, width = self.placement.rank_of[action.stage], _width(action)
-        idle = self.idle[rank]
-        slot = earliest + int(idle[earliest:].argmax())
-        while not idle[slot : slot + width].all():
-            slot += 1 + int(idle[slot + 1 :].argmax())
-        idle[slot : slot + width] = False
-        self.moved[action] = slot
+    def put(self, action: Action, earliest: int) -> int:
+        """Give ``action`` its rank's first idle time from ``earliest`` on; the slot of that."""
+        stage, kind, k = action
+        rank, width, ends, *_ = self.lanes[stage, kind]
+        slot = self.idle[rank].find(_IDLE * width, earliest)
+        self.idle[rank][slot : slot + width] = bytes(width)
+        self.moved[rank].append((slot, action))
+        ends[k] = slot + width
+        return slot
 
     def after_inputs(self, action: Action) -> int:
         """The first slot in which all that ``action`` needs is done."""
         stage, kind, k = action
-        earlier = [Action(stage, kind, k - 1)] if k else []
-        if kind is Kind.BACKWARD_WEIGHT:
-            earlier.append(Action(stage, Kind.BACKWARD_INPUT, k))
-        elif kind is not Kind.FORWARD:
-            after = self.placement.next(stage)
-            at_end = Action(stage, Kind.FORWARD, k - k % self.slices + self.slices - 1)
-            earlier.append(at_end if after is None else Action(after, kind, k))
-        elif (before := self.placement.previous(stage)) is not None:
-            earlier.append(Action(before, kind, k))
-        return max((self.moved[a] + _width(a) for a in earlier if a in self.moved), default=0)
+        _, _, ends, needs, turns = self.lanes[stage, kind]
+        made = needs[k - k % self.slices + self.slices - 1 if turns else k]
+        return max(made, ends[k - 1]) if k else made
 
     def rows(self) -> Rows:
-        rows: list[list[Action]] = [[] for _ in range(self.placement.ranks)]
-        for action in sorted(self.moved, key=self.moved.__getitem__):
-            rows[self.placement.rank_of[action.stage]].append(action)
-        return tuple(map(tuple, rows))
+        return tuple(tuple(action for _, action in sorted(row)) for row in self.moved)
 
 
-def _width(action: Action) -> int:
-    """Slots that ``action`` takes: one for each kind it covers."""
-    return len(RULES[action.kind].covers)
+_IDLE = b"\1"  # a slot of a rank that is
+_TAKES = (Kind.FORWARD,)  # a chunk's activation
+_GIVES_BACK = (Kind.BACKWARD_WEIGHT, Kind.FULL_BACKWARD)
+_TURNS = (Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD)  # on the last stage
+
+
+def _lanes(starts: Starts, placement: Placement) -> dict[tuple[int, Kind], _Lane]:
+    """By stage and kind, nothing moved yet."""
+    microbatches = 1 + max(k for _, _, k in starts)
+    pairs = {(stage, kind) for stage, kind, _ in starts}
+    ends: dict[tuple[int | None, Kind], list[int]] = {pair: [0] * microbatches for pair in pairs}
+    nothing = [0] * microbatches
+
+    def needs(stage: int, kind: Kind) -> tuple[int | None, Kind]:
+        """The stage and kind of the pass whose result it needs; no stage: it needs none."""
+        if kind is Kind.BACKWARD_WEIGHT:
+            return stage, Kind.BACKWARD_INPUT
+        if kind is Kind.FORWARD:
+            return placement.previous(stage), kind
+        after = placement.next(stage)
+        return (stage, Kind.FORWARD) if after is None else (after, kind)
+
+    return {
+        (stage, kind): _Lane(
+            placement.rank_of[stage],
+            len(RULES[kind].covers),  # a slot for each kind
+            ends[stage, kind],
+            ends.get(needs(stage, kind), nothing),
+            turns=stage == placement.last and kind in _TURNS,
+        )
+        for stage, kind in pairs
+    }

@@ -19,7 +19,7 @@ from numba import njit
 from megatron_ext.schedule.progress import remark, task
 from megatron_ext.schedule.search import disk_cache
 from megatron_ext.schedule.search.pack import GAPS, Pack, Packed
-from megatron_ext.schedule.search.shop import Shop, Starts
+from megatron_ext.schedule.search.shop import Shop, Starts, Waits
 
 Whole = npt.NDArray[np.int64]
 
@@ -35,9 +35,7 @@ _OPENS, _CLOSES, _MOST = range(3)  # of a gap
 
 def packer(shop: Shop) -> Pack:
     """`pack.pack` for ``shop``."""
-    tables = _tables(shop)
-    arrays = numba.int64[:, ::1]
-    run = _compiled((arrays, arrays, *map(numba.typeof, tables), numba.int64, numba.int64))
+    tables, run = _tables(shop), _compiled()
 
     def pack(plan: Starts) -> Packed:
         starts = np.empty(plan.shape, np.int64)
@@ -53,17 +51,25 @@ def _tables(shop: Shop) -> tuple[Whole, ...]:
     rank_of = np.repeat(np.arange(shop.placement.ranks), shop.lanes_of_rank)
     columns = (rank_of, shop.rooms, shop.heads, shop.tails, shop.way)
     figures = (shop.durations_of_all, shop.gains_of_all, shop.held_after, shop.next_taking)
-    before, after = (
-        _padded([[lane for lane, _ in row] for row in rows]) for rows in (shop.before, shop.after)
-    )
-    hops = _padded([[hop for _, hop in row] for row in shop.before])
     return (
         *(np.array(column, np.int64) for column in columns),
         *(np.ascontiguousarray(table, np.int64) for table in figures),
-        before,
-        hops,
-        after,
+        *_waits(shop.before, shop.after),
     )
+
+
+# The types of `_pack`'s arguments: the plan, the starts, the tables, and two numbers.
+_LIST, _TABLE = numba.int64[::1], numba.int64[:, ::1]
+_SIGNATURE = (_TABLE, _TABLE, *(_LIST,) * 5, *(_TABLE,) * 7, numba.int64, numba.int64)
+
+
+@functools.lru_cache(maxsize=8)  # a search makes many shops that differ in other figures
+def _waits(before: Waits, after: Waits) -> tuple[Whole, Whole, Whole]:
+    """Per lane those that it waits for, with which hop, and those that wait for it."""
+    earlier, later = (
+        _padded([[lane for lane, _ in row] for row in rows]) for rows in (before, after)
+    )
+    return earlier, _padded([[hop for _, hop in row] for row in before]), later
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> Whole:
@@ -348,11 +354,11 @@ def _pop(heap: Whole, entries: int) -> int:
 
 
 @functools.cache
-def _compiled(signature: tuple[Any, ...]) -> Callable[..., int]:
-    """`_pack` for arguments of these types."""
+def _compiled() -> Callable[..., int]:
+    """`_pack` for arguments of the types that it has here."""
     with task("compiling what packs plans, which is kept"):
         try:
-            return _kept(signature)
+            return _kept()
         except Exception as error:  # where numba's cache is broken, whatever its pickles raise
             remark(
                 f"what numba compiles cannot be kept in {_folder()} ({error or type(error)}): it "
@@ -360,11 +366,11 @@ def _compiled(signature: tuple[Any, ...]) -> Callable[..., int]:
                 f"XDG_CACHE_HOME to one that can be written"
             )
             dispatcher: Any = njit(_pack)
-            dispatcher.compile(signature)
+            dispatcher.compile(_SIGNATURE)
             return dispatcher
 
 
-def _kept(signature: tuple[Any, ...]) -> Callable[..., int]:
+def _kept() -> Callable[..., int]:
     """The same, from the user's cache directory: that of this package may be read-only. Raises what
     numba does where that is broken, OSError where it cannot be written."""
     folder = _folder()
@@ -376,7 +382,7 @@ def _kept(signature: tuple[Any, ...]) -> Callable[..., int]:
         dispatcher: Any = njit(_pack, cache=True)
     finally:
         numba.config.CACHE_DIR = before
-    dispatcher.compile(signature)
+    dispatcher.compile(_SIGNATURE)
     return dispatcher
 
 

@@ -28,6 +28,7 @@ class Effort:
         by_square: passes packed, times the square of the ranks ...
         least: ... but no less,
         most: ... and no more.
+        steps: in which a plan is improved at the most: a small problem has few plans.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Effort:
     by_square: int
     least: int
     most: int
+    steps: int
 
     def passes(self, ranks: int) -> int:
         return min(max(self.by_square * ranks**2, self.least), self.most)
@@ -48,7 +50,7 @@ class Effort:
 
 def small_effort(packer: Callable[[Shop], Pack] = pack.packer) -> Effort:
     """Seconds to minutes in plain Python."""
-    return Effort(SMALL, packer, 33_000, 1_500_000, 10_000_000)
+    return Effort(SMALL, packer, 33_000, 1_500_000, 10_000_000, 2_000)
 
 
 def effort() -> Effort:
@@ -61,4 +63,4 @@ def effort() -> Effort:
             f"pip install 'megatron_ext[search]' it finds better schedules in less time"
         )
         return small_effort()
-    return Effort(LARGE, compiled.packer, 400_000, 6_000_000, 300_000_000)
+    return Effort(LARGE, compiled.packer, 400_000, 6_000_000, 300_000_000, 16_000)

@@ -97,13 +97,17 @@ def search(
     """
     how = how or effort()
     sides = sides_of(shop, how.packer)
-    passes = how.passes(shop.placement.ranks)
-    steps = max(passes // (2 * shop.lanes * shop.microbatches), _STEPS)
+    steps = steps_of(how, shop.placement.ranks, 2 * shop.lanes * shop.microbatches)
     plans = (*known, *pattern_plans(shop), *periodic_plans(shop, _WEIGHTS, _PERIODS))
     packings = len(plans) + _PROMISING * _ROUNDS + steps
     with task(f"packing plans, {how.name} effort", packings, alike=True) as work:
         best = _best_of(sides, plans, work)
         return _improved(sides, best, least, steps, work)
+
+
+def steps_of(how: Effort, ranks: int, passes: int) -> int:
+    """How often a plan is improved if that packs so many ``passes``."""
+    return max(min(how.passes(ranks) // passes, how.steps), _STEPS)
 
 
 def first_plans(shop: Shop, known: Sequence[Starts] = ()) -> list[Packed]:

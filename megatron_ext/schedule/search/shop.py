@@ -27,7 +27,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +42,8 @@ from megatron_ext.schedule.search.ticks import common_tick
 
 Starts = npt.NDArray[np.int64]  # lanes x microbatches
 Rows = tuple[tuple[Action, ...], ...]
+Lanes = tuple[tuple[int, Kind], ...]
+Waits = tuple[tuple[tuple[int, int], ...], ...]  # per lane: other lanes, with a hop
 
 F, R, I, W = (  # noqa: E741 (the field's letters)
     Kind.FORWARD,
@@ -80,7 +82,7 @@ class Shop:
     microbatches: int
     tick: float
     durations: tuple[int, ...]
-    before: tuple[tuple[tuple[int, int], ...], ...]
+    before: Waits
     gains: tuple[int, ...]
     limit: int
     rooms: tuple[int, ...]
@@ -103,7 +105,7 @@ class Shop:
         return int(self.durations_of_all.sum()) // (self.placement.ranks * self.microbatches)
 
     @cached_property
-    def passes(self) -> list[tuple[int, Kind]]:
+    def passes(self) -> Lanes:
         """The stage and kind of each lane."""
         return passes_of(self.placement, self.given_up is not None)
 
@@ -134,35 +136,28 @@ class Shop:
     @cached_property
     def held_after(self) -> Starts:
         """By lane and number of its passes, what those take together."""
-        return np.pad(np.cumsum(self.gains_of_all, axis=1), ((0, 0), (1, 0)))
+        held = np.zeros((self.lanes, self.microbatches + 1), np.int64)
+        np.cumsum(self.gains_of_all, axis=1, out=held[:, 1:])
+        return held
 
     @cached_property
     def next_taking(self) -> Starts:
         """By lane and number of its passes, the first microbatch after them whose pass takes
         memory; the number of microbatches if there is none."""
         m = self.microbatches
+        first = np.full((self.lanes, m + 1), m, np.int64)
         taking = np.where(self.gains_of_all > 0, np.arange(m), m)
-        first = np.minimum.accumulate(taking[:, ::-1], axis=1)[:, ::-1]
-        return np.pad(first, ((0, 0), (0, 1)), constant_values=m)
+        first[:, :m] = np.minimum.accumulate(taking[:, ::-1], axis=1)[:, ::-1]
+        return first
 
-    @cached_property
+    @property
     def way(self) -> tuple[int, ...]:
         """The lanes of a rank, from its first, in the order in which a microbatch alone would run
         through them: it gives an activation back before the next is made again. () without R."""
         if self.given_up is None:
             return ()
-        kinds = {F: 0, R: 1, I: 2, W: 3}
-        passes = self.passes[: self.lanes_of_rank]
-        chunks = {stage: chunk for chunk, stage in enumerate(self.placement.stages_of[0])}
-        way = sorted(
-            range(len(passes)),
-            key=lambda lane: (
-                (0, chunks[passes[lane][0]], 0)
-                if passes[lane][1] is F
-                else (1, -chunks[passes[lane][0]], kinds[passes[lane][1]])
-            ),
-        )
-        return tuple(reversed(way) if self.is_mirrored else way)
+        way = _way(self.placement)
+        return way[::-1] if self.is_mirrored else way
 
     @property
     def fits(self) -> bool:
@@ -170,13 +165,9 @@ class Shop:
         return max(self.rooms) <= self.limit
 
     @cached_property
-    def after(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+    def after(self) -> Waits:
         """Per lane, the lanes that wait for it and how long after its end."""
-        rows: list[list[tuple[int, int]]] = [[] for _ in self.before]
-        for lane, waits_for in enumerate(self.before):
-            for other, hop in waits_for:
-                rows[other].append((lane, hop))
-        return tuple(map(tuple, rows))
+        return _turned(self.before)
 
     def mirrored(self) -> Shop:
         """The same work with time running backwards."""
@@ -196,17 +187,49 @@ class Shop:
         )
 
 
-def passes_of(placement: Placement, again: bool = False) -> list[tuple[int, Kind]]:
+# What depends on a placement alone is kept: a search makes many shops that differ in what is made
+# again.
+@lru_cache(maxsize=8)
+def _way(placement: Placement) -> tuple[int, ...]:
+    """`Shop.way` where time does not run backwards."""
+    kinds = {F: 0, R: 1, I: 2, W: 3}
+    stages = placement.stages_of[0]
+    chunks = {stage: chunk for chunk, stage in enumerate(stages)}
+    passes = passes_of(placement, again=True)[: len(kinds) * len(stages)]
+    return tuple(
+        sorted(
+            range(len(passes)),
+            key=lambda lane: (
+                (0, chunks[passes[lane][0]], 0)
+                if passes[lane][1] is F
+                else (1, -chunks[passes[lane][0]], kinds[passes[lane][1]])
+            ),
+        )
+    )
+
+
+@lru_cache(maxsize=8)
+def _turned(before: Waits) -> Waits:
+    """Per lane, the lanes that wait for it and how long after its end."""
+    rows: list[list[tuple[int, int]]] = [[] for _ in before]
+    for lane, waits_for in enumerate(before):
+        for other, hop in waits_for:
+            rows[other].append((lane, hop))
+    return tuple(map(tuple, rows))
+
+
+@lru_cache(maxsize=8)
+def passes_of(placement: Placement, again: bool = False) -> Lanes:
     """The stage and kind of each lane; ``again``: with those of R."""
     kinds = (R, I, W) if again else (I, W)
-    return [
+    return tuple(
         lane
         for stages in placement.stages_of
         for lane in (
             *((stage, F) for stage in stages),
             *((stage, kind) for kind in kinds for stage in reversed(stages)),
         )
-    ]
+    )
 
 
 def lanes_of(placement: Placement, again: bool = False) -> dict[tuple[int, Kind], int]:
@@ -262,9 +285,7 @@ def shop_of(problem: Problem, again: npt.NDArray[np.bool_] | None = None) -> Sho
 _SIGN = {F: -1, R: 1}  # of what a pass takes more where an activation is made again
 
 
-def _before(
-    placement: Placement, hop: int, lanes: Sequence[tuple[int, Kind]]
-) -> tuple[tuple[tuple[int, int], ...], ...]:
+def _before(placement: Placement, hop: int, lanes: Sequence[tuple[int, Kind]]) -> Waits:
     lane_of = {key: lane for lane, key in enumerate(lanes)}
 
     def own(stage: int, *kinds: Kind) -> tuple[tuple[int, int], ...]:
@@ -379,6 +400,8 @@ def starts_of(rows: Sequence[Sequence[Action]], shop: Shop) -> Starts:
         [(lane_of[stage, kind], k) for stage, kind, k in _as_lanes(row, shop)] for row in rows
     ]
     starts = [[_NOT_YET] * shop.microbatches for _ in shop.before]
+    before, size = shop.before, shop.lanes_of_rank
+    woken = [{other // size for other, _ in row} - {n // size} for n, row in enumerate(shop.after)]
     at, free = [0] * len(orders), list(shop.heads)
     todo, queued = deque(range(len(orders))), [True] * len(orders)
     while todo:
@@ -387,14 +410,18 @@ def starts_of(rows: Sequence[Sequence[Action]], shop: Shop) -> Starts:
         order = orders[rank]
         while at[rank] < len(order):
             lane, k = order[at[rank]]
-            ready = [(starts[o][k], durations[o][k] + hop) for o, hop in shop.before[lane]]
-            if any(start == _NOT_YET for start, _ in ready):
+            start = free[rank]
+            for other, hop in before[lane]:
+                begun = starts[other][k]
+                if begun == _NOT_YET:
+                    start = _NOT_YET
+                    break
+                start = max(start, begun + durations[other][k] + hop)
+            if start == _NOT_YET:
                 break
-            start = max([free[rank], *(start + later for start, later in ready)])
             starts[lane][k], free[rank] = start, start + durations[lane][k]
             at[rank] += 1
-            for other, _ in shop.after[lane]:
-                waiting = other // shop.lanes_of_rank
+            for waiting in woken[lane]:
                 if not queued[waiting]:
                     queued[waiting] = True
                     todo.append(waiting)

@@ -30,7 +30,7 @@ _METHODS = {
     VocabMethod.TWO: ("v", "vocabulary parallelism 2"),
 }
 _ALIKE = 0.01  # of an axis: points that are as close share a label
-_FAR = 1.2  # times where an axis would end: what is beyond is drawn at its end
+_FAR = 1.5  # times where an axis would end: what is beyond is drawn at its end
 _SLOW = 2.5  # times the quickest microbatch: up to there the second panel goes
 
 
@@ -122,10 +122,10 @@ def _clipped(point: Pair, ends: Sequence[float]) -> Pair:
 
 
 def _set_ends(axes: Axes, lines: Sequence[Sequence[Pair]], points: Sequence[Pair]) -> None:
-    """All points are on it, and of lines what lies no higher than they do."""
-    highest = max(y for _, y in points)
-    low = [point for line in lines for point in line if point[1] <= highest]
-    x, y = zip(*points, *low, strict=True)
+    """All points are on it, and of lines what lies no higher and no further than they do."""
+    furthest, highest = (max(figures) for figures in zip(*points, strict=True))
+    near = [(x, y) for line in lines for x, y in line if x <= furthest and y <= highest]
+    x, y = zip(*points, *near, strict=True)
     axes.set_xlim(*_with_margin(x))
     axes.set_ylim(*_with_margin(y))
 

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from megatron_ext.schedule.model.model_memory import ModelBytes, TrainingState
 from megatron_ext.schedule.model.rates import Rates
+from megatron_ext.schedule.model.reductions import seconds_of_a_byte
 
 
-def seconds_beside(model: ModelBytes, state: TrainingState, rates: Rates) -> float:
+def seconds_beside(
+    model: ModelBytes, state: TrainingState, tensor_parallel: int, rates: Rates
+) -> float:
     """Of a step on a rank that has ``model``.
 
     The optimizer reads gradients and clears them, reads and writes its states, and writes weights.
@@ -17,16 +20,14 @@ def seconds_beside(model: ModelBytes, state: TrainingState, rates: Rates) -> flo
     last bucket; else everything.
     """
     moved = 2 * model.gradients + 2 * model.optimizer + model.weights
-    return moved / rates.memory + _exposed_bytes(model, state) / rates.network
+    a_byte = seconds_of_a_byte(state.data_parallel, tensor_parallel, rates)
+    return moved / rates.memory + _exposed_bytes(model, state) * a_byte
 
 
 def _exposed_bytes(model: ModelBytes, state: TrainingState) -> float:
-    ranks = state.data_parallel
-    if ranks == 1:
-        return 0.0
     gathered = model.weights if state.distributed else model.gradients  # as a sum is, again
     whole = model.gradients + gathered
     if state.bucket:
         of_bucket = state.bucket * (state.gradient_bytes + state.weight_bytes)
         whole = min(whole, of_bucket)
-    return whole * (ranks - 1) / ranks
+    return whole

@@ -20,6 +20,7 @@ from megatron_ext.schedule.progress import Task
 _PLACEMENTS = 3  # whose layouts are made better: those where a step takes least before
 _EXACTLY = 2  # of those, which are simulated as they would run
 _SMALL = 2600  # microbatches on a stage, of what a search knows at once in some seconds
+_NEAR = 0.02  # of a step: what a search may well make up for
 _NEARLY = 1.05  # of what fits
 _TIGHTER = 0.98  # of what fits, where an estimate was too low
 _PLAIN = 0.005  # of a step: what a layout has to gain to be written
@@ -96,7 +97,7 @@ class Candidates:
         """What searches find with the layouts of ``made``, and what schedules take with the
         vocabulary divided."""
         more: list[Evaluated] = []
-        for candidate in made if self._search else made[:1]:
+        for candidate in self._worth_more(made):
             report = candidate.candidate.report
             placement = choose(candidate.schedule).place(self._work.ranks)
             searches = [
@@ -113,6 +114,15 @@ class Candidates:
                 more += self._divided(candidate, placement)
             self._tell([*made, *more])
         return more
+
+    def _worth_more(self, made: Sequence[Evaluated]) -> list[Evaluated]:
+        """Those of ``made`` that are about as good as the first; where searches take long, the one
+        with the fewest stages of these."""
+        near = [one for one in made if one.seconds <= (1 + _NEAR) * made[0].seconds]
+        near.sort(key=lambda one: one.layout.stages)
+        stages = sum(one.layout.stages for one in near)
+        is_quick = self._search and stages * self._work.microbatches <= _SMALL
+        return near if is_quick else near[:1]
 
     def _by_rule(self, placement: Placement) -> list[Layout]:
         try:

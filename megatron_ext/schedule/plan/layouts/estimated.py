@@ -41,7 +41,12 @@ def estimated_work(
         microbatches,
         costs_of=lambda stages, placement: estimate(model, stages, execution, rates),
         bytes_of=bytes_of,
-        seconds_beside=partial(seconds_beside, state=state, rates=rates),
+        seconds_beside=partial(
+            seconds_beside,
+            state=state,
+            tensor_parallel=execution.tensor_parallel,
+            rates=rates,
+        ),
         limit=limit,
         post_validation=post_validation,
     )

@@ -1,0 +1,52 @@
+"""What a recipe trains, as a plan sees it: from Megatron's own validated arguments."""
+
+from __future__ import annotations
+
+from megatron_ext.adapter.dimensions import execution
+from megatron_ext.adapter.layers import layers_of_stages
+from megatron_ext.adapter.model_bytes import state_of
+from megatron_ext.schedule.build.registry import choose
+from megatron_ext.schedule.model.description import describe
+from megatron_ext.schedule.model.gpus import GPUS
+from scripts.recipes.accepting import stock_arguments
+from scripts.recipes.gains import Configuration
+from scripts.recipes.recipe import Recipe
+
+
+def configuration_of(recipe: Recipe) -> Configuration:
+    """What ``recipe`` trains, under stock's schedule.
+
+    Raises:
+        ValueError: Megatron refuses it; or its GPU, its number of GPUs or its layers are not known.
+    """
+    if recipe.gpu not in GPUS or recipe.gpus is None:
+        raise ValueError(f"nothing is known of its GPU: {recipe.gpu or 'its name has none'}")
+    args = stock_arguments(recipe)
+    for name, value in recipe.dimensions.items():
+        if not hasattr(args, name):
+            setattr(args, name, value)
+    model = describe(args)
+    if not model.is_known or set(model.unknown) & _TOO_MUCH:
+        raise ValueError(f"its layers are not known: {', '.join(model.unknown)}")
+    run = execution(args, args.seq_length, args.micro_batch_size)
+    ranks = args.pipeline_model_parallel_size
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    schedule = "1f1b" if chunks == 1 else f"interleaved:vpp={chunks}"
+    return Configuration(
+        model=model,
+        execution=run,
+        state=state_of(args),
+        gpu=recipe.gpu,
+        ranks=ranks,
+        microbatches=args.global_batch_size // (args.micro_batch_size * args.data_parallel_size),
+        schedule=schedule,
+        layers=tuple(layers_of_stages(args, choose(schedule).place(ranks))),
+        counted=(
+            int(args.account_for_embedding_in_pipeline_split),
+            int(args.account_for_loss_in_pipeline_split),
+        ),
+        is_frozen=bool(recipe.settings.get("peft") or recipe.settings.get("freeze_language_model")),
+    )
+
+
+_TOO_MUCH = {"hyper connections", "attention of the kind dsv4_hybrid"}

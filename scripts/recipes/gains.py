@@ -1,0 +1,189 @@
+"""What another layout and another schedule would gain a recipe. Needs no Megatron."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.model.execution import Execution
+from megatron_ext.schedule.model.frozen import without_frozen
+from megatron_ext.schedule.model.gpus import DATA_SHEETS, GPUS
+from megatron_ext.schedule.model.model import Model, Stage
+from megatron_ext.schedule.model.model_memory import ModelBytes, TrainingState
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.plan.layouts.estimated import estimated_work
+from megatron_ext.schedule.plan.layouts.layout import Layout
+from megatron_ext.schedule.plan.layouts.lines import Lines, compare_layouts
+from megatron_ext.schedule.plan.layouts.work import Evaluated, Work
+from megatron_ext.schedule.problem import VocabularyParallel
+
+USED = 0.95  # of a GPU's memory
+MARGIN = 2 * 2**30  # bytes: a gain that needs more than all but these is marked
+PROCESSES = 2
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What a recipe trains, as far as its plan sees it; many recipes have the same.
+
+    Attributes:
+        gpu: of `GPUS`.
+        schedule: stock's, under which it trains.
+        layers: of each stage, as it has them.
+        counted: whether Megatron counts the embedding, and the loss, as a layer of its stage.
+        is_frozen: whether the model's own weights are, beside adapters or a tower.
+    """
+
+    model: Model
+    execution: Execution
+    state: TrainingState
+    gpu: str
+    ranks: int
+    microbatches: int
+    schedule: str
+    layers: tuple[int, ...]
+    counted: tuple[int, int] = (0, 0)
+    is_frozen: bool = False
+
+
+@dataclass(frozen=True)
+class Option:
+    """A schedule with a layout.
+
+    Attributes:
+        layers: of each stage.
+        gain: the step of the recipe's own line, as a multiple of this one's.
+        seconds: of a step.
+        fullest: bytes of the rank that holds most.
+        is_tight: whether the gain is gone with `MARGIN` less memory.
+    """
+
+    schedule: str
+    vocabulary: str
+    layers: tuple[int, ...]
+    gain: float
+    seconds: float
+    fullest: float
+    is_tight: bool = False
+
+
+@dataclass(frozen=True)
+class Gains:
+    """The line of a recipe, the best that stock's schedules can do with another layout, and the
+    best of all; within ``bound`` bytes of a rank."""
+
+    own: Option
+    stock: Option
+    ours: Option
+    bound: float
+
+
+def gains_of(configuration: Configuration) -> Gains:
+    """Raises ValueError if the line cannot be planned."""
+    work, room = _work(configuration), USED * DATA_SHEETS[configuration.gpu].memory
+    lines = _compared(configuration, work, room, 0)
+    assert lines.bound is not None
+    less = lines
+    gaining = [line for line in (lines.stock, lines.ours) if 1 + lines.gain(line) > _WORTH]
+    if any(line.fullest > lines.bound - MARGIN for line in gaining):
+        less = _compared(configuration, work, room, MARGIN)
+    return Gains(
+        own=_option(lines, lines.own),
+        stock=_option(lines, lines.stock, less.gain(less.stock)),
+        ours=_option(lines, lines.ours, less.gain(less.ours)),
+        bound=lines.bound,
+    )
+
+
+def _option(lines: Lines, line: Evaluated, gain_with_less: float = 0.0) -> Option:
+    gain = 1 + lines.gain(line)
+    return Option(
+        schedule=line.schedule,
+        vocabulary=line.method.value,
+        layers=line.layout.layers,
+        gain=gain,
+        seconds=line.seconds,
+        fullest=line.fullest,
+        is_tight=gain > _WORTH > 1 + gain_with_less,
+    )
+
+
+_WORTH = 1.01  # a gain that is less is none
+
+
+def _compared(configuration: Configuration, work: Work, room: float, margin: float) -> Lines:
+    own = configuration.schedule, Layout(configuration.layers)
+    return compare_layouts(work, own, _rule(configuration), room, margin=margin, search=False)
+
+
+def _rule(configuration: Configuration) -> Callable[[int], Layout]:
+    """The layout that Megatron makes of so many stages."""
+    layers, (embedding, loss) = len(configuration.model.layers), configuration.counted
+
+    def layout(stages: int) -> Layout:
+        per_stage, left = divmod(layers + embedding + loss, stages)
+        if left or per_stage < max(embedding, loss):
+            raise ValueError(f"{layers} layers do not divide over {stages} stages")
+        counts = [per_stage] * stages
+        counts[0] -= embedding
+        counts[-1] -= loss
+        return Layout(tuple(counts))
+
+    return layout
+
+
+def _work(configuration: Configuration) -> Work:
+    rates = GPUS[configuration.gpu].rates(configuration.execution.precision)
+    work = estimated_work(
+        configuration.model,
+        configuration.execution,
+        configuration.state,
+        rates,
+        ranks=configuration.ranks,
+        microbatches=configuration.microbatches,
+    )
+    return _frozen(work) if configuration.is_frozen else work
+
+
+def _frozen(work: Work) -> Work:
+    """``work`` without what is not done, and not kept, for frozen weights."""
+
+    def costs_of(stages: Sequence[Stage], placement: Placement) -> Costs:
+        costs = work.costs_of(stages, placement)
+        return without_frozen(costs, [0.0] * costs.stages, reached=1, head=False)
+
+    def bytes_of(
+        stages: Sequence[Stage], placement: Placement, vocabulary: VocabularyParallel
+    ) -> list[ModelBytes]:
+        ranks = work.bytes_of(stages, placement, vocabulary)
+        return [ModelBytes(rank.weights, 0.0, 0.0) for rank in ranks]
+
+    return replace(work, costs_of=costs_of, bytes_of=bytes_of, seconds_beside=lambda model: 0.0)
+
+
+Found = Gains | str  # why there are none
+
+
+def all_gains(
+    configurations: Iterable[Configuration], told: Callable[[], None]
+) -> dict[Configuration, Found]:
+    """Of each of ``configurations`` once, in `PROCESSES` processes; ``told`` is called after
+    each."""
+    distinct = list(dict.fromkeys(configurations))
+    # What takes long comes first, so that no process is left with it at the end.
+    distinct.sort(key=lambda c: c.ranks * c.microbatches, reverse=True)
+    found: dict[Configuration, Found] = {}
+    with get_context("spawn").Pool(PROCESSES) as pool:
+        for configuration, gains in pool.imap_unordered(_found, distinct):
+            found[configuration] = gains
+            told()
+    return found
+
+
+def _found(configuration: Configuration) -> tuple[Configuration, Found]:
+    try:
+        return configuration, gains_of(configuration)
+    except ValueError as error:
+        return configuration, str(error)

@@ -1,0 +1,178 @@
+"""The section of docs/recipes.md on what layouts and schedules would gain."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+
+from scripts.recipes.counting import Row
+from scripts.recipes.gains import Gains, Option
+from scripts.recipes.prospects import Prospect
+from scripts.recipes.tables import name_of, table
+
+_HEAD = """## What a plan would gain
+
+What a step takes under each recipe's own line, with the best that stock's schedules can do with
+another layout or number of virtual stages, and with the best schedule of all. A gain of 1.08 says
+that a step of the own line takes 8% more time. All of this is estimated, nothing measured:
+
+- Seconds and bytes are those of [estimated costs](estimated-costs.md): from the model's dimensions
+  and the GPU's data sheet. The optimizer's step, and what passes do not hide of reductions, are
+  charged to all alike. A gain below 5% is within what a formula can tell.
+- Within one memory bound: the larger of 0.95 of the GPU's memory, and what the fullest rank of the
+  own line takes. A gain that is gone with 2 GiB less has a \\*.
+- Schedules that search are told by what they know before; with their search they may gain more.
+  Nothing is made again or offloaded. The vocabulary is divided where that is faster.
+- The overlap of experts' communication with other microbatches is not counted for own lines that
+  have it. Our schedules refuse it: what they would have to drop stands beside their gain.
+- Of vision-language models the language model alone is counted, and of adapters and frozen models
+  passes without weight gradients.
+
+`megatron-ext plan -- LINE` says which [layout to write](planning.md#line); with `--json` this
+script writes the layers of each stage.
+"""
+
+_CLASSES = (
+    ("m <= 2p", 0, 2),
+    ("2p < m <= 8p", 2, 8),
+    ("m > 8p", 8, float("inf")),
+)
+_LEVELS = (1.03, 1.1, 1.3)
+
+
+def gains_section(prospects: Sequence[Prospect], made: Iterable[Row]) -> str:
+    """The text of it; "" where nothing was planned."""
+    planned = [prospect for prospect in prospects if isinstance(prospect.gains, Gains)]
+    if not planned:
+        return ""
+    rows = {row.name: row for row in made}
+    parts = [
+        _HEAD,
+        _summary(planned),
+        "### Predicted over published throughput\n",
+        _throughput(planned),
+        "### By recipe\n",
+        "p ranks, m microbatches; seconds of a step, and GiB of the fullest rank.\n",
+        _by_recipe(planned, rows),
+        "### What is not planned\n",
+        _without(prospects),
+    ]
+    return "\n".join(parts)
+
+
+def _summary(planned: Sequence[Prospect]) -> str:
+    """By microbatches a rank, of distinct configurations."""
+    distinct = {prospect.configuration: prospect.gains for prospect in planned}
+    lines = []
+    for words, above, up_to in (*_CLASSES, ("all", 0, float("inf"))):
+        those = [
+            gains
+            for configuration, gains in distinct.items()
+            if configuration is not None
+            and isinstance(gains, Gains)
+            and above < configuration.microbatches / configuration.ranks <= up_to
+        ]
+        if those:
+            stock, ours = ([getattr(g, kind).gain for g in those] for kind in ("stock", "ours"))
+            counts = [sum(gain >= level for gain in ours) for level in _LEVELS]
+            lines.append([words, len(those), _spread(stock), _spread(ours), *counts])
+    head = [
+        "distinct configurations",
+        "",
+        "stock's best, median [largest]",
+        "best of all, median [largest]",
+        *(f">= {level}" for level in _LEVELS),
+    ]
+    return table(head, lines)
+
+
+def _spread(gains: Sequence[float]) -> str:
+    return f"{median(gains):.3f} [{max(gains):.2f}]"
+
+
+def _throughput(planned: Sequence[Prospect]) -> str:
+    known = [(prospect, ratio) for prospect in planned if (ratio := prospect.ratio) is not None]
+    if not known:
+        return "Nothing is published.\n"
+    ratios = [ratio for _, ratio in known]
+    lines = [
+        [
+            name_of(prospect.recipe.name),
+            prospect.published and prospect.published.release,
+            f"{prospect.tokens:.0f}",
+            f"{prospect.published.tokens:.0f}" if prospect.published else "",
+            f"{ratio:.2f}",
+        ]
+        for prospect, ratio in sorted(known, key=lambda pair: pair[1])
+    ]
+    head = ["recipe", "release", "predicted", "published", "ratio"]
+    return (
+        f"Tokens per second and GPU of {len(known)} recipes, which Megatron-Bridge's tables have "
+        f"with the same settings: {min(ratios):.2f} to {max(ratios):.2f}, median "
+        f"{median(ratios):.2f}.\n\n{table(head, lines)}"
+    )
+
+
+def _by_recipe(planned: Sequence[Prospect], rows: Mapping[str, Row]) -> str:
+    lines = []
+    for prospect in sorted(planned, key=_by_gain):
+        gains, configuration = prospect.gains, prospect.configuration
+        assert isinstance(gains, Gains) and configuration is not None
+        own = gains.own
+        lines.append(
+            [
+                name_of(prospect.recipe.name),
+                configuration.ranks,
+                configuration.microbatches,
+                own.schedule,
+                f"{own.seconds:.3g}",
+                _gib(own),
+                *_cells(gains.stock, gains.own),
+                *_cells(gains.ours, gains.stock, _barred(gains.ours, rows[prospect.recipe.name])),
+            ]
+        )
+    head = [
+        *("recipe", "p", "m", "own line", "s", "GiB"),
+        *("stock's best", "gain", "GiB"),
+        *("best of all", "gain", "GiB"),
+    ]
+    return table(head, lines)
+
+
+def _by_gain(prospect: Prospect) -> tuple[float, str]:
+    assert isinstance(prospect.gains, Gains)
+    return -round(prospect.gains.ours.gain, 3), prospect.recipe.name
+
+
+def _cells(option: Option, before: Option, barred: str = "") -> list[str]:
+    """A gain's three; nothing where it is the one ``before``."""
+    if option.seconds == before.seconds:
+        return ["", "", ""]
+    name = option.schedule
+    if option.vocabulary != "naive":
+        name += f", vocabulary {option.vocabulary}"
+    gain = f"{option.gain:.3f}" + "\\*" * option.is_tight
+    return [name + barred, gain, _gib(option)]
+
+
+def _barred(option: Option, row: Row) -> str:
+    """What would have to be dropped for ``option``, which is not stock's."""
+    is_stock = option.schedule.partition(":")[0] in ("1f1b", "interleaved")
+    if is_stock or row.own is None or row.own.verdict.why is None:
+        return ""
+    named = re.search(r"does not go with (\w+)=", row.own.verdict.why)
+    without = row.own.verdict.without or ((named[1],) if named else ())
+    return f" (without {', '.join(without)})" if without else " (refused)"
+
+
+def _gib(option: Option) -> str:
+    return f"{option.fullest / 2**30:.1f}"
+
+
+def _without(prospects: Sequence[Prospect]) -> str:
+    whys = Counter(p.gains.partition(";")[0] for p in prospects if isinstance(p.gains, str))
+    if not whys:
+        return "Nothing.\n"
+    return table(["recipes", "because"], [[number, why] for why, number in whys.most_common()])

@@ -1,0 +1,15 @@
+"""Tables of docs/recipes.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = [head, ["-"] * len(head), *rows]
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+
+
+def name_of(recipe: str) -> str:
+    """The function that makes it."""
+    return recipe.partition(":")[2].removesuffix("_config") or recipe

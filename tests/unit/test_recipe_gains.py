@@ -1,0 +1,132 @@
+"""What layouts and schedules would gain recipes, and what is predicted of what is published."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_ext.schedule.model.model_memory import TrainingState
+from megatron_ext.schedule.model.short_form import parse_model
+from scripts.recipes import gains
+from scripts.recipes.counting import Row, Under
+from scripts.recipes.gains import MARGIN, Configuration, Gains, Option, gains_of
+from scripts.recipes.gains_page import gains_section
+from scripts.recipes.prospects import Prospect, prospects_of
+from scripts.recipes.recipe import RECIPES, Recipe, read_models, read_recipes, resolve
+from scripts.recipes.tested import Tested
+from scripts.recipes.throughput import published
+from scripts.recipes.verdict import Verdict
+
+ALL = read_recipes(RECIPES)
+MODELS = read_models()
+LLAMA = "perf_recipes.llama.h100.llama3:llama3_70b_pretrain_64gpu_h100_fp8cs_config"
+GPT = parse_model("layers=8,hidden=1024,heads=8,sequence=2048,vocabulary=131072")
+CONFIGURATION = Configuration(
+    GPT.model, GPT.execution(), TrainingState(), "h100", 2, 4, "1f1b", (4, 4)
+)
+
+
+def recipe(name: str = LLAMA, **more: Any) -> Recipe:
+    return resolve(name, {**ALL[name], **more}, MODELS)
+
+
+def test_what_is_published_is_of_the_same_settings() -> None:
+    found = published(recipe())
+    assert found is not None and found.tokens == 1664
+    assert published(recipe(LLAMA, **{"train.micro_batch_size": 2})) is None
+    assert published(recipe(LLAMA.replace("fp8cs", "bf16"))) is None
+    with_a_figure = [name for name, raw in ALL.items() if published(resolve(name, raw, MODELS))]
+    assert len(with_a_figure) == 25
+
+
+def test_gains_of_a_configuration() -> None:
+    """An output layer as heavy as six layers: stock moves layers away, and ours do no worse."""
+    found = gains_of(CONFIGURATION)
+    assert found.own.gain == 1 and found.own.layers == (4, 4)
+    assert 1.1 < found.stock.gain <= found.ours.gain
+    assert found.stock.seconds * found.stock.gain == pytest.approx(found.own.seconds)
+    assert found.stock.layers[-1] < found.stock.layers[0]
+    assert found.bound == gains.USED * gains.DATA_SHEETS["h100"].memory
+    frozen = gains_of(replace(CONFIGURATION, is_frozen=True))
+    assert frozen.own.fullest < found.own.fullest and frozen.own.seconds < found.own.seconds
+
+
+def lines(stock: float, fullest: float) -> Any:
+    """As `compare_layouts` has them: stock's gain, and the fullest rank of it."""
+
+    def line(seconds: float) -> Any:
+        return SimpleNamespace(
+            schedule="1f1b",
+            method=SimpleNamespace(value="naive"),
+            layout=SimpleNamespace(layers=(4, 4)),
+            seconds=seconds,
+            fullest=fullest,
+        )
+
+    own, best = line(1.0), line(1 / stock)
+    return SimpleNamespace(
+        own=own, stock=best, ours=best, bound=10.0 * MARGIN, gain=lambda of: 1 / of.seconds - 1
+    )
+
+
+@pytest.mark.parametrize(("fullest", "is_tight"), [(8.5, False), (9.5, True)])
+def test_a_gain_that_needs_the_last_bytes_is_marked(
+    monkeypatch: pytest.MonkeyPatch, fullest: float, is_tight: bool
+) -> None:
+    def compared(*arguments: Any) -> Any:
+        return lines(1.0 if arguments[-1] else 1.2, fullest * MARGIN)
+
+    monkeypatch.setattr(gains, "_compared", compared)
+    assert gains_of(CONFIGURATION).stock.is_tight is is_tight
+
+
+def option(gain: float, schedule: str, is_tight: bool = False) -> Option:
+    return Option(schedule, "naive", (4, 4), gain, 6 / gain, 60 * 2**30, is_tight)
+
+
+def prospect(ours: Option, name: str = LLAMA) -> Prospect:
+    own = option(1.0, "1f1b")
+    found = Gains(own, option(1.05, "interleaved:vpp=2"), ours, 74 * 2**30)
+    of = recipe(name)
+    return Prospect(of, CONFIGURATION, found, published(of))
+
+
+def row(name: str, verdict: Verdict) -> Row:
+    return Row(name, own=Under(verdict, Tested("A", ())))
+
+
+def test_the_section_of_the_page() -> None:
+    refused = Verdict("zb-h1", why="no", without=("tp_comm_overlap",))
+    best = option(1.2, "zb-v", is_tight=True)
+    text = gains_section([prospect(best)], [row(LLAMA, refused)])
+    assert "| zb-v (without tp_comm_overlap) | 1.200\\* | 60.0 |" in text
+    assert "| m <= 2p | 1 | 1.050 [1.05] | 1.200 [1.20] | 1 | 1 | 0 |" in text
+    tokens = 256 * 8192 / 6 / 64
+    assert f"| 26.04.01 | {tokens:.0f} | 1664 | {tokens / 1664:.2f} |" in text
+    unknown = Prospect(recipe(), None, "nothing is known of its GPU: vr200")
+    assert "| 1 | nothing is known of its GPU: vr200 |" in gains_section(
+        [prospect(best), unknown], [row(LLAMA, refused)]
+    )
+    assert gains_section([unknown], []) == ""
+
+
+def test_what_is_alike_is_planned_once() -> None:
+    asked: list[Configuration] = []
+
+    def all_gains(configurations: Sequence[Configuration]) -> dict[Configuration, str]:
+        asked.extend(configurations)
+        return dict.fromkeys(configurations, "no plan")
+
+    def configuration_of(recipe: Recipe) -> Configuration:
+        if recipe.gpu == "vr200":
+            raise ValueError("nothing is known of its GPU")
+        return CONFIGURATION
+
+    unknown = next(name for name in ALL if "vr200" in name)
+    made = prospects_of([recipe(), recipe(unknown)], configuration_of, all_gains)
+    assert asked == [CONFIGURATION]
+    assert [prospect.gains for prospect in made] == ["no plan", "nothing is known of its GPU"]
