@@ -35,7 +35,7 @@ from megatron_ext.patches.engine import apply
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.verify import Program
-from tests.helpers.combinations import IS_NIGHT, at_night, each_once
+from tests.helpers.combinations import IS_NIGHT, at_night, each_once, nightly
 from tests.helpers.megatron_runs import (
     SCRIPT,
     Run,
@@ -181,11 +181,12 @@ def said_of_the_loss(result: RankResult) -> list[str]:
     )
 
 
+@nightly("by day such losses are trained on, below; Megatron's own machine ends these")
 @pytest.mark.parametrize(
     "again",
     [
+        pytest.param(True, id="whenever it is run again"),
         pytest.param(False, id="once"),
-        *at_night(pytest.param(True, id="whenever it is run again")),
     ],
 )
 def test_a_loss_that_is_not_a_number(script: Script, tmp_path: Path, again: bool) -> None:

@@ -117,8 +117,8 @@ def times_redone(runs: list[Run]) -> int:
     return max(run.redone for run in runs)
 
 
-# By day the test below clips in fp16, among other steps.
-@pytest.mark.parametrize("name", [name for name in SETTINGS if IS_NIGHT or name != "zb-v, fp16"])
+# By day the tests below clip in fp16, among other steps.
+@pytest.mark.parametrize("name", [name for name in SETTINGS if IS_NIGHT or "fp16" not in name])
 def test_clips_on_every_third_step(name: str) -> None:
     setting = SETTINGS[name]
     runs, expected = setting.both(EVERY_THIRD, train_iters=7)
