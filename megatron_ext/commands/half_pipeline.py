@@ -45,10 +45,10 @@ def show_halves(
 def print_halves(halves: Halves, *, is_estimate: bool) -> None:
     """Every schedule on both, what the shortest of each takes, and what half of the ranks gain."""
     whole, half = halves.whole.division, halves.half.division
-    each = [counted(division.microbatches, "microbatch") for division in (whole, half)]
+    of_whole, of_half = (counted(division.microbatches, "microbatch") for division in (whole, half))
     typer.echo(
-        f"the same GPUs and global batch: {whole}, {each[0]} of each copy of the model; "
-        f"{half}, {each[1]}\n"
+        f"the same GPUs and global batch: {whole}, {of_whole} of each copy of the model; "
+        f"{half}, {of_half}\n"
     )
     if halves.rows:
         print_table(_kept([_row(*row, halves) for row in halves.rows]))

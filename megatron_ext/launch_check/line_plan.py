@@ -442,11 +442,11 @@ def _what_would_fit(line: LineVariants, room: float | None) -> Iterator[str]:
                     break
         return helps
 
-    told = sorted(filter(None, map(least, _gifts(line.args))), key=lambda gift: taken[gift])
-    if told and taken[told[0]] > room:
-        pairs = (least([told[0].and_(other)]) for other in told[1:])
-        told += [pair for pair in pairs if pair is not None and taken[pair] <= room]
-    for gift in told:
+    leanest = sorted(filter(None, map(least, _gifts(line.args))), key=lambda gift: taken[gift])
+    if leanest and taken[leanest[0]] > room:
+        pairs = (least([leanest[0].and_(other)]) for other in leanest[1:])
+        leanest += [pair for pair in pairs if pair is not None and taken[pair] <= room]
+    for gift in leanest:
         excess = taken[gift] - room
         fits = "which fits" if excess <= 0 else f"{excess / 2**30:.3g} GiB too much"
         yield f"{gift.words}: the fullest rank would take {taken[gift] / 2**30:.3g} GiB, {fits}"

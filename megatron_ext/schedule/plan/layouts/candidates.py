@@ -84,7 +84,11 @@ class Candidates:
                 len(self._work.model.layers), placement.stages, self._figures
             )
             even = with_even_ranks(balanced, placement, self._work.microbatches, self._figures)
-            of_known = [one.layout for one in known if one.layout.stages == placement.stages]
+            of_known = [
+                candidate.layout
+                for candidate in known
+                if candidate.layout.stages == placement.stages
+            ]
             return list(dict.fromkeys([even, balanced, *self._by_rule(placement), *of_known]))
 
         starts = [self._start(list(self._permitted(ladder)), layouts) for ladder in ladders]
@@ -101,9 +105,9 @@ class Candidates:
             report = candidate.candidate.report
             placement = choose(candidate.schedule).place(self._work.ranks)
             searches = [
-                found.spec
-                for found in SEARCHES
-                if (found.placement, found.chunks) == (placement.name, report.vpp)
+                search.spec
+                for search in SEARCHES
+                if (search.placement, search.chunks) == (placement.name, report.vpp)
             ]
             microbatches = min(self._work.microbatches, MANY * placement.ranks)
             is_small = placement.stages * microbatches <= _SMALL
@@ -118,9 +122,11 @@ class Candidates:
     def _worth_more(self, made: Sequence[Evaluated]) -> list[Evaluated]:
         """Those of ``made`` that are about as good as the first; where searches take long, the one
         with the fewest stages of these."""
-        near = [one for one in made if one.seconds <= (1 + _NEAR) * made[0].seconds]
-        near.sort(key=lambda one: one.layout.stages)
-        stages = sum(one.layout.stages for one in near)
+        near = [
+            candidate for candidate in made if candidate.seconds <= (1 + _NEAR) * made[0].seconds
+        ]
+        near.sort(key=lambda candidate: candidate.layout.stages)
+        stages = sum(candidate.layout.stages for candidate in near)
         is_quick = self._search and stages * self._work.microbatches <= _SMALL
         return near if is_quick else near[:1]
 

@@ -67,8 +67,10 @@ class Order:
             return whole
         assert self._way_back_later is not None
         period = ends[self._way_back_later] - ends[self._way_back]
-        each = np.maximum(period / self._placement.ranks, (self._shares @ of_passes).max(axis=0))
-        return np.asarray(whole + more * each)
+        by_microbatch = np.maximum(
+            period / self._placement.ranks, (self._shares @ of_passes).max(axis=0)
+        )
+        return np.asarray(whole + more * by_microbatch)
 
     def rank_bytes(self, figures: Floats) -> Floats:
         """What each rank holds at its peak, by layout and rank."""
