@@ -1,10 +1,12 @@
-"""A cache directory for the tests alone: what they find is neither the user's nor left behind."""
+"""A cache directory for the tests alone: what they find is neither the user's nor left behind; and
+the figures that are drawn in a test."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,3 +22,19 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             patch.setenv("MPLCONFIGDIR", str(Path(users) / "matplotlib"))
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures that are saved, to look at what is on them."""
+    from matplotlib.figure import Figure
+
+    saved: list[Any] = []
+    save = Figure.savefig
+
+    def keep(figure: Any, *args: Any, **options: Any) -> None:
+        saved.append(figure)
+        save(figure, *args, **options)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    return saved

@@ -34,22 +34,6 @@ def two_chunks() -> Timeline:
     return simulate(prove(with_messages(schedule, problem), problem), problem.costs)
 
 
-@pytest.fixture
-def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The figures that are saved, to look at what is on them."""
-    from matplotlib.figure import Figure
-
-    saved: list[Any] = []
-    save = Figure.savefig
-
-    def keep(figure: Any, *args: Any, **options: Any) -> None:
-        saved.append(figure)
-        save(figure, *args, **options)
-
-    monkeypatch.setattr(Figure, "savefig", keep)
-    return saved
-
-
 def test_svg_of_two_timelines(tmp_path: Path) -> None:
     """A text per pass, among those of the axes and titles."""
     timelines = [timeline_of("1f1b", 3, 4), timeline_of("zb-h1", 3, 4)]

@@ -59,22 +59,6 @@ def short_search() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def figures(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The figures that are saved, to look at what is on them."""
-    from matplotlib.figure import Figure
-
-    saved: list[Any] = []
-    save = Figure.savefig
-
-    def keep(figure: Any, *args: Any, **options: Any) -> None:
-        saved.append(figure)
-        save(figure, *args, **options)
-
-    monkeypatch.setattr(Figure, "savefig", keep)
-    yield saved
-
-
 def extent_of(label: Any) -> Any:
     """Where its letters are, without the line to its point."""
     from matplotlib.text import Text

@@ -76,7 +76,10 @@ class RunningSlice:
     def kept[Kept](self, key: Hashable, make: Callable[[], Kept]) -> Kept:
         """What slices of the running one's microbatch have of ``key``, made by the first of them
         and kept until the last pass."""
-        kept: Kept = self._kept.setdefault(self._microbatch, {}).setdefault(key, make())
+        of_microbatch = self._kept.setdefault(self._microbatch, {})
+        if key not in of_microbatch:
+            of_microbatch[key] = make()
+        kept: Kept = of_microbatch[key]
         return kept
 
     def drop(self, stage: int, microbatch: int) -> None:
