@@ -57,8 +57,8 @@ from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Extras, Problem
 from megatron_ext.schedule.slices import Slices
+from tests.helpers import context_parallel
 from tests.helpers.combinations import at_night, nightly
-from tests.helpers.context_parallel import LocalAttention
 from tests.helpers.latent_attention import Attention
 from tests.helpers.ranks import run_ranks, values
 
@@ -333,7 +333,7 @@ def of_shared(rank: int) -> list[tuple[list[Tensor], dict[str, Any]]]:
     """Losses and gradients of each case, in slices over all ranks that there are."""
     made = []
     ranks = dist.get_world_size()
-    with apply(cpu.patches()), mock.patch.object(backends, "DotProductAttention", LocalAttention):
+    with apply(cpu.patches()):
         parallel_state.initialize_model_parallel(context_parallel_size=ranks)
         model_parallel_cuda_manual_seed(0)
         for name in SHARED:
@@ -352,8 +352,11 @@ def of_shared(rank: int) -> list[tuple[list[Tensor], dict[str, Any]]]:
     return made
 
 
-def test_ranks_that_share_sequences_have_part_of_each_slice() -> None:
+def test_ranks_that_share_sequences_have_part_of_each_slice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Megatron would give each a piece from the front and one from the back."""
+    context_parallel.install(monkeypatch, context_parallel.LocalAttention)
     (whole,), shared = (values(run_ranks(ranks, of_shared)) for ranks in (1, 2))
     for of_rank in shared:
         for name, expected, got in zip(SHARED, whole, of_rank, strict=True):

@@ -15,13 +15,11 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, utils
-from megatron.core.models import backends
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
@@ -169,10 +167,7 @@ def whole_sequences(rank: int) -> tuple[list[Any], Gradients]:
 
 
 def shared_sequences(rank: int) -> list[tuple[list[Any], Gradients]]:
-    with (
-        apply(cpu.patches()),
-        mock.patch.object(backends, "DotProductAttention", context_parallel.LocalAttention),
-    ):
+    with apply(cpu.patches()):
         return [
             step(2, schedule=schedule, slices="4", slice_lengths=lengths)
             for schedule in ("1f1b", "zb-h1")
@@ -181,8 +176,9 @@ def shared_sequences(rank: int) -> list[tuple[list[Any], Gradients]]:
 
 
 @nightly("test_ranks_that_share_sequences_have_part_of_each_slice")
-def test_ranks_share_sequences() -> None:
+def test_ranks_share_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of a pipeline and two of each sequence, against undivided sequences under stock."""
+    context_parallel.install(monkeypatch, context_parallel.LocalAttention)
     stock, shared = values(run_ranks(2, whole_sequences)), values(run_ranks(4, shared_sequences))
     for made in shared[0]:
         # A loss is of all ranks that share its sequence: each of the two has it.
