@@ -29,6 +29,10 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_logging import (
+    destroy_moe_metrics_tracker,
+    get_moe_metrics_tracker,
+)
 from torch import Tensor
 
 from megatron_ext.adapter.compatibility import refuse_order
@@ -107,7 +111,6 @@ CASES = {
     "sliding window": Case({"window_size": (5, 0)}),
     "latent attention": Case(LATENT | {"rope_type": "rope"}, config=MLATransformerConfig),
     "latent attention, yarn": Case(LATENT | {"rope_type": "yarn"}, config=MLATransformerConfig),
-    # Before other experts: Megatron logs of as many layers as the first model has.
     "further tokens, one layer, experts": Case(
         REPEATED | ROUTED | {"moe_router_load_balancing_type": "aux_loss"}
     ),
@@ -273,16 +276,26 @@ def relative(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
+def logged() -> dict[str, float]:
+    """What routers have logged of their losses."""
+    metrics = get_moe_metrics_tracker().metrics
+    return {name: float(entry.values.sum()) for name, entry in metrics.items()}
+
+
 def compare(case: Case, lengths: Sequence[int]) -> None:
     torch.manual_seed(1)
     model = build(case)
     batches = [batch(case, seed) for seed in (2, 3)]
     dy = torch.rand(BATCH, SEQUENCE)
+    destroy_moe_metrics_tracker()
     expected_losses = run_whole(model, batches, dy)
     expected = {name: p.grad for name, p in model.named_parameters()}
+    expected_log = logged()
     model.zero_grad()
+    destroy_moe_metrics_tracker()
     with patched():
         losses = run_slices(model, batches, dy, lengths)
+    assert logged() == pytest.approx(expected_log, rel=1e-5)
     for got, wanted in zip(losses, expected_losses, strict=True):
         assert relative(got, wanted) < 1e-6
     for name, parameter in model.named_parameters():
