@@ -557,7 +557,8 @@ def shared_by_transformer_engine(rank: int) -> tuple[Tensor, Tensor]:
         assert layer.cp_group is group
         running_slice.drop(0, 0)
     dist.all_reduce(made)
-    return made, as_transformer_engine(layer, *drawn, None, AttnMaskType.causal)
+    query, key, value = drawn
+    return made, as_transformer_engine(layer, query, key, value, None, AttnMaskType.causal)
 
 
 def test_transformer_engines_ring_is_off_where_slices_gather_keys() -> None:
