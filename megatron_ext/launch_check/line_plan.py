@@ -15,6 +15,7 @@ from megatron_ext.config import (
     PipelineConfig,
     flag,
     from_argv,
+    says,
 )
 from megatron_ext.launch_check.alternatives.without_full_recompute import (
     Instead,
@@ -233,8 +234,16 @@ def _read(asked: Asked, args: Any, launch_line: Any) -> ReadLine:
         own = "1f1b" if chunks == 1 else f"interleaved:vpp={chunks}"
     if measured is not None:  # by which all layouts are estimated
         config = replace(config, costs=CostsSource(ESTIMATE))
-    marks = frozenset(Mark)
-    variants = LineVariants(args, config, ranks, methods, tokens, own, marks, tries_recompute=True)
+    variants = LineVariants(
+        args,
+        config,
+        ranks,
+        methods,
+        tokens,
+        own,
+        frozenset(Mark),
+        tries_recompute=not says(words, "recompute"),
+    )
     room = None
     if asked.gpu is not None and asked.gpu.memory is not None:
         reserved = 0.0 if measured is None else measured.reserved or 0.0
