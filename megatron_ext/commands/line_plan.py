@@ -94,7 +94,7 @@ def halves_of_line(
         typer.echo(json.dumps(made.as_data(), indent=2))
     else:
         typer.echo(made.facts)
-        print_halves(made.halves, is_estimate=True)
+        print_halves(made.halves, is_estimate=not made.is_measured)
         for remark in made.remarks:
             typer.echo(f"\n{remark}")
         if made.flags:

@@ -260,6 +260,7 @@ def _plan(read: ReadLine, *, with_curves: bool) -> LinePlan:
     assert line.own is not None
     layouts = _layouts(read)  # of which something can be said in seconds
     plan = make_plan(line.variant, room, may_offload=True)
+    layouts = _with_plan(layouts, read, plan)
     is_measured = measured is not None or not line.config.costs.is_estimate
     made = LinePlan(
         plan,
@@ -294,9 +295,17 @@ def _layouts(read: ReadLine) -> LaidOut | None:
         return None
     assert line.own is not None
     try:
-        return lay_out(line, read.validated, line.own, read.room)
+        return lay_out(
+            line, read.validated, line.own, read.room, tries_recompute=read.measured is None
+        )
     except ValueError:  # the line itself cannot be trained, as its own row says
         return None
+
+
+def _with_plan(layouts: LaidOut | None, read: ReadLine, plan: Plan) -> LaidOut | None:
+    from megatron_ext.launch_check.alternatives.layouts import with_plan
+
+    return layouts and with_plan(layouts, read.variants, read.validated, plan)
 
 
 def _settings(asked: Asked) -> PipelineConfig:
