@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from megatron_ext.schedule.build.pairs import check_pairs, with_pairs
+from megatron_ext.schedule.build.pairs import built_with_pairs, check_pairs, with_pairs
 from megatron_ext.schedule.build.registry import Choice, entries
 from megatron_ext.schedule.build.size import check_size, size_of
 from megatron_ext.schedule.limit import MemoryLimit
@@ -226,7 +226,7 @@ def _compute(choice: Choice, problem: Problem, limit: MemoryLimit | None) -> Sch
     alone = replace(_for_family(problem), memory_limit=limit)
     if _places_recompute(choice, problem):
         alone = alone.with_extras(recompute=problem.extras.recompute)
-    schedule = with_pairs(choice.build(alone), replace(problem, memory_limit=limit))
+    schedule = built_with_pairs(choice, alone, replace(problem, memory_limit=limit))
     _check_passes(schedule, problem)
     return schedule
 

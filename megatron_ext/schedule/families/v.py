@@ -130,11 +130,7 @@ def v_min(problem: Problem) -> Schedule:
     return _from_block("v-min", problem, block, peak=(p + 4) // 3)
 
 
-@family(
-    "1f1b-v",
-    v,
-    source=f"{_CONTROLLABLE_MEMORY}, 1F1B-V",
-)
+@family("1f1b-v", v, source=f"{_CONTROLLABLE_MEMORY}, 1F1B-V")
 def one_forward_one_backward_v(problem: Problem) -> Schedule:
     """1F1B on a V, backward passes whole: two thirds of its memory, peak 2p//3 + 1 microbatches.
 
