@@ -33,6 +33,7 @@ Pass = tuple[int, Kind]  # chunk, kind
     steps_overlap=True,
     takes_slices=True,
     aliases=("ScheduleZBVZeroBubble", "ZBVZeroBubble"),
+    keeps_pairs=True,
 )
 def zb_v(problem: Problem) -> Schedule:
     """No bubble in the span where F, I and W cost the same; (p-1)F/2 in the makespan, as the first
@@ -129,7 +130,11 @@ def v_min(problem: Problem) -> Schedule:
     return _from_block("v-min", problem, block, peak=(p + 4) // 3)
 
 
-@family("1f1b-v", v, source=f"{_CONTROLLABLE_MEMORY}, 1F1B-V")
+@family(
+    "1f1b-v",
+    v,
+    source=f"{_CONTROLLABLE_MEMORY}, 1F1B-V",
+)
 def one_forward_one_backward_v(problem: Problem) -> Schedule:
     """1F1B on a V, backward passes whole: two thirds of its memory, peak 2p//3 + 1 microbatches.
 
@@ -161,6 +166,7 @@ def one_forward_one_backward_v(problem: Problem) -> Schedule:
     source="DualPipe (DeepSeek-AI 2024, arXiv:2412.19437, section 3.2.1) cut in half",
     splits_backward=True,
     aliases=("ScheduleDualPipeV", "DualPipeV"),
+    keeps_pairs=True,
 )
 def dualpipe_v(problem: Problem) -> Schedule:
     """F of one chunk beside B of the other all along; W apart where it fills a gap. Peak p + 1/2.

@@ -39,6 +39,7 @@ def v_at_once(problem: Problem) -> Schedule:
     steps_overlap=True,
     fits_recompute=True,
     takes_slices=True,
+    keeps_pairs=True,
     at_once=v_at_once,
 )
 def v_auto(problem: Problem) -> Schedule:
