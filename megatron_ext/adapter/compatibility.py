@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+from megatron_ext.adapter.pairs.asked import FLAG, with_pairs
 from megatron_ext.adapter.refusals import (
     GRAPH_REFUSALS,
     OFFLOAD_REFUSALS,
+    PAIRS_REFUSALS,
     POST_VALIDATION_REFUSALS,
     RECOMPUTE_REFUSALS,
     RECOMPUTED_SLICES_REFUSALS,
@@ -50,6 +52,8 @@ def refuse(settings: Any, choice: Choice, extras: Extras = _NO_EXTRAS) -> None:
         )
     with_megatrons_group(choice, settings)
     _refuse_settings(settings, choice, REFUSALS, f"--pipeline-schedule {choice.spec}")
+    if with_pairs(extras, settings).pairs:
+        _refuse_settings(settings, choice, PAIRS_REFUSALS, FLAG)
     if captures(settings):
         _refuse_settings(settings, choice, GRAPH_REFUSALS, _GRAPHS)
     if extras.vocabulary is not VocabularyParallel.NONE:

@@ -1,0 +1,144 @@
+"""Forward and backward passes that run as one (``--overlap-moe-expert-parallel-comm``).
+
+By Megatron's own schedule plans, under schedules of ours: the same to the last bit as under stock's
+interleaved, with the flag and without. Weights are drawn by their names, so that a model starts
+alike wherever its stages lie.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from megatron.core import parallel_state
+
+from megatron_ext.adapter.pairs.planned_stage import PlannedStage
+from scripts.pretrain_gpt import model_provider
+from tests.helpers.callers import draw_by_name, named_parameters
+from tests.helpers.combinations import at_night
+from tests.helpers.covered import covers
+from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train
+from tests.helpers.plans_on_cpu import use_plans
+from tests.helpers.ranks import HANGS, run_ranks, values
+
+RANKS = 4
+Flags = dict[str, object]
+
+MODEL: Flags = {
+    "pipeline_model_parallel_size": 2,
+    "expert_model_parallel_size": 2,
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 32,
+    "moe_aux_loss_coeff": 1e-2,
+    "moe_token_dispatcher_type": "alltoall",
+    "disable_bias_linear": True,
+    "untie_embeddings_and_output_weights": True,
+    "bf16": True,
+    "train_iters": 2,
+}
+PAIRS: Flags = {"overlap_moe_expert_parallel_comm": True}
+LOOP: Flags = {"num_virtual_stages_per_pipeline_rank": 2}
+PP4: Flags = {"pipeline_model_parallel_size": 4, "num_layers": 8}
+DENSE: Flags = {"moe_layer_freq": "[0,1,1,1]"}
+PREDICTION: Flags = {"mtp_num_layers": 1, "position_embedding_type": "rope"}
+SHARED: Flags = {"moe_shared_expert_intermediate_size": 32}
+SELECTIVE: Flags = {
+    "recompute_granularity": "selective",
+    "recompute_modules": ("core_attn", "layernorm"),
+}
+SHARDED: Flags = {
+    "use_distributed_optimizer": True,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+}
+PER_TOKEN: Flags = {"calculate_per_token_loss": True}
+EVALUATED: Flags = {"eval_iters": 1, "eval_interval": 1}
+
+
+def drawn_by_name(*args: Any, **kwargs: Any) -> Any:
+    """A chunk whose matrices are drawn by their names in the whole model. Experts are numbered
+    through all ranks."""
+    model = model_provider(*args, **kwargs)
+    ranks = parallel_state.get_expert_model_parallel_world_size()
+    of_a_rank = 4 // ranks
+    first = parallel_state.get_expert_model_parallel_rank() * of_a_rank
+
+    def renamed(name: str) -> str:
+        return re.sub(r"(?<=local_experts\.)\d+", lambda number: str(int(number[0]) + first), name)
+
+    matrices = named_parameters(model)
+    draw_by_name((renamed(name), matrix) for name, matrix in matrices if matrix.dim() > 1)
+    return model
+
+
+def run(ranks: int, flags: Flags) -> list[Run]:
+    return train(ranks, model_flags(**flags), model_provider=drawn_by_name)
+
+
+def count_pairs() -> None:
+    """In a forked process, whose ranks then check that passes ran as one."""
+    beside, complete = PlannedStage.forward_beside, PlannedStage.gradients_complete
+    ran: list[int] = []
+
+    def forward_beside(stage: Any, *args: Any) -> Any:
+        ran.append(1)
+        return beside(stage, *args)
+
+    def gradients_complete(stage: Any) -> None:
+        assert ran, "no pair has run"
+        complete(stage)
+
+    PlannedStage.forward_beside = forward_beside  # type: ignore[method-assign]
+    PlannedStage.gradients_complete = gradients_complete  # type: ignore[method-assign]
+
+
+def compare(ranks: int, flags: Flags, schedules: tuple[str, ...], combined: bool) -> None:
+    def on_ranks(rank: int) -> list[list[Run]]:
+        use_plans()
+        runs = [run(ranks, MODEL | LOOP | flags)]
+        if combined:
+            runs.append(run(ranks, MODEL | LOOP | PAIRS | flags))
+        count_pairs()
+        for schedule in schedules:
+            virtual = LOOP if schedule.startswith("interleaved") else {}
+            ours: Flags = {"pipeline_schedule": schedule}
+            runs.append(run(ranks, MODEL | virtual | PAIRS | flags | ours))
+        return runs
+
+    ((stocks, *others),) = values(run_ranks(1, on_ranks, timeout=2 * HANGS, connect=False))
+    assert len(losses(stocks)) == 2
+    for runs in others:
+        assert_same(runs, stocks)
+
+
+ALL = ("interleaved", "interleaved-zb", "zb-v", "dualpipe-v")
+
+
+def case(
+    name: str, flags: Flags, *schedules: str, ranks: int = RANKS, combined: bool = True
+) -> Any:
+    """``combined``: compared with stock's own pairs, too."""
+    marks = covers("A", schedules, MODEL | PAIRS | flags)
+    return pytest.param(ranks, flags, schedules, combined, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags", "schedules", "combined"),
+    [
+        case("a V", {}, "zb-v", combined=False),
+        *at_night(
+            case("all", EVALUATED, *ALL),
+            case("four stages", PP4, *ALL, ranks=8),
+            case("a dense layer, a shared expert, recompute", DENSE | SHARED | SELECTIVE, *ALL),
+            case("multi-token prediction", PREDICTION, *ALL),
+            case("distributed optimizer", SHARDED, *ALL),
+            case("loss per token", PER_TOKEN, *ALL),
+        ),
+    ],
+)
+def test_trainings_are_stocks_to_the_last_bit(
+    ranks: int, flags: Flags, schedules: tuple[str, ...], combined: bool
+) -> None:
+    compare(ranks, flags, schedules, combined)
