@@ -216,7 +216,10 @@ MODELS: dict[str, tuple[int, Flags]] = {
         },
     ),
 }
-PLACED = ("zb-v", "v-half", "interleaved", "interleaved-zb", "slimpipe", "breadth-first")
+PLACED = (
+    *("zb-v", "v-half", "interleaved", "interleaved-zb", "slimpipe", "breadth-first"),
+    *("gis", "hanayo:waves=1", "dualpipe-v", "v-auto", "loop-auto"),
+)
 SAME = [
     *((model, "zb-h1") for model in MODELS),
     *(("grouped queries", schedule) for schedule in ("gpipe", "2bp", "zb-2p", "zb-auto", *PLACED)),
