@@ -36,6 +36,7 @@ Rows = tuple[tuple[Action, ...], ...]
     mark=Mark.STABLE,
     takes_slices=True,
     aliases=("ScheduleInterleaved1F1B", "Interleaved1F1B", "slimpipe"),
+    keeps_pairs=True,
 )
 def interleaved(problem: Problem, *, group: int = 0) -> Schedule:
     """Megatron's interleaved 1F1B, action for action; ``group`` (0: p) is its microbatch group size
@@ -154,6 +155,7 @@ def _units(problem: Problem, u: int, backward: Kind) -> Rows:
     uses_costs=True,
     takes_slices=True,
     aliases=("ScheduleInterleavedZeroBubble", "InterleavedZeroBubble"),
+    keeps_pairs=True,
 )
 def interleaved_zb(problem: Problem, *, group: int = 0) -> Schedule:
     """The order of `interleaved` with the backward split and W put off into the bubbles, as far as
@@ -234,6 +236,7 @@ def gis_h(problem: Problem) -> Schedule:
     fits_recompute=True,
     takes_slices=True,
     at_once=partial(best_known, "loop-auto"),
+    keeps_pairs=True,
 )
 def loop_auto(problem: Problem) -> Schedule:
     """Least makespan within the memory limit (without one: p microbatches), the backward split;

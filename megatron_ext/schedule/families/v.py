@@ -33,6 +33,7 @@ Pass = tuple[int, Kind]  # chunk, kind
     steps_overlap=True,
     takes_slices=True,
     aliases=("ScheduleZBVZeroBubble", "ZBVZeroBubble"),
+    keeps_pairs=True,
 )
 def zb_v(problem: Problem) -> Schedule:
     """No bubble in the span where F, I and W cost the same; (p-1)F/2 in the makespan, as the first
@@ -162,6 +163,7 @@ def one_forward_one_backward_v(problem: Problem) -> Schedule:
     splits_backward=True,
     takes_slices=True,
     aliases=("ScheduleDualPipeV", "DualPipeV"),
+    keeps_pairs=True,
 )
 def dualpipe_v(problem: Problem) -> Schedule:
     """F of one chunk beside B of the other all along; W apart where it fills a gap. Peak p + 1/2.

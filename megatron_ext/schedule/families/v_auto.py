@@ -22,6 +22,7 @@ from megatron_ext.schedule.search.best import best_known, best_schedule
     steps_overlap=True,
     fits_recompute=True,
     takes_slices=True,
+    keeps_pairs=True,
     at_once=partial(best_known, "v-auto"),
 )
 def v_auto(problem: Problem) -> Schedule:
