@@ -420,7 +420,7 @@ def run(*args: str) -> str:
 def test_commands(tmp_path: Path) -> None:
     csv = tmp_path / "x.csv"
     asked = ("dualpipe-v", "--pp", "4", "-m", "16", "--pairs", "--costs", COSTS)
-    told = run("simulate", *asked, "--csv", str(csv))
+    told = run("simulate", *asked, "--csv", str(csv), "--plot", str(tmp_path / "x.svg"))
     assert "pairs of passes" in told
     assert "of 128" in told
     data = json.loads(run("simulate", *asked, "--json"))
