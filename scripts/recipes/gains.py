@@ -82,7 +82,7 @@ class Gains:
 
 def gains_of(configuration: Configuration) -> Gains:
     """Raises ValueError if the line cannot be planned."""
-    work, room = _work(configuration), USED * DATA_SHEETS[configuration.gpu].memory
+    work, room = work_of(configuration), USED * DATA_SHEETS[configuration.gpu].memory
     lines = _compared(configuration, work, room, 0)
     assert lines.bound is not None
     less = lines
@@ -134,7 +134,7 @@ def _rule(configuration: Configuration) -> Callable[[int], Layout]:
     return layout
 
 
-def _work(configuration: Configuration) -> Work:
+def work_of(configuration: Configuration) -> Work:
     rates = GPUS[configuration.gpu].rates(configuration.execution.precision)
     work = estimated_work(
         configuration.model,
