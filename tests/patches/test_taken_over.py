@@ -39,6 +39,8 @@ CASES: dict[str, tuple[dict[str, str], bool]] = {
     ),
     "cross_entropy_loss_fusion": ({"schedule": "zb-v", "vocab_parallel": "2"}, True),
     "tp_comm_overlap": ({"schedule": "zb-h1"}, True),
+    "hidden_dropout": ({"schedule": "1f1b", "slices": "4"}, True),
+    "attention_dropout": ({"schedule": "zb-v", "slices": "4"}, True),
 }
 
 

@@ -67,6 +67,8 @@ def _check_slices(choice: Choice, problem: Problem) -> None:
 def _shortest_with_recompute(choice: Choice, problem: Problem) -> Program:
     """The shortest of what the family makes within looser limits than the problem's, and recompute
     brings within that."""
+    if choice.searches and problem.slices.count > 1:
+        choice = choice.without_search  # not a search for each limit
     tried: set[Schedule] = set()
     programs: list[Program] = []
     refusal: ValueError | None = None
@@ -175,7 +177,7 @@ def _for_training(problem: Problem) -> list[Transform]:
 
 def _places_recompute(choice: Choice, problem: Problem) -> bool:
     """Whether the family itself chooses what is made again."""
-    is_whole = problem.slices.count == 1  # of slices nothing is searched for
+    is_whole = problem.slices.count == 1  # a search of slices makes none again
     return choice.fits_recompute and problem.extras.recompute.fit and is_whole
 
 

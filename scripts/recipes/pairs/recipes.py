@@ -93,7 +93,8 @@ def _candidate(recipe: Recipe) -> Candidate:
 def compare(candidate: Candidate) -> Result:
     """Raises ValueError where its own line cannot be planned."""
     configuration = candidate.configuration
-    work, room = work_of(configuration), USED * DATA_SHEETS[configuration.gpu].memory
+    work = work_of(configuration, configuration.execution)
+    room = USED * DATA_SHEETS[configuration.gpu].memory
     rates = GPUS[configuration.gpu].rates(configuration.execution.precision)
     own = Layout(configuration.layers)
     chunks = sorted({*_STOCK_CHUNKS, own.stages // configuration.ranks})
