@@ -147,10 +147,10 @@ def _works(configuration: Configuration) -> list[Work]:
     """Its own first."""
     own = configuration.execution
     others = (option.in_execution(own) for option in configuration.recompute)
-    return [_work(configuration, execution) for execution in (own, *others)]
+    return [work_of(configuration, execution) for execution in (own, *others)]
 
 
-def _work(configuration: Configuration, execution: Execution) -> Work:
+def work_of(configuration: Configuration, execution: Execution) -> Work:
     rates = GPUS[configuration.gpu].rates(execution.precision)
     work = estimated_work(
         configuration.model,
