@@ -296,7 +296,12 @@ def _layouts(read: ReadLine) -> LaidOut | None:
     assert line.own is not None
     try:
         return lay_out(
-            line, read.validated, line.own, read.room, tries_recompute=read.measured is None
+            line,
+            read.validated,
+            line.own,
+            read.room,
+            tries_recompute=read.measured is None,
+            costs=read.costs,
         )
     except ValueError:  # the line itself cannot be trained, as its own row says
         return None
@@ -305,7 +310,7 @@ def _layouts(read: ReadLine) -> LaidOut | None:
 def _with_plan(layouts: LaidOut | None, read: ReadLine, plan: Plan) -> LaidOut | None:
     from megatron_ext.launch_check.alternatives.layouts import with_plan
 
-    return layouts and with_plan(layouts, read.variants, read.validated, plan)
+    return layouts and with_plan(layouts, read.variants, read.validated, plan, read.costs)
 
 
 def _settings(asked: Asked) -> PipelineConfig:
