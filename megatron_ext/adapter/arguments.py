@@ -175,6 +175,8 @@ def problems(args: Any, config: PipelineConfig) -> list[Problem]:
         costs = costs_of_arguments(args, placement, measured)
     else:
         costs = parse_costs(config.costs.text, placement)
+        if config.slices > 1 and not costs.attention:
+            costs = costs.with_attention_of(costs_of_arguments(args, placement))
     if args.mtp_num_layers and not args.untie_embeddings_and_output_weights:
         costs = with_input_gradient(costs)  # `head_is_looked_up`
     return [config.problem(placement, m, costs) for m in _microbatches_of_steps(args)]

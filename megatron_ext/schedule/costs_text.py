@@ -25,8 +25,8 @@ _COPIES = ("d2h", "h2d")
 _LINK = ("link", "duplex")
 # What a training adds that measures: model/measured/file.py reads it.
 _MEASURED = ("links", "reserved", "layers")
-# What slices of a sequence ask for: which share of passes is attention's, and what of a hop stays.
-_SLICES = ("attention", "latency")
+# What slices ask for: which share of passes is attention's, and what of a hop and of a pass stays.
+_SLICES = ("attention", "latency", "launch")
 
 _SINGLE = (Held.LOGITS.value, Held.MESSAGE.value)  # bytes that are one figure, of no stage
 
@@ -46,6 +46,8 @@ def format_costs(costs: Costs) -> str:
         parts.append(f"attention={_joined(costs.attention)}")
     if costs.latency:
         parts.append(f"latency={costs.latency:.4g}")
+    if any(costs.launch):
+        parts.append(f"launch={_joined(costs.launch)}")
     if costs.vocabulary is not None:
         given = {"head": costs.vocabulary.head, "embedding": costs.vocabulary.embedding}
         parts += [f"{key}={_joined(figures)}" for key, figures in given.items() if any(figures)]
@@ -100,8 +102,9 @@ def parse_costs(text: str, placement: Placement) -> Costs:
     pass to the host and back (one figure, or one per stage; h2d is d2h if left out), ``link=2`` is
     how many ranks in a row share a link to the host, and ``duplex=0`` that a link carries one
     direction at a time. For slices of a sequence, ``attention=0.3`` is the share of f, and of i and
-    w together, that grows with the square of the sequence, and ``latency=0.1`` what of comm a short
-    message takes, too. The inverse of `format_costs`.
+    w together, that grows with the square of the sequence, ``latency=0.1`` what of comm a short
+    message takes, too, and ``launch=0.1`` what of f, and of i, a short pass does. The inverse of
+    `format_costs`.
 
     Raises:
         ValueError: neither, a figure missing, negative or given twice.
@@ -158,9 +161,23 @@ def _with_slices(costs: Costs, figures: Mapping[str, Any], what: str) -> Costs:
             f"costs {what}: latency is one figure, and a part of comm, which is {costs.hop:g}; it "
             f"is {_joined(latency)}"
         )
-    if len(shares) == 1:
-        shares = shares * costs.stages
-    return replace(costs, attention=tuple(map(float, shares)), latency=float(latency[0]))
+    launch = given.get("launch", [])
+    if len(launch) not in (0, 1, costs.stages):
+        raise ValueError(
+            f"costs {what}: launch is a part of f and of i, one or one per stage, not "
+            f"{_joined(launch)}"
+        )
+    return replace(
+        costs,
+        attention=_of_all(shares, costs.stages),
+        latency=float(latency[0]),
+        launch=_of_all(launch, costs.stages),
+    )
+
+
+def _of_all(figures: Sequence[float], stages: int) -> tuple[float, ...]:
+    """``figures``, one for all stages or one for each."""
+    return tuple(map(float, figures)) * (stages if len(figures) == 1 else 1)
 
 
 def _with_vocabulary(
@@ -222,7 +239,7 @@ def load_costs(path: Path, placement: Placement) -> Costs:
     likewise. ``head`` and ``embedding`` are lists as in `parse_costs`, and ``bytes`` may have
     ``logits``, one figure: what the last stage holds beside its layers, ``message``: what goes from
     stage to stage, and ``keys and values``, given like ``activation``, whose part they are.
-    ``attention``, ``latency``, ``d2h``, ``h2d``, ``link`` and ``duplex`` are those of
+    ``attention``, ``latency``, ``launch``, ``d2h``, ``h2d``, ``link`` and ``duplex`` are those of
     `parse_costs`, and ``origin`` is a text for people.
 
     Raises:
@@ -319,6 +336,8 @@ def save_costs(costs: Costs, path: Path, measured: Mapping[str, Any] | None = No
         data["attention"] = rounded(costs.attention)
     if costs.latency:
         data["latency"] = rounded([costs.latency])[0]
+    if any(costs.launch):
+        data["launch"] = rounded(costs.launch)
     for key in _PARTS:
         if any(figures := getattr(vocabulary, key)):
             data[key] = rounded(figures)
