@@ -17,7 +17,7 @@ from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.plan.full_recompute import FullRecompute
 from megatron_ext.schedule.plan.long_sequences import EQUAL, LongSequences, Row, shortest_slice
 from megatron_ext.schedule.plan.plan_report import VocabularyRow
-from megatron_ext.schedule.plan.planner import Candidate, Plan, VocabMethod
+from megatron_ext.schedule.plan.planner import Candidate, Plan, VocabMethod, without_figures
 from megatron_ext.schedule.plan.recommendation import Recommendation, slower_by
 from megatron_ext.schedule.problem import Offload, Problem
 from megatron_ext.schedule.slices import LONG_ENOUGH
@@ -60,7 +60,7 @@ def _print_refusals(refusals: Iterable[tuple[str, VocabMethod, str]]) -> None:
     """Print one line for all schedules that are refused for the same reason."""
     names: dict[str, dict[str, list[VocabMethod]]] = {}
     for name, method, why in refusals:
-        reason = why.removeprefix(f"{name}: ")
+        reason = without_figures(why.removeprefix(f"{name}: "))
         names.setdefault(reason, {}).setdefault(name, []).append(method)
     for why, alike in names.items():
         text = ", ".join(name + _in_brackets(methods) for name, methods in alike.items())

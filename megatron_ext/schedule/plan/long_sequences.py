@@ -27,7 +27,10 @@ LONG = 2 * LONG_ENOUGH  # tokens of a sequence from which on slices are worth a 
 COUNTS = (2, 4, 8)
 # Those that are compared with slices: SlimPipe's order is interleaved's where slices are a multiple
 # of ranks.
-SPECS = ("1f1b", "interleaved", "zb-h1", "zb-auto", "zb-v", "v-half", "v-min")
+SPECS = (
+    *("1f1b", "interleaved", "interleaved-zb", "zb-h1", "zb-auto"),
+    *("zb-v", "v-half", "v-min"),
+)
 WHOLE, FULL_RECOMPUTE = "whole sequences", "--recompute-granularity full"
 EQUAL = 0.02  # of a step: what no estimate tells apart
 _SECONDS = 3.0  # to build a program that is compared here
@@ -141,8 +144,8 @@ class LongSequences:
 
     @property
     def refused(self) -> dict[str, str]:
-        """Why there is nothing of a way."""
-        return {way.words: way.why_not for way in self.ways if not way.candidates}
+        """Why there is nothing of a way; the same of each number of slices."""
+        return {way.words: _of_any_number(way) for way in self.ways if not way.candidates}
 
     def as_data(self) -> dict[str, Any]:
         """As ``--json`` prints it."""
@@ -153,6 +156,12 @@ class LongSequences:
             "flags": self.flags,
             "dropped": self.dropped,
         }
+
+
+def _of_any_number(way: Way) -> str:
+    flag, words = "--pipeline-slices", "slices"
+    why = way.why_not.replace(f"{flag} {way.slices}", flag)
+    return why.replace(f"{way.slices} {words}", words)
 
 
 def context_parallel(ranks: int, copies: int) -> str:
