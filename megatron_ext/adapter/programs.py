@@ -30,6 +30,7 @@ from megatron.core.utils import log_single_rank
 from megatron_ext.adapter.compatibility import refuse_order
 from megatron_ext.adapter.dimensions import basis_of_model, costs_of_model, rates_in_file
 from megatron_ext.adapter.model_parts import ChunkSize, is_trained, size_of
+from megatron_ext.adapter.pairs.asked import asks_for_pairs
 from megatron_ext.adapter.taken_over.groups import with_megatrons_group
 from megatron_ext.adapter.training_globals import ramps_up_to
 from megatron_ext.config import PipelineConfig, flag
@@ -161,6 +162,8 @@ class Programs:
                         f"{flag('costs')} {source} does not tell attention from the rest of a "
                         f"pass: the lengths of slices are by its estimated share"
                     )
+        if self._config.slices > 1:
+            costs = costs.with_keys_values_of(config.context_parallel_size)
         return with_input_gradient(costs) if per_stage[-1].head_is_looked_up else costs
 
     def _set_costs(self, shape: Shape, costs: Costs) -> None:
@@ -247,7 +250,13 @@ class Programs:
         """
         placement = self.choice.place(pipeline.size())
         problem = replace(
-            self._config.problem(placement, microbatches, self.costs[shape], forward_only),
+            self._config.problem(
+                placement,
+                microbatches,
+                self.costs[shape],
+                forward_only,
+                pairs=asks_for_pairs(config),
+            ),
             first_trained=first_trained,
         )
         with telling_of_long_work(dist.get_rank()):

@@ -18,7 +18,7 @@ from megatron_ext.schedule.plan.full_recompute import FullRecompute
 from megatron_ext.schedule.plan.long_sequences import EQUAL, LongSequences, Row, shortest_slice
 from megatron_ext.schedule.plan.plan_report import VocabularyRow
 from megatron_ext.schedule.plan.planner import Candidate, Plan, VocabMethod, without_figures
-from megatron_ext.schedule.plan.recommendation import Recommendation, slower_by
+from megatron_ext.schedule.plan.recommendation import Recommendation, made_again, slower_by
 from megatron_ext.schedule.problem import Offload, Problem
 from megatron_ext.schedule.slices import LONG_ENOUGH
 
@@ -121,8 +121,8 @@ def print_full_recompute(compared: FullRecompute) -> None:
     if instead is None:
         typer.echo("nothing else fits into that")
         return
-    share = instead.report.made_again
-    how = f", {share:.0%} made again in bubbles (--pipeline-recompute fit)" if share else ""
+    again = made_again(instead)
+    how = f"{again} (--pipeline-recompute fit)" if again else ""
     typer.echo(f"in no more than that {_told(instead)} ({slower_by(instead, taken):+.1%}){how}")
 
 

@@ -14,6 +14,7 @@ from megatron_ext.commands.options import (
     UNIT,
     CostsText,
     HtmlPage,
+    InPairs,
     Json,
     Limit,
     Microbatches,
@@ -97,6 +98,7 @@ def simulate(
     ] = "none",
     slices: SliceCount = 1,
     slice_lengths: SliceLengths = Lengths.EVEN.value,
+    pairs: InPairs = False,
     post_validation: PostValidation = False,
     steps: Annotated[
         int,
@@ -162,6 +164,7 @@ def simulate(
             recompute=parse_recompute(recompute, "--recompute"),
             post_validation=post_validation,
             slices=Slices(slices, parse_lengths(slice_lengths, "--slice-lengths")),
+            pairs=pairs,
         )
         with showing_progress():
             asked = _Asked(pp, microbatches, costs, memory_limit, extras)
@@ -263,6 +266,8 @@ def _of_schedule(made: ScheduleReport) -> dict[str, Any]:
         rows["peak on the host"] = _of_ranks(made.host_microbatches)
     if made.made_again:
         rows["made again"] = f"{made.made_again:.0%} of the activations"
+    if made.pairs:
+        rows["pairs of passes"] = f"{made.pairs} of {made.microbatches * made.pp * made.vpp}"
     rows["results"] = _results(made)
     rows["made in"] = f"{made.generation_seconds:.2g} s"
     return rows

@@ -7,7 +7,7 @@ together: a fused backward B costs I + W. Their text form is in costs_text.py.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megatron_ext.schedule.action import Action, Kind, Slice, tokens_of
@@ -100,6 +100,9 @@ class Costs:
             where that is nothing.
         keys_values: bytes per stage of a microbatch's keys and values, which are part of the
             activation; () where that is not known.
+        hidden: seconds that a forward pass and a backward pass take less side by side (`Pair`) than
+            one after the other. By the backward pass's kind, I or B, a row per stage of F, with a
+            figure per stage of the backward pass. Where B is not told, I's; {} is nothing.
         whole: of costs whose vocabulary is shared by the ranks, what they were before.
         origin: how these figures came about, for people to read.
     """
@@ -120,6 +123,7 @@ class Costs:
     keys_values: tuple[float, ...] = ()
     latencies: tuple[float, ...] = ()
     launch: tuple[float, ...] = ()
+    hidden: Mapping[Kind, tuple[tuple[float, ...], ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not any(map(any, self.seconds.values())):
@@ -220,6 +224,21 @@ class Costs:
             keys_values=self.keys_values or estimate.keys_values,
         )
 
+    def with_keys_values_of(self, ranks: int) -> Costs:
+        """These costs where each of so many context-parallel ranks has the keys and values of all
+        of them, as with slices."""
+        if ranks == 1 or not self.keys_values or self.held_bytes is None:
+            return self
+        activation = tuple(
+            whole + (ranks - 1) * own
+            for whole, own in zip(self.held_bytes[Held.ACTIVATION], self.keys_values, strict=True)
+        )
+        return replace(
+            self,
+            held_bytes={**self.held_bytes, Held.ACTIVATION: activation},
+            keys_values=tuple(ranks * own for own in self.keys_values),
+        )
+
     @cached_property
     def _of_layers(self) -> Mapping[Kind, tuple[float, ...]]:
         """Seconds without the vocabulary's: asked for of every pass of a slice."""
@@ -239,6 +258,18 @@ class Costs:
     def spared_on(self, stage: int) -> float:
         """Seconds that I and W of ``stage`` take less, one right after the other."""
         return self.spared[stage] if self.spared else 0.0
+
+    def saved_by(self, forward: Action, backward: Action) -> float:
+        """Seconds that the two take less side by side: no more than the shorter of them takes."""
+        table = self.hidden.get(backward.kind) or self.hidden.get(Kind.BACKWARD_INPUT)
+        if table is None:
+            return 0.0
+        hidden = table[forward.stage][backward.stage]
+        return min(hidden, self.of(forward), self.of(backward))
+
+    def of_pair(self, forward: Action, backward: Action) -> float:
+        """Seconds of the two, side by side."""
+        return self.of(forward) + self.of(backward) - self.saved_by(forward, backward)
 
     def per_rank(self, placement: Placement) -> Costs:
         """The same work with each rank's chunks in one stage, as on a line."""

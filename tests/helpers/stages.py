@@ -21,6 +21,7 @@ from megatron_ext.runtime.messages.channels import Channels
 from megatron_ext.runtime.messages.transport import Boundary, Transport
 from megatron_ext.runtime.post_validation.actions import Validation
 from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.stage import Backward
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.build import build_program
@@ -213,6 +214,11 @@ class LinearStage:
     def backward_input(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
         self._begin(Kind.BACKWARD_INPUT, microbatch)
         return self._input_gradient(microbatch, dy)
+
+    def forward_beside(
+        self, microbatch: int, x: Tensor | None, backward: Backward
+    ) -> tuple[Tensor, Tensor | None]:
+        return self.forward(microbatch, x), backward.run()
 
     def backward_weight(self, microbatch: int) -> None:
         self._begin(Kind.BACKWARD_WEIGHT, microbatch)

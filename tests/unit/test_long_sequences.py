@@ -12,6 +12,7 @@ import pytest
 from megatron_ext.schedule.action import Action, Kind, Slice
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import format_costs, parse_costs
+from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.model.estimate import estimate
 from megatron_ext.schedule.model.execution import Execution
 from megatron_ext.schedule.model.gpus import GPUS, LATENCIES, LAUNCH
@@ -147,6 +148,17 @@ def test_costs_that_do_not_tell_attention_have_it_estimated() -> None:
     assert told.origin == "given; attention in estimated proportions"
     apart = parse_costs("f=1,i=1,w=1,attention=0", line(2))
     assert apart.with_attention_of(estimated) is apart
+
+
+def test_context_parallel_ranks_have_all_keys_and_values_of_slices() -> None:
+    """Of whole sequences each has its own share."""
+    costs = costs_of(("*-", "*-"))
+    gathered = costs.with_keys_values_of(4)
+    assert costs.held_bytes is not None and gathered.held_bytes is not None
+    more = gathered.held_bytes[Held.ACTIVATION][0] - costs.held_bytes[Held.ACTIVATION][0]
+    assert more == 3 * costs.keys_values[0] == 3 * 2 * TOKENS * WIDTH * 2
+    assert gathered.keys_values[0] == 4 * costs.keys_values[0]
+    assert costs.with_keys_values_of(1) is costs
 
 
 # ---- What they are compared with
