@@ -178,9 +178,8 @@ def print_long_sequences(made: LongSequences) -> None:
     best = made.best
     if best is None:
         return
-    print_short_slices(
-        [row.made.variant.problem for row in made.rows if row.made.report.slices > 1], made.tokens
-    )
+    sliced = [row.made.variant.problem for row in made.rows if row.made.report.slices > 1]
+    print_short_slices(sliced, made.of_rank)
     typer.echo(f"\n{_gain_of_slices(best, made)}")
     if made.flags:
         instead = f"\n  in place of {' '.join(made.dropped)}" if made.dropped else ""

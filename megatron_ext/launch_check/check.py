@@ -318,7 +318,7 @@ def _say_what_slices_give(
     parsed.padded_vocab_size = args.padded_vocab_size
     methods = frozenset([VocabMethod.NAIVE])
     line = LineVariants(parsed, spec, args.world_size, methods, None, spec.schedule)
-    text = what_slices_give(line, args.seq_length, room)
+    text = what_slices_give(line, args.seq_length // args.context_parallel_size, room)
     if text is not None:
         fix = "megatron-ext plan -- LINE compares them with recompute and context parallelism"
         report.add(Verdict.REMARK, "slices", text, fix)

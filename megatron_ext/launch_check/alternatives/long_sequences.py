@@ -53,7 +53,13 @@ def long_sequences(read: ReadLine, plan: Plan, own: Candidate | None) -> LongSeq
         ways += _of_other_settings(read)
     counts = [count for count in COUNTS if count != asked]
     ways += ways_with_slices(lambda cut: line.with_slices(cut).variant, room, counts)
-    made = LongSequences(args.seq_length, own or _as_it_stands(line), tuple(ways), room)
+    made = LongSequences(
+        args.seq_length,
+        own or _as_it_stands(line),
+        tuple(ways),
+        room,
+        args.context_parallel_size,
+    )
     best = made.best
     if best is None or best is own:
         return made
@@ -87,19 +93,20 @@ def _as_it_stands(line: LineVariants) -> Candidate | None:
 
 
 def what_slices_give(line: LineVariants, tokens: int, room: float | None) -> str | None:
-    """What a line of sequences of so many ``tokens`` would take with slices under its own schedule
-    or another simple one, and what to write; None where that is nothing, or cannot be had.
+    """What a line would take with slices under its own schedule or another simple one, and what to
+    write; None where that is nothing, or cannot be had.
 
     Args:
+        tokens: of a sequence on a rank.
         room: bytes that a rank may take; None: not known.
     """
-    own = _as_it_stands(line)
-    if own is None or tokens < LONG:
+    counts = [count for count in COUNTS if count * LONG_ENOUGH <= tokens]
+    own = _as_it_stands(line) if counts else None
+    if own is None:
         return None
-    count = max(count for count in COUNTS if count * LONG_ENOUGH <= tokens)
     specs = [name for name in (own.family, *_SIMPLE) if entry_of(name).takes_slices]
     (way,) = ways_with_slices(
-        lambda cut: line.with_slices(cut).variant, room, [count], list(dict.fromkeys(specs))
+        lambda cut: line.with_slices(cut).variant, room, counts[-1:], list(dict.fromkeys(specs))
     )
     made, fits = way.shortest, room is None or own.fullest is None or own.fullest <= room
     if made is None or (fits and slower_by(own, made) < EQUAL):

@@ -92,6 +92,7 @@ class LongSequences:
         tokens: of a sequence.
         own: the launch as it stands; None where that is not known.
         room: bytes that a rank may take; None: not known.
+        sharing: context-parallel ranks, which share each slice.
         flags: for `best`, if there is one.
         dropped: Megatron's flags that go for it.
     """
@@ -100,8 +101,14 @@ class LongSequences:
     own: Candidate | None
     ways: tuple[Way, ...]
     room: float | None = None
+    sharing: int = 1
     flags: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
+
+    @property
+    def of_rank(self) -> int:
+        """Tokens of a sequence on a rank."""
+        return self.tokens // self.sharing
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -134,7 +141,7 @@ class LongSequences:
     @property
     def best(self) -> Candidate | None:
         """The shortest step with slices that kernels are as fast on as on whole sequences."""
-        most = self.tokens // LONG_ENOUGH
+        most = self.of_rank // LONG_ENOUGH
         return shortest_of(way for way in self.ways if 1 < way.slices <= most)
 
     @property
@@ -151,7 +158,7 @@ class LongSequences:
         """As ``--json`` prints it."""
         return {
             "tokens": self.tokens,
-            "ways": [_as_data(row, self.tokens) for row in self.rows],
+            "ways": [_as_data(row, self.of_rank) for row in self.rows],
             "refused": self.refused,
             "flags": self.flags,
             "dropped": self.dropped,
@@ -208,7 +215,8 @@ def long_sequences(training: Training, plan: Plan, room: float | None) -> LongSe
         ways += _of_other_settings(training, room)
     counts = [count for count in COUNTS if count != asked.count]
     ways += ways_with_slices(lambda cut: replace(training, slices=cut).variant, room, counts)
-    made = LongSequences(tokens, None, tuple(ways), room)
+    sharing = training.execution.context_parallel
+    made = LongSequences(tokens, None, tuple(ways), room, sharing)
     if made.best is None:
         return made
     return replace(made, flags=flags_of(made.best, len(training.model.layers)))
