@@ -188,7 +188,7 @@ def print_long_sequences(made: LongSequences) -> None:
 
 def _row_of_sequences(row: Row) -> dict[str, Any]:
     report, fullest = row.made.report, row.made.fullest
-    excess = "" if row.fits else ", which does not fit"
+    excess = "" if row.fits else ", too much"
     return {
         "": row.words,
         "schedule": report.schedule,
@@ -197,7 +197,7 @@ def _row_of_sequences(row: Row) -> dict[str, Any]:
         "step": row.made.step,
         "gain": "" if row.gain is None else f"{row.gain:+.1%}",
         "bubble": f"{report.bubble_share_makespan:.1%}",
-        "peak microbatches": report.peak,
+        "peak microbatches": f"{report.peak:.3g}",
         "fullest rank": "" if fullest is None else gib(fullest) + excess,
     }
 

@@ -244,7 +244,8 @@ def test_what_slices_would_give_is_said() -> None:
     (remark,) = [text for text in told(checked(**sizes), Verdict.REMARK) if "slices:" in text]
     assert re.match(
         r"slices: with --pipeline-schedule \S+ --pipeline-slices 4 --pipeline-slice-lengths "
-        r"balanced a step is predicted to take -\d+\.\d%: [\d.]+% bubbles in place of [\d.]+%, .* GiB",
+        r"balanced a step is predicted to take -\d+\.\d%: [\d.]+% bubbles in place of [\d.]+%, "
+        r".* GiB on the fullest rank in place of .* GiB",
         remark,
     ), remark
     assert "megatron-ext plan -- LINE compares them" in remark

@@ -113,10 +113,11 @@ class LongSequences:
     @property
     def rows(self) -> tuple[Row, ...]:
         """The launch as it stands, then of each way what takes least time, and what holds least
-        while it takes no longer than the launch, if that is much less."""
+        while it takes no longer than the launch does, if that is much less."""
         rows = [] if self.own is None else [self._row("the line as it is", self.own)]
+        step = None if self.own is None else self.own.step
         for way in self.ways:
-            shortest, leanest = way.shortest, way.leanest(self._step)
+            shortest, leanest = way.shortest, way.leanest(step)
             if shortest is None:
                 continue
             rows.append(self._row(way.words, shortest))
@@ -129,11 +130,6 @@ class LongSequences:
         is_own = made is self.own
         gain = None if self.own is None or is_own else slower_by(self.own, made)
         return Row(words, made, gain, self._fits(made))
-
-    @property
-    def _step(self) -> float | None:
-        """What the launch takes, if it can be launched."""
-        return None if self.own is None or not self._fits(self.own) else self.own.step
 
     def _fits(self, made: Candidate) -> bool:
         return self.room is None or made.fullest is None or made.fullest <= self.room
