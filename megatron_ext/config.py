@@ -573,11 +573,12 @@ def _arguments(argv: Sequence[str]) -> dict[str, str | bool | None]:
 
 def settings_given(argv: Sequence[str]) -> bool:
     """Whether one of our flags is in a script's command line."""
-    return any(_is_flag(word, name) for name in _settings() for word in argv)
+    return any(says(argv, name) for name in _settings())
 
 
-def _is_flag(word: str, name: str) -> bool:
-    return word.split("=")[0] == flag(name)
+def says(argv: Sequence[str], name: str) -> bool:
+    """Whether a script's command line has the flag of the setting ``name``."""
+    return any(word.split("=")[0] == flag(name) for word in argv)
 
 
 def flags_from_environment(
@@ -600,7 +601,7 @@ def flags_from_environment(
     added: list[str] = []
     overruled: list[str] = []
     for name, value in values.items():
-        if not any(_is_flag(word, name) for word in argv):
+        if not says(argv, name):
             added += _as_words(name, value)
         elif written[name] != value:
             overruled.append(

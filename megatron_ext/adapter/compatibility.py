@@ -12,7 +12,6 @@ from megatron_ext.adapter.refusals import (
     PAIRS_REFUSALS,
     POST_VALIDATION_REFUSALS,
     RECOMPUTE_REFUSALS,
-    RECOMPUTED_SLICES_REFUSALS,
     REFUSALS,
     SLICES_REFUSALS,
     VOCABULARY_REFUSALS,
@@ -81,9 +80,6 @@ def refuse(settings: Any, choice: Choice, extras: Extras = _NO_EXTRAS) -> None:
     if extras.slices.count > 1:
         ours = f"--pipeline-slices {extras.slices.count}"
         _refuse_settings(settings, choice, SLICES_REFUSALS, ours)
-        if extras.recompute != Recompute() or choice.recomputes:
-            ours += " with passes that run again"
-            _refuse_settings(settings, choice, RECOMPUTED_SLICES_REFUSALS, ours)
     if extras.post_validation:
         ours = "--pipeline-post-validation"
         _refuse_settings(settings, choice, POST_VALIDATION_REFUSALS, ours)

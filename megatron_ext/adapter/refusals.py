@@ -282,11 +282,13 @@ PAIRS_REFUSALS = (
 
 _WITHOUT_SLICES = "drop --pipeline-slices"
 
-_COUNTED_LATER = "what experts are given is counted in forward passes with gradients"
-
 
 def _has_experts(settings: Any) -> bool:
     return any(getattr(settings, name, None) for name in ("num_experts", "num_moe_experts"))
+
+
+def _shares_sequences(settings: Any) -> bool:
+    return bool(getattr(settings, "context_parallel_size", 1) > 1)
 
 
 def _balances_otherwise(balancing: Any) -> bool:
@@ -311,23 +313,11 @@ SLICES_REFUSALS = (
     ),
     _drop("moe_enable_routing_replay", "a replay is of whole microbatches"),
     Refusal(
-        "recompute_granularity",
-        lambda value: value == "full",
-        f"{_COUNTED_LATER}: write --recompute-granularity selective, or {_WITHOUT_SLICES}",
-        matters=_has_experts,
-    ),
-    Refusal(
-        "recompute_modules",
-        lambda value: "moe" in value,
-        f"{_COUNTED_LATER}: leave moe out of --recompute-modules, or {_WITHOUT_SLICES}",
-        matters=_has_experts,
-    ),
-    _drop("mtp_use_repeated_layer", "a layer has one buffer of keys and values a microbatch"),
-    Refusal(
-        "context_parallel_size",
-        lambda value: value > 1,
-        "ranks that share a sequence have parts from its front and its back: write "
-        "--context-parallel-size 1, or " + _WITHOUT_SLICES,
+        "mtp_num_layers",
+        bool,
+        "with context parallelism the tokens that it looks ahead to are on other ranks: write "
+        f"--context-parallel-size 1, or {_WITHOUT_SLICES}",
+        matters=_shares_sequences,
     ),
     *(
         Refusal(name, bool, f"packed sequences end anywhere: {_WITHOUT_SLICES}")
@@ -358,11 +348,6 @@ SLICES_REFUSALS = (
         for name in ("fp8_dot_product_attention", "fp8_multi_head_attention")
     ),
     _drop("tp_comm_overlap", "its communication buffers are of whole sequences"),
-)
-
-RECOMPUTED_SLICES_REFUSALS = tuple(
-    Refusal(name, bool, f"{_COUNTED_LATER}: {_WITHOUT_SLICES}")
-    for name in ("num_experts", "num_moe_experts")
 )
 
 _WITHOUT_RECOMPUTE = "drop --pipeline-recompute"

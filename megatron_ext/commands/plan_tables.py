@@ -16,7 +16,7 @@ from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.plan.full_recompute import FullRecompute
 from megatron_ext.schedule.plan.plan_report import VocabularyRow
 from megatron_ext.schedule.plan.planner import Candidate, Plan, VocabMethod
-from megatron_ext.schedule.plan.recommendation import Recommendation, slower_by
+from megatron_ext.schedule.plan.recommendation import Recommendation, made_again, slower_by
 from megatron_ext.schedule.problem import Offload
 
 
@@ -118,8 +118,8 @@ def print_full_recompute(compared: FullRecompute) -> None:
     if instead is None:
         typer.echo("nothing else fits into that")
         return
-    share = instead.report.made_again
-    how = f", {share:.0%} made again in bubbles (--pipeline-recompute fit)" if share else ""
+    again = made_again(instead)
+    how = f"{again} (--pipeline-recompute fit)" if again else ""
     typer.echo(f"in no more than that {_told(instead)} ({slower_by(instead, taken):+.1%}){how}")
 
 

@@ -15,6 +15,7 @@ from megatron_ext.config import (
     PipelineConfig,
     flag,
     from_argv,
+    says,
 )
 from megatron_ext.launch_check.alternatives.without_full_recompute import (
     Instead,
@@ -233,8 +234,16 @@ def _read(asked: Asked, args: Any, launch_line: Any) -> ReadLine:
         own = "1f1b" if chunks == 1 else f"interleaved:vpp={chunks}"
     if measured is not None:  # by which all layouts are estimated
         config = replace(config, costs=CostsSource(ESTIMATE))
-    marks = frozenset(Mark)
-    variants = LineVariants(args, config, ranks, methods, tokens, own, marks, tries_recompute=True)
+    variants = LineVariants(
+        args,
+        config,
+        ranks,
+        methods,
+        tokens,
+        own,
+        frozenset(Mark),
+        tries_recompute=not says(words, "recompute"),
+    )
     room = None
     if asked.gpu is not None and asked.gpu.memory is not None:
         reserved = 0.0 if measured is None else measured.reserved or 0.0
@@ -251,6 +260,7 @@ def _plan(read: ReadLine, *, with_curves: bool) -> LinePlan:
     assert line.own is not None
     layouts = _layouts(read)  # of which something can be said in seconds
     plan = make_plan(line.variant, room, may_offload=True)
+    layouts = _with_plan(layouts, read, plan)
     is_measured = measured is not None or not line.config.costs.is_estimate
     made = LinePlan(
         plan,
@@ -285,9 +295,17 @@ def _layouts(read: ReadLine) -> LaidOut | None:
         return None
     assert line.own is not None
     try:
-        return lay_out(line, read.validated, line.own, read.room)
+        return lay_out(
+            line, read.validated, line.own, read.room, tries_recompute=read.measured is None
+        )
     except ValueError:  # the line itself cannot be trained, as its own row says
         return None
+
+
+def _with_plan(layouts: LaidOut | None, read: ReadLine, plan: Plan) -> LaidOut | None:
+    from megatron_ext.launch_check.alternatives.layouts import with_plan
+
+    return layouts and with_plan(layouts, read.variants, read.validated, plan)
 
 
 def _settings(asked: Asked) -> PipelineConfig:

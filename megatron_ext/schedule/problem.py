@@ -292,6 +292,11 @@ class Problem:
         """The same of backward passes and weight gradients."""
         return tuple(part for k in range(self.microbatches) for part in reversed(self.parts(k)))
 
+    @property
+    def orders(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """`forwards` and `backwards`."""
+        return self.forwards, self.backwards
+
     def parts(self, microbatch: int) -> tuple[int, ...]:
         """The slices of ``microbatch``, in order; itself, if microbatches are not cut."""
         return parts_of(microbatch, self.slice_ends)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.common import model_chunk_schedule_plan
 from megatron.core.pipeline_parallel import utils
 
 from megatron_ext.runtime.messages.channels import Channels
@@ -91,14 +92,16 @@ class _OneEvent(_NotedEvent):
 _COLLECTIVES = ("all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor")
 
 
-def note_streams(*, one_event: bool = False) -> None:
+def note_streams(*, one_event: bool = False, many_streams: bool = False) -> None:
     """In a forked rank, under `megatron_ext.patches.cpu`: from now on note in `given` what is given
-    to streams. ``one_event``: plans share one."""
+    to streams. ``one_event``: plans share one. ``many_streams``: each all-to-all has its own."""
     torch.cuda.Event = _OneEvent if one_event else _NotedEvent  # type: ignore[assignment,misc]
     torch.cuda.Stream = _Stream  # type: ignore[assignment,misc]
     torch.cuda.stream = _on  # type: ignore[assignment]
     torch.cuda.current_stream = lambda device=None: _current[-1]  # type: ignore[assignment,return-value]
     utils._COMM_STREAM = None
+    if many_streams:
+        model_chunk_schedule_plan.get_comm_stream = _Stream  # type: ignore[assignment]
     for name in _COLLECTIVES:
         setattr(dist, name, _noted_collective(name, getattr(dist, name)))
     utils.ScheduleNode.stream_acquire_context = _noted_node(  # type: ignore[method-assign]
@@ -112,7 +115,7 @@ def _noted_collective(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
     def noted(*args: Any, group: Any = None, **more: Any) -> Any:
         ranks = tuple(dist.get_process_group_ranks(group))
         if len(ranks) > 1:
-            _note(What.COLLECTIVE, (ranks, name))
+            _note(What.COLLECTIVE, ((ranks, group.group_name), name))
         return run(*args, group=group, **more)
 
     return noted
@@ -122,10 +125,17 @@ def _noted_node(context: Callable[..., Any]) -> Callable[..., Any]:
     @contextlib.contextmanager
     def noted(node: Any, name: str) -> Iterator[None]:
         with context(node, name):
-            _note(What.NODE, (id(node.event), name))
+            _note(What.NODE, (_plan_of(node), name))
             yield
 
     return noted
+
+
+def _plan_of(node: Any) -> int:
+    """The loss function's node is of none: it is a plan of its own."""
+    owner = getattr(node, "chunk_state", node)
+    number: int = vars(owner).setdefault("noted", next(_plans))
+    return number
 
 
 def _noted_message(what: What, post: Callable[..., Any]) -> Callable[..., Any]:
@@ -145,7 +155,7 @@ def _noted_message(what: What, post: Callable[..., Any]) -> Callable[..., Any]:
     return noted
 
 
-_messages = itertools.count()
+_messages, _plans = itertools.count(), itertools.count()
 
 
 class _NotedWork:

@@ -26,7 +26,7 @@ class What(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Given:
-    """``which``: event; plan and name of a node; ranks and name of a collective; channel."""
+    """``which``: event; plan and name of a node; group and name of a collective; channel."""
 
     stream: str
     what: What
@@ -47,7 +47,7 @@ def orders_of_collectives(ranks: Sequence[Sequence[Given]]) -> dict[Any, list[li
                 group, name = given.which
                 own[group].append(f"{name} on {given.stream}")
         for group, names in own.items():
-            assert rank in group
+            assert rank in group[0]
             orders[group].append(names)
     return orders
 
@@ -68,6 +68,20 @@ def unordered(row: Sequence[Given]) -> list[tuple[Any, Any]]:
             wrong.append((row[before].which, given.which))
         latest[chain] = place
     return wrong
+
+
+def side_by_side(row: Sequence[Given]) -> int:
+    """How many nodes of one plan may run while one of another does."""
+    behind = _behind(row)
+    nodes = [place for place, given in enumerate(row) if given.what is What.NODE]
+    return sum(
+        any(
+            row[other].which[0] != row[node].which[0]
+            and not (behind[node] >> other & 1 or behind[other] >> node & 1)
+            for other in nodes
+        )
+        for node in nodes
+    )
 
 
 def _behind(row: Sequence[Given]) -> list[int]:

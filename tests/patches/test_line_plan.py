@@ -19,7 +19,7 @@ from megatron_ext.config import PipelineConfig
 from megatron_ext.launch_check import line, line_plan, loading
 from megatron_ext.launch_check.alternatives import without_full_recompute
 from megatron_ext.launch_check.check import check_launch
-from megatron_ext.launch_check.line_plan import Asked, LinePlan, plan_line
+from megatron_ext.launch_check.line_plan import Asked, LinePlan, plan_halves, plan_line
 from megatron_ext.launch_check.words import Launch
 from megatron_ext.schedule import placement
 from megatron_ext.schedule.costs import uniform
@@ -186,6 +186,19 @@ def test_a_line_is_planned_by_what_was_measured_per_layer_type(tmp_path: Path) -
     assert plan.reserved == 5 * 2**30
     assert any("by layer type (measured: here)" in remark for remark in plan.remarks)
     assert plan.of_line.step > 1.5 * estimated.of_line.step
+
+
+def test_half_a_line_is_planned_by_them_too(tmp_path: Path) -> None:
+    """Its times were called estimated, and its flags did not name the file: the run would have
+    estimated them."""
+    path = measured_file(tmp_path, pipeline_model_parallel_size=4)
+    line_of_four = launch(**EXPERTS, pipeline_model_parallel_size=4)
+    asked = Asked(line_of_four, gpu=parse_gpu("h100"), settings=("--pipeline-costs", str(path)))
+    halves = plan_halves(asked)
+    assert halves.is_measured and halves.flags[-2:] == ("--pipeline-costs", str(path))
+    words = ("--gpu", "h100", "--half-pipeline", "--costs", str(path), "--world-size", "4")
+    output = command(*words, "--", str(SCRIPT), *line_of_four.arguments).output
+    assert "times are in the unit of --costs" in output
 
 
 def test_a_costs_file_of_before_has_costs_for_its_own_stages(tmp_path: Path) -> None:

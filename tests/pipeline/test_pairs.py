@@ -7,20 +7,32 @@ alike wherever its stages lie.
 
 from __future__ import annotations
 
+import pickle
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_ext.adapter.pairs.planned_stage import PlannedStage
+from megatron_ext.adapter.step.training import Training
 from scripts.pretrain_gpt import model_provider
 from tests.helpers.callers import draw_by_name, named_parameters
-from tests.helpers.combinations import at_night
+from tests.helpers.combinations import at_night, nightly
 from tests.helpers.covered import covers
 from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train
-from tests.helpers.plans_on_cpu import use_plans
+from tests.helpers.plans_on_cpu import given, note_streams, use_plans
 from tests.helpers.ranks import HANGS, run_ranks, values
+from tests.helpers.two_streams import (
+    Given,
+    What,
+    hangs,
+    orders_of_collectives,
+    side_by_side,
+    unordered,
+)
 
 RANKS = 4
 Flags = dict[str, object]
@@ -90,8 +102,30 @@ def count_pairs() -> None:
         assert ran, "no pair has run"
         complete(stage)
 
-    PlannedStage.forward_beside = forward_beside  # type: ignore[method-assign]
-    PlannedStage.gradients_complete = gradients_complete  # type: ignore[method-assign]
+    PlannedStage.forward_beside = forward_beside  # type: ignore[assignment,method-assign]
+    PlannedStage.gradients_complete = gradients_complete  # type: ignore[assignment,method-assign]
+
+
+def note_steps(folder: Path, **otherwise: bool) -> None:
+    """In a forked process, whose ranks then write down what their last step gave their devices."""
+    run = Training._train
+
+    def step(training: Any, step: Any) -> Any:
+        if not is_noting:
+            note_streams(**otherwise)
+            is_noting.append(True)
+        given.clear()
+        result = run(training, step)
+        (folder / f"{dist.get_rank()}.pkl").write_bytes(pickle.dumps(given))
+        return result
+
+    is_noting: list[bool] = []
+    Training._train = step  # type: ignore[method-assign]
+
+
+def noted(folder: Path) -> list[list[Given]]:
+    """By rank."""
+    return [pickle.loads((folder / f"{rank}.pkl").read_bytes()) for rank in range(RANKS)]
 
 
 def compare(ranks: int, flags: Flags, schedules: tuple[str, ...], combined: bool) -> None:
@@ -124,19 +158,66 @@ def case(
     return pytest.param(ranks, flags, schedules, combined, id=name, marks=marks)
 
 
+@covers("A", ("zb-v",), MODEL | PAIRS)[0]
+def test_a_v_is_stocks_and_its_devices_keep_one_order(tmp_path: Path) -> None:
+    """To the last bit, with pairs, as stock without. And what each rank gives its device: whatever
+    a node reads has been made before it runs; all ranks of a group run its collectives in one
+    order; and no rank waits for another that waits for it, even if all that a rank has given its
+    device is in one queue."""
+
+    def on_ranks(rank: int) -> list[list[Run]]:
+        use_plans()
+        stocks = run(RANKS, MODEL | LOOP)
+        count_pairs()
+        note_steps(tmp_path)
+        return [stocks, run(RANKS, MODEL | PAIRS | {"pipeline_schedule": "zb-v"})]
+
+    ((stocks, ours),) = values(run_ranks(1, on_ranks, timeout=2 * HANGS, connect=False))
+    assert_same(ours, stocks)
+    rows = noted(tmp_path)
+    for group, orders in orders_of_collectives(rows).items():
+        assert len(orders) == len(group[0]) and all(order == orders[0] for order in orders)
+    for row in rows:
+        assert {given.what for given in row} == set(What)
+        assert len({given.stream for given in row if given.what is What.NODE}) == 2
+        assert not unordered(row)
+        assert side_by_side(row)
+    for one_queue in (False, True):
+        assert not hangs(rows, one_queue=one_queue)
+
+
+@nightly("test_a_v_is_stocks_and_its_devices_keep_one_order")
+@pytest.mark.parametrize("otherwise", ["one_event", "many_streams"])
+def test_the_model_of_streams_tells_what_would_go_wrong(otherwise: str, tmp_path: Path) -> None:
+    """Megatron-LM's issue 1810 suspects that one event for two streams lets collectives begin in
+    another order on another rank. An event for each plan, on both streams, does not; nor does one
+    for all plans, but then nothing hides, since each node waits for the latest of all. What does is
+    a stream for each all-to-all: nothing orders those of the two plans of a pair."""
+
+    def on_ranks(rank: int) -> list[Run]:
+        use_plans()
+        note_steps(tmp_path, **{otherwise: True})
+        return run(RANKS, MODEL | PAIRS | {"pipeline_schedule": "zb-v"})
+
+    values(run_ranks(1, on_ranks, timeout=HANGS, connect=False))
+    for row in noted(tmp_path):
+        wrong = {before[0] for before, _ in unordered(row)}
+        if otherwise == "one_event":
+            assert not wrong and not side_by_side(row)
+        else:
+            assert wrong and all(isinstance(group, tuple) for group in wrong)  # and no plan
+
+
 @pytest.mark.parametrize(
     ("ranks", "flags", "schedules", "combined"),
-    [
-        case("a V", {}, "zb-v", combined=False),
-        *at_night(
-            case("all", EVALUATED, *ALL),
-            case("four stages", PP4, *ALL, ranks=8),
-            case("a dense layer, a shared expert, recompute", DENSE | SHARED | SELECTIVE, *ALL),
-            case("multi-token prediction", PREDICTION, *ALL),
-            case("distributed optimizer", SHARDED, *ALL),
-            case("loss per token", PER_TOKEN, *ALL),
-        ),
-    ],
+    at_night(
+        case("all", EVALUATED, *ALL),
+        case("four stages", PP4, *ALL, ranks=8),
+        case("a dense layer, a shared expert, recompute", DENSE | SHARED | SELECTIVE, *ALL),
+        case("multi-token prediction", PREDICTION, *ALL),
+        case("distributed optimizer", SHARDED, *ALL),
+        case("loss per token", PER_TOKEN, *ALL),
+    ),
 )
 def test_trainings_are_stocks_to_the_last_bit(
     ranks: int, flags: Flags, schedules: tuple[str, ...], combined: bool

@@ -45,7 +45,8 @@ def run_passes(step: Step, iterators: list[Any], others: Sequence[Owner] = ()) -
     if connections.offload is not None and not call.forward_only:
         offload = connections.offload.step(row)
     gathers.begin()
-    with no_grad_sync(call.config), splitting(step.split), running_slice.step():
+    slices = running_slice.step(step.spans, call.groups.cp)
+    with no_grad_sync(call.config), splitting(step.split), slices:
         execute(program, stages, transport, step.recorder, vocabulary, offload, others)
     return list(stages.values())
 

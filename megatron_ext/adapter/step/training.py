@@ -44,6 +44,7 @@ from megatron_ext.adapter.transformer_engine.layer_graphs import layer_graphs
 from megatron_ext.adapter.vocabulary_rows import shard_of
 from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger
+from megatron_ext.runtime.slices.running_slice import Span
 from megatron_ext.runtime.weight_gradients import Lent, is_owned
 from megatron_ext.schedule.build.output_layer import output_layer_waits
 from megatron_ext.schedule.costs_text import format_costs
@@ -167,8 +168,12 @@ class Training:
             boundary=call.boundary(),
             shard=shard,
             split=split,
-            spans=spans_of(program, call.config, call.decoder_seq_length or call.seq_length),
+            spans=self._spans(call, program),
         )
+
+    def _spans(self, call: Call, program: Program) -> tuple[Span, ...]:
+        tokens = call.decoder_seq_length or call.seq_length
+        return spans_of(program, call.config, tokens, call.groups.cp.rank())
 
     def _program(self, call: Call, shape: Shape) -> Program:
         """The program for this step, the same on every rank of the job; cached."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from megatron_ext.schedule.build.pairs import check_pairs, with_pairs
+from megatron_ext.schedule.build.pairs import built_with_pairs, check_pairs, with_pairs
 from megatron_ext.schedule.build.registry import Choice, entries
 from megatron_ext.schedule.build.size import check_size, size_of
 from megatron_ext.schedule.limit import MemoryLimit
@@ -67,6 +67,8 @@ def _check_slices(choice: Choice, problem: Problem) -> None:
 def _shortest_with_recompute(choice: Choice, problem: Problem) -> Program:
     """The shortest of what the family makes within looser limits than the problem's, and recompute
     brings within that."""
+    if choice.searches and problem.slices.count > 1:
+        choice = choice.without_search  # not a search for each limit
     tried: set[Schedule] = set()
     programs: list[Program] = []
     refusal: ValueError | None = None
@@ -175,7 +177,7 @@ def _for_training(problem: Problem) -> list[Transform]:
 
 def _places_recompute(choice: Choice, problem: Problem) -> bool:
     """Whether the family itself chooses what is made again."""
-    is_whole = problem.slices.count == 1  # of slices nothing is searched for
+    is_whole = problem.slices.count == 1  # a search of slices makes none again
     return choice.fits_recompute and problem.extras.recompute.fit and is_whole
 
 
@@ -226,7 +228,7 @@ def _compute(choice: Choice, problem: Problem, limit: MemoryLimit | None) -> Sch
     alone = replace(_for_family(problem), memory_limit=limit)
     if _places_recompute(choice, problem):
         alone = alone.with_extras(recompute=problem.extras.recompute)
-    schedule = with_pairs(choice.build(alone), replace(problem, memory_limit=limit))
+    schedule = built_with_pairs(choice, alone, replace(problem, memory_limit=limit))
     _check_passes(schedule, problem)
     return schedule
 

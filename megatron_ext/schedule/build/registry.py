@@ -349,7 +349,7 @@ def _from_csv_file(path: Path) -> Choice:
                 f"step {_counted_slices(problem.slices.count)}: ask for {_counted_slices(slices)}, "
                 f"or take another file"
             )
-        return schedule if slices == 1 else _cut_as_in(problem, schedule)
+        return cut_as_in(problem, schedule)
 
     if is_folded:
         build = _remarking(
@@ -377,8 +377,10 @@ def _counted_slices(number: int) -> str:
     return "no slices" if number == 1 else counted(number, "slice")
 
 
-def _cut_as_in(problem: Problem, schedule: Schedule) -> Schedule:
-    """``schedule``, whose slices are as long as those of ``problem``."""
+def cut_as_in(problem: Problem, schedule: Schedule) -> Schedule:
+    """``schedule`` from a file, with slices as long as those of ``problem``."""
+    if problem.slices.count == 1:
+        return schedule
     parts = problem.forwards
     rows = tuple(
         tuple(

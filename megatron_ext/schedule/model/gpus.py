@@ -42,7 +42,8 @@ class DataSheet:
 
 
 _PCIE4, _PCIE5, _PCIE6 = 32e9, 64e9, 128e9  # of 16 lanes
-_GRACE = 225e9  # NVLink-C2C has 450e9 one way for the two GPUs of a Grace
+# NVLink-C2C has 450e9 one way for the two GPUs of a Grace, and twice that of a Vera.
+_GRACE, _VERA = 225e9, 450e9
 _HDR, _NDR, _XDR = 25e9, 50e9, 100e9
 
 _NVIDIA = "https://www.nvidia.com/en-us/data-center"
@@ -133,6 +134,19 @@ DATA_SHEETS = {
         network=_XDR,
         host=_GRACE,
         source=f"{_NVIDIA}/gb300-nvl72/ (20 TB for 72; ConnectX-8); nvidia-smi: 284,208 MiB",
+    ),
+    "vr200": DataSheet(
+        bf16=4e15,
+        fp8=17.5e15,
+        fp4=35e15,
+        bandwidth=22e12,
+        memory=268 * _GIB,
+        peers=1.8e12,
+        domain=72,
+        network=2 * _XDR,
+        host=_VERA,
+        source=f"{_NVIDIA}/vera-rubin-nvl72/ (preliminary; dense, as for training; 20.7 TB for 72; "
+        "two ConnectX-9 a GPU)",
     ),
     "mi300x": DataSheet(
         bf16=1307.4e12,

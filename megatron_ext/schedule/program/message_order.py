@@ -18,7 +18,8 @@ is lost by it.
 
 Batched, messages share one communicator, and two neighbours that send to each other at one time
 must swap in one batch: a rank receives what is made at a time after its own passes that end by
-then, right before it sends what it has made at that time itself.
+then, right before it sends what it has made at that time itself. A pair of passes sends both ways:
+then so it is with each neighbour, one after the other.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from itertools import accumulate, chain, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.columns import (
     IS_COLLECTIVE,
     IS_PASS,
@@ -36,10 +38,12 @@ from megatron_ext.schedule.columns import (
     IS_SEND,
     KINDS,
     Columns,
+    Ints,
 )
 from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.problem import P2P, Problem
-from megatron_ext.schedule.program.graph import Graph, build_graph
+from megatron_ext.schedule.program.graph import Graph, build_graph, channel_of
 from megatron_ext.schedule.program.pairs import seconds_in_pairs
 from megatron_ext.schedule.schedule import Schedule, is_compute
 
@@ -99,11 +103,28 @@ def _batched(graph: Graph, schedule: Schedule, costs: Costs) -> _Keys:
     place = np.empty_like(by_name)
     place[by_name] = 2 * columns.numbers
     place[paired + 1] = place[paired] + 1
-    return (
-        _made(columns, ends)[send],
-        np.select([IS_PASS[kind], IS_RECEIVE[kind]], [0, 1], 2),
-        place,
-    )
+    turn = np.select([IS_PASS[kind], IS_RECEIVE[kind]], [0, 1], 2)
+    if len(paired):
+        turn = np.where(IS_PASS[kind], 0, turn + 2 * _links(schedule))
+    return _made(columns, ends)[send], turn, place
+
+
+def _links(schedule: Schedule) -> Ints:
+    """For each message, the number of its two ranks among all such; 0 for others.
+
+    A pair sends both ways at once, and each send swaps with what comes the other way. All ranks
+    take their links in one order, or they would wait for one another.
+    """
+    columns, placement = schedule.columns, schedule.placement
+    links = []
+    for stage, kind in columns.pairs:
+        if not RULES[kind].is_message:
+            links.append(0)
+            continue
+        sender, receiver, _ = channel_of(Action(stage, kind, 0), placement)
+        low, high = sorted((sender, receiver))
+        links.append(low * placement.ranks + high)
+    return np.array(links, dtype=np.int32)[columns.pair]
 
 
 def _times(
@@ -121,8 +142,9 @@ def _times(
     ticks = columns.of_each(lambda a: max(round(costs.of(a) / tick), int(is_compute(a))))
     for node in columns.numbers[graph.leaders != columns.numbers].tolist():
         ticks[node] = 0
-    for node, seconds in seconds_in_pairs(schedule, costs):
-        ticks[node] = max(round(seconds / tick), 1)
+    for node, first, second in seconds_in_pairs(schedule, costs):
+        ticks[node] = max(round(first / tick), 1)
+        ticks[node + 1] = max(round((first + second) / tick) - ticks[node], 1)
     starts, ends = map(np.array, graph.longest_paths(ticks))
     ends[paired] = ends[paired + 1]
     return starts, ends

@@ -19,13 +19,14 @@ def what_is_wrong(schedule: Schedule) -> tuple[str, list[Action]] | None:
     followers = {
         action: after for row in schedule.rows for action, after in pairwise((*row, None)) if action
     }
+    pairs = sorted(schedule.pairs)
     seen: dict[Action, Pair] = {}
-    for pair in sorted(schedule.pairs):
-        forward, backward = pair
+    for pair in pairs:
         for action in pair:
-            if action in seen:
-                return f"{action} is in two pairs, {seen[action]} and {pair}", list(pair)
-            seen[action] = pair
+            if (other := seen.setdefault(action, pair)) != pair:
+                return f"{action} is in two pairs, {other} and {pair}", [*other, *pair]
+    for pair in pairs:
+        forward, backward = pair
         if backward.kind not in RULES[forward.kind].beside:
             return f"{pair} is no pair: one is F beside I or B", list(pair)
         choices = [choice for _, some in needed(backward, schedule.placement) for choice in some]
@@ -37,8 +38,8 @@ def what_is_wrong(schedule: Schedule) -> tuple[str, list[Action]] | None:
     return None
 
 
-def seconds_in_pairs(schedule: Schedule, costs: Costs) -> Iterator[tuple[int, float]]:
-    """The number of each pass that runs in a pair, and its share of the pair's seconds.
+def seconds_in_pairs(schedule: Schedule, costs: Costs) -> Iterator[tuple[int, float, float]]:
+    """The number of each pair's forward pass, its share of the pair's seconds and the other's.
 
     The two pass for one after the other, F first, in the proportion of what they take alone: so
     that what a rank has done adds up.
@@ -55,6 +56,4 @@ def seconds_in_pairs(schedule: Schedule, costs: Costs) -> Iterator[tuple[int, fl
     columns = schedule.columns
     for node in schedule.paired.tolist():
         stage, kind = columns.pairs[columns.pair[node + 1]]
-        first, second = shares(int(columns.stage[node]), stage, kind)
-        yield node, first
-        yield node + 1, second
+        yield node, *shares(int(columns.stage[node]), stage, kind)

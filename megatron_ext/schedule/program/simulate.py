@@ -117,8 +117,8 @@ def seconds_of(graph: Graph, schedule: Schedule, costs: Costs) -> list[float]:
     if any(costs.spared):
         for node in _after_own_input_gradient(graph, schedule):
             lasts[node] -= costs.spared_by(graph.actions[node])
-    for node, seconds in seconds_in_pairs(schedule, costs):
-        lasts[node] = seconds
+    for node, first, second in seconds_in_pairs(schedule, costs):
+        lasts[node], lasts[node + 1] = first, second
     return lasts
 
 

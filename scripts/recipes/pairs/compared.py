@@ -62,7 +62,7 @@ def with_overlap(
             as in Megatron's own plans with ``--delay-wgrad-compute``.
     """
     execution = replace(configuration.execution, overlap=share)
-    work = work_of(replace(configuration, execution=execution))
+    work = work_of(configuration, execution)
 
     def costs_of(stages: Sequence[Stage], placement: Placement) -> Costs:
         """``work``'s, with what B hides by itself."""
@@ -196,9 +196,8 @@ class _PairedTimed(Timed):
             memory_limit=work.limit or limit_left(variant, room),
         ).with_extras(pairs=True)
         schedule = with_pairs(variant.choice.without_search.build(problem), problem)
-        hop = problem.costs.hop
-        self._paired = PairedOrder(schedule, hop, hidden)
-        self._order = Order(schedule, hop, problem.costs.message_bytes)
+        self._paired = PairedOrder(schedule, problem.costs.hop, hidden)
+        self._order = Order(schedule, problem.costs)
 
     def _figured(self, counts: Counts) -> tuple[Floats, Floats]:
         figures = self._figures.of(counts)

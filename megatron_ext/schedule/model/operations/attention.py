@@ -51,7 +51,7 @@ def latent_attention(model: Model, execution: Execution, *, is_sliding: bool) ->
     tokens, split = execution.tokens, execution.split_tokens
     keys, values = heads * (model.qk_head_dim + rotary), heads * model.v_head_dim
     again = ["mla_up_proj"]
-    operations = beside(hidden, execution)
+    operations = beside(hidden, execution, is_alone=True)
     if rank:
         operations += linear("q down", split, hidden, rank, execution)
         operations.append(passing_over("norm of q", split * rank, (2, 3), execution, again))

@@ -202,11 +202,15 @@ def core(
     )
 
 
-def beside(hidden: int, execution: Execution) -> list[Operation]:
-    """The norm before a part, and the sum with what goes round it."""
+def beside(hidden: int, execution: Execution, *, is_alone: bool = False) -> list[Operation]:
+    """The norm before a part, and the sum with what goes round it.
+
+    ``is_alone``: whether Transformer Engine, too, has that norm outside the matrix behind it.
+    """
     elements = execution.split_tokens * hidden
+    again = ["layernorm"] if is_alone or not execution.transformer_engine else []
     return [
-        passing_over("norm", elements, (2, 3), execution, ["layernorm"]),
+        passing_over("norm", elements, (2, 3), execution, again),
         passing_over("residual", elements, (3, 3), execution),
     ]
 
