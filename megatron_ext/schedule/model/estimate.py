@@ -16,6 +16,7 @@ from megatron_ext.schedule.model.activations import held_of_stage, keys_values_o
 from megatron_ext.schedule.model.execution import Execution
 from megatron_ext.schedule.model.model import Model, Stage
 from megatron_ext.schedule.model.operations.operation import Group
+from megatron_ext.schedule.model.pairs import hidden_by_pairs
 from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.model.stage_seconds import (
     Other,
@@ -52,6 +53,7 @@ def estimate(model: Model, stages: Sequence[Stage], execution: Execution, rates:
         latency=min(latency, message / speed),
         launch=tuple(stage.forward.get(Other.LAUNCH, 0.0) for stage in layers),
         keys_values=tuple(keys_values_of_stage(model, stage, execution) for stage in stages),
+        hidden=hidden_by_pairs(model, stages, execution, rates) if execution.overlap else {},
     )
     # What was measured has in it what ranks waited for, and no more.
     if measured is None and any(stage.forward.get(Group.TENSOR) for stage in layers):

@@ -112,7 +112,7 @@ def search(
         if of_shorter is not None and not _is_busy(min(packed, key=_makespan), shop):
             packed = [*_packed(sides, of_shorter(), work), *packed]
         best = _promising(sides, packed, work)
-        patience = patience_of(how, shop.placement.ranks, 2 * shop.lanes * shop.microbatches)
+        patience = patience_of(how, shop.placement.ranks, 2 * shop.lanes * shop.pieces)
         return _improved(sides, best, least, steps, patience, work)
 
 
