@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -491,9 +491,16 @@ class PipelineConfig:
         return Extras(**asked | {"slices": Slices(self.slices, self.slice_lengths)})
 
     def problem(
-        self, placement: Placement, microbatches: int, costs: Costs, forward_only: bool = False
+        self,
+        placement: Placement,
+        microbatches: int,
+        costs: Costs,
+        forward_only: bool = False,
+        *,
+        pairs: bool = False,
     ) -> Problem:
-        """What a program of this many ``microbatches`` has to solve.
+        """What a program of this many ``microbatches`` has to solve. ``pairs``: Megatron's settings
+        ask for them.
 
         Raises:
             ValueError: the memory limit is not understood, or as `Problem`.
@@ -501,7 +508,8 @@ class PipelineConfig:
         limit = None
         if self.memory_limit is not None:
             limit = parse_limit(self.memory_limit, placement.ranks, microbatches)
-        return Problem(placement, microbatches, costs, limit, forward_only, self.extras)
+        extras = replace(self.extras, pairs=pairs)
+        return Problem(placement, microbatches, costs, limit, forward_only, extras)
 
 
 def _is_chosen_later(schedule: str | None) -> bool:
@@ -517,6 +525,11 @@ _EXTRAS = {
     "post_validation": "post_validation",
     "slices": "slices",  # with their lengths
 }
+
+
+def setting_of(extra: str) -> str:
+    """The setting that asks for ``extra``."""
+    return _EXTRAS[extra]
 
 
 def _is_on_stock(setting: Field[Any]) -> bool:

@@ -112,7 +112,7 @@ FEATURES = (
         (
             "megatron.core.pipeline_parallel.utils",
             "megatron.core.transformer.pipeline_parallel_layer_layout",
-            "megatron.core.utils",
+            "megatron.core.utils.whole_batches",
             "megatron.core.distributed.finalize_model_grads",
             "megatron.core.dist_checkpointing.strategies.fully_parallel",
             "megatron.core.optimizer.optimizer.saving",
@@ -167,6 +167,7 @@ FEATURES = (
             "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding",
             "megatron.core.transformer.dot_product_attention",
             "megatron.core.extensions.transformer_engine",
+            "megatron.core.utils.batches_by_slices",
             "megatron.core.transformer.moe.router",
             "megatron.core.transformer.multi_token_prediction.slices",
         ),

@@ -58,6 +58,10 @@ def _moves_stages(choice: Choice) -> bool:
     return not choice.example.in_turn
 
 
+def _has_one_stage(choice: Choice) -> bool:
+    return choice.example.chunks == 1
+
+
 def _parts_the_ends(choice: Choice) -> bool:
     return choice.example.rank_of[0] != choice.example.rank_of[-1]
 
@@ -106,8 +110,13 @@ REFUSALS = (
         "off",
         by=_splits,
     ),
-    _drop("delay_wgrad_compute", "the schedule decides when weight gradients are computed"),
-    _drop("overlap_moe_expert_parallel_comm"),
+    Refusal(
+        "overlap_moe_expert_parallel_comm",
+        bool,
+        "with one stage on a rank no forward pass runs beside a backward pass: choose interleaved, "
+        "interleaved-zb, zb-v or dualpipe-v, or drop --overlap-moe-expert-parallel-comm",
+        by=_has_one_stage,
+    ),
     _drop("hybrid_context_parallel"),
     _drop("moe_paged_stash"),
     *(
@@ -235,13 +244,51 @@ OFFLOAD_REFUSALS = (
     ),
 )
 
-_WITHOUT_SLICES = "drop --pipeline-slices"
+_WITHOUT_PAIRS = "drop --overlap-moe-expert-parallel-comm"
 
-_COUNTED_LATER = "what experts are given is counted in forward passes with gradients"
+PAIRS_REFUSALS = (
+    Refusal(
+        "cuda_graph_impl",
+        lambda value: value == "transformer_engine",
+        f"graphs are captured in the order of whole passes, and these are interwoven: write "
+        f"--cuda-graph-impl none, or {_WITHOUT_PAIRS}",
+    ),
+    *(
+        Refusal(
+            name,
+            bool,
+            f"Megatron makes its plans without the ends of packed sequences, and tokens would see "
+            f"those of others: {_WITHOUT_PAIRS}",
+        )
+        for name in ("sft", "dataloader_inter_document_masking")
+    ),
+    *(
+        Refusal(name, bool, f"plans of hybrid models are untried: {_WITHOUT_PAIRS}")
+        for name in ("hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model")
+    ),
+    Refusal(
+        "fine_grained_activation_offloading",
+        bool,
+        f"its copies among interwoven passes are untried: drop "
+        f"--fine-grained-activation-offloading, or {_WITHOUT_PAIRS}",
+    ),
+    Refusal(
+        "cpu_offloading",
+        bool,
+        f"its copies among interwoven passes are untried: drop --cpu-offloading-num-layers, or "
+        f"{_WITHOUT_PAIRS}",
+    ),
+)
+
+_WITHOUT_SLICES = "drop --pipeline-slices"
 
 
 def _has_experts(settings: Any) -> bool:
     return any(getattr(settings, name, None) for name in ("num_experts", "num_moe_experts"))
+
+
+def _shares_sequences(settings: Any) -> bool:
+    return bool(getattr(settings, "context_parallel_size", 1) > 1)
 
 
 def _balances_otherwise(balancing: Any) -> bool:
@@ -266,23 +313,11 @@ SLICES_REFUSALS = (
     ),
     _drop("moe_enable_routing_replay", "a replay is of whole microbatches"),
     Refusal(
-        "recompute_granularity",
-        lambda value: value == "full",
-        f"{_COUNTED_LATER}: write --recompute-granularity selective, or {_WITHOUT_SLICES}",
-        matters=_has_experts,
-    ),
-    Refusal(
-        "recompute_modules",
-        lambda value: "moe" in value,
-        f"{_COUNTED_LATER}: leave moe out of --recompute-modules, or {_WITHOUT_SLICES}",
-        matters=_has_experts,
-    ),
-    _drop("mtp_use_repeated_layer", "a layer has one buffer of keys and values a microbatch"),
-    Refusal(
-        "context_parallel_size",
-        lambda value: value > 1,
-        "ranks that share a sequence have parts from its front and its back: write "
-        "--context-parallel-size 1, or " + _WITHOUT_SLICES,
+        "mtp_num_layers",
+        bool,
+        "with context parallelism the tokens that it looks ahead to are on other ranks: write "
+        f"--context-parallel-size 1, or {_WITHOUT_SLICES}",
+        matters=_shares_sequences,
     ),
     *(
         Refusal(name, bool, f"packed sequences end anywhere: {_WITHOUT_SLICES}")
@@ -313,11 +348,6 @@ SLICES_REFUSALS = (
         for name in ("fp8_dot_product_attention", "fp8_multi_head_attention")
     ),
     _drop("tp_comm_overlap", "its communication buffers are of whole sequences"),
-)
-
-RECOMPUTED_SLICES_REFUSALS = tuple(
-    Refusal(name, bool, f"{_COUNTED_LATER}: {_WITHOUT_SLICES}")
-    for name in ("num_experts", "num_moe_experts")
 )
 
 _WITHOUT_RECOMPUTE = "drop --pipeline-recompute"

@@ -70,7 +70,7 @@ def lines(
     """Run the lines here, A twice, and compare them. The word 'lines' may be left out."""
     try:
         a, b, is_stock = _two_lines(context.args)
-        if not is_stock:
+        if not is_stock or b.value("--pipeline-slices") is not None:
             with showing_progress():
                 check_comparable(a, b)
         places = run_both(a, b, folder, iterations, from_seed, is_stock, _tell)

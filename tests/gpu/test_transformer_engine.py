@@ -11,7 +11,7 @@ import pytest
 from megatron.core.transformer.moe import fused_a2a
 
 from megatron_ext.adapter.transformer_engine.installed import can_split
-from tests.gpu.runs import GPUS, losses, needs_two_gpus
+from tests.gpu.runs import GPUS, losses, needs_four_gpus, needs_two_gpus
 from tests.gpu.te_layers import LAYERS, RECIPES, differences, missing
 
 pytestmark = [
@@ -127,5 +127,22 @@ def test_slices_train_as_whole_sequences_do(schedule: str) -> None:
         "max_position_embeddings": 512,
     }
     sliced = losses(schedule, pipeline_slices=4, pipeline_slice_lengths="balanced", **flags)
+    whole = [float(loss) for loss in losses(None, **flags)]
+    assert [float(loss) for loss in sliced] == pytest.approx(whole, rel=5e-3)
+
+
+@needs_four_gpus
+def test_slices_are_shared_by_ranks() -> None:
+    """Their keys and values are gathered, in the place of Transformer Engine's ring."""
+    flags: dict[str, str | int | bool | None] = {
+        "transformer_impl": "transformer_engine",
+        "bf16": True,
+        "hidden_size": 128,
+        "seq_length": 512,
+        "max_position_embeddings": 512,
+        "pipeline_model_parallel_size": 2,
+        "context_parallel_size": 2,
+    }
+    sliced = losses("zb-h1", pipeline_slices=4, pipeline_slice_lengths="balanced", **flags)
     whole = [float(loss) for loss in losses(None, **flags)]
     assert [float(loss) for loss in sliced] == pytest.approx(whole, rel=5e-3)

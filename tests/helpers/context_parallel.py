@@ -3,6 +3,8 @@
 Megatron has it in Transformer Engine's kernels alone. Here keys and values of whole sequences are
 gathered over the group and given to Megatron's local attention, with autograd through it all: like
 those kernels it has messages in F and in I. Everything else is Megatron's own.
+
+Slices gather keys and values themselves: beside them local attention need only be built.
 """
 
 from __future__ import annotations
@@ -23,11 +25,13 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import Tensor
 
 from megatron_ext.patches import cpu
+from tests.helpers.latent_attention import Attention
 
 
-def install(patch: pytest.MonkeyPatch) -> None:
+def install(patch: pytest.MonkeyPatch, attention: type[DotProductAttention] | None = None) -> None:
     """Ranks that are forked from now on can divide sequences."""
-    patch.setattr(LocalSpecProvider, "core_attention", lambda provider: DividedAttention)
+    attention = attention or DividedAttention
+    patch.setattr(LocalSpecProvider, "core_attention", lambda provider: attention)
     patch.delitem(cpu._REFUSED, "--context-parallel-size", raising=False)
     extension = SimpleNamespace(thd_get_partitioned_indices=part_of_packed)
     patch.setattr(utils, "tex", extension, raising=False)  # Transformer Engine's
@@ -82,14 +86,18 @@ class _Whole(torch.autograd.Function):
         return gradient[places(ctx.lengths, ctx.group.rank(), ctx.group.size())], None, None
 
 
-class DividedAttention(DotProductAttention):
-    """Causal attention within each sequence, of this rank's tokens to all."""
+class LocalAttention(Attention):
+    """Megatron's, which it builds for whole sequences alone."""
 
     def __init__(self, config: Any, *args: Any, pg_collection: Any, **kwargs: Any) -> None:
         undivided = copy.copy(config)
         undivided.context_parallel_size = 1  # it takes no other
         super().__init__(undivided, *args, pg_collection=pg_collection, **kwargs)
         self._group = pg_collection.cp
+
+
+class DividedAttention(LocalAttention):
+    """Causal attention within each sequence, of this rank's tokens to all."""
 
     def forward(
         self,

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.patches import cpu, engine
+from tests.helpers.combinations import nightly
 from tests.helpers.ranks import HANGS, run_ranks, values
 
 torch = pytest.importorskip("torch")
@@ -130,6 +131,7 @@ def write_once_changed(folder: Path, buckets: list[Any], _: Any) -> None:
     (folder / "being written").rename(folder / "written")
 
 
+@nightly("its writer imports Megatron for itself; test_checkpoints.py saves so at night, too")
 def test_what_is_saved_in_the_background_is_of_one_iteration(tmp_path: Path) -> None:
     """A checkpoint held half of one iteration's parameters and half of a later one's.
 

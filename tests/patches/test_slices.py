@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +13,11 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
-from megatron.core import parallel_state
+from megatron.core import parallel_state, utils
 from megatron.core.models import backends
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -28,10 +29,15 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_logging import (
+    destroy_moe_metrics_tracker,
+    get_moe_metrics_tracker,
+)
 from torch import Tensor
 
 from megatron_ext.adapter.compatibility import refuse_order
 from megatron_ext.adapter.slices.attention import attend_with_transformer_engine
+from megatron_ext.adapter.slices.context_parallel import cut_by_slices
 from megatron_ext.adapter.slices.known_models import refuse_unknown
 from megatron_ext.adapter.slices.model_call import cut
 from megatron_ext.config import PipelineConfig
@@ -47,6 +53,7 @@ from megatron_ext.patches.megatron.core.transformer.moe import router
 from megatron_ext.patches.megatron.core.transformer.multi_token_prediction import (
     slices as multi_token_slices,
 )
+from megatron_ext.patches.megatron.core.utils import batches_by_slices
 from megatron_ext.runtime.slices.running_slice import Span, running_slice, spans
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose
@@ -54,6 +61,7 @@ from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Extras, Problem
 from megatron_ext.schedule.slices import Slices
+from tests.helpers import context_parallel
 from tests.helpers.combinations import at_night, nightly
 from tests.helpers.latent_attention import Attention
 from tests.helpers.ranks import run_ranks, values
@@ -85,6 +93,7 @@ FULL = {
     "recompute_method": "uniform",
     "recompute_num_layers": 1,
 }
+REPEATED = {"mtp_num_layers": 2, "mtp_use_repeated_layer": True}
 # Losses that weigh: of each token's router, a slice alone would make another.
 ROUTED = {
     "num_moe_experts": 4,
@@ -102,6 +111,9 @@ CASES = {
     "sliding window": Case({"window_size": (5, 0)}),
     "latent attention": Case(LATENT | {"rope_type": "rope"}, config=MLATransformerConfig),
     "latent attention, yarn": Case(LATENT | {"rope_type": "yarn"}, config=MLATransformerConfig),
+    "further tokens, one layer, experts": Case(
+        REPEATED | ROUTED | {"moe_router_load_balancing_type": "aux_loss"}
+    ),
     "experts": Case(ROUTED | {"moe_router_load_balancing_type": "aux_loss"}),
     "experts, by sequence": Case(ROUTED | {"moe_router_load_balancing_type": "seq_aux_loss"}),
     "experts, loss per token": Case(
@@ -117,6 +129,26 @@ CASES = {
         {"mtp_num_layers": 2, "calculate_per_token_loss": True}, positions="learned_absolute"
     ),
     "full recompute": Case(FULL),
+    "experts, full recompute": Case(
+        FULL
+        | ROUTED
+        | {
+            "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
+            "moe_aux_loss_coeff": [0.3, 0.2],
+        }
+    ),
+    "experts, recomputed": Case(
+        ROUTED
+        | {
+            "moe_router_load_balancing_type": "aux_loss",
+            "recompute_granularity": "selective",
+            "recompute_modules": ["moe"],
+        }
+    ),
+    "further tokens, one layer": Case(REPEATED),
+    "further tokens, one layer, full recompute": Case(REPEATED | FULL),
+    "attention sinks": Case({"softmax_type": "learnable"}),
+    "sliding window, off by one": Case({"softmax_type": "off-by-one", "window_size": (5, 0)}),
     "selective recompute": Case({"recompute_granularity": "selective"}),
 }
 
@@ -176,6 +208,7 @@ def patched() -> Iterator[None]:
         rotary_pos_embedding,
         yarn_rotary_pos_embedding,
         dot_product_attention,
+        batches_by_slices,
     )
     with apply([patch for module in modules for patch in module.patches(PipelineConfig())]):
         yield
@@ -199,7 +232,7 @@ def run_slices(
                 parts[number, span] = model(**batch)
     for number in range(len(batches)):
         for span in reversed(spans(lengths)):
-            with running_slice.running(0, number, span):
+            with running_slice.running(0, number, span, is_backward=True):
                 parts[number, span].backward(dy[:, span.begin : span.end])
         running_slice.drop(0, number)
     assert running_slice.is_empty
@@ -207,8 +240,46 @@ def run_slices(
     return [torch.cat([parts[n, span] for span in spans(lengths)], 1) for n in numbers]
 
 
+def run_shared(
+    model: GPTModel, batches: Sequence[dict[str, Any]], dy: Tensor, lengths: Sequence[int]
+) -> list[Tensor]:
+    """As `run_slices`, of the sequences that both ranks share; gradients are summed over them."""
+    group = parallel_state.get_context_parallel_group()
+    own = spans(lengths, group.rank(), group.size())
+    with running_slice.step(own, group):
+        parts: dict[tuple[int, Span], Tensor] = {}
+        given: list[dict[str, Any]] = []
+        for number, batch in enumerate(batches):
+            with running_slice.running(0, number, own[0]):
+                whole = {**batch, "dy": dy}
+                given.append(utils.get_batch_on_this_cp_rank(whole, False, cp_group=group))
+            dys = given[number].pop("dy")
+            for span in own:
+                with running_slice.running(0, number, span):
+                    parts[number, span] = model(**given[number])
+        for number in range(len(batches)):
+            for span in reversed(own):
+                with running_slice.running(0, number, span, is_backward=True):
+                    parts[number, span].backward(dys[:, span.here])
+            running_slice.drop(0, number)
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+    losses = [torch.zeros_like(dy) for _ in batches]
+    for (number, span), loss in parts.items():
+        losses[number][:, span.own.begin : span.own.end] = loss.detach()
+    for loss in losses:
+        dist.all_reduce(loss)
+    return losses
+
+
 def relative(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm())
+
+
+def logged() -> dict[str, float]:
+    """What routers have logged of their losses."""
+    metrics = get_moe_metrics_tracker().metrics
+    return {name: float(entry.values.sum()) for name, entry in metrics.items()}
 
 
 def compare(case: Case, lengths: Sequence[int]) -> None:
@@ -216,11 +287,15 @@ def compare(case: Case, lengths: Sequence[int]) -> None:
     model = build(case)
     batches = [batch(case, seed) for seed in (2, 3)]
     dy = torch.rand(BATCH, SEQUENCE)
+    destroy_moe_metrics_tracker()
     expected_losses = run_whole(model, batches, dy)
     expected = {name: p.grad for name, p in model.named_parameters()}
+    expected_log = logged()
     model.zero_grad()
+    destroy_moe_metrics_tracker()
     with patched():
         losses = run_slices(model, batches, dy, lengths)
+    assert logged() == pytest.approx(expected_log, rel=1e-5)
     for got, wanted in zip(losses, expected_losses, strict=True):
         assert relative(got, wanted) < 1e-6
     for name, parameter in model.named_parameters():
@@ -248,6 +323,80 @@ def all_cases(rank: int) -> None:
 
 def test_losses_and_gradients_are_those_of_whole_sequences() -> None:
     values(run_ranks(1, all_cases))
+
+
+SHARED = (
+    "grouped queries",
+    *at_night(
+        "learned positions",
+        "learned positions, given mask",
+        "sliding window",
+        "latent attention, yarn",
+        "experts",
+        "experts, by sequence",
+        "attention sinks",
+        "selective recompute",
+    ),
+    "experts, full recompute",
+)
+SHARED_LENGTHS = (8, 4, 2, 2)
+
+
+def of_shared(rank: int) -> list[tuple[list[Tensor], dict[str, Any]]]:
+    """Losses and gradients of each case, in slices over all ranks that there are."""
+    made = []
+    ranks = dist.get_world_size()
+    with apply(cpu.patches()):
+        parallel_state.initialize_model_parallel(context_parallel_size=ranks)
+        model_parallel_cuda_manual_seed(0)
+        for name in SHARED:
+            case = CASES[name]
+            torch.manual_seed(1)
+            model = build(replace(case, settings={**case.settings, "context_parallel_size": ranks}))
+            batches = [batch(case, seed) for seed in (2, 3)]
+            dy = torch.rand(BATCH, SEQUENCE)
+            if ranks == 1:
+                losses = run_whole(model, batches, dy)
+            else:
+                with patched():
+                    losses = run_shared(model, batches, dy, SHARED_LENGTHS)
+            gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+            made.append(([loss.detach() for loss in losses], gradients))
+    return made
+
+
+def test_ranks_that_share_sequences_have_part_of_each_slice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Megatron would give each a piece from the front and one from the back."""
+    context_parallel.install(monkeypatch, context_parallel.LocalAttention)
+    (whole,), shared = (values(run_ranks(ranks, of_shared)) for ranks in (1, 2))
+    for of_rank in shared:
+        for name, expected, got in zip(SHARED, whole, of_rank, strict=True):
+            for losses in zip(got[0], expected[0], strict=True):
+                assert relative(*losses) < 1e-6, name
+            for parameter, gradient in got[1].items():
+                assert relative(gradient, expected[1][parameter]) < 2e-6, f"{name}: {parameter}"
+
+
+def test_a_batch_that_was_cut_otherwise_is_refused() -> None:
+    """It has as many tokens: the model would train on wrong numbers without a word."""
+    (first, _) = shared = spans((8, 8), 0, 2)
+    tokens = {"input_ids": torch.ones(1, 8), "position_ids": torch.ones(1, 8)}
+    with running_slice.running(0, 0, first), pytest.raises(ValueError, match="has not called it"):
+        cut(tokens, first)
+    with running_slice.step(shared, None), running_slice.running(0, 0, first):
+        whole = {"tokens": torch.arange(16).expand(2, -1), "cu_seqlens": None}
+        made = cut_by_slices(utils.get_batch_on_this_cp_rank, whole, False)
+        assert made["tokens"].tolist() == [[*range(4), *range(8, 12)]] * 2
+        assert cut(tokens, first).keys() == tokens.keys()
+        with pytest.raises(ValueError, match="positions of several kinds"):
+            cut(tokens | {"position_ids": torch.ones(3, 1, 8)}, first)
+        with pytest.raises(ValueError, match="a batch has tokens of 12"):
+            cut_by_slices(utils.get_batch_on_this_cp_rank, {"tokens": torch.ones(1, 12)}, False)
+        with pytest.raises(ValueError, match="packed sequences"):
+            cut_by_slices(utils.get_batch_on_this_cp_rank, {"cu_seqlens": torch.ones(2)}, False)
+        running_slice.drop(0, 0)
 
 
 def gradients_in_fp32(model: GPTModel, run: Callable[[], Any]) -> dict[str, Tensor]:
@@ -383,6 +532,38 @@ def test_transformer_engines_mask_is_aligned_to_the_bottom_right() -> None:
             parts.append(run(as_transformer_engine, layer, *own, None, AttnMaskType.causal))
     running_slice.clear()
     torch.testing.assert_close(torch.cat(parts), whole)
+
+
+def shared_by_transformer_engine(rank: int) -> tuple[Tensor, Tensor]:
+    """What both ranks attend to of sequences that they share, and what whole ones do."""
+    torch.manual_seed(1)
+    drawn = torch.randn(3, SEQUENCE, 1, 2, 4).unbind()
+    group = dist.group.WORLD
+    layer = bare(Bare)
+    layer.cp_group = group
+
+    def alone(layer: Any, *args: Any) -> Tensor:
+        assert layer.cp_group is None, "its ring would take keys and values for a rank's part"
+        return as_transformer_engine(layer, *args)
+
+    made = torch.zeros(SEQUENCE, 1, 2, 4)
+    run: Callable[..., Tensor] = attend_with_transformer_engine
+    own = spans(SHARED_LENGTHS, rank, 2)
+    with running_slice.step(own, group):
+        for span in own:
+            part = slice(span.own.begin, span.own.end)
+            with running_slice.running(0, 0, span):
+                made[part] = run(alone, layer, *(t[part] for t in drawn), None, AttnMaskType.causal)
+        assert layer.cp_group is group
+        running_slice.drop(0, 0)
+    dist.all_reduce(made)
+    query, key, value = drawn
+    return made, as_transformer_engine(layer, query, key, value, None, AttnMaskType.causal)
+
+
+def test_transformer_engines_ring_is_off_where_slices_gather_keys() -> None:
+    for made, whole in values(run_ranks(2, shared_by_transformer_engine)):
+        torch.testing.assert_close(made, whole)
 
 
 def test_attention_that_is_not_causal_is_refused() -> None:

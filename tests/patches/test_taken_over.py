@@ -30,6 +30,8 @@ from megatron_ext.patches.megatron.core.transformer import module
 # By setting: with which of ours, and what of it is there afterwards.
 CASES: dict[str, tuple[dict[str, str], bool]] = {
     "defer_embedding_wgrad_compute": ({"schedule": "1f1b"}, False),
+    "delay_wgrad_compute": ({"schedule": "zb-v"}, False),
+    "overlap_moe_expert_parallel_comm": ({"schedule": "zb-v"}, True),
     "overlap_dispatch_backward_with_experts_wgrad": ({"schedule": "zb-v"}, False),
     "fine_grained_activation_offloading": (
         {"schedule": "zb-h1", "activation_offload": "half"},
@@ -37,6 +39,8 @@ CASES: dict[str, tuple[dict[str, str], bool]] = {
     ),
     "cross_entropy_loss_fusion": ({"schedule": "zb-v", "vocab_parallel": "2"}, True),
     "tp_comm_overlap": ({"schedule": "zb-h1"}, True),
+    "hidden_dropout": ({"schedule": "1f1b", "slices": "4"}, True),
+    "attention_dropout": ({"schedule": "zb-v", "slices": "4"}, True),
 }
 
 

@@ -250,9 +250,12 @@ IN_THE_BACKGROUND: dict[str, object] = {
 }
 
 
-# Each rank in the background has a process of its own, which imports Megatron: two are enough, at
-# night. By day both kinds of checkpoint end in the same error of Megatron's.
-FULL = {"at once": (4, {}), **dict(at_night(("in the background", (2, IN_THE_BACKGROUND))))}
+# By day a pipeline of two ranks, at night two of them. In the background each rank has a process of
+# its own, which imports Megatron; both kinds of checkpoint end in the same error of Megatron's.
+FULL = {
+    "at once": (4 if IS_NIGHT else 2, {}),
+    **dict(at_night(("in the background", (2, IN_THE_BACKGROUND)))),
+}
 
 
 @pytest.mark.parametrize(("ranks", "how"), FULL.values(), ids=FULL)

@@ -185,7 +185,7 @@ def stock_in_fp16() -> tuple[list[Run], Path]:
 
 
 FP16: Flags = {
-    "num_layers": 8,
+    "num_layers": 4,
     "fp16": True,
     "initial_loss_scale": 2**20,
     "loss_scale_window": 3,

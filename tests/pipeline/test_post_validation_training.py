@@ -129,7 +129,7 @@ def test_clips_on_every_third_step(name: str) -> None:
 
 def test_many_steps_of_all_kinds() -> None:
     """Clips, infinities and NaNs with a dynamic loss scale, evaluation in between."""
-    steps = 50 if IS_NIGHT else 12
+    steps = 50 if IS_NIGHT else 9
     bad = EVERY_THIRD | {7: float("inf"), 8: float("inf"), 16: float("nan"), 31: float("inf")}
     more: dict[str, object] = {"train_iters": steps, "eval_interval": steps // 3, "eval_iters": 2}
     runs, expected = SETTINGS["zb-v, fp16"].both(bad, log_interval=10, **more)

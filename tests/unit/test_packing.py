@@ -49,7 +49,7 @@ shapes = st.sampled_from(list(PLACEMENTS.values()))
 
 def random_plan(random: Random, shop: Shop) -> Starts:
     plan = [
-        sorted(random.randrange(20 * shop.work) for _ in range(shop.microbatches))
+        sorted(random.randrange(20 * shop.work) for _ in range(shop.pieces))
         for _ in range(shop.lanes)
     ]
     return np.array(plan)
@@ -155,7 +155,7 @@ def test_search_ends_where_nothing_can_be_shorter() -> None:
     all_steps = len(packed)
     packed.clear()
     short(shop, counted, least=10**9)
-    steps = little_effort().passes(2) // (2 * shop.lanes * shop.microbatches)
+    steps = little_effort().passes(2) // (2 * shop.lanes * shop.pieces)
     assert len(packed) == all_steps - 2 * max(steps, improve._STEPS)
 
 

@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 
 from megatron_ext.cli import app
 from megatron_ext.parity import runs
+from megatron_ext.parity.lines import Line
 from tests.helpers.recordings import Course, write
 
 OURS = ["torchrun", "p.py", "--pipeline-schedule", "zb-h1"]
@@ -74,6 +75,21 @@ def test_a_line_as_stock(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> N
         "B, 4 iterations",
     ]
     assert "the same to the last bit" in result.stdout
+
+
+def test_slices_are_looked_at_before_anything_runs(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With dropout such a line cannot be compared with itself as stock."""
+
+    def refuse(a: Line, b: Line) -> None:
+        assert "--pipeline-slices" not in a.arguments and "--pipeline-slices" in b.arguments
+        raise ValueError("dropout draws other numbers")
+
+    monkeypatch.setattr("megatron_ext.commands.parity.check_comparable", refuse)
+    result = parity("--", *OURS, "--pipeline-slices", "4")
+    assert result.exit_code == 2 and not machine.lines
+    assert "dropout draws other numbers" in result.stderr
 
 
 def test_two_lines(machine: Machine) -> None:

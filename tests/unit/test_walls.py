@@ -74,7 +74,7 @@ def _uses(node: ast.AST, package: str, lazy: bool) -> Iterator[Use]:
 
 def within(name: str, *tops: str) -> bool:
     """Whether ``name`` is one of the modules ``tops`` or below one."""
-    return any(re.match(rf"{re.escape(top)}([.:]|$)", name) for top in tops)
+    return any(name == top or name.startswith((f"{top}.", f"{top}:")) for top in tops)
 
 
 def imports_only(*tops: str, lazily: tuple[str, ...] = ()) -> Callable[[str, Use], bool]:

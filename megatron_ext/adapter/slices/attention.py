@@ -38,7 +38,7 @@ def attend_locally(
     softmax = layer.scale_mask_softmax
     _refuse_other_masks(softmax.attn_mask_type)
     key, value = running_slice.attended(layer, (key, value))
-    if span.begin == 0:
+    if span.own.begin == 0:
         return original(layer, query, key, value, attention_mask, *args, **kwargs)
     if attention_mask is None:
         attention_mask = bottom_right_mask(query.size(0), key.size(0), query.device)
@@ -59,12 +59,14 @@ def attend_with_transformer_engine(
 ) -> Tensor:
     """TEDotProductAttention's forward, of the slice that runs, if one does."""
     span = running_slice.span
-    if span is not None:
-        _refuse_other_masks(attn_mask_type)
-        key, value = running_slice.attended(layer, (key, value))
-        if span.begin > 0:
-            attn_mask_type = AttnMaskType.causal_bottom_right
-    return original(layer, query, key, value, attention_mask, attn_mask_type, *args, **kwargs)
+    if span is None:
+        return original(layer, query, key, value, attention_mask, attn_mask_type, *args, **kwargs)
+    _refuse_other_masks(attn_mask_type)
+    key, value = running_slice.attended(layer, (key, value))
+    if span.own.begin > 0:
+        attn_mask_type = AttnMaskType.causal_bottom_right
+    with _without_context_parallelism(layer) if span.ranks > 1 else contextlib.nullcontext():
+        return original(layer, query, key, value, attention_mask, attn_mask_type, *args, **kwargs)
 
 
 @lru_cache(maxsize=64)
@@ -83,6 +85,18 @@ def _by_given_mask(softmax: Any) -> Iterator[None]:
         yield
     finally:
         softmax.attn_mask_type = kind
+
+
+@contextlib.contextmanager
+def _without_context_parallelism(layer: Any) -> Iterator[None]:
+    """Within, Transformer Engine's ``layer`` takes keys and values as they are: those of all ranks
+    that share the sequence."""
+    group = layer.cp_group
+    layer.cp_group = None
+    try:
+        yield
+    finally:
+        layer.cp_group = group
 
 
 def _refuse_other_masks(kind: AttnMaskType) -> None:

@@ -7,13 +7,15 @@ from typing import Any
 
 from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.runtime.slices.running_slice import Span, spans
+from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.verify import Program
 
 
-def spans_of(program: Program, settings: Any, tokens: int) -> tuple[Span, ...]:
+def spans_of(program: Program, settings: Any, tokens: int, rank: int = 0) -> tuple[Span, ...]:
     """The slices of a sequence of ``tokens`` in ``program``; none where microbatches are whole.
 
-    ``settings`` are Megatron's arguments or a TransformerConfig.
+    ``settings`` are Megatron's arguments or a TransformerConfig; ``rank`` is the number of this one
+    among those that share a sequence.
 
     Raises:
         ValueError: it cannot be cut so.
@@ -21,13 +23,22 @@ def spans_of(program: Program, settings: Any, tokens: int) -> tuple[Span, ...]:
     problem = program.problem
     if problem.slices.count == 1:
         return ()
-    return spans(problem.slice_lengths(tokens, _multiple(settings)))
+    lengths = lengths_in(problem, settings, tokens)
+    return spans(lengths, rank, settings.context_parallel_size)
+
+
+def lengths_in(problem: Problem, settings: Any, tokens: int) -> tuple[int, ...]:
+    """The tokens of each slice of a sequence of ``tokens``. Arguments and errors as of
+    `spans_of`."""
+    return problem.slice_lengths(tokens, _multiple(settings))
 
 
 def _multiple(settings: Any) -> int:
-    """What a slice is a multiple of: sequence parallel ranks share it, and quantised operands want
-    as many rows as are scaled together."""
-    ranks: int = settings.tensor_model_parallel_size if settings.sequence_parallel else 1
+    """What a slice is a multiple of: context and sequence parallel ranks share it, and quantised
+    operands want as many rows as are scaled together."""
+    ranks: int = settings.context_parallel_size
+    if settings.sequence_parallel:
+        ranks *= settings.tensor_model_parallel_size
     rows = 1
     if getattr(settings, "fp4", None) or getattr(settings, "fp8_recipe", None) == "mxfp8":
         rows = 32

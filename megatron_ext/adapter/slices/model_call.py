@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_ext.adapter.slices.context_parallel import refuse_other_cuts
 from megatron_ext.runtime.slices.running_slice import Span, running_slice
 
 _FLAG = "--pipeline-slices"
@@ -78,23 +79,26 @@ def cut(given: dict[str, Any], span: Span) -> dict[str, Any]:
     parts: dict[str, Any] = {}
     for name in _OF_TOKENS:
         if (tensor := given.get(name)) is not None:
-            _check_length(name, tensor.shape[-1], span)
-            parts[name] = tensor[..., span.begin : span.end]
+            _check_length(name, tensor.shape[-1], span.length // span.ranks)
+            parts[name] = tensor[..., span.here]
     if (mask := given.get("attention_mask")) is not None:
         parts["attention_mask"] = _cut_mask(mask, span)
+    if parts and span.ranks > 1:
+        refuse_other_cuts(given.get("position_ids"))
     return parts
 
 
 def _cut_mask(mask: Tensor, span: Span) -> Tensor:
     """Of ``mask``, [.., queries, keys], what the slice's queries see."""
-    for size in mask.shape[-2:]:
-        _check_length("attention_mask", size, span)
-    return mask[..., span.begin : span.end, : span.end]
+    queries, keys = mask.shape[-2:]
+    _check_length("attention_mask", queries, span.length // span.ranks)
+    _check_length("attention_mask", keys, span.length)
+    return mask[..., span.here, : span.own.end]
 
 
-def _check_length(name: str, length: int, span: Span) -> None:
-    if length != span.length:
+def _check_length(name: str, length: int, expected: int) -> None:
+    if length != expected:
         raise ValueError(
-            f"{_FLAG} divides sequences of {span.length} tokens, and the model was called with "
+            f"{_FLAG} divides sequences of {expected} tokens, and the model was called with "
             f"{name} of {length}: give all microbatches one sequence length, or drop the flag"
         )

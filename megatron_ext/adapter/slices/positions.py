@@ -17,7 +17,11 @@ def begin_at_slice(
     **kwargs: Any,
 ) -> Any:
     """``original``, which gives the positions from ``offset`` on, of the slice that runs, if one
-    does."""
-    if running_slice.span is not None:
-        offset += running_slice.span.begin
+    does. It would have ranks that share a sequence take parts from its front and its back, but for
+    packed ones."""
+    span = running_slice.span
+    if span is not None:
+        offset += span.own.begin
+        if span.ranks > 1:
+            length, kwargs["packed_seq"] = length // span.ranks, True
     return original(embedding, length, offset, *args, **kwargs)

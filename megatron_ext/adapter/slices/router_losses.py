@@ -5,6 +5,9 @@ of an expert's scores, T the number of its tokens, and N that of all tokens. Its
 token's scores has the T of the whole microbatch. A slice's backward pass comes when the forward
 passes of all slices are over, and so finds T complete. The loss itself is made, and logged, with
 the last slice; those before it give 0.
+
+Layers that are recomputed make their losses in a second forward pass, amid the backward pass of a
+slice: those of the slices before it are still to come. So T and P are counted in the first one.
 """
 
 from __future__ import annotations
@@ -14,16 +17,18 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
 from torch import Tensor
 
 from megatron_ext.runtime.slices.running_slice import Span, running_slice
 
 
 class _Router:
-    """Which router's loss is made now, and which loss of it."""
+    """Which router's loss is made now, and which loss of it; or only counted for."""
 
     def __init__(self) -> None:
         self.now: tuple[Any, str] = (None, "")
+        self.counts = False
 
     @contextlib.contextmanager
     def making(self, router: Any, name: str) -> Iterator[None]:
@@ -32,6 +37,14 @@ class _Router:
             yield
         finally:
             self.now = before
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        self.counts = True
+        try:
+            yield
+        finally:
+            self.counts = False
 
 
 _router = _Router()
@@ -58,18 +71,38 @@ def _sum(by_slice: Mapping[Span, Tensor]) -> Tensor:
 
 class _BalancingLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, balance: _Balance, scale: float) -> Tensor:
+    def forward(ctx: Any, scores: Tensor, balance: _Balance, scale: float, is_last: bool) -> Tensor:
         ctx.balance, ctx.scale, ctx.shape = balance, scale, scores.shape
-        if not balance.is_complete:
+        if not is_last:
             return scores.new_zeros(())
+        assert balance.is_complete, "the last slice's forward pass before another's"
         loss: Tensor = (_sum(balance.tokens) * _sum(balance.scores)).sum() * scale
         return loss
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         assert ctx.balance.is_complete, "a backward pass before the last slice's forward pass"
         by_expert = _sum(ctx.balance.tokens) * (gradient * ctx.scale)
-        return by_expert.expand(ctx.shape), None, None
+        return by_expert.expand(ctx.shape), None, None, None
+
+
+def count_first(
+    original: Callable[..., Any], router: Any, logits: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """A router's routing; of a slice that is to run again with gradients, it counts."""
+    made = original(router, logits, *args, **kwargs)
+    is_first = running_slice.span is not None and router.training and not torch.is_grad_enabled()
+    if is_first and router.is_aux_loss_enabled():
+        chosen, scores = compute_routing_scores_for_aux_loss(
+            logits.view(-1, logits.shape[-1]),
+            router.topk,
+            router.score_function,
+            fused=router.config.moe_router_fusion,
+        )
+        with _router.counting():
+            router._apply_aux_loss(scores, scores, chosen)
+            router._apply_seq_aux_loss(scores, scores, chosen, *logits.shape[:2])
+    return made
 
 
 def making(name: str) -> Callable[..., Any]:
@@ -104,12 +137,13 @@ def balance(
             moe_aux_loss_coeff=moe_aux_loss_coeff,
             **more,
         )
-    of_microbatch = running_slice.kept(_router.now, _Balance)
+    of_microbatch = running_slice.kept_of_use(_router.now, _Balance)
     of_microbatch.tokens[span] = tokens_per_expert
     of_microbatch.scores[span] = probs.detach().sum(0)
     whole = _of_whole(total_num_tokens, span)
     scale = num_experts * moe_aux_loss_coeff / (topk * whole * whole)
-    loss: Tensor = _BalancingLoss.apply(probs, of_microbatch, scale)
+    is_last = span.end == span.length and not _router.counts
+    loss: Tensor = _BalancingLoss.apply(probs, of_microbatch, scale, is_last)
     return loss
 
 
@@ -123,6 +157,8 @@ def attach(
 ) -> Tensor:
     """A router's attach_and_log_load_balancing_loss: a loss that is scaled by tokens is so by the
     whole microbatch's."""
+    if _router.counts:
+        return activation
     if (span := running_slice.span) is not None:
         count = activation.shape[0] if valid_token_count is None else valid_token_count
         valid_token_count = _of_whole(count, span)

@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_ext.adapter.observers.observer import Step
+from megatron_ext.adapter.pairs.callers import takes_plans
+from megatron_ext.adapter.pairs.planned_stage import PlannedStage
 from megatron_ext.adapter.slices.lengths import lengths_passed_on
 from megatron_ext.adapter.splitting import splitting
 from megatron_ext.adapter.step.end_stage import EndStage, ends_of
@@ -43,7 +45,8 @@ def run_passes(step: Step, iterators: list[Any], others: Sequence[Owner] = ()) -
     if connections.offload is not None and not call.forward_only:
         offload = connections.offload.step(row)
     gathers.begin()
-    with no_grad_sync(call.config), splitting(step.split), running_slice.step():
+    slices = running_slice.step(step.spans, call.groups.cp)
+    with no_grad_sync(call.config), splitting(step.split), slices:
         execute(program, stages, transport, step.recorder, vocabulary, offload, others)
     return list(stages.values())
 
@@ -63,6 +66,8 @@ def _stages(
     call, placement = step.call, step.program.schedule.placement
     first_trained = step.program.problem.first_trained
     stages: dict[int, ModelStage] = {}
+    asks = step.program.problem.extras.pairs and not call.forward_only
+    is_planned = asks and takes_plans(call.forward_step_func)
     for number, chunk, iterator in zip(_numbers(step), call.models, iterators, strict=True):
         is_last = placement.is_last(number)
         own = [
@@ -77,7 +82,8 @@ def _stages(
         elif step.shard is not None and (placement.is_first(number) or is_last):
             stages[number] = EndStage(*common, is_last=is_last)
         else:
-            stages[number] = ModelStage(*common, has_loss=is_last, first_trained=first_trained)
+            stage = PlannedStage if is_planned else ModelStage
+            stages[number] = stage(*common, has_loss=is_last, first_trained=first_trained)
     return stages
 
 

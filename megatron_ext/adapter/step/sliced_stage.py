@@ -100,8 +100,8 @@ class SlicedStage(ModelStage):
         piece = _slice(microbatch)
         span = self._spans[piece.slice]
         if self._is_last:
-            dy = self._gradients[piece.whole][:, span.begin : span.end]
-        with running_slice.running(self._number, piece.whole, span):
+            dy = self._gradients[piece.whole][:, span.here]
+        with running_slice.running(self._number, piece.whole, span, is_backward=True):
             dx = super()._backward_input(piece, dy, w_is_next=w_is_next)
         if piece.is_first:
             self._gradients.pop(piece.whole, None)

@@ -22,6 +22,8 @@ from megatron_ext.adapter.observers.observer import Step, StepObserver
 from megatron_ext.adapter.observers.profile import StepProfile
 from megatron_ext.adapter.observers.split_report import SplitReport
 from megatron_ext.adapter.observers.trace import StepTrace
+from megatron_ext.adapter.pairs.asked import asks_for_pairs
+from megatron_ext.adapter.pairs.callers import refuse_unplanned
 from megatron_ext.adapter.post_validation.pending import post_validation
 from megatron_ext.adapter.post_validation.step import SpeculativeStep, connect_validation
 from megatron_ext.adapter.programs import Programs, Shape
@@ -42,6 +44,7 @@ from megatron_ext.adapter.transformer_engine.layer_graphs import layer_graphs
 from megatron_ext.adapter.vocabulary_rows import shard_of
 from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger
+from megatron_ext.runtime.slices.running_slice import Span
 from megatron_ext.runtime.weight_gradients import Lent, is_owned
 from megatron_ext.schedule.build.output_layer import output_layer_waits
 from megatron_ext.schedule.costs_text import format_costs
@@ -165,8 +168,12 @@ class Training:
             boundary=call.boundary(),
             shard=shard,
             split=split,
-            spans=spans_of(program, call.config, call.decoder_seq_length or call.seq_length),
+            spans=self._spans(call, program),
         )
+
+    def _spans(self, call: Call, program: Program) -> tuple[Span, ...]:
+        tokens = call.decoder_seq_length or call.seq_length
+        return spans_of(program, call.config, tokens, call.groups.cp.rank())
 
     def _program(self, call: Call, shape: Shape) -> Program:
         """The program for this step, the same on every rank of the job; cached."""
@@ -177,6 +184,8 @@ class Training:
         known = self._programs.known(*asked)
         if known is not None:
             return known
+        if asks_for_pairs(call.config) and not call.forward_only:
+            refuse_unplanned(call)
         if self._connections is None:
             if self._config.extras.slices.count > 1:
                 refuse_unknown(call.models)

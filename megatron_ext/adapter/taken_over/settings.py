@@ -22,7 +22,7 @@ def _always(config: PipelineConfig) -> bool:
 
 @dataclass(frozen=True)
 class TakenOver:
-    """A switch of Megatron's.
+    """A switch of Megatron's, or a number that is 0 where it is off.
 
     ``setting`` is its name in arguments and configs, ``text`` what is done in its place, or what
     of it is left, ``by`` whether our settings do so, ``stays`` whether it stays on.
@@ -34,12 +34,27 @@ class TakenOver:
     stays: bool = False
 
 
+_DRAWS = "drawn slice by slice, other numbers than without --pipeline-slices"
+
+
+def _cuts_sequences(config: PipelineConfig) -> bool:
+    return config.slices > 1
+
+
 _PLACES_W = "the schedule says when weight gradients are computed"
 
 TAKEN_OVER = (
     TakenOver(
         "defer_embedding_wgrad_compute",
         f"{_PLACES_W}, the output layer's too; wgrad_deferral_limit is not read",
+    ),
+    TakenOver("delay_wgrad_compute", _PLACES_W),
+    TakenOver(
+        "overlap_moe_expert_parallel_comm",
+        "experimental, no GPU has run it: forward and backward passes that the schedule puts side "
+        "by side run as one, and the all-to-all of one hides behind the other's compute",
+        by=lambda config: config.choice.example.chunks > 1,
+        stays=True,
     ),
     TakenOver("overlap_dispatch_backward_with_experts_wgrad", f"{_PLACES_W}, those of experts too"),
     TakenOver(
@@ -61,6 +76,8 @@ TAKEN_OVER = (
         by=lambda config: config.splits_backward,
         stays=True,
     ),
+    TakenOver("hidden_dropout", _DRAWS, by=_cuts_sequences, stays=True),
+    TakenOver("attention_dropout", _DRAWS, by=_cuts_sequences, stays=True),
 )
 
 

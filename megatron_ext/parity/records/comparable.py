@@ -63,6 +63,9 @@ MUST_AGREE: Mapping[str, tuple[str, ...]] = {
 }
 
 
+_DROPOUT = ("hidden_dropout", "attention_dropout")
+_SLICES = ("pipeline_slices", "pipeline_slice_lengths")
+
 # Of a hybrid model's layers, and by "|" of where stages end, which is not the model's.
 _PATTERNS = {"hybrid_layer_pattern", "hybrid_override_pattern"}
 
@@ -72,6 +75,29 @@ def refusal(a: Mapping[str, Any], b: Mapping[str, Any], words: str) -> str | Non
 
     ``words`` says whose they are.
     """
+    return _other_trainings(a, b, words) or _other_draws(a, b, words)
+
+
+def _other_draws(a: Mapping[str, Any], b: Mapping[str, Any], words: str) -> str | None:
+    """Dropout draws slice by slice."""
+    cuts = [_cut_as(arguments) for arguments in (a, b)]
+    draws = any(arguments.get(name) for name in _DROPOUT for arguments in (a, b))
+    if cuts[0] == cuts[1] or not draws:
+        return None
+    return (
+        f"{words} cannot be compared: with {cuts[0]} and {cuts[1]} dropout draws other numbers; "
+        f"give both --hidden-dropout 0 --attention-dropout 0"
+    )
+
+
+def _cut_as(arguments: Mapping[str, Any]) -> str:
+    if int(arguments.get("pipeline_slices") or 1) == 1:
+        return "whole sequences"
+    given = {_flag(name): arguments.get(name) for name in _SLICES}
+    return " ".join(f"{name} {value}" for name, value in given.items() if value)
+
+
+def _other_trainings(a: Mapping[str, Any], b: Mapping[str, Any], words: str) -> str | None:
     apart = {
         kind: [name for name in names if _without_ends(name, a) != _without_ends(name, b)]
         for kind, names in MUST_AGREE.items()

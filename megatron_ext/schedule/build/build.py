@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import replace
 
+from megatron_ext.schedule.build.pairs import built_with_pairs, check_pairs, with_pairs
 from megatron_ext.schedule.build.registry import Choice, entries
 from megatron_ext.schedule.build.size import check_size, size_of
 from megatron_ext.schedule.limit import MemoryLimit
@@ -46,6 +47,7 @@ def build_program(choice: Choice, problem: Problem) -> Program:
     """
     check_size(problem)
     _check_slices(choice, problem)
+    check_pairs(choice, problem)
     problem = _with_own_costs(problem)
     with task(f"building {choice.spec} for {size_of(problem)}"):
         if _is_made_again(choice, problem) and not problem.forward_only:
@@ -122,6 +124,8 @@ def _check_slices(choice: Choice, problem: Problem) -> None:
 def _shortest_with_recompute(choice: Choice, problem: Problem) -> Program:
     """The shortest of what the family makes within looser limits than the problem's, and recompute
     brings within that."""
+    if choice.searches and problem.slices.count > 1:
+        choice = choice.without_search  # not a search for each limit
     tried: set[Schedule] = set()
     programs: list[Program] = []
     refusal: ValueError | None = None
@@ -188,6 +192,7 @@ def complete(schedule: Schedule, problem: Problem) -> Program:
         InvalidSchedule: the schedule does not solve the problem, or not within its memory limit.
     """
     problem = _with_own_costs(problem)
+    schedule = with_pairs(schedule, problem)
     _check_passes(schedule, problem)
     return _proof(schedule, problem)
 
@@ -229,7 +234,7 @@ def _for_training(problem: Problem) -> list[Transform]:
 
 def _places_recompute(choice: Choice, problem: Problem) -> bool:
     """Whether the family itself chooses what is made again."""
-    is_whole = problem.slices.count == 1  # of slices nothing is searched for
+    is_whole = problem.slices.count == 1  # a search of slices makes none again
     return choice.fits_recompute and problem.extras.recompute.fit and is_whole
 
 
@@ -283,18 +288,22 @@ def _compute(choice: Choice, problem: Problem, limit: MemoryLimit | None) -> Sch
     alone = replace(_for_family(problem), memory_limit=limit)
     if _places_recompute(choice, problem):
         alone = alone.with_extras(recompute=problem.extras.recompute)
-    schedule = choice.build(alone)
+    schedule = built_with_pairs(choice, alone, replace(problem, memory_limit=limit))
     _check_passes(schedule, problem)
     return schedule
 
 
 def _check_passes(schedule: Schedule, problem: Problem) -> None:
-    check_compute(schedule, replace(_for_family(problem), forward_only=False))
+    alone = replace(_for_family(problem), forward_only=False)
+    check_compute(schedule, alone.with_extras(pairs=problem.extras.pairs))
 
 
 def _for_family(problem: Problem) -> Problem:
     """``problem`` without what transforms add, and with what they take out."""
     alone = problem.with_extras(
-        vocabulary=VocabularyParallel.NONE, offload=Offload.NONE, recompute=Recompute()
+        vocabulary=VocabularyParallel.NONE,
+        offload=Offload.NONE,
+        recompute=Recompute(),
+        pairs=False,
     )
     return replace(alone, first_trained=0)

@@ -17,11 +17,11 @@ from functools import partial
 
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.build import complete
-from megatron_ext.schedule.build.registry import on_placement
+from megatron_ext.schedule.build.registry import cut_as_in, on_placement
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit, fits
 from megatron_ext.schedule.problem import Problem, Recompute
-from megatron_ext.schedule.program.memory import amount_of, bytes_for, peaks
+from megatron_ext.schedule.program.memory import amount_of, bytes_for, in_bytes, peaks
 from megatron_ext.schedule.program.simulate import step_seconds
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule import Schedule, bitwise_order
@@ -30,7 +30,7 @@ from megatron_ext.schedule.search import disk_cache
 from megatron_ext.schedule.search.again import search_again
 from megatron_ext.schedule.search.bounds import lower_bound
 from megatron_ext.schedule.search.effort import LARGE, Effort, effort
-from megatron_ext.schedule.search.extension import MIDDLE, plans_from
+from megatron_ext.schedule.search.extension import plans_from, with_middle
 from megatron_ext.schedule.search.improve import first_plans, search
 from megatron_ext.schedule.search.shop import (
     Rows,
@@ -78,7 +78,10 @@ def best_known(name: str, problem: Problem) -> Schedule:
         starts = _starts_of_each(known, shop)
         if shop.fits:
             packed = first_plans(shop, starts)
-            found = [rows_of(result.starts, problem.placement) for result in packed]
+            found = [
+                rows_of(result.starts, problem.placement, orders=problem.orders)
+                for result in packed
+            ]
             known, starts = known + found, starts + _starts_of_each(found, shop)
         candidates = _candidates(known, starts, shop)
     best = _best_of(name, candidates, problem)
@@ -87,9 +90,9 @@ def best_known(name: str, problem: Problem) -> Schedule:
 
 
 def _limited(problem: Problem) -> Problem:
-    """With a memory limit. An evaluation runs the forwards of the training schedule, so it is the
-    same."""
-    limit = problem.memory_limit or MemoryLimit(microbatches=problem.ranks)
+    """With a memory limit: else what 1F1B needs. An evaluation runs the forwards of the training
+    schedule, so it is the same."""
+    limit = problem.memory_limit or MemoryLimit(microbatches=problem.held_by_1f1b)
     return replace(problem, memory_limit=limit, forward_only=False)
 
 
@@ -104,7 +107,7 @@ def _kept(name: str, problem: Problem, effort_name: str) -> Schedule | None:
     if text is None:
         return None
     try:
-        rows = from_csv(text, name).rows
+        rows = cut_as_in(problem, from_csv(text, name)).rows
     except ValueError:
         return None
     program = _proved(Schedule(name, problem.placement, rows), problem)
@@ -143,11 +146,13 @@ def _searched(name: str, problem: Problem, how: Effort) -> _Chosen:
         return there
     if shop.fits:
         enough, of_shorter = int(least / shop.tick) + max(shop.tails), None
-        if problem.microbatches > MIDDLE * problem.ranks:
+        if problem.microbatches > with_middle(problem):
             how = how.halved  # the other half goes to the shorter step
             of_shorter = partial(_of_shorter, problem, how)
         packed = search(shop, starts, enough, how, of_shorter)
-        found = [rows_of(result.starts, problem.placement) for result in packed]
+        found = [
+            rows_of(result.starts, problem.placement, orders=problem.orders) for result in packed
+        ]
         candidates += _candidates(found, _starts_of_each(found, shop), shop)
     best = _best_of(name, candidates, problem)
     assert best is not None  # one microbatch at a time
@@ -182,9 +187,9 @@ _ROUNDED = 1.001  # what costs may be rounded to whole ticks by, at the most
 def _of_shorter(problem: Problem, how: Effort) -> Iterator[Starts]:
     """Plans that repeat the middle of what a search finds for as few microbatches as have one: it
     packs more plans of them for the same effort."""
-    fewer = MIDDLE * problem.ranks
-    best, *_ = search(shop_of(replace(problem, microbatches=fewer)), how=how)
-    yield from plans_from(best.starts, problem.microbatches)
+    fewer = replace(problem, microbatches=with_middle(problem))
+    best, *_ = search(shop_of(fewer), how=how)
+    yield from plans_from(best.starts, problem.pieces, problem.slices.count)
 
 
 def _passes(name: str, program: Program) -> Schedule:
@@ -204,6 +209,8 @@ def _known(problem: Problem) -> list[Rows]:
     """What can be had without a search, some of it over the limit."""
     rows = [_one_at_a_time(problem)]
     for choice in on_placement(problem.placement):
+        if problem.slices.count > 1 and not choice.takes_slices:
+            continue
         for asked in (problem, replace(problem, memory_limit=None)):
             try:
                 schedule = choice.build(asked)
@@ -287,10 +294,12 @@ def _one_at_a_time(problem: Problem) -> Rows:
     """No schedule needs less memory."""
 
     def passes(stages: Sequence[int], k: int) -> Iterator[Action]:
-        yield from (Action(stage, Kind.FORWARD, k) for stage in stages)
+        parts = problem.parts(k)
+        yield from (Action(stage, Kind.FORWARD, part) for stage in stages for part in parts)
         for stage in reversed(stages):
-            yield Action(stage, Kind.BACKWARD_INPUT, k)
-            yield Action(stage, Kind.BACKWARD_WEIGHT, k)
+            for part in reversed(parts):
+                yield Action(stage, Kind.BACKWARD_INPUT, part)
+                yield Action(stage, Kind.BACKWARD_WEIGHT, part)
 
     return tuple(
         tuple(action for k in range(problem.microbatches) for action in passes(stages, k))
@@ -305,6 +314,10 @@ def _check_limit(name: str, problem: Problem) -> None:
     if limit.bytes is None:
         assert limit.microbatches is not None
         least, allowed = 1.0, limit.microbatches
+    elif problem.slices.count > 1:
+        bytes_for(limit, problem.costs)
+        alone = Schedule(name, placement, _one_at_a_time(problem))
+        least, allowed = max(peaks(alone, in_bytes(problem.costs))), float(limit.bytes)
     else:
         held, allowed = bytes_for(limit, problem.costs), float(limit.bytes)
         activation, rest = held[Held.ACTIVATION], held[Held.WEIGHT_INPUTS]

@@ -104,7 +104,7 @@ def search(
     """
     how = how or effort()
     sides = sides_of(shop, how.packer)
-    steps = steps_of(how, shop.placement.ranks, 2 * shop.lanes * shop.microbatches)
+    steps = steps_of(how, shop.placement.ranks, 2 * shop.lanes * shop.pieces)
     plans = (*known, *pattern_plans(shop), *periodic_plans(shop, _WEIGHTS, _PERIODS))
     packings = len(plans) + _PROMISING * _ROUNDS + steps
     with task(f"packing plans, {how.name} effort", packings, alike=True) as work:
@@ -112,7 +112,7 @@ def search(
         if of_shorter is not None and not _is_busy(min(packed, key=_makespan), shop):
             packed = [*_packed(sides, of_shorter(), work), *packed]
         best = _promising(sides, packed, work)
-        patience = patience_of(how, shop.placement.ranks, 2 * shop.lanes * shop.microbatches)
+        patience = patience_of(how, shop.placement.ranks, 2 * shop.lanes * shop.pieces)
         return _improved(sides, best, least, steps, patience, work)
 
 
@@ -129,23 +129,24 @@ def patience_of(how: Effort, ranks: int, passes: int) -> int:
 def first_plans(shop: Shop, known: Sequence[Starts] = ()) -> list[Packed]:
     """The schedules that ``known`` plans and a few more become at once, in no order."""
     sides = sides_of(shop, pack.packer)
-    affordable = max(_AT_ONCE // (2 * shop.lanes * shop.microbatches), _FEWEST)
+    affordable = max(_AT_ONCE // (2 * shop.lanes * shop.pieces), _FEWEST)
     plans = (*known, *periodic_plans(shop, (75, 100), (80, 100, 65, 50)))
     return [sides.justified(plan) for plan in plans[:affordable]]
 
 
 def periodic_plans(shop: Shop, weights: Sequence[int], periods: Sequence[int]) -> Iterator[Starts]:
-    """One microbatch's way through all stages and back, repeated.
+    """One microbatch's way through all stages and back, repeated; of slices that of one, which goes
+    back as much later as the last of its microbatch comes.
 
     Args:
         weights: what backward passes count against forward passes, in %.
-        periods: % of a rank's work for a microbatch.
+        periods: % of a rank's work for a microbatch, or a slice.
     """
-    microbatches = np.arange(shop.microbatches)
+    turns = shop.turns
     for weight in weights:
         way = np.array(_way(shop, weight))[:, None]
         for period in periods:
-            yield way + microbatches * (period * shop.work // 100)
+            yield way + turns * (period * shop.work // 100)
 
 
 def _way(shop: Shop, weight: int) -> list[int]:

@@ -6,7 +6,13 @@ loss, quantile balancing and Sinkhorn's, which are refused.
 
 from __future__ import annotations
 
-from megatron_ext.adapter.slices.router_losses import attach, balance, making, z_loss
+from megatron_ext.adapter.slices.router_losses import (
+    attach,
+    balance,
+    count_first,
+    making,
+    z_loss,
+)
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, wrap
 
@@ -22,6 +28,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             wrap(f"{_ROUTER}.{name}", making(name), reason=_REASON)
             for name in ("_apply_aux_loss", "_apply_seq_aux_loss", "apply_z_loss")
         ),
+        wrap(f"{_ROUTER}.routing", count_first, reason=_REASON),
         wrap(
             f"{_ROUTER}.attach_and_log_load_balancing_loss",
             attach,

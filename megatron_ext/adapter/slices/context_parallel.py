@@ -1,0 +1,73 @@
+"""Batches of ranks that share sequences, cut for slices.
+
+Megatron gives each rank a piece from the front of a sequence and one from its back, so that all
+have as much to attend to. Slices are cut first, and each of them over the ranks, tokens in a row:
+the queries of a rank's part then end where the keys do that they see, as causal masks want it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ext.runtime.slices.running_slice import running_slice
+
+_FLAG = "--pipeline-slices"
+
+# What is in a batch and has no place for each token.
+_ABOUT_PACKED = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
+_OF_ALL = (*_ABOUT_PACKED, "local_cp_size", "hybrid_cp_group")
+
+# Of the running slice's microbatch: that its batch was cut here.
+_cuts = partial(running_slice.kept, "cuts of the batch", list[None])
+
+
+def cut_by_slices(
+    original: Callable[..., dict[str, Any]], batch: dict[str, Any], *args: Any, **kwargs: Any
+) -> dict[str, Any]:
+    """get_batch_on_this_cp_rank, where a slice runs: this rank's parts of all slices.
+
+    Raises:
+        ValueError: sequences are packed, or have another length than the step's.
+    """
+    spans = running_slice.spans
+    if running_slice.span is None or spans[0].ranks == 1:
+        return original(batch, *args, **kwargs)
+    if any(batch.get(name) is not None for name in _ABOUT_PACKED):
+        raise ValueError(
+            f"{_FLAG} does not go with packed sequences, whose parts end anywhere: drop the flag"
+        )
+    _cuts().append(None)
+    for name, tensor in batch.items():
+        if tensor is None or name in _OF_ALL:
+            continue
+        dimension = 2 if name == "attention_mask" else 1
+        if tensor.size(dimension) != spans[0].length:
+            raise ValueError(
+                f"{_FLAG} divides sequences of {spans[0].length} tokens, and a batch has {name} of "
+                f"{tensor.size(dimension)}: give all microbatches one sequence length, or drop the "
+                f"flag"
+            )
+        parts = (tensor.narrow(dimension, s.own.begin, s.own.end - s.own.begin) for s in spans)
+        batch[name] = torch.cat(list(parts), dimension)
+    return batch
+
+
+def refuse_other_cuts(position_ids: Tensor | None) -> None:
+    """Raise ValueError unless the tokens that the model is called with were cut by
+    `cut_by_slices`: it would train on wrong numbers without a word."""
+    if not _cuts():
+        raise ValueError(
+            f"{_FLAG} with context parallelism needs a forward_step_func that cuts its batch with "
+            f"megatron.core.utils.get_batch_on_this_cp_rank, and this one has not called it: call "
+            f"it there, write --context-parallel-size 1, or drop the flag"
+        )
+    if position_ids is not None and position_ids.dim() == 3:
+        raise ValueError(
+            f"{_FLAG} with context parallelism does not go with positions of several kinds (mrope)"
+            f": untried; write --context-parallel-size 1, or drop the flag"
+        )

@@ -1,0 +1,1 @@
+"""Patches of megatron/core/utils.py, a file for each subject."""
