@@ -34,6 +34,7 @@ from megatron_ext.schedule.model.measured_costs import Machine
 from megatron_ext.schedule.model.model import stages_of
 from megatron_ext.schedule.plan import planner
 from megatron_ext.schedule.plan.planner import VocabMethod
+from megatron_ext.schedule.progress import reporting
 from tests.helpers.megatron_runs import SCRIPT, model_flags
 
 FLAGS: dict[str, Any] = {
@@ -85,6 +86,22 @@ def test_a_line_with_virtual_stages() -> None:
     assert {c.schedule for c in plan.plan.candidates} >= {"1f1b", "zb-h1", "zb-v", plan.own}
     assert plan.dropped == ("--num-virtual-stages-per-pipeline-rank",)
     assert not plan.remarks and not plan.gives
+
+
+def test_long_comparison_gives_a_first_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 16 ranks with 128 microbatches it took minutes until anything was said."""
+    heard: list[str] = []
+    with reporting(heard.append):
+        made()
+    assert not heard, "it takes seconds"
+    monkeypatch.setattr(line_plan, "_LONG", 8)
+    with reporting(heard.append):
+        plan = made()
+    (first,) = heard
+    written = ("--pipeline-schedule zb-v ", "--pipeline-schedule zb-1p ")
+    assert first.startswith(tuple(f"a first answer: {words}" for words in written))
+    assert "shorter, as estimated; all others are compared now" in first
+    assert plan.plan.best is not None and plan.of_line is not None
 
 
 def test_memory_is_that_of_doctor() -> None:
