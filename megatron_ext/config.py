@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -491,9 +491,16 @@ class PipelineConfig:
         return Extras(**asked | {"slices": Slices(self.slices, self.slice_lengths)})
 
     def problem(
-        self, placement: Placement, microbatches: int, costs: Costs, forward_only: bool = False
+        self,
+        placement: Placement,
+        microbatches: int,
+        costs: Costs,
+        forward_only: bool = False,
+        *,
+        pairs: bool = False,
     ) -> Problem:
-        """What a program of this many ``microbatches`` has to solve.
+        """What a program of this many ``microbatches`` has to solve. ``pairs``: Megatron's settings
+        ask for them.
 
         Raises:
             ValueError: the memory limit is not understood, or as `Problem`.
@@ -501,7 +508,8 @@ class PipelineConfig:
         limit = None
         if self.memory_limit is not None:
             limit = parse_limit(self.memory_limit, placement.ranks, microbatches)
-        return Problem(placement, microbatches, costs, limit, forward_only, self.extras)
+        extras = replace(self.extras, pairs=pairs)
+        return Problem(placement, microbatches, costs, limit, forward_only, extras)
 
 
 def _is_chosen_later(schedule: str | None) -> bool:
@@ -517,6 +525,11 @@ _EXTRAS = {
     "post_validation": "post_validation",
     "slices": "slices",  # with their lengths
 }
+
+
+def setting_of(extra: str) -> str:
+    """The setting that asks for ``extra``."""
+    return _EXTRAS[extra]
 
 
 def _is_on_stock(setting: Field[Any]) -> bool:
@@ -560,11 +573,12 @@ def _arguments(argv: Sequence[str]) -> dict[str, str | bool | None]:
 
 def settings_given(argv: Sequence[str]) -> bool:
     """Whether one of our flags is in a script's command line."""
-    return any(_is_flag(word, name) for name in _settings() for word in argv)
+    return any(says(argv, name) for name in _settings())
 
 
-def _is_flag(word: str, name: str) -> bool:
-    return word.split("=")[0] == flag(name)
+def says(argv: Sequence[str], name: str) -> bool:
+    """Whether a script's command line has the flag of the setting ``name``."""
+    return any(word.split("=")[0] == flag(name) for word in argv)
 
 
 def flags_from_environment(
@@ -587,7 +601,7 @@ def flags_from_environment(
     added: list[str] = []
     overruled: list[str] = []
     for name, value in values.items():
-        if not any(_is_flag(word, name) for word in argv):
+        if not says(argv, name):
             added += _as_words(name, value)
         elif written[name] != value:
             overruled.append(

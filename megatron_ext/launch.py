@@ -20,6 +20,7 @@ from megatron_ext.config import (
     flag,
     flags_from_environment,
     from_argv,
+    says,
     settings_given,
 )
 from megatron_ext.errors import exit_for
@@ -129,12 +130,11 @@ def _from_environment(arguments: Sequence[str]) -> list[str]:
 def _for_megatrons_offload(arguments: Sequence[str]) -> list[str]:
     """The flag of ours that does what one of Megatron's among ``arguments`` asks for, under a
     schedule of ours and where nothing is said of it."""
-    config, ours = from_argv(arguments), flag("activation_offload")
-    is_said = any(word.split("=")[0] == ours for word in arguments)
-    if _MEGATRONS_OFFLOAD not in arguments or config.schedule is None or is_said:
+    config, ours = from_argv(arguments), "activation_offload"
+    if _MEGATRONS_OFFLOAD not in arguments or config.schedule is None or says(arguments, ours):
         return []
     way = Offload.FULL if config.memory_limit is None else Offload.FIT
-    added = [ours, str(way)]
+    added = [flag(ours), str(way)]
     if os.environ.get("RANK", "0") == "0":
         logger.info(f"for {_MEGATRONS_OFFLOAD}: {' '.join(added)}")
     return added

@@ -179,15 +179,17 @@ def loss_func(
 
 
 def forward_step(
-    data_iterator: Iterator[Batch], model: GPTModel
-) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
-    """Run this rank's chunk on the next microbatch; the schedule calls the loss where it is."""
+    data_iterator: Iterator[Batch], model: GPTModel, return_schedule_plan: bool = False
+) -> tuple[Any, Callable[[torch.Tensor], Any]]:
+    """Run this rank's chunk on the next microbatch; the schedule calls the loss where it is. With
+    --overlap-moe-expert-parallel-comm it asks for a plan of the chunk's parts, and runs that."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     batch = get_batch(data_iterator, model)
     packed = packed_sequences(batch)
     timers("batch-generator").stop()
-    output = model(
+    run = model.build_schedule_plan if return_schedule_plan else model
+    output = run(
         batch["tokens"],
         batch["position_ids"],
         batch["attention_mask"],

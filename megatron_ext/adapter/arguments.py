@@ -16,6 +16,7 @@ from megatron_ext.adapter.layers import (
     predicts_apart,
     segments_of_stages,
 )
+from megatron_ext.adapter.pairs.asked import asks_for_pairs, refuse_measuring
 from megatron_ext.adapter.race.order import check_order
 from megatron_ext.adapter.slices.lengths import spans_of
 from megatron_ext.adapter.taken_over.groups import with_megatrons_group
@@ -139,6 +140,7 @@ def check_settings(args: Any, config: PipelineConfig) -> None:
     _refuse_multi_token_prediction(args, config)
     check_trace(args, config)
     _check_profile(args, config)
+    refuse_measuring(args, config)
     if captures(args):
         _check_one_order(config)
     _refuse_checkpoints_of_one_placement(args, choice.place(ranks))
@@ -175,9 +177,14 @@ def problems(args: Any, config: PipelineConfig) -> list[Problem]:
         costs = costs_of_arguments(args, placement, measured)
     else:
         costs = parse_costs(config.costs.text, placement)
+        if config.slices > 1 and not costs.attention:
+            costs = costs.with_attention_of(costs_of_arguments(args, placement))
+    if config.slices > 1:
+        costs = costs.with_keys_values_of(args.context_parallel_size)
     if args.mtp_num_layers and not args.untie_embeddings_and_output_weights:
         costs = with_input_gradient(costs)  # `head_is_looked_up`
-    return [config.problem(placement, m, costs) for m in _microbatches_of_steps(args)]
+    pairs = asks_for_pairs(args)
+    return [config.problem(placement, m, costs, pairs=pairs) for m in _microbatches_of_steps(args)]
 
 
 def _refuse_multi_token_prediction(args: Any, config: PipelineConfig) -> None:

@@ -58,6 +58,10 @@ def _moves_stages(choice: Choice) -> bool:
     return not choice.example.in_turn
 
 
+def _has_one_stage(choice: Choice) -> bool:
+    return choice.example.chunks == 1
+
+
 def _parts_the_ends(choice: Choice) -> bool:
     return choice.example.rank_of[0] != choice.example.rank_of[-1]
 
@@ -106,8 +110,13 @@ REFUSALS = (
         "off",
         by=_splits,
     ),
-    _drop("delay_wgrad_compute", "the schedule decides when weight gradients are computed"),
-    _drop("overlap_moe_expert_parallel_comm"),
+    Refusal(
+        "overlap_moe_expert_parallel_comm",
+        bool,
+        "with one stage on a rank no forward pass runs beside a backward pass: choose interleaved, "
+        "interleaved-zb, zb-v or dualpipe-v, or drop --overlap-moe-expert-parallel-comm",
+        by=_has_one_stage,
+    ),
     _drop("hybrid_context_parallel"),
     _drop("moe_paged_stash"),
     *(
@@ -232,6 +241,42 @@ OFFLOAD_REFUSALS = (
         lambda value: value == "transformer_engine",
         "what a CUDA graph keeps for its backward pass stays in its memory: write "
         "--cuda-graph-impl none, or drop --pipeline-activation-offload",
+    ),
+)
+
+_WITHOUT_PAIRS = "drop --overlap-moe-expert-parallel-comm"
+
+PAIRS_REFUSALS = (
+    Refusal(
+        "cuda_graph_impl",
+        lambda value: value == "transformer_engine",
+        f"graphs are captured in the order of whole passes, and these are interwoven: write "
+        f"--cuda-graph-impl none, or {_WITHOUT_PAIRS}",
+    ),
+    *(
+        Refusal(
+            name,
+            bool,
+            f"Megatron makes its plans without the ends of packed sequences, and tokens would see "
+            f"those of others: {_WITHOUT_PAIRS}",
+        )
+        for name in ("sft", "dataloader_inter_document_masking")
+    ),
+    *(
+        Refusal(name, bool, f"plans of hybrid models are untried: {_WITHOUT_PAIRS}")
+        for name in ("hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model")
+    ),
+    Refusal(
+        "fine_grained_activation_offloading",
+        bool,
+        f"its copies among interwoven passes are untried: drop "
+        f"--fine-grained-activation-offloading, or {_WITHOUT_PAIRS}",
+    ),
+    Refusal(
+        "cpu_offloading",
+        bool,
+        f"its copies among interwoven passes are untried: drop --cpu-offloading-num-layers, or "
+        f"{_WITHOUT_PAIRS}",
     ),
 )
 

@@ -59,6 +59,12 @@ UNTRIED = (
         "CPU, with gloo's all-to-all in their place",
     ),
     Untried(
+        "overlap_moe_expert_parallel_comm",
+        bool,
+        "passes that run as one are untried on a GPU: what they compute is tested on the CPU, "
+        "and a model of their two streams, with stand-ins for events",
+    ),
+    Untried(
         "moe_flex_dispatcher_backend",
         lambda value: value == "ncclep",
         "NCCL EP is untried: DeepEP and HybridEP are tested, with gloo in their place",

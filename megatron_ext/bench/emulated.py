@@ -6,8 +6,9 @@ a rank that sleeps needs no core, so a pipeline of eight runs on two.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.stage import Backward
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.costs import Costs
@@ -29,11 +31,34 @@ WAKES_LATE = 0.0003  # seconds, about, that a system lets a sleeper oversleep
 
 def take(seconds: float) -> None:
     """Let a pass last ``seconds``: asleep, but for the last moment, so that it ends on time."""
+    if not _clock.runs:
+        return
     end = time.monotonic() + seconds
     if seconds > WAKES_LATE:
         time.sleep(seconds - WAKES_LATE)
     while time.monotonic() < end:
         pass
+
+
+@dataclass
+class _Clock:
+    """``runs``: passes take their time."""
+
+    runs: bool = True
+
+
+_clock = _Clock()
+
+
+@contextlib.contextmanager
+def as_one(seconds: float) -> Iterator[None]:
+    """Passes within take ``seconds`` together."""
+    _clock.runs = False
+    try:
+        yield
+    finally:
+        _clock.runs = True
+    take(seconds)
 
 
 class _Activations(torch.autograd.Function):
@@ -81,6 +106,7 @@ class EmulatedChunk(torch.nn.Module):
 
     def __init__(self, stage: int, costs: Costs) -> None:
         super().__init__()
+        self.costs = costs
         self.seconds = {kind: costs.of(Action(stage, kind, 0)) for kind in _PASSES}
         self.weight = torch.nn.Parameter(torch.ones(1))
 
@@ -110,6 +136,11 @@ class AutogradStage:
         with queue.collecting(self.number, microbatch):
             torch.autograd.backward(y, dy)
         return None if x is None else x.grad
+
+    def forward_beside(
+        self, microbatch: int, x: Tensor | None, backward: Backward
+    ) -> tuple[Tensor, Tensor | None]:
+        return self.forward(microbatch, x), backward.run()
 
     def backward_weight(self, microbatch: int) -> None:
         queue.run(self.number, microbatch)

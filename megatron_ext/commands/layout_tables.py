@@ -52,6 +52,7 @@ def _row(words: str, made: Evaluated, lines: Lines) -> dict[str, Any]:
         "": words,
         "schedule": made.schedule,
         "vocabulary divided": divided,
+        "run again": str(made.recompute) if lines.is_recompute_other else "",
         "step": made.seconds,
         "gain": "" if made is lines.own else f"{lines.gain(made):.1%}",
         "slowest stage": f"{made.slowest}, {made.slowest_over_mean:+.0%}",

@@ -16,6 +16,7 @@ from megatron_ext.commands.layout_tables import print_layouts
 from megatron_ext.commands.output import fail, gib
 from megatron_ext.commands.plan_pictures import PlanPictures
 from megatron_ext.commands.plan_tables import (
+    print_long_sequences,
     print_memory,
     print_plan,
     print_unit,
@@ -25,7 +26,7 @@ from megatron_ext.commands.progress import showing_progress
 from megatron_ext.config import flag
 from megatron_ext.schedule.model.gpus import parse_gpu
 from megatron_ext.schedule.plan.plan_report import plan_report
-from megatron_ext.schedule.plan.recommendation import slower_by
+from megatron_ext.schedule.plan.recommendation import made_again, slower_by
 
 if TYPE_CHECKING:
     from megatron_ext.launch_check.alternatives.without_full_recompute import Instead
@@ -94,7 +95,7 @@ def halves_of_line(
         typer.echo(json.dumps(made.as_data(), indent=2))
     else:
         typer.echo(made.facts)
-        print_halves(made.halves, is_estimate=True)
+        print_halves(made.halves, is_estimate=not made.is_measured)
         for remark in made.remarks:
             typer.echo(f"\n{remark}")
         if made.flags:
@@ -163,6 +164,8 @@ def _print(made: LinePlan, *, is_estimate: bool) -> None:
     if made.instead is not None:
         typer.echo(f"\n{_without_full_recompute(made.instead, made.plan.best)}")
         _print_flags(made.instead.flags, made.instead.dropped)
+    if made.long_sequences is not None:
+        print_long_sequences(made.long_sequences)
     if made.layouts is not None:
         print_layouts(made.layouts, is_estimate=not made.is_measured)
 
@@ -202,9 +205,7 @@ def _without_full_recompute(instead: Instead, best: Candidate | None) -> str:
     """What there is without full recompute, beside the choice with it, if there is one."""
     taken, made = instead.taken, instead.taken.report
     words = f"without --recompute-granularity full the shortest step is {made.schedule}'s"
-    if made.made_again:
-        words += f", {made.made_again:.0%} made again in bubbles"
-    words += f": {taken.step:.6g}"
+    words += f"{made_again(taken)}: {taken.step:.6g}"
     if best is not None:
         words += f" ({slower_by(taken, best):+.1%})"
     return words if taken.fullest is None else f"{words}, {gib(taken.fullest)} on its fullest rank"

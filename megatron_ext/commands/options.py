@@ -47,6 +47,14 @@ SliceLengths = Annotated[
         "the tokens of each, as in 4096,2048,1024,1024.",
     ),
 ]
+InPairs = Annotated[
+    bool,
+    typer.Option(
+        "--pairs",
+        help="Forward passes run beside backward passes, as one, and hide each other's all-to-all; "
+        "give hidden= in COSTS.",
+    ),
+]
 PostValidation = Annotated[
     bool,
     typer.Option(

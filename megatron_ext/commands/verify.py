@@ -45,14 +45,16 @@ def verify(
         placement = choice.place(ranks)
         cut = Slices(choice.slices or 1)
         costs = uniform(placement, 1, 1, 1)
-        problem = Problem(placement, of_step, costs, extras=Extras(slices=cut))
+        problem = Problem(
+            placement, of_step, costs, extras=Extras(slices=cut, pairs=choice.has_pairs)
+        )
         _, made = report(choice, problem)
     except ValueError as error:
         fail(error)
     typer.echo(
         f"{spec} is valid: {counted(ranks, 'rank')}, {counted(placement.stages, 'stage')}, "
         f"{_of_step(of_step, cut.count)}; a rank holds at most "
-        f"{counted(made.peak, 'microbatch')}"
+        f"{counted(made.peak, 'microbatch')}{_of_pairs(made)}"
     )
     typer.echo(_results(made))
 
@@ -60,6 +62,12 @@ def verify(
 def _of_step(microbatches: int, slices: int) -> str:
     text = counted(microbatches, "microbatch")
     return text if slices == 1 else f"{text} of {slices} slices"
+
+
+def _of_pairs(made: ScheduleReport) -> str:
+    if not made.pairs:
+        return ""
+    return f"; {made.pairs} of its forward passes run as one with a backward pass"
 
 
 def _results(made: ScheduleReport) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_ext.adapter.arguments import check
-from megatron_ext.config import PLAN, PipelineConfig, flag
+from megatron_ext.config import PLAN, PipelineConfig, flag, says
 from megatron_ext.launch import Chosen
 from megatron_ext.launch_check import line as launch_line
 from megatron_ext.launch_check.importing import silently
@@ -30,8 +30,9 @@ from megatron_ext.schedule.plan.planner import (
     VocabMethod,
     consider,
     make_plan,
+    without_figures,
 )
-from megatron_ext.schedule.plan.recommendation import flags_of, slower_by
+from megatron_ext.schedule.plan.recommendation import flags_of, made_again, slower_by
 from megatron_ext.schedule.words import counted
 
 # Switches of Megatron's that some schedules refuse and that are about speed alone: without them the
@@ -72,7 +73,7 @@ def choose_for(
             f"--use-checkpoint-args bring other arguments: name a schedule"
         )
     is_plan = config.schedule == PLAN
-    given = not is_plan or any(word.split("=")[0] == flag("vocab_parallel") for word in argv)
+    given = not is_plan or says(argv, "vocab_parallel")
     methods = {VocabMethod.NAIVE, VocabMethod.ONE, VocabMethod.TWO}
     if given:
         methods = {method for method in methods if method.vocabulary is config.vocab_parallel}
@@ -80,7 +81,14 @@ def choose_for(
         tokens = launch_line.count_tokens(line.args)
         if not given and tokens is None and line.args.padded_vocab_size is None:
             methods &= {VocabMethod.NAIVE}  # whether dividing it is worth while cannot be told
-        variants = LineVariants(line.args, config, world_size, frozenset(methods), tokens)
+        variants = LineVariants(
+            line.args,
+            config,
+            world_size,
+            frozenset(methods),
+            tokens,
+            tries_recompute=is_plan and not says(argv, "recompute"),
+        )
         specs = None if is_plan else _searches(line.args, config)
         return _Launch(variants, specs).choose(gpu_memory or _memory_here())
 
@@ -158,7 +166,9 @@ class _Launch:
                 flags = (*_flags(candidate, bound), *rewritten.added)
                 return Chosen(flags, why, rewritten.dropped)
             whys |= dict.fromkeys(
-                plan.refusals.values() if self.specs is None else [nothing_left(plan)]
+                map(without_figures, plan.refusals.values())
+                if self.specs is None
+                else [nothing_left(plan)]
             )
         raise ValueError(
             f"{flag('schedule')} {self.config.schedule} finds no schedule {bound.text}: "
@@ -202,7 +212,8 @@ class _Launch:
             limit = candidate.limit if bound.is_written else None
             written = None if limit is None else limit.written
             try:
-                check(*self.line.validated(candidate.schedule, candidate.method, written))
+                args, config = self.line.validated(candidate.schedule, candidate.method, written)
+                check(args, replace(config, recompute=candidate.recompute))
             except ValueError:
                 continue
             return candidate
@@ -261,6 +272,7 @@ def _gib(number: float | None) -> str:
 def _reason(plan: Plan, candidate: Candidate, within: str) -> str:
     others = [other for other in plan.best_of_each if other.schedule != candidate.schedule]
     text = f"the shortest predicted step of {len(plan.best_of_each)} schedules {within}"
+    text += made_again(candidate)
     shown = [
         f"{other.schedule} ({longer(slower_by(other, candidate))})"
         for rank, other in enumerate(others)

@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 
 from megatron_ext.runtime.position import Position
-from megatron_ext.schedule.action import Action
+from megatron_ext.schedule.action import Action, Pair
 
 # Enough that the device has work while the host is held up for a moment, and no more: each is a
 # pass whose messages' memory is not free yet.
@@ -55,7 +55,7 @@ class DevicePosition:
     """Where a device is: it has not ended ``pending`` yet, which was the next of all to end when it
     was first looked at, at ``since`` (`time.monotonic` seconds). ``ended`` is its last pass."""
 
-    ended: Action | None
+    ended: Action | Pair | None
     pending: Position
     since: float
 
@@ -81,7 +81,7 @@ class DeviceProgress:
         self._passes: deque[Event] = deque()  # those that no pass has waited for
         self._given: deque[tuple[Position, Event]] = deque()  # not seen to have ended
         self._newest: tuple[Position, Event] | None = None  # of those, at the latest look
-        self._ended: Action | None = None
+        self._ended: Action | Pair | None = None
         self._lock = threading.Lock()
 
     def hold_back(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from megatron_ext.runtime.handover import Handover, Messages
 from megatron_ext.runtime.host.offload import OffloadedStep
@@ -12,7 +12,7 @@ from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.stage import Stage
 from megatron_ext.runtime.stage_passes import StagePasses
 from megatron_ext.runtime.vocabulary.passes import VocabularyPasses
-from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.action import Action, Kind, Pair
 from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.program.verify import Program
 
@@ -45,7 +45,7 @@ def execute(
     handover = Handover(placement, stages, transport, vocabulary, first_trained)
     passes = StagePasses(stages, handover, recorder, offload)
     owners = [handover, passes, *(owner for owner in (vocabulary, offload) if owner), *others]
-    _Execution(program, transport.rank, stages, recorder, owners).run()
+    _Execution(program, transport.rank, stages, recorder, owners, passes.run_pair).run()
 
 
 class _Execution:
@@ -58,10 +58,13 @@ class _Execution:
         stages: Mapping[int, Stage],
         recorder: Recorder,
         owners: Sequence[Owner],
+        run_pair: Callable[[Pair], None] | None = None,
     ) -> None:
+        """``run_pair`` runs two passes as one, where the program has such."""
         self.rank = rank
-        row = program.schedule.rows[rank]
-        self.row = [action for action in row if not RULES[action.kind].by_optimizer]
+        schedule = program.schedule
+        row = [action for action in schedule.rows[rank] if not RULES[action.kind].by_optimizer]
+        self.row = _with_pairs(row, schedule.beside)
         self.microbatches = program.problem.microbatches
         self.stages = stages
         self.recorder = recorder
@@ -69,9 +72,10 @@ class _Execution:
         self.handlers: dict[Kind, Handler] = {}
         for owner in owners:
             self.handlers |= owner.handlers()
+        self.run_pair = run_pair
         self.action = self.row[0]  # that it is at
         self.last_gradient = {
-            action.stage: action for action in self.row if RULES[action.kind].adds_to_gradients
+            action.stage: action for action in row if RULES[action.kind].adds_to_gradients
         }
 
     def run(self) -> None:
@@ -108,10 +112,16 @@ class _Execution:
             self.action = action
             self.check_others()
             self.perform(action)
+            if isinstance(action, Pair):
+                action = action.backward
             if self.last_gradient.get(action.stage) == action:
                 self.stages[action.stage].gradients_complete()
 
-    def perform(self, action: Action) -> None:
+    def perform(self, action: Action | Pair) -> None:
+        if isinstance(action, Pair):
+            assert self.run_pair is not None, f"nobody runs {action}"
+            self.run_pair(action)
+            return
         handler = self.handlers.get(action.kind)
         assert handler is not None, f"nobody runs {action}"
         handler(action)
@@ -129,3 +139,15 @@ class _Execution:
         for owner in self.owners:
             owner.forget()
         self.recorder.forget()
+
+
+def _with_pairs(row: Sequence[Action], beside: Mapping[Action, Action]) -> list[Action | Pair]:
+    """``row`` with each two passes that run as one as a `Pair`. They stand one behind the other,
+    the forward pass first."""
+    made: list[Action | Pair] = []
+    for action in row:
+        if action not in beside:
+            made.append(action)
+        elif action.kind is not Kind.FORWARD:
+            made.append(Pair(beside[action], action))
+    return made

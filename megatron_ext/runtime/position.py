@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
-from megatron_ext.schedule.action import Action
+from megatron_ext.schedule.action import Action, Pair
 
 
 class Position(NamedTuple):
@@ -17,7 +17,7 @@ class Position(NamedTuple):
     """
 
     rank: int
-    action: Action
+    action: Action | Pair
     peer: int | None
     direction: str
     since: float

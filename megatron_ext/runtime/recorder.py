@@ -16,10 +16,10 @@ import torch
 from megatron_ext.runtime.device_progress import DeviceProgress
 from megatron_ext.runtime.held_bytes import HeldBytes
 from megatron_ext.runtime.position import Position
-from megatron_ext.runtime.recording import Clock, RecordedReduction, Recording
+from megatron_ext.runtime.recording import Clock, RecordedReduction, Recording, passes_of
 from megatron_ext.runtime.store.last_words import LastWords
 from megatron_ext.runtime.whereabouts import Whereabouts
-from megatron_ext.schedule.action import Action
+from megatron_ext.schedule.action import Action, Pair
 
 
 class Recorder:
@@ -78,14 +78,14 @@ class Recorder:
         """What follows is not recorded, unless somebody asks for it again."""
         self._recording, self._records_reductions = None, False
 
-    def computing(self, action: Action) -> AbstractContextManager[None]:
-        """Within, the rank is in the pass ``action``."""
+    def computing(self, action: Action | Pair) -> AbstractContextManager[None]:
+        """Within, the rank is in the pass ``action``, or in two that run as one."""
         position = Position(self.rank, action, None, "", time.monotonic())
         stay = _Stay(self, position)
         if self._recording is not None:
             stay = _RecordedStay(self, position, self._recording)
         if self.counting is not None:
-            return _counted(stay, self.counting, action)
+            return _counted(stay, self.counting, passes_of(action))
         return stay
 
     def forget(self) -> None:
@@ -97,7 +97,7 @@ class Recorder:
         """Within, the rank is blocked in a wait for the message ``action``; see `Position`."""
         return _Stay(self, Position(self.rank, action, peer, direction, time.monotonic()))
 
-    def failed(self, error: BaseException, action: Action | str) -> None:
+    def failed(self, error: BaseException, action: Action | Pair | str) -> None:
         """The step ends by ``error``, in ``action`` (or where it says): note it, and tell the
         others."""
         self.has_failed = True
@@ -140,8 +140,10 @@ class _Stay:
 
 
 @contextlib.contextmanager
-def _counted(stay: _Stay, counting: HeldBytes, action: Action) -> Iterator[None]:
-    with stay, counting.around(action):
+def _counted(stay: _Stay, counting: HeldBytes, actions: tuple[Action, ...]) -> Iterator[None]:
+    with stay, contextlib.ExitStack() as counts:
+        for action in actions:
+            counts.enter_context(counting.around(action))
         yield
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from megatron_ext.schedule.action import Action
+from megatron_ext.schedule.action import Action, Pair
 from megatron_ext.schedule.timeline import Event, Reduction
 
 
@@ -110,18 +111,39 @@ class RecordedReduction:
         self.ends.append(self._clock.mark())
 
 
+@dataclass(frozen=True)
+class _Pass:
+    """A pass, and the marks when it began and ended. Two that run as one have these in common, and
+    each its ``share`` of the time between them, the second behind the first."""
+
+    action: Action
+    began: Any
+    ended: Any
+    share: tuple[float, float] = (0.0, 1.0)
+
+    def of(self, began: float, ended: float) -> tuple[float, float]:
+        """When it began and ended, if its marks were at these times."""
+        if self.share == (0.0, 1.0):
+            return began, ended
+        first, last = (began + share * (ended - began) for share in self.share)
+        return first, last
+
+
 class Recording:
     """One step on one rank."""
 
     def __init__(self, rank: int, clock: Clock) -> None:
         self.clock = clock
         self._rank = rank
-        self._passes: list[tuple[Action, Any, Any]] = []
+        self._passes: list[_Pass] = []
         self._reductions: list[RecordedReduction] = []
 
-    def add_pass(self, action: Action, began: Any) -> None:
+    def add_pass(self, action: Action | Pair, began: Any) -> None:
         """``action`` ends now."""
-        self._passes.append((action, began, self.clock.mark()))
+        ended, passes = self.clock.mark(), passes_of(action)
+        for number, own in enumerate(passes):
+            share = number / len(passes), (number + 1) / len(passes)
+            self._passes.append(_Pass(own, began, ended, share))
 
     def forget(self) -> None:
         """Drop what was added so far."""
@@ -137,25 +159,30 @@ class Recording:
     def has_ended(self) -> bool:
         """Whether the device has done all passes. Only then may one ask for what follows, and
         nothing of that waits."""
-        return not self._passes or self.clock.has_passed(self._passes[-1][2])
+        return not self._passes or self.clock.has_passed(self._passes[-1].ended)
 
     def actions(self) -> tuple[Action, ...]:
         """The passes, in their order."""
-        return tuple(action for action, _, _ in self._passes)
+        return tuple(own.action for own in self._passes)
 
     def busy(self) -> float:
         """Seconds of all passes together."""
-        return sum(self.clock.seconds(began, ended) for _, began, ended in self._passes)
+        return sum(
+            (own.share[1] - own.share[0]) * self.clock.seconds(own.began, own.ended)
+            for own in self._passes
+        )
 
     def span(self) -> float:
         """Seconds from the start of the first pass to the end of the last."""
-        return self.clock.seconds(self._passes[0][1], self._passes[-1][2])
+        return self.clock.seconds(self._passes[0].began, self._passes[-1].ended)
 
     def times(self, passes: Sequence[int]) -> list[float]:
         """When those of these numbers began and ended, in seconds after the first began."""
-        start = self._passes[0][1]
-        marks = (mark for number in passes for mark in self._passes[number][1:])
-        return [self.clock.seconds(start, mark) for mark in marks]
+        start, times = self._passes[0].began, list[float]()
+        for own in (self._passes[number] for number in passes):
+            began, ended = (self.clock.seconds(start, mark) for mark in (own.began, own.ended))
+            times += own.of(began, ended)
+        return times
 
     def read(self) -> tuple[list[Event], list[Reduction]]:
         """All that was recorded, after the step and its reductions have ended.
@@ -166,12 +193,12 @@ class Recording:
             reduction.settle()
         with_end = [reduction for reduction in self._reductions if reduction.ends]
         marks = [
-            *(mark for _, began, ended in self._passes for mark in (began, ended)),
+            *(mark for own in self._passes for mark in (own.began, own.ended)),
             *(mark for reduction in with_end for mark in (reduction.began, *reduction.ends)),
         ]
         times = iter(self.clock.read(marks))
         events = [
-            Event(self._rank, action, next(times), next(times)) for action, _, _ in self._passes
+            Event(self._rank, own.action, *own.of(next(times), next(times))) for own in self._passes
         ]
         reductions = []
         for reduction in with_end:
@@ -181,3 +208,8 @@ class Recording:
                 Reduction(self._rank, reduction.stage, start, end, reduction.is_exact)
             )
         return events, reductions
+
+
+def passes_of(action: Action | Pair) -> tuple[Action, ...]:
+    """The passes that ``action`` is: one, or two that run as one."""
+    return tuple(action) if isinstance(action, Pair) else (action,)

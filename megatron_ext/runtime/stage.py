@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -36,6 +37,13 @@ class Stage(Protocol):
         """W: add this microbatch's weight gradients, keep nothing."""
         ...
 
+    def forward_beside(
+        self, microbatch: int, x: Tensor | None, backward: Backward
+    ) -> tuple[Tensor, Tensor | None]:
+        """F and ``backward``, which is of this stage or of another one of this rank, as one pass:
+        return the output, and the gradient of the other stage's input."""
+        ...
+
     def output_sent(self, microbatch: int) -> None:
         """The output of ``microbatch`` has left: its data may be freed."""
         ...
@@ -47,3 +55,18 @@ class Stage(Protocol):
     def forget(self) -> None:
         """The step begins again, before any backward pass: keep nothing of it."""
         ...
+
+
+@dataclass(frozen=True)
+class Backward:
+    """A backward pass that is to run: I, or B if it is ``whole``. ``dy``: as `Stage` has it."""
+
+    stage: Stage
+    microbatch: int
+    dy: Tensor | None
+    whole: bool
+
+    def run(self) -> Tensor | None:
+        """Run it by itself: return the gradient of x."""
+        run = self.stage.backward if self.whole else self.stage.backward_input
+        return run(self.microbatch, self.dy)

@@ -1,4 +1,4 @@
-"""The passes of a rank's stages: F, R, I, B and W."""
+"""The passes of a rank's stages: F, R, I, B and W, and pairs of them that run as one."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megatron_ext.runtime.handover import Handover
 from megatron_ext.runtime.host.offload import OffloadedStep
 from megatron_ext.runtime.owner import Handler, Owner
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.runtime.stage import Stage
-from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.runtime.stage import Backward, Stage
+from megatron_ext.schedule.action import Action, Kind, Pair
 
 
 class StagePasses(Owner):
@@ -54,15 +54,26 @@ class StagePasses(Owner):
         with self._recorder.computing(action):
             self._stages[action.stage].recompute(action.microbatch)
 
+    def run_pair(self, pair: Pair) -> None:
+        """Run both passes of ``pair`` as one."""
+        (stage, _, microbatch), action = pair
+        x, backward = self._handover.input_of(stage, microbatch), self._begin_backward(action)
+        with self._recorder.computing(pair):
+            y, dx = self._stages[stage].forward_beside(microbatch, x, backward)
+        self._handover.take_output(stage, microbatch, y)
+        self._handover.take_gradient(action, dx)
+
     def _backward(self, action: Action) -> None:
+        backward = self._begin_backward(action)
+        self._await_reload(action)
+        with self._recorder.computing(action):
+            dx = backward.run()
+        self._handover.take_gradient(action, dx)
+
+    def _begin_backward(self, action: Action) -> Backward:
         stage, kind, microbatch = action
         dy = self._handover.gradient_of_output(stage, microbatch)
-        self._await_reload(action)
-        whole = kind is Kind.FULL_BACKWARD
-        run = self._stages[stage].backward if whole else self._stages[stage].backward_input
-        with self._recorder.computing(action):
-            dx = run(microbatch, dy)
-        self._handover.take_gradient(action, dx)
+        return Backward(self._stages[stage], microbatch, dy, kind is Kind.FULL_BACKWARD)
 
     def _backward_weight(self, action: Action) -> None:
         self._await_reload(action)

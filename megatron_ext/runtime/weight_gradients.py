@@ -179,7 +179,12 @@ class WeightGradients:
         """The W pass. A weight used several times has its contributions summed before they are
         added, as autograd does, so that the sum's order is stock's. Uses that are recomputed each
         have a backward pass of their own within I, and are added one by one."""
-        pending = self._pending.pop((stage, microbatch))
+        self.run_so_far(stage, microbatch)
+        del self._pending[stage, microbatch]
+
+    def run_so_far(self, stage: int, microbatch: int) -> None:
+        """The part of the W pass that the part of I which has run has left."""
+        pending = self._pending[stage, microbatch]
         ahead = _GathersAhead(use for uses in pending.values() for use in uses.uses)
         with torch.no_grad():
             while pending:

@@ -175,8 +175,21 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
+class Pair(NamedTuple):
+    """Two passes of a rank that run as one: a forward pass, and beside it a backward pass (I or B)
+    that needs nothing of it. ``str`` gives torch's form, ``(0F1;4I0)OVERLAP_F_B``."""
+
+    forward: Action
+    backward: Action
+
+    def __str__(self) -> str:
+        return f"({self.forward};{self.backward})OVERLAP_F_B"
+
+
 _TEXT = re.compile(r"(\d+)([A-Z_]+)(\d+)(?:\.(\d{1,9}))?")
 _SLICE = re.compile(r"[A-Z_]\d+\.(\d{1,9})")  # from where a kind ends: digits may be many
+COMPOUND = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+_BACKWARD = (Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD)
 _LONGEST = 40  # of what is no action, shown in an error
 
 
@@ -205,6 +218,15 @@ def parse(text: str, slices: int = 1) -> Action:
     if int(match[4]) >= slices:
         raise ValueError(f"{_shown(text)} is of slice {match[4]}: slices are 0 to {slices - 1}")
     return Action(stage, kind, Slice(whole, int(match[4]), even_ends(slices)))
+
+
+def parse_pair(text: str, slices: int = 1) -> Pair | None:
+    """The pair that ``text`` names, the inverse of ``str``; None: it names none. Raises ValueError
+    as `parse`."""
+    compound = COMPOUND.fullmatch(text.strip())
+    parts = [parse(part, slices) for part in compound[1].split(";")] if compound else []
+    is_pair = len(parts) == 2 and parts[0].kind == Kind.FORWARD and parts[1].kind in _BACKWARD
+    return Pair(*parts) if is_pair else None
 
 
 def slices_named(text: str) -> int:

@@ -13,6 +13,7 @@ from megatron_ext.schedule.costs import Costs, HostCosts, VocabularyCosts
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.text_file import read_text_file, write_text_file
+from megatron_ext.schedule.words import counted
 
 FILE_VERSION = 1
 
@@ -25,8 +26,12 @@ _COPIES = ("d2h", "h2d")
 _LINK = ("link", "duplex")
 # What a training adds that measures: model/measured/file.py reads it.
 _MEASURED = ("links", "reserved", "layers")
-# What slices of a sequence ask for: which share of passes is attention's, and what of a hop stays.
-_SLICES = ("attention", "latency")
+# What slices ask for: which share of passes is attention's, and what of a hop and of a pass stays.
+_SLICES = ("attention", "latency", "launch")
+
+# What hides in a pair, and in a file a table of it by the backward pass beside.
+_HIDDEN = "hidden"
+_BESIDE = {"i": Kind.BACKWARD_INPUT, "b": Kind.FULL_BACKWARD}
 
 _SINGLE = (Held.LOGITS.value, Held.MESSAGE.value)  # bytes that are one figure, of no stage
 
@@ -46,6 +51,10 @@ def format_costs(costs: Costs) -> str:
         parts.append(f"attention={_joined(costs.attention)}")
     if costs.latency:
         parts.append(f"latency={costs.latency:.4g}")
+    if any(costs.launch):
+        parts.append(f"launch={_joined(costs.launch)}")
+    if costs.hidden:
+        parts.append(f"{_HIDDEN}={_joined(_of_like_stages(costs))}")
     if costs.vocabulary is not None:
         given = {"head": costs.vocabulary.head, "embedding": costs.vocabulary.embedding}
         parts += [f"{key}={_joined(figures)}" for key, figures in given.items() if any(figures)]
@@ -78,6 +87,12 @@ def _outlined(per_stage: Sequence[float], placement: Placement) -> str:
     return "..".join(dict.fromkeys(f"{end:.3g}" for end in (min(of_ranks), max(of_ranks))))
 
 
+def _of_like_stages(costs: Costs) -> list[float]:
+    """What hides where F and I of one stage run side by side, for each stage."""
+    table = costs.hidden.get(Kind.BACKWARD_INPUT) or costs.hidden[Kind.FULL_BACKWARD]
+    return [table[stage][stage] for stage in range(costs.stages)]
+
+
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))
 
@@ -100,8 +115,12 @@ def parse_costs(text: str, placement: Placement) -> Costs:
     pass to the host and back (one figure, or one per stage; h2d is d2h if left out), ``link=2`` is
     how many ranks in a row share a link to the host, and ``duplex=0`` that a link carries one
     direction at a time. For slices of a sequence, ``attention=0.3`` is the share of f, and of i and
-    w together, that grows with the square of the sequence, and ``latency=0.1`` what of comm a short
-    message takes, too. The inverse of `format_costs`.
+    w together, that grows with the square of the sequence, ``latency=0.1`` what of comm a short
+    message takes, too, and ``launch=0.1`` what of f, and of i, a short pass does. For pairs of
+    passes, ``hidden=3`` is what F and a backward pass take less side by side (one figure, or one
+    per stage: two stages hide the lesser of theirs).
+
+    The inverse of `format_costs`.
 
     Raises:
         ValueError: neither, a figure missing, negative or given twice.
@@ -120,7 +139,7 @@ def parse_costs(text: str, placement: Placement) -> Costs:
             figures[key] = [float(figure) for figure in value.split("/")]
         except ValueError:
             raise ValueError(f"costs {text!r}: {part!r} is no figure; {_EXAMPLE}") from None
-    known = {*_PASSES, _AGAIN, "comm", *_PARTS, *_COPIES, *_LINK, *_SLICES}
+    known = {*_PASSES, _AGAIN, "comm", *_PARTS, *_COPIES, *_LINK, *_SLICES, _HIDDEN}
     unknown = figures.keys() - known
     missing = _PASSES.keys() - figures.keys()
     if unknown or missing:
@@ -133,6 +152,7 @@ def parse_costs(text: str, placement: Placement) -> Costs:
     _check_figures(text, hops)
     again = _per_stage(figures[_AGAIN], placement, text) if _AGAIN in figures else ()
     costs = _with_slices(Costs(seconds, hops[0], recompute=again), figures, text)
+    costs = _with_hidden(costs, figures, placement, text)
     costs = _with_vocabulary(costs, figures, 0.0, text)
     return _with_host(costs, figures, placement, text)
 
@@ -158,9 +178,53 @@ def _with_slices(costs: Costs, figures: Mapping[str, Any], what: str) -> Costs:
             f"costs {what}: latency is one figure, and a part of comm, which is {costs.hop:g}; it "
             f"is {_joined(latency)}"
         )
-    if len(shares) == 1:
-        shares = shares * costs.stages
-    return replace(costs, attention=tuple(map(float, shares)), latency=float(latency[0]))
+    launch = given.get("launch", [])
+    if len(launch) not in (0, 1, costs.stages):
+        raise ValueError(
+            f"costs {what}: launch is a part of f and of i, one or one per stage, not "
+            f"{_joined(launch)}"
+        )
+    return replace(
+        costs,
+        attention=_of_all(shares, costs.stages),
+        latency=float(latency[0]),
+        launch=_of_all(launch, costs.stages),
+    )
+
+
+def _of_all(figures: Sequence[float], stages: int) -> tuple[float, ...]:
+    """``figures``, one for all stages or one for each."""
+    return tuple(map(float, figures)) * (stages if len(figures) == 1 else 1)
+
+
+def _with_hidden(costs: Costs, given: Mapping[str, Any], placement: Placement, what: str) -> Costs:
+    """``costs``, and what ``given`` has of pairs, if anything."""
+    if _HIDDEN not in given:
+        return costs
+    value, what = given[_HIDDEN], f"{what}, {_HIDDEN}"
+    if isinstance(value, dict):
+        return replace(costs, hidden=_tables(value, costs.stages, what))
+    figures = _per_stage(value if isinstance(value, list) else [value], placement, what)
+    table = tuple(tuple(min(f, b) for b in figures) for f in figures)
+    return replace(costs, hidden={Kind.BACKWARD_INPUT: table})
+
+
+def _tables(
+    value: Mapping[str, Any], stages: int, what: str
+) -> dict[Kind, tuple[tuple[float, ...], ...]]:
+    tables = {}
+    for key, rows in value.items():
+        is_table = key in _BESIDE and isinstance(rows, list) and len(rows) == stages
+        if not is_table or any(not isinstance(r, list) or len(r) != stages for r in rows):
+            raise ValueError(
+                f"costs {what}: it is one figure, one per stage, or tables by {_listed(_BESIDE)} "
+                f"(the backward pass) with a row per stage of F and a figure in it per stage of "
+                f"the backward pass: {counted(stages, 'stage')}"
+            )
+        for row in rows:
+            _check_figures(what, row)
+        tables[_BESIDE[key]] = tuple(tuple(map(float, row)) for row in rows)
+    return tables
 
 
 def _with_vocabulary(
@@ -222,7 +286,9 @@ def load_costs(path: Path, placement: Placement) -> Costs:
     likewise. ``head`` and ``embedding`` are lists as in `parse_costs`, and ``bytes`` may have
     ``logits``, one figure: what the last stage holds beside its layers, ``message``: what goes from
     stage to stage, and ``keys and values``, given like ``activation``, whose part they are.
-    ``attention``, ``latency``, ``d2h``, ``h2d``, ``link`` and ``duplex`` are those of
+    ``hidden`` may also map ``i`` and ``b``, the backward pass beside, each to a table: a row per
+    stage of F, a figure in it per stage of the backward pass.
+    ``attention``, ``latency``, ``launch``, ``d2h``, ``h2d``, ``link`` and ``duplex`` are those of
     `parse_costs`, and ``origin`` is a text for people.
 
     Raises:
@@ -268,6 +334,7 @@ def load_costs(path: Path, placement: Placement) -> Costs:
         keys_values=keys_values,
     )
     costs = _with_slices(costs, data, str(path))
+    costs = _with_hidden(costs, data, placement, str(path))
     costs = _with_vocabulary(costs, data, float(single[Held.LOGITS.value]), str(path))
     return _with_host(costs, data, placement, str(path))
 
@@ -289,7 +356,7 @@ def read_costs_file(path: Path) -> dict[str, Any]:
     if missing:
         raise ValueError(f"costs file {path} lacks {_listed(missing)}; {_EXAMPLE}")
     known = ["version", "origin", *_PASSES, _AGAIN, "comm", "bytes", *_PARTS, *_COPIES, *_LINK]
-    known += [*_SLICES, *_MEASURED]
+    known += [*_SLICES, _HIDDEN, *_MEASURED]
     unknown = data.keys() - set(known)
     if unknown:
         raise ValueError(
@@ -319,6 +386,14 @@ def save_costs(costs: Costs, path: Path, measured: Mapping[str, Any] | None = No
         data["attention"] = rounded(costs.attention)
     if costs.latency:
         data["latency"] = rounded([costs.latency])[0]
+    if any(costs.launch):
+        data["launch"] = rounded(costs.launch)
+    if costs.hidden:
+        data[_HIDDEN] = {
+            key: [rounded(row) for row in costs.hidden[kind]]
+            for key, kind in _BESIDE.items()
+            if kind in costs.hidden
+        }
     for key in _PARTS:
         if any(figures := getattr(vocabulary, key)):
             data[key] = rounded(figures)

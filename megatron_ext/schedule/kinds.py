@@ -104,6 +104,7 @@ class Rule:
             both acquire.
         all_or_none: not done for every microbatch; and for those for which it is done, so are all
             kinds with this entry.
+        beside: the kinds of pass of its rank with one of which it can run as one (`action.Pair`).
         by_optimizer: the optimizer does it when it is asked to step, after the run of the schedule.
             It stands in the schedule for the proof, the simulator and pictures.
     """
@@ -125,6 +126,7 @@ class Rule:
     repeats: Kind | None = None
     all_or_none: Held | None = None
     by_optimizer: bool = False
+    beside: tuple[Kind, ...] = ()
 
     @cached_property
     def covers(self) -> tuple[Kind, ...]:
@@ -167,6 +169,7 @@ _ROWS = (
         ),
         acquires=(Held.ACTIVATION,),
         in_evaluation=True,
+        beside=(Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD),
     ),
     Rule(
         Kind.BACKWARD_INPUT,

@@ -90,6 +90,8 @@ class Extras:
             was wrong: steps overlap, and cost about their span. (Families see it, as another
             schedule may then be the best; `transforms.post_validation` adds the messages.)
         slices: how microbatches are cut along their sequence. (Families see it.)
+        pairs: forward and backward passes that run as one, side by side. (Families see it;
+            `transforms.pairs` says which.)
     """
 
     p2p: P2P = P2P.ASYNC
@@ -98,6 +100,7 @@ class Extras:
     recompute: Recompute = Recompute()
     post_validation: bool = False
     slices: Slices = UNCUT
+    pairs: bool = False
 
     @property
     def clash(self) -> Clash | None:
@@ -158,6 +161,36 @@ CLASHES = (
         "what a microbatch's first slices have done before the verdict cannot be undone; drop one",
         "{slices.count} slices do not go with post-validation: what a microbatch's first slices "
         "have done before the verdict cannot be undone; drop one",
+    ),
+    Clash(
+        ("pairs", "vocabulary"),
+        "a pair's stages have their own embedding and output layer; drop one",
+        "pairs of passes do not go with vocabulary parallelism {vocabulary}: a pair's stages have "
+        "their own embedding and output layer; drop one",
+    ),
+    Clash(
+        ("pairs", "recompute"),
+        "a pair's backward pass takes its activations layer by layer as they are; drop one",
+        "pairs of passes do not go with recompute {recompute}: a pair's backward pass takes its "
+        "activations layer by layer as they are; drop one",
+    ),
+    Clash(
+        ("pairs", "offload"),
+        "the two of a pair keep their activations on the device; drop one",
+        "pairs of passes do not go with offload {offload}: the two of a pair keep their "
+        "activations on the device; drop one",
+    ),
+    Clash(
+        ("pairs", "post_validation"),
+        "a backward pass that runs beside a forward pass cannot be undone; drop one",
+        "pairs of passes do not go with post-validation: a backward pass that runs beside a "
+        "forward pass cannot be undone; drop one",
+    ),
+    Clash(
+        ("pairs", "slices"),
+        "a pair runs whole microbatches; drop one",
+        "pairs of passes do not go with {slices.count} slices: a pair runs whole microbatches; "
+        "drop one",
     ),
 )
 
@@ -258,6 +291,11 @@ class Problem:
     def backwards(self) -> tuple[int, ...]:
         """The same of backward passes and weight gradients."""
         return tuple(part for k in range(self.microbatches) for part in reversed(self.parts(k)))
+
+    @property
+    def orders(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """`forwards` and `backwards`."""
+        return self.forwards, self.backwards
 
     def parts(self, microbatch: int) -> tuple[int, ...]:
         """The slices of ``microbatch``, in order; itself, if microbatches are not cut."""

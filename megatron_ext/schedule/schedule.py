@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 
-from megatron_ext.schedule.action import Action, Kind, whole_of
+from megatron_ext.schedule.action import Action, Kind, Pair, whole_of
 from megatron_ext.schedule.columns import IN_EVALUATION, IS_PASS, Columns, Ints, columns_of
 from megatron_ext.schedule.kinds import RULES, Lane, Where
 from megatron_ext.schedule.placement import Placement
@@ -18,11 +18,17 @@ from megatron_ext.schedule.problem import Problem
 
 @dataclass(frozen=True)
 class Schedule:
-    """``rows[r]`` is what rank r does, in order. A family makes the compute actions only."""
+    """``rows[r]`` is what rank r does, in order. A family makes the compute actions only.
+
+    Attributes:
+        pairs: passes that run as one. In their row the two stand one right behind the other, the
+            forward pass first: what either needs comes before both, what either sends after both.
+    """
 
     name: str
     placement: Placement
     rows: tuple[tuple[Action, ...], ...]
+    pairs: frozenset[Pair] = frozenset()
 
     @property
     def compute_rows(self) -> tuple[tuple[Action, ...], ...]:
@@ -32,6 +38,29 @@ class Schedule:
     def microbatches(self) -> int:
         """How many microbatches it is of."""
         return 1 + max(whole_of(action.microbatch) for row in self.rows for action in row)
+
+    @cached_property
+    def beside(self) -> Mapping[Action, Action]:
+        """By each pass that runs in a pair, the other."""
+        return {a: b for forward, back in self.pairs for a, b in ((forward, back), (back, forward))}
+
+    @cached_property
+    def paired(self) -> Ints:
+        """The numbers of the forward passes that run in pairs; each backward pass has the next."""
+        forwards = {pair.forward for pair in self.pairs}
+        numbers = enumerate(chain.from_iterable(self.rows)) if forwards else ()
+        return np.array([n for n, action in numbers if action in forwards], dtype=np.int32)
+
+    def cells(self, row: Sequence[Action]) -> list[str]:
+        """The text of each action of ``row``; that of a pair in one."""
+        if not self.pairs:
+            return list(map(str, row))
+        seconds = {pair.backward for pair in self.pairs}
+        return [
+            str(Pair(action, self.beside[action]) if action in self.beside else action)
+            for action in row
+            if action not in seconds
+        ]
 
     @cached_property
     def columns(self) -> Columns:

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import csv
 import io
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from megatron_ext.schedule.action import Action, Kind, Slice, parse, slices_named, whole_of
+from megatron_ext.schedule.action import (
+    COMPOUND,
+    Action,
+    Kind,
+    Pair,
+    Slice,
+    parse,
+    parse_pair,
+    slices_named,
+    whole_of,
+)
 from megatron_ext.schedule.flip import (
     FlippedPlacement,
     Rows,
@@ -22,14 +31,15 @@ from megatron_ext.schedule.schedule import Schedule, is_compute
 
 
 def to_csv(schedule: Schedule) -> str:
-    """The compute actions, one line per rank in rank order, PyTorch's grammar: ``0F0,0F1,0B0``.
+    """The compute actions, one line per rank in rank order, PyTorch's grammar: ``0F0,0F1,0B0``, and
+    ``(0F1;4I0)OVERLAP_F_B`` for a pair.
 
     A table that `from_csv` has flipped is flipped back.
     """
     rows = schedule.compute_rows
     if isinstance(schedule.placement, FlippedPlacement):
         rows = flip_rows(rows)
-    return _table(rows)
+    return _table(map(schedule.cells, rows))
 
 
 def to_torch_csv(schedule: Schedule) -> str:
@@ -46,13 +56,15 @@ def to_torch_csv(schedule: Schedule) -> str:
             f"torch has no pass like {unknown} ({RULES[unknown.kind].does}): it knows F, I, W and "
             f"B; torch.utils.checkpoint makes a stage's activations again within its backward pass"
         )
-    return _table(flip_rows(rows) if opens_on_last_rank(schedule.placement.rank_of) else rows)
+    if opens_on_last_rank(schedule.placement.rank_of):
+        rows = flip_rows(rows)
+    return _table(map(schedule.cells, rows))
 
 
 _TORCHS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.FULL_BACKWARD)
 
 
-def _table(rows: Rows) -> str:
+def _table(rows: Iterable[Sequence[str]]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
@@ -62,8 +74,8 @@ def from_csv(text: str, name: str) -> Schedule:
     """The schedule that ``text`` holds: the inverse of `to_csv`. Empty cells are idle time.
 
     Cells may also be parted by semicolons or tabs, as Excel writes them in many countries. A
-    compound such as ``(0F1;4B0)OVERLAP_F_B`` is its parts, one after the other. A V or wave that
-    opens on rank 0 is flipped (`flip`).
+    compound such as ``(0F1;4B0)OVERLAP_F_B`` is a pair. A V or wave that opens on rank 0 is flipped
+    (`flip`).
 
     The placement is read off the table: a stage is on the rank that first names it. (That a stage
     stays there, and all else, is for `prove` to say.)
@@ -85,8 +97,8 @@ def from_csv(text: str, name: str) -> Schedule:
             )
     placement = Placement("file", tuple(rank_of[stage] for stage in range(len(rank_of))))
     if placement.ranks == len(rows) and opens_on_first_rank(placement.rank_of):
-        return Schedule(name, flipped(placement), flip_rows(rows))
-    return Schedule(name, placement, rows)
+        return Schedule(name, flipped(placement), flip_rows(rows), _pairs(text))
+    return Schedule(name, placement, rows, _pairs(text))
 
 
 def rows_from_csv(text: str, name: str) -> Rows:
@@ -105,7 +117,6 @@ def rows_from_csv(text: str, name: str) -> Rows:
     return tuple(rows)
 
 
-_COMPOUND = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 # What a file, or a family, may hold, and what it does: passes of a stage.
 KINDS_IN_FILES = {
     kind: rule.does
@@ -115,9 +126,16 @@ KINDS_IN_FILES = {
 _KINDS = ", ".join(f"{kind} ({does})" for kind, does in KINDS_IN_FILES.items())
 
 
+def _pairs(text: str) -> frozenset[Pair]:
+    """The compounds in ``text``, whose actions are good, of F and a backward pass."""
+    slices = slices_named(text)
+    named = (parse_pair(found[0], slices) for found in COMPOUND.finditer(text))
+    return frozenset(pair for pair in named if pair is not None)
+
+
 def _delimiter(text: str) -> str:
     """What parts the cells of ``text``."""
-    outside = _COMPOUND.sub("", text)
+    outside = COMPOUND.sub("", text)
     return "," if "," in outside else next((d for d in ";\t" if d in outside), ",")
 
 
@@ -154,7 +172,7 @@ def _row(cells: Sequence[str], where: str, slices: int) -> tuple[Action, ...]:
 
 def _parts(cell: str) -> list[str]:
     """The actions in a cell: none, one, or those of a compound."""
-    compound = _COMPOUND.fullmatch(cell.strip())
+    compound = COMPOUND.fullmatch(cell.strip())
     if compound:
         return compound[1].split(";")
     return [cell] if cell.strip() else []

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_ext.adapter.dimensions import execution
 from megatron_ext.adapter.layers import layers_of_stages
 from megatron_ext.adapter.model_bytes import state_of
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.model.description import describe
 from megatron_ext.schedule.model.gpus import GPUS
+from megatron_ext.schedule.plan.layouts.recompute import LayerRecompute, recompute_options
 from scripts.recipes.accepting import stock_arguments
 from scripts.recipes.gains import Configuration
 from scripts.recipes.recipe import Recipe
@@ -32,6 +35,17 @@ def configuration_of(recipe: Recipe) -> Configuration:
     ranks = args.pipeline_model_parallel_size
     chunks = args.virtual_pipeline_model_parallel_size or 1
     schedule = "1f1b" if chunks == 1 else f"interleaved:vpp={chunks}"
+
+    def permits(option: LayerRecompute) -> bool:
+        changed = {**recipe.settings, **option.arguments}
+        try:
+            stock_arguments(replace(recipe, settings=changed))
+        except ValueError:
+            return False
+        return True
+
+    rates = GPUS[recipe.gpu].rates(run.precision)
+    _, *others = recompute_options(model, run, rates, permits)
     return Configuration(
         model=model,
         execution=run,
@@ -46,6 +60,7 @@ def configuration_of(recipe: Recipe) -> Configuration:
             int(args.account_for_loss_in_pipeline_split),
         ),
         is_frozen=bool(recipe.settings.get("peft") or recipe.settings.get("freeze_language_model")),
+        recompute=tuple(others),
     )
 
 

@@ -16,6 +16,7 @@ from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.plan.layouts.estimated import estimated_work
 from megatron_ext.schedule.plan.layouts.layout import Layout
 from megatron_ext.schedule.plan.layouts.lines import Lines, compare_layouts
+from megatron_ext.schedule.plan.layouts.recompute import LayerRecompute
 from megatron_ext.schedule.plan.layouts.work import Evaluated, Work
 from megatron_ext.schedule.problem import VocabularyParallel
 
@@ -34,6 +35,7 @@ class Configuration:
         layers: of each stage, as it has them.
         counted: whether Megatron counts the embedding, and the loss, as a layer of its stage.
         is_frozen: whether the model's own weights are, beside adapters or a tower.
+        recompute: what else Megatron could run again of its layers.
     """
 
     model: Model
@@ -46,6 +48,7 @@ class Configuration:
     layers: tuple[int, ...]
     counted: tuple[int, int] = (0, 0)
     is_frozen: bool = False
+    recompute: tuple[LayerRecompute, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class Option:
         seconds: of a step.
         fullest: bytes of the rank that holds most.
         is_tight: whether the gain is gone with `MARGIN` less memory.
+        recompute: what is run again of layers, where that is not what the recipe has.
     """
 
     schedule: str
@@ -67,6 +71,7 @@ class Option:
     seconds: float
     fullest: float
     is_tight: bool = False
+    recompute: str = ""
 
 
 @dataclass(frozen=True)
@@ -82,13 +87,14 @@ class Gains:
 
 def gains_of(configuration: Configuration) -> Gains:
     """Raises ValueError if the line cannot be planned."""
-    work, room = _work(configuration), USED * DATA_SHEETS[configuration.gpu].memory
-    lines = _compared(configuration, work, room, 0)
+    room = USED * DATA_SHEETS[configuration.gpu].memory
+    works = _works(configuration)
+    lines = _compared(configuration, works, room, 0)
     assert lines.bound is not None
     less = lines
     gaining = [line for line in (lines.stock, lines.ours) if 1 + lines.gain(line) > _WORTH]
     if any(line.fullest > lines.bound - MARGIN for line in gaining):
-        less = _compared(configuration, work, room, MARGIN)
+        less = _compared(configuration, works, room, MARGIN)
     return Gains(
         own=_option(lines, lines.own),
         stock=_option(lines, lines.stock, less.gain(less.stock)),
@@ -107,15 +113,18 @@ def _option(lines: Lines, line: Evaluated, gain_with_less: float = 0.0) -> Optio
         seconds=line.seconds,
         fullest=line.fullest,
         is_tight=gain > _WORTH > 1 + gain_with_less,
+        recompute=str(line.recompute) if line.recompute != lines.own.recompute else "",
     )
 
 
 _WORTH = 1.01  # a gain that is less is none
 
 
-def _compared(configuration: Configuration, work: Work, room: float, margin: float) -> Lines:
+def _compared(
+    configuration: Configuration, works: Sequence[Work], room: float, margin: float
+) -> Lines:
     own = configuration.schedule, Layout(configuration.layers)
-    return compare_layouts(work, own, _rule(configuration), room, margin=margin, search=False)
+    return compare_layouts(works, own, _rule(configuration), room, margin=margin, search=False)
 
 
 def _rule(configuration: Configuration) -> Callable[[int], Layout]:
@@ -134,11 +143,18 @@ def _rule(configuration: Configuration) -> Callable[[int], Layout]:
     return layout
 
 
-def _work(configuration: Configuration) -> Work:
-    rates = GPUS[configuration.gpu].rates(configuration.execution.precision)
+def _works(configuration: Configuration) -> list[Work]:
+    """Its own first."""
+    own = configuration.execution
+    others = (option.in_execution(own) for option in configuration.recompute)
+    return [work_of(configuration, execution) for execution in (own, *others)]
+
+
+def work_of(configuration: Configuration, execution: Execution) -> Work:
+    rates = GPUS[configuration.gpu].rates(execution.precision)
     work = estimated_work(
         configuration.model,
-        configuration.execution,
+        execution,
         configuration.state,
         rates,
         ranks=configuration.ranks,

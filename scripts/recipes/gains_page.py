@@ -15,8 +15,9 @@ from scripts.recipes.tables import name_of, table
 _HEAD = """## What a plan would gain
 
 What a step takes under each recipe's own line, with the best that stock's schedules can do with
-another layout or number of virtual stages, and with the best schedule of all. A gain of 1.08 says
-that a step of the own line takes 8% more time. All of this is estimated, nothing measured:
+another layout, number of virtual stages or recompute, and with the best schedule of all. A gain of
+1.08 says that a step of the own line takes 8% more time. All of this is estimated, nothing
+measured:
 
 - Seconds and bytes are those of [estimated costs](estimated-costs.md): from the model's dimensions
   and the GPU's data sheet. The optimizer's step, and what passes do not hide of reductions, are
@@ -24,7 +25,8 @@ that a step of the own line takes 8% more time. All of this is estimated, nothin
 - Within one memory bound: the larger of 0.95 of the GPU's memory, and what the fullest rank of the
   own line takes. A gain that is gone with 2 GiB less has a \\*.
 - Schedules that search are told by what they know before; with their search they may gain more.
-  Nothing is made again or offloaded. The vocabulary is divided where that is faster.
+  The vocabulary is divided where that is faster. Of its layers Megatron runs again what is best:
+  nothing, modules, or all, as it stands behind a schedule where the recipe has other words.
 - The overlap of experts' communication with other microbatches is not counted for own lines that
   have it. Our schedules refuse it: what they would have to drop stands beside their gain.
 - Of vision-language models the language model alone is counted, and of adapters and frozen models
@@ -153,6 +155,8 @@ def _cells(option: Option, before: Option, barred: str = "") -> list[str]:
     name = option.schedule
     if option.vocabulary != "naive":
         name += f", vocabulary {option.vocabulary}"
+    if option.recompute:
+        name += f", run again: {option.recompute}"
     gain = f"{option.gain:.3f}" + "\\*" * option.is_tight
     return [name + barred, gain, _gib(option)]
 

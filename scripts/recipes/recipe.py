@@ -174,6 +174,8 @@ def resolve(name: str, raw: Settings, models: Mapping[str, Settings]) -> Recipe:
     for key in _OF_MODELS:
         if key in dimensions or key == "untie_embeddings_and_output_weights":
             settings.setdefault(key, dimensions.get(key, False))
+    if "_peft_" in name:  # whatever of its adapters is not Bridge's default
+        settings["peft"] = "lora"
     if "vision" in dimensions:
         settings["vision"] = True
     settings["precision"] = _precision(name, mixed, settings)

@@ -12,6 +12,7 @@ from typing import Any
 from megatron_ext.adapter.compatibility import refuse, refuse_order
 from megatron_ext.adapter.refusals import (
     OFFLOAD_REFUSALS,
+    PAIRS_REFUSALS,
     POST_VALIDATION_OPTIMIZER_REFUSALS,
     POST_VALIDATION_REFUSALS,
     RECOMPUTE_REFUSALS,
@@ -36,6 +37,7 @@ _TABLES: dict[str, tuple[tuple[Refusal, ...], dict[str, Any]]] = {
     "VOCABULARY_REFUSALS": (VOCABULARY_REFUSALS, {"vocabulary": VocabularyParallel.ONE}),
     "OFFLOAD_REFUSALS": (OFFLOAD_REFUSALS, {"offload": Offload.FULL}),
     "RECOMPUTE_REFUSALS": (RECOMPUTE_REFUSALS, {"recompute": Recompute(first=1)}),
+    "PAIRS_REFUSALS": (PAIRS_REFUSALS, {"pairs": True}),
     "SLICES_REFUSALS": (SLICES_REFUSALS, {"slices": Slices(4)}),
     "POST_VALIDATION_REFUSALS": (POST_VALIDATION_REFUSALS, {"post_validation": True}),
 }

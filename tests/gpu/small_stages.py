@@ -24,7 +24,7 @@ from megatron_ext.runtime.messages.batched import BatchedTransport, PipelineGrou
 from megatron_ext.runtime.messages.channels import Channels
 from megatron_ext.runtime.messages.transport import Boundary, Transport
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.schedule.action import Action
+from megatron_ext.schedule.action import Action, Pair
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import uniform
@@ -180,7 +180,7 @@ class GaugingRecorder(Recorder):
         self._gauge = gauge
 
     @contextmanager
-    def computing(self, action: Action) -> Iterator[None]:
+    def computing(self, action: Action | Pair) -> Iterator[None]:
         self._gauge.look()
         with super().computing(action):
             yield

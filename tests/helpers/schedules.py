@@ -713,9 +713,11 @@ def drawn(timeline: Timeline, *, messages: bool = False) -> str:
     """``timeline``, whose costs are whole numbers, as a table: a column per unit of time.
 
     ``.`` is idle time, ``=`` goes on with what is to its left. Stages are left out where each
-    rank has one. With ``messages``, a line per channel shows which microbatch is under way.
+    rank has one. With ``messages``, a line per channel shows which microbatch is under way. A pair
+    is ``3F1+3I0``.
     """
-    placement = timeline.schedule.placement
+    placement, beside = timeline.schedule.placement, timeline.schedule.beside
+    ends = {event.action: event.end for event in timeline.events}
     end = round(max(event.end for event in timeline.events))
     lines: dict[str, list[str]] = {str(rank): ["."] * end for rank in range(placement.ranks)}
     for event in timeline.events:
@@ -724,9 +726,14 @@ def drawn(timeline: Timeline, *, messages: bool = False) -> str:
             name = f"{kind}{microbatch}"
             key = str(event.rank)
             text = name if placement.chunks == 1 else f"{stage}{name}"
+            if event.action in beside:
+                if kind is not F:
+                    continue
+                other = beside[event.action]
+                text, event = f"{text}+{other}", event._replace(end=ends[other])
         elif messages and kind in (Kind.SEND_F, Kind.SEND_B):
-            other = stage + (1 if kind is Kind.SEND_F else -1)
-            key, text = f"{event.rank}>{placement.rank_of[other]}", str(microbatch)
+            neighbour = stage + (1 if kind is Kind.SEND_F else -1)
+            key, text = f"{event.rank}>{placement.rank_of[neighbour]}", str(microbatch)
         else:
             continue
         slots = lines.setdefault(key, ["."] * end)

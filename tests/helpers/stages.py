@@ -21,6 +21,7 @@ from megatron_ext.runtime.messages.channels import Channels
 from megatron_ext.runtime.messages.transport import Boundary, Transport
 from megatron_ext.runtime.post_validation.actions import Validation
 from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.stage import Backward
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.build import build_program
@@ -105,9 +106,16 @@ def program_for(
     offload: Offload = Offload.NONE,
     post_validation: bool = False,
     recompute: Recompute = Recompute(),  # noqa: B008  # frozen
+    pairs: bool = False,
 ) -> Program:
     problem = problem_for(choice.place(ranks), microbatches, forward_only)
-    extras = Extras(p2p=p2p, offload=offload, recompute=recompute, post_validation=post_validation)
+    extras = Extras(
+        p2p=p2p,
+        offload=offload,
+        recompute=recompute,
+        post_validation=post_validation,
+        pairs=pairs,
+    )
     return build_program(choice, replace(problem, extras=extras))
 
 
@@ -213,6 +221,11 @@ class LinearStage:
     def backward_input(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
         self._begin(Kind.BACKWARD_INPUT, microbatch)
         return self._input_gradient(microbatch, dy)
+
+    def forward_beside(
+        self, microbatch: int, x: Tensor | None, backward: Backward
+    ) -> tuple[Tensor, Tensor | None]:
+        return self.forward(microbatch, x), backward.run()
 
     def backward_weight(self, microbatch: int) -> None:
         self._begin(Kind.BACKWARD_WEIGHT, microbatch)

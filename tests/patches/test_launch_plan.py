@@ -21,6 +21,7 @@ from megatron_ext.launch_check.words import Launch
 from megatron_ext.patches.engine import applied
 from megatron_ext.schedule.build.registry import Mark, entries
 from megatron_ext.schedule.model.gpus import USABLE
+from megatron_ext.schedule.plan import planner
 from megatron_ext.schedule.program.simulate import simulate
 from tests.helpers.combinations import nightly
 from tests.helpers.megatron_runs import SCRIPT, model_flags
@@ -168,6 +169,21 @@ def test_auto_says_what_it_has_left_out(monkeypatch: pytest.MonkeyPatch) -> None
     _, choice = chosen(pipeline_schedule="auto", pipeline_memory_limit="1.5")
     assert {"zb-auto", "v-auto", "wave-auto"} <= set(re.findall(r"[\w-]+auto", str(choice)))
     assert "within --pipeline-memory-limit 1.5" in choice.why and "; left out: " in choice.why
+
+
+def test_what_does_not_fit_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`plan -- LINE` said to have it made again, and a launch took a longer step."""
+    monkeypatch.setattr(planner, "all_specs", lambda: ["1f1b", "zb-1p", "zb-h2"])
+    tight = {"pipeline_memory_limit": "0.625x", "pipeline_vocab_parallel": "none"}
+    words, choice = chosen(**tight)
+    fit = ("--pipeline-schedule", "zb-h2", "--pipeline-recompute", "fit")
+    assert choice.flags == fit and ", 50% made again in bubbles; then " in choice.why
+    seconds = makespan(words, *choice.flags)
+    full = {"granularity": "full", "method": "uniform", "num_layers": 1}
+    for said in ({"pipeline_recompute": "none"}, {f"recompute_{k}": v for k, v in full.items()}):
+        words, choice = chosen(**tight, **said)
+        assert choice.flags == ("--pipeline-schedule", "zb-1p")
+        assert makespan(words, *choice.flags) > seconds
 
 
 EXPERTS: dict[str, Any] = {

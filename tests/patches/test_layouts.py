@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,11 +16,13 @@ from megatron_ext.adapter.arguments import check_settings
 from megatron_ext.commands.layout_tables import print_layouts
 from megatron_ext.config import from_argv
 from megatron_ext.launch_check import line as launch_line
-from megatron_ext.launch_check.alternatives.layouts import LaidOut, lay_out
-from megatron_ext.launch_check.line_plan import Asked, with_line
+from megatron_ext.launch_check.alternatives.layouts import LaidOut, lay_out, with_plan
+from megatron_ext.launch_check.alternatives.recompute import recompute_of_line
+from megatron_ext.launch_check.line_plan import Asked, ReadLine, with_line
 from megatron_ext.launch_check.words import Launch
 from megatron_ext.schedule.model.gpus import parse_gpu
 from megatron_ext.schedule.plan.layouts.layout import Layout
+from megatron_ext.schedule.plan.planner import Plan, make_plan
 from tests.helpers.combinations import at_night
 from tests.helpers.megatron_runs import SCRIPT, model_flags
 
@@ -42,13 +45,27 @@ LINES: dict[str, dict[str, Any]] = {
     "ends": {"decoder_first_pipeline_num_layers": 5},
     "layout": {"num_layers": 7, "pipeline_model_parallel_layout": "Et|t|t|t|t|t|t|L"},
     "depths": {"mtp_num_layers": 1, "position_embedding_type": "rope"},
+    "full recompute": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+    "its old name": {"recompute_activations": True, "transformer_impl": "local"},
     "pattern": {
         "num_layers": None,
         "hybrid_layer_pattern": "*-*-|*-*-",
         "position_embedding_type": "none",
     },
 }
-BY_DAY = ("virtual stages", "depths", "pattern")
+ROUTED: dict[str, Any] = {
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 1024,
+    "expert_model_parallel_size": 2,
+    "swiglu": True,
+    "add_bias_linear": False,
+}
+BY_DAY = ("virtual stages", "depths", "pattern", "full recompute")
 WORLD = 4
 
 
@@ -116,6 +133,62 @@ def test_a_line_takes_what_is_written_for_it(name: str, monkeypatch: pytest.Monk
         chunks = args.virtual_pipeline_model_parallel_size or 1
         assert chunks == line.candidate.report.vpp
         assert config.schedule in (None, line.schedule)
+
+
+def test_recompute_is_chosen_beside_the_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    """A small model needs none of what its line runs again."""
+    made = laid_out("full recompute")
+    assert str(made.lines.own.recompute) == "full"
+    assert {str(line.recompute) for line in made.lines.others.values()} == {"none"}
+    flags = ("--recompute-granularity", "--recompute-method", "--recompute-num-layers")
+    for written in made.written:
+        assert set(flags) <= set(written.dropped) and not set(flags) & set(written.added)
+    print_layouts(made, is_estimate=True)
+    printed = capsys.readouterr().out
+    assert "run again" in printed and "--recompute-granularity --recompute-method" in printed
+    assert made.as_data()["own"]["recompute"] == "full"
+
+
+def test_no_row_of_a_plan_is_faster_than_any_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search on the line's own layout took less than what was printed as the best of all."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    costs = "--pipeline-costs", "costs.json"
+
+    def both(read: ReadLine) -> tuple[Plan, LaidOut]:
+        line, args = read.variants, read.validated
+        plan = make_plan(line.variant, read.room, specs=["1f1b", "zb-h1", "zb-v"])
+        made = lay_out(line, args, "1f1b", read.room, search=False)
+        nothing = replace(made, lines=replace(made.lines, ours=made.lines.own))
+        return plan, with_plan(nothing, line, args, plan, costs)
+
+    launch = Launch(str(SCRIPT), False, words_of("even"), world_size=WORLD)
+    plan, made = with_line(Asked(launch, gpu=parse_gpu("h100")), both)
+    assert plan.best is not None and plan.best.schedule != "1f1b"
+    assert made.lines.ours.candidate is plan.best
+    words = made.written[-1].added
+    assert words[:2] == ("--pipeline-schedule", plan.best.schedule) and set(costs) <= set(words)
+
+
+def test_what_the_line_cannot_run_again_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron refuses modules of experts without grouped products, and full recompute beside the
+    overlap of experts' messages."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def options(**flags: object) -> list[str]:
+        words = tuple(model_flags(**{**FLAGS, **ROUTED, **flags}))
+        asked = Asked(Launch(str(SCRIPT), False, words, world_size=WORLD), gpu=parse_gpu("h100"))
+        found = with_line(asked, lambda read: recompute_of_line(read.variants, read.validated))
+        return [str(option) for option in found]
+
+    plain = options()
+    assert plain[0] == "none" and plain[-1] == "full" and not any("moe_act" in o for o in plain)
+    assert any("moe_act" in option for option in options(moe_grouped_gemm=True))
+    overlapped = options(
+        overlap_moe_expert_parallel_comm=True,
+        moe_token_dispatcher_type="alltoall",
+        num_virtual_stages_per_pipeline_rank=4,
+    )
+    assert "full" not in overlapped and not any("moe" in o.split() for o in overlapped)
 
 
 def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from megatron_ext.config import PipelineConfig
 from megatron_ext.launch_check import line, line_plan, loading
 from megatron_ext.launch_check.alternatives import without_full_recompute
 from megatron_ext.launch_check.check import check_launch
-from megatron_ext.launch_check.line_plan import Asked, LinePlan, plan_line
+from megatron_ext.launch_check.line_plan import Asked, LinePlan, plan_halves, plan_line
 from megatron_ext.launch_check.words import Launch
 from megatron_ext.schedule import placement
 from megatron_ext.schedule.costs import uniform
@@ -188,6 +188,19 @@ def test_a_line_is_planned_by_what_was_measured_per_layer_type(tmp_path: Path) -
     assert plan.of_line.step > 1.5 * estimated.of_line.step
 
 
+def test_half_a_line_is_planned_by_them_too(tmp_path: Path) -> None:
+    """Its times were called estimated, and its flags did not name the file: the run would have
+    estimated them."""
+    path = measured_file(tmp_path, pipeline_model_parallel_size=4)
+    line_of_four = launch(**EXPERTS, pipeline_model_parallel_size=4)
+    asked = Asked(line_of_four, gpu=parse_gpu("h100"), settings=("--pipeline-costs", str(path)))
+    halves = plan_halves(asked)
+    assert halves.is_measured and halves.flags[-2:] == ("--pipeline-costs", str(path))
+    words = ("--gpu", "h100", "--half-pipeline", "--costs", str(path), "--world-size", "4")
+    output = command(*words, "--", str(SCRIPT), *line_of_four.arguments).output
+    assert "times are in the unit of --costs" in output
+
+
 def test_a_costs_file_of_before_has_costs_for_its_own_stages(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     save_costs(uniform(placement.line(2), 1e-2, 1e-2, 1e-2), path)
@@ -284,3 +297,34 @@ def test_things_that_do_not_suffice_alone_are_named_together(
         "--recompute-granularity full: the fullest rank would take 70 GiB, which fits",
         "--expert-model-parallel-size 8: the fullest rank would take 80 GiB, which fits",
     ]
+
+
+LONG: dict[str, Any] = {
+    "num_virtual_stages_per_pipeline_rank": None,
+    **{"seq_length": 16384, "max_position_embeddings": 16384},
+}
+
+
+def test_a_line_of_long_sequences_is_compared_with_slices_of_them() -> None:
+    plan = made(**LONG)
+    compared = plan.long_sequences
+    assert compared is not None and compared.own is plan.of_line is not None
+    shown = {row.words: row for row in compared.rows}
+    assert set(shown) >= {
+        *("the line as it is", "whole sequences", "2 slices", "4 slices", "8 slices"),
+        *("--recompute-granularity full", "--context-parallel-size 2, DP 1"),
+    }
+    assert not compared.refused
+    flags = " ".join(compared.flags)
+    assert re.search(r"--pipeline-schedule \S+ .*--pipeline-slices [24] .*lengths balanced$", flags)
+    assert plan.as_data()["long_sequences"]["flags"] == compared.flags
+    assert made().long_sequences is None  # 1,024 tokens
+
+
+def test_slices_are_compared_where_a_launch_would_take_them() -> None:
+    """By its own checks, and one reason is said once."""
+    refused = made(**(LONG | EXPERTS), moe_expert_capacity_factor=1.0).long_sequences
+    assert refused is not None and refused.best is None and not refused.flags
+    (why,) = set(refused.refused.values())
+    assert "experts would drop tokens slice by slice" in why
+    assert set(refused.refused) == {"2 slices", "4 slices", "8 slices"}

@@ -17,6 +17,7 @@ from megatron_ext.adapter.compatibility import refuse
 from megatron_ext.adapter.refusals import (
     GRAPH_REFUSALS,
     OFFLOAD_REFUSALS,
+    PAIRS_REFUSALS,
     POST_VALIDATION_REFUSALS,
     RECOMPUTE_REFUSALS,
     REFUSALS,
@@ -34,6 +35,8 @@ def who(refusal: Refusal) -> str:
         return "every schedule"
     if refusing == {choice for choice in choices if choice.splits_backward}:
         return "those that split the backward"
+    if refusing == {choice for choice in choices if choice.example.chunks == 1}:
+        return "those with one stage on a rank"
     if refusing == {c for c in choices if c.example.rank_of[0] != c.example.rank_of[-1]}:
         return "all but V's and waves"
     assert refusing == {choice for choice in choices if choice.example.rank_of[0] != 0}
@@ -73,6 +76,11 @@ def test_the_docs_tell_what_recompute_refuses() -> None:
 def test_the_docs_tell_what_slices_refuse() -> None:
     rows = [[f"`{refusal.setting}`", refusal.instead] for refusal in SLICES_REFUSALS]
     check_written("slices refusals", table(["setting", "because, or instead"], rows))
+
+
+def test_the_docs_tell_what_pairs_refuse() -> None:
+    rows = [[f"`{refusal.setting}`", refusal.instead] for refusal in PAIRS_REFUSALS]
+    check_written("pairs refusals", table(["setting", "because, or instead"], rows))
 
 
 def test_the_docs_tell_what_post_validation_refuses() -> None:

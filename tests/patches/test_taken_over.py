@@ -30,6 +30,8 @@ from megatron_ext.patches.megatron.core.transformer import module
 # By setting: with which of ours, and what of it is there afterwards.
 CASES: dict[str, tuple[dict[str, str], bool]] = {
     "defer_embedding_wgrad_compute": ({"schedule": "1f1b"}, False),
+    "delay_wgrad_compute": ({"schedule": "zb-v"}, False),
+    "overlap_moe_expert_parallel_comm": ({"schedule": "zb-v"}, True),
     "overlap_dispatch_backward_with_experts_wgrad": ({"schedule": "zb-v"}, False),
     "fine_grained_activation_offloading": (
         {"schedule": "zb-h1", "activation_offload": "half"},

@@ -316,7 +316,10 @@ DIVIDED: dict[str, tuple[int, str]] = {
     "experts, full recompute": (4, "zb-v"),
     "EP 2, experts by sequence, recomputed": (4, "zb-h1"),
 }
-PLACED = ("zb-v", "v-half", "interleaved", "interleaved-zb", "slimpipe", "breadth-first")
+PLACED = (
+    *("zb-v", "v-half", "interleaved", "interleaved-zb", "slimpipe", "breadth-first"),
+    *("gis", "hanayo:waves=1", "dualpipe-v", "v-auto", "loop-auto"),
+)
 SAME = [
     *((model, "zb-h1") for model in MODELS),
     *(("grouped queries", schedule) for schedule in ("gpipe", "2bp", "zb-2p", "zb-auto", *PLACED)),

@@ -156,11 +156,12 @@ def test_recompute_of_some_layers_of_a_stage() -> None:
 
 @pytest.mark.parametrize(
     ("modules", "stored"),
-    [([], 34), (["layernorm"], 34 - 4), (["mlp"], 34 - 16), (["layernorm", "mlp"], 34 - 20)],
+    [([], 34), (["layernorm"], 34), (["mlp"], 34 - 16), (["layernorm", "mlp"], 34 - 16)],
 )
 def test_modules_that_are_run_again_are_not_stored(modules: list[str], stored: int) -> None:
-    """34 bytes a token and unit of width: 4 are the norms' outputs, 16 the activation's input and
-    output (Korthikanti et al. 2022). What is not stored need not travel."""
+    """34 bytes a token and unit of width, of which 16 are the activation's input and output
+    (Korthikanti et al. 2022). Norms are in Transformer Engine's matrices, and Megatron runs none of
+    them again. What is not stored need not travel."""
     costs = costs_of(recompute_modules=frozenset(modules), fused=True)
     kept = held(costs, Held.ACTIVATION)[1]
     assert kept == 4 * TOKENS * (WIDTH * stored + FIGURES)
@@ -433,7 +434,8 @@ def test_quantized_products_are_quicker_and_casts_take_memory(name: str) -> None
     """Attention and the output layer stay in 16 bits."""
     gpu, model = GPUS[name], gpt(4, 50304)
     sheet = DATA_SHEETS[name]
-    assert sheet.source.startswith("https://") and sheet.fp8 < 2.1 * sheet.bf16
+    most = 4.4 if name == "vr200" else 2.1  # Rubin has more units for 8 bits, and for 4
+    assert sheet.source.startswith("https://") and sheet.fp8 < most * sheet.bf16
     plain = costs_of((4,), gpu.rates(), model=model, fused=True)
     for precision in (Precision.FP8, Precision.FP4):
         if not gpu.can(precision):

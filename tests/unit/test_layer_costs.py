@@ -35,6 +35,7 @@ from megatron_ext.schedule.placement import line, loop, v
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.search.bounds import lower_bound
+from megatron_ext.schedule.search.weight_gradient_filling import time
 
 DENSE, EXPERTS = "*-", "*E"
 NOTHING = Machine(links={}, ranks_of_node=1, reserved=None)
@@ -269,3 +270,13 @@ def test_messages_take_what_their_own_link_takes() -> None:
     assert lower_bound(problem, splits_backward=True) <= timeline.makespan
     sends = {str(e.action): e.end - e.start for e in timeline.events if "SEND" in str(e.action)}
     assert sends == {"0SEND_F0": 1, "1SEND_F0": 5, "2SEND_B0": 5, "1SEND_B0": 1}
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "1f1b"])
+def test_an_order_is_timed_by_each_link(name: str) -> None:
+    """All messages were taken to be as quick as the mean, and weight gradients put into gaps that
+    are not there."""
+    costs = replace(uniform(line(4), 10, 10, 10, comm=5), hops=(1.0, 13.0, 1.0))
+    problem, choice = Problem(line(4), 8, costs), choose(name)
+    exact = simulate(build_program(choice, problem), costs).makespan
+    assert time(choice.build(problem).rows, problem).makespan == exact

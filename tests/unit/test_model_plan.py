@@ -38,7 +38,7 @@ from megatron_ext.schedule.plan.recommendation import flags_of, recommendation
 from megatron_ext.schedule.plan.vocabulary_plan import variants_of
 from megatron_ext.schedule.problem import Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.program.simulate import simulate
-from tests.helpers.combinations import at_night
+from tests.helpers.combinations import IS_NIGHT, at_night
 from tests.helpers.short_search import shorten_search
 
 pytestmark = pytest.mark.search
@@ -308,8 +308,11 @@ def test_redistributed_layers_are_megatrons_flags(layers: int, words: list[str])
 
 
 @pytest.mark.parametrize(("comm", "is_searched"), [(1, True), (40, False)])
-def test_what_cannot_win_is_left_out(comm: int, is_searched: bool) -> None:
+def test_what_cannot_win_is_left_out(
+    comm: int, is_searched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A V sends twice as much: with slow messages nobody need search for one."""
+    shorten_search(monkeypatch)
 
     def costs(placement: Placement) -> Costs:
         return parse_costs(f"f=10,i=12,w=8,comm={comm}", placement)
@@ -343,9 +346,13 @@ PUBLISHED = {
 @pytest.mark.parametrize(
     ("model", "limit"), [("1.5B", 1), *at_night(("1.5B", 2), ("14.6B", 1), ("28.3B", 1))]
 )
-def test_the_best_of_all_families_on_a_published_setting(model: str, limit: int) -> None:
+def test_the_best_of_all_families_on_a_published_setting(
+    model: str, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every family is simulated, but those that do not fit and those that a bound rules out; the
-    smallest setting's also by themselves."""
+    smallest setting's also by themselves. By day no search is long."""
+    if not IS_NIGHT:
+        shorten_search(monkeypatch)
     ranks, microbatches, text = PUBLISHED[model]
     memory = parse_limit(f"{limit}x", ranks, microbatches)
 

@@ -11,6 +11,7 @@ import pytest
 
 from megatron_ext.schedule.model.model_memory import TrainingState
 from megatron_ext.schedule.model.short_form import parse_model
+from megatron_ext.schedule.plan.layouts.recompute import LayerRecompute
 from scripts.recipes import gains
 from scripts.recipes.counting import Row, Under
 from scripts.recipes.gains import MARGIN, Configuration, Gains, Option, gains_of
@@ -51,6 +52,10 @@ def test_gains_of_a_configuration() -> None:
     assert found.stock.seconds * found.stock.gain == pytest.approx(found.own.seconds)
     assert found.stock.layers[-1] < found.stock.layers[0]
     assert found.bound == gains.USED * gains.DATA_SHEETS["h100"].memory
+    assert found.ours.recompute == ""
+    full = replace(CONFIGURATION.execution, recompute=True)
+    again = gains_of(replace(CONFIGURATION, execution=full, recompute=(LayerRecompute(),)))
+    assert again.stock.recompute == "none" and again.stock.gain > found.stock.gain + 0.05
     frozen = gains_of(replace(CONFIGURATION, is_frozen=True))
     assert frozen.own.fullest < found.own.fullest and frozen.own.seconds < found.own.seconds
 
@@ -65,6 +70,7 @@ def lines(stock: float, fullest: float) -> Any:
             layout=SimpleNamespace(layers=(4, 4)),
             seconds=seconds,
             fullest=fullest,
+            recompute=LayerRecompute(),
         )
 
     own, best = line(1.0), line(1 / stock)
@@ -88,6 +94,14 @@ def option(gain: float, schedule: str, is_tight: bool = False) -> Option:
     return Option(schedule, "naive", (4, 4), gain, 6 / gain, 60 * 2**30, is_tight)
 
 
+def test_adapters_are_told_by_the_name() -> None:
+    """A recipe whose adapters are all Bridge's own names none of their settings: it was planned as
+    if its model were trained, with 272 GiB on a GPU of 80."""
+    name = "recipes.glm.h100.glm45:glm45_air_106b_peft_8gpu_h100_bf16_config"
+    assert not any(key.startswith("peft") for key in ALL[name])
+    assert recipe(name).settings["peft"] == "lora"
+
+
 def prospect(ours: Option, name: str = LLAMA) -> Prospect:
     own = option(1.0, "1f1b")
     found = Gains(own, option(1.05, "interleaved:vpp=2"), ours, 74 * 2**30)
@@ -101,9 +115,9 @@ def row(name: str, verdict: Verdict) -> Row:
 
 def test_the_section_of_the_page() -> None:
     refused = Verdict("zb-h1", why="no", without=("tp_comm_overlap",))
-    best = option(1.2, "zb-v", is_tight=True)
+    best = replace(option(1.2, "zb-v", is_tight=True), recompute="none")
     text = gains_section([prospect(best)], [row(LLAMA, refused)])
-    assert "| zb-v (without tp_comm_overlap) | 1.200\\* | 60.0 |" in text
+    assert "| zb-v, run again: none (without tp_comm_overlap) | 1.200\\* | 60.0 |" in text
     assert "| m <= 2p | 1 | 1.050 [1.05] | 1.200 [1.20] | 1 | 1 | 0 |" in text
     tokens = 256 * 8192 / 6 / 64
     assert f"| 26.04.01 | {tokens:.0f} | 1664 | {tokens / 1664:.2f} |" in text

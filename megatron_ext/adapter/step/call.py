@@ -16,6 +16,7 @@ from megatron.core.process_groups_config import (
 )
 
 from megatron_ext.adapter.compatibility import refuse
+from megatron_ext.adapter.pairs.asked import refuse_measuring
 from megatron_ext.adapter.step.model_stage import StepCall
 from megatron_ext.config import PipelineConfig
 from megatron_ext.runtime.messages.transport import Boundary
@@ -88,6 +89,7 @@ def refuse_call(
     vocabulary = ours.vocab_parallel
     for choice in ours.choices:
         refuse(config, choice, ours.extras)
+    refuse_measuring(config, ours)
     if adjust_tensor_shapes_fn is not None:
         raise ValueError(
             f"adjust_tensor_shapes_fn is not supported by --pipeline-schedule {ours.schedule}: it "

@@ -20,6 +20,7 @@ from megatron_ext.adapter.observers.gradient_reductions import watch
 from megatron_ext.adapter.step.first_run import CallToRepeat, FirstCall, running_again
 from megatron_ext.adapter.step.parameter_gathers import ParameterGathers
 from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.stage import Backward
 from megatron_ext.runtime.weight_gradients import queue
 
 
@@ -81,13 +82,7 @@ class ModelStage:
         self.tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
-        # What is made of the weights once a step, as their FP8 copies, is made in its first forward
-        # pass: a file's schedule may begin with any microbatch.
-        is_first, self._has_begun = not self._has_begun, True
-        if x is not None and self._asks_gradient:
-            x.requires_grad_()
-        if is_first:
-            self._gathers.stage_begins(self._number)
+        is_first = self._begin_forward(x)
         run = self._forward_step_func(microbatch)
         if microbatch in self._recomputed:
             first = FirstCall(run, self._is_quantised)
@@ -104,6 +99,11 @@ class ModelStage:
             self._between[microbatch] = (x, output)
         return output
 
+    def forward_beside(
+        self, microbatch: int, x: Tensor | None, backward: Backward
+    ) -> tuple[Tensor, Tensor | None]:
+        return self.forward(microbatch, x), backward.run()
+
     def recompute(self, microbatch: int) -> None:
         x, noted, place = self._given_up.pop(microbatch)
         losses: list[Any] = []
@@ -117,6 +117,17 @@ class ModelStage:
         else:
             self._free(output)  # F's has been passed on
         self._between[microbatch] = (x, output)
+
+    def _begin_forward(self, x: Tensor | None) -> bool:
+        """Whether F of ``x`` is the stage's first of the step. What is made of the weights once a
+        step, as their FP8 copies, is made then: a file's schedule may begin with any
+        microbatch."""
+        is_first, self._has_begun = not self._has_begun, True
+        if x is not None and self._asks_gradient:
+            x.requires_grad_()
+        if is_first:
+            self._gathers.stage_begins(self._number)
+        return is_first
 
     def _run(
         self,
@@ -146,9 +157,12 @@ class ModelStage:
             current_microbatch=microbatch,
             is_last_stage=has_loss,
         )
-        # Megatron's model would keep its input, and through it the gradient, until the next F.
-        get_attr_wrapped_model(self._model, "set_input_tensor")([None])
+        self._forget_input()
         return output, tokens
+
+    def _forget_input(self) -> None:
+        """Megatron's model would keep it, and through it the gradient, until the next F."""
+        get_attr_wrapped_model(self._model, "set_input_tensor")([None])
 
     def output_sent(self, microbatch: int) -> None:
         if microbatch in self._between:

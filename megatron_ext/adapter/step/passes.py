@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_ext.adapter.observers.observer import Step
+from megatron_ext.adapter.pairs.callers import takes_plans
+from megatron_ext.adapter.pairs.planned_stage import PlannedStage
 from megatron_ext.adapter.slices.lengths import lengths_passed_on
 from megatron_ext.adapter.splitting import splitting
 from megatron_ext.adapter.step.end_stage import EndStage, ends_of
@@ -64,6 +66,8 @@ def _stages(
     call, placement = step.call, step.program.schedule.placement
     first_trained = step.program.problem.first_trained
     stages: dict[int, ModelStage] = {}
+    asks = step.program.problem.extras.pairs and not call.forward_only
+    is_planned = asks and takes_plans(call.forward_step_func)
     for number, chunk, iterator in zip(_numbers(step), call.models, iterators, strict=True):
         is_last = placement.is_last(number)
         own = [
@@ -78,7 +82,8 @@ def _stages(
         elif step.shard is not None and (placement.is_first(number) or is_last):
             stages[number] = EndStage(*common, is_last=is_last)
         else:
-            stages[number] = ModelStage(*common, has_loss=is_last, first_trained=first_trained)
+            stage = PlannedStage if is_planned else ModelStage
+            stages[number] = stage(*common, has_loss=is_last, first_trained=first_trained)
     return stages
 
 

@@ -48,6 +48,14 @@ TAKEN_OVER = (
         "defer_embedding_wgrad_compute",
         f"{_PLACES_W}, the output layer's too; wgrad_deferral_limit is not read",
     ),
+    TakenOver("delay_wgrad_compute", _PLACES_W),
+    TakenOver(
+        "overlap_moe_expert_parallel_comm",
+        "experimental, no GPU has run it: forward and backward passes that the schedule puts side "
+        "by side run as one, and the all-to-all of one hides behind the other's compute",
+        by=lambda config: config.choice.example.chunks > 1,
+        stays=True,
+    ),
     TakenOver("overlap_dispatch_backward_with_experts_wgrad", f"{_PLACES_W}, those of experts too"),
     TakenOver(
         "fine_grained_activation_offloading",

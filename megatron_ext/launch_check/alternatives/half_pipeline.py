@@ -43,6 +43,7 @@ class LineHalves:
         remarks: what was assumed.
         flags: for the best on half of the ranks; () where nothing fits there.
         dropped: Megatron's flags that go for it.
+        is_measured: whether costs are measured ones, per layer type.
     """
 
     halves: Halves
@@ -50,6 +51,7 @@ class LineHalves:
     remarks: tuple[str, ...]
     flags: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
+    is_measured: bool = False
 
     def as_data(self) -> dict[str, Any]:
         """As ``--json`` prints it."""
@@ -58,6 +60,7 @@ class LineHalves:
             "remarks": self.remarks,
             "flags": self.flags,
             "dropped": self.dropped,
+            "is_measured": self.is_measured,
         }
         return {"line": line, **self.halves.as_data()}
 
@@ -72,7 +75,8 @@ def halves_of(read: ReadLine) -> LineHalves:
     if not line.config.costs.is_estimate:
         raise ValueError(
             "--half-pipeline: costs that are given are those of the line's own stages, and nothing "
-            "tells those of half its pipeline: leave out --costs and --pipeline-costs"
+            "tells those of half its pipeline: leave out --costs and --pipeline-costs, or give a "
+            "file that --pipeline-costs profile wrote, which has costs per layer type"
         )
     copies = args.data_parallel_size
     microbatches = args.global_batch_size // (args.micro_batch_size * copies)
@@ -81,13 +85,14 @@ def halves_of(read: ReadLine) -> LineHalves:
     of_half = on_half(line, args, whole)
     of_half.validated(str(line.own), VocabMethod.NAIVE)  # Megatron's refusal comes alone
     halves = Halves(_side(whole, line, read.room), _side(half, of_half, read.room))
-    made = LineHalves(halves, read.facts, read.remarks)
+    made = LineHalves(halves, read.facts, read.remarks, is_measured=read.measured is not None)
     best = halves.half.plan.best
     if best is None:
         return made
     rewritten = of_half.rewritten(best.schedule).args
     dropped, added = _differences(line.args, rewritten)
-    return replace(made, flags=(*added, *flags_of(best, None)), dropped=dropped)
+    flags = (*added, *flags_of(best, None), *read.costs)
+    return replace(made, flags=flags, dropped=dropped)
 
 
 def on_half(line: LineVariants, validated: Any, whole: Division) -> LineVariants:

@@ -17,6 +17,11 @@ from megatron_ext.adapter.layers import (
 )
 from megatron_ext.adapter.model_bytes import state_of
 from megatron_ext.config import PipelineConfig
+from megatron_ext.launch_check.alternatives.recompute import (
+    recompute_flags,
+    recompute_of_line,
+    with_recompute,
+)
 from megatron_ext.launch_check.variants import LineVariants
 from megatron_ext.schedule.build.output_layer import with_input_gradient
 from megatron_ext.schedule.build.registry import choose
@@ -29,8 +34,8 @@ from megatron_ext.schedule.plan.layouts.candidates import Permits, Rule
 from megatron_ext.schedule.plan.layouts.estimated import estimated_work
 from megatron_ext.schedule.plan.layouts.layout import Layout
 from megatron_ext.schedule.plan.layouts.lines import STOCK, Lines, compare_layouts
-from megatron_ext.schedule.plan.layouts.work import Evaluated, Work
-from megatron_ext.schedule.plan.planner import VocabMethod
+from megatron_ext.schedule.plan.layouts.work import Evaluated, Work, work_of_stages
+from megatron_ext.schedule.plan.planner import Plan, VocabMethod
 from megatron_ext.schedule.plan.recommendation import flags_of
 
 _LAYOUT = "pipeline_model_parallel_layout"
@@ -128,20 +133,23 @@ class Written:
     dropped: tuple[str, ...] = ()
 
 
-def written_for(args: Any, own: tuple[str, Layout], made: Evaluated) -> Written:
+def written_for(args: Any, own: Evaluated, made: Evaluated, costs: Sequence[str] = ()) -> Written:
     """What to write on the line of ``args``, which are not validated, for ``made``.
 
     Args:
-        own: its schedule and its layout.
+        own: the line as it stands.
+        costs: words for a file of costs, which our schedules are made for.
     """
     family = made.schedule.partition(":")[0]
-    added = () if family in STOCK else flags_of(made.candidate, None)
-    spec, layout = own
-    if (made.layout, _kind(made.schedule)) == (layout, _kind(spec)):
-        return Written(added)
-    pattern = getattr(args, _PATTERN, None)
-    dropped = [name for name in _PLACING if getattr(args, name, None)]
-    return Written((*added, *_words(args, made, pattern)), tuple(map(_flag, dropped)))
+    added = () if family in STOCK else (*flags_of(made.candidate, None), *costs)
+    dropped: tuple[str, ...] = ()
+    if (made.layout, _kind(made.schedule)) != (own.layout, _kind(own.schedule)):
+        added += _words(args, made, getattr(args, _PATTERN, None))
+        dropped += tuple(_flag(name) for name in _PLACING if getattr(args, name, None))
+    if made.recompute != own.recompute:
+        added += made.recompute.words
+        dropped += recompute_flags(args)
+    return Written(added, dropped)
 
 
 def _kind(spec: str) -> tuple[str, int]:
@@ -201,13 +209,21 @@ def _as_data(made: Evaluated, lines: Lines) -> dict[str, Any]:
         "layers": made.layout.layers,
         "step": made.seconds,
         "gain": lines.gain(made),
+        "recompute": str(made.recompute),
         "slowest_stage": made.slowest,
         "ranks": made.rank_bytes,
     }
 
 
 def lay_out(
-    line: LineVariants, args: Any, own: str, room: float | None, *, search: bool = True
+    line: LineVariants,
+    args: Any,
+    own: str,
+    room: float | None,
+    *,
+    search: bool = True,
+    tries_recompute: bool = True,
+    costs: Sequence[str] = (),
 ) -> LaidOut:
     """What other layouts would gain on ``line``, which trains under the schedule ``own``.
 
@@ -215,18 +231,50 @@ def lay_out(
         args: of the line, validated, with their vocabulary.
         room: bytes that a rank has for everything; None: as much as it takes.
         search: as of `compare_layouts`.
+        tries_recompute: whether other layers may be run again than the line says.
+        costs: as of `written_for`.
 
     Raises:
         ValueError: the line cannot be trained as it stands.
     """
-    as_it_is = own_layout(args, own)
+    works = [work_of(args, line.config)]
+    if tries_recompute:
+        _, *others = recompute_of_line(line, args)
+        works += [work_of(with_recompute(args, option), line.config) for option in others]
     lines = compare_layouts(
-        work_of(args, line.config),
-        as_it_is,
+        works,
+        own_layout(args, own),
         rule_of(args),
         room,
         permits=permits_of(line),
         search=search,
     )
-    written = (written_for(line.args, as_it_is, made) for made in lines.others.values())
+    return _written(lines, line, costs)
+
+
+def _written(lines: Lines, line: LineVariants, costs: Sequence[str]) -> LaidOut:
+    written = (written_for(line.args, lines.own, made, costs) for made in lines.others.values())
     return LaidOut(lines, tuple(written))
+
+
+def with_plan(
+    made: LaidOut, line: LineVariants, args: Any, plan: Plan, costs: Sequence[str] = ()
+) -> LaidOut:
+    """``made``, and what ``plan`` has found for ``line`` with the layers where it lays them:
+    searches, for instance, and what is made again or leaves for the host.
+
+    ``args``, ``costs``: as of `lay_out`.
+    """
+    beside = work_of(args, line.config).seconds_beside
+    rows = []
+    for candidate in plan.recommendable:
+        model, problem = candidate.variant.model, candidate.variant.problem
+        if model is None:
+            continue
+        seconds = candidate.step + max(map(beside, model))
+        if seconds < made.lines.ours.seconds:
+            validated, _ = line.validated(candidate.schedule, candidate.method)
+            layout = Layout(tuple(layers_of_stages(validated, problem.placement)))
+            work = work_of_stages(problem.costs)
+            rows.append(Evaluated(layout, candidate, seconds, work, made.lines.own.recompute))
+    return _written(made.lines.beside(rows), line, costs) if rows else made

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from megatron_ext.schedule.build.pairs import built_with_pairs, check_pairs, with_pairs
 from megatron_ext.schedule.build.registry import Choice, entries
 from megatron_ext.schedule.build.size import check_size, size_of
 from megatron_ext.schedule.limit import MemoryLimit
@@ -13,7 +14,7 @@ from megatron_ext.schedule.program.communication import communicate
 from megatron_ext.schedule.program.memory import bytes_for, in_bytes, leaving_room, peaks
 from megatron_ext.schedule.program.message_order import order_messages
 from megatron_ext.schedule.program.simulate import step_seconds
-from megatron_ext.schedule.program.verify import Program, check_compute, prove
+from megatron_ext.schedule.program.verify import Program, check_compute, prove, within_limit
 from megatron_ext.schedule.program.waits import await_sends
 from megatron_ext.schedule.progress import task
 from megatron_ext.schedule.schedule import Schedule, Transform
@@ -42,15 +43,46 @@ def build_program(choice: Choice, problem: Problem) -> Program:
     """
     check_size(problem)
     _check_slices(choice, problem)
+    check_pairs(choice, problem)
     problem = _with_own_costs(problem)
     with task(f"building {choice.spec} for {size_of(problem)}"):
         if _is_made_again(choice, problem) and not problem.forward_only:
             return _shortest_with_recompute(choice, problem)
-        limit = _limit_of_passes(choice, problem)
-        schedule = _transformed(_compute(choice, problem, limit), problem)
-        if limit is not None and limit.bytes is not None:
-            schedule = _with_room_for_messages(choice, problem, limit.bytes, schedule)
-        return prove(schedule, problem)
+        try:
+            return _proved(choice, problem)
+        finally:
+            _LATEST.clear()
+
+
+def _proved(choice: Choice, problem: Problem) -> Program:
+    limit = _limit_of_passes(choice, problem)
+    passes = _compute(choice, problem, limit)
+    program = _proved_before(passes, problem)
+    schedule = _transformed(passes, problem) if program is None else program.schedule
+    fitting = schedule
+    if limit is not None and limit.bytes is not None:
+        fitting = _with_room_for_messages(choice, problem, limit.bytes, schedule)
+    if program is None or fitting is not schedule:
+        return prove(fitting, problem)
+    return within_limit(program, problem)
+
+
+# What `complete` has made last: a search proves what it ends with, and that is what is built next.
+_LATEST: list[tuple[Schedule, Program]] = []  # one at the most: they are large
+
+
+def _proved_before(passes: Schedule, problem: Problem) -> Program | None:
+    """The program of ``passes`` for ``problem``, or one that differs from it in the memory limit
+    alone; None: it is to be made."""
+    extras = problem.extras
+    if extras.offload is not Offload.NONE or extras.recompute != Recompute():
+        return None  # the limit says what is inserted
+    for latest, program in _LATEST:
+        if latest == passes and program.problem == replace(
+            problem, memory_limit=program.problem.memory_limit
+        ):
+            return program
+    return None
 
 
 def _check_slices(choice: Choice, problem: Problem) -> None:
@@ -65,6 +97,8 @@ def _check_slices(choice: Choice, problem: Problem) -> None:
 def _shortest_with_recompute(choice: Choice, problem: Problem) -> Program:
     """The shortest of what the family makes within looser limits than the problem's, and recompute
     brings within that."""
+    if choice.searches and problem.slices.count > 1:
+        choice = choice.without_search  # not a search for each limit
     tried: set[Schedule] = set()
     programs: list[Program] = []
     refusal: ValueError | None = None
@@ -131,8 +165,11 @@ def complete(schedule: Schedule, problem: Problem) -> Program:
         InvalidSchedule: the schedule does not solve the problem, or not within its memory limit.
     """
     problem = _with_own_costs(problem)
+    schedule = with_pairs(schedule, problem)
     _check_passes(schedule, problem)
-    return prove(_transformed(schedule, problem), problem)
+    program = prove(_transformed(schedule, problem), problem)
+    _LATEST[:] = [(schedule, program)]
+    return program
 
 
 def _with_own_costs(problem: Problem) -> Problem:
@@ -172,7 +209,7 @@ def _for_training(problem: Problem) -> list[Transform]:
 
 def _places_recompute(choice: Choice, problem: Problem) -> bool:
     """Whether the family itself chooses what is made again."""
-    is_whole = problem.slices.count == 1  # of slices nothing is searched for
+    is_whole = problem.slices.count == 1  # a search of slices makes none again
     return choice.fits_recompute and problem.extras.recompute.fit and is_whole
 
 
@@ -223,18 +260,22 @@ def _compute(choice: Choice, problem: Problem, limit: MemoryLimit | None) -> Sch
     alone = replace(_for_family(problem), memory_limit=limit)
     if _places_recompute(choice, problem):
         alone = alone.with_extras(recompute=problem.extras.recompute)
-    schedule = choice.build(alone)
+    schedule = built_with_pairs(choice, alone, replace(problem, memory_limit=limit))
     _check_passes(schedule, problem)
     return schedule
 
 
 def _check_passes(schedule: Schedule, problem: Problem) -> None:
-    check_compute(schedule, replace(_for_family(problem), forward_only=False))
+    alone = replace(_for_family(problem), forward_only=False)
+    check_compute(schedule, alone.with_extras(pairs=problem.extras.pairs))
 
 
 def _for_family(problem: Problem) -> Problem:
     """``problem`` without what transforms add, and with what they take out."""
     alone = problem.with_extras(
-        vocabulary=VocabularyParallel.NONE, offload=Offload.NONE, recompute=Recompute()
+        vocabulary=VocabularyParallel.NONE,
+        offload=Offload.NONE,
+        recompute=Recompute(),
+        pairs=False,
     )
     return replace(alone, first_trained=0)

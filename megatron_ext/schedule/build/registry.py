@@ -65,6 +65,7 @@ class FamilyEntry:
     steps_overlap: bool = False
     fits_recompute: bool = False
     takes_slices: bool = False
+    keeps_pairs: bool = False
     aliases: tuple[str, ...] = ()
     at_once: Callable[..., Schedule] | None = None
 
@@ -86,6 +87,7 @@ def family(
     steps_overlap: bool = False,
     fits_recompute: bool = False,
     takes_slices: bool = False,
+    keeps_pairs: bool = False,
     aliases: tuple[str, ...] = (),
     at_once: Callable[..., Schedule] | None = None,
 ) -> Callable[[Callable[..., Schedule]], Callable[..., Schedule]]:
@@ -102,6 +104,7 @@ def family(
         fits_recompute: whether it chooses itself what is made again, where recompute is to fit into
             the memory limit.
         takes_slices: whether it has an order for microbatches that are cut into slices.
+        keeps_pairs: whether in its steady state most F can run beside a backward pass.
         aliases: other names, torch.distributed.pipelining's among them.
         at_once: of a family that takes long, a function that takes no search: the best it has
             within the same limit. It stands in where steps cannot wait.
@@ -121,6 +124,7 @@ def family(
                 steps_overlap=steps_overlap,
                 fits_recompute=fits_recompute,
                 takes_slices=takes_slices,
+                keeps_pairs=keeps_pairs,
                 aliases=aliases,
                 at_once=at_once,
             )
@@ -158,6 +162,7 @@ class Choice:
     microbatches: int | None = None  # the same
     slices: int | None = None  # that a microbatch has in a table; None: any number
     recomputes: bool = False  # whether it is a table with passes that make activations again
+    has_pairs: bool = False  # whether it is a table with passes that run as one
     fits_recompute: bool = False
     takes_slices: bool = False
     at_once: Family | None = None
@@ -344,7 +349,7 @@ def _from_csv_file(path: Path) -> Choice:
                 f"step {_counted_slices(problem.slices.count)}: ask for {_counted_slices(slices)}, "
                 f"or take another file"
             )
-        return schedule if slices == 1 else _cut_as_in(problem, schedule)
+        return cut_as_in(problem, schedule)
 
     if is_folded:
         build = _remarking(
@@ -364,6 +369,7 @@ def _from_csv_file(path: Path) -> Choice:
         slices=slices,
         takes_slices=slices > 1,
         recomputes=Kind.RECOMPUTE in kinds,
+        has_pairs=bool(schedule.pairs),
     )
 
 
@@ -371,8 +377,10 @@ def _counted_slices(number: int) -> str:
     return "no slices" if number == 1 else counted(number, "slice")
 
 
-def _cut_as_in(problem: Problem, schedule: Schedule) -> Schedule:
-    """``schedule``, whose slices are as long as those of ``problem``."""
+def cut_as_in(problem: Problem, schedule: Schedule) -> Schedule:
+    """``schedule`` from a file, with slices as long as those of ``problem``."""
+    if problem.slices.count == 1:
+        return schedule
     parts = problem.forwards
     rows = tuple(
         tuple(

@@ -32,6 +32,7 @@ class ScheduleReport:
         peak_activation_microbatches: of each rank, in microbatches of a full one.
         host_microbatches: the same on the host.
         made_again: the share of activations that are given up and made again.
+        pairs: how many forward passes run as one with a backward pass.
         generation_seconds: that it took to make the program.
     """
 
@@ -54,6 +55,7 @@ class ScheduleReport:
     peak_activation_microbatches: tuple[float, ...]
     host_microbatches: tuple[float, ...]
     made_again: float
+    pairs: int
     memory_limit: str | None
     bitwise_order: bool
     generation_seconds: float
@@ -101,6 +103,7 @@ def report(
         peak_activation_microbatches=tuple(peaks(schedule, in_microbatches(schedule))),
         host_microbatches=tuple(peak_on_host(row, schedule.placement) for row in schedule.rows),
         made_again=share_made_again(schedule),
+        pairs=len(schedule.pairs),
         memory_limit=None if problem.memory_limit is None else str(problem.memory_limit),
         bitwise_order=bitwise_order(schedule),
         generation_seconds=seconds,

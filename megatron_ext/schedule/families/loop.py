@@ -36,6 +36,7 @@ Rows = tuple[tuple[Action, ...], ...]
     mark=Mark.STABLE,
     takes_slices=True,
     aliases=("ScheduleInterleaved1F1B", "Interleaved1F1B", "slimpipe"),
+    keeps_pairs=True,
 )
 def interleaved(problem: Problem, *, group: int = 0) -> Schedule:
     """Megatron's interleaved 1F1B, action for action; ``group`` (0: p) is its microbatch group size
@@ -86,14 +87,15 @@ def breadth_first(problem: Problem) -> Schedule:
     mark=Mark.LABORATORY,
     splits_backward=True,
     uses_costs=True,
+    takes_slices=True,
 )
 def units(problem: Problem, *, u: int = 0) -> Schedule:
     """Breadth-first in units of ``u`` microbatches, with the backward split and W in the gaps: a
     chunk's parameters are gathered once a unit and direction.
 
     A unit holds u microbatches, and W of those before may wait: peak at most 2u, and within the
-    memory limit. With u = 0 it is p; with a limit, what takes least of all that fit, two thirds of
-    them and half.
+    memory limit. With u = 0 it is p, of k slices p/k; with a limit, what takes least of all that
+    fit, two thirds of them and half.
 
     With p = 2, m = 2:
 
@@ -104,10 +106,10 @@ def units(problem: Problem, *, u: int = 0) -> Schedule:
     """
     if u < 0:
         raise ValueError(f"units: u is {u}; write the microbatches of a unit, or 0")
-    p, m = problem.ranks, problem.microbatches
-    tried = [u or p] if u or problem.memory_limit is None else _within(problem)
+    p, m, slices = problem.ranks, problem.microbatches, problem.slices.count
+    tried = [u or -(-p // slices)] if u or problem.memory_limit is None else _within(problem)
     filled = [
-        _filled("units", problem, _units(problem, min(number, m), _SPLIT), 2 * number)
+        _filled("units", problem, _units(problem, slices * min(number, m), _SPLIT), 2 * number)
         for number in tried
     ]
     best = min(filled, key=lambda order: order.order(problem.extras.post_validation))
@@ -127,7 +129,7 @@ def _within(problem: Problem) -> list[int]:
 
 def _units(problem: Problem, u: int, backward: Kind) -> Rows:
     """Units of ``u`` microbatches, or slices, each through all chunks of a rank and back."""
-    orders = problem.forwards, problem.backwards
+    orders = problem.orders
     units_of = list(zip(*(batched(order, u) for order in orders), strict=True))
     return tuple(
         tuple(
@@ -153,6 +155,7 @@ def _units(problem: Problem, u: int, backward: Kind) -> Rows:
     uses_costs=True,
     takes_slices=True,
     aliases=("ScheduleInterleavedZeroBubble", "InterleavedZeroBubble"),
+    keeps_pairs=True,
 )
 def interleaved_zb(problem: Problem, *, group: int = 0) -> Schedule:
     """The order of `interleaved` with the backward split and W put off into the bubbles, as far as
@@ -178,6 +181,7 @@ def interleaved_zb(problem: Problem, *, group: int = 0) -> Schedule:
     mark=Mark.STABLE,
     splits_backward=True,
     uses_costs=True,
+    takes_slices=True,
 )
 def gis(problem: Problem, *, group: int = 0) -> Schedule:
     """Generalized interleaving: a rank is (v-1)*group + p - r passes ahead, and W fill the bubbles.
@@ -194,7 +198,7 @@ def gis(problem: Problem, *, group: int = 0) -> Schedule:
         1  .   1F0 1F1 1F2 4F0 4F1 .   4I0 4F2 4I1 4W0 4I2 1I0 1I1 1I2 4W1 4W2 1W0 1W1 1W2
         2  .   .   2F0 2F1 2F2 5F0 5I0 5F1 5I1 5F2 5I2 2I0 2I1 2I2 5W0 5W1 5W2 2W0 2W1 2W2
     """
-    return _gis("gis", problem, group or problem.ranks)
+    return _gis("gis", problem, group or _whole(problem, problem.ranks))
 
 
 @family(
@@ -204,6 +208,7 @@ def gis(problem: Problem, *, group: int = 0) -> Schedule:
     mark=Mark.STABLE,
     splits_backward=True,
     uses_costs=True,
+    takes_slices=True,
 )
 def gis_h(problem: Problem) -> Schedule:
     """`gis` with the smallest groups, g = ceil(p/2): the least memory.
@@ -216,7 +221,7 @@ def gis_h(problem: Problem) -> Schedule:
         1  .   1F0 1F1 .   4F0 4F1 .   4I0 1F2 4I1 4W0 4F2 1I0 4W1 1I1 4I2 1W0 1W1 1I2 4W2 1W2
         2  .   .   2F0 2F1 .   5F0 5I0 5F1 5I1 2F2 2I0 5W0 5F2 2I1 5I2 5W1 2W0 2I2 2W1 5W2 2W2
     """
-    return _gis("gis-h", problem, -(-problem.ranks // 2))
+    return _gis("gis-h", problem, _whole(problem, -(-problem.ranks // 2)))
 
 
 @family(
@@ -229,7 +234,9 @@ def gis_h(problem: Problem) -> Schedule:
     searches=True,
     steps_overlap=True,
     fits_recompute=True,
+    takes_slices=True,
     at_once=partial(best_known, "loop-auto"),
+    keeps_pairs=True,
 )
 def loop_auto(problem: Problem) -> Schedule:
     """Least makespan within the memory limit (without one: p microbatches), the backward split;
@@ -242,13 +249,15 @@ def loop_auto(problem: Problem) -> Schedule:
 
 
 def _gis(name: str, problem: Problem, group: int) -> Schedule:
-    p = problem.ranks
-    if not -(-p // 2) <= group <= p:
+    p, most = problem.ranks, _whole(problem, problem.ranks)
+    if not -(-p // 2) <= group <= most:
         raise ValueError(
-            f"{name}: group is {group}, with {p} pipeline ranks it is {-(-p // 2)} to {p}; "
-            f"write {name}:group={p} (or 0, which is the same)"
+            f"{name}: group is {group}, with {p} pipeline ranks it is {-(-p // 2)} to {most}; "
+            f"write {name}:group={most} (or 0, which is the same)"
         )
-    ahead = [(problem.placement.chunks - 1) * group + p - rank for rank in range(p)]
+    _check_whole(name, problem, group, most)
+    before = (problem.placement.chunks - 1) * group + problem.slices.count - 1
+    ahead = [before + p - rank for rank in range(p)]
     return _with_weight_gradients(name, problem, _rows(name, problem, group, ahead, _SPLIT))
 
 
@@ -256,26 +265,36 @@ _WHOLE, _SPLIT = Kind.FULL_BACKWARD, Kind.BACKWARD_INPUT
 
 
 def _interleaved(name: str, problem: Problem, group: int, backward: Kind) -> Rows:
-    p, slices = problem.ranks, problem.slices.count
-    least = slices * -(-p // slices)
+    p, slices, least = problem.ranks, problem.slices.count, _whole(problem, problem.ranks)
     group = group or least
     if group < p:
         raise ValueError(
             f"{name}: group is {group}, fewer {_pieces(problem)} than the {p} pipeline ranks, so "
             f"that a rank would wait for its own chunks; write group={least} or more"
         )
-    if group % slices:
-        raise ValueError(
-            f"{name}: group is {group}, and microbatches have {slices} slices: the last slice goes "
-            f"back first, so that a group has to hold whole microbatches; write group={least} or "
-            f"another multiple of {slices}"
-        )
+    _check_whole(name, problem, group, least)
     group = min(group, problem.pieces)
     # Megatron's warm-up, and the one forward that each backward follows; the last slice of a
     # microbatch goes back first.
     before = (problem.placement.chunks - 1) * group + slices - 1
     ahead = [before + 2 * (p - rank) - 1 for rank in range(p)]
     return _rows(name, problem, group, ahead, backward)
+
+
+def _whole(problem: Problem, passes: int) -> int:
+    """``passes``, or as many more as it takes to be those of whole microbatches."""
+    slices = problem.slices.count
+    return slices * -(-passes // slices)
+
+
+def _check_whole(name: str, problem: Problem, group: int, instead: int) -> None:
+    slices = problem.slices.count
+    if group % slices:
+        raise ValueError(
+            f"{name}: group is {group}, and microbatches have {slices} slices: the last slice goes "
+            f"back first, so that a group has to hold whole microbatches; write group={instead} or "
+            f"another multiple of {slices}"
+        )
 
 
 def _pieces(problem: Problem) -> str:

@@ -16,7 +16,13 @@ from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
 
 
-@family("chimera", v, source="Li and Hoefler 2021, arXiv:2107.06925", mark=Mark.LABORATORY)
+@family(
+    "chimera",
+    v,
+    source="Li and Hoefler 2021, arXiv:2107.06925",
+    mark=Mark.LABORATORY,
+    takes_slices=True,
+)
 def chimera(problem: Problem) -> Schedule:
     """Units of p microbatches, one behind the other. Bubble (p-1)(B + (m/p-1)(B-F)) where m is a
     multiple of p and B >= F; peak p microbatches.
@@ -41,6 +47,7 @@ def two_waves(ranks: int) -> Placement:
     two_waves,
     source="Wu et al. 2024, arXiv:2410.19367",
     mark=Mark.LABORATORY,
+    takes_slices=True,
 )
 def bitpipe(problem: Problem) -> Schedule:
     """Chimera's order on two V's, four chunks a rank: half its bubble, peak p microbatches.
@@ -58,15 +65,25 @@ def bitpipe(problem: Problem) -> Schedule:
 def _units(name: str, problem: Problem) -> Schedule:
     """A microbatch goes through all stages and back, a slot each; in a unit of p microbatches the
     next sets out two slots later, and the next unit when a rank has had all passes of one. So no
-    two passes of a rank share a slot: their order is that of the slots."""
-    placement, p = problem.placement, problem.ranks
-    slots = 2 * placement.stages
-    rows: list[dict[int, Action]] = [{} for _ in range(p)]
-    for k in range(problem.microbatches):
-        unit, place = divmod(k, p)
+    two passes of a rank share a slot: their order is that of the slots.
+
+    Slices do as microbatches do, but go back as much later as the last of theirs sets out, and a
+    unit is of whole microbatches. Passes that share a slot need nothing of one another.
+    """
+    placement, p, slices = problem.placement, problem.ranks, problem.slices.count
+    of_unit = slices * -(-p // slices)
+    slots = 2 * placement.chunks * of_unit
+    rows: list[list[tuple[int, Action]]] = [[] for _ in range(p)]
+    for n, (there, back) in enumerate(zip(*problem.orders, strict=True)):
+        unit, place = divmod(n, of_unit)
         start = unit * slots + 2 * place
+        end = start + 2 * (placement.stages + slices - 1) - 1
         for stage, rank in enumerate(placement.rank_of):
-            rows[rank][start + stage] = Action(stage, Kind.FORWARD, k)
-            rows[rank][start + slots - 1 - stage] = Action(stage, Kind.FULL_BACKWARD, k)
-    in_turn = tuple(tuple(row[slot] for slot in sorted(row)) for row in rows)
+            rows[rank].append((start + stage, Action(stage, Kind.FORWARD, there)))
+            rows[rank].append((end - stage, Action(stage, Kind.FULL_BACKWARD, back)))
+    in_turn = tuple(tuple(action for _, action in sorted(row, key=_slot)) for row in rows)
     return Schedule(name, placement, in_turn)
+
+
+def _slot(entry: tuple[int, Action]) -> int:
+    return entry[0]

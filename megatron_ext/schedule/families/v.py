@@ -33,6 +33,7 @@ Pass = tuple[int, Kind]  # chunk, kind
     steps_overlap=True,
     takes_slices=True,
     aliases=("ScheduleZBVZeroBubble", "ZBVZeroBubble"),
+    keeps_pairs=True,
 )
 def zb_v(problem: Problem) -> Schedule:
     """No bubble in the span where F, I and W cost the same; (p-1)F/2 in the makespan, as the first
@@ -129,7 +130,7 @@ def v_min(problem: Problem) -> Schedule:
     return _from_block("v-min", problem, block, peak=(p + 4) // 3)
 
 
-@family("1f1b-v", v, source=f"{_CONTROLLABLE_MEMORY}, 1F1B-V")
+@family("1f1b-v", v, source=f"{_CONTROLLABLE_MEMORY}, 1F1B-V", takes_slices=True)
 def one_forward_one_backward_v(problem: Problem) -> Schedule:
     """1F1B on a V, backward passes whole: two thirds of its memory, peak 2p//3 + 1 microbatches.
 
@@ -160,13 +161,15 @@ def one_forward_one_backward_v(problem: Problem) -> Schedule:
     v,
     source="DualPipe (DeepSeek-AI 2024, arXiv:2412.19437, section 3.2.1) cut in half",
     splits_backward=True,
+    takes_slices=True,
     aliases=("ScheduleDualPipeV", "DualPipeV"),
+    keeps_pairs=True,
 )
 def dualpipe_v(problem: Problem) -> Schedule:
     """F of one chunk beside B of the other all along; W apart where it fills a gap. Peak p + 1/2.
 
     What the original runs as one compound of F and B are two passes here, and each sends when it
-    is done, not when both are.
+    is done, not when both are. With k slices, k-1 forwards more on each chunk first.
 
     With p = 2, m = 3:
 
@@ -175,9 +178,9 @@ def dualpipe_v(problem: Problem) -> Schedule:
         0  .   1F0 2F0 1F1 2F1 1F2 .   2B0 =   2F2 1B0 =   2B1 =   1B1 =   2I2 1I2 2W2 1W2
         1  0F0 0F1 .   3F0 0F2 3B0 =   3F1 3B1 =   3F2 .   0B0 =   3B2 =   0I1 0W1 0I2 0W2
     """
-    p = problem.ranks
-    least = 2 * p
-    m = max(problem.microbatches, least)
+    p, more = problem.ranks, problem.slices.count - 1
+    least = 2 * p + more
+    m = _pieces(problem, least)
 
     def passes(device: int) -> Iterator[Pass]:
         ahead, turns = p - device - 1, device + 1
@@ -185,10 +188,11 @@ def dualpipe_v(problem: Problem) -> Schedule:
         split = [*cool_down[turns:], *[(0, _I)] * ahead]
         weights = [(chunk, _W) for chunk, _ in split]
         yield from [(0, _F)] * (2 * ahead)
-        yield from [(0, _F), (1, _F)] * turns
+        yield from [(0, _F), (1, _F)] * (turns + more)
         yield from [(1, _I), (1, _W), (1, _F)] * ahead
         yield from [(0, _F), (1, _B), (1, _F), (0, _B)] * (m - least + turns)
         yield from [(1, _B), (1, _F), (0, _B)] * ahead
+        yield from [(1, _B), (0, _B)] * more
         yield from [(chunk, _B) for chunk, _ in cool_down[:turns]]
         yield from split[:turns]
         for weight, backward in zip(weights, split[turns:], strict=False):

@@ -15,7 +15,13 @@ from megatron_ext.schedule.search.best import best_known, best_schedule
 _SLOTS = {Kind.FORWARD: 1, Kind.FULL_BACKWARD: 2}
 
 
-@family("hanayo", wave, source="Liu et al. 2023, arXiv:2308.15762", mark=Mark.LABORATORY)
+@family(
+    "hanayo",
+    wave,
+    source="Liu et al. 2023, arXiv:2308.15762",
+    mark=Mark.LABORATORY,
+    takes_slices=True,
+)
 def hanayo(problem: Problem) -> Schedule:
     """1F1B along a snake of ``waves`` V's, backward passes whole: forward and backward in turn, the
     oldest first.
@@ -31,44 +37,47 @@ def hanayo(problem: Problem) -> Schedule:
         0  .   1F0 2F0 1F1 2F1 1F2 2B0 =   2F2 1B0 =   2B1 =   1B1 =   2B2 =   1B2 =   .   .
         1  0F0 0F1 0F2 3F0 3B0 =   3F1 3B1 =   3F2 3B2 =   0B0 =   .   0B1 =   .   .   0B2 =
     """
-    placement = problem.placement
+    placement, (there, back) = problem.placement, problem.orders
     rank_of = placement.rank_of
     rows: list[list[Action]] = [[] for _ in range(placement.ranks)]
     ready: list[dict[Kind, list[tuple[int, int]]]] = [{kind: [] for kind in _SLOTS} for _ in rows]
     turn = [Kind.FORWARD for _ in rows]
-    running: list[tuple[int, Action]] = []  # end
+    running: list[tuple[int, Action, int]] = []  # end, and how many of its kind came before it
     now, idle = 0, set(range(placement.ranks))
 
-    def make_ready(stage: int, kind: Kind, k: int) -> None:
-        heapq.heappush(ready[rank_of[stage]][kind], (k, stage))
+    def make_ready(stage: int, kind: Kind, n: int) -> None:
+        heapq.heappush(ready[rank_of[stage]][kind], (n, stage))
 
-    under_way = 2 * placement.ranks
-    for k in range(min(under_way, problem.microbatches)):
-        make_ready(0, Kind.FORWARD, k)
+    slices = problem.slices.count
+    under_way = 2 * placement.ranks + slices - 1
+    for n in range(min(under_way, problem.pieces)):
+        make_ready(0, Kind.FORWARD, n)
     while True:
         for rank in sorted(idle):
             other = _other_kind(turn[rank])
             kind = turn[rank] if ready[rank][turn[rank]] else other
             if ready[rank][kind]:
-                k, stage = heapq.heappop(ready[rank][kind])
-                rows[rank].append(Action(stage, kind, k))
-                heapq.heappush(running, (now + _SLOTS[kind], rows[rank][-1]))
+                n, stage = heapq.heappop(ready[rank][kind])
+                order = there if kind is Kind.FORWARD else back
+                rows[rank].append(Action(stage, kind, order[n]))
+                heapq.heappush(running, (now + _SLOTS[kind], rows[rank][-1], n))
                 idle.remove(rank)
                 turn[rank] = _other_kind(kind)
         if not running:
             return Schedule("hanayo", placement, tuple(map(tuple, rows)))
         now = running[0][0]
         while running and running[0][0] == now:
-            _, (stage, kind, k) = heapq.heappop(running)
+            _, (stage, kind, _), n = heapq.heappop(running)
             idle.add(rank_of[stage])
             is_forward = kind is Kind.FORWARD
             to = placement.next(stage) if is_forward else placement.previous(stage)
             if to is not None:
-                make_ready(to, kind, k)
-            elif is_forward:
-                make_ready(stage, Kind.FULL_BACKWARD, k)
-            elif k + under_way < problem.microbatches:
-                make_ready(0, Kind.FORWARD, k + under_way)
+                make_ready(to, kind, n)
+            elif is_forward and n % slices == slices - 1:
+                for turned in range(n - slices + 1, n + 1):
+                    make_ready(stage, Kind.FULL_BACKWARD, turned)
+            elif not is_forward and n + under_way < problem.pieces:
+                make_ready(0, Kind.FORWARD, n + under_way)
 
 
 def _other_kind(kind: Kind) -> Kind:
@@ -85,6 +94,7 @@ def _other_kind(kind: Kind) -> Kind:
     searches=True,
     steps_overlap=True,
     fits_recompute=True,
+    takes_slices=True,
     at_once=partial(best_known, "wave-auto"),
 )
 def wave_auto(problem: Problem) -> Schedule:

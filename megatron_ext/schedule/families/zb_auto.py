@@ -236,12 +236,14 @@ class _Line:
         p, m, parts, of = problem.ranks, problem.pieces, problem.parts(0), problem.costs.of
         self._forwards, self._backwards = problem.forwards, problem.backwards
         kinds = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-        # By kind, rank and slice; by slice; by how many pieces.
+        # By kind, rank and slice; by the rank before the link, and slice; by how many pieces.
         self._seconds = {
             kind: [[of(Action(rank, kind, part)) for part in parts] for rank in range(p)]
             for kind in kinds
         }
-        self._hops = [problem.costs.hop_of(part) for part in parts]
+        self._hops = [
+            [of(Action(rank, Kind.SEND_F, part)) for part in parts] for rank in range(p - 1)
+        ]
         self._there, self._back = (
             list(accumulate(map(tokens_of, order), initial=0.0))
             for order in (self._forwards, self._backwards)
@@ -304,7 +306,7 @@ class _Line:
         is_forward = kind is Kind.FORWARD
         to = self._placement.next(rank) if is_forward else self._placement.previous(rank)
         if to is not None:
-            arrival = end + self._hops[k % self._slices]
+            arrival = end + self._hops[min(rank, to)][k % self._slices]
             (self._forward_at if is_forward else self._gradient_at)[to][k] = arrival
             heapq.heappush(self._events, (arrival, to))
         elif is_forward:

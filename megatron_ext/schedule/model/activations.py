@@ -155,9 +155,15 @@ def _norms(model: Model, execution: Execution) -> int:
     return 3 if is_twice else 2
 
 
-def _around(model: Model, execution: Execution) -> Kept:
-    """What the norm before attention, an MLP or the like keeps, and the dropout behind it."""
-    norms = 1 if "layernorm" in execution.recompute_modules else _norms(model, execution)
+def _around(model: Model, execution: Execution, *, is_alone: bool = False) -> Kept:
+    """What the norm before attention, an MLP or the like keeps, and the dropout behind it.
+
+    Megatron runs norms again that are modules of their own: all of its local layers, of Transformer
+    Engine's those that are not in the matrix behind them (``is_alone``).
+    """
+    may_be_again = is_alone or not execution.transformer_engine
+    is_again = may_be_again and "layernorm" in execution.recompute_modules
+    norms = 1 if is_again else _norms(model, execution)
     masks = model.hidden_size if execution.hidden_dropout else 0
     return Kept(between=norms * model.hidden_size, masks=masks)
 
@@ -189,7 +195,7 @@ def _attention(model: Model, execution: Execution) -> Kept:
         figures=masks,
         widths=hidden + widths + output + hidden,
     )
-    return kept + _around(model, execution)
+    return kept + _around(model, execution, is_alone=model.multi_latent_attention)
 
 
 def _attention_matrix(model: Model, execution: Execution) -> tuple[float, float]:
@@ -235,7 +241,7 @@ def _experts(model: Model, execution: Execution) -> Kept:
     if latent:
         widths += 2 * (model.hidden_size + latent)
     kept = Kept(elements=0 if "moe" in again else elements, widths=widths)
-    return kept + _around(model, execution)
+    return kept + _around(model, execution, is_alone=True)
 
 
 def _delta_net(model: Model, execution: Execution) -> Kept:

@@ -5,7 +5,7 @@ Peaks are dense: data sheets of Blackwell and Instinct that give figures with sp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.model.execution import Precision
@@ -42,7 +42,8 @@ class DataSheet:
 
 
 _PCIE4, _PCIE5, _PCIE6 = 32e9, 64e9, 128e9  # of 16 lanes
-_GRACE = 225e9  # NVLink-C2C has 450e9 one way for the two GPUs of a Grace
+# NVLink-C2C has 450e9 one way for the two GPUs of a Grace, and twice that of a Vera.
+_GRACE, _VERA = 225e9, 450e9
 _HDR, _NDR, _XDR = 25e9, 50e9, 100e9
 
 _NVIDIA = "https://www.nvidia.com/en-us/data-center"
@@ -134,6 +135,19 @@ DATA_SHEETS = {
         host=_GRACE,
         source=f"{_NVIDIA}/gb300-nvl72/ (20 TB for 72; ConnectX-8); nvidia-smi: 284,208 MiB",
     ),
+    "vr200": DataSheet(
+        bf16=4e15,
+        fp8=17.5e15,
+        fp4=35e15,
+        bandwidth=22e12,
+        memory=268 * _GIB,
+        peers=1.8e12,
+        domain=72,
+        network=2 * _XDR,
+        host=_VERA,
+        source=f"{_NVIDIA}/vera-rubin-nvl72/ (preliminary; dense, as for training; 20.7 TB for 72; "
+        "two ConnectX-9 a GPU)",
+    ),
     "mi300x": DataSheet(
         bf16=1307.4e12,
         fp8=2614.9e12,
@@ -203,6 +217,10 @@ ACHIEVED = Achieved()
 # Beside its operations a pass of a chunk takes this long, where the host launches it: messages are
 # posted, waited for, and the first kernels reach an idle GPU. An assumption, as `ACHIEVED`.
 LAUNCH = 0.2e-3
+# Seconds of a short message to a peer, and over the network, as NCCL reckons in its protocol for
+# large ones: 8.4 us, and 3.4 or 14 us of the link
+# (https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc).
+LATENCIES = 11.8e-6, 22.4e-6
 
 
 @dataclass(frozen=True)
@@ -250,6 +268,8 @@ class Gpu:
             host=sheet.host * ACHIEVED.host,
             domain=sheet.domain,
             launch=LAUNCH,
+            latency_of_peers=LATENCIES[0],
+            latency_of_network=LATENCIES[1],
         )
 
     def can(self, precision: Precision) -> bool:
@@ -306,7 +326,12 @@ def parse_gpu(text: str) -> Gpu:
         raise ValueError(
             f"GPU {text!r}: operations, bytes, host and peers have to be above 0; {_EXAMPLE}"
         )
-    whole = Rates.as_a_whole(operations, network, host, peers)
+    near, far = LATENCIES
+    whole = replace(
+        Rates.as_a_whole(operations, network, host, peers),
+        latency_of_peers=near,
+        latency_of_network=far,
+    )
     if "memory" not in given:
         return Gpu(whole=whole)
     memory = parse_limit(given["memory"], 1, 1).bytes

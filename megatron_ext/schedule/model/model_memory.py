@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cache
 
 from megatron_ext.schedule.model.execution import Execution
@@ -32,11 +32,18 @@ _LARGE_BUCKET_END = 2**16
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """Bytes on one rank."""
+    """Bytes on one rank.
+
+    Attributes:
+        expert_weights, expert_gradients: of these, those that only data-parallel ranks with the
+            same experts have.
+    """
 
     weights: float
     gradients: float
     optimizer: float
+    expert_weights: float = 0.0
+    expert_gradients: float = 0.0
 
     @property
     def total(self) -> float:
@@ -96,14 +103,12 @@ def bytes_of_ranks(
             )
             for stage, tables in zip(own, tables_of, strict=True)
         ]
-        rank_bytes.append(
-            ModelBytes(
-                weights=sum(chunk.weights for chunk in chunks),
-                gradients=sum(chunk.gradients for chunk in chunks),
-                optimizer=sum(chunk.optimizer for chunk in chunks),
-            )
-        )
+        rank_bytes.append(_summed(chunks))
     return rank_bytes
+
+
+def _summed(parts: Sequence[ModelBytes]) -> ModelBytes:
+    return ModelBytes(*map(sum, zip(*map(astuple, parts), strict=True)))
 
 
 def tables_of_chunks(placement: Placement, vocabulary: VocabularyParallel) -> list[int]:
@@ -126,16 +131,17 @@ def _bytes_of_chunk(
     bucket: int,
 ) -> ModelBytes:
     parameters = parameters_of_chunk(model, stage, execution, final_norm=final_norm, tables=tables)
-    weights = gradients = optimizer = 0.0
+    parts = []
     for of_experts, ranks in ((False, state.data_parallel), (True, state.expert_data_parallel)):
         own = [p for p in parameters if p.of_experts is of_experts]
         in_buffer, shared = _elements(own, state, ranks, bucket)
         matrices = sum(p.elements for p in own if p.is_matrix)
         more = 0.0 if state.matrix_bytes is None else state.matrix_bytes - state.weight_bytes
-        weights += in_buffer * state.weight_bytes + matrices * more
-        gradients += in_buffer * state.gradient_bytes
-        optimizer += shared * state.optimizer_bytes
-    return ModelBytes(weights, gradients, optimizer)
+        weights = in_buffer * state.weight_bytes + matrices * more
+        gradients = in_buffer * state.gradient_bytes
+        of_group = (weights, gradients) if of_experts else (0.0, 0.0)
+        parts.append(ModelBytes(weights, gradients, shared * state.optimizer_bytes, *of_group))
+    return _summed(parts)
 
 
 def parameters_of_chunk(

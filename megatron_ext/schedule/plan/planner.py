@@ -140,6 +140,11 @@ class Candidate:
         return None if self.memory is None else max(rank.total for rank in self.memory)
 
     @property
+    def recompute(self) -> Recompute:
+        """What is given up and made again."""
+        return self.variant.problem.extras.recompute
+
+    @property
     def holds(self) -> float:
         """`fullest` if it is known, else its peak in microbatches."""
         return self.report.peak if self.fullest is None else self.fullest
@@ -209,6 +214,7 @@ VariantOf = Callable[[str, VocabMethod], Variant | None]
 Pair = tuple[str, VocabMethod]  # a spec, and what is done about the vocabulary
 
 SEARCHED = 2  # with each method, of all that search
+_WHATEVER = ", whatever its order"  # so ends a refusal of what a bound proves to take longer
 
 
 def make_plan(
@@ -334,7 +340,9 @@ def consider(
         for extras in _ways_to_fit(variant, may_offload and refusal is not None):
             fitting = replace(variant.problem, memory_limit=limit, extras=extras)
             with contextlib.suppress(ValueError):
-                made.append(_candidate(replace(variant, problem=fitting), method))
+                candidate = _candidate(replace(variant, problem=fitting), method)
+                _check_room(candidate, room)
+                made.append(candidate)
     if not made:
         assert refusal is not None
         raise refusal
@@ -379,15 +387,21 @@ def _without_offload(variant: Variant, method: VocabMethod, room: float | None) 
                 replace(variant, problem=replace(variant.problem, memory_limit=left)), method
             )
     made = _candidate(variant, method)
-    if room is not None and made.memory is not None:
-        totals = [rank.total for rank in made.memory]
-        fullest = max(totals)
-        if fullest > room:
-            raise ValueError(
-                f"rank {totals.index(fullest)} would hold {fullest / 2**30:.3g} GiB, "
-                f"{(fullest - room) / 2**30:.3g} GiB more than it may"
-            )
+    _check_room(made, room)
     return made
+
+
+def _check_room(made: Candidate, room: float | None) -> None:
+    """Raise ValueError if a rank would hold more than ``room``."""
+    if room is None or made.memory is None:
+        return
+    totals = [rank.total for rank in made.memory]
+    fullest = max(totals)
+    if fullest > room:
+        raise ValueError(
+            f"rank {totals.index(fullest)} would hold {fullest / 2**30:.3g} GiB, "
+            f"{(fullest - room) / 2**30:.3g} GiB more than it may"
+        )
 
 
 def _by_time(candidate: Candidate) -> tuple[float, float]:
@@ -402,15 +416,21 @@ def _check_promising(
     problem = variant.problem
     if variant.choice.searches and method is not best.method:
         raise ValueError(f"searched for only with the vocabulary as {best.schedule} has it")
-    if room is not None and variant.model is not None and problem.memory_limit is None:
+    if variant.may_recompute:  # which makes a step longer, and any limit looser
+        problem = replace(problem, memory_limit=None)
+    elif room is not None and variant.model is not None and problem.memory_limit is None:
         left = max(room - min(rank.total for rank in variant.model), 0.0)
         problem = replace(problem, memory_limit=MemoryLimit(bytes=int(left)))
     bound = _least_time(problem, variant.choice.splits_backward)
     if bound > best.step:
         raise ValueError(
-            f"takes at least {bound / best.step - 1:.1%} more time than {best.schedule}, "
-            f"whatever its order"
+            f"takes at least {bound / best.step - 1:.1%} more time than {best.schedule}{_WHATEVER}"
         )
+
+
+def without_figures(why: str) -> str:
+    """``why`` a schedule is refused, the same for all that take longer than another."""
+    return "takes more time than another, whatever its order" if why.endswith(_WHATEVER) else why
 
 
 def _least_time(problem: Problem, splits_backward: bool) -> float:

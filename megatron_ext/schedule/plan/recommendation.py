@@ -124,6 +124,12 @@ def slower_by(candidate: Candidate, best: Candidate) -> float:
     return candidate.step / best.step - 1
 
 
+def made_again(candidate: Candidate) -> str:
+    """Behind other words, how much of its activations is made again; "" where nothing is."""
+    share = candidate.report.made_again
+    return f", {share:.0%} made again in bubbles" if share else ""
+
+
 def _recommended(candidate: Candidate) -> Recommended:
     return Recommended(
         schedule=candidate.schedule,

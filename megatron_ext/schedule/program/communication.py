@@ -1,13 +1,14 @@
 """Insert the messages between ranks.
 
-A send follows the pass that made its tensor at once. Receives stand at the start of their rank's
-row, in the order in which the other rank sends: nothing waits for one to be posted, and
-`message_order` puts each where it belongs.
+A send follows at once the pass that made its tensor, or the pair of passes. Receives stand at the
+start of their rank's row, in the order in which the other rank sends: nothing waits for one to be
+posted, and `message_order` puts each where it belongs.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from functools import cache
 
 from megatron_ext.schedule.action import Action
@@ -33,17 +34,22 @@ def communicate(schedule: Schedule, problem: Problem) -> Schedule:
     ends_of = cache(lambda stage, kind: _ends(stage, kind, placement))
     with_sends: list[list[Action]] = []
     receives: dict[int, list[Action]] = defaultdict(list)  # by rank
+    first_of_two = {pair.forward for pair in schedule.pairs}
     for row in schedule.rows:
         rank_actions: list[Action] = []
+        sends: list[Action] = []
         for action in row:
             rank_actions.append(action)
             stage, kind, microbatch = action
             for send, receiver, there, receive in ends_of(stage, kind):
-                rank_actions.append(Action(stage, send, microbatch))
+                sends.append(Action(stage, send, microbatch))
                 receives[receiver].append(Action(there, receive, microbatch))
+            if action not in first_of_two:
+                rank_actions += sends
+                sends = []
         with_sends.append(rank_actions)
     rows = tuple((*receives[rank], *actions) for rank, actions in enumerate(with_sends))
-    return Schedule(schedule.name, placement, rows)
+    return replace(schedule, rows=rows)
 
 
 def _ends(stage: int, kind: Kind, placement: Placement) -> list[tuple[Kind, int, int, Kind]]:

@@ -7,7 +7,8 @@ The rules are those the executor keeps and NCCL and gloo impose:
 - a message moves when both its send and its receive have been issued (rendezvous);
 - what an action needs must be done;
 - a collective ends on all ranks together, once all have issued it;
-- copies to the host follow one another, and so do copies from it.
+- copies to the host follow one another, and so do copies from it;
+- the two passes of a pair begin together and end together.
 
 A channel carries activations, or gradients, from one rank to another. Its k-th send meets its k-th
 receive. On a V both go from a rank to its neighbour, often not in the order in which the neighbour
@@ -386,6 +387,8 @@ def build_graph(
             waits.add(*_waited_for_at_passes(columns))
         for earlier in needed_numbers(columns, placement):
             waits.add(nodes, earlier)
+            # A pair begins when all is there that either of its passes needs.
+            waits.add(schedule.paired, earlier[schedule.paired + 1])
     partners = partners_of(columns, placement)
     sends, receives = (nodes[flags[columns.kind]] for flags in (IS_SEND, IS_RECEIVE))
     waits.add(receives, partners[receives])

@@ -15,6 +15,7 @@ from megatron_ext.schedule.kinds import HOST_LANES, RULES, Lane
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.communication import communicate
 from megatron_ext.schedule.program.graph import Device, Graph, build_graph
+from megatron_ext.schedule.program.pairs import seconds_in_pairs
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule import Schedule, followed_by_own_w
 from megatron_ext.schedule.timeline import Event, Timeline
@@ -116,6 +117,8 @@ def seconds_of(graph: Graph, schedule: Schedule, costs: Costs) -> list[float]:
     if any(costs.spared):
         for node in _after_own_input_gradient(graph, schedule):
             lasts[node] -= costs.spared_by(graph.actions[node])
+    for node, first, second in seconds_in_pairs(schedule, costs):
+        lasts[node], lasts[node + 1] = first, second
     return lasts
 
 

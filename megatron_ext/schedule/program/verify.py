@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from functools import cached_property
-from itertools import chain, product
+from itertools import chain, groupby, product
 from operator import itemgetter
 from typing import NoReturn
 
@@ -35,6 +35,7 @@ from megatron_ext.schedule.program.graph import (
     slice_looked_for,
 )
 from megatron_ext.schedule.program.memory import Amount, amount_of, held_during, peaks
+from megatron_ext.schedule.program.pairs import what_is_wrong
 from megatron_ext.schedule.program.speculation import can_be_undone, first_crossing, settles_at
 from megatron_ext.schedule.schedule import Schedule, is_compute
 from megatron_ext.schedule.words import counted
@@ -77,7 +78,8 @@ class Program:
     @property
     def text(self) -> str:
         """All that each rank does, in order, a line a rank: ``0F0,0SEND_F0,0RECV_B0``."""
-        return "".join(f"{','.join(map(str, row))}\n" for row in self.schedule.rows)
+        cells = self.schedule.cells
+        return "".join(f"{','.join(cells(row))}\n" for row in self.schedule.rows)
 
     @cached_property
     def digest(self) -> str:
@@ -105,6 +107,7 @@ def check_compute(schedule: Schedule, problem: Problem) -> None:
     _check_places(schedule, problem)
     _check_all_done_once(schedule, problem, {Lane.COMPUTE})
     _check_needs(schedule)
+    _check_pairs(schedule, problem)
 
 
 def prove(schedule: Schedule, problem: Problem) -> Program:
@@ -134,6 +137,22 @@ def prove(schedule: Schedule, problem: Problem) -> Program:
     return Program(schedule, problem, _SEAL, known_order)
 
 
+def within_limit(program: Program, problem: Problem) -> Program:
+    """``program`` for ``problem``, which may differ from its own in the memory limit.
+
+    Raises:
+        InvalidSchedule: as `prove`.
+    """
+    before = program.problem
+    if problem == before:
+        return program
+    assert replace(problem, memory_limit=before.memory_limit) == before
+    _check_memory(program.schedule, problem)
+    made = Program(program.schedule, problem, _SEAL, program.known_order)
+    vars(made)["graph"] = program.graph
+    return made
+
+
 def _check_acyclic(schedule: Schedule, p2p: P2P) -> Ints | None:
     """Return `Program.known_order`."""
     known_order, where = None, ""
@@ -150,9 +169,17 @@ def _check_acyclic(schedule: Schedule, p2p: P2P) -> Ints | None:
         elif cycle:
             where = f" on a device where {Device.ONE_QUEUE.value} can hold up what comes next"
     if cycle:
-        path = " waits for ".join(map(str, [*cycle, cycle[0]]))
+        names = _named(cycle, schedule)
+        path = " waits for ".join([*names, names[0]])
         _reject(schedule, f"it would hang{where}: {path}", cycle)
     return known_order
+
+
+def _named(cycle: Sequence[Action], schedule: Schedule) -> list[str]:
+    """The text of each of ``cycle``, of a pair's two passes the pair's."""
+    pairs = {action: pair for pair in schedule.pairs for action in pair}
+    names = [name for name, _ in groupby(str(pairs.get(action, action)) for action in cycle)]
+    return names[:-1] if len(names) > 1 and names[0] == names[-1] else names
 
 
 def _reject(schedule: Schedule, why: str, actions: Sequence[Action] = ()) -> NoReturn:
@@ -351,6 +378,15 @@ def _check_needs(schedule: Schedule) -> None:
                     _reject(
                         schedule, f"{action} comes before {late}, which it needs", [action, late]
                     )
+
+
+def _check_pairs(schedule: Schedule, problem: Problem) -> None:
+    if schedule.pairs and not problem.extras.pairs:
+        pair = min(schedule.pairs)
+        _reject(schedule, f"it has {pair}, and pairs of passes are not asked for", list(pair))
+    wrong = what_is_wrong(schedule)
+    if wrong is not None:
+        _reject(schedule, *wrong)
 
 
 def _check_channels(schedule: Schedule, p2p: P2P) -> None:

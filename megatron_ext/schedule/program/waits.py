@@ -77,13 +77,14 @@ def await_sends(schedule: Schedule, problem: Problem) -> Schedule:
         return all(n in place and place[n] < place[node] for n in moves)
 
     rows, pair = [], iter(columns.pair.tolist())
+    second_of_two = set((schedule.paired + 1).tolist())
     node = -1
     for row in schedule.rows:
         pending: dict[Channel | Kind, deque[int]] = defaultdict(deque)
         new_row: list[Action] = []
         for action in row:
             node += 1
-            if is_compute(action):
+            if is_compute(action) and node not in second_of_two:
                 for sends in pending.values():
                     while sends and can_be_waited_for(sends, node):
                         new_row.append(_wait(graph.actions[sends.popleft()]))

@@ -13,14 +13,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.build import complete
-from megatron_ext.schedule.build.registry import on_placement
+from megatron_ext.schedule.build.registry import cut_as_in, on_placement
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit, fits
 from megatron_ext.schedule.problem import Problem, Recompute
-from megatron_ext.schedule.program.memory import amount_of, bytes_for, peaks
+from megatron_ext.schedule.program.memory import amount_of, bytes_for, in_bytes, peaks
 from megatron_ext.schedule.program.simulate import step_seconds
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule import Schedule, bitwise_order
@@ -29,7 +30,7 @@ from megatron_ext.schedule.search import disk_cache
 from megatron_ext.schedule.search.again import search_again
 from megatron_ext.schedule.search.bounds import lower_bound
 from megatron_ext.schedule.search.effort import LARGE, Effort, effort
-from megatron_ext.schedule.search.extension import MIDDLE, plans_from
+from megatron_ext.schedule.search.extension import plans_from, with_middle
 from megatron_ext.schedule.search.improve import first_plans, search
 from megatron_ext.schedule.search.shop import (
     Rows,
@@ -77,18 +78,21 @@ def best_known(name: str, problem: Problem) -> Schedule:
         starts = _starts_of_each(known, shop)
         if shop.fits:
             packed = first_plans(shop, starts)
-            found = [rows_of(result.starts, problem.placement) for result in packed]
+            found = [
+                rows_of(result.starts, problem.placement, orders=problem.orders)
+                for result in packed
+            ]
             known, starts = known + found, starts + _starts_of_each(found, shop)
         candidates = _candidates(known, starts, shop)
-    best = _best_of(candidates, problem)
+    best = _best_of(name, candidates, problem)
     assert best is not None  # one microbatch at a time
     return _passes(name, best.program)
 
 
 def _limited(problem: Problem) -> Problem:
-    """With a memory limit. An evaluation runs the forwards of the training schedule, so it is the
-    same."""
-    limit = problem.memory_limit or MemoryLimit(microbatches=problem.ranks)
+    """With a memory limit: else what 1F1B needs. An evaluation runs the forwards of the training
+    schedule, so it is the same."""
+    limit = problem.memory_limit or MemoryLimit(microbatches=problem.held_by_1f1b)
     return replace(problem, memory_limit=limit, forward_only=False)
 
 
@@ -103,7 +107,7 @@ def _kept(name: str, problem: Problem, effort_name: str) -> Schedule | None:
     if text is None:
         return None
     try:
-        rows = from_csv(text, name).rows
+        rows = cut_as_in(problem, from_csv(text, name)).rows
     except ValueError:
         return None
     program = _proved(Schedule(name, problem.placement, rows), problem)
@@ -127,40 +131,43 @@ class _Chosen:
 
 def searched(name: str, problem: Problem, how: Effort) -> Schedule:
     """The same, made anew, with so much effort. The limit has to hold a microbatch."""
-    return _passes(name, _searched(problem, how).program)
+    return _passes(name, _searched(name, problem, how).program)
 
 
-def _searched(problem: Problem, how: Effort) -> _Chosen:
+def _searched(name: str, problem: Problem, how: Effort) -> _Chosen:
     shop, least = shop_of(problem), lower_bound(problem, splits_backward=True) * (1 + 1e-9)
     if problem.extras.recompute.fit:
-        return _searched_again(problem, how, shop, least)
+        return _searched_again(name, problem, how, shop, least)
     known = _known(problem)
     starts = _starts_of_each(known, shop)
     candidates = _candidates(known, starts, shop)
-    there = _best_of(_at_most(least, candidates, problem), problem)
+    there = _best_of(name, _at_most(least, candidates, problem), problem)
     if there is not None and there.seconds <= least:
         return there
     if shop.fits:
-        if problem.microbatches > MIDDLE * problem.ranks:
+        enough, of_shorter = int(least / shop.tick) + max(shop.tails), None
+        if problem.microbatches > with_middle(problem):
             how = how.halved  # the other half goes to the shorter step
-        plans = [*starts, *_of_shorter(problem, how)]
-        packed = search(shop, plans, int(least / shop.tick) + max(shop.tails), how)
-        found = [rows_of(result.starts, problem.placement) for result in packed]
+            of_shorter = partial(_of_shorter, problem, how)
+        packed = search(shop, starts, enough, how, of_shorter)
+        found = [
+            rows_of(result.starts, problem.placement, orders=problem.orders) for result in packed
+        ]
         candidates += _candidates(found, _starts_of_each(found, shop), shop)
-    best = _best_of(candidates, problem)
+    best = _best_of(name, candidates, problem)
     assert best is not None  # one microbatch at a time
     return best
 
 
-def _searched_again(problem: Problem, how: Effort, shop: Shop, least: float) -> _Chosen:
+def _searched_again(name: str, problem: Problem, how: Effort, shop: Shop, least: float) -> _Chosen:
     """The same where some may be made again."""
-    without = _searched(problem.with_extras(recompute=Recompute()), how)
+    without = _searched(name, problem.with_extras(recompute=Recompute()), how)
     if without.seconds <= least:
         return without
     passes = without.program.schedule.compute_rows
     known = list(dict.fromkeys([passes, *_known_again(problem)]))
     found = search_again(problem, known, least, how) if shop.fits else []
-    best = _best_of(_candidates_again([*known, *found], problem), problem)
+    best = _best_of(name, _candidates_again([*known, *found], problem), problem)
     assert best is not None  # one microbatch at a time
     return best
 
@@ -180,10 +187,9 @@ _ROUNDED = 1.001  # what costs may be rounded to whole ticks by, at the most
 def _of_shorter(problem: Problem, how: Effort) -> Iterator[Starts]:
     """Plans that repeat the middle of what a search finds for as few microbatches as have one: it
     packs more plans of them for the same effort."""
-    fewer = MIDDLE * problem.ranks
-    if problem.microbatches > fewer:
-        best, *_ = search(shop_of(replace(problem, microbatches=fewer)), how=how)
-        yield from plans_from(best.starts, problem.microbatches)
+    fewer = replace(problem, microbatches=with_middle(problem))
+    best, *_ = search(shop_of(fewer), how=how)
+    yield from plans_from(best.starts, problem.pieces, problem.slices.count)
 
 
 def _passes(name: str, program: Program) -> Schedule:
@@ -203,6 +209,8 @@ def _known(problem: Problem) -> list[Rows]:
     """What can be had without a search, some of it over the limit."""
     rows = [_one_at_a_time(problem)]
     for choice in on_placement(problem.placement):
+        if problem.slices.count > 1 and not choice.takes_slices:
+            continue
         for asked in (problem, replace(problem, memory_limit=None)):
             try:
                 schedule = choice.build(asked)
@@ -240,7 +248,7 @@ def _candidates_again(all_rows: Sequence[Rows], problem: Problem) -> list[_Candi
     return candidates
 
 
-def _best_of(candidates: Sequence[_Candidate], problem: Problem) -> _Chosen | None:
+def _best_of(name: str, candidates: Sequence[_Candidate], problem: Problem) -> _Chosen | None:
     """The sound one of least cost; of equals the first.
 
     Messages cost time, so who is no quicker without them need not be looked at. (But where steps
@@ -253,7 +261,7 @@ def _best_of(candidates: Sequence[_Candidate], problem: Problem) -> _Chosen | No
         is_known_worse = best and (candidate.seconds, place) > (best.seconds, best.place)
         if is_known_worse and not may_take_less:
             continue
-        schedule = Schedule("", problem.placement, candidate.rows)
+        schedule = Schedule(name, problem.placement, candidate.rows)
         program = _proved(schedule, problem) if _is_within_limit(schedule, problem) else None
         if program is not None:
             seconds = step_seconds(program, problem.costs)
@@ -286,10 +294,12 @@ def _one_at_a_time(problem: Problem) -> Rows:
     """No schedule needs less memory."""
 
     def passes(stages: Sequence[int], k: int) -> Iterator[Action]:
-        yield from (Action(stage, Kind.FORWARD, k) for stage in stages)
+        parts = problem.parts(k)
+        yield from (Action(stage, Kind.FORWARD, part) for stage in stages for part in parts)
         for stage in reversed(stages):
-            yield Action(stage, Kind.BACKWARD_INPUT, k)
-            yield Action(stage, Kind.BACKWARD_WEIGHT, k)
+            for part in reversed(parts):
+                yield Action(stage, Kind.BACKWARD_INPUT, part)
+                yield Action(stage, Kind.BACKWARD_WEIGHT, part)
 
     return tuple(
         tuple(action for k in range(problem.microbatches) for action in passes(stages, k))
@@ -304,6 +314,10 @@ def _check_limit(name: str, problem: Problem) -> None:
     if limit.bytes is None:
         assert limit.microbatches is not None
         least, allowed = 1.0, limit.microbatches
+    elif problem.slices.count > 1:
+        bytes_for(limit, problem.costs)
+        alone = Schedule(name, placement, _one_at_a_time(problem))
+        least, allowed = max(peaks(alone, in_bytes(problem.costs))), float(limit.bytes)
     else:
         held, allowed = bytes_for(limit, problem.costs), float(limit.bytes)
         activation, rest = held[Held.ACTIVATION], held[Held.WEIGHT_INPUTS]

@@ -39,7 +39,9 @@ def packer(shop: Shop) -> Pack:
 
     def pack(plan: Starts) -> Packed:
         starts = np.empty(plan.shape, np.int64)
-        makespan = run(np.ascontiguousarray(plan, np.int64), starts, *tables, shop.limit, GAPS)
+        makespan = run(
+            np.ascontiguousarray(plan, np.int64), starts, *tables, shop.slices, shop.limit, GAPS
+        )
         assert makespan >= 0, "memory got stuck"
         return Packed(makespan, starts)
 
@@ -49,7 +51,7 @@ def packer(shop: Shop) -> Pack:
 def _tables(shop: Shop) -> tuple[Whole, ...]:
     assert shop.lanes <= _MASK
     rank_of = np.repeat(np.arange(shop.placement.ranks), shop.lanes_of_rank)
-    columns = (rank_of, shop.rooms, shop.heads, shop.tails, shop.way)
+    columns = (rank_of, shop.rooms, shop.heads, shop.tails, shop.way, shop.is_forward, shop.turned)
     figures = (shop.durations_of_all, shop.gains_of_all, shop.held_after, shop.next_taking)
     return (
         *(np.array(column, np.int64) for column in columns),
@@ -58,9 +60,9 @@ def _tables(shop: Shop) -> tuple[Whole, ...]:
     )
 
 
-# The types of `_pack`'s arguments: the plan, the starts, the tables, and two numbers.
+# The types of `_pack`'s arguments: the plan, the starts, the tables, and three numbers.
 _LIST, _TABLE = numba.int64[::1], numba.int64[:, ::1]
-_SIGNATURE = (_TABLE, _TABLE, *(_LIST,) * 5, *(_TABLE,) * 7, numba.int64, numba.int64)
+_SIGNATURE = (_TABLE, _TABLE, *(_LIST,) * 7, *(_TABLE,) * 7, *(numba.int64,) * 3)
 
 
 @functools.lru_cache(maxsize=8)  # a search makes many shops that differ in other figures
@@ -87,6 +89,8 @@ def _pack(
     heads: Whole,
     tails: Whole,
     way: Whole,
+    is_forward: Whole,
+    turned: Whole,
     durations: Whole,
     gains: Whole,
     held_after: Whole,
@@ -94,6 +98,7 @@ def _pack(
     before: Whole,
     hops: Whole,
     after: Whole,
+    slices: int,
     limit: int,
     most_gaps: int,
 ) -> int:
@@ -121,12 +126,14 @@ def _pack(
         if gain > 0 and not (
             _can_end(lane, rank * size, gains, held_after, next_taking, count, limit, way)
             if len(way)
-            else _may_take(lane, rank * size, size, gains, count, limit, rooms[rank])
+            else _may_take(lane, rank * size, size, held_after, count, slices, limit, rooms[rank])
         ):
             refused[rank, refusals[rank]] = entry
             refusals[rank] += 1
             continue
-        earliest = _earliest(lane, k, lane_end[lane], starts, durations, before, hops)
+        earliest = _earliest(
+            lane, k, lane_end[lane], starts, durations, before, hops, is_forward, turned
+        )
         start = earliest
         if duration:
             start = _put(rank, earliest, duration, gain, limit, held, end, gaps, gap_count)
@@ -134,7 +141,7 @@ def _pack(
         lane_end[lane] = start + duration
         count[lane] = k + 1
         left -= 1
-        entries = _push_ready(heap, entries, lane, plan, count, before, after)
+        entries = _push_ready(heap, entries, lane, plan, count, before, after, is_forward, turned)
         while refusals[rank]:
             refusals[rank] -= 1
             entries = _push(heap, entries, refused[rank, refusals[rank]])
@@ -143,16 +150,25 @@ def _pack(
 
 @njit
 def _may_take(
-    lane: int, begin: int, size: int, gains: Whole, count: Whole, limit: int, room: int
+    lane: int,
+    begin: int,
+    size: int,
+    held_after: Whole,
+    count: Whole,
+    slices: int,
+    limit: int,
+    room: int,
 ) -> bool:
     count[lane] += 1
     first, held, behind = _ANY, 0, 0
     for other in range(begin, begin + size):
-        held += gains[other, 0] * count[other]
-        if gains[other, 0] > 0:
+        held += held_after[other, count[other]]
+        if held_after[other, slices] > 0:
             first = min(first, count[other])
+    first += slices - first % slices
     for other in range(begin, begin + size):
-        behind += gains[other, 0] * max(count[other] - first - 1, 0)
+        if count[other] > first:
+            behind += held_after[other, count[other]] - held_after[other, first]
     count[lane] -= 1
     return held <= limit and behind <= limit - room
 
@@ -194,39 +210,66 @@ def _can_end(
 
 
 @njit
+def _column(k: int, lane: int, other: int, is_forward: Whole, turned: Whole) -> int:
+    """Of `Shop.columns`."""
+    return turned[k] if is_forward[lane] != is_forward[other] else k
+
+
+@njit
 def _earliest(
-    lane: int, k: int, earliest: int, starts: Whole, durations: Whole, before: Whole, hops: Whole
+    lane: int,
+    k: int,
+    earliest: int,
+    starts: Whole,
+    durations: Whole,
+    before: Whole,
+    hops: Whole,
+    is_forward: Whole,
+    turned: Whole,
 ) -> int:
     """When the next pass of ``lane`` has what it needs."""
     place = 0
     while before[lane, place] != _NONE:
         other = before[lane, place]
-        earliest = max(earliest, starts[other, k] + durations[other, k] + hops[lane, place])
+        n = _column(k, lane, other, is_forward, turned)
+        earliest = max(earliest, starts[other, n] + durations[other, n] + hops[lane, place])
         place += 1
     return earliest
 
 
 @njit
 def _push_ready(
-    heap: Whole, entries: int, lane: int, plan: Whole, count: Whole, before: Whole, after: Whole
+    heap: Whole,
+    entries: int,
+    lane: int,
+    plan: Whole,
+    count: Whole,
+    before: Whole,
+    after: Whole,
+    is_forward: Whole,
+    turned: Whole,
 ) -> int:
     """Push what may be taken since ``lane`` has got on. How many entries there are then."""
     k, place = count[lane], 0
-    if k < plan.shape[1] and _is_ready(lane, k, count, before):
+    if k < plan.shape[1] and _is_ready(lane, k, count, before, is_forward, turned):
         entries = _push(heap, entries, (plan[lane, k] << _BITS) | lane)
     while after[lane, place] != _NONE:
         other = after[lane, place]
-        if count[other] == k - 1 and _is_ready(other, k - 1, count, before):
-            entries = _push(heap, entries, (plan[other, k - 1] << _BITS) | other)
+        n = _column(k - 1, lane, other, is_forward, turned)
+        if count[other] == n and _is_ready(other, n, count, before, is_forward, turned):
+            entries = _push(heap, entries, (plan[other, n] << _BITS) | other)
         place += 1
     return entries
 
 
 @njit
-def _is_ready(lane: int, k: int, count: Whole, before: Whole) -> bool:
+def _is_ready(
+    lane: int, k: int, count: Whole, before: Whole, is_forward: Whole, turned: Whole
+) -> bool:
     place = 0
     while before[lane, place] != _NONE:
-        if count[before[lane, place]] <= k:
+        other = before[lane, place]
+        if count[other] <= _column(k, lane, other, is_forward, turned):
             return False
         place += 1
     return True

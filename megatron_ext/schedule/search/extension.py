@@ -22,11 +22,18 @@ from megatron_ext.schedule.search.improve import Sides, sides_of
 from megatron_ext.schedule.search.pack import Packed, packer
 from megatron_ext.schedule.search.shop import Starts, again_in, rows_of, shop_of, starts_of
 
-MIDDLE = 4  # microbatches a rank, from which on a schedule has a middle
+_MIDDLE = 4  # times what a rank holds under 1F1B: from there on a schedule has a middle
 _GROUPS = (4, 3, 6, 8, 2, 1)  # microbatches after which it may repeat; the most promising first
 _SEAM = 4  # microbatches behind the seam of a shorter step that have to fit
 _PASSES = 100_000  # packed, about, which takes half a second
 _ROUNDS = 3
+
+
+def with_middle(problem: Problem) -> int:
+    """The fewest microbatches with which a schedule for ``problem`` is long enough to be made
+    longer or shorter."""
+    slices = problem.slices.count
+    return -(-_MIDDLE * (problem.ranks + slices - 1) // slices)
 
 
 def has_middle(problem: Problem) -> bool:
@@ -34,7 +41,7 @@ def has_middle(problem: Problem) -> bool:
     can, where ranks have equally many chunks and the limit leaves room)."""
     placement = problem.placement
     is_even = {len(stages) for stages in placement.stages_of} == {placement.chunks}
-    is_long = problem.microbatches >= MIDDLE * problem.ranks
+    is_long = problem.microbatches >= with_middle(problem)
     return is_even and is_long and shop_of(problem).fits
 
 
@@ -49,7 +56,8 @@ def extended(known: Schedule, problem: Problem) -> Schedule:
     if limit is None:
         limit = MemoryLimit(microbatches=max(peaks(known, in_microbatches(known))))
     problem = replace(problem, memory_limit=limit)
-    length = 1 + max(action.microbatch for row in known.rows for action in row)
+    pieces, slices = 1 + max(a.microbatch for row in known.rows for a in row), problem.slices.count
+    length = pieces // slices
     again = again_in(known.rows, problem.placement.stages, length)
     starts = starts_of(known.rows, shop_of(replace(problem, microbatches=length), again))
 
@@ -58,38 +66,40 @@ def extended(known: Schedule, problem: Problem) -> Schedule:
         sides = sides_of(shop, packer)  # which is there before numba has been loaded
         return sides, sides.justified(starts[:, columns] + later)
 
-    number = _PASSES // (2 * len(starts) * problem.microbatches)
-    some = islice(_columns_from(starts, problem.microbatches), max(number, 1))
+    number = _PASSES // (2 * len(starts) * problem.pieces)
+    some = islice(_columns_from(starts, problem.pieces, slices), max(number, 1))
     sides, best = min((packed(*plan) for plan in some), key=lambda made: made[1].makespan)
     if number:
         best = sides.justified(best.starts, _ROUNDS)
     is_there = None if again is None else sides.shop.again
-    return replace(known, rows=rows_of(best.starts, problem.placement, is_there))
+    rows = rows_of(best.starts, problem.placement, is_there, problem.orders)
+    return replace(known, rows=rows)
 
 
-def plans_from(known: Starts, microbatches: int) -> Iterator[Starts]:
-    """Plans for ``microbatches`` from ``known``, the starts of a schedule for another number."""
-    for columns, later in _columns_from(known, microbatches):
+def plans_from(known: Starts, pieces: int, slices: int) -> Iterator[Starts]:
+    """Plans for so many ``pieces``, ``slices`` of each microbatch, from ``known``, the starts of a
+    schedule for another number."""
+    for columns, later in _columns_from(known, pieces, slices):
         yield known[:, columns] + later
 
 
-def _columns_from(known: Starts, microbatches: int) -> Iterator[tuple[Starts, Starts]]:
-    """For each plan which of the ``known`` microbatches each of its own is like, and how much later
-    it comes."""
+def _columns_from(known: Starts, pieces: int, slices: int) -> Iterator[tuple[Starts, Starts]]:
+    """For each plan which of the ``known`` columns each of its own is like, and how much later it
+    comes. They are as many apart as make whole microbatches, and so of the same slice."""
     have = known.shape[1]
-    if microbatches < have:
-        fewer = have - microbatches
-        first, period = _steady(known, fewer, min(_SEAM, microbatches))
+    if pieces < have:
+        fewer = have - pieces
+        first, period = _steady(known, fewer, min(_SEAM * slices, pieces))
         columns = np.delete(np.arange(have), np.s_[first : first + fewer])
         yield columns, np.where(columns < first, 0, -period)
         return
-    for group in _GROUPS:
+    for group in (microbatches * slices for microbatches in _GROUPS):
         if 2 * group <= have:
-            yield _lengthened(known, microbatches - have, group)
+            yield _lengthened(known, pieces - have, group)
 
 
 def _lengthened(known: Starts, more: int, group: int) -> tuple[Starts, Starts]:
-    """With ``more`` microbatches in the middle, which repeat a ``group`` of them."""
+    """With ``more`` columns in the middle, which repeat a ``group`` of them."""
     first, period = _steady(known, group, group)
     behind, repeated = first + group, np.arange(more)
     rest = np.arange(behind, known.shape[1])
@@ -106,7 +116,7 @@ def _lengthened(known: Starts, more: int, group: int) -> tuple[Starts, Starts]:
 
 
 def _steady(known: Starts, apart: int, width: int) -> tuple[int, int]:
-    """The microbatch from which on ``width`` of them are most like those that come ``apart`` behind
+    """The column from which on ``width`` of them are most like those that come ``apart`` behind
     them, in the middle half of the step if that is so long; and by how much those come later."""
     later = known[:, apart:] - known[:, :-apart]
     windows = np.lib.stride_tricks.sliding_window_view(later, width, axis=1)

@@ -11,7 +11,7 @@ and this one, which is there to be read, says what they are: change both.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -41,9 +41,9 @@ def pack(shop: Shop, plan: Starts) -> Packed:
     """``plan`` packed to the left. The limit has to leave room for a microbatch (`Shop.fits`)."""
     # A search without numba spends its time in this loop: it calls little and looks little up.
     wanted: list[list[int]] = plan.tolist()
-    lanes, m, size = shop.lanes, shop.microbatches, shop.lanes_of_rank
+    lanes, m, size = shop.lanes, shop.pieces, shop.lanes_of_rank
     durations, gains = shop.durations_of_all.tolist(), shop.gains_of_all.tolist()
-    after, limit = shop.after, shop.limit
+    after, limit = _after(shop), shop.limit
     may_take = _Room(shop).may_take if shop.given_up is None else _Bank(shop).may_take
     count, lane_end = [0] * lanes, [0] * lanes  # count: passes taken
     missing = [[len(row)] * m for row in shop.before]
@@ -72,17 +72,25 @@ def pack(shop: Shop, plan: Starts) -> Packed:
         following = count[lane] = k + 1
         if following < m and not missing[lane][following]:
             push(heap, (wanted[lane][following], lane))
-        for follower, hop in after[lane]:
-            waits = missing[follower]
-            waits[k] -= 1
-            if end + hop > ready[follower][k]:
-                ready[follower][k] = end + hop
-            if not waits[k] and count[follower] == k:
-                push(heap, (wanted[follower][k], follower))
+        for follower, hop, columns in after[lane]:
+            waits, n = missing[follower], columns[k]
+            waits[n] -= 1
+            if end + hop > ready[follower][n]:
+                ready[follower][n] = end + hop
+            if not waits[n] and count[follower] == n:
+                push(heap, (wanted[follower][n], follower))
         while refused[rank]:
             push(heap, refused[rank].pop())
     assert min(count) == m, "memory got stuck"
     return Packed(max(map(int.__add__, rank_end, shop.tails)), np.array(starts, dtype=np.int64))
+
+
+def _after(shop: Shop) -> list[list[tuple[int, int, Sequence[int]]]]:
+    """`Shop.after`, and which column of those that wait waits for which."""
+    return [
+        [(follower, hop, shop.columns(lane, follower)) for follower, hop in row]
+        for lane, row in enumerate(shop.after)
+    ]
 
 
 class _Room:
@@ -90,24 +98,27 @@ class _Room:
 
     def __init__(self, shop: Shop) -> None:
         self.taking: list[list[int]] = [[] for _ in shop.rooms]
-        self.changing: list[list[tuple[int, int]]] = [[] for _ in shop.rooms]
-        for lane, gain in enumerate(shop.gains):
-            rank = lane // shop.lanes_of_rank
-            if gain > 0:
+        self.changing: list[list[tuple[int, list[int]]]] = [[] for _ in shop.rooms]
+        held_after: list[list[int]] = shop.held_after.tolist()
+        for lane, held in enumerate(held_after):
+            rank, of_microbatch = lane // shop.lanes_of_rank, held[shop.slices]
+            if of_microbatch > 0:
                 self.taking[rank].append(lane)
-            if gain:
-                self.changing[rank].append((lane, gain))
+            if of_microbatch:
+                self.changing[rank].append((lane, held))
         self.room = [shop.limit - room for room in shop.rooms]  # beside one microbatch
+        self.slices = shop.slices
 
     def may_take(self, lane: int, rank: int, count: list[int]) -> bool:
         """Whether after the next pass of ``lane``, what microbatches hold behind the first that
         lacks some of its memory leaves it all that it may need."""
         count[lane] += 1
         first = min([count[other] for other in self.taking[rank]])
+        first += self.slices - first % self.slices  # of the next microbatch
         behind = 0
-        for other, gain in self.changing[rank]:
-            if count[other] > first + 1:
-                behind += gain * (count[other] - first - 1)
+        for other, held in self.changing[rank]:
+            if count[other] > first:
+                behind += held[count[other]] - held[first]
         count[lane] -= 1
         return behind <= self.room[rank]
 

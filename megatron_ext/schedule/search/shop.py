@@ -7,6 +7,10 @@ chunk backwards, W likewise; with c chunks, rank r has lanes 3cr to 3c(r+1)-1. W
 be made again there are lanes of R, too, before those of I. For a microbatch that keeps its
 activation a pass of R takes no time and no memory, and is not there in truth (`Shop.again`).
 
+Where microbatches are cut into slices a column is a slice: of F in order, of I and W those of each
+microbatch in reverse, as the last goes back first (`Shop.turned`). So each lane runs its columns in
+order, and a microbatch is the same columns in all.
+
 `Starts` are a time for each pass, a row a lane, a column a microbatch, in ticks. They are read in
 two ways: as a *plan*, which says in which order one would like the passes to be taken and may be
 impossible, and as the schedule that packing made of one. `starts_of` is a plan from the rows of a
@@ -19,6 +23,9 @@ what microbatches behind k hold, and all that one microbatch may ever need, are 
 nothing any more, so on each rank it either has all it needs or is the k of that rank, and finds
 room beside what those behind it hold. And that it has gone on breaks nothing: the next k has fewer
 behind it. Lanes run in order, so this is the banker's rule with the oldest served first.
+
+Of slices that holds as it stands, of whole microbatches: the k-th lacks a pass if it lacks one of a
+slice.
 """
 
 from __future__ import annotations
@@ -28,11 +35,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import chain
+from statistics import fmean
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.action import Action, Kind, tokens_of
 from megatron_ext.schedule.kinds import RULES, Held
 from megatron_ext.schedule.limit import with_rounding
 from megatron_ext.schedule.placement import Neighbour, Placement
@@ -54,6 +63,27 @@ F, R, I, W = (  # noqa: E741 (the field's letters)
 KINDS = (F, I, W)
 _NOT_YET = -1
 _FINEST = 1_000  # ticks of a rank's work for a microbatch, at least: passes are shifted by shares
+_OF_SLICES = 1 << 40  # shares of a chunk: slices may be of any length
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the passes of a lane differ where microbatches are cut into slices.
+
+    Attributes:
+        durations: ticks, by lane and slice, in the order in which the lane takes them.
+        gains: the same of `Shop.gains`.
+    """
+
+    durations: Starts
+    gains: Starts
+
+    @property
+    def slices(self) -> int:
+        return self.durations.shape[1]
+
+    def mirrored(self) -> Cut:
+        return Cut(self.durations[:, ::-1], -self.gains[:, ::-1])
 
 
 @dataclass(frozen=True)
@@ -62,12 +92,12 @@ class Shop:
 
     Attributes:
         placement: which rank holds which stage.
-        microbatches: how many run through each lane.
+        pieces: how many run through each lane: microbatches, or slices of them.
         tick: seconds.
-        durations: ticks, per lane.
+        durations: ticks, per lane; of slices the mean.
         before: per lane, the lanes that it waits for and how long after their end.
         gains: memory that a pass takes at its start, or, if negative, gives back at its end; per
-            lane.
+            lane; of slices the mean.
         limit: the memory of a rank.
         rooms: per rank, what a microbatch may need at the most.
         heads: per rank, when it can start at the earliest.
@@ -75,11 +105,12 @@ class Shop:
             starts later may end later: by that, those that start sooner have a tail.)
         given_up: by lane and microbatch, what a pass takes more than ``gains``: of what is made
             again F takes less, and R that. None: there are no lanes of R.
+        cut: how slices differ; None where microbatches are whole.
         is_mirrored: whether time runs backwards.
     """
 
     placement: Placement
-    microbatches: int
+    pieces: int
     tick: float
     durations: tuple[int, ...]
     before: Waits
@@ -89,6 +120,7 @@ class Shop:
     heads: tuple[int, ...]
     tails: tuple[int, ...]
     given_up: Starts | None = None
+    cut: Cut | None = None
     is_mirrored: bool = False
 
     @property
@@ -96,13 +128,18 @@ class Shop:
         return len(self.durations)
 
     @property
+    def slices(self) -> int:
+        """Of a microbatch; 1: it is whole."""
+        return 1 if self.cut is None else self.cut.slices
+
+    @property
     def lanes_of_rank(self) -> int:
         return self.lanes // self.placement.ranks
 
     @cached_property
     def work(self) -> int:
-        """Ticks that a microbatch takes of a rank, on average."""
-        return int(self.durations_of_all.sum()) // (self.placement.ranks * self.microbatches)
+        """Ticks that a microbatch, or a slice, takes of a rank, on average."""
+        return int(self.durations_of_all.sum()) // (self.placement.ranks * self.pieces)
 
     @cached_property
     def passes(self) -> Lanes:
@@ -114,14 +151,14 @@ class Shop:
         """By lane and microbatch, whether it is a pass of R that is there; all are not, where there
         are no lanes of R."""
         if self.given_up is None:
-            return np.zeros((self.lanes, self.microbatches), dtype=bool)
+            return np.zeros((self.lanes, self.pieces), dtype=bool)
         is_lane = np.array([kind is R for _, kind in self.passes])
         return is_lane[:, None] & (self.given_up != 0)
 
     @cached_property
     def durations_of_all(self) -> Starts:
         """Ticks, by lane and microbatch."""
-        durations = np.repeat(np.array(self.durations, np.int64)[:, None], self.microbatches, 1)
+        durations = self._of_all(self.durations, None if self.cut is None else self.cut.durations)
         if self.given_up is not None:
             is_lane = np.array([kind is R for _, kind in self.passes])
             durations[is_lane[:, None] & (self.given_up == 0)] = 0
@@ -130,13 +167,19 @@ class Shop:
     @cached_property
     def gains_of_all(self) -> Starts:
         """``gains``, by lane and microbatch."""
-        gains = np.repeat(np.array(self.gains, np.int64)[:, None], self.microbatches, 1)
+        gains = self._of_all(self.gains, None if self.cut is None else self.cut.gains)
         return gains if self.given_up is None else gains + self.given_up
+
+    def _of_all(self, per_lane: tuple[int, ...], by_slice: Starts | None) -> Starts:
+        """By lane and column."""
+        if by_slice is not None:
+            return np.tile(by_slice, (1, self.pieces // self.slices))
+        return np.repeat(np.array(per_lane, np.int64)[:, None], self.pieces, 1)
 
     @cached_property
     def held_after(self) -> Starts:
         """By lane and number of its passes, what those take together."""
-        held = np.zeros((self.lanes, self.microbatches + 1), np.int64)
+        held = np.zeros((self.lanes, self.pieces + 1), np.int64)
         np.cumsum(self.gains_of_all, axis=1, out=held[:, 1:])
         return held
 
@@ -144,7 +187,7 @@ class Shop:
     def next_taking(self) -> Starts:
         """By lane and number of its passes, the first microbatch after them whose pass takes
         memory; the number of microbatches if there is none."""
-        m = self.microbatches
+        m = self.pieces
         first = np.full((self.lanes, m + 1), m, np.int64)
         taking = np.where(self.gains_of_all > 0, np.arange(m), m)
         first[:, :m] = np.minimum.accumulate(taking[:, ::-1], axis=1)[:, ::-1]
@@ -165,6 +208,28 @@ class Shop:
         return max(self.rooms) <= self.limit
 
     @cached_property
+    def turned(self) -> list[int]:
+        """The column of F with the slice that a column of I and W has, and the other way round."""
+        columns = np.arange(self.pieces)
+        return (columns - 2 * (columns % self.slices) + self.slices - 1).tolist()
+
+    @cached_property
+    def turns(self) -> Starts:
+        """By lane and column, how many periods after the first it comes, of what repeats."""
+        later = [0 if forward else self.slices - 1 for forward in self.is_forward]
+        return np.array(later, np.int64)[:, None] + np.arange(self.pieces)
+
+    @cached_property
+    def is_forward(self) -> list[bool]:
+        """Per lane, whether it is of F."""
+        return [kind is F for _, kind in self.passes]
+
+    def columns(self, lane: int, other: int) -> Sequence[int]:
+        """By column of ``lane``, that of ``other`` with the same slice."""
+        turns = self.is_forward[lane] != self.is_forward[other]
+        return self.turned if turns else range(self.pieces)
+
+    @cached_property
     def after(self) -> Waits:
         """Per lane, the lanes that wait for it and how long after its end."""
         return _turned(self.before)
@@ -173,7 +238,7 @@ class Shop:
         """The same work with time running backwards."""
         return Shop(
             self.placement,
-            self.microbatches,
+            self.pieces,
             self.tick,
             self.durations,
             self.after,
@@ -183,6 +248,7 @@ class Shop:
             heads=self.tails,
             tails=self.heads,
             given_up=None if self.given_up is None else -self.given_up[:, ::-1],
+            cut=None if self.cut is None else self.cut.mirrored(),
             is_mirrored=not self.is_mirrored,
         )
 
@@ -242,23 +308,29 @@ def shop_of(problem: Problem, again: npt.NDArray[np.bool_] | None = None) -> Sho
 
     Args:
         again: by stage and microbatch, whether the activation is made again; None: none is, and
-            there are no lanes for it.
+            there are no lanes for it. (Of slices none may be.)
 
     The tick is the common unit of the costs, or the largest fraction of it of which a rank's work
-    for a microbatch has a thousand; without a common unit it is a share of that work
-    (`common_tick`).
+    for a microbatch, or a slice, has a thousand; without a common unit it is a share of that work
+    (`common_tick`). Hops of slices count as the mean.
 
     Raises:
         ValueError: the limit is in bytes, and the costs have none.
     """
-    placement, costs = problem.placement, problem.costs
+    placement, costs, parts = problem.placement, problem.costs, problem.parts(0)
     assert {len(stages) for stages in placement.stages_of} == {placement.chunks}
     lanes = passes_of(placement, again is not None)
-    seconds = [costs.of(Action(stage, kind, 0)) for stage, kind in lanes]
-    work = sum(s for s, (_, kind) in zip(seconds, lanes, strict=True) if kind is not R)
+    seconds = [
+        [costs.of(Action(stage, kind, part)) for part in _in_order(kind, parts)]
+        for stage, kind in lanes
+    ]
+    work = sum(fmean(row) for row, (_, kind) in zip(seconds, lanes, strict=True) if kind is not R)
     work /= placement.ranks
-    unit = common_tick([*seconds, costs.hop], work)
+    hop = costs.hop if len(parts) == 1 else fmean(map(costs.hop_of, parts))
+    unit = common_tick([*chain(*seconds), hop], work)
     tick = unit / math.ceil(_FINEST * unit / work)
+    # A pass that costs nothing still has its place in the order.
+    durations = [[max(round(figure / tick), 1) for figure in row] for row in seconds]
     activation, rest, kept, limit = _memory(problem, again is not None)
     given_up = None
     if again is not None:
@@ -268,18 +340,43 @@ def shop_of(problem: Problem, again: npt.NDArray[np.bool_] | None = None) -> Sho
                 given_up[lane] = _SIGN[kind] * (activation[stage] - kept[stage]) * again[stage]
     return Shop(
         placement,
-        problem.microbatches,
+        problem.pieces,
         tick,
-        # A pass that costs nothing still has its place in the order.
-        tuple(max(round(figure / tick), 1) for figure in seconds),
-        _before(placement, round(costs.hop / tick), lanes),
-        tuple(_gain(kind, activation[stage], rest[stage]) for stage, kind in lanes),
+        tuple(round(fmean(row)) for row in durations),
+        _before(placement, round(hop / tick), lanes),
+        tuple(
+            _gain(kind, activation[stage] // len(parts), rest[stage] // len(parts))
+            for stage, kind in lanes
+        ),
         limit,
-        tuple(_rooms(placement, activation, rest)),
+        tuple(_rooms(problem, activation, rest)),
         heads=(0,) * placement.ranks,
         tails=_tails(problem, tick),
         given_up=given_up,
+        cut=_cut(lanes, parts, durations, activation, rest) if len(parts) > 1 else None,
     )
+
+
+def _in_order(kind: Kind, parts: Sequence[int]) -> Sequence[int]:
+    """The slices of a microbatch as the passes of ``kind`` come."""
+    return parts if kind is F else parts[::-1]
+
+
+def _cut(
+    lanes: Sequence[tuple[int, Kind]],
+    parts: Sequence[int],
+    durations: Sequence[Sequence[int]],
+    activation: Sequence[int],
+    rest: Sequence[int],
+) -> Cut:
+    gains = [
+        [
+            _gain(kind, math.ceil(share * activation[stage]), math.ceil(share * rest[stage]))
+            for share in map(tokens_of, _in_order(kind, parts))
+        ]
+        for stage, kind in lanes
+    ]
+    return Cut(np.array(durations, np.int64), np.array(gains, np.int64))
 
 
 _SIGN = {F: -1, R: 1}  # of what a pass takes more where an activation is made again
@@ -315,9 +412,13 @@ def _gain(kind: Kind, activation: int, rest: int) -> int:
 def _memory(problem: Problem, again: bool) -> tuple[list[int], list[int], list[int], int]:
     """What each stage holds from F, from I on, and of what is made again, and what a rank may hold:
     in shares of a chunk, or in bytes. The limit is rounded down; it is never more than all
-    microbatches need."""
+    microbatches need.
+
+    What slices give back to the keys and values of those before them is of one microbatch at a
+    time on a stage: there is room left for that.
+    """
     limit, placement = problem.memory_limit, problem.placement
-    chunk = round(1 / INPUT_SHARE) if again else 1
+    chunk = round(1 / INPUT_SHARE) if again else 1 if problem.slices.count == 1 else _OF_SLICES
     kept = [1] * placement.stages
     if limit is not None and limit.bytes is not None:
         held = bytes_for(limit, problem.costs)
@@ -327,21 +428,25 @@ def _memory(problem: Problem, again: bool) -> tuple[list[int], list[int], list[i
         amount = in_bytes(problem.costs)
         kept = [math.ceil(amount(Held.INPUT, stage)) for stage in range(placement.stages)]
         allowed: float = limit.bytes
+        if problem.slices.count > 1:
+            given_back = [amount(Held.KEYS_VALUES, stage) for stage in range(placement.stages)]
+            allowed -= max(sum(given_back[s] for s in row) for row in placement.stages_of)
     else:
         activation = rest = [chunk] * placement.stages
         allowed = math.inf
         if limit is not None:
             assert limit.microbatches is not None
             allowed = with_rounding(limit.microbatches * placement.chunks * chunk)
-    most = problem.microbatches * max(_rooms(placement, activation, rest))
+    most = problem.microbatches * max(_rooms(problem, activation, rest))
     return activation, rest, kept, most if allowed >= most else int(allowed)
 
 
-def _rooms(placement: Placement, activation: Sequence[int], rest: Sequence[int]) -> list[int]:
-    """Per rank, what a microbatch may need at the most."""
+def _rooms(problem: Problem, activation: Sequence[int], rest: Sequence[int]) -> list[int]:
+    """Per rank, what a microbatch may need at the most: what a slice does is rounded up."""
+    more = problem.slices.count - 1
     return [
-        sum(max(activation[stage], rest[stage]) for stage in stages)
-        for stages in placement.stages_of
+        sum(max(activation[stage], rest[stage]) + more for stage in stages)
+        for stages in problem.placement.stages_of
     ]
 
 
@@ -362,20 +467,29 @@ def _tails(problem: Problem, tick: float) -> tuple[int, ...]:
 
 
 def rows_of(
-    starts: Starts, placement: Placement, again: npt.NDArray[np.bool_] | None = None
+    starts: Starts,
+    placement: Placement,
+    again: npt.NDArray[np.bool_] | None = None,
+    orders: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> Rows:
-    """The actions of each rank in the order of their starts. ``again``: where there are lanes of R,
-    which of their passes are there (`Shop.again`)."""
+    """The actions of each rank in the order of their starts.
+
+    Args:
+        again: where there are lanes of R, which of their passes are there (`Shop.again`).
+        orders: what the columns of F are, and those of other lanes (`Problem.orders`); None: whole
+            microbatches.
+    """
     passes, m = passes_of(placement, again is not None), starts.shape[1]
+    there, back = orders or (range(m), range(m))
     rows = []
     for lanes in np.split(np.arange(len(passes)), placement.ranks):
-        order = np.argsort(starts[lanes], axis=None, kind="stable")  # by lane, then by microbatch
+        order = np.argsort(starts[lanes], axis=None, kind="stable")  # by lane, then by column
         row = []
         for place in order.tolist():
             lane, k = lanes[0] + place // m, place % m
             stage, kind = passes[lane]
             if kind is not R or (again is not None and again[lane, k]):
-                row.append(Action(stage, kind, k))
+                row.append(Action(stage, kind, there[k] if kind is F else back[k]))
         rows.append(tuple(row))
     return tuple(rows)
 
@@ -394,13 +508,21 @@ def starts_of(rows: Sequence[Sequence[Action]], shop: Shop) -> Starts:
 
     The limit is not looked at: a plan may be of a schedule that needs more.
     """
-    lane_of = {key: lane for lane, key in enumerate(shop.passes)}
+    lane_of, turned = {key: lane for lane, key in enumerate(shop.passes)}, shop.turned
     durations = shop.durations_of_all.tolist()
     orders = [
-        [(lane_of[stage, kind], k) for stage, kind, k in _as_lanes(row, shop)] for row in rows
+        [
+            (lane_of[stage, kind], int(k) if kind is F else turned[k])
+            for stage, kind, k in _as_lanes(row, shop)
+        ]
+        for row in rows
     ]
-    starts = [[_NOT_YET] * shop.microbatches for _ in shop.before]
-    before, size = shop.before, shop.lanes_of_rank
+    starts = [[_NOT_YET] * shop.pieces for _ in shop.before]
+    size = shop.lanes_of_rank
+    before = [
+        [(other, hop, shop.columns(lane, other)) for other, hop in row]
+        for lane, row in enumerate(shop.before)
+    ]
     woken = [{other // size for other, _ in row} - {n // size} for n, row in enumerate(shop.after)]
     at, free = [0] * len(orders), list(shop.heads)
     todo, queued = deque(range(len(orders))), [True] * len(orders)
@@ -411,12 +533,12 @@ def starts_of(rows: Sequence[Sequence[Action]], shop: Shop) -> Starts:
         while at[rank] < len(order):
             lane, k = order[at[rank]]
             start = free[rank]
-            for other, hop in before[lane]:
-                begun = starts[other][k]
+            for other, hop, columns in before[lane]:
+                begun = starts[other][columns[k]]
                 if begun == _NOT_YET:
                     start = _NOT_YET
                     break
-                start = max(start, begun + durations[other][k] + hop)
+                start = max(start, begun + durations[other][columns[k]] + hop)
             if start == _NOT_YET:
                 break
             starts[lane][k], free[rank] = start, start + durations[lane][k]

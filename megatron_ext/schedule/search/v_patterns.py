@@ -38,8 +38,10 @@ def pattern_plans(shop: Shop) -> list[Starts]:
     if not is_v(shop.placement):
         return []
     works, hop = _ranks_of(shop), _hop_of(shop)
+    # What goes back so many slices later is held so much longer.
+    works = [replace(w, limit=w.limit - (shop.slices - 1) * sum(w.activations)) for w in works]
     period = max(sum(rank.ticks) for rank in works)
-    turns = period * np.arange(shop.microbatches)
+    turns = period * shop.turns
     for more in range(_MORE_CHUNKS + 1):
         ranks = [replace(rank, limit=rank.limit + more * max(rank.activations)) for rank in works]
         repeated = patterns(ranks, hop, period, _PLANS, Arrangements.ONE_GAP)

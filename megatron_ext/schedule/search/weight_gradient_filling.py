@@ -211,12 +211,14 @@ class _Filling:
         parts = problem.parts(0)
         self.orders, self.placement, self.slices = orders, placement, len(parts)
         self.memory, self.deadline, self.span = memory, deadline, span
-        # By kind, stage and slice; by slice.
+        # By kind, stage and slice; by the stage before the link, and slice.
         self.seconds = {
             kind: [[costs.of(Action(s, kind, part)) for part in parts] for s in stages]
             for kind in _COMPUTE
         }
-        self.hops = [costs.hop_of(part) for part in parts]
+        self.hops = [
+            [costs.of(Action(s, Kind.SEND_F, part)) for part in parts] for s in stages[:-1]
+        ]
         self.tokens = [tokens_of(part) for part in parts]
         self.work = _work(problem)
         self.forward_at: list[list[float | None]] = [[None] * m for _ in stages]
@@ -340,7 +342,8 @@ class _Filling:
             return -1
         to, at = self.placement.rank_of[other], self.free[rank]
         if to != rank:
-            at = max(at, self.arrived.get((rank, to, kind), 0.0)) + self.hops[k % self.slices]
+            hop = self.hops[min(stage, other)][k % self.slices]
+            at = max(at, self.arrived.get((rank, to, kind), 0.0)) + hop
             self.arrived[rank, to, kind] = at
         (self.forward_at if is_forward else self.gradient_at)[other][k] = at
         return to

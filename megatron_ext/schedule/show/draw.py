@@ -54,7 +54,8 @@ WIDTH = 12  # of the timelines' figure, in inches
 LABEL = 7  # of a pass, in points
 
 Pair = tuple[float, float]
-Box = tuple[int, float, float]  # rank, start, end
+Box = tuple[float, float, float, float]  # middle (a rank), half of its height, start, end
+_HALF = 0.43  # of a box's height
 
 
 def draw(timelines: Sequence[Timeline], path: Path) -> None:
@@ -168,24 +169,27 @@ def _draw_passes(axes: Axes, run: Sequence[Timeline], readable: float, measure: 
     boxes: dict[tuple[Kind, bool, bool], list[Box]] = defaultdict(list)
     marks: dict[Kind, list[Pair]] = defaultdict(list)
     for number, timeline in enumerate(run):
+        in_pairs = _places_in_pairs(timeline)
         for event in timeline.events:
-            kind, start, end = event.action.kind, event.start - first, event.end - first
+            place = in_pairs.get(event.action, (event.rank, _HALF, event.start, event.end))
+            kind, middle, half = event.action.kind, place[0], place[1]
+            start, end = place[2] - first, place[3] - first
             if kind in MARKS:
-                marks[kind].append((end, event.rank - 0.43))
+                marks[kind].append((end, event.rank - _HALF))
             if kind not in COLOURS or start == end:
                 continue
             in_later_chunk = bool(chunk[event.action.stage] % 2)
-            boxes[kind, bool(number % 2), in_later_chunk].append((event.rank, start, end))
+            boxes[kind, bool(number % 2), in_later_chunk].append((middle, half, start, end))
             if end - start >= digits * readable:
                 axes.text(
                     (start + end) / 2,
-                    event.rank,
+                    middle,
                     str(event.action.microbatch),
                     ha="center",
                     va="center",
                     fontsize=LABEL,
                 )
-    whole = [(rank, 0, _length(run)) for rank in range(len(schedule.rows))]
+    whole = [(rank, _HALF, 0, _length(run)) for rank in range(len(schedule.rows))]
     _add_boxes(axes, whole, facecolor=BUBBLE, edgecolor="none")
     for (kind, in_later_step, in_later_chunk), places in boxes.items():
         _add_boxes(
@@ -214,6 +218,20 @@ def _draw_passes(axes: Axes, run: Sequence[Timeline], readable: float, measure: 
     axes.set_title(f"{_named(schedule)}: {figure}, peak {peak}", loc="left", fontsize=10)
 
 
+def _places_in_pairs(timeline: Timeline) -> dict[Action, Box]:
+    """Where each pass that runs in a pair is drawn: as long as the pair, F above."""
+    beside = timeline.schedule.beside
+    events = {event.action: event for event in timeline.events if event.action in beside}
+    quarter = _HALF / 2
+    places: dict[Action, Box] = {}
+    for forward, backward in timeline.schedule.pairs:
+        rank, _, start, _ = events[forward]
+        end = events[backward].end
+        places[forward] = rank - quarter, quarter, start, end
+        places[backward] = rank + quarter, quarter, start, end
+    return places
+
+
 def _named(schedule: Schedule) -> str:
     slices = schedule.columns.slices
     return schedule.name if slices == 1 else f"{schedule.name}, {counted(slices, 'slice')}"
@@ -225,8 +243,8 @@ def _add_boxes(axes: Axes, boxes: Sequence[Box], **look: Any) -> None:
     from matplotlib import patches, path
 
     corners = [
-        [(start, rank - 0.43), (end, rank - 0.43), (end, rank + 0.43), (start, rank + 0.43)]
-        for rank, start, end in boxes
+        [(start, y - half), (end, y - half), (end, y + half), (start, y + half)]
+        for y, half, start, end in boxes
     ]
     shape = path.Path.make_compound_path_from_polys(np.array(corners))
     with matplotlib.rc_context({"hatch.linewidth": 0.5}):  # numbers stand on it

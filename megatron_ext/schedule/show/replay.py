@@ -14,6 +14,7 @@ from megatron_ext.schedule.program.graph import needed, partner_of
 from megatron_ext.schedule.schedule import Schedule, is_compute
 from megatron_ext.schedule.timeline import Event, Timeline
 
+Inputs = dict[Action, tuple[Action, ...]]
 Seconds = Callable[[Action], float]
 
 
@@ -25,12 +26,13 @@ class Replay:
     schedule: Schedule
 
     @cached_property
-    def inputs(self) -> dict[Action, tuple[Action, ...]]:
+    def inputs(self) -> Inputs:
         """By pass, the passes that make what it needs."""
         rows = self.schedule.compute_rows
         passes = {action for row in rows for action in row}
         placement = self.schedule.placement
-        return {a: tuple(m for m in _makers(a, placement) if m in passes) for a in passes}
+        inputs = {a: tuple(m for m in _makers(a, placement) if m in passes) for a in passes}
+        return _of_pairs(inputs, self.schedule) if self.schedule.pairs else inputs
 
     @cached_property
     def order(self) -> tuple[tuple[int, Action], ...]:
@@ -78,6 +80,17 @@ class Replay:
             end[action] = free[rank] = start + seconds(action)
             rows[rank].append(Event(rank, action, start, end[action]))
         return Timeline(self.schedule, tuple(event for row in rows for event in row))
+
+
+def _of_pairs(inputs: Inputs, schedule: Schedule) -> Inputs:
+    """``inputs`` where passes run in pairs: a pair needs what either does, and what its forward
+    pass makes is there when its backward pass has ended."""
+    ends = {pair.forward: pair.backward for pair in schedule.pairs}
+    moved = {a: tuple(ends.get(maker, maker) for maker in makers) for a, makers in inputs.items()}
+    for forward, backward in schedule.pairs:
+        moved[forward] = tuple(dict.fromkeys((*moved[forward], *moved[backward])))
+        moved[backward] = (forward,)
+    return moved
 
 
 def _makers(action: Action, placement: Placement) -> Iterator[Action]:

@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.schedule.action import Action, Slice, parse, slices_named, whole_of
+from megatron_ext.schedule.action import Action, Kind, Pair, Slice, parse, slices_named, whole_of
 from megatron_ext.schedule.kinds import HOST_LANES, RULES, Lane, Where
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.program.graph import channel_of
@@ -264,7 +264,7 @@ def _step(
 def _timeline(slices: Sequence[_Slice], category: str, where: str) -> Timeline:
     """The passes of ``category``, and with them the reductions of a measured step."""
     of_rank: dict[int, list[Event]] = {}
-    reductions = []
+    reductions, pairs = [], list[Pair]()
     parts = max((slices_named(s.name) for s in slices if s.category == category), default=1)
     for slice_ in slices:
         if slice_.category == category:
@@ -273,6 +273,8 @@ def _timeline(slices: Sequence[_Slice], category: str, where: str) -> Timeline:
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from None
             of_rank.setdefault(slice_.rank, []).append(event)
+            if event.action.kind is Kind.FORWARD and "beside" in slice_.args.data:
+                pairs.append(Pair(event.action, _beside(slice_.args, where)))
         elif slice_.category == _REDUCTION and category == _PASS:
             stage, is_exact = slice_.args.count("stage"), slice_.args.truth("is_exact")
             reductions.append(Reduction(slice_.rank, stage, slice_.start, slice_.end, is_exact))
@@ -281,8 +283,15 @@ def _timeline(slices: Sequence[_Slice], category: str, where: str) -> Timeline:
     rank_of = {event.action.stage: event.rank for row in rows for event in row}
     placement = Placement("trace", tuple(rank_of[stage] for stage in range(len(rank_of))))
     actions = tuple(tuple(event.action for event in row) for row in rows)
-    schedule = Schedule(slices[0].args.text("schedule"), placement, actions)
+    schedule = Schedule(slices[0].args.text("schedule"), placement, actions, frozenset(pairs))
     return Timeline(schedule, tuple(event for row in rows for event in row), tuple(reductions))
+
+
+def _beside(args: Record, where: str) -> Action:
+    try:
+        return parse(args.text("beside"))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def _check_rows(rows: Sequence[tuple[Event, ...]], where: str) -> None:
@@ -321,7 +330,7 @@ def track_of(action: Action, placement: Placement) -> str | None:
 def _slices(timeline: Timeline, prefix: str, about: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Passes and messages, and when the optimizer stepped and when the verdict on the last step
     was there; ``prefix`` goes before the names of their tracks and categories."""
-    placement = timeline.schedule.placement
+    placement, beside = timeline.schedule.placement, timeline.schedule.beside
     for event in timeline.events:
         action, rule = event.action, RULES[event.action.kind]
         category, title = prefix + rule.lane.value, track_of(action, placement)
@@ -329,6 +338,8 @@ def _slices(timeline: Timeline, prefix: str, about: dict[str, Any]) -> Iterator[
             args = {"stage": action.stage, "microbatch": whole_of(action.microbatch)} | about
             if isinstance(action.microbatch, Slice):
                 args["slice"] = action.microbatch.slice
+            if action in beside:
+                args["beside"] = str(beside[action])
             yield _slice(event, str(action), prefix + title, category, args)
         elif rule.where is Where.RANK and not rule.is_message:
             yield _mark(event, str(action), prefix + "passes", category, about)

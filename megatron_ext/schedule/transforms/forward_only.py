@@ -14,4 +14,4 @@ def keep_forward(schedule: Schedule, problem: Problem) -> Schedule:
     rows = tuple(
         tuple(action for action in row if RULES[action.kind].in_evaluation) for row in schedule.rows
     )
-    return replace(schedule, rows=rows)
+    return replace(schedule, rows=rows, pairs=frozenset())

@@ -31,6 +31,7 @@ def drop_untrained(schedule: Schedule, problem: Problem) -> Schedule:
     return replace(
         schedule,
         rows=tuple(tuple(action for action in row if stays(action)) for row in schedule.rows),
+        pairs=frozenset(pair for pair in schedule.pairs if all(map(stays, pair))),
     )
 
 

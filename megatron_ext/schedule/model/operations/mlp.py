@@ -37,7 +37,7 @@ def experts(model: Model, execution: Execution) -> Part:
     hidden, tokens = model.hidden_size, execution.split_tokens
     again = ["moe"]
     operations = [
-        *beside(hidden, execution),
+        *beside(hidden, execution, is_alone=True),
         *linear(
             "router",
             tokens,

@@ -5,14 +5,22 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
+from math import inf
+
+import numpy as np
 
 from megatron_ext.schedule.build.auto_spec import SEARCHES
 from megatron_ext.schedule.build.registry import choose, entry_of
 from megatron_ext.schedule.placement import Placement, is_line_or_v
 from megatron_ext.schedule.plan.layouts.descent import Start, Timed, descend
-from megatron_ext.schedule.plan.layouts.figures import StageFigures
+from megatron_ext.schedule.plan.layouts.figures import StageFigures, busy
 from megatron_ext.schedule.plan.layouts.layout import Layout
-from megatron_ext.schedule.plan.layouts.minimax import least_slowest_stage, with_even_ranks
+from megatron_ext.schedule.plan.layouts.minimax import (
+    least_seconds,
+    least_slowest_stage,
+    with_even_ranks,
+)
+from megatron_ext.schedule.plan.layouts.recompute import LayerRecompute
 from megatron_ext.schedule.plan.layouts.work import MANY, Evaluated, Work, evaluate
 from megatron_ext.schedule.plan.planner import VocabMethod
 from megatron_ext.schedule.progress import Task
@@ -23,6 +31,7 @@ _SMALL = 2600  # microbatches on a stage, of what a search knows at once in some
 _NEAR = 0.02  # of a step: what a search may well make up for
 _NEARLY = 1.05  # of what fits
 _TIGHTER = 0.98  # of what fits, where an estimate was too low
+_ROOMY = 0.9  # of what fits: memory holds nothing back
 _PLAIN = 0.005  # of a step: what a layout has to gain to be written
 _WORTH = 0.01  # of a step: what a divided vocabulary has to be able to gain
 
@@ -30,8 +39,11 @@ Rule = Callable[[int], Layout]  # the layout of so many stages; raises ValueErro
 Permits = Callable[[str, VocabMethod], None]  # raises ValueError
 
 
+Layouts = Callable[[Placement, StageFigures], list[Layout]]
+
+
 class Candidates:
-    """Schedules and layouts within ``bound`` bytes of a rank.
+    """Schedules, layouts, and what is run again of layers, within ``bound`` bytes of a rank.
 
     Attributes:
         about: seconds of a step, by schedule, whether it fits or not.
@@ -39,6 +51,7 @@ class Candidates:
         barred: why schedules are not permitted.
 
     Args:
+        works: the same training with each thing that may be run again.
         rule: the layout that Megatron makes by itself.
         permits: asked of each schedule.
         search: as of `compare_layouts`.
@@ -46,16 +59,16 @@ class Candidates:
 
     def __init__(
         self,
-        work: Work,
+        works: Sequence[Work],
         bound: float | None,
         rule: Rule,
         permits: Permits,
         search: bool,
         progress: Task,
     ) -> None:
-        self._work, self._bound, self._rule = work, bound, rule
+        self._work, self._bound, self._rule = works[0], bound, rule
         self._permits, self._search, self._progress = permits, search, progress
-        self._figures = StageFigures(work)
+        self._figures = sorted(map(StageFigures, works), key=_least_work)
         self._orders: dict[str, Timed] = {}
         self.about: dict[str, float] = {}
         self.refused: dict[str, str] = {}
@@ -79,17 +92,18 @@ class Candidates:
                 least; the first that fits counts.
         """
 
-        def layouts(placement: Placement) -> list[Layout]:
-            balanced = least_slowest_stage(
-                len(self._work.model.layers), placement.stages, self._figures
-            )
-            even = with_even_ranks(balanced, placement, self._work.microbatches, self._figures)
+        def layouts(placement: Placement, figures: StageFigures) -> list[Layout]:
+            layers, microbatches = len(self._work.model.layers), self._work.microbatches
+            balanced = least_slowest_stage(layers, placement.stages, figures)
+            even = with_even_ranks(balanced, placement, microbatches, figures)
             of_known = [
                 candidate.layout
                 for candidate in known
                 if candidate.layout.stages == placement.stages
             ]
-            return list(dict.fromkeys([even, balanced, *self._by_rule(placement), *of_known]))
+            return list(
+                dict.fromkeys([even, balanced, *self._by_rule(placement, figures), *of_known])
+            )
 
         starts = [self._start(list(self._permitted(ladder)), layouts) for ladder in ladders]
         ahead = sorted((start for start in starts if start), key=_about)[:_PLACEMENTS]
@@ -97,27 +111,40 @@ class Candidates:
         self._tell([*known, *made])
         return sorted(made, key=_seconds)
 
-    def further(self, made: Sequence[Evaluated]) -> list[Evaluated]:
-        """What searches find with the layouts of ``made``, and what schedules take with the
-        vocabulary divided."""
+    def further(self, made: Sequence[Evaluated], own: Evaluated) -> list[Evaluated]:
+        """What searches find with the layouts of ``made``, and with that of the line itself, which
+        is ``own``; and what schedules take with the vocabulary divided."""
         more: list[Evaluated] = []
-        for candidate in self._worth_more(made):
-            report = candidate.candidate.report
+        near = self._worth_more(made)
+        is_among = any(
+            (other.layout, other.recompute) == (own.layout, own.recompute) for other in near
+        )
+        for candidate in [*near, *([] if is_among else [own])]:
             placement = choose(candidate.schedule).place(self._work.ranks)
-            searches = [
-                search.spec
-                for search in SEARCHES
-                if (search.placement, search.chunks) == (placement.name, report.vpp)
-            ]
-            microbatches = min(self._work.microbatches, MANY * placement.ranks)
-            is_small = placement.stages * microbatches <= _SMALL
-            if self._search or is_small:
-                pairs = [(spec, candidate.layout) for spec in self._permitted(searches)]
-                more += self._evaluated(pairs)
-            if is_line_or_v(placement):
+            more += self._searched(candidate, placement, is_near=candidate is not own)
+            if candidate is not own and is_line_or_v(placement):
                 more += self._divided(candidate, placement)
             self._tell([*made, *more])
         return more
+
+    def _searched(
+        self, candidate: Evaluated, placement: Placement, *, is_near: bool
+    ) -> list[Evaluated]:
+        """What searches find on the stages of ``candidate``; if it is not near the best, what they
+        know at once."""
+        chunks = candidate.candidate.report.vpp
+        specs = [
+            search.spec
+            for search in SEARCHES
+            if (search.placement, search.chunks) == (placement.name, chunks)
+        ]
+        microbatches = min(self._work.microbatches, MANY * placement.ranks)
+        if not self._search and placement.stages * microbatches > _SMALL:
+            return []
+        return self._evaluated(
+            [(spec, candidate.layout, candidate.recompute) for spec in self._permitted(specs)],
+            search=self._search and is_near,
+        )
 
     def _worth_more(self, made: Sequence[Evaluated]) -> list[Evaluated]:
         """Those of ``made`` that are about as good as the first; where searches take long, the one
@@ -130,7 +157,7 @@ class Candidates:
         is_quick = self._search and stages * self._work.microbatches <= _SMALL
         return near if is_quick else near[:1]
 
-    def _by_rule(self, placement: Placement) -> list[Layout]:
+    def _by_rule(self, placement: Placement, figures: StageFigures) -> list[Layout]:
         try:
             return [self._rule(placement.stages)]
         except ValueError:  # layers do not divide so
@@ -142,29 +169,50 @@ class Candidates:
         at_best = self._work.microbatches * sum(candidate.work) / placement.ranks
         if at_best > (1 - _WORTH) * candidate.seconds:
             return []
+        figures = self._of(candidate.recompute)
         layout = least_slowest_stage(
-            len(self._work.model.layers), placement.stages, self._figures, with_ends=False
+            len(self._work.model.layers), placement.stages, figures, with_ends=False
         )
         made = []
         for method in (VocabMethod.ONE, VocabMethod.TWO):
             with contextlib.suppress(ValueError):
                 self._permits(candidate.schedule, method)
-                made.append(self._evaluate(candidate.schedule, layout, method))
+                made.append(self._evaluate(figures.work, candidate.schedule, layout, method))
         return made
 
-    def _start(
-        self, ladder: Sequence[str], layouts: Callable[[Placement], list[Layout]]
+    def _of(self, recompute: LayerRecompute) -> StageFigures:
+        return next(each for each in self._figures if each.work.recompute == recompute)
+
+    def _start(self, ladder: Sequence[str], layouts: Layouts) -> Start | None:
+        """The best of ``ladder``, with what is best run again of layers: what takes the least time
+        comes first, and where memory holds nothing back, nothing else is tried."""
+        best: Start | None = None
+        for figures in self._figures:
+            start = self._start_by(figures, ladder, layouts, best)
+            best = min(filter(None, (best, start)), key=_about, default=None)
+            if start and start.spec == ladder[0] and start.fullest < _ROOMY:
+                break
+        return best
+
+    def _start_by(
+        self, figures: StageFigures, ladder: Sequence[str], layouts: Layouts, known: Start | None
     ) -> Start | None:
         """The first of ``ladder`` that fits, with the best of its ``layouts``; or one before that
-        nearly does, if that is better when layers are moved until it does."""
+        nearly does, if that is better when layers are moved until it does. None where it takes more
+        than what is ``known`` anyway."""
         made: list[Start] = []
         for spec in ladder:
-            options = layouts(choose(spec).place(self._work.ranks))
+            placement = choose(spec).place(self._work.ranks)
+            options = layouts(placement, figures)
             if not options:
                 break
+            counts = np.array([layout.layers for layout in options], dtype=np.int64)
+            least = least_seconds(counts, placement, self._work.microbatches, figures).min()
+            if known and known.fits and known.seconds <= least:
+                break
             with self._refusing(spec):
-                start = self._timed(spec, options[0]).best_of(options)
-                self.about[spec] = start.seconds
+                start = self._timed(spec, options[0], figures).best_of(options)
+                self.about[spec] = min(start.seconds, self.about.get(spec, inf))
                 made.append(start)
                 if start.fits:
                     break
@@ -173,11 +221,11 @@ class Candidates:
             self._progress.done += 1
         return min(made, key=_about, default=None)
 
-    def _timed(self, spec: str, layout: Layout) -> Timed:
+    def _timed(self, spec: str, layout: Layout, figures: StageFigures) -> Timed:
         """The order of passes of ``spec`` with ``layout``."""
         if spec in self._orders:
-            return self._orders[spec]
-        timed = Timed(self._work, spec, layout, self._figures, self._bound)
+            return self._orders[spec].by(figures)
+        timed = Timed(spec, layout, figures, self._bound)
         if not entry_of(spec).uses_costs:
             self._orders[spec] = timed
         return timed
@@ -200,12 +248,12 @@ class Candidates:
             return timed if share == 1 else timed.in_less(share)
 
         def make(layout: Layout) -> Timed:
-            return in_share(self._timed(start.spec, layout))
+            return in_share(self._timed(start.spec, layout, start.figures))
 
         try:
             made = descend(make, start.layout, self._progress)
             placement = choose(start.spec).place(self._work.ranks)
-            for plain in self._by_rule(placement):
+            for plain in self._by_rule(placement, start.figures):
                 of_plain = make(plain).best_of([plain])
                 if of_plain.fits and of_plain.seconds < (1 + _PLAIN) * made.seconds:
                     return of_plain
@@ -219,29 +267,43 @@ class Candidates:
         for start in sorted(starts, key=_about):
             if not start.fits or len(made) == number:
                 break
-            of_start = self._evaluated([(start.spec, start.layout)])
+            of_start = self._of_start(start)
             if not of_start:  # messages hold more than is estimated
                 tighter = self._descended(start, _TIGHTER)
                 if tighter.fits:
-                    of_start = self._evaluated([(start.spec, tighter.layout)])
+                    of_start = self._of_start(tighter)
             made += of_start
         return made
 
-    def _evaluated(self, pairs: Iterable[tuple[str, Layout]]) -> list[Evaluated]:
+    def _of_start(self, start: Start) -> list[Evaluated]:
+        return self._evaluated([(start.spec, start.layout, start.figures.work.recompute)])
+
+    def _evaluated(
+        self, wanted: Iterable[tuple[str, Layout, LayerRecompute]], *, search: bool | None = None
+    ) -> list[Evaluated]:
+        """Those that can be made.
+
+        Args:
+            search: None: as `compare_layouts` has been asked.
+        """
         made = []
-        for spec, layout in pairs:
+        for spec, layout, recompute in wanted:
             with self._refusing(spec):
-                made.append(self._evaluate(spec, layout))
+                made.append(self._evaluate(self._of(recompute).work, spec, layout, search=search))
         return made
 
     def _evaluate(
         self,
+        work: Work,
         spec: str,
         layout: Layout,
         method: VocabMethod = VocabMethod.NAIVE,
+        *,
+        search: bool | None = None,
     ) -> Evaluated:
         self._progress.done += 1
-        return evaluate(self._work, spec, layout, method, self._bound, search=self._search)
+        search = self._search if search is None else search
+        return evaluate(work, spec, layout, method, self._bound, search=search)
 
     @contextlib.contextmanager
     def _refusing(self, spec: str) -> Iterator[None]:
@@ -257,6 +319,12 @@ class Candidates:
                 f"so far the best is {best.schedule} with {best.layout.text()}: "
                 f"{best.seconds:.4g} s a step"
             )
+
+
+def _least_work(figures: StageFigures) -> float:
+    """Seconds of a microbatch in all layers."""
+    layers = len(figures.work.model.layers)
+    return sum(float(busy(figures.piece(n, n + 1))) for n in range(layers))
 
 
 def _about(start: Start) -> tuple[bool, float]:

@@ -14,7 +14,6 @@ from megatron_ext.schedule.plan.layouts.figures import Counts, Floats, StageFigu
 from megatron_ext.schedule.plan.layouts.layout import Layout
 from megatron_ext.schedule.plan.layouts.minimax import is_layout, least_seconds, moves
 from megatron_ext.schedule.plan.layouts.order import Order
-from megatron_ext.schedule.plan.layouts.work import Work
 from megatron_ext.schedule.plan.planner import limit_left
 from megatron_ext.schedule.progress import Task
 
@@ -34,11 +33,13 @@ class Start:
     """A schedule with a layout.
 
     Attributes:
+        figures: of stages, and so what is run again of layers.
         seconds: about what a step takes.
         fullest: about what the fullest rank holds, as a share of what it may; 0: all that it wants.
     """
 
     spec: str
+    figures: StageFigures
     layout: Layout
     seconds: float
     fullest: float
@@ -56,8 +57,9 @@ class Timed:
     """
 
     def __init__(
-        self, work: Work, spec: str, layout: Layout, figures: StageFigures, room: float | None
+        self, spec: str, layout: Layout, figures: StageFigures, room: float | None
     ) -> None:
+        work = figures.work
         variant = work.variant(spec, layout)
         self.spec = spec
         self._figures, self._room = figures, room
@@ -75,12 +77,18 @@ class Timed:
             schedule = build(problem)
         except ValueError:  # it needs more, which other layouts may leave
             schedule = build(replace(problem, memory_limit=work.limit))
-        self._order = Order(schedule, problem.costs.hop, problem.costs.message_bytes)
+        self._order = Order(schedule, problem.costs)
 
     def in_less(self, share: float) -> Timed:
         """The same order, with so much of the room."""
         other = copy.copy(self)
         other._room = self._room and share * self._room
+        return other
+
+    def by(self, figures: StageFigures) -> Timed:
+        """The same order, by other figures."""
+        other = copy.copy(self)
+        other._figures = figures
         return other
 
     def best_of(self, layouts: Sequence[Layout]) -> Start:
@@ -89,7 +97,9 @@ class Timed:
         seconds, fullest = self._figured(counts)
         score = np.where(fullest > 1, _TOO_FULL * fullest, seconds)
         best = int(score.argmin())
-        return Start(self.spec, layouts[best], float(seconds[best]), float(fullest[best]))
+        return Start(
+            self.spec, self._figures, layouts[best], float(seconds[best]), float(fullest[best])
+        )
 
     def descend(self, start: Layout, task: Task) -> Layout:
         """``start`` with layers moved, one or two at once, until no move makes a step shorter;

@@ -13,6 +13,7 @@ from megatron_ext.schedule.model.model_memory import ModelBytes, TrainingState, 
 from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.plan.layouts.beside import seconds_beside
+from megatron_ext.schedule.plan.layouts.recompute import LayerRecompute
 from megatron_ext.schedule.plan.layouts.work import Work
 from megatron_ext.schedule.problem import VocabularyParallel
 
@@ -41,12 +42,8 @@ def estimated_work(
         microbatches,
         costs_of=lambda stages, placement: estimate(model, stages, execution, rates),
         bytes_of=bytes_of,
-        seconds_beside=partial(
-            seconds_beside,
-            state=state,
-            tensor_parallel=execution.tensor_parallel,
-            rates=rates,
-        ),
+        seconds_beside=partial(seconds_beside, state=state, execution=execution, rates=rates),
         limit=limit,
         post_validation=post_validation,
+        recompute=LayerRecompute.of(execution),
     )

@@ -32,14 +32,14 @@ class Figure(IntEnum):
 
 
 class StageFigures:
-    """The figures of stages, each made once.
+    """The figures of stages of ``work``, each made once.
 
     The output layer's weight gradient counts with its input gradient, where most schedules have it
     (`output_layer`).
     """
 
     def __init__(self, work: Work) -> None:
-        self._work = work
+        self.work = work
         size = len(work.model.layers) + 1
         # The row of a stage by whether it is the first, or the last, and where it starts and ends.
         self._rows = np.full((2, 2, size, size), -1, dtype=np.int64)
@@ -69,7 +69,7 @@ class StageFigures:
         return np.asarray(self._table[self._rows[key]])
 
     def _row(self, is_first: int, is_last: int, start: int, end: int) -> int:
-        model = self._work.model
+        model = self.work.model
         stage = Stage(
             model.layers[start:end],
             embedding=bool(is_first),
@@ -82,8 +82,8 @@ class StageFigures:
         return self._row_of[stage]
 
     def _figures(self, stage: Stage) -> Floats:
-        companion = Stage(self._work.model.layers[:1])  # costs of nothing at all are none
-        costs = self._work.costs_of((companion, stage), line(2))
+        companion = Stage(self.work.model.layers[:1])  # costs of nothing at all are none
+        costs = self.work.costs_of((companion, stage), line(2))
         ends = costs.vocabulary or VocabularyCosts()
         layers = costs.without_vocabulary()
         figures = np.zeros(len(Figure))
@@ -103,7 +103,7 @@ class StageFigures:
             figures[Figure.FORWARD] += forward
             figures[Figure.INPUT] += input_gradient + weight_gradient
             figures[Figure.ACTIVATION] += ends.logits_bytes
-        of_model, *_ = self._work.bytes_of((stage,), line(1), VocabularyParallel.NONE)
+        of_model, *_ = self.work.bytes_of((stage,), line(1), VocabularyParallel.NONE)
         figures[Figure.MODEL] = of_model.total
         return figures
 

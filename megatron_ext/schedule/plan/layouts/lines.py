@@ -1,4 +1,5 @@
-"""What another layout, another number of chunks and another schedule would gain: four lines.
+"""What another layout, another number of chunks, another schedule, and other layers run again would
+gain: four lines.
 
 All are within one memory bound: what a GPU leaves, or what the launch line itself takes if that is
 more. None takes more time than the launch line.
@@ -6,8 +7,8 @@ more. None takes more time than the launch line.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from megatron_ext.schedule.build.registry import with_option
@@ -52,6 +53,17 @@ class Lines:
         """All but the launch line, by what is kept of it."""
         return {"chunks": self.chunks, "stock": self.stock, "ours": self.ours}
 
+    @property
+    def is_recompute_other(self) -> bool:
+        """Whether one of them has other layers run again than the launch line."""
+        return any(other.recompute != self.own.recompute for other in self.others.values())
+
+    def beside(self, others: Iterable[Evaluated]) -> Lines:
+        """With ``others`` among any schedules with any layout."""
+        ours = _best(self.ours, *others)
+        still_barred = self.barred is not None and self.barred.seconds < ours.seconds
+        return replace(self, ours=ours, barred=self.barred if still_barred else None)
+
     def gain(self, line: Evaluated) -> float:
         """How much more time a step of the launch line takes, as a part of that of ``line``."""
         return self.own.seconds / line.seconds - 1
@@ -62,7 +74,7 @@ def permit_all(spec: str, method: VocabMethod) -> None:
 
 
 def compare_layouts(
-    work: Work,
+    works: Sequence[Work],
     own: tuple[str, Layout],
     rule: Rule,
     room: float | None = None,
@@ -71,9 +83,10 @@ def compare_layouts(
     search: bool = True,
     margin: float = 0.0,
 ) -> Lines:
-    """The four lines of ``work``, of which ``own`` is the schedule and the layout as it stands.
+    """The four lines of a training, of which ``own`` is the schedule and the layout as it stands.
 
     Args:
+        works: the training as it stands, and with what else Megatron could run again of layers.
         rule: the layout that Megatron makes by itself.
         room: bytes that a rank has for everything; None: as much as it takes.
         permits: asked of each schedule that is not stock's.
@@ -84,20 +97,21 @@ def compare_layouts(
     Raises:
         ValueError: ``own`` cannot be made.
     """
+    work = works[0]
     with task("laying out stages") as progress:
         of_own = evaluate(work, *own, search=search)
         bound = None if room is None else max(room, of_own.fullest) - margin
-        candidates = Candidates(work, bound, rule, permits, search, progress)
+        candidates = Candidates(works, bound, rule, permits, search, progress)
         loops = _with_chunks("interleaved", work, of_own)
         specs = ["1f1b", *loops]
         chunks = _best(of_own, *candidates.by_rule(specs))
         stock = _best(chunks, *candidates.by_layout([[spec] for spec in specs], [of_own, chunks]))
         ladders = _ladders(work, sorted(loops, key=lambda spec: candidates.about.get(spec, inf)))
         made = candidates.by_layout(ladders, [of_own, stock])
-        ours = _best(stock, *made, *candidates.further(made))
+        ours = _best(stock, *made, *candidates.further(made, of_own))
         barred = None
         if candidates.barred:
-            others = Candidates(work, bound, rule, permit_all, search, progress)
+            others = Candidates(works, bound, rule, permit_all, search, progress)
             barred = _best(ours, *others.by_layout(ladders, [of_own, stock]))
     return Lines(
         of_own,

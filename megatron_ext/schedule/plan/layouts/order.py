@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.plan.layouts.figures import Figure, Floats
 from megatron_ext.schedule.schedule import Schedule, followed_by_own_w
@@ -22,11 +23,12 @@ _NOTHING = -1
 
 
 class Order:
-    """The order of a ``schedule`` which has passes of `_KINDS` only."""
+    """The order of a ``schedule`` which has passes of `_KINDS` only, with the messages of
+    ``costs``."""
 
-    def __init__(self, schedule: Schedule, hop: float, message_bytes: float) -> None:
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self._placement = schedule.placement
-        self._sent = _share_under_way(self._placement) * message_bytes
+        self._sent = _share_under_way(self._placement) * costs.message_bytes
         pairs = zip(schedule.rows, self._placement.stages_of, strict=True)
         self._held = [_held_by(row, stages) for row, stages in pairs]
         walk = _Walk(schedule)
@@ -38,7 +40,9 @@ class Order:
         self._passes = np.array(walk.passes)[by_level]
         self._before = place[np.array(walk.before)[by_level]]
         self._needed = place[np.array(walk.needed)[by_level]]
-        self._hops = hop * np.array(walk.far, dtype=float)[by_level, None]
+        links = range(self._placement.last)
+        hops = np.array([*map(costs.hop_behind, links), 0.0])  # the last one is of no message
+        self._hops = hops[walk.links][by_level, None]
         ends = np.diff(levels[by_level], prepend=-1, append=levels.max() + 1)
         self._bounds: list[int] = np.flatnonzero(ends).tolist()
         self._shares = _shares_of_ranks(schedule, walk)
@@ -116,7 +120,8 @@ class _Walk:
     Attributes:
         passes: its stage and kind, as a number.
         before: the pass that its rank runs before it.
-        needed: the one that makes what it takes, and ``far``, whether another rank does.
+        needed: the one that makes what it takes.
+        links: the stage before the link by which that comes from another rank.
         levels: how many passes one after the other are before it.
         made: the pass by its stage and microbatch, and whether it is a forward pass.
         microbatches: of all.
@@ -131,7 +136,7 @@ class _Walk:
         self.passes: list[int] = []
         self.before: list[int] = []
         self.needed: list[int] = []
-        self.far: list[bool] = []
+        self.links: list[int] = []
         self.levels: list[int] = []
         self.microbatches = 0
         waiting = list(range(len(self._rows)))
@@ -178,7 +183,8 @@ class _Walk:
         self.microbatches = max(self.microbatches, k + 1)
         before = self._latest[rank]
         source = self._source(action)
-        self.far.append(source is not None and self._placement.rank_of[source[0]] != rank)
+        is_far = source is not None and self._placement.rank_of[source[0]] != rank
+        self.links.append(min(stage, source[0]) if source and is_far else _NOTHING)
         self._latest[rank] = len(self.passes)
         self._at[rank] += 1
         self.passes.append(stage * _PER_STAGE + code)

@@ -14,6 +14,7 @@ from megatron_ext.schedule.model.model import Model, Stage
 from megatron_ext.schedule.model.model_memory import ModelBytes
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.plan.layouts.layout import Layout
+from megatron_ext.schedule.plan.layouts.recompute import NO_RECOMPUTE, LayerRecompute
 from megatron_ext.schedule.plan.planner import Candidate, Variant, VocabMethod, consider
 from megatron_ext.schedule.problem import Extras, Problem, VocabularyParallel
 
@@ -32,6 +33,7 @@ class Work:
         seconds_beside: of a step, what comes on top of its passes on a rank that holds so much of
             the model: the optimizer, and reductions that no pass hides.
         limit: of activations, as the user has it; None: none.
+        recompute: what Megatron runs again of layers, which is in ``costs_of``.
     """
 
     model: Model
@@ -42,6 +44,7 @@ class Work:
     seconds_beside: Callable[[ModelBytes], float]
     limit: MemoryLimit | None = None
     post_validation: bool = False
+    recompute: LayerRecompute = NO_RECOMPUTE
 
     def variant(
         self, spec: str, layout: Layout, method: VocabMethod = VocabMethod.NAIVE
@@ -76,12 +79,14 @@ class Evaluated:
     Attributes:
         seconds: of a step: its passes, and what comes on top of them.
         work: seconds of a microbatch on each stage.
+        recompute: what Megatron runs again of layers.
     """
 
     layout: Layout
     candidate: Candidate
     seconds: float
     work: tuple[float, ...]
+    recompute: LayerRecompute = NO_RECOMPUTE
 
     @property
     def schedule(self) -> str:
@@ -146,7 +151,15 @@ def evaluate(
         layout,
         candidate,
         step + max(map(work.seconds_beside, model)),
-        tuple(sum(costs.seconds[kind][stage] for kind in _PASSES) for stage in range(costs.stages)),
+        work_of_stages(costs),
+        work.recompute,
+    )
+
+
+def work_of_stages(costs: Costs) -> tuple[float, ...]:
+    """Seconds of a microbatch on each stage."""
+    return tuple(
+        sum(costs.seconds[kind][stage] for kind in _PASSES) for stage in range(costs.stages)
     )
 
 

@@ -46,6 +46,8 @@ class Box:
             in bytes; None of what is no pass, or where bytes are not known.
         passes: for how many it stands.
         slice: which of its microbatch's, where those are cut.
+        half: of a pass that runs in a pair: 0 is its forward pass, 1 the backward pass, which is
+            the next box. They are drawn above one another, each as long as both.
     """
 
     track: Track
@@ -61,6 +63,7 @@ class Box:
     held_bytes: float | None = None
     passes: int = 1
     slice: int | None = None
+    half: int | None = None
 
 
 def before(boxes: Sequence[Box], place: int) -> list[int]:

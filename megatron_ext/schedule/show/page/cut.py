@@ -46,6 +46,7 @@ def cut(
     left: list[Box] = []
     place: list[int | None] = []  # of each box in what is left
     for box in boxes:
+        box = replace(box, half=None)  # the box beside it may be left out
         before = left[-1] if left else None
         if box.microbatch in numbers or box.start == box.end:
             left.append(box)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from megatron_ext.schedule.action import Action, Kind, Slice, whole_of
+from megatron_ext.schedule.action import Action, Kind, Pair, Slice, whole_of
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import HOST_LANES, RULES, Lane, Where
 from megatron_ext.schedule.limit import MemoryLimit
@@ -92,6 +92,8 @@ def title_of(name: str, extras: Extras) -> str:
         words.append("post-validation")
     if extras.slices.count > 1:
         words.append(counted(extras.slices.count, "slice"))
+    if extras.pairs:
+        words.append("pairs of passes")
     return ", ".join(words)
 
 
@@ -106,7 +108,7 @@ def simulated(title: str, program: Program, steps: int = 1, remarks: Sequence[st
         events = _with_whole_collectives(program.graph, timeline.events)
         tracks = [_track(event, schedule.placement) for event in events]
         waits = waits_of_program(program.graph, events, [track is not None for track in tracks])
-        of_step = _boxes(events, tracks, waits, problem.costs.of, held)
+        of_step = _boxes(events, tracks, waits, _costs_in(events, program), held, schedule.pairs)
         moved = [
             replace(
                 box,
@@ -176,6 +178,7 @@ def of_passes(title: str, timeline: Timeline, cost_of: Callable[[Action], float]
         waits_of_passes(timeline),
         cost_of,
         _held(schedule, None),
+        schedule.pairs,
     )
     for reduction in timeline.reductions:
         name = f"{REDUCTION} of stage {reduction.stage}"
@@ -217,8 +220,10 @@ def _boxes(
     waits: Sequence[Nodes],
     cost_of: Callable[[Action], float],
     held: Held,
+    pairs: Iterable[Pair],
 ) -> list[Box]:
     """Those of ``events`` that have a track."""
+    halves = {action: half for pair in pairs for half, action in enumerate(pair)}
     shown = [node for node, track in enumerate(tracks) if track is not None]
     place = {node: number for number, node in enumerate(shown)}
     boxes = []
@@ -242,9 +247,17 @@ def _boxes(
                 held=here,
                 held_bytes=here_bytes,
                 slice=microbatch.slice if isinstance(microbatch, Slice) else None,
+                half=halves.get(action),
             )
         )
     return boxes
+
+
+def _costs_in(events: Sequence[Event], program: Program) -> Callable[[Action], float]:
+    """What an action takes by the costs; in a pair its share of that."""
+    beside = program.schedule.beside
+    shares = {e.action: e.end - e.start for e in events if e.action in beside}
+    return lambda a: shares[a] if a in shares else program.problem.costs.of(a)
 
 
 def _with_whole_collectives(graph: Graph, events: Sequence[Event]) -> Sequence[Event]:

@@ -159,6 +159,7 @@ def _run(run: Run, kinds: Sequence[str], decimals: int) -> dict[str, Any]:
         "stage": [box.stage for box in boxes],
         "microbatch": [box.microbatch for box in boxes],
         "slice": _column(box.slice for box in boxes),
+        "half": _column(box.half for box in boxes),
         "step": _column(box.step for box in boxes),
         "stands_for": _column(box.passes for box in boxes),
         "start": [time(box.start) for box in boxes],

@@ -97,37 +97,42 @@ function drawNames(pen, run, places) {
   }
 }
 
-function drawTrack(pen, run, { track, y, height }) {
+function drawTrack(pen, run, { track, y: edge, height }) {
   const canvas = run.canvas;
   const isPasses = track.group === "passes";
-  const top = y + 1, high = height - 2;
+  const top = edge + 1, high = height - 2;
   const perTime = plotWidth(canvas) / (view.to - view.from);
   pen.font = `${height > 18 ? 11 : 9}px system-ui, sans-serif`;
   let painted = -1; // up to which pixel
-  for (let n = firstAfter(run, track, view.from); n < track.last; n++) {
-    if (run.start[n] > view.to) break;
+  let first = firstAfter(run, track, view.from);
+  if (first < track.last && at(run.half, first) === 1) first--;
+  for (let n = first; n < track.last; n++) {
+    const half = at(run.half, n); // of a pair: both are as long as the two
+    const from = run.start[half === 1 ? n - 1 : n], to = run.end[half === 0 ? n + 1 : n];
+    if (from > view.to) break;
     const kind = run.kind[n];
-    const x = GUTTER + (run.start[n] - view.from) * perTime;
+    const x = GUTTER + (from - view.from) * perTime;
     if (page.kinds[kind].is_mark) {
       drawMark(pen, x, top, page.kinds[kind].name);
       continue;
     }
-    const end = GUTTER + (run.end[n] - view.from) * perTime;
-    if (end - painted < 0.5) continue; // nobody sees it
+    const end = GUTTER + (to - view.from) * perTime;
+    if (end - painted < 0.5 && half !== 1) continue; // nobody sees it
     painted = end;
     drawnBoxes++;
     const width = end - x;
     const inner = width > 4 ? width - 1 : Math.max(width, 0.6);
     pen.globalAlpha = shown.critical && !run.onPath[n] ? 0.28 : at(run.step, n) % 2 ? 0.5 : 1;
     pen.fillStyle = look.fills[kind];
-    pen.fillRect(x, top, inner, high);
+    const y = half === 1 ? top + high / 2 : top, h = half === null ? high : high / 2;
+    pen.fillRect(x, y, inner, h);
     if (!isPasses) continue;
     if (width > 6 && run.chunks[run.stage[n]] % 2) {
       pen.fillStyle = look.hatch;
-      pen.fillRect(x, top, inner, high);
+      pen.fillRect(x, y, inner, h);
     }
     const right = Math.min(end, canvas.clientWidth - RIGHT);
-    if (width > 9) drawLabel(pen, run, n, Math.max(x, GUTTER), right, top + high / 2);
+    if (width > 9) drawLabel(pen, run, n, Math.max(x, GUTTER), right, y + h / 2);
   }
   pen.globalAlpha = 1;
 }

@@ -1,0 +1,43 @@
+"""Pairs of passes are asked for by a flag of Megatron's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megatron_ext.config import PipelineConfig, flag, setting_of
+from megatron_ext.schedule.problem import Extras
+
+SETTING = "overlap_moe_expert_parallel_comm"
+FLAG = "--overlap-moe-expert-parallel-comm"
+
+
+def asks_for_pairs(settings: Any) -> bool:
+    """Whether ``settings``, Megatron's arguments or a config, do."""
+    return bool(getattr(settings, SETTING, False))
+
+
+def with_pairs(extras: Extras, settings: Any) -> Extras:
+    """``extras``, and pairs where ``settings`` ask for them.
+
+    Raises:
+        ValueError: they do not go with another of ``extras``.
+    """
+    if not asks_for_pairs(settings):
+        return extras
+    extras = replace(extras, pairs=True)
+    clash = extras.clash
+    if clash is not None and "pairs" in clash.extras:
+        (other,) = set(clash.extras) - {"pairs"}
+        raise ValueError(f"{FLAG} does not go with {flag(setting_of(other))}: {clash.why}")
+    return extras
+
+
+def refuse_measuring(settings: Any, ours: PipelineConfig) -> None:
+    """Raise ValueError if ``settings`` ask for pairs where ``ours`` measure passes one by one."""
+    if asks_for_pairs(settings) and ours.costs.profile is not None:
+        raise ValueError(
+            f"{FLAG} does not go with {flag('costs')} {ours.costs}: what passes cost is measured "
+            f"one by one, and two that run as one cannot be told apart; write 'estimate', or a "
+            f"costs file"
+        )

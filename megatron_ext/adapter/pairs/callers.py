@@ -1,0 +1,62 @@
+"""Whose passes Megatron can make schedule plans of."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.utils import get_attr_wrapped_model, log_single_rank
+
+from megatron_ext.adapter.pairs.asked import FLAG
+from megatron_ext.adapter.step.call import Call
+from megatron_ext.logger import logger
+
+_WORD = "return_schedule_plan"
+
+
+def takes_plans(forward_step_func: Callable[..., Any]) -> bool:
+    """Whether ``forward_step_func`` makes a plan when it is asked to. If not, a line says so: then
+    the passes of a pair run one after the other."""
+    parameters = inspect.signature(forward_step_func).parameters
+    if _WORD in parameters or any(own.kind is own.VAR_KEYWORD for own in parameters.values()):
+        return True
+    _say_that_nothing_hides(getattr(forward_step_func, "__qualname__", "forward_step_func"))
+    return False
+
+
+@functools.cache
+def _say_that_nothing_hides(name: str) -> None:
+    log_single_rank(
+        logger,
+        logging.WARNING,
+        f"{FLAG} hides nothing: {name} takes no {_WORD}, so all passes run as a whole, one after "
+        f"the other. Have it return model.build_schedule_plan(...) where it is asked to, as that "
+        f"of pretrain_gpt.py does",
+    )
+
+
+def refuse_unplanned(call: Call) -> None:
+    """Raise ValueError if Megatron has no plans for the model of ``call``, or for its caller."""
+    if not parallel_state.model_parallel_is_initialized():
+        raise ValueError(
+            f"{FLAG} does not go with process groups of the caller's own: Megatron asks its global "
+            f"ones where the loss is; call initialize_model_parallel, or drop the flag"
+        )
+    for model in call.models:
+        try:
+            get_attr_wrapped_model(model, "build_schedule_plan")
+        except RuntimeError:
+            raise ValueError(
+                f"{FLAG} needs a model with build_schedule_plan, as GPTModel, and this is a "
+                f"{type(model).__name__}: drop the flag"
+            ) from None
+        frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
+        if frozen:
+            raise ValueError(
+                f"{FLAG} does not go with frozen parameters, as {frozen[0]}: each part of a plan "
+                f"asks the next one for a gradient; drop the flag"
+            )

@@ -1,0 +1,170 @@
+"""A stage whose passes are Megatron's schedule plans, so that two of them can run as one.
+
+A plan has a layer's attention, dispatch, experts and combine as nodes of their own, all-to-all on a
+stream of its own. Of a pair, layer i of the forward pass runs beside layer n-1-i of the backward
+pass, node by node, so that the all-to-all of one hides behind the other's products. It is
+Megatron's own function that runs them, and it runs one alone, too: what a stage computes is stock's
+to the last bit, paired or not.
+
+The plan, and the loss function's node, ride on the output from F to its backward pass. Weight
+gradients wait in our queue: the nodes' own backward_dw does nothing, since the layers are built
+without delay_wgrad_compute. While both passes run the queue's key is the backward pass's; the
+forward pass puts nothing there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel.combined_1f1b import combined_forward_backward_step
+from megatron.core.pipeline_parallel.utils import set_streams
+from megatron.core.utils import get_attr_wrapped_model
+from torch import Tensor
+
+from megatron_ext.adapter.step.model_stage import ModelStage
+from megatron_ext.runtime.stage import Backward
+from megatron_ext.runtime.weight_gradients import queue
+
+_Arguments = dict[str, Any]  # of Megatron's function
+
+_NO_FORWARD: _Arguments = {
+    "forward_step_func": None,
+    "data_iterator": None,
+    "f_model": None,
+    "num_microbatches": None,
+    "input_tensor": None,
+    "forward_data_store": None,
+}
+_NO_BACKWARD: _Arguments = {
+    "b_model": None,
+    "b_input_tensor": None,
+    "b_output_tensor": None,
+    "b_output_tensor_grad": None,
+}
+
+
+class PlannedStage(ModelStage):
+    """One model chunk during one training step. In an evaluation its passes are plain ones."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        set_streams(high_priority=self._config.high_priority_a2a_comm_stream)
+
+    def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
+        if not self._has_backward:
+            return super().forward(microbatch, x)
+        output, tokens, _ = self._step(self._forward_of(microbatch, x), _NO_BACKWARD)
+        return self._end_forward(microbatch, x, output, tokens)
+
+    def forward_beside(
+        self, microbatch: int, x: Tensor | None, backward: Backward
+    ) -> tuple[Tensor, Tensor | None]:
+        other, behind = backward.stage, backward.microbatch
+        assert isinstance(other, PlannedStage)
+        if backward.whole:
+            other._compute_weights_within(behind)
+        with queue.collecting(other._number, behind):
+            output, tokens, dx = self._step(
+                self._forward_of(microbatch, x), other._backward_of(behind, backward.dy)
+            )
+        self._end_forward(microbatch, x, output, tokens)
+        dx = other._end_backward(behind, dx)
+        if backward.whole:
+            other.backward_weight(behind)
+        return output, dx
+
+    def _backward_input(
+        self, microbatch: int, dy: Tensor | None, *, w_is_next: bool
+    ) -> Tensor | None:
+        # Not `compute_meanwhile`, though W may be next: a product's operands would be given back
+        # before it is noted that this stream reads them (`_used_here`).
+        with queue.collecting(self._number, microbatch):
+            *_, dx = self._step(_NO_FORWARD, self._backward_of(microbatch, dy))
+        return self._end_backward(microbatch, dx)
+
+    def _compute_weights_within(self, microbatch: int) -> None:
+        """Have the plan of a pair's B compute weight gradients where Megatron does with
+        delay_wgrad_compute: the experts' beside the forward pass's dispatch, the others' behind
+        their layer."""
+        _, output = self._between[microbatch]
+        plan: Any = output.schedule_plan  # type: ignore[attr-defined]  # Megatron's
+        for layer in map(plan.get_layer, range(plan.num_layers())):
+            for node in vars(layer).values():
+                if getattr(node, "bwd_dw_callables", None):
+                    node.delay_wgrad_compute = True
+                    node.bwd_dw_callables = [_WeightsSoFar(self._number, microbatch)]
+
+    def _step(self, forward: _Arguments, backward: _Arguments) -> tuple[Any, Any, Tensor | None]:
+        """The output and the number of tokens of the forward pass, and the input's gradient."""
+        made: tuple[Any, Any, Tensor | None] = combined_forward_backward_step(
+            **forward, **backward, config=self._config
+        )
+        return made
+
+    def _forward_of(self, microbatch: int, x: Tensor | None) -> _Arguments:
+        is_first = self._begin_forward(x)
+        if x is not None:  # the nodes of a plan ask one another for gradients
+            x.requires_grad_()
+        call = self._call
+        return {
+            "forward_step_func": self._forward_step_func(microbatch),
+            "data_iterator": self._data_iterator,
+            "f_model": self._model,
+            "num_microbatches": call.num_microbatches,
+            "input_tensor": x,
+            "forward_data_store": self.losses,
+            "f_model_chunk_id": get_attr_wrapped_model(self._model, "vp_stage"),
+            "collect_non_loss_data": call.collect_non_loss_data,
+            "is_first_microbatch": schedules.check_first_val_step(
+                call.first_val_step, call.forward_only, is_first
+            ),
+            "current_microbatch": microbatch,
+        }
+
+    def _end_forward(
+        self, microbatch: int, x: Tensor | None, output: Tensor, tokens: Tensor
+    ) -> Tensor:
+        self._forget_input()
+        _used_here([output])
+        self.tokens += tokens
+        self._between[microbatch] = (x, output)
+        return output
+
+    def _backward_of(self, microbatch: int, dy: Tensor | None) -> _Arguments:
+        x, output = self._between.pop(microbatch)
+        return {
+            "b_model": self._model,
+            "b_input_tensor": x,
+            "b_output_tensor": output,
+            "b_output_tensor_grad": dy,
+        }
+
+    def _end_backward(self, microbatch: int, dx: Tensor | None) -> Tensor | None:
+        _used_here(queue.tensors(self._number, microbatch))
+        return None if dx is None else queue.keep(dx)
+
+
+class _WeightsSoFar:
+    """What a node of a plan takes for modules whose weight gradients have been put off."""
+
+    def __init__(self, stage: int, microbatch: int) -> None:
+        self._key = stage, microbatch
+
+    def backward_dw(self) -> None:
+        _used_here(queue.tensors(*self._key))
+        queue.run_so_far(*self._key)
+
+    def parameters(self) -> tuple[()]:
+        """None whose hooks the node is to call: the queue adds gradients by itself."""
+        return ()
+
+
+def _used_here(tensors: Iterable[Tensor]) -> None:
+    """Some of ``tensors`` were made on the stream of the all-to-all, whose memory they are given
+    back to: not before the current stream, which sends them or computes W, has read them."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream())

@@ -1,0 +1,232 @@
+"""Forward and backward passes that run as one (``--overlap-moe-expert-parallel-comm``).
+
+By Megatron's own schedule plans, under schedules of ours: the same to the last bit as under stock's
+interleaved, with the flag and without. Weights are drawn by their names, so that a model starts
+alike wherever its stages lie.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import random
+
+from megatron_ext.adapter.pairs.planned_stage import PlannedStage
+from megatron_ext.adapter.step.training import Training
+from scripts.pretrain_gpt import model_provider
+from tests.helpers.callers import draw_by_name, named_parameters
+from tests.helpers.combinations import at_night, nightly
+from tests.helpers.covered import covers
+from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train
+from tests.helpers.plans_on_cpu import given, note_streams, use_plans
+from tests.helpers.ranks import HANGS, run_ranks, values
+from tests.helpers.two_streams import (
+    Given,
+    What,
+    hangs,
+    orders_of_collectives,
+    side_by_side,
+    unordered,
+)
+
+RANKS = 4
+Flags = dict[str, object]
+
+MODEL: Flags = {
+    "pipeline_model_parallel_size": 2,
+    "expert_model_parallel_size": 2,
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 32,
+    "moe_aux_loss_coeff": 1e-2,
+    "moe_token_dispatcher_type": "alltoall",
+    "disable_bias_linear": True,
+    "untie_embeddings_and_output_weights": True,
+    "bf16": True,
+    "train_iters": 2,
+}
+PAIRS: Flags = {"overlap_moe_expert_parallel_comm": True}
+LOOP: Flags = {"num_virtual_stages_per_pipeline_rank": 2}
+PP4: Flags = {"pipeline_model_parallel_size": 4, "num_layers": 8, "global_batch_size": 16}
+DENSE: Flags = {"moe_layer_freq": "[0,1,1,1]"}
+PREDICTION: Flags = {"mtp_num_layers": 1, "position_embedding_type": "rope"}
+SHARED: Flags = {"moe_shared_expert_intermediate_size": 32}
+SELECTIVE: Flags = {
+    "recompute_granularity": "selective",
+    "recompute_modules": ("core_attn", "layernorm"),
+}
+SHARDED: Flags = {
+    "use_distributed_optimizer": True,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+}
+PER_TOKEN: Flags = {"calculate_per_token_loss": True}
+EVALUATED: Flags = {"eval_iters": 1, "eval_interval": 1}
+
+
+def drawn_by_name(*args: Any, **kwargs: Any) -> Any:
+    """A chunk whose matrices are drawn by their names in the whole model. Experts are numbered
+    through all ranks."""
+    # which recompute of single modules asks for whether there is FP8
+    random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
+    for name in ("activation_recompute_forward", "fp8_autocast"):
+        setattr(random, name, lambda **settings: contextlib.nullcontext())
+    model = model_provider(*args, **kwargs)
+    ranks = parallel_state.get_expert_model_parallel_world_size()
+    of_a_rank = 4 // ranks
+    first = parallel_state.get_expert_model_parallel_rank() * of_a_rank
+
+    def renamed(name: str) -> str:
+        return re.sub(r"(?<=local_experts\.)\d+", lambda number: str(int(number[0]) + first), name)
+
+    matrices = named_parameters(model)
+    draw_by_name((renamed(name), matrix) for name, matrix in matrices if matrix.dim() > 1)
+    return model
+
+
+def run(ranks: int, flags: Flags) -> list[Run]:
+    return train(ranks, model_flags(**flags), model_provider=drawn_by_name)
+
+
+def count_pairs() -> None:
+    """In a forked process, whose ranks then check that passes ran as one."""
+    beside, complete = PlannedStage.forward_beside, PlannedStage.gradients_complete
+    ran: list[int] = []
+
+    def forward_beside(stage: Any, *args: Any) -> Any:
+        ran.append(1)
+        return beside(stage, *args)
+
+    def gradients_complete(stage: Any) -> None:
+        assert ran, "no pair has run"
+        complete(stage)
+
+    PlannedStage.forward_beside = forward_beside  # type: ignore[assignment,method-assign]
+    PlannedStage.gradients_complete = gradients_complete  # type: ignore[assignment,method-assign]
+
+
+def note_steps(folder: Path, **otherwise: bool) -> None:
+    """In a forked process, whose ranks then write down what their last step gave their devices."""
+    run = Training._train
+
+    def step(training: Any, step: Any) -> Any:
+        if not is_noting:
+            note_streams(**otherwise)
+            is_noting.append(True)
+        given.clear()
+        result = run(training, step)
+        (folder / f"{dist.get_rank()}.pkl").write_bytes(pickle.dumps(given))
+        return result
+
+    is_noting: list[bool] = []
+    Training._train = step  # type: ignore[method-assign]
+
+
+def noted(folder: Path) -> list[list[Given]]:
+    """By rank."""
+    return [pickle.loads((folder / f"{rank}.pkl").read_bytes()) for rank in range(RANKS)]
+
+
+def compare(ranks: int, flags: Flags, schedules: tuple[str, ...], combined: bool) -> None:
+    def on_ranks(rank: int) -> list[list[Run]]:
+        use_plans()
+        runs = [run(ranks, MODEL | LOOP | flags)]
+        if combined:
+            runs.append(run(ranks, MODEL | LOOP | PAIRS | flags))
+        count_pairs()
+        for schedule in schedules:
+            virtual = LOOP if schedule.startswith("interleaved") else {}
+            ours: Flags = {"pipeline_schedule": schedule}
+            runs.append(run(ranks, MODEL | virtual | PAIRS | flags | ours))
+        return runs
+
+    ((stocks, *others),) = values(run_ranks(1, on_ranks, timeout=2 * HANGS, connect=False))
+    assert len(losses(stocks)) == 2
+    for runs in others:
+        assert_same(runs, stocks)
+
+
+ALL = ("interleaved", "interleaved-zb", "zb-v", "dualpipe-v")
+
+
+def case(
+    name: str, flags: Flags, *schedules: str, ranks: int = RANKS, combined: bool = True
+) -> Any:
+    """``combined``: compared with stock's own pairs, too."""
+    marks = covers("A", schedules, MODEL | PAIRS | flags)
+    return pytest.param(ranks, flags, schedules, combined, id=name, marks=marks)
+
+
+@covers("A", ("zb-v",), MODEL | PAIRS)[0]
+def test_a_v_is_stocks_and_its_devices_keep_one_order(tmp_path: Path) -> None:
+    """To the last bit, with pairs, as stock without. And what each rank gives its device: whatever
+    a node reads has been made before it runs; all ranks of a group run its collectives in one
+    order; and no rank waits for another that waits for it, even if all that a rank has given its
+    device is in one queue."""
+
+    def on_ranks(rank: int) -> list[list[Run]]:
+        use_plans()
+        stocks = run(RANKS, MODEL | LOOP)
+        count_pairs()
+        note_steps(tmp_path)
+        return [stocks, run(RANKS, MODEL | PAIRS | {"pipeline_schedule": "zb-v"})]
+
+    ((stocks, ours),) = values(run_ranks(1, on_ranks, timeout=2 * HANGS, connect=False))
+    assert_same(ours, stocks)
+    rows = noted(tmp_path)
+    for group, orders in orders_of_collectives(rows).items():
+        assert len(orders) == len(group[0]) and all(order == orders[0] for order in orders)
+    for row in rows:
+        assert {given.what for given in row} == set(What)
+        assert len({given.stream for given in row if given.what is What.NODE}) == 2
+        assert not unordered(row)
+        assert side_by_side(row)
+    for one_queue in (False, True):
+        assert not hangs(rows, one_queue=one_queue)
+
+
+@nightly("test_a_v_is_stocks_and_its_devices_keep_one_order")
+@pytest.mark.parametrize("otherwise", ["one_event", "many_streams"])
+def test_the_model_of_streams_tells_what_would_go_wrong(otherwise: str, tmp_path: Path) -> None:
+    """Megatron-LM's issue 1810 suspects that one event for two streams lets collectives begin in
+    another order on another rank. An event for each plan, on both streams, does not; nor does one
+    for all plans, but then nothing hides, since each node waits for the latest of all. What does is
+    a stream for each all-to-all: nothing orders those of the two plans of a pair."""
+
+    def on_ranks(rank: int) -> list[Run]:
+        use_plans()
+        note_steps(tmp_path, **{otherwise: True})
+        return run(RANKS, MODEL | PAIRS | {"pipeline_schedule": "zb-v"})
+
+    values(run_ranks(1, on_ranks, timeout=HANGS, connect=False))
+    for row in noted(tmp_path):
+        wrong = {before[0] for before, _ in unordered(row)}
+        if otherwise == "one_event":
+            assert not wrong and not side_by_side(row)
+        else:
+            assert wrong and all(isinstance(group, tuple) for group in wrong)  # and no plan
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags", "schedules", "combined"),
+    at_night(
+        case("all", EVALUATED, *ALL),
+        case("four stages", PP4, *ALL, ranks=8),
+        case("a dense layer, a shared expert, recompute", DENSE | SHARED | SELECTIVE, *ALL),
+        case("multi-token prediction", PREDICTION, *ALL),
+        case("distributed optimizer", SHARDED, *ALL),
+        case("loss per token", PER_TOKEN, *ALL),
+    ),
+)
+def test_trainings_are_stocks_to_the_last_bit(
+    ranks: int, flags: Flags, schedules: tuple[str, ...], combined: bool
+) -> None:
+    compare(ranks, flags, schedules, combined)

@@ -1,0 +1,219 @@
+"""Searches for schedules of slices: packed soundly, compiled and not, as good as what is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.build.build import build_program, complete
+from megatron_ext.schedule.build.registry import choose, entries
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.costs_text import parse_costs
+from megatron_ext.schedule.kinds import Held
+from megatron_ext.schedule.limit import MemoryLimit, parse_limit
+from megatron_ext.schedule.placement import Placement, line, loop, v, wave
+from megatron_ext.schedule.problem import Extras, Problem, Recompute
+from megatron_ext.schedule.program.memory import in_microbatches, peaks
+from megatron_ext.schedule.program.simulate import simulate
+from megatron_ext.schedule.schedule import Schedule, bitwise_order
+from megatron_ext.schedule.search import best as best_room
+from megatron_ext.schedule.search.best import best_known, best_schedule
+from megatron_ext.schedule.search.extension import extended, has_middle
+from megatron_ext.schedule.search.improve import sides_of
+from megatron_ext.schedule.search.pack import packer
+from megatron_ext.schedule.search.shop import Shop, Starts, end_of, rows_of, shop_of, starts_of
+from megatron_ext.schedule.slices import Lengths, Slices
+from tests.helpers.combinations import at_night
+from tests.helpers.schedules import PROPERTY, random_costs, seeds
+from tests.helpers.short_search import little_effort
+
+pytestmark = pytest.mark.search
+
+Place = Callable[[int], Placement]
+shapes = st.sampled_from([line, v, wave, loop, lambda p: loop(p, vpp=3)])
+
+
+@pytest.fixture(autouse=True)
+def brief(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(best_room, "effort", little_effort)
+
+
+def costs_of_slices(random: Random, placement: Placement) -> Costs:
+    costs = random_costs(random, placement)
+    assert costs.held_bytes is not None
+    return replace(
+        costs,
+        attention=tuple(random.uniform(0, 0.6) for _ in range(placement.stages)),
+        latency=costs.hop * random.random(),
+        keys_values=tuple(held * random.random() for held in costs.held_bytes[Held.ACTIVATION]),
+    )
+
+
+def random_problem(random: Random, place: Place, p: int, m: int, k: int) -> Problem:
+    """Within one microbatch and any share of others; every second limit in bytes."""
+    placement = place(p)
+    costs = costs_of_slices(random, placement)
+    assert costs.held_bytes is not None
+    limit = MemoryLimit(microbatches=1 + 3 * random.random())
+    if random.random() < 0.5:
+        held = zip(*costs.held_bytes.values(), costs.keys_values, strict=True)
+        need = [max(activation, rest) + keys + k for activation, rest, keys in held]
+        most = max(sum(need[stage] for stage in stages) for stages in placement.stages_of)
+        limit = MemoryLimit(bytes=int(most * (1 + 3 * random.random())) + 1)
+    cut = Slices(k, random.choice(list(Lengths)))
+    return Problem(placement, m, costs, limit, extras=Extras(slices=cut))
+
+
+def random_plan(random: Random, shop: Shop) -> Starts:
+    lanes = range(shop.lanes)
+    far = 20 * shop.work
+    return np.array([sorted(random.randrange(far) for _ in range(shop.pieces)) for _ in lanes])
+
+
+@settings(PROPERTY, max_examples=30)
+@given(seed=seeds, place=shapes, p=st.integers(1, 3), m=st.integers(1, 4), k=st.integers(2, 5))
+def test_any_plan_packs_soundly(seed: int, place: Place, p: int, m: int, k: int) -> None:
+    """Memory cannot deadlock, in either direction of time, whatever the plan; what was packed is
+    proved, within the limit, runs when it was said to, and is the same where it is compiled."""
+    random = Random(seed)
+    problem = random_problem(random, place, p, m, k)
+    shop = shop_of(problem)
+    assert shop.fits
+    for side in (shop, shop.mirrored()):
+        plan = random_plan(random, side)
+        packed = packer(side)(plan)
+        compiled = pytest.importorskip("megatron_ext.schedule.search.compiled")
+        theirs = compiled.packer(side)(plan)
+        assert packed.makespan == theirs.makespan and np.array_equal(packed.starts, theirs.starts)
+    packed = sides_of(shop, packer).justified(random_plan(random, shop), rounds=3)
+    rows = rows_of(packed.starts, problem.placement, orders=problem.orders)
+    schedule = Schedule("packed", problem.placement, rows)
+    assert bitwise_order(schedule)
+    complete(schedule, problem)
+    starts = starts_of(rows, shop)
+    assert rows_of(starts, problem.placement, orders=problem.orders) == rows
+    assert (starts <= packed.starts).all() and end_of(starts, shop) <= packed.makespan
+
+
+def test_times_are_those_of_the_simulator() -> None:
+    """Without hops, which a search takes for one another's where slices are of other lengths."""
+    problem = asked("v-auto", 3, 4, 4, "f=10,i=12,w=8,attention=0.4", Lengths.BALANCED)
+    shop = shop_of(problem)
+    rows = choose("zb-v").build(problem).rows
+    program = complete(Schedule("zb-v", problem.placement, rows), problem)
+    predicted = end_of(starts_of(rows, shop), shop) * shop.tick
+    assert predicted == pytest.approx(simulate(program, problem.costs).makespan, rel=1e-3)
+
+
+# ---- What is found
+
+
+def asked(
+    spec: str,
+    p: int,
+    m: int,
+    k: int,
+    costs: str = "f=10,i=12,w=8,comm=1,attention=0.3,latency=0.1",
+    lengths: Lengths = Lengths.BALANCED,
+    limit: float | None = None,
+) -> Problem:
+    placement = choose(spec).place(p)
+    within = None if limit is None else MemoryLimit(microbatches=limit)
+    extras = Extras(slices=Slices(k, lengths))
+    return Problem(placement, m, parse_costs(costs, placement), within, extras=extras)
+
+
+SEARCHES = ("v-auto", "loop-auto", "wave-auto")
+
+
+def figures(spec: str, problem: Problem) -> tuple[float, float]:
+    program = build_program(choose(spec), problem)
+    held = max(peaks(program.schedule, in_microbatches(program.schedule)))
+    return simulate(program, problem.costs).makespan, held
+
+
+@pytest.mark.parametrize(
+    ("spec", "limit"),
+    [("v-auto", None), *at_night(("v-auto", 2.0), *[(s, None) for s in SEARCHES])],
+)
+def test_no_worse_than_what_is_known(spec: str, limit: float | None) -> None:
+    """v-auto took the best of zb-v, v-half and v-min, and the others refused slices."""
+    problem = asked(spec, 4, 6, 2, limit=limit)
+    within = problem.held_by_1f1b if limit is None else limit
+    found, held = figures(spec, problem)
+    assert held <= within * (1 + 1e-9)
+    others = []
+    for name, entry in entries().items():
+        if entry.place == entries()[spec].place and not entry.searches:
+            others.append(figures(name, replace(problem, memory_limit=None)))
+    fitting = [makespan for makespan, other in others if other <= within * (1 + 1e-9)]
+    assert found <= min(fitting) * (1 + 1e-9)
+    if spec == "v-auto":
+        assert found < 0.995 * min(fitting)
+
+
+@pytest.mark.parametrize("spec", ["v-auto", *at_night("loop-auto", "wave-auto")])
+def test_what_is_built_at_once_is_sound(spec: str) -> None:
+    problem = asked(spec, 3, 4, 3)
+    program = complete(best_known(spec, problem), problem)
+    assert program.schedule.columns.slices == 3
+
+
+def test_what_was_found_is_kept_with_its_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table of slices says nothing of lengths: read back, they were even."""
+    problem = asked("v-auto", 2, 2, 3)
+    made = best_schedule("v-auto", problem)
+    monkeypatch.delattr(best_room, "searched")
+    again = best_schedule("v-auto", problem)
+    assert again.rows == made.rows
+    slices = {a.microbatch.ends for row in again.rows for a in row}  # type: ignore[attr-defined]
+    assert slices == {problem.slice_ends}
+
+
+def test_no_limit_holds_less_than_a_microbatch() -> None:
+    with pytest.raises(ValueError, match=r"the least feasible limit is 1 microbatch$"):
+        best_schedule("v-auto", asked("v-auto", 2, 2, 3, limit=0.9))
+
+
+def test_bytes_are_respected_down_to_the_least() -> None:
+    random, placement = Random(3), v(3)
+    costs = costs_of_slices(random, placement)
+    problem = Problem(placement, 3, costs, MemoryLimit(bytes=1), extras=Extras(slices=Slices(3)))
+    with pytest.raises(ValueError, match="least feasible") as error:
+        best_schedule("v-auto", problem)
+    least = parse_limit(str(error.value).split()[-1], 3, 3)
+    tight = replace(problem, memory_limit=least)
+    made = best_schedule("v-auto", tight)
+    complete(made, tight)
+
+
+@pytest.mark.parametrize(
+    ("spec", "p", "k"), [("zb-v", 3, 3), *at_night(("zb-h1", 4, 2), ("interleaved-zb", 3, 3))]
+)
+def test_a_schedule_of_slices_is_made_longer_and_shorter(spec: str, p: int, k: int) -> None:
+    problem = asked(spec, p, 8, k)
+    assert has_middle(problem)
+    known = choose(spec).build(problem)
+    for m in (1, 3, 7, 11, 20):
+        other = replace(problem, microbatches=m)
+        made = extended(known, other)
+        by_rule = build_program(choose(spec), other)
+        takes = simulate(complete(made, other), other.costs).makespan
+        assert takes <= 1.03 * simulate(by_rule, other.costs).makespan
+
+
+def test_recompute_of_slices_searches_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It tries several limits, and a search for each would take minutes."""
+    monkeypatch.delattr(best_room, "searched")
+    problem = asked("v-auto", 2, 3, 2, limit=1.2).with_extras(recompute=Recompute(fit=True))
+    program = build_program(choose("v-auto"), problem)
+    assert Kind.RECOMPUTE in {a.kind for row in program.schedule.rows for a in row}
