@@ -127,7 +127,7 @@ def note_steps(folder: Path, **otherwise: bool) -> None:
         return result
 
     is_noting: list[bool] = []
-    Training._train = step  # type: ignore[method-assign]
+    Training._train = step  # type: ignore[assignment,method-assign]
 
 
 def noted(folder: Path) -> list[list[Given]]:
