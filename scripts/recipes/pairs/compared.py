@@ -15,7 +15,7 @@ from megatron_ext.schedule.build.pairs import with_pairs
 from megatron_ext.schedule.build.registry import choose, entry_of
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.model.model import Stage
-from megatron_ext.schedule.model.pairs import PairedLayer, hidden_by_pairs, paired_layers
+from megatron_ext.schedule.model.pairs import PairedLayer, paired_layers
 from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.plan.layouts.descent import Start, Timed, descend
@@ -26,7 +26,7 @@ from megatron_ext.schedule.plan.layouts.order import Order
 from megatron_ext.schedule.plan.layouts.work import Work
 from megatron_ext.schedule.plan.planner import VocabMethod, consider, limit_left
 from megatron_ext.schedule.progress import Task
-from scripts.recipes.gains import Configuration
+from scripts.recipes.gains import Configuration, work_of
 from scripts.recipes.pairs.order import PERIODS, Hidden, PairedOrder
 
 _OF_OTHERS = 1e-4  # what all ranks do counts beside the step
@@ -52,33 +52,34 @@ class Step:
 
 
 def with_overlap(
-    work: Work, configuration: Configuration, rates: Rates, share: float, *, is_stock: bool
+    configuration: Configuration, rates: Rates, share: float, *, is_stock: bool
 ) -> Work:
-    """``work`` whose pairs hide what so large a ``share`` of experts' messages can hide in.
+    """The work of ``configuration`` where so large a ``share`` of experts' messages can go on
+    beside other work.
 
     Args:
         is_stock: whether whole backward passes outside of pairs hide messages behind their own W,
             as in Megatron's own plans with ``--delay-wgrad-compute``.
     """
-    of_layers = work.model, configuration.execution, rates
+    execution = replace(configuration.execution, overlap=share)
+    work = work_of(configuration, execution)
 
     def costs_of(stages: Sequence[Stage], placement: Placement) -> Costs:
+        """``work``'s, with what B hides by itself."""
         costs = work.costs_of(stages, placement)
-        model, execution, _ = of_layers
-        hidden = hidden_by_pairs(model, stages, execution, rates, share)
-        if configuration.is_frozen:  # B is I
-            return replace(costs, hidden={_I: hidden[_I]})
-        if not is_stock:
-            return replace(costs, hidden=hidden)
-        alone = [_hidden_alone(paired_layers(model, s, execution, rates), share) for s in stages]
-        more = [[max(h - a, 0.0) for h, a in zip(row, alone, strict=True)] for row in hidden[_B]]
+        hidden = costs.hidden[_B]
+        layers = [paired_layers(work.model, stage, execution, rates) for stage in stages]
+        alone = [_hidden_alone(of_stage, share) for of_stage in layers]
+        more = [[max(h - a, 0.0) for h, a in zip(row, alone, strict=True)] for row in hidden]
         spared = [costs.spared_on(stage) + a for stage, a in enumerate(alone)]
         return replace(costs, hidden={_B: tuple(map(tuple, more))}, spared=tuple(spared))
 
+    if not is_stock or configuration.is_frozen:
+        return work
     return replace(work, costs_of=costs_of)
 
 
-_I, _B = Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD
+_B = Kind.FULL_BACKWARD
 
 
 def _hidden_alone(layers: Sequence[PairedLayer], share: float) -> float:
@@ -195,9 +196,8 @@ class _PairedTimed(Timed):
             memory_limit=work.limit or limit_left(variant, room),
         ).with_extras(pairs=True)
         schedule = with_pairs(variant.choice.without_search.build(problem), problem)
-        hop = problem.costs.hop
-        self._paired = PairedOrder(schedule, hop, hidden)
-        self._order = Order(schedule, hop, problem.costs.message_bytes)
+        self._paired = PairedOrder(schedule, problem.costs.hop, hidden)
+        self._order = Order(schedule, problem.costs)
 
     def _figured(self, counts: Counts) -> tuple[Floats, Floats]:
         figures = self._figures.of(counts)

@@ -10,7 +10,7 @@ from megatron_ext.adapter.layers import layout_of
 from megatron_ext.schedule.model.gpus import DATA_SHEETS, GPUS
 from megatron_ext.schedule.plan.layouts.layout import Layout, evenly
 from scripts.recipes.configured import configuration_of
-from scripts.recipes.gains import PROCESSES, USED, Configuration, gains_of, work_of
+from scripts.recipes.gains import PROCESSES, USED, Configuration, gains_of
 from scripts.recipes.pairs.compared import Comparison, Step, with_overlap
 from scripts.recipes.recipe import Recipe
 
@@ -93,7 +93,6 @@ def _candidate(recipe: Recipe) -> Candidate:
 def compare(candidate: Candidate) -> Result:
     """Raises ValueError where its own line cannot be planned."""
     configuration = candidate.configuration
-    work = work_of(configuration, configuration.execution)
     room = USED * DATA_SHEETS[configuration.gpu].memory
     rates = GPUS[configuration.gpu].rates(configuration.execution.precision)
     own = Layout(configuration.layers)
@@ -108,7 +107,7 @@ def compare(candidate: Candidate) -> Result:
     found = []
     for share in SHARES:
         stock_work, our_work = (
-            with_overlap(work, configuration, rates, share, is_stock=is_stock)
+            with_overlap(configuration, rates, share, is_stock=is_stock)
             for is_stock in (True, False)
         )
         of_own = Comparison(stock_work, None).step(configuration.schedule, own)
