@@ -26,7 +26,7 @@ from tests.helpers.callers import draw_by_name, named_parameters
 from tests.helpers.combinations import at_night, nightly
 from tests.helpers.covered import covers
 from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train
-from tests.helpers.plans_on_cpu import given, note_streams, use_plans
+from tests.helpers.noted_streams import given, note_streams
 from tests.helpers.ranks import HANGS, run_ranks, values
 from tests.helpers.two_streams import (
     Given,
@@ -141,7 +141,6 @@ def noted(folder: Path) -> list[list[Given]]:
 
 def compare(ranks: int, flags: Flags, schedules: tuple[str, ...], combined: bool) -> None:
     def on_ranks(rank: int) -> list[list[Run]]:
-        use_plans()
         runs = [run(ranks, MODEL | LOOP | flags)]
         if combined:
             runs.append(run(ranks, MODEL | LOOP | PAIRS | flags))
@@ -177,7 +176,6 @@ def test_a_v_is_stocks_and_its_devices_keep_one_order(tmp_path: Path) -> None:
     device is in one queue."""
 
     def on_ranks(rank: int) -> list[list[Run]]:
-        use_plans()
         stocks = run(RANKS, MODEL | LOOP)
         count_pairs()
         note_steps(tmp_path)
@@ -206,7 +204,6 @@ def test_the_model_of_streams_tells_what_would_go_wrong(otherwise: str, tmp_path
     a stream for each all-to-all: nothing orders those of the two plans of a pair."""
 
     def on_ranks(rank: int) -> list[Run]:
-        use_plans()
         note_steps(tmp_path, **{otherwise: True})
         return run(RANKS, MODEL | PAIRS | {"pipeline_schedule": "zb-v"})
 
