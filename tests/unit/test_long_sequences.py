@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from megatron_ext.schedule.action import Action, Kind, Slice
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import format_costs, parse_costs
 from megatron_ext.schedule.kinds import Held
@@ -33,7 +35,8 @@ from megatron_ext.schedule.plan.long_sequences import (
 from megatron_ext.schedule.plan.model_plan import Training
 from megatron_ext.schedule.plan.planner import make_plan
 from megatron_ext.schedule.problem import Extras, Problem
-from megatron_ext.schedule.slices import Lengths, Slices
+from megatron_ext.schedule.program.simulate import simulate
+from megatron_ext.schedule.slices import Lengths, Slices, lengths_of
 from tests.helpers.combinations import nightly
 
 F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
@@ -100,6 +103,23 @@ def test_balanced_slices_of_mixtures_take_as_long(layers: tuple[str, ...]) -> No
     took = [until(end) - until(begin) for begin, end in pairwise(ends)]
     took.insert(0, until(ends[0]))
     assert max(took) < 1.07 * min(took), took
+
+
+@pytest.mark.parametrize("spec", ["1f1b", "zb-h1", "zb-v"])
+def test_lengths_are_by_the_share_of_all_stages(spec: str) -> None:
+    """Where stages have mixtures of their own, no other share makes a step much shorter."""
+    placement = choose(spec).place(4)
+    shares = "/".join(["0.5", "0.05"] * (placement.stages // 2))
+    costs = parse_costs(f"f=10,i=12,w=8,comm=0.2,attention={shares}", placement)
+
+    def makespan(share: float) -> float:
+        lengths = lengths_of(Slices(4, Lengths.BALANCED).ends(share), 32768)
+        problem = Problem(placement, 4, costs, extras=Extras(slices=Slices(4, lengths)))
+        return simulate(build_program(choose(spec), problem), costs).makespan
+
+    ours = makespan(costs.attention_share)
+    assert costs.attention_share == pytest.approx(0.275)
+    assert ours < 1.005 * min(map(makespan, (0.2, 0.25, 0.325, 0.4)))
 
 
 def test_each_slice_is_launched() -> None:
