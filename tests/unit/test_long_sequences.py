@@ -173,12 +173,22 @@ def test_costs_that_do_not_tell_attention_have_it_estimated() -> None:
 def test_context_parallel_ranks_have_all_keys_and_values_of_slices() -> None:
     """Of whole sequences each has its own share."""
     costs = costs_of(("*-", "*-"))
-    gathered = costs.with_keys_values_of(4)
+    gathered = costs.with_slices_shared_by(4)
     assert costs.held_bytes is not None and gathered.held_bytes is not None
     more = gathered.held_bytes[Held.ACTIVATION][0] - costs.held_bytes[Held.ACTIVATION][0]
     assert more == 3 * costs.keys_values[0] == 3 * 2 * TOKENS * WIDTH * 2
     assert gathered.keys_values[0] == 4 * costs.keys_values[0]
-    assert costs.with_keys_values_of(1) is costs
+    assert costs.with_slices_shared_by(1) == costs
+
+
+def test_the_last_of_context_parallel_ranks_attends_to_most() -> None:
+    """To all before a slice, and of the slice to its own quarter and those before: by 3/4 of the
+    slice's length more than on average."""
+    costs = parse_costs("f=1,i=2,w=0,attention=1", line(2))
+    parts = [Slice(0, at, (0.5, 1.0)) for at in range(2)]
+    took = [costs.with_slices_shared_by(4).of(Action(0, F, part)) for part in parts]
+    assert took == pytest.approx([0.25 + 0.5 * 0.375, 0.75 + 0.5 * 0.375])
+    assert [costs.of(Action(0, F, part)) for part in parts] == [0.25, 0.75]
 
 
 # ---- What they are compared with
