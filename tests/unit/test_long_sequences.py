@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from megatron_ext.cli import app
 from megatron_ext.schedule.action import Action, Kind, Slice
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose
@@ -25,6 +28,7 @@ from megatron_ext.schedule.model.operations.attention import looked_at, squared_
 from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.model.short_form import parse_model
 from megatron_ext.schedule.placement import line
+from megatron_ext.schedule.plan import full_recompute, planner
 from megatron_ext.schedule.plan.long_sequences import (
     LongSequences,
     Way,
@@ -247,6 +251,7 @@ def test_context_parallelism_has_as_many_microbatches_again(
     assert made.best_whole not in divided.candidates
 
 
+@nightly("test_long_sequences_are_compared_in_all_ways")
 def test_what_does_not_fit_whole_may_in_slices(training: Training, free: LongSequences) -> None:
     assert free.best_whole is not None
     leanest = min(made.holds for made in free.ways[0].candidates)
@@ -295,3 +300,17 @@ def test_no_way_is_longer_than_it_takes_to_see_that(training: Training) -> None:
     )
     assert isinstance(way, Way) and not way.candidates
     assert "16000 slices a step take long" in way.why_not
+
+
+def test_the_command_has_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (planner, full_recompute):
+        monkeypatch.setattr(module, "all_specs", lambda: ["1f1b", "zb-v"])
+    model = "layers=4,hidden=2048,heads=16,sequence=16384,vocabulary=32000"
+    words = ["plan", "--pp", "2", "-m", "2", "--dp", "2", "--gpu", "h100", "--model", model]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    _, table = result.stdout.split("sequences of 16,384 tokens, whole and in slices, in 70.2 GiB")
+    for way in ("whole sequences", "--context-parallel-size 2, DP 1", "4 slices", "8 slices"):
+        assert f"\n{way}" in table
+    assert "which is not counted: one of 4 has 3," in table
+    assert re.search(r"\nwrite --pipeline-schedule \S+ .*--pipeline-slices [24] ", table)
