@@ -121,8 +121,9 @@ class LongSequences:
             if shortest is None:
                 continue
             rows.append(self._row(way.words, shortest))
-            is_known = leanest is None or leanest is self.own
-            if not is_known and leanest.holds < _MUCH_LESS * shortest.holds:
+            if leanest is None or leanest is self.own:
+                continue
+            if leanest.holds < _MUCH_LESS * shortest.holds:
                 rows.append(self._row(f"{way.words}, least memory", leanest))
         return tuple(rows)
 
