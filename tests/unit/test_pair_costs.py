@@ -11,8 +11,8 @@ from megatron_ext.schedule.model.estimate import estimate
 from megatron_ext.schedule.model.execution import Execution
 from megatron_ext.schedule.model.frozen import without_frozen
 from megatron_ext.schedule.model.gpus import GPUS
+from megatron_ext.schedule.model.messages.hidden import PairedLayer, hidden_by_pairs, paired_layers
 from megatron_ext.schedule.model.model import Model, Stage
-from megatron_ext.schedule.model.pairs import PairedLayer, hidden_by_pairs, paired_layers
 
 I, B = Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD
 EXECUTION = Execution(4096, expert_parallel=32, dispatcher="alltoall", overlap=0.5)
