@@ -297,3 +297,34 @@ def test_things_that_do_not_suffice_alone_are_named_together(
         "--recompute-granularity full: the fullest rank would take 70 GiB, which fits",
         "--expert-model-parallel-size 8: the fullest rank would take 80 GiB, which fits",
     ]
+
+
+LONG: dict[str, Any] = {
+    "num_virtual_stages_per_pipeline_rank": None,
+    **{"seq_length": 16384, "max_position_embeddings": 16384},
+}
+
+
+def test_a_line_of_long_sequences_is_compared_with_slices_of_them() -> None:
+    plan = made(**LONG)
+    compared = plan.long_sequences
+    assert compared is not None and compared.own is plan.of_line is not None
+    shown = {row.words: row for row in compared.rows}
+    assert set(shown) >= {
+        *("the line as it is", "whole sequences", "2 slices", "4 slices", "8 slices"),
+        *("--recompute-granularity full", "--context-parallel-size 2, DP 1"),
+    }
+    assert not compared.refused
+    flags = " ".join(compared.flags)
+    assert re.search(r"--pipeline-schedule \S+ .*--pipeline-slices [24] .*lengths balanced$", flags)
+    assert plan.as_data()["long_sequences"]["flags"] == compared.flags
+    assert made().long_sequences is None  # 1,024 tokens
+
+
+def test_slices_are_compared_where_a_launch_would_take_them() -> None:
+    """By its own checks, and one reason is said once."""
+    refused = made(**(LONG | EXPERTS), moe_expert_capacity_factor=1.0).long_sequences
+    assert refused is not None and refused.best is None and not refused.flags
+    (why,) = set(refused.refused.values())
+    assert "experts would drop tokens slice by slice" in why
+    assert set(refused.refused) == {"2 slices", "4 slices", "8 slices"}

@@ -13,6 +13,7 @@ from tests.helpers import transformer_engine_on_cpu as on_cpu
 from tests.helpers.combinations import IS_NIGHT, nightly
 from tests.helpers.covered import covers
 from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train
+from tests.helpers.plans_on_cpu import use_plans
 from tests.helpers.ranks import HANGS, run_ranks, values
 from tests.helpers.transformer_engine_gpt import provide, use_transformer_engine
 
@@ -109,6 +110,17 @@ SETTINGS: dict[str, tuple[int, str, dict[str, object]]] = {
             "recompute_granularity": "selective",
         },
     ),
+    "experts, grouped, shared, loop, pairs": (
+        4,
+        "interleaved-zb",
+        {
+            **EXPERTS,
+            "bf16": True,
+            "num_virtual_stages_per_pipeline_rank": 2,
+            "moe_shared_expert_intermediate_size": 32,
+            "overlap_moe_expert_parallel_comm": True,
+        },
+    ),
     "multi-token prediction, repeated": (2, "zb-h1", REPEATED),
     "multi-token prediction, repeated, loop, overlapped, fused": (
         2,
@@ -126,7 +138,7 @@ NIGHTLY = (
     "experts, grouped, in a latent space",
     "experts, grouped, loop, recompute",
     "V, experts, grouped, recompute, fused",
-    *(setting for setting in SETTINGS if "prediction" in setting),
+    *(setting for setting in SETTINGS if "prediction" in setting or "pairs" in setting),
 )
 
 
@@ -151,6 +163,8 @@ def train_both(version: str, setting: str, **more: object) -> None:
 
     def both(rank: int) -> tuple[list[Run], list[Run]]:
         use_transformer_engine(version)
+        if "pairs" in setting:
+            use_plans()
         reference = train(ranks, model_flags(**flags), model_provider=build)
         ours = model_flags(**flags, pipeline_schedule=schedule, pipeline_report_split=True, **more)
         return train(ranks, ours, model_provider=build), reference

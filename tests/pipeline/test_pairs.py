@@ -7,14 +7,17 @@ alike wherever its stages lie.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import random
 
 from megatron_ext.adapter.pairs.planned_stage import PlannedStage
 from megatron_ext.adapter.step.training import Training
@@ -52,7 +55,7 @@ MODEL: Flags = {
 }
 PAIRS: Flags = {"overlap_moe_expert_parallel_comm": True}
 LOOP: Flags = {"num_virtual_stages_per_pipeline_rank": 2}
-PP4: Flags = {"pipeline_model_parallel_size": 4, "num_layers": 8}
+PP4: Flags = {"pipeline_model_parallel_size": 4, "num_layers": 8, "global_batch_size": 16}
 DENSE: Flags = {"moe_layer_freq": "[0,1,1,1]"}
 PREDICTION: Flags = {"mtp_num_layers": 1, "position_embedding_type": "rope"}
 SHARED: Flags = {"moe_shared_expert_intermediate_size": 32}
@@ -72,6 +75,10 @@ EVALUATED: Flags = {"eval_iters": 1, "eval_interval": 1}
 def drawn_by_name(*args: Any, **kwargs: Any) -> Any:
     """A chunk whose matrices are drawn by their names in the whole model. Experts are numbered
     through all ranks."""
+    # which recompute of single modules asks for whether there is FP8
+    random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
+    for name in ("activation_recompute_forward", "fp8_autocast"):
+        setattr(random, name, lambda **settings: contextlib.nullcontext())
     model = model_provider(*args, **kwargs)
     ranks = parallel_state.get_expert_model_parallel_world_size()
     of_a_rank = 4 // ranks

@@ -14,7 +14,7 @@ from megatron_ext.schedule.program.communication import communicate
 from megatron_ext.schedule.program.memory import bytes_for, in_bytes, leaving_room, peaks
 from megatron_ext.schedule.program.message_order import order_messages
 from megatron_ext.schedule.program.simulate import step_seconds
-from megatron_ext.schedule.program.verify import Program, check_compute, prove
+from megatron_ext.schedule.program.verify import Program, check_compute, prove, within_limit
 from megatron_ext.schedule.program.waits import await_sends
 from megatron_ext.schedule.progress import task
 from megatron_ext.schedule.schedule import Schedule, Transform
@@ -48,11 +48,41 @@ def build_program(choice: Choice, problem: Problem) -> Program:
     with task(f"building {choice.spec} for {size_of(problem)}"):
         if _is_made_again(choice, problem) and not problem.forward_only:
             return _shortest_with_recompute(choice, problem)
-        limit = _limit_of_passes(choice, problem)
-        schedule = _transformed(_compute(choice, problem, limit), problem)
-        if limit is not None and limit.bytes is not None:
-            schedule = _with_room_for_messages(choice, problem, limit.bytes, schedule)
-        return prove(schedule, problem)
+        try:
+            return _proved(choice, problem)
+        finally:
+            _LATEST.clear()
+
+
+def _proved(choice: Choice, problem: Problem) -> Program:
+    limit = _limit_of_passes(choice, problem)
+    passes = _compute(choice, problem, limit)
+    program = _proved_before(passes, problem)
+    schedule = _transformed(passes, problem) if program is None else program.schedule
+    fitting = schedule
+    if limit is not None and limit.bytes is not None:
+        fitting = _with_room_for_messages(choice, problem, limit.bytes, schedule)
+    if program is None or fitting is not schedule:
+        return prove(fitting, problem)
+    return within_limit(program, problem)
+
+
+# What `complete` has made last: a search proves what it ends with, and that is what is built next.
+_LATEST: list[tuple[Schedule, Program]] = []  # one at the most: they are large
+
+
+def _proved_before(passes: Schedule, problem: Problem) -> Program | None:
+    """The program of ``passes`` for ``problem``, or one that differs from it in the memory limit
+    alone; None: it is to be made."""
+    extras = problem.extras
+    if extras.offload is not Offload.NONE or extras.recompute != Recompute():
+        return None  # the limit says what is inserted
+    for latest, program in _LATEST:
+        if latest == passes and program.problem == replace(
+            problem, memory_limit=program.problem.memory_limit
+        ):
+            return program
+    return None
 
 
 def _check_slices(choice: Choice, problem: Problem) -> None:
@@ -137,7 +167,9 @@ def complete(schedule: Schedule, problem: Problem) -> Program:
     problem = _with_own_costs(problem)
     schedule = with_pairs(schedule, problem)
     _check_passes(schedule, problem)
-    return prove(_transformed(schedule, problem), problem)
+    program = prove(_transformed(schedule, problem), problem)
+    _LATEST[:] = [(schedule, program)]
+    return program
 
 
 def _with_own_costs(problem: Problem) -> Problem:
