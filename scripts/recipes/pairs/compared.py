@@ -3,6 +3,7 @@ its best layout."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,8 +12,9 @@ import numpy as np
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.build.output_layer import with_input_gradient
 from megatron_ext.schedule.build.pairs import with_pairs
-from megatron_ext.schedule.build.registry import choose, entry_of
+from megatron_ext.schedule.build.registry import Choice, choose, entry_of
 from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.model.messages.hidden import PairedLayer, paired_layers
 from megatron_ext.schedule.model.model import Stage
 from megatron_ext.schedule.model.rates import Rates
@@ -24,7 +26,9 @@ from megatron_ext.schedule.plan.layouts.minimax import least_slowest_stage, with
 from megatron_ext.schedule.plan.layouts.order import Order
 from megatron_ext.schedule.plan.layouts.work import Work
 from megatron_ext.schedule.plan.planner import limit_left
+from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.progress import Task
+from megatron_ext.schedule.schedule import Schedule
 from scripts.recipes.gains import Configuration, work_of
 from scripts.recipes.pairs.order import PERIODS, Hidden, PairedOrder
 
@@ -133,6 +137,15 @@ class Comparison:
         return make(start.layout).step(start.layout) if start.fits else None
 
 
+def _ordered(choice: Choice, problem: Problem, limit: MemoryLimit | None) -> Schedule:
+    """The passes of ``choice``; within ``limit``, if it makes them by what there is room for."""
+    if limit is not None and entry_of(choice.spec).uses_costs:
+        within = replace(problem, memory_limit=limit)
+        with contextlib.suppress(ValueError):  # it needs more, which other layouts may leave
+            return with_pairs(choice.without_search.build(within), within)
+    return with_pairs(choice.without_search.build(problem), problem)
+
+
 class _PairedTimed(Timed):
     """As `Timed`, of an order with pairs."""
 
@@ -156,9 +169,8 @@ class _PairedTimed(Timed):
             variant.problem,
             microbatches=self._short,
             costs=with_input_gradient(variant.problem.costs),
-            memory_limit=work.limit or limit_left(variant, room),
         ).with_extras(**extras)
-        schedule = with_pairs(variant.choice.without_search.build(problem), problem)
+        schedule = _ordered(variant.choice, problem, limit_left(variant, room))
         self._paired = PairedOrder(schedule, problem.costs.hop, hidden)
         self._order = Order(schedule, problem.costs)
         self._share = len(schedule.pairs) / (self._short * self._placement.stages)
