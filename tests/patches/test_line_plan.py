@@ -13,7 +13,9 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from megatron_ext.adapter.arguments import problems
 from megatron_ext.adapter.dimensions import execution
+from megatron_ext.adapter.slices.lengths import lengths_in
 from megatron_ext.cli import app
 from megatron_ext.config import PipelineConfig
 from megatron_ext.launch_check import line, line_plan, loading
@@ -348,3 +350,18 @@ def test_slices_are_compared_where_a_launch_would_take_them() -> None:
     (why,) = set(refused.refused.values())
     assert "experts would drop tokens slice by slice" in why
     assert set(refused.refused) == {"2 slices", "4 slices", "8 slices"}
+
+
+def test_slices_have_attention_estimated_where_costs_do_not_tell_it(tmp_path: Path) -> None:
+    """Lengths that were to be balanced were even."""
+    save_costs(uniform(placement.line(2), 1e-2, 1e-2, 1e-2), tmp_path / "costs.json")
+    args = line.parse(model_flags(**(FLAGS | LONG))).args
+    config = PipelineConfig.parse(
+        schedule="zb-h1", slices="4", slice_lengths="balanced", costs=str(tmp_path / "costs.json")
+    )
+    with line.on_gpus(args):
+        line.validate(args, config, 4)
+        *_, problem = problems(args, config)
+        first, *_, last = lengths_in(problem, args, args.seq_length)
+    assert "attention in estimated proportions" in problem.costs.origin
+    assert first > 1.3 * last

@@ -11,10 +11,10 @@ from megatron_ext.schedule.model.estimate import estimate
 from megatron_ext.schedule.model.execution import Execution
 from megatron_ext.schedule.model.frozen import without_frozen
 from megatron_ext.schedule.model.gpus import GPUS
+from megatron_ext.schedule.model.messages.hidden import PairedLayer, hidden_by_pairs, paired_layers
 from megatron_ext.schedule.model.model import Model, Stage
-from megatron_ext.schedule.model.pairs import PairedLayer, hidden_by_pairs, paired_layers
 
-I, B = Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD
+_I, _B = Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD
 EXECUTION = Execution(4096, expert_parallel=32, dispatcher="alltoall", overlap=0.5)
 RATES = GPUS["h100"].rates(EXECUTION.precision)
 
@@ -52,7 +52,7 @@ def test_layers_of_f_run_beside_those_of_the_backward_pass_from_the_last_one() -
     moe, dense = "*E", "*-"
     stages = [Stage((dense, moe)), Stage((moe, dense)), Stage((moe,)), Stage((dense, dense))]
     of_model = model((dense, moe))
-    hidden = hidden_by_pairs(of_model, stages, EXECUTION, RATES)[I]
+    hidden = hidden_by_pairs(of_model, stages, EXECUTION, RATES)[_I]
     (layer,) = paired_layers(of_model, Stage((moe,)), EXECUTION, RATES)
     (other,) = paired_layers(of_model, Stage((dense,)), EXECUTION, RATES)
     two = layer.hidden_beside(layer, 0.5, with_weights=False)
@@ -67,10 +67,10 @@ def test_layers_of_f_run_beside_those_of_the_backward_pass_from_the_last_one() -
 
 def test_predicted_tokens_are_a_layer_more() -> None:
     stages = [Stage(("*E",), depths=1), Stage(("*E", "*E"))]
-    hidden = hidden_by_pairs(model(("*E",)), stages, EXECUTION, RATES)[B]
+    hidden = hidden_by_pairs(model(("*E",)), stages, EXECUTION, RATES)[_B]
     assert (
         hidden[1][0]
-        > hidden_by_pairs(model(("*E",)), [stages[1], Stage(("*E",))], EXECUTION, RATES)[B][0][1]
+        > hidden_by_pairs(model(("*E",)), [stages[1], Stage(("*E",))], EXECUTION, RATES)[_B][0][1]
     )
 
 
@@ -81,7 +81,7 @@ def test_estimates_have_it_where_passes_run_in_pairs_only() -> None:
     apart = estimate(of_model, stages, replace(EXECUTION, overlap=0.0), RATES)
     assert not apart.hidden
     assert costs.seconds == apart.seconds
-    forward, back = Action(0, Kind.FORWARD, 1), Action(1, B, 0)
-    assert 0 < costs.saved_by(forward, back) == costs.hidden[B][0][1]
+    forward, back = Action(0, Kind.FORWARD, 1), Action(1, _B, 0)
+    assert 0 < costs.saved_by(forward, back) == costs.hidden[_B][0][1]
     frozen = without_frozen(costs, [0.0, 0.0], reached=1, head=False)
-    assert frozen.saved_by(forward, back) == costs.hidden[I][0][1]
+    assert frozen.saved_by(forward, back) == costs.hidden[_I][0][1]

@@ -288,7 +288,7 @@ def _compute(choice: Choice, problem: Problem, limit: MemoryLimit | None) -> Sch
     alone = replace(_for_family(problem), memory_limit=limit)
     if _places_recompute(choice, problem):
         alone = alone.with_extras(recompute=problem.extras.recompute)
-    schedule = built_with_pairs(choice, alone, replace(problem, memory_limit=limit))
+    schedule = built_with_pairs(choice, alone, alone.with_extras(pairs=problem.extras.pairs))
     _check_passes(schedule, problem)
     return schedule
 

@@ -14,9 +14,9 @@ from megatron_ext.schedule.costs import Costs, VocabularyCosts
 from megatron_ext.schedule.kinds import RULES, Held
 from megatron_ext.schedule.model.activations import held_of_stage, keys_values_of_stage
 from megatron_ext.schedule.model.execution import Execution
+from megatron_ext.schedule.model.messages.hidden import hidden_by_pairs
 from megatron_ext.schedule.model.model import Model, Stage
 from megatron_ext.schedule.model.operations.operation import Group
-from megatron_ext.schedule.model.pairs import hidden_by_pairs
 from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.model.stage_seconds import (
     Other,

@@ -353,8 +353,8 @@ def _consider(
         refusal = error
     if limit is not None and (refusal or _is_slowed_by_memory(variant, made[0])):
         for extras in _ways_to_fit(variant, may_offload and refusal is not None):
-            fitting = replace(variant.problem, memory_limit=limit, extras=extras)
             with contextlib.suppress(ValueError):
+                fitting = replace(variant.problem, memory_limit=limit, extras=extras)
                 candidate = _candidate(replace(variant, problem=fitting), method)
                 _check_room(candidate, room)
                 made.append(candidate)
