@@ -93,11 +93,12 @@ def test_a_line_with_virtual_stages() -> None:
 def test_long_comparison_gives_a_first_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """On 16 ranks with 128 microbatches it took minutes until anything was said."""
     heard: list[str] = []
-    with reporting(heard.append):
+    progress: list[str] = []
+    with reporting(progress.append, heard.append):
         whole = made()
     assert not heard, "it takes seconds"
     monkeypatch.setattr(first_answer, "LONG", 8)
-    with reporting(heard.append):
+    with reporting(progress.append, heard.append):
         plan = made()
     (first,) = heard
     assert first.startswith("a first answer: --pipeline-schedule zb-1p")
@@ -106,7 +107,9 @@ def test_long_comparison_gives_a_first_answer(monkeypatch: pytest.MonkeyPatch) -
     of_line = whole.of_line
     assert of_line is not None
     assert plan.flags == whole.flags and plan.of_line.step == of_line.step
-    assert any("whatever its order" in why for why in plan.plan.refusals.values())
+    whys = plan.plan.refusals.values()
+    assert any("whatever its order" in why for why in whys)
+    assert ("interleaved", VocabMethod.NAIVE) not in plan.plan.refusals
 
 
 def test_memory_is_that_of_doctor() -> None:

@@ -48,7 +48,10 @@ def whole_plan(read: ReadLine, first: Plan | None) -> Plan:
     if of_line is None or _of_line(plan, line) is not None:
         return plan
     candidates = sorted([*plan.candidates, of_line], key=lambda c: (c.step, c.report.peak))
-    refusals = {pair: why for pair, why in plan.refusals.items() if pair[0] != line.own}
+    refusals = dict(plan.refusals)
+    for name, method in plan.refusals:
+        if (line.spec(name), method) == (line.own, VocabMethod.NAIVE):
+            del refusals[name, method]
     return Plan(tuple(candidates), refusals)
 
 
