@@ -32,8 +32,10 @@ from megatron_ext.schedule.plan.layouts.lines import Lines, compare_layouts, per
 from megatron_ext.schedule.plan.layouts.minimax import least_slowest_stage, with_even_ranks
 from megatron_ext.schedule.plan.layouts.order import Order
 from megatron_ext.schedule.plan.layouts.work import Work, evaluate
+from megatron_ext.schedule.plan.planner import VocabMethod
 from megatron_ext.schedule.progress import Task
 from scripts.recipes.recipe import expanded
+from tests.helpers.combinations import at_night
 
 GPT = parse_model("layers=16,hidden=1024,heads=8,sequence=2048,vocabulary=32768")
 MIXED = replace(
@@ -259,10 +261,19 @@ def test_what_is_refused_is_none_of_ours_and_what_that_costs() -> None:
     assert made.barred.seconds < made.ours.seconds
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
+def test_searches_are_tried_on_the_lines_own_layout() -> None:
+    """They were on the best layouts alone: loop-auto on the line's own took less than what was
+    printed as any schedule with any layout."""
+    training = work(**SMALL)
+    own = evaluate(training, "interleaved:vpp=2", evenly(16, 4))
+    best = evaluate(training, "1f1b", evenly(16, 2))
+    candidates = Candidates([training], None, even, permit_all, False, Task(""))
+    more = candidates.further([best], own)
+    assert ("loop-auto:vpp=2", own.layout) in {(other.schedule, other.layout) for other in more}
+
+
+@pytest.mark.parametrize("chunks", [2, *at_night(1)])
 def test_nothing_on_the_lines_own_layout_is_better(chunks: int) -> None:
-    """Searches were tried on the best layouts alone: loop-auto on the line's own took less than
-    what was printed as any schedule with any layout."""
     own = ("1f1b" if chunks == 1 else f"interleaved:vpp={chunks}"), evenly(16, 2 * chunks)
     training = work(**SMALL)
     made = lines(training, own)
@@ -273,6 +284,19 @@ def test_nothing_on_the_lines_own_layout_is_better(chunks: int) -> None:
     for spec in (own[0], *specs[chunks]):
         known = evaluate(training, spec, own[1], room=made.bound, search=False)
         assert made.ours.seconds <= known.seconds, spec
+
+
+def test_a_divided_vocabulary_is_tried_where_loops_lead() -> None:
+    """It was, beside the best schedules alone: where those were loops, whose vocabulary cannot be
+    divided, a V with a divided one was not looked at."""
+    training = work(replace(GPT.model, vocabulary=65536), microbatches=12)
+    candidates = Candidates([training], None, even, permit_all, False, Task(""))
+    made = candidates.by_layout([["zb-v"], ["interleaved-zb:vpp=2"]], [])
+    (loop_alone,) = (other for other in made if other.schedule != "zb-v")
+    more = candidates.further([loop_alone], loop_alone)
+    divided = [other for other in more if other.schedule == "zb-v"]
+    assert {other.method for other in divided} == {VocabMethod.ONE, VocabMethod.TWO}
+    assert min(other.seconds for other in divided) < loop_alone.seconds
 
 
 def test_what_a_plan_has_found_is_any_schedule_too() -> None:
