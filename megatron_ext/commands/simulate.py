@@ -28,6 +28,7 @@ from megatron_ext.commands.output import command_line, fail, print_table
 from megatron_ext.commands.progress import showing_progress
 from megatron_ext.schedule.build.auto_spec import auto_searches
 from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.exchange import Exchange, exchange
 from megatron_ext.schedule.build.overlap import what_overlapping_gains
 from megatron_ext.schedule.build.registry import Choice, choose, with_option
 from megatron_ext.schedule.build.report import ScheduleReport, report
@@ -98,6 +99,15 @@ def simulate(
     ] = "none",
     slices: SliceCount = 1,
     slice_lengths: SliceLengths = Lengths.EVEN.value,
+    exchange_attention: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="GROUP",
+            help="Say what it would gain and send to even out slices of one length as SlimPipe "
+            "does, where GROUP query heads share a head of keys and values. Nothing trains so.",
+        ),
+    ] = None,
     pairs: InPairs = False,
     post_validation: PostValidation = False,
     steps: Annotated[
@@ -121,8 +131,8 @@ def simulate(
     plot: Annotated[
         Path | None,
         typer.Option(
-            help="Draw it beneath 1F1B, or with post-validation beneath itself without it, as .svg "
-            "or .png."
+            help="Draw it beneath 1F1B, or with post-validation or pairs beneath itself without "
+            "them, as .svg or .png."
         ),
     ] = None,
     page: HtmlPage = None,
@@ -170,6 +180,9 @@ def simulate(
             asked = _Asked(pp, microbatches, costs, memory_limit, extras)
             choice, problem, why = asked.choice(_with_chunks(spec, vpp))
             program, made = report(choice, problem)
+            evened = None
+            if exchange_attention is not None:
+                evened = exchange(choice, problem, exchange_attention)
             with task("simulating a device that waits at passes"):
                 waiting = simulate_program(program, program.problem.costs, Device.WAITS_AT_PASSES)
             certificate = certify_program(program, seconds) if certify else None
@@ -179,12 +192,17 @@ def simulate(
         fail(error)
     if as_json:
         figures = asdict(made) | {"makespan_if_passes_wait": waiting.makespan}
-        typer.echo(json.dumps(figures | _certified(certificate) | _varied(varied), indent=2))
+        typer.echo(
+            json.dumps(
+                figures | _certified(certificate) | _varied(varied) | _exchanged(evened), indent=2
+            )
+        )
         return
     if why:
         typer.echo(f"{spec} takes {choice.spec}: {why}")
     rows = {**_of_schedule(made), "makespan if passes wait": waiting.makespan}
     rows |= {} if varied is None else rows_of_spread(varied)
+    rows |= _of_exchange(evened)
     print_table([{"": name, choice.spec: value} for name, value in rows.items()])
     typer.echo(f"times are in the unit of the costs ({costs})")
     if certificate is not None:
@@ -424,10 +442,29 @@ def _varied(varied: Spread | None) -> dict[str, Any]:
     return {} if varied is None else {"noise": asdict(varied)}
 
 
+def _exchanged(evened: Exchange | None) -> dict[str, Any]:
+    return {} if evened is None else {"exchange": asdict(evened)}
+
+
+def _of_exchange(evened: Exchange | None) -> dict[str, Any]:
+    """The same by names for people."""
+    if evened is None:
+        return {}
+    most = max(evened.sent)
+    sent = f"{most:.3g} times a microbatch's keys and values"
+    if evened.in_bytes:
+        sent = f"{most / 2**30:.3g} GiB"
+    if evened.seconds is not None:
+        sent += f", {evened.seconds:.4g} of time on a link as quick as hops"
+    return {"makespan, attention evened out": evened.makespan, "sent for that by a rank": sent}
+
+
 def _reference_program(choice: Choice, problem: Problem) -> Program:
     """The program that is drawn above the schedule's, to compare with."""
     if problem.extras.post_validation:
         return build_program(choice, problem.with_extras(post_validation=False))
+    if problem.extras.pairs:
+        return build_program(choice, problem.with_extras(pairs=False))
     return program_of_1f1b(problem)
 
 

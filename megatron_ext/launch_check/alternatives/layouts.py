@@ -16,6 +16,7 @@ from megatron_ext.adapter.layers import (
     prediction_depths,
 )
 from megatron_ext.adapter.model_bytes import state_of
+from megatron_ext.adapter.pairs.asked import asks_for_pairs
 from megatron_ext.config import PipelineConfig
 from megatron_ext.launch_check.alternatives.recompute import (
     recompute_flags,
@@ -76,7 +77,7 @@ def work_of(args: Any, config: PipelineConfig | None = None) -> Work:
         limit=limit,
         post_validation=config is not None and config.post_validation,
     )
-    return replace(work, costs_of=costs_of)
+    return replace(work, costs_of=costs_of, pairs=asks_for_pairs(args))
 
 
 def own_layout(args: Any, spec: str) -> tuple[str, Layout]:

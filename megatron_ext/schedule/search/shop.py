@@ -158,7 +158,7 @@ class Shop:
     @cached_property
     def durations_of_all(self) -> Starts:
         """Ticks, by lane and microbatch."""
-        durations = self._of_all(self.durations, self.cut and self.cut.durations)
+        durations = self._of_all(self.durations, None if self.cut is None else self.cut.durations)
         if self.given_up is not None:
             is_lane = np.array([kind is R for _, kind in self.passes])
             durations[is_lane[:, None] & (self.given_up == 0)] = 0
@@ -167,7 +167,7 @@ class Shop:
     @cached_property
     def gains_of_all(self) -> Starts:
         """``gains``, by lane and microbatch."""
-        gains = self._of_all(self.gains, self.cut and self.cut.gains)
+        gains = self._of_all(self.gains, None if self.cut is None else self.cut.gains)
         return gains if self.given_up is None else gains + self.given_up
 
     def _of_all(self, per_lane: tuple[int, ...], by_slice: Starts | None) -> Starts:
@@ -211,7 +211,7 @@ class Shop:
     def turned(self) -> list[int]:
         """The column of F with the slice that a column of I and W has, and the other way round."""
         columns = np.arange(self.pieces)
-        return (columns - 2 * (columns % self.slices) + self.slices - 1).tolist()  # type: ignore[no-any-return]
+        return (columns - 2 * (columns % self.slices) + self.slices - 1).tolist()
 
     @cached_property
     def turns(self) -> Starts:
