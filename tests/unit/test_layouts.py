@@ -21,7 +21,7 @@ from megatron_ext.schedule.model.gpus import GPUS
 from megatron_ext.schedule.model.model import Model, Stage
 from megatron_ext.schedule.model.model_memory import ModelBytes, TrainingState
 from megatron_ext.schedule.model.short_form import parse_model
-from megatron_ext.schedule.placement import Placement, loop
+from megatron_ext.schedule.placement import Placement, line, loop
 from megatron_ext.schedule.plan.layouts.beside import seconds_beside
 from megatron_ext.schedule.plan.layouts.candidates import Candidates
 from megatron_ext.schedule.plan.layouts.descent import Timed, descend
@@ -33,6 +33,7 @@ from megatron_ext.schedule.plan.layouts.minimax import least_slowest_stage, with
 from megatron_ext.schedule.plan.layouts.order import Order
 from megatron_ext.schedule.plan.layouts.work import Work, evaluate
 from megatron_ext.schedule.plan.planner import VocabMethod
+from megatron_ext.schedule.problem import VocabularyParallel
 from megatron_ext.schedule.progress import Task
 from scripts.recipes.recipe import expanded
 from tests.helpers.combinations import at_night
@@ -324,6 +325,24 @@ def test_reductions_are_those_of_each_ones_group() -> None:
     assert seconds_beside(model, overlapped, execution, rates) == pytest.approx(
         moved / rates.memory + bucket * (4 + 2) * (dense + experts)
     )
+
+
+def test_what_experts_have_of_a_model() -> None:
+    model = replace(
+        GPT.model,
+        layers=("*-", "*E"),
+        num_experts=8,
+        moe_router_topk=2,
+        moe_ffn_hidden_size=512,
+        add_bias_linear=False,
+    )
+    execution = replace(GPT.execution(), expert_parallel=4)
+    training = work(model, execution=execution, ranks=2)
+    dense, routed = training.bytes_of(Layout((1, 1)).of(model), line(2), VocabularyParallel.NONE)
+    assert dense.expert_weights == dense.expert_gradients == 0
+    elements = 2 * 2 * 512 * 1024  # two experts, two matrices each
+    assert (routed.expert_weights, routed.expert_gradients) == (2 * elements, 4 * elements)
+    assert routed.weights > routed.expert_weights
 
 
 def test_a_mixed_model() -> None:
