@@ -114,6 +114,8 @@ def pictures(own: Path) -> dict[str, Callable[[Path], None]]:
     of_slices = ["--slices", "4", "--slice-lengths", "balanced"]
     cut = ["--pp", "4", "-m", "4", "--costs", "f=1,i=1,w=1,attention=0.3"]
     commands["slices"] = ["simulate", "zb-h1", *cut, *of_slices]
+    paired = ["--pairs", "--costs", "f=10,i=12,w=8,comm=0.2,hidden=5"]
+    commands["pairs"] = ["simulate", "dualpipe-v", "--pp", "4", "-m", "10", *paired]
     commands["plan"] = ["plan", "--pp", "8", "-m", "32", "--costs", USUAL]
     of_a_model, *_ = re.findall(r"^\$ megatron-ext (plan (?:.*\\\n)*.*)", read("planning.md"), re.M)
     commands["planning"] = shlex.split(of_a_model.replace("\\\n", ""))

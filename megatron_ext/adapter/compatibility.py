@@ -51,8 +51,7 @@ def refuse(settings: Any, choice: Choice, extras: Extras = _NO_EXTRAS) -> None:
         )
     with_megatrons_group(choice, settings)
     _refuse_settings(settings, choice, REFUSALS, f"--pipeline-schedule {choice.spec}")
-    if with_pairs(extras, settings).pairs:
-        _refuse_settings(settings, choice, PAIRS_REFUSALS, FLAG)
+    _refuse_pairs(settings, choice, extras)
     if captures(settings):
         _refuse_settings(settings, choice, GRAPH_REFUSALS, _GRAPHS)
     if extras.vocabulary is not VocabularyParallel.NONE:
@@ -84,6 +83,16 @@ def refuse(settings: Any, choice: Choice, extras: Extras = _NO_EXTRAS) -> None:
         ours = "--pipeline-post-validation"
         _refuse_settings(settings, choice, POST_VALIDATION_REFUSALS, ours)
         _refuse_barriers(settings, ours)
+
+
+def _refuse_pairs(settings: Any, choice: Choice, extras: Extras) -> None:
+    if with_pairs(extras, settings).pairs:
+        _refuse_settings(settings, choice, PAIRS_REFUSALS, FLAG)
+    elif choice.has_pairs:
+        raise ValueError(
+            f"--pipeline-schedule {choice.spec} has passes that run as one: add {FLAG}, or put the "
+            f"two of each pair one behind the other"
+        )
 
 
 def _refuse_barriers(settings: Any, ours: str) -> None:

@@ -33,7 +33,7 @@ from megatron_ext.adapter.model_parts import ChunkSize, is_trained, size_of
 from megatron_ext.adapter.pairs.asked import asks_for_pairs
 from megatron_ext.adapter.taken_over.groups import with_megatrons_group
 from megatron_ext.adapter.training_globals import ramps_up_to
-from megatron_ext.config import PipelineConfig
+from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.logger import logger, telling_of_long_work
 from megatron_ext.runtime.store.agreement import listed
 from megatron_ext.runtime.store.once_for_all import once_for_all, store_of_all
@@ -152,6 +152,18 @@ class Programs:
             )
         else:
             costs = parse_costs(source.text, placement)
+            if self._config.slices > 1 and not costs.attention:
+                estimate = costs_of_model(
+                    config, placement, per_stage, sequence, micro_batch, is_told=False
+                )
+                costs = costs.with_attention_of(estimate)
+                if not self.costs:
+                    logger.info(
+                        f"{flag('costs')} {source} does not tell attention from the rest of a "
+                        f"pass: the lengths of slices are by its estimated share"
+                    )
+        if self._config.slices > 1:
+            costs = costs.with_slices_shared_by(config.context_parallel_size)
         return with_input_gradient(costs) if per_stage[-1].head_is_looked_up else costs
 
     def _set_costs(self, shape: Shape, costs: Costs) -> None:

@@ -17,6 +17,7 @@ from megatron_ext.bench.emulated import (
     AutogradStage,
     Contender,
     EmulatedChunk,
+    as_one,
     data,
 )
 from megatron_ext.bench.emulated_copies import EmulatedCopies
@@ -27,8 +28,9 @@ from megatron_ext.runtime.host.offload import ActivationOffload
 from megatron_ext.runtime.messages.channels import Channels
 from megatron_ext.runtime.messages.transport import Boundary, Transport
 from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.stage import Backward
 from megatron_ext.runtime.weight_gradients import queue
-from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.build import build_program, complete
 from megatron_ext.schedule.build.registry import Choice, choose
 from megatron_ext.schedule.costs import Costs, VocabularyCosts
@@ -102,14 +104,18 @@ def in_seconds(costs: str, placement: Placement) -> Costs:
         copies = {kind: tuple(ms / 1000 for ms in row) for kind, row in host.seconds.items()}
         host = replace(host, seconds=copies)
     again = tuple(ms / 1000 for ms in given.recompute)
+    hidden = {
+        kind: tuple(tuple(ms / 1000 for ms in row) for row in table)
+        for kind, table in given.hidden.items()
+    }
     vocabulary = given.vocabulary
     if vocabulary is None:
-        return Costs(seconds, host=host, recompute=again)
+        return Costs(seconds, host=host, recompute=again, hidden=hidden)
     forward, input_gradient, weight_gradient = (ms / 1000 for ms in vocabulary.head)
     lookup, table_gradient = (ms / 1000 for ms in vocabulary.embedding)
     head, embedding = (forward, input_gradient, weight_gradient), (lookup, table_gradient)
     whole = VocabularyCosts(head, embedding)
-    return Costs(seconds, vocabulary=whole, host=host, recompute=again)
+    return Costs(seconds, vocabulary=whole, host=host, recompute=again, hidden=hidden)
 
 
 def _passes(program: Program) -> int:
@@ -131,6 +137,16 @@ class EmulatedStage(AutogradStage):
     def recompute(self, microbatch: int) -> None:
         x, _ = self.between.pop(microbatch)
         self._run(Kind.RECOMPUTE, microbatch, x)
+
+    def forward_beside(
+        self, microbatch: int, x: Tensor | None, backward: Backward
+    ) -> tuple[Tensor, Tensor | None]:
+        kind = Kind.FULL_BACKWARD if backward.whole else Kind.BACKWARD_INPUT
+        assert isinstance(backward.stage, AutogradStage)
+        other = Action(backward.stage.number, kind, backward.microbatch)
+        both = self._chunk.costs.of_pair(Action(self.number, Kind.FORWARD, microbatch), other)
+        with as_one(both):
+            return super().forward_beside(microbatch, x, backward)
 
     def _run(self, kind: Kind, microbatch: int, x: Tensor | None) -> Tensor:
         y: Tensor = self._chunk(data() if x is None else x, kind)
@@ -198,6 +214,7 @@ def ours(
     name = f"megatron-ext {spec}" + f", vocabulary {extras.vocabulary}" * divides
     name += f", offload {extras.offload}" * (extras.offload is not Offload.NONE)
     name += f", recompute {extras.recompute}" * (extras.recompute != Recompute())
+    name += ", in pairs" * extras.pairs
     name += ", post-validation" * extras.post_validation
     contender = Contender(
         name, ideal_of(program), _passes(program), step, program=program, recorder=recorder

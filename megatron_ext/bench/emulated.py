@@ -106,6 +106,7 @@ class EmulatedChunk(torch.nn.Module):
 
     def __init__(self, stage: int, costs: Costs) -> None:
         super().__init__()
+        self.costs = costs
         self.seconds = {kind: costs.of(Action(stage, kind, 0)) for kind in _PASSES}
         self.weight = torch.nn.Parameter(torch.ones(1))
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ext.launch import CPU_PLATFORM
+from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.problem import (
     Extras,
     Offload,
@@ -61,6 +62,7 @@ class Setting:
         bad_every: every so many-th verdict of post-validation is bad; 0: none.
         recompute: ours are measured without recompute, and with this too (`parse_recompute`),
         memory_limit: within this, if it is to fit into one (`parse_limit`).
+        pairs: those with several stages on a rank are measured with passes in pairs, too.
     """
 
     ranks: int
@@ -75,6 +77,7 @@ class Setting:
     bad_every: int = 0
     recompute: str = "none"
     memory_limit: str | None = None
+    pairs: bool = False
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -110,7 +113,11 @@ class Setting:
             combined += [Extras(vocabulary=way, recompute=self._recompute) for way in vocabularies]
         if self.post_validation:
             combined.append(Extras(post_validation=True))
-        return [(spec, extras) for spec in self.specs for extras in combined]
+        made = []
+        for spec in self.specs:
+            in_pairs = [Extras(pairs=True)] * (self.pairs and choose(spec).example.chunks > 1)
+            made += [(spec, extras) for extras in (*combined, *in_pairs)]
+        return made
 
 
 @dataclass(frozen=True)
@@ -204,7 +211,6 @@ def measure(setting: Setting, progress: Callable[[str], None], *, shows: bool = 
         ValueError: a schedule that these sizes do not allow.
     """
     from megatron_ext.bench.contestants import program_of
-    from megatron_ext.schedule.build.registry import choose
 
     sizes = setting.ranks, setting.microbatches, setting.costs
     for spec, extras in setting.ours:  # said here, not by a rank

@@ -56,6 +56,14 @@ def bench(
     memory_limit: Annotated[
         str | None, typer.Option(help="Of a rank, in microbatches, for --recompute fit: 5 or 0.5x.")
     ] = None,
+    pairs: Annotated[
+        bool,
+        typer.Option(
+            "--pairs",
+            help="Measure ours with passes in pairs too, those with several stages on a rank; give "
+            "hidden= in COSTS.",
+        ),
+    ] = False,
     post_validation: Annotated[
         bool,
         typer.Option(
@@ -92,6 +100,7 @@ def bench(
             bad_every,
             recompute,
             memory_limit,
+            pairs,
         )
         measured = measure(setting, lambda text: typer.echo(text, err=True), shows=page is not None)
         if plot is not None:

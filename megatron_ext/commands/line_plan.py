@@ -16,6 +16,7 @@ from megatron_ext.commands.layout_tables import print_layouts
 from megatron_ext.commands.output import fail, gib
 from megatron_ext.commands.plan_pictures import PlanPictures
 from megatron_ext.commands.plan_tables import (
+    print_long_sequences,
     print_memory,
     print_plan,
     print_unit,
@@ -163,6 +164,8 @@ def _print(made: LinePlan, *, is_estimate: bool) -> None:
     if made.instead is not None:
         typer.echo(f"\n{_without_full_recompute(made.instead, made.plan.best)}")
         _print_flags(made.instead.flags, made.instead.dropped)
+    if made.long_sequences is not None:
+        print_long_sequences(made.long_sequences)
     if made.layouts is not None:
         print_layouts(made.layouts, is_estimate=not made.is_measured)
 

@@ -6,9 +6,8 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -27,8 +26,10 @@ from megatron_ext.commands.output import fail
 from megatron_ext.commands.plan_pictures import PlanPictures
 from megatron_ext.commands.plan_tables import (
     print_full_recompute,
+    print_long_sequences,
     print_plan,
     print_recommended,
+    print_short_slices,
     print_unit,
     print_vocabulary,
     print_waits,
@@ -49,12 +50,12 @@ from megatron_ext.schedule.plan.half_pipeline import (
     compare_halves,
     compare_halves_of_costs,
 )
+from megatron_ext.schedule.plan.long_sequences import LongSequences, long_sequences
 from megatron_ext.schedule.plan.model_plan import Training
 from megatron_ext.schedule.plan.plan_report import PlanReport, plan_report
 from megatron_ext.schedule.plan.planner import Plan, VariantOf, make_plan
 from megatron_ext.schedule.plan.vocabulary_plan import variants_of
-from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.slices import LONG_ENOUGH, Lengths, Slices, parse_lengths
+from megatron_ext.schedule.slices import Lengths, Slices, parse_lengths
 
 
 def plan(
@@ -170,16 +171,16 @@ def plan(
         if half_pipeline:
             show_halves(asked.compare_halves, pictures, as_json, is_estimate=asked.is_estimate)
             return
-        plan_made, again = asked.plan()
+        plan_made, beside = asked.plan()
         curves = asked.curves_of(plan_made) if pictures.plot is not None else None
         pictures.draw(plan_made, curves, is_estimate=asked.is_estimate)
     except (ValueError, OSError) as error:
         fail(error)
     report = plan_report(plan_made, layers)
     if as_json:
-        _echo(report.as_data() | {"full_recompute": again and again.as_data()})
+        _echo(report.as_data() | beside.as_data())
     else:
-        _print(plan_made, report, asked.training if asked.is_estimate else None, again)
+        _print(plan_made, report, asked.training if asked.is_estimate else None, beside)
     if report.recommended is None:
         fail(ValueError(_NOTHING_FITS if model else _NOTHING_FITS_THE_LIMIT))
 
@@ -189,33 +190,38 @@ def _echo(data: dict[str, object]) -> None:
 
 
 def _print(
-    plan_made: Plan, report: PlanReport, estimated: Training | None, again: FullRecompute | None
+    plan_made: Plan, report: PlanReport, estimated: Training | None, beside: _Beside
 ) -> None:
     """``estimated``: what times were estimated of."""
     print_plan(plan_made)
     print_unit(is_estimate=estimated is not None)
     if estimated is not None and plan_made.best is not None:
-        _print_short_slices(plan_made.best.variant.problem, estimated)
+        problem = plan_made.best.variant.problem
+        print_short_slices([problem], estimated.execution.sequence)
     if estimated is not None and estimated.execution.tensor_parallel > 1:
         print_waits(estimated.model, estimated.execution, estimated.rates)
     print_vocabulary(report.vocabulary)
-    if again is not None:
-        print_full_recompute(again)
+    if beside.again is not None:
+        print_full_recompute(beside.again)
     if report.recommended is not None:
         print_recommended(report.recommended)
+    if beside.long_sequences is not None:
+        print_long_sequences(beside.long_sequences)
 
 
-def _print_short_slices(problem: Problem, training: Training) -> None:
-    """Say so where kernels take longer than is counted."""
-    if problem.slices.count == 1:
-        return
-    shares = [end - begin for begin, end in pairwise((0.0, *problem.slice_ends))]
-    shortest = round(min(shares) * training.execution.sequence)
-    if shortest < LONG_ENOUGH:
-        typer.echo(
-            f"a slice has {shortest:,} tokens: kernels are slower on fewer than {LONG_ENOUGH:,} or "
-            f"so, which is not counted"
-        )
+@dataclass(frozen=True)
+class _Beside:
+    """What there is to say of full recompute, and of long sequences."""
+
+    again: FullRecompute | None = None
+    long_sequences: LongSequences | None = None
+
+    def as_data(self) -> dict[str, Any]:
+        """As ``--json`` prints it."""
+        return {
+            "full_recompute": self.again and self.again.as_data(),
+            "long_sequences": self.long_sequences and self.long_sequences.as_data(),
+        }
 
 
 @dataclass(frozen=True)
@@ -237,13 +243,16 @@ class _Asked:
         """Whether times are."""
         return self.training is not None and self.training.measured is None
 
-    def plan(self) -> tuple[Plan, FullRecompute | None]:
-        """The plan, and what there is to say of full recompute."""
+    def plan(self) -> tuple[Plan, _Beside]:
+        """The plan, and what there is to say beside it."""
         with showing_progress():
             if self.training is None:
-                return make_plan(self.variant), None
+                return make_plan(self.variant), _Beside()
             made = make_plan(self.variant, self.room, may_offload=True)
-            return made, compare_full_recompute(self.training, self.room)
+            return made, _Beside(
+                compare_full_recompute(self.training, self.room),
+                long_sequences(self.training, made, self.room),
+            )
 
     def curves_of(self, made: Plan) -> Curves:
         """What the picture of ``made`` shows beside it."""

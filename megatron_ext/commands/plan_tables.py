@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import typer
@@ -14,10 +15,12 @@ from megatron_ext.schedule.model.execution import Execution
 from megatron_ext.schedule.model.model import Model
 from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.plan.full_recompute import FullRecompute
+from megatron_ext.schedule.plan.long_sequences import EQUAL, LongSequences, Row, shortest_slice
 from megatron_ext.schedule.plan.plan_report import VocabularyRow
-from megatron_ext.schedule.plan.planner import Candidate, Plan, VocabMethod
+from megatron_ext.schedule.plan.planner import Candidate, Plan, VocabMethod, without_figures
 from megatron_ext.schedule.plan.recommendation import Recommendation, made_again, slower_by
-from megatron_ext.schedule.problem import Offload
+from megatron_ext.schedule.problem import Offload, Problem
+from megatron_ext.schedule.slices import LONG_ENOUGH
 
 
 def print_plan(plan: Plan) -> None:
@@ -57,7 +60,7 @@ def _print_refusals(refusals: Iterable[tuple[str, VocabMethod, str]]) -> None:
     """Print one line for all schedules that are refused for the same reason."""
     names: dict[str, dict[str, list[VocabMethod]]] = {}
     for name, method, why in refusals:
-        reason = why.removeprefix(f"{name}: ")
+        reason = without_figures(why.removeprefix(f"{name}: "))
         names.setdefault(reason, {}).setdefault(name, []).append(method)
     for why, alike in names.items():
         text = ", ".join(name + _in_brackets(methods) for name, methods in alike.items())
@@ -160,3 +163,75 @@ def print_vocabulary(rows: Sequence[VocabularyRow]) -> None:
     _print_refusals(
         (row.schedule, method, why) for row in rows for method, why in row.refused.items()
     )
+
+
+def print_long_sequences(made: LongSequences) -> None:
+    """What can be done about long sequences, by step and memory, and what to write for slices."""
+    within = "" if made.room is None else f", in {gib(made.room)} of a rank"
+    typer.echo(f"\nsequences of {made.tokens:,} tokens, whole and in slices{within}:")
+    rows = [_row_of_sequences(row) for row in made.rows]
+    if rows:
+        kept = [key for key in rows[0] if any(row[key] not in ("", None) for row in rows)]
+        print_table([{key: row[key] for key in kept} for row in rows])
+    for why, ways in _by_reason(made.refused).items():
+        typer.echo(f"{', '.join(ways)}: {why}")
+    best = made.best
+    if best is None:
+        return
+    sliced = [row.made.variant.problem for row in made.rows if row.made.report.slices > 1]
+    print_short_slices(sliced, made.of_rank)
+    typer.echo(f"\n{_gain_of_slices(best, made)}")
+    if made.flags:
+        instead = f"\n  in place of {' '.join(made.dropped)}" if made.dropped else ""
+        typer.echo(f"write {shlex.join(made.flags)}{instead}")
+
+
+def _row_of_sequences(row: Row) -> dict[str, Any]:
+    report, fullest = row.made.report, row.made.fullest
+    excess = "" if row.fits else ", too much"
+    return {
+        "": row.words,
+        "schedule": report.schedule,
+        "mark": "" if row.made.mark is Mark.STABLE else row.made.mark,
+        "made again": f"{report.made_again:.0%}" if report.made_again else "",
+        "step": row.made.step,
+        "gain": "" if row.gain is None else f"{row.gain:+.1%}",
+        "bubble": f"{report.bubble_share_makespan:.1%}",
+        "peak microbatches": f"{report.peak:.3g}",
+        "fullest rank": "" if fullest is None else gib(fullest) + excess,
+    }
+
+
+def _by_reason(refused: Mapping[str, str]) -> dict[str, list[str]]:
+    reasons: dict[str, list[str]] = {}
+    for words, why in refused.items():
+        reasons.setdefault(why, []).append(words)
+    return reasons
+
+
+def _gain_of_slices(best: Candidate, made: LongSequences) -> str:
+    """The best with slices beside the best without."""
+    words = f"{best.report.slices} slices under {best.schedule}"
+    whole = made.best_whole
+    if whole is None:
+        return f"{words} fit, and whole sequences do not"
+    gain = slower_by(whole, best)
+    text = f"{words}: {gain:+.1%} over whole sequences at their best"
+    if abs(gain) < EQUAL:
+        text += ", which an estimate does not tell apart"
+    if best.fullest is not None and whole.fullest is not None:
+        text += f"; {gib(best.fullest)} on the fullest rank in place of {gib(whole.fullest)}"
+    return text
+
+
+def print_short_slices(problems: Iterable[Problem], tokens: int) -> None:
+    """Say so where slices of a sequence of so many ``tokens`` are short: kernels take longer then
+    than is counted."""
+    shortest = {problem.slices.count: shortest_slice(problem, tokens) for problem in problems}
+    short = {count: length for count, length in shortest.items() if length and length < LONG_ENOUGH}
+    if short:
+        lengths = ", ".join(f"one of {count} has {length:,}" for count, length in short.items())
+        typer.echo(
+            f"kernels are slower on slices of fewer than {LONG_ENOUGH:,} tokens or so, which is "
+            f"not counted: {lengths}"
+        )

@@ -131,8 +131,8 @@ def simulate(
     plot: Annotated[
         Path | None,
         typer.Option(
-            help="Draw it beneath 1F1B, or with post-validation beneath itself without it, as .svg "
-            "or .png."
+            help="Draw it beneath 1F1B, or with post-validation or pairs beneath itself without "
+            "them, as .svg or .png."
         ),
     ] = None,
     page: HtmlPage = None,
@@ -463,6 +463,8 @@ def _reference_program(choice: Choice, problem: Problem) -> Program:
     """The program that is drawn above the schedule's, to compare with."""
     if problem.extras.post_validation:
         return build_program(choice, problem.with_extras(post_validation=False))
+    if problem.extras.pairs:
+        return build_program(choice, problem.with_extras(pairs=False))
     return program_of_1f1b(problem)
 
 

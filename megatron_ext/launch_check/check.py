@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shlex
 from collections.abc import Sequence
@@ -29,13 +30,16 @@ from megatron_ext.launch_check.words import Launch
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.model.assumptions import assumptions
-from megatron_ext.schedule.problem import Offload
+from megatron_ext.schedule.plan.planner import VocabMethod
+from megatron_ext.schedule.problem import Offload, VocabularyParallel
 from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, peaks
 from megatron_ext.schedule.program.simulate import simulate, step_seconds
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.race.rounds import Race
 from megatron_ext.schedule.show.program_summary import stock_1f1b
 from megatron_ext.schedule.words import counted
+
+_LARGE_BUBBLE = 0.1  # of a step
 
 
 def check_launch(launch: Launch, world_size: int | None, gpu_memory: str | None) -> Report:
@@ -135,7 +139,7 @@ def _check(
             return
         config, args = from_argv(argv), launch_line.parse(argv).args
         _check_patches(report, config)
-    needed = None
+    needed, parsed = None, copy.deepcopy(args)
     with launch_line.on_gpus(args):
         stops = "Megatron stops here, and so does this check: correct it, then check again"
         valid = report.attempt(
@@ -149,7 +153,7 @@ def _check(
                 f"Megatron takes them: data-parallel size {args.data_parallel_size}",
             )
             _check_tokenizer(report, args, launch_line)
-            needed = _check_training(report, args, config, room, launch_line)
+            needed = _check_training(report, args, parsed, config, room, launch_line)
             if config.schedule is not None:
                 _say_what_is_untried(report, args)
     prefixes = report.attempt("datasets", lambda: launch_line.data_prefixes(args))
@@ -251,9 +255,17 @@ def _check_tokenizer(report: Report, args: Any, launch_line: Any) -> None:
 
 
 def _check_training(
-    report: Report, args: Any, config: PipelineConfig, room: int | None, launch_line: Any
+    report: Report,
+    args: Any,
+    parsed: Any,
+    config: PipelineConfig,
+    room: int | None,
+    launch_line: Any,
 ) -> float | None:
-    """Batches, model, schedule and memory; returns the bytes of a checkpoint if they are known."""
+    """Batches, model, schedule and memory; returns the bytes of a checkpoint if they are known.
+
+    ``parsed`` are ``args`` before they were validated.
+    """
     from megatron_ext.adapter import arguments
 
     microbatches = report.attempt("batch size", lambda: launch_line.count_microbatches(args))
@@ -282,9 +294,34 @@ def _check_training(
     needed = _predict(report, args, spec, program, room)
     if config.race is not None:
         _check_race(report, args, config, program)
+    elif config.slices == 1:
+        _say_what_slices_give(report, args, parsed, spec, room)
     if config.schedule is not None:
         _check_communicators(report, args, config, program, room, launch_line)
     return needed
+
+
+def _say_what_slices_give(
+    report: Report, args: Any, parsed: Any, spec: PipelineConfig, room: int | None
+) -> None:
+    """Where sequences are long, and they take much: much time in bubbles, or too much memory."""
+    from megatron_ext.launch_check.alternatives.long_sequences import what_slices_give
+    from megatron_ext.launch_check.variants import LineVariants
+
+    made = report.prediction
+    is_divided = spec.vocab_parallel is not VocabularyParallel.NONE  # which slices cannot be
+    if made is None or not made.ranks or is_divided:
+        return
+    is_full = room is not None and max(rank.total_bytes for rank in made.ranks) > room
+    if not is_full and made.bubble < _LARGE_BUBBLE:
+        return
+    parsed.padded_vocab_size = args.padded_vocab_size
+    methods = frozenset([VocabMethod.NAIVE])
+    line = LineVariants(parsed, spec, args.world_size, methods, None, spec.schedule)
+    text = what_slices_give(line, args.seq_length // args.context_parallel_size, room)
+    if text is not None:
+        fix = "megatron-ext plan -- LINE compares them with recompute and context parallelism"
+        report.add(Verdict.REMARK, "slices", text, fix)
 
 
 def _check_race(report: Report, args: Any, config: PipelineConfig, baseline: Program) -> None:

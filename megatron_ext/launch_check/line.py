@@ -73,12 +73,18 @@ def on_gpus(args: Any, rates: RatesOf | None = None) -> Iterator[None]:
         with apply(_reached(rates) if rates else ()):
             yield
         return
+    with one_connection(args), apply([*_gpu_patches(), *_reached(rates or assumed_rates)]):
+        yield
+
+
+@contextlib.contextmanager
+def one_connection(args: Any) -> Iterator[None]:
+    """Have `CONNECTIONS` be 1 if it is not set and ``args`` want it."""
     is_ours = wants_one_connection(args) and CONNECTIONS not in os.environ
     if is_ours:
         os.environ[CONNECTIONS] = "1"
     try:
-        with apply([*_gpu_patches(), *_reached(rates or assumed_rates)]):
-            yield
+        yield
     finally:
         if is_ours:
             del os.environ[CONNECTIONS]

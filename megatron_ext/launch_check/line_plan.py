@@ -18,6 +18,7 @@ from megatron_ext.config import (
     says,
 )
 from megatron_ext.launch_check.alternatives.without_full_recompute import (
+    WITH_FULL_RECOMPUTE,
     Instead,
     without_full_recompute,
 )
@@ -30,9 +31,11 @@ from megatron_ext.schedule.model.description import describe
 from megatron_ext.schedule.model.gpus import USABLE, Gpu
 from megatron_ext.schedule.model.measured.file import MeasuredFile, load_measured
 from megatron_ext.schedule.plan.curves import Curves, curves_of
+from megatron_ext.schedule.plan.long_sequences import LongSequences
 from megatron_ext.schedule.plan.planner import Candidate, Plan, VocabMethod, consider, make_plan
 from megatron_ext.schedule.plan.recommendation import flags_of
 from megatron_ext.schedule.problem import Extras
+from megatron_ext.schedule.progress import remark
 from megatron_ext.schedule.words import counted
 
 if TYPE_CHECKING:
@@ -43,6 +46,8 @@ if TYPE_CHECKING:
 
 _METHODS = frozenset([VocabMethod.NAIVE, VocabMethod.ONE, VocabMethod.TWO])
 _NO_EXTRAS = Extras()
+_LONG = 1_024  # ranks times microbatches, of which to compare all schedules takes a minute and more
+_FIRST = ("zb-v", "zb-1p")  # what a long comparison begins with
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,7 @@ class LinePlan:
         reserved: bytes that the allocator reserves beyond what is allocated, for which room is
             left; None: not measured.
         curves: None where nobody asked for them, or nothing fits.
+        long_sequences: what can be done about sequences; None where they are short.
     """
 
     plan: Plan
@@ -100,6 +106,7 @@ class LinePlan:
     is_measured: bool = False
     reserved: float | None = None
     curves: Curves | None = None
+    long_sequences: LongSequences | None = None
 
     @property
     def of_line(self) -> Candidate | None:
@@ -126,6 +133,7 @@ class LinePlan:
             "layouts": self.layouts and self.layouts.as_data(),
             "is_measured": self.is_measured,
             "reserved": self.reserved,
+            "long_sequences": self.long_sequences and self.long_sequences.as_data(),
         }
 
 
@@ -258,6 +266,7 @@ def _read(asked: Asked, args: Any, launch_line: Any) -> ReadLine:
 def _plan(read: ReadLine, *, with_curves: bool) -> LinePlan:
     line, room, measured = read.variants, read.room, read.measured
     assert line.own is not None
+    _tell_first(read)
     layouts = _layouts(read)  # of which something can be said in seconds
     plan = make_plan(line.variant, room, may_offload=True)
     layouts = _with_plan(layouts, read, plan)
@@ -273,8 +282,10 @@ def _plan(read: ReadLine, *, with_curves: bool) -> LinePlan:
         is_measured=measured is not None,
         reserved=None if measured is None else measured.reserved,
     )
+    made = replace(made, long_sequences=_long_sequences(read, made))
     if plan.best is None:
-        return replace(made, gives=tuple(_what_would_fit(line, room)))
+        gives = *_what_slices_would(made.long_sequences), *_what_would_fit(line, room)
+        return replace(made, gives=gives)
     rewritten = line.rewritten(plan.best.schedule)
     remarks = (*read.remarks, *_on_loading(read.validated, plan.best, made.own))
     if made.of_line is None:
@@ -284,6 +295,26 @@ def _plan(read: ReadLine, *, with_curves: bool) -> LinePlan:
     if flags:
         flags += read.costs
     return replace(made, remarks=remarks, flags=flags, dropped=rewritten.dropped, curves=curves)
+
+
+def _tell_first(read: ReadLine) -> None:
+    """What is known in seconds, where the rest takes long."""
+    args, own = read.validated, read.variants.own
+    assert own is not None
+    ranks, at_once = args.pipeline_model_parallel_size, args.micro_batch_size
+    microbatches = args.global_batch_size // (at_once * args.data_parallel_size)
+    if ranks * microbatches < _LONG:
+        return
+    methods = frozenset([VocabMethod.NAIVE])
+    line = replace(read.variants, methods=methods, tries_recompute=False)
+    plan = make_plan(line.variant, read.room, specs=(own, *_FIRST))
+    of_line = next((c for c in plan.candidates if c.schedule == own), None)
+    best = plan.best
+    if best is None or best is of_line:
+        return
+    saved = "" if of_line is None else f", a step {1 - best.step / of_line.step:.1%} shorter"
+    words = " ".join((*flags_of(best, None), *line.rewritten(best.schedule).added))
+    remark(f"a first answer: {words}{saved}, as estimated; all others are compared now")
 
 
 def _layouts(read: ReadLine) -> LaidOut | None:
@@ -296,16 +327,34 @@ def _layouts(read: ReadLine) -> LaidOut | None:
     assert line.own is not None
     try:
         return lay_out(
-            line, read.validated, line.own, read.room, tries_recompute=read.measured is None
+            line,
+            read.validated,
+            line.own,
+            read.room,
+            tries_recompute=read.measured is None,
+            costs=read.costs,
         )
     except ValueError:  # the line itself cannot be trained, as its own row says
         return None
 
 
+def _long_sequences(read: ReadLine, made: LinePlan) -> LongSequences | None:
+    from megatron_ext.launch_check.alternatives.long_sequences import long_sequences
+
+    return long_sequences(read, made.plan, made.of_line)
+
+
+def _what_slices_would(made: LongSequences | None) -> Iterator[str]:
+    """Where the line fits with slices alone, what to write for it."""
+    if made is not None and made.best is not None and made.best.fullest is not None:
+        gib = made.best.fullest / 2**30
+        yield f"{' '.join(made.flags)}: the fullest rank would take {gib:.3g} GiB, which fits"
+
+
 def _with_plan(layouts: LaidOut | None, read: ReadLine, plan: Plan) -> LaidOut | None:
     from megatron_ext.launch_check.alternatives.layouts import with_plan
 
-    return layouts and with_plan(layouts, read.variants, read.validated, plan)
+    return layouts and with_plan(layouts, read.variants, read.validated, plan, read.costs)
 
 
 def _settings(asked: Asked) -> PipelineConfig:
@@ -421,13 +470,7 @@ _DOUBLINGS = (2, 4)  # of a number of ranks
 def _gifts(args: Any) -> Iterator[list[_Gift]]:
     """Each thing that the line can give, the least of it first."""
     if args.recompute_granularity != "full":
-        full = {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-            "recompute_modules": None,
-        }
-        yield [_Gift("--recompute-granularity full", full)]
+        yield [_Gift("--recompute-granularity full", WITH_FULL_RECOMPUTE)]
     for name in ("tensor", "expert", "pipeline"):
         setting = f"{name}_model_parallel_size"
         sizes = [times * getattr(args, setting) for times in _DOUBLINGS]

@@ -30,6 +30,7 @@ from megatron_ext.schedule.plan.planner import (
     VocabMethod,
     consider,
     make_plan,
+    without_figures,
 )
 from megatron_ext.schedule.plan.recommendation import flags_of, made_again, slower_by
 from megatron_ext.schedule.words import counted
@@ -165,7 +166,9 @@ class _Launch:
                 flags = (*_flags(candidate, bound), *rewritten.added)
                 return Chosen(flags, why, rewritten.dropped)
             whys |= dict.fromkeys(
-                plan.refusals.values() if self.specs is None else [nothing_left(plan)]
+                map(without_figures, plan.refusals.values())
+                if self.specs is None
+                else [nothing_left(plan)]
             )
         raise ValueError(
             f"{flag('schedule')} {self.config.schedule} finds no schedule {bound.text}: "

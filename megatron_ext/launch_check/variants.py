@@ -22,12 +22,14 @@ from megatron_ext.adapter.layers import (
     pattern_segments,
     prediction_depths,
 )
+from megatron_ext.adapter.slices.lengths import lengths_in
 from megatron_ext.config import PipelineConfig
 from megatron_ext.launch_check import line as launch_line
 from megatron_ext.schedule.build.registry import Mark, choose, entry_of
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.plan.planner import Variant, VocabMethod
-from megatron_ext.schedule.problem import Recompute
+from megatron_ext.schedule.problem import Recompute, VocabularyParallel
+from megatron_ext.schedule.slices import Slices
 
 _CHUNKS = "num_virtual_stages_per_pipeline_rank"
 _LAYERS_OF_CHUNK = "num_layers_per_virtual_pipeline_stage"
@@ -85,13 +87,30 @@ class LineVariants:
             return None
         spec = self.spec(name)
         args, config = self.validated(spec, method)
-        if spec != self.own or method is not VocabMethod.NAIVE:
+        is_cut = config.slices > 1
+        if spec != self.own or method is not VocabMethod.NAIVE or is_cut:
             check_settings(args, config)
         problem = problems(args, config)[-1]
+        if is_cut:
+            lengths_in(problem, args, args.seq_length)
         model = None
         if problem.costs.held_bytes is not None:
             model = model_bytes.model_bytes_of_ranks(args, problem.placement, method.vocabulary)
         return Variant(config.choice, problem, model, self._may_recompute(args, config))
+
+    def with_slices(self, slices: Slices) -> LineVariants:
+        """The same with sequences cut into ``slices``.
+
+        Raises:
+            ValueError: what else the line asks of us does not go with that.
+        """
+        config = replace(
+            self.config,
+            slices=slices.count,
+            slice_lengths=slices.lengths,
+            vocab_parallel=VocabularyParallel.NONE,  # methods say that
+        )
+        return replace(self, config=config)
 
     def _may_recompute(self, args: Any, config: PipelineConfig) -> bool:
         """Whether a launch with these would go with ``--pipeline-recompute fit`` as well."""
@@ -124,7 +143,8 @@ class LineVariants:
             self.config, schedule=spec, vocab_parallel=method.vocabulary, memory_limit=limit
         )
         args = self.rewritten(spec).args
-        launch_line.validate(args, config, self.world_size)
+        with launch_line.one_connection(args):  # which a line of fewer ranks need not set
+            launch_line.validate(args, config, self.world_size)
         launch_line.settle_vocabulary(args, config, self.tokens)
         return args, config
 

@@ -95,11 +95,15 @@ class Costs:
             sequence, per stage: of what the layers take, without the vocabulary's. Of a backward
             pass all of that is in I. () where it is nothing, or not known.
         latency: the seconds of a hop that a short message takes, too.
+        latencies: these of each of `hops`; () where all have ``latency``.
+        launch: seconds per stage of F, and as much of I, that a pass of few tokens takes, too; ()
+            where that is nothing.
         keys_values: bytes per stage of a microbatch's keys and values, which are part of the
             activation; () where that is not known.
         hidden: seconds that a forward pass and a backward pass take less side by side (`Pair`) than
             one after the other. By the backward pass's kind, I or B, a row per stage of F, with a
             figure per stage of the backward pass. Where B is not told, I's; {} is nothing.
+        sharing: context-parallel ranks that share each slice, one part behind the other.
         whole: of costs whose vocabulary is shared by the ranks, what they were before.
         origin: how these figures came about, for people to read.
     """
@@ -118,6 +122,9 @@ class Costs:
     attention: tuple[float, ...] = ()
     latency: float = 0.0
     keys_values: tuple[float, ...] = ()
+    latencies: tuple[float, ...] = ()
+    launch: tuple[float, ...] = ()
+    sharing: int = 1
     hidden: Mapping[Kind, tuple[tuple[float, ...], ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -159,18 +166,15 @@ class Costs:
         return tokens * max(1 - self.keys_values[action.stage] / activation, 0.0)
 
     def _of_message(self, action: Action) -> float:
-        hop = self.hop
-        if RULES[action.kind].lane is Lane.SEND:
-            hop = self.hop_behind(action.stage - (action.kind is Kind.SEND_B))
-        return self._of_part(hop, action.microbatch)
+        if RULES[action.kind].lane is not Lane.SEND:
+            return self.hop_of(action.microbatch)
+        behind = action.stage - (action.kind is Kind.SEND_B)
+        latency = self.latencies[behind] if self.latencies else self.latency
+        return _part_of_hop(self.hop_behind(behind), latency, action.microbatch)
 
     def hop_of(self, part: int) -> float:
         """Seconds of a message of ``part``: the mean where not all links are alike."""
-        return self._of_part(self.hop, part)
-
-    def _of_part(self, hop: float, part: int) -> float:
-        latency = min(self.latency, hop)
-        return latency + (hop - latency) * tokens_of(part)
+        return _part_of_hop(self.hop, self.latency, part)
 
     def hop_behind(self, stage: int) -> float:
         """Seconds of a message between ``stage`` and the next, either way."""
@@ -183,7 +187,17 @@ class Costs:
         if not isinstance(part, Slice):
             return whole
         squared = self.of_attention(kind, action.stage)
-        return (whole - squared) * tokens_of(part) + squared * (part.end**2 - part.begin**2)
+        rest = whole - squared
+        launch = min(self._launch_of(kind, action.stage), rest)
+        tokens, attended = tokens_of(part), part.end**2 - part.begin**2
+        # The last of those who share it attends to most, and the others wait for that.
+        attended += tokens**2 * (1 - 1 / self.sharing)
+        return launch + (rest - launch) * tokens + squared * attended
+
+    def _launch_of(self, kind: Kind, stage: int) -> float:
+        """The seconds of ``kind`` on ``stage`` that a slice takes, too."""
+        is_launched = kind in (Kind.FORWARD, Kind.BACKWARD_INPUT)  # W runs behind I
+        return self.launch[stage] if self.launch and is_launched else 0.0
 
     def _of_again(self, repeats: Kind, action: Action) -> float:
         """Of R, which is given. A slice takes the same share of it as of the pass it repeats."""
@@ -196,11 +210,44 @@ class Costs:
         """The seconds of ``kind`` on ``stage`` that grow with the square of the sequence."""
         if not self.attention or kind not in (Kind.FORWARD, Kind.BACKWARD_INPUT):
             return 0.0
-        layers = self.without_vocabulary().seconds
+        layers = self._of_layers
         if kind is Kind.FORWARD:
             return self.attention[stage] * layers[kind][stage]
         backward = layers[kind][stage] + layers[Kind.BACKWARD_WEIGHT][stage]
         return min(self.attention[stage] * backward, layers[kind][stage])
+
+    def with_attention_of(self, estimate: Costs) -> Costs:
+        """These costs; where they do not tell what slices ask for, as ``estimate`` has it."""
+        if self.attention or not estimate.attention:
+            return self
+        return replace(
+            self,
+            origin=f"{self.origin}; attention in estimated proportions",
+            attention=estimate.attention,
+            launch=self.launch or estimate.launch,
+            keys_values=self.keys_values or estimate.keys_values,
+        )
+
+    def with_slices_shared_by(self, ranks: int) -> Costs:
+        """These costs where so many context-parallel ranks share each slice, and each has the keys
+        and values of all of them."""
+        shared = replace(self, sharing=ranks)
+        if ranks == 1 or not self.keys_values or self.held_bytes is None:
+            return shared
+        activation = tuple(
+            whole + (ranks - 1) * own
+            for whole, own in zip(self.held_bytes[Held.ACTIVATION], self.keys_values, strict=True)
+        )
+        return replace(
+            shared,
+            held_bytes={**self.held_bytes, Held.ACTIVATION: activation},
+            keys_values=tuple(ranks * own for own in self.keys_values),
+        )
+
+    @cached_property
+    def _of_layers(self) -> Mapping[Kind, tuple[float, ...]]:
+        """Seconds without the vocabulary's: asked for of every pass of a slice."""
+        return self.without_vocabulary().seconds
 
     @cached_property
     def attention_share(self) -> float:
@@ -267,6 +314,8 @@ class Costs:
             attention=self._attention_joined(rows),
             latency=self.latency,
             keys_values=joined(self.keys_values),
+            launch=joined(self.launch),
+            sharing=self.sharing,
         )
 
     def _attention_joined(self, rows: Sequence[Sequence[int]]) -> tuple[float, ...]:
@@ -344,6 +393,11 @@ class Costs:
         seconds = {kind: added(self.seconds[kind], *end) for kind, end in ends}
         again = self.recompute and added(self.recompute, *vocabulary.of_ends[Kind.FORWARD])
         return replace(self, seconds=seconds, held_bytes=held, recompute=again)
+
+
+def _part_of_hop(hop: float, latency: float, part: int) -> float:
+    latency = min(latency, hop)
+    return latency + (hop - latency) * tokens_of(part)
 
 
 def uniform(

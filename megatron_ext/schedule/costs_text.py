@@ -26,8 +26,8 @@ _COPIES = ("d2h", "h2d")
 _LINK = ("link", "duplex")
 # What a training adds that measures: model/measured/file.py reads it.
 _MEASURED = ("links", "reserved", "layers")
-# What slices of a sequence ask for: which share of passes is attention's, and what of a hop stays.
-_SLICES = ("attention", "latency")
+# What slices ask for: which share of passes is attention's, and what of a hop and of a pass stays.
+_SLICES = ("attention", "latency", "launch")
 
 # What hides in a pair, and in a file a table of it by the backward pass beside.
 _HIDDEN = "hidden"
@@ -51,6 +51,8 @@ def format_costs(costs: Costs) -> str:
         parts.append(f"attention={_joined(costs.attention)}")
     if costs.latency:
         parts.append(f"latency={costs.latency:.4g}")
+    if any(costs.launch):
+        parts.append(f"launch={_joined(costs.launch)}")
     if costs.hidden:
         parts.append(f"{_HIDDEN}={_joined(_of_like_stages(costs))}")
     if costs.vocabulary is not None:
@@ -113,9 +115,10 @@ def parse_costs(text: str, placement: Placement) -> Costs:
     pass to the host and back (one figure, or one per stage; h2d is d2h if left out), ``link=2`` is
     how many ranks in a row share a link to the host, and ``duplex=0`` that a link carries one
     direction at a time. For slices of a sequence, ``attention=0.3`` is the share of f, and of i and
-    w together, that grows with the square of the sequence, and ``latency=0.1`` what of comm a short
-    message takes, too. For pairs of passes, ``hidden=3`` is what F and a backward pass take less
-    side by side (one figure, or one per stage: two stages hide the lesser of theirs).
+    w together, that grows with the square of the sequence, ``latency=0.1`` what of comm a short
+    message takes, too, and ``launch=0.1`` what of f, and of i, a short pass does. For pairs of
+    passes, ``hidden=3`` is what F and a backward pass take less side by side (one figure, or one
+    per stage: two stages hide the lesser of theirs).
 
     The inverse of `format_costs`.
 
@@ -175,9 +178,23 @@ def _with_slices(costs: Costs, figures: Mapping[str, Any], what: str) -> Costs:
             f"costs {what}: latency is one figure, and a part of comm, which is {costs.hop:g}; it "
             f"is {_joined(latency)}"
         )
-    if len(shares) == 1:
-        shares = shares * costs.stages
-    return replace(costs, attention=tuple(map(float, shares)), latency=float(latency[0]))
+    launch = given.get("launch", [])
+    if len(launch) not in (0, 1, costs.stages):
+        raise ValueError(
+            f"costs {what}: launch is a part of f and of i, one or one per stage, not "
+            f"{_joined(launch)}"
+        )
+    return replace(
+        costs,
+        attention=_of_all(shares, costs.stages),
+        latency=float(latency[0]),
+        launch=_of_all(launch, costs.stages),
+    )
+
+
+def _of_all(figures: Sequence[float], stages: int) -> tuple[float, ...]:
+    """``figures``, one for all stages or one for each."""
+    return tuple(map(float, figures)) * (stages if len(figures) == 1 else 1)
 
 
 def _with_hidden(costs: Costs, given: Mapping[str, Any], placement: Placement, what: str) -> Costs:
@@ -271,7 +288,7 @@ def load_costs(path: Path, placement: Placement) -> Costs:
     stage to stage, and ``keys and values``, given like ``activation``, whose part they are.
     ``hidden`` may also map ``i`` and ``b``, the backward pass beside, each to a table: a row per
     stage of F, a figure in it per stage of the backward pass.
-    ``attention``, ``latency``, ``d2h``, ``h2d``, ``link`` and ``duplex`` are those of
+    ``attention``, ``latency``, ``launch``, ``d2h``, ``h2d``, ``link`` and ``duplex`` are those of
     `parse_costs`, and ``origin`` is a text for people.
 
     Raises:
@@ -369,6 +386,8 @@ def save_costs(costs: Costs, path: Path, measured: Mapping[str, Any] | None = No
         data["attention"] = rounded(costs.attention)
     if costs.latency:
         data["latency"] = rounded([costs.latency])[0]
+    if any(costs.launch):
+        data["launch"] = rounded(costs.launch)
     if costs.hidden:
         data[_HIDDEN] = {
             key: [rounded(row) for row in costs.hidden[kind]]

@@ -106,9 +106,16 @@ def program_for(
     offload: Offload = Offload.NONE,
     post_validation: bool = False,
     recompute: Recompute = Recompute(),  # noqa: B008  # frozen
+    pairs: bool = False,
 ) -> Program:
     problem = problem_for(choice.place(ranks), microbatches, forward_only)
-    extras = Extras(p2p=p2p, offload=offload, recompute=recompute, post_validation=post_validation)
+    extras = Extras(
+        p2p=p2p,
+        offload=offload,
+        recompute=recompute,
+        post_validation=post_validation,
+        pairs=pairs,
+    )
     return build_program(choice, replace(problem, extras=extras))
 
 

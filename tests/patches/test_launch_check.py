@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -232,6 +233,24 @@ def test_memory_is_judged_where_a_gpus_is_told() -> None:
     assert "pipeline rank 3 takes the most" in wrong
     with pytest.raises(ValueError, match="as 80GiB"):
         checked(gpu_memory="80")
+
+
+def test_what_slices_would_give_is_said() -> None:
+    """Where sequences are long, and bubbles are or memory is not enough."""
+    sizes: dict[str, Any] = {
+        **{"hidden_size": 1024, "num_attention_heads": 16, "padded_vocab_size": 32000},
+        **{"seq_length": 16384, "max_position_embeddings": 16384, "pipeline_schedule": "1f1b"},
+    }
+    (remark,) = [text for text in told(checked(**sizes), Verdict.REMARK) if "slices:" in text]
+    assert re.match(
+        r"slices: with --pipeline-schedule \S+ --pipeline-slices 4 --pipeline-slice-lengths "
+        r"balanced a step is predicted to take -\d+\.\d%: [\d.]+% bubbles in place of [\d.]+%, "
+        r".* GiB on the fullest rank in place of .* GiB",
+        remark,
+    ), remark
+    assert "megatron-ext plan -- LINE compares them" in remark
+    cut = checked(**sizes, pipeline_slices=4)
+    assert not any("slices:" in text for text in told(cut, Verdict.REMARK))
 
 
 def test_what_communicators_take() -> None:

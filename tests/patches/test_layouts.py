@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,12 +16,13 @@ from megatron_ext.adapter.arguments import check_settings
 from megatron_ext.commands.layout_tables import print_layouts
 from megatron_ext.config import from_argv
 from megatron_ext.launch_check import line as launch_line
-from megatron_ext.launch_check.alternatives.layouts import LaidOut, lay_out
+from megatron_ext.launch_check.alternatives.layouts import LaidOut, lay_out, with_plan
 from megatron_ext.launch_check.alternatives.recompute import recompute_of_line
-from megatron_ext.launch_check.line_plan import Asked, with_line
+from megatron_ext.launch_check.line_plan import Asked, ReadLine, with_line
 from megatron_ext.launch_check.words import Launch
 from megatron_ext.schedule.model.gpus import parse_gpu
 from megatron_ext.schedule.plan.layouts.layout import Layout
+from megatron_ext.schedule.plan.planner import Plan, make_plan
 from tests.helpers.combinations import at_night
 from tests.helpers.megatron_runs import SCRIPT, model_flags
 
@@ -145,6 +147,26 @@ def test_recompute_is_chosen_beside_the_layout(capsys: pytest.CaptureFixture[str
     printed = capsys.readouterr().out
     assert "run again" in printed and "--recompute-granularity --recompute-method" in printed
     assert made.as_data()["own"]["recompute"] == "full"
+
+
+def test_no_row_of_a_plan_is_faster_than_any_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search on the line's own layout took less than what was printed as the best of all."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    costs = "--pipeline-costs", "costs.json"
+
+    def both(read: ReadLine) -> tuple[Plan, LaidOut]:
+        line, args = read.variants, read.validated
+        plan = make_plan(line.variant, read.room, specs=["1f1b", "zb-h1", "zb-v"])
+        made = lay_out(line, args, "1f1b", read.room, search=False)
+        nothing = replace(made, lines=replace(made.lines, ours=made.lines.own))
+        return plan, with_plan(nothing, line, args, plan, costs)
+
+    launch = Launch(str(SCRIPT), False, words_of("even"), world_size=WORLD)
+    plan, made = with_line(Asked(launch, gpu=parse_gpu("h100")), both)
+    assert plan.best is not None and plan.best.schedule != "1f1b"
+    assert made.lines.ours.candidate is plan.best
+    words = made.written[-1].added
+    assert words[:2] == ("--pipeline-schedule", plan.best.schedule) and set(costs) <= set(words)
 
 
 def test_what_the_line_cannot_run_again_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:

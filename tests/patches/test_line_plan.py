@@ -13,7 +13,9 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from megatron_ext.adapter.arguments import problems
 from megatron_ext.adapter.dimensions import execution
+from megatron_ext.adapter.slices.lengths import lengths_in
 from megatron_ext.cli import app
 from megatron_ext.config import PipelineConfig
 from megatron_ext.launch_check import line, line_plan, loading
@@ -34,6 +36,7 @@ from megatron_ext.schedule.model.measured_costs import Machine
 from megatron_ext.schedule.model.model import stages_of
 from megatron_ext.schedule.plan import planner
 from megatron_ext.schedule.plan.planner import VocabMethod
+from megatron_ext.schedule.progress import reporting
 from tests.helpers.megatron_runs import SCRIPT, model_flags
 
 FLAGS: dict[str, Any] = {
@@ -85,6 +88,22 @@ def test_a_line_with_virtual_stages() -> None:
     assert {c.schedule for c in plan.plan.candidates} >= {"1f1b", "zb-h1", "zb-v", plan.own}
     assert plan.dropped == ("--num-virtual-stages-per-pipeline-rank",)
     assert not plan.remarks and not plan.gives
+
+
+def test_long_comparison_gives_a_first_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 16 ranks with 128 microbatches it took minutes until anything was said."""
+    heard: list[str] = []
+    with reporting(heard.append):
+        made()
+    assert not heard, "it takes seconds"
+    monkeypatch.setattr(line_plan, "_LONG", 8)
+    with reporting(heard.append):
+        plan = made()
+    (first,) = heard
+    written = ("--pipeline-schedule zb-v ", "--pipeline-schedule zb-1p ")
+    assert first.startswith(tuple(f"a first answer: {words}" for words in written))
+    assert "shorter, as estimated; all others are compared now" in first
+    assert plan.plan.best is not None and plan.of_line is not None
 
 
 def test_memory_is_that_of_doctor() -> None:
@@ -297,3 +316,49 @@ def test_things_that_do_not_suffice_alone_are_named_together(
         "--recompute-granularity full: the fullest rank would take 70 GiB, which fits",
         "--expert-model-parallel-size 8: the fullest rank would take 80 GiB, which fits",
     ]
+
+
+LONG: dict[str, Any] = {
+    "num_virtual_stages_per_pipeline_rank": None,
+    **{"seq_length": 16384, "max_position_embeddings": 16384},
+}
+
+
+def test_a_line_of_long_sequences_is_compared_with_slices_of_them() -> None:
+    plan = made(**LONG)
+    compared = plan.long_sequences
+    assert compared is not None and compared.own is plan.of_line is not None
+    shown = {row.words: row for row in compared.rows}
+    assert set(shown) >= {
+        *("the line as it is", "whole sequences", "2 slices", "4 slices", "8 slices"),
+        *("--recompute-granularity full", "--context-parallel-size 2, DP 1"),
+    }
+    assert not compared.refused
+    flags = " ".join(compared.flags)
+    assert re.search(r"--pipeline-schedule \S+ .*--pipeline-slices [24] .*lengths balanced$", flags)
+    assert plan.as_data()["long_sequences"]["flags"] == compared.flags
+    assert made().long_sequences is None  # 1,024 tokens
+
+
+def test_slices_are_compared_where_a_launch_would_take_them() -> None:
+    """By its own checks, and one reason is said once."""
+    refused = made(**(LONG | EXPERTS), moe_expert_capacity_factor=1.0).long_sequences
+    assert refused is not None and refused.best is None and not refused.flags
+    (why,) = set(refused.refused.values())
+    assert "experts would drop tokens slice by slice" in why
+    assert set(refused.refused) == {"2 slices", "4 slices", "8 slices"}
+
+
+def test_slices_have_attention_estimated_where_costs_do_not_tell_it(tmp_path: Path) -> None:
+    """Lengths that were to be balanced were even."""
+    save_costs(uniform(placement.line(2), 1e-2, 1e-2, 1e-2), tmp_path / "costs.json")
+    args = line.parse(model_flags(**(FLAGS | LONG))).args
+    config = PipelineConfig.parse(
+        schedule="zb-h1", slices="4", slice_lengths="balanced", costs=str(tmp_path / "costs.json")
+    )
+    with line.on_gpus(args):
+        line.validate(args, config, 4)
+        *_, problem = problems(args, config)
+        first, *_, last = lengths_in(problem, args, args.seq_length)
+    assert "attention in estimated proportions" in problem.costs.origin
+    assert first > 1.3 * last

@@ -109,6 +109,17 @@ SETTINGS: dict[str, tuple[int, str, dict[str, object]]] = {
             "recompute_granularity": "selective",
         },
     ),
+    "experts, grouped, shared, loop, pairs": (
+        4,
+        "interleaved-zb",
+        {
+            **EXPERTS,
+            "bf16": True,
+            "num_virtual_stages_per_pipeline_rank": 2,
+            "moe_shared_expert_intermediate_size": 32,
+            "overlap_moe_expert_parallel_comm": True,
+        },
+    ),
     "multi-token prediction, repeated": (2, "zb-h1", REPEATED),
     "multi-token prediction, repeated, loop, overlapped, fused": (
         2,
@@ -126,7 +137,7 @@ NIGHTLY = (
     "experts, grouped, in a latent space",
     "experts, grouped, loop, recompute",
     "V, experts, grouped, recompute, fused",
-    *(setting for setting in SETTINGS if "prediction" in setting),
+    *(setting for setting in SETTINGS if "prediction" in setting or "pairs" in setting),
 )
 
 

@@ -137,6 +137,33 @@ def test_passes_that_run_again(p2p: P2P) -> None:
     values(run_ranks(2, run_programs(programs)))
 
 
+@pytest.mark.parametrize("p2p", P2P)
+def test_pairs(p2p: P2P) -> None:
+    """Two passes are one call, between the messages of both."""
+    names = ["interleaved", "zb-v", "dualpipe-v"]
+    programs = [program_for(choose(name), 2, 6, p2p=p2p, pairs=True) for name in names]
+    assert all(program.schedule.pairs for program in programs)
+    values(run_ranks(2, run_programs(programs)))
+
+
+def test_who_fails_in_a_pair_says_so() -> None:
+    """Both passes: the one that was meant may be either."""
+    program = program_for(choose("zb-v"), 2, 6, pairs=True)
+    rank = program.schedule.placement.rank_of[0]
+    pair = next(pair for pair in sorted(program.schedule.pairs) if pair.forward.stage == 0)
+
+    def fail() -> None:
+        raise ArithmeticError("too much")
+
+    def run(own: int) -> str:
+        pipeline = Pipeline(program, world(), faults={pair.backward: fail})
+        with pytest.raises((ArithmeticError, PeerFailure)) as failure:
+            pipeline.step()
+        return "".join(failure.value.__notes__)
+
+    assert f"pipeline rank {rank}, in {pair}" in values(run_ranks(2, run))[rank]
+
+
 @pytest.mark.parametrize("place", [line, v_placement, loop_placement])
 def test_shapes_that_vary_by_microbatch(place: Place) -> None:
     programs = [program_for(as_file(greedy(place(3), m, True)), 3, m) for m in (1, 7)]

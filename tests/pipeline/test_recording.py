@@ -26,7 +26,7 @@ from megatron_ext.runtime.messages.transport import Boundary, Transport  # noqa:
 from megatron_ext.runtime.recorder import Recorder  # noqa: E402
 from megatron_ext.runtime.recording import HostClock, Recording  # noqa: E402
 from megatron_ext.runtime.weight_gradients import queue  # noqa: E402
-from megatron_ext.schedule.action import Action, Kind  # noqa: E402
+from megatron_ext.schedule.action import Action, Kind, Pair  # noqa: E402
 from megatron_ext.schedule.build.registry import choose  # noqa: E402
 from megatron_ext.schedule.problem import P2P  # noqa: E402
 from megatron_ext.schedule.program.graph import channels  # noqa: E402
@@ -56,6 +56,29 @@ def recorded_step(rank: int, p2p: P2P) -> list[Event]:
     assert reductions == []
     assert [event.action for event in events] == list(program.schedule.compute_rows[rank])
     return events
+
+
+def test_two_passes_that_run_as_one_share_their_time() -> None:
+    """One behind the other, the forward pass first: what a rank has done adds up."""
+    pair = Pair(SLOW, Action(3, Kind.BACKWARD_INPUT, 1))
+    recording = Recording(0, TickingClock())
+    for action in (Action(3, Kind.FORWARD, 1), pair, Action(3, Kind.BACKWARD_WEIGHT, 1)):
+        recording.add_pass(action, recording.clock.mark())
+    assert recording.actions()[1:3] == tuple(pair)
+    assert recording.times([0, 1, 2, 3]) == [0, 1, 2, 2.5, 2.5, 3, 4, 5]
+    assert (recording.busy(), recording.span()) == (3, 5)
+    events, _ = recording.read()
+    assert [(event.start, event.end) for event in events] == [(0, 1), (2, 2.5), (2.5, 3), (4, 5)]
+
+
+class TickingClock(HostClock):
+    """It is a second later at each mark."""
+
+    def __init__(self) -> None:
+        self._seconds = itertools.count()
+
+    def mark(self) -> float:
+        return next(self._seconds)
 
 
 @pytest.mark.parametrize("p2p", P2P)

@@ -159,6 +159,24 @@ def test_search_ends_where_nothing_can_be_shorter() -> None:
     assert len(packed) == all_steps - 2 * max(steps, improve._STEPS)
 
 
+def test_search_ends_where_it_gains_nothing() -> None:
+    """64 ranks took a minute of packing plans, of which the first seconds had found all."""
+    packed = []
+
+    def counted(shop: Shop) -> Pack:
+        pack = packer(shop)
+        return lambda plan: packed.append(shop) or pack(plan)  # type: ignore[func-returns-value]
+
+    shop = shop_of(usual(v(2), 8, 2))
+    ends = []
+    for patience in (little_effort().patience, 1):
+        packed.clear()
+        how = replace(little_effort(), packer=counted, patience=patience)
+        ends.append((search(shop, [], 0, how)[0].makespan, len(packed)))
+    (of_all, tried), (of_some, tried_less) = ends
+    assert of_some == of_all and tried_less < tried
+
+
 def test_a_small_problem_is_not_improved_for_long() -> None:
     """2 ranks and 4 microbatches took a minute of a plan, packed 90,000 times."""
     how = small_effort()

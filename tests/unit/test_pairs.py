@@ -176,11 +176,13 @@ def test_pairs_that_nobody_asked_for_are_refused() -> None:
 
 
 @pytest.mark.parametrize("p2p", P2P)
+@pytest.mark.parametrize("p", [2, 3])
 @pytest.mark.parametrize("spec", [*KEEPING, "gis", "v-half", "1f1b-v", "hanayo"])
-def test_what_is_made_is_proved_and_times_are_those_of_pairs(spec: str, p2p: P2P) -> None:
+def test_what_is_made_is_proved_and_times_are_those_of_pairs(spec: str, p: int, p2p: P2P) -> None:
     """Both passes begin when all is there that either needs, and nobody gets anything of either
-    before both have ended."""
-    program = built(spec, 3, 7, p2p=p2p)
+    before both have ended. On a loop of two ranks both neighbours of a rank are one: messages
+    crossed there."""
+    program = built(spec, p, 2 * p + 2, p2p=p2p)
     schedule, costs = program.schedule, program.problem.costs
     assert schedule.pairs
     assert bitwise_order(schedule)
@@ -418,7 +420,7 @@ def run(*args: str) -> str:
 def test_commands(tmp_path: Path) -> None:
     csv = tmp_path / "x.csv"
     asked = ("dualpipe-v", "--pp", "4", "-m", "16", "--pairs", "--costs", COSTS)
-    told = run("simulate", *asked, "--csv", str(csv))
+    told = run("simulate", *asked, "--csv", str(csv), "--plot", str(tmp_path / "x.svg"))
     assert "pairs of passes" in told
     assert "of 128" in told
     data = json.loads(run("simulate", *asked, "--json"))

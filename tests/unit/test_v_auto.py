@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ext.schedule.build import build
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs import uniform
@@ -19,7 +20,7 @@ from megatron_ext.schedule.placement import v
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, peaks
 from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.program.verify import Program
+from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove, within_limit
 from megatron_ext.schedule.schedule import Schedule, bitwise_order
 from megatron_ext.schedule.schedule_csv import to_csv
 from megatron_ext.schedule.search import best as best_room
@@ -65,6 +66,35 @@ def makespan(program: Program) -> float:
 
 def held(schedule: Schedule) -> float:
     return max(peaks(schedule, in_microbatches(schedule)))
+
+
+@pytest.mark.usefixtures("brief")
+@pytest.mark.parametrize("limit", [None, "3"])
+def test_what_a_search_ends_with_is_proved_once(
+    limit: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On 64 ranks the proof of a schedule takes seconds, and it was made once more when that was
+    built: in the search, and in all ranks that were given its rows."""
+    proved: list[Schedule] = []
+
+    def counted(schedule: Schedule, problem: Problem) -> Program:
+        proved.append(replace(schedule, name=""))
+        return prove(schedule, problem)
+
+    monkeypatch.setattr(build, "prove", counted)
+    problem = v_problem(2, 6, limit=limit)
+    for _ in ("searched for", "kept"):
+        proved.clear()
+        program = best(problem)
+        assert program.problem == problem
+        assert proved.count(replace(program.schedule, name="")) == 1
+    again = prove(program.schedule, problem)
+    assert (again.digest, again.graph.order.tolist()) == (
+        program.digest,
+        program.graph.order.tolist(),
+    )
+    with pytest.raises(InvalidSchedule, match="over the memory limit of 1 microbatch"):
+        within_limit(program, replace(problem, memory_limit=MemoryLimit(1)))
 
 
 @pytest.mark.usefixtures("brief")

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.runtime.slices.running_slice import Span, spans
+from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.verify import Program
 
 
@@ -22,8 +23,14 @@ def spans_of(program: Program, settings: Any, tokens: int, rank: int = 0) -> tup
     problem = program.problem
     if problem.slices.count == 1:
         return ()
-    lengths = problem.slice_lengths(tokens, _multiple(settings))
+    lengths = lengths_in(problem, settings, tokens)
     return spans(lengths, rank, settings.context_parallel_size)
+
+
+def lengths_in(problem: Problem, settings: Any, tokens: int) -> tuple[int, ...]:
+    """The tokens of each slice of a sequence of ``tokens``. Arguments and errors as of
+    `spans_of`."""
+    return problem.slice_lengths(tokens, _multiple(settings))
 
 
 def _multiple(settings: Any) -> int:

@@ -16,6 +16,7 @@ from megatron_ext.adapter.layers import (
     prediction_depths,
 )
 from megatron_ext.adapter.model_bytes import state_of
+from megatron_ext.adapter.pairs.asked import asks_for_pairs
 from megatron_ext.config import PipelineConfig
 from megatron_ext.launch_check.alternatives.recompute import (
     recompute_flags,
@@ -76,7 +77,7 @@ def work_of(args: Any, config: PipelineConfig | None = None) -> Work:
         limit=limit,
         post_validation=config is not None and config.post_validation,
     )
-    return replace(work, costs_of=costs_of)
+    return replace(work, costs_of=costs_of, pairs=asks_for_pairs(args))
 
 
 def own_layout(args: Any, spec: str) -> tuple[str, Layout]:
@@ -133,14 +134,15 @@ class Written:
     dropped: tuple[str, ...] = ()
 
 
-def written_for(args: Any, own: Evaluated, made: Evaluated) -> Written:
+def written_for(args: Any, own: Evaluated, made: Evaluated, costs: Sequence[str] = ()) -> Written:
     """What to write on the line of ``args``, which are not validated, for ``made``.
 
     Args:
         own: the line as it stands.
+        costs: words for a file of costs, which our schedules are made for.
     """
     family = made.schedule.partition(":")[0]
-    added = () if family in STOCK else flags_of(made.candidate, None)
+    added = () if family in STOCK else (*flags_of(made.candidate, None), *costs)
     dropped: tuple[str, ...] = ()
     if (made.layout, _kind(made.schedule)) != (own.layout, _kind(own.schedule)):
         added += _words(args, made, getattr(args, _PATTERN, None))
@@ -222,6 +224,7 @@ def lay_out(
     *,
     search: bool = True,
     tries_recompute: bool = True,
+    costs: Sequence[str] = (),
 ) -> LaidOut:
     """What other layouts would gain on ``line``, which trains under the schedule ``own``.
 
@@ -230,6 +233,7 @@ def lay_out(
         room: bytes that a rank has for everything; None: as much as it takes.
         search: as of `compare_layouts`.
         tries_recompute: whether other layers may be run again than the line says.
+        costs: as of `written_for`.
 
     Raises:
         ValueError: the line cannot be trained as it stands.
@@ -246,19 +250,21 @@ def lay_out(
         permits=permits_of(line),
         search=search,
     )
-    return _written(lines, line)
+    return _written(lines, line, costs)
 
 
-def _written(lines: Lines, line: LineVariants) -> LaidOut:
-    written = (written_for(line.args, lines.own, made) for made in lines.others.values())
+def _written(lines: Lines, line: LineVariants, costs: Sequence[str]) -> LaidOut:
+    written = (written_for(line.args, lines.own, made, costs) for made in lines.others.values())
     return LaidOut(lines, tuple(written))
 
 
-def with_plan(made: LaidOut, line: LineVariants, args: Any, plan: Plan) -> LaidOut:
+def with_plan(
+    made: LaidOut, line: LineVariants, args: Any, plan: Plan, costs: Sequence[str] = ()
+) -> LaidOut:
     """``made``, and what ``plan`` has found for ``line`` with the layers where it lays them:
     searches, for instance, and what is made again or leaves for the host.
 
-    ``args``: as of `lay_out`.
+    ``args``, ``costs``: as of `lay_out`.
     """
     beside = work_of(args, line.config).seconds_beside
     rows = []
@@ -272,4 +278,4 @@ def with_plan(made: LaidOut, line: LineVariants, args: Any, plan: Plan) -> LaidO
             layout = Layout(tuple(layers_of_stages(validated, problem.placement)))
             work = work_of_stages(problem.costs)
             rows.append(Evaluated(layout, candidate, seconds, work, made.lines.own.recompute))
-    return _written(made.lines.beside(rows), line) if rows else made
+    return _written(made.lines.beside(rows), line, costs) if rows else made

@@ -13,6 +13,13 @@ if TYPE_CHECKING:
     from megatron_ext.launch_check.variants import LineVariants
 
 _FULL_RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+# The arguments of a line with it.
+WITH_FULL_RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+    "recompute_modules": None,
+}
 
 
 @dataclass(frozen=True)

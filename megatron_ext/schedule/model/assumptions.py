@@ -42,7 +42,7 @@ _ASSUMPTIONS = (
     _Assumption(
         "overlap_moe_expert_parallel_comm",
         bool,
-        "experts' messages count as waited for, without what other passes hide of them",
+        "half of the time of experts' messages hides where two passes run as a pair",
     ),
     _Assumption(
         "moe_shared_expert_overlap", bool, "the shared expert hides nothing of experts' messages"

@@ -106,6 +106,10 @@ def layers_of(settings: Any) -> tuple[str, ...]:
     )
 
 
+# Of experts' messages, how much of their time hides in pairs. What is published differs threefold.
+OVERLAP = 0.5
+
+
 def execution_of(
     settings: Any,
     sequence: int,
@@ -150,6 +154,7 @@ def execution_of(
         dispatcher=get("moe_token_dispatcher_type") or "allgather",
         context_exchange=exchange if isinstance(exchange, str) else exchange[0],
         pipeline_span=pipeline_span,
+        overlap=OVERLAP if get("overlap_moe_expert_parallel_comm") else 0.0,
     )
 
 

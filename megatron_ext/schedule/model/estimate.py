@@ -14,10 +14,12 @@ from megatron_ext.schedule.costs import Costs, VocabularyCosts
 from megatron_ext.schedule.kinds import RULES, Held
 from megatron_ext.schedule.model.activations import held_of_stage, keys_values_of_stage
 from megatron_ext.schedule.model.execution import Execution
+from megatron_ext.schedule.model.messages.hidden import hidden_by_pairs
 from megatron_ext.schedule.model.model import Model, Stage
-from megatron_ext.schedule.model.operations.operation import Engine, Group
+from megatron_ext.schedule.model.operations.operation import Group
 from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.model.stage_seconds import (
+    Other,
     PassSeconds,
     seconds_of_embedding,
     seconds_of_layers,
@@ -33,6 +35,7 @@ def estimate(model: Model, stages: Sequence[Stage], execution: Execution, rates:
     layers = [seconds_of_layers(model, stage, execution, rates) for stage in stages]
     forward, input_gradient, weight_gradient = zip(*(stage.totals for stage in layers), strict=True)
     message = execution.split_tokens * model.hidden_size * execution.element_bytes
+    speed, latency = _to_neighbour(execution, rates)
     measured = rates.measured
     held = [held_of_stage(model, stage, execution, measured) for stage in stages]
     kept, left = zip(*held, strict=True)
@@ -42,12 +45,15 @@ def estimate(model: Model, stages: Sequence[Stage], execution: Execution, rates:
             Kind.BACKWARD_INPUT: input_gradient,
             Kind.BACKWARD_WEIGHT: weight_gradient,
         },
-        hop=message / _to_neighbour(execution, rates),
+        hop=message / speed,
         held_bytes={Held.ACTIVATION: kept, Held.WEIGHT_INPUTS: left},
         origin=("estimated from the model's dimensions" if measured is None else measured.origin),
         message_bytes=message,
         attention=tuple(map(_attention_share, layers)),
+        latency=min(latency, message / speed),
+        launch=tuple(stage.forward.get(Other.LAUNCH, 0.0) for stage in layers),
         keys_values=tuple(keys_values_of_stage(model, stage, execution) for stage in stages),
+        hidden=hidden_by_pairs(model, stages, execution, rates) if execution.overlap else {},
     )
     # What was measured has in it what ranks waited for, and no more.
     if measured is None and any(stage.forward.get(Group.TENSOR) for stage in layers):
@@ -59,15 +65,15 @@ def estimate(model: Model, stages: Sequence[Stage], execution: Execution, rates:
 
 
 def _attention_share(stage: PassSeconds) -> float:
-    """The share of F that tokens take with one another. (Of windows, too, though that does not grow
-    with the square of the sequence.)"""
-    return stage.forward.get(Engine.ATTENTION, 0.0) / (sum(stage.forward.values()) or 1.0)
+    """The share of F, I and W together that grows with the square of the sequence."""
+    return sum(stage.squared) / (sum(stage.totals) or 1.0)
 
 
-def _to_neighbour(execution: Execution, rates: Rates) -> float:
-    """Bytes per second from one pipeline rank to the next."""
-    near, far = rates.to_neighbours
-    return near if 0 < execution.pipeline_span <= rates.domain else far
+def _to_neighbour(execution: Execution, rates: Rates) -> tuple[float, float]:
+    """Bytes per second from one pipeline rank to the next, and what a short message takes."""
+    is_near = 0 < execution.pipeline_span <= rates.domain
+    near, far = zip(rates.to_neighbours, rates.latencies, strict=True)
+    return near if is_near else far
 
 
 def _vocabulary(model: Model, last: Stage, execution: Execution, rates: Rates) -> VocabularyCosts:

@@ -41,6 +41,8 @@ class Execution:
             backwards for it: ``column``, ``row``. Empty: they wait for communication.
         dispatcher: how tokens go to experts: ``alltoall``, ``allgather`` or ``flex``.
         context_exchange: Megatron's cp_comm_type: ``p2p``, ``all_gather``, ``a2a``, ``a2a+p2p``.
+        overlap: of the time of experts' messages, how much goes on beside what another pass
+            computes where two run as a pair; 0: there are no pairs.
         pipeline_span: how many ranks lie from the first rank of a pipeline to the last; 0: that is
             not known, and they are on different nodes.
     """
@@ -67,6 +69,7 @@ class Execution:
     dispatcher: str = "alltoall"
     context_exchange: str = "p2p"
     pipeline_span: int = 0
+    overlap: float = 0.0
 
     @property
     def element_bytes(self) -> int:

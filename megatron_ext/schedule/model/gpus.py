@@ -5,7 +5,7 @@ Peaks are dense: data sheets of Blackwell and Instinct that give figures with sp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.model.execution import Precision
@@ -217,6 +217,10 @@ ACHIEVED = Achieved()
 # Beside its operations a pass of a chunk takes this long, where the host launches it: messages are
 # posted, waited for, and the first kernels reach an idle GPU. An assumption, as `ACHIEVED`.
 LAUNCH = 0.2e-3
+# Seconds of a short message to a peer, and over the network, as NCCL reckons in its protocol for
+# large ones: 8.4 us, and 3.4 or 14 us of the link
+# (https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc).
+LATENCIES = 11.8e-6, 22.4e-6
 
 
 @dataclass(frozen=True)
@@ -264,6 +268,8 @@ class Gpu:
             host=sheet.host * ACHIEVED.host,
             domain=sheet.domain,
             launch=LAUNCH,
+            latency_of_peers=LATENCIES[0],
+            latency_of_network=LATENCIES[1],
         )
 
     def can(self, precision: Precision) -> bool:
@@ -320,7 +326,12 @@ def parse_gpu(text: str) -> Gpu:
         raise ValueError(
             f"GPU {text!r}: operations, bytes, host and peers have to be above 0; {_EXAMPLE}"
         )
-    whole = Rates.as_a_whole(operations, network, host, peers)
+    near, far = LATENCIES
+    whole = replace(
+        Rates.as_a_whole(operations, network, host, peers),
+        latency_of_peers=near,
+        latency_of_network=far,
+    )
     if "memory" not in given:
         return Gpu(whole=whole)
     memory = parse_limit(given["memory"], 1, 1).bytes

@@ -20,17 +20,23 @@ def with_links(costs: Costs, placement: Placement, rates: Rates, ranks: int, str
     remote = [s for s in range(placement.last) if placement.is_remote(s, Neighbour.NEXT)]
     if not remote or not costs.message_bytes or stride < 1:  # a launch with too few ranks
         return costs
-    near, far = (costs.message_bytes / speed for speed in rates.to_neighbours)
-    hops = [0.0] * placement.last
-    of_pairs: dict[frozenset[int], float] = {}
+    seconds = [costs.message_bytes / speed for speed in rates.to_neighbours]
+    near, far = zip(seconds, map(min, seconds, rates.latencies), strict=True)
+    hops, latencies = [0.0] * placement.last, [0.0] * placement.last
+    of_pairs: dict[frozenset[int], tuple[float, float]] = {}
     for stage in remote:
         pair = frozenset(placement.rank_of[stage : stage + 2])
         if pair not in of_pairs:
             crosses = crosses_a_node(pair, rates.ranks_of_node, placement.ranks, ranks, stride)
             of_pairs[pair] = far if crosses else near
-        hops[stage] = of_pairs[pair]
-    mean = statistics.fmean(hops[stage] for stage in remote)
-    return replace(costs, hop=mean, hops=tuple(hops) if len(set(of_pairs.values())) > 1 else ())
+        hops[stage], latencies[stage] = of_pairs[pair]
+    hop, latency = (
+        statistics.fmean(figures[stage] for stage in remote) for figures in (hops, latencies)
+    )
+    costs = replace(costs, hop=hop, latency=latency)
+    if len(set(of_pairs.values())) == 1:
+        return replace(costs, hops=(), latencies=())
+    return replace(costs, hops=tuple(hops), latencies=tuple(latencies))
 
 
 def crosses_a_node(

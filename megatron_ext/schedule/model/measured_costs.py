@@ -99,6 +99,7 @@ def measured_costs(
     passes = _over_ranks([rank.seconds for rank in ranks], statistics.median)
     held = _over_ranks([rank.held for rank in ranks], max)
     hops = [hop for rank in ranks for hop in rank.hops]
+    hop = statistics.mean(hops) if hops else 0.0
     in_passes = costs_in(program, estimate)
     seconds = {
         kind: tuple(_seconds(kind, stage, passes, in_passes) for stage in range(estimate.stages))
@@ -106,13 +107,14 @@ def measured_costs(
     }
     costs = Costs(
         {kind: seconds[kind] for kind in _OF_STAGES},
-        statistics.mean(hops) if hops else 0.0,
+        hop,
         _held_bytes(held, in_passes),
         f"measured: {measured}",
         recompute=_again(passes, seconds[Kind.FORWARD]),
         attention=estimate.attention,
-        latency=estimate.latency,
+        latency=min(estimate.latency, hop),
         keys_values=estimate.keys_values,
+        launch=estimate.launch,
     )
     costs = costs.with_copies_of(estimate)
     if estimate.vocabulary is None:

@@ -26,6 +26,8 @@ class Rates:
         host: to the host or back, each way at once.
         domain: how many GPUs are joined as `peers`.
         launch: seconds that a pass takes beside its operations.
+        latency_of_peers, latency_of_network: seconds that a short message takes, and a long one,
+            too.
         measured: with a model on this machine, to which estimates are scaled; None: nothing was.
     """
 
@@ -39,6 +41,8 @@ class Rates:
     host: float
     domain: int = _NODE
     launch: float = 0.0
+    latency_of_peers: float = 0.0
+    latency_of_network: float = 0.0
     measured: Measured | None = None
 
     @property
@@ -46,6 +50,11 @@ class Rates:
         """Bytes per second from one pipeline rank to the next: within a domain, and beyond."""
         links = Links() if self.measured is None else self.measured.links
         return links.within or self.peers, links.between or self.network
+
+    @property
+    def latencies(self) -> tuple[float, float]:
+        """Seconds of a short message from one pipeline rank to the next: likewise."""
+        return self.latency_of_peers, self.latency_of_network
 
     @property
     def ranks_of_node(self) -> int:

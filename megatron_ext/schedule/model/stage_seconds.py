@@ -39,12 +39,14 @@ class PassSeconds:
 
     Attributes:
         rows: of W, those of the last products of pairs that tensor-parallel ranks divide.
+        squared: of F and of I, those that grow with the square of the sequence.
     """
 
     forward: Seconds = field(default_factory=dict)
     input_gradient: Seconds = field(default_factory=dict)
     weight_gradient: Seconds = field(default_factory=dict)
     rows: float = 0.0
+    squared: tuple[float, float] = (0.0, 0.0)
 
     @property
     def totals(self) -> tuple[float, float, float]:
@@ -57,7 +59,8 @@ class PassSeconds:
 
     def run_again(self) -> PassSeconds:
         """With F in I once more."""
-        return summed([self, PassSeconds(input_gradient=self.forward)])
+        again = PassSeconds(input_gradient=self.forward, squared=(0.0, self.squared[0]))
+        return summed([self, again])
 
     def scaled(self, scale: Scale) -> PassSeconds:
         """To what was measured."""
@@ -66,6 +69,7 @@ class PassSeconds:
             _times(self.input_gradient, scale.input_gradient),
             _times(self.weight_gradient, scale.weight_gradient),
             self.rows * scale.weight_gradient,
+            (self.squared[0] * scale.forward, self.squared[1] * scale.input_gradient),
         )
 
 
@@ -81,6 +85,7 @@ def summed(parts: Iterable[PassSeconds]) -> PassSeconds:
         _summed(part.input_gradient for part in parts),
         _summed(part.weight_gradient for part in parts),
         sum(part.rows for part in parts),
+        (sum(part.squared[0] for part in parts), sum(part.squared[1] for part in parts)),
     )
 
 
@@ -157,7 +162,8 @@ def _of_part(part: Part, execution: Execution, rates: Rates) -> PassSeconds:
         again = f if operation.modules & modules else 0.0
         term = operation.engine
         rows = w if operation.is_row else 0.0
-        passes.append(PassSeconds({term: f}, {term: i + again}, {term: w}, rows))
+        squared = f * operation.squared, (i + again) * operation.squared
+        passes.append(PassSeconds({term: f}, {term: i + again}, {term: w}, rows, squared))
     computed = summed(passes)
     for exchange in part.exchanges:
         f, i = _waited(exchange, computed, rates)

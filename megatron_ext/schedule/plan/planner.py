@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_ext.schedule.build.auto_spec import SEARCHES
-from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.build import build_program, keeping_proofs
 from megatron_ext.schedule.build.output_layer import place_output_layer
 from megatron_ext.schedule.build.overlap import is_gain
 from megatron_ext.schedule.build.registry import Choice, Mark, entries, entry_of
@@ -214,6 +214,7 @@ VariantOf = Callable[[str, VocabMethod], Variant | None]
 Pair = tuple[str, VocabMethod]  # a spec, and what is done about the vocabulary
 
 SEARCHED = 2  # with each method, of all that search
+_WHATEVER = ", whatever its order"  # so ends a refusal of what a bound proves to take longer
 
 
 def make_plan(
@@ -246,6 +247,7 @@ def make_plan(
             if pair not in searched:
                 comparison.add(pair)
                 work.done += 1
+                work.found = comparison.found
         for method in VocabMethod:
             comparison.add_searched([pair for pair in searched if pair[1] is method], work)
     return Plan(tuple(sorted(comparison.candidates, key=_by_time)), comparison.refusals)
@@ -285,6 +287,12 @@ class _Comparison:
         self.candidates.append(candidate)
         return True
 
+    @property
+    def found(self) -> str:
+        """The best of all so far, in words."""
+        best = min(stable_of(self.candidates), key=_by_time, default=None)
+        return "" if best is None else f"so far the best is {best.schedule}: {best.step:.4g} a step"
+
     def add_searched(self, pairs: Sequence[Pair], work: Task) -> None:
         """Make the best `SEARCHED` of ``pairs`` candidates, by what each has without its search."""
         short = [self._consider(pair, without_search=True) for pair in pairs]
@@ -295,6 +303,7 @@ class _Comparison:
                 self.refusals[pair] = f"{' and '.join(ahead)} take less time before any search"
             elif self.add(pair):
                 ahead.append(candidate.schedule)
+                work.found = self.found
         work.done += len(pairs)
 
     def _consider(self, pair: Pair, without_search: bool = False) -> Candidate | None:
@@ -328,6 +337,13 @@ def consider(
     Raises:
         ValueError: the schedule cannot be made so.
     """
+    with keeping_proofs():
+        return _consider(variant, method, room, may_offload)
+
+
+def _consider(
+    variant: Variant, method: VocabMethod, room: float | None, may_offload: bool
+) -> Candidate:
     limit = variant.problem.memory_limit or limit_left(variant, room)
     made: list[Candidate] = []
     refusal: ValueError | None = None
@@ -337,8 +353,8 @@ def consider(
         refusal = error
     if limit is not None and (refusal or _is_slowed_by_memory(variant, made[0])):
         for extras in _ways_to_fit(variant, may_offload and refusal is not None):
-            fitting = replace(variant.problem, memory_limit=limit, extras=extras)
             with contextlib.suppress(ValueError):
+                fitting = replace(variant.problem, memory_limit=limit, extras=extras)
                 candidate = _candidate(replace(variant, problem=fitting), method)
                 _check_room(candidate, room)
                 made.append(candidate)
@@ -423,9 +439,13 @@ def _check_promising(
     bound = _least_time(problem, variant.choice.splits_backward)
     if bound > best.step:
         raise ValueError(
-            f"takes at least {bound / best.step - 1:.1%} more time than {best.schedule}, "
-            f"whatever its order"
+            f"takes at least {bound / best.step - 1:.1%} more time than {best.schedule}{_WHATEVER}"
         )
+
+
+def without_figures(why: str) -> str:
+    """``why`` a schedule is refused, the same for all that take longer than another."""
+    return "takes more time than another, whatever its order" if why.endswith(_WHATEVER) else why
 
 
 def _least_time(problem: Problem, splits_backward: bool) -> float:

@@ -30,7 +30,7 @@ from itertools import accumulate, chain, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.schedule.action import Action
+from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.columns import (
     IS_COLLECTIVE,
     IS_PASS,
@@ -110,7 +110,8 @@ def _batched(graph: Graph, schedule: Schedule, costs: Costs) -> _Keys:
 
 
 def _links(schedule: Schedule) -> Ints:
-    """For each message, the number of its two ranks among all such; 0 for others.
+    """For each message, the number of its link: of two ranks, of which one sends activations to the
+    other. 0 for what is no message.
 
     A pair sends both ways at once, and each send swaps with what comes the other way. All ranks
     take their links in one order, or they would wait for one another.
@@ -121,9 +122,10 @@ def _links(schedule: Schedule) -> Ints:
         if not RULES[kind].is_message:
             links.append(0)
             continue
-        sender, receiver, _ = channel_of(Action(stage, kind, 0), placement)
+        sender, receiver, send = channel_of(Action(stage, kind, 0), placement)
         low, high = sorted((sender, receiver))
-        links.append(low * placement.ranks + high)
+        is_downwards = (sender == low) is (send is Kind.SEND_F)
+        links.append(2 * (low * placement.ranks + high) + is_downwards)
     return np.array(links, dtype=np.int32)[columns.pair]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from functools import cached_property
 from itertools import chain, groupby, product
 from operator import itemgetter
@@ -135,6 +135,22 @@ def prove(schedule: Schedule, problem: Problem) -> Program:
     known_order = _check_acyclic(schedule, problem.extras.p2p)
     _check_memory(schedule, problem)
     return Program(schedule, problem, _SEAL, known_order)
+
+
+def within_limit(program: Program, problem: Problem) -> Program:
+    """``program`` for ``problem``, which may differ from its own in the memory limit.
+
+    Raises:
+        InvalidSchedule: as `prove`.
+    """
+    before = program.problem
+    if problem == before:
+        return program
+    assert replace(problem, memory_limit=before.memory_limit) == before
+    _check_memory(program.schedule, problem)
+    made = Program(program.schedule, problem, _SEAL, program.known_order)
+    vars(made)["graph"] = program.graph
+    return made
 
 
 def _check_acyclic(schedule: Schedule, p2p: P2P) -> Ints | None:

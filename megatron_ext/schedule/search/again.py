@@ -21,6 +21,7 @@ from megatron_ext.schedule.search.effort import Effort
 from megatron_ext.schedule.search.improve import (
     Dice,
     Sides,
+    patience_of,
     periodic_plans,
     shifted,
     sides_of,
@@ -122,10 +123,11 @@ class _Choices:
 
     def improved(self, best: _Found, steps: int, enough: int, dice: Dice, work: Task) -> _Found:
         """``best`` and what ``steps`` changes make of it, or so many as bring it down to
-        ``enough`` (late acceptance, as in `improve`)."""
+        ``enough``, or until they gain nothing (late acceptance, as in `improve`)."""
         current, recent = best, [_makespan(best)] * _MEMORY
+        gained_at, patience = 0, patience_of(self.how, self.placement.ranks, 2 * self.passes)
         for step in range(steps):
-            if _makespan(best) <= enough:
+            if _makespan(best) <= enough or step - gained_at > patience:
                 break
             draw = dice.below(100)
             again, sides, plan = current.again, current.sides, current.packed.starts
@@ -141,7 +143,7 @@ class _Choices:
                 current = new
             recent[slot] = _makespan(current)
             if _makespan(current) < _makespan(best):
-                best = current
+                best, gained_at = current, step
         return best
 
     def changed(self, again: Again, dice: Dice) -> Again:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.build import complete
@@ -83,7 +84,7 @@ def best_known(name: str, problem: Problem) -> Schedule:
             ]
             known, starts = known + found, starts + _starts_of_each(found, shop)
         candidates = _candidates(known, starts, shop)
-    best = _best_of(candidates, problem)
+    best = _best_of(name, candidates, problem)
     assert best is not None  # one microbatch at a time
     return _passes(name, best.program)
 
@@ -130,42 +131,43 @@ class _Chosen:
 
 def searched(name: str, problem: Problem, how: Effort) -> Schedule:
     """The same, made anew, with so much effort. The limit has to hold a microbatch."""
-    return _passes(name, _searched(problem, how).program)
+    return _passes(name, _searched(name, problem, how).program)
 
 
-def _searched(problem: Problem, how: Effort) -> _Chosen:
+def _searched(name: str, problem: Problem, how: Effort) -> _Chosen:
     shop, least = shop_of(problem), lower_bound(problem, splits_backward=True) * (1 + 1e-9)
     if problem.extras.recompute.fit:
-        return _searched_again(problem, how, shop, least)
+        return _searched_again(name, problem, how, shop, least)
     known = _known(problem)
     starts = _starts_of_each(known, shop)
     candidates = _candidates(known, starts, shop)
-    there = _best_of(_at_most(least, candidates, problem), problem)
+    there = _best_of(name, _at_most(least, candidates, problem), problem)
     if there is not None and there.seconds <= least:
         return there
     if shop.fits:
+        enough, of_shorter = int(least / shop.tick) + max(shop.tails), None
         if problem.microbatches > with_middle(problem):
             how = how.halved  # the other half goes to the shorter step
-        plans = [*starts, *_of_shorter(problem, how)]
-        packed = search(shop, plans, int(least / shop.tick) + max(shop.tails), how)
+            of_shorter = partial(_of_shorter, problem, how)
+        packed = search(shop, starts, enough, how, of_shorter)
         found = [
             rows_of(result.starts, problem.placement, orders=problem.orders) for result in packed
         ]
         candidates += _candidates(found, _starts_of_each(found, shop), shop)
-    best = _best_of(candidates, problem)
+    best = _best_of(name, candidates, problem)
     assert best is not None  # one microbatch at a time
     return best
 
 
-def _searched_again(problem: Problem, how: Effort, shop: Shop, least: float) -> _Chosen:
+def _searched_again(name: str, problem: Problem, how: Effort, shop: Shop, least: float) -> _Chosen:
     """The same where some may be made again."""
-    without = _searched(problem.with_extras(recompute=Recompute()), how)
+    without = _searched(name, problem.with_extras(recompute=Recompute()), how)
     if without.seconds <= least:
         return without
     passes = without.program.schedule.compute_rows
     known = list(dict.fromkeys([passes, *_known_again(problem)]))
     found = search_again(problem, known, least, how) if shop.fits else []
-    best = _best_of(_candidates_again([*known, *found], problem), problem)
+    best = _best_of(name, _candidates_again([*known, *found], problem), problem)
     assert best is not None  # one microbatch at a time
     return best
 
@@ -185,10 +187,9 @@ _ROUNDED = 1.001  # what costs may be rounded to whole ticks by, at the most
 def _of_shorter(problem: Problem, how: Effort) -> Iterator[Starts]:
     """Plans that repeat the middle of what a search finds for as few microbatches as have one: it
     packs more plans of them for the same effort."""
-    fewer = with_middle(problem)
-    if problem.microbatches > fewer:
-        best, *_ = search(shop_of(replace(problem, microbatches=fewer)), how=how)
-        yield from plans_from(best.starts, problem.pieces, problem.slices.count)
+    fewer = replace(problem, microbatches=with_middle(problem))
+    best, *_ = search(shop_of(fewer), how=how)
+    yield from plans_from(best.starts, problem.pieces, problem.slices.count)
 
 
 def _passes(name: str, program: Program) -> Schedule:
@@ -247,7 +248,7 @@ def _candidates_again(all_rows: Sequence[Rows], problem: Problem) -> list[_Candi
     return candidates
 
 
-def _best_of(candidates: Sequence[_Candidate], problem: Problem) -> _Chosen | None:
+def _best_of(name: str, candidates: Sequence[_Candidate], problem: Problem) -> _Chosen | None:
     """The sound one of least cost; of equals the first.
 
     Messages cost time, so who is no quicker without them need not be looked at. (But where steps
@@ -260,7 +261,7 @@ def _best_of(candidates: Sequence[_Candidate], problem: Problem) -> _Chosen | No
         is_known_worse = best and (candidate.seconds, place) > (best.seconds, best.place)
         if is_known_worse and not may_take_less:
             continue
-        schedule = Schedule("", problem.placement, candidate.rows)
+        schedule = Schedule(name, problem.placement, candidate.rows)
         program = _proved(schedule, problem) if _is_within_limit(schedule, problem) else None
         if program is not None:
             seconds = step_seconds(program, problem.costs)

@@ -28,6 +28,8 @@ class Effort:
         by_square: passes packed, times the square of the ranks ...
         least: ... but no less,
         most: ... and no more.
+        patience: passes packed without a gain, after which a search ends; or a third of all, where
+            that is more.
         steps: in which a plan is improved at the most: a small problem has few plans.
     """
 
@@ -36,10 +38,15 @@ class Effort:
     by_square: int
     least: int
     most: int
+    patience: int
     steps: int
 
     def passes(self, ranks: int) -> int:
         return min(max(self.by_square * ranks**2, self.least), self.most)
+
+    def passes_without_gain(self, ranks: int) -> int:
+        """Passes packed since the last gain, after which a search ends."""
+        return max(self.passes(ranks) // 3, self.patience)
 
     @property
     def halved(self) -> Effort:
@@ -50,7 +57,7 @@ class Effort:
 
 def small_effort(packer: Callable[[Shop], Pack] = pack.packer) -> Effort:
     """Seconds to minutes in plain Python."""
-    return Effort(SMALL, packer, 33_000, 1_500_000, 10_000_000, 2_000)
+    return Effort(SMALL, packer, 33_000, 1_500_000, 10_000_000, 2_500_000, 2_000)
 
 
 def effort() -> Effort:
@@ -63,4 +70,4 @@ def effort() -> Effort:
             f"pip install 'megatron_ext[search]' it finds better schedules in less time"
         )
         return small_effort()
-    return Effort(LARGE, compiled.packer, 400_000, 6_000_000, 300_000_000, 16_000)
+    return Effort(LARGE, compiled.packer, 400_000, 6_000_000, 300_000_000, 30_000_000, 16_000)

@@ -22,7 +22,7 @@ seed: every machine that makes the same effort finds the same schedule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,6 +44,7 @@ _MEMORY = 20  # steps
 _RESULTS = 4
 _AT_ONCE = 100_000  # passes packed where nothing is searched for, about
 _FEWEST = 4  # plans
+_SLACK = 8  # of a microbatch of work: what ranks that never idle may seem to, in the middle
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,11 @@ def sides_of(shop: Shop, packer: Callable[[Shop], Pack]) -> Sides:
 
 
 def search(
-    shop: Shop, known: Sequence[Starts] = (), least: int = 0, how: Effort | None = None
+    shop: Shop,
+    known: Sequence[Starts] = (),
+    least: int = 0,
+    how: Effort | None = None,
+    of_shorter: Callable[[], Iterable[Starts]] | None = None,
 ) -> list[Packed]:
     """The best schedules found, best first.
 
@@ -94,6 +99,8 @@ def search(
         known: plans to begin with, of schedules that are known to be good.
         least: a makespan, with tails, that none can be below; who has found it need not go on.
         how: much is tried, and with what; by default as much as this machine allows (`effort`).
+        of_shorter: makes plans of a shorter step, where this one is long. They are asked for where
+            ranks idle in the middle of the best of all others: else there is little to gain.
     """
     how = how or effort()
     sides = sides_of(shop, how.packer)
@@ -101,13 +108,22 @@ def search(
     plans = (*known, *pattern_plans(shop), *periodic_plans(shop, _WEIGHTS, _PERIODS))
     packings = len(plans) + _PROMISING * _ROUNDS + steps
     with task(f"packing plans, {how.name} effort", packings, alike=True) as work:
-        best = _best_of(sides, plans, work)
-        return _improved(sides, best, least, steps, work)
+        packed = _packed(sides, plans, work)
+        if of_shorter is not None and not _is_busy(min(packed, key=_makespan), shop):
+            packed = [*_packed(sides, of_shorter(), work), *packed]
+        best = _promising(sides, packed, work)
+        patience = patience_of(how, shop.placement.ranks, 2 * shop.lanes * shop.pieces)
+        return _improved(sides, best, least, steps, patience, work)
 
 
 def steps_of(how: Effort, ranks: int, passes: int) -> int:
     """How often a plan is improved if that packs so many ``passes``."""
     return max(min(how.passes(ranks) // passes, how.steps), _STEPS)
+
+
+def patience_of(how: Effort, ranks: int, passes: int) -> int:
+    """After how many steps without a gain a search ends, if each packs so many ``passes``."""
+    return max(how.passes_without_gain(ranks) // passes, _MEMORY)
 
 
 def first_plans(shop: Shop, known: Sequence[Starts] = ()) -> list[Packed]:
@@ -160,12 +176,26 @@ def _place(stage: int, kind: Kind) -> tuple[int, int]:
     return order, -stage if order else stage
 
 
-def _best_of(sides: Sides, plans: Sequence[Starts], work: Task) -> list[Packed]:
-    """The best schedules that ``plans`` become, best first."""
+def _packed(sides: Sides, plans: Iterable[Starts], work: Task) -> list[Packed]:
     schedules = []
     for plan in plans:
         schedules.append(sides.justified(plan))
         work.done += 1
+    return schedules
+
+
+def _is_busy(packed: Packed, shop: Shop) -> bool:
+    """Whether microbatches come as often, in the middle half of a step, as the busiest rank can run
+    them."""
+    begin, end = shop.pieces // 4, shop.pieces * 3 // 4
+    work = shop.durations_of_all[:, begin:end].sum(axis=1)
+    busiest = work.reshape(shop.placement.ranks, shop.lanes_of_rank).sum(axis=1).max()
+    takes = np.median(packed.starts[:, end] - packed.starts[:, begin])
+    return bool(takes <= busiest + shop.work // _SLACK)
+
+
+def _promising(sides: Sides, schedules: Sequence[Packed], work: Task) -> list[Packed]:
+    """The best of ``schedules``, packed until that gains no more; best first."""
     again = []
     for packed in sorted(schedules, key=_makespan)[:_PROMISING]:
         again.append(sides.justified(packed.starts, _ROUNDS))
@@ -173,13 +203,17 @@ def _best_of(sides: Sides, plans: Sequence[Starts], work: Task) -> list[Packed]:
     return sorted(again, key=_makespan)[:_RESULTS]
 
 
-def _improved(sides: Sides, best: list[Packed], least: int, steps: int, work: Task) -> list[Packed]:
-    """``best`` and what shifting its passes ``steps`` times makes of it, best first."""
+def _improved(
+    sides: Sides, best: list[Packed], least: int, steps: int, patience: int, work: Task
+) -> list[Packed]:
+    """``best`` and what shifting its passes ``steps`` times makes of it, or until the last
+    ``patience`` steps have gained nothing; best first."""
     shop, dice = sides.shop, Dice()
     current, recent = best[0], [best[0].makespan] * _MEMORY
+    gained_at = 0
     work.found = _found(shop, best[0], least)
     for step in range(steps):
-        if best[0].makespan <= least:
+        if best[0].makespan <= least or step - gained_at > patience:
             break
         new = sides.justified(shifted(current, shop, dice))
         work.done += 1
@@ -188,7 +222,7 @@ def _improved(sides: Sides, best: list[Packed], least: int, steps: int, work: Ta
             current = new
         recent[slot] = current.makespan
         if current.makespan < best[0].makespan:
-            best = [current, *best[: _RESULTS - 1]]
+            best, gained_at = [current, *best[: _RESULTS - 1]], step
             work.found = _found(shop, current, least)
     return best
 

@@ -34,6 +34,7 @@ from megatron_ext.schedule.schedule import Schedule
 _F, _I, _W, _B = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.FULL_BACKWARD
 _ASSUMED = 0.25  # of the shorter of two hides in the longer, where costs do not tell
 _TOLERANCE = 1e-9  # of a sum of costs
+_TOLD_BY = 4  # microbatches a rank, of which a step has all phases
 
 Row = tuple[Action, ...]
 
@@ -61,18 +62,36 @@ def pair_up(schedule: Schedule, problem: Problem) -> Schedule:
     if schedule.pairs:
         return schedule
     problem = replace(problem, costs=_with_assumed(problem.costs))
-    splits = any(action.kind is _W for row in schedule.rows for action in row)
-    choices = (False, True) if splits else (False,)
-    ways = map(_Way._make, product((0.0, 1.0, math.inf), choices, choices))
-    played = dict.fromkeys(_Playing(schedule, problem, way).run() for way in ways)
-    paired = [candidate for candidate in played if candidate.pairs]
-    if not paired:
+    way = _best_way(*_first_of(schedule, problem))
+    paired = None if way is None else _Playing(schedule, problem, way).run()
+    if paired is None or not paired.pairs:
         raise ValueError(
             f"schedule {schedule.name} has no forward pass that could run beside a backward pass, "
             f"with {problem.microbatches} microbatches on {problem.ranks} ranks; take another "
             f"schedule, more microbatches, or no pairs"
         )
-    return min(paired, key=lambda candidate: simulate_unproved(candidate, problem).makespan)
+    return paired
+
+
+def _best_way(schedule: Schedule, problem: Problem) -> _Way | None:
+    """How pairs are made that take the least time; None: there are none."""
+    splits = any(action.kind is _W for row in schedule.rows for action in row)
+    choices = (False, True) if splits else (False,)
+    ways = map(_Way._make, product((0.0, 1.0, math.inf), choices, choices))
+    played = [(_Playing(schedule, problem, way).run(), way) for way in ways]
+    makespans = {
+        way: simulate_unproved(paired, problem).makespan for paired, way in played if paired.pairs
+    }
+    return min(makespans, key=makespans.__getitem__, default=None)
+
+
+def _first_of(schedule: Schedule, problem: Problem) -> tuple[Schedule, Problem]:
+    """A long step cut to its first microbatches, which are enough to tell ways apart."""
+    count = _TOLD_BY * problem.ranks
+    if problem.microbatches <= 2 * count:
+        return schedule, problem
+    rows = tuple(tuple(a for a in row if a.microbatch < count) for row in schedule.rows)
+    return replace(schedule, rows=rows), replace(problem, microbatches=count)
 
 
 def _with_assumed(costs: Costs) -> Costs:

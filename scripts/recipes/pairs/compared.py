@@ -4,7 +4,7 @@ its best layout."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,25 +12,27 @@ import numpy as np
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.build.output_layer import with_input_gradient
 from megatron_ext.schedule.build.pairs import with_pairs
-from megatron_ext.schedule.build.registry import choose, entry_of
+from megatron_ext.schedule.build.registry import Choice, choose, entry_of
 from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.model.messages.hidden import PairedLayer, paired_layers
 from megatron_ext.schedule.model.model import Stage
-from megatron_ext.schedule.model.pairs import PairedLayer, hidden_by_pairs, paired_layers
 from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.plan.layouts.descent import Start, Timed, descend
+from megatron_ext.schedule.plan.layouts.descent import Timed, descend
 from megatron_ext.schedule.plan.layouts.figures import Counts, Floats, StageFigures, busy
 from megatron_ext.schedule.plan.layouts.layout import Layout, evenly
 from megatron_ext.schedule.plan.layouts.minimax import least_slowest_stage, with_even_ranks
 from megatron_ext.schedule.plan.layouts.order import Order
 from megatron_ext.schedule.plan.layouts.work import Work
-from megatron_ext.schedule.plan.planner import VocabMethod, consider, limit_left
+from megatron_ext.schedule.plan.planner import limit_left
+from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.progress import Task
-from scripts.recipes.gains import Configuration
+from megatron_ext.schedule.schedule import Schedule
+from scripts.recipes.gains import Configuration, work_of
 from scripts.recipes.pairs.order import PERIODS, Hidden, PairedOrder
 
 _OF_OTHERS = 1e-4  # what all ranks do counts beside the step
-_TIGHTER = 0.98  # of the room, where messages hold more than is estimated
 
 
 @dataclass(frozen=True)
@@ -52,33 +54,34 @@ class Step:
 
 
 def with_overlap(
-    work: Work, configuration: Configuration, rates: Rates, share: float, *, is_stock: bool
+    configuration: Configuration, rates: Rates, share: float, *, is_stock: bool
 ) -> Work:
-    """``work`` whose pairs hide what so large a ``share`` of experts' messages can hide in.
+    """The work of ``configuration`` where so large a ``share`` of experts' messages can go on
+    beside other work.
 
     Args:
         is_stock: whether whole backward passes outside of pairs hide messages behind their own W,
             as in Megatron's own plans with ``--delay-wgrad-compute``.
     """
-    of_layers = work.model, configuration.execution, rates
+    execution = replace(configuration.execution, overlap=share)
+    work = work_of(configuration, execution)
 
     def costs_of(stages: Sequence[Stage], placement: Placement) -> Costs:
+        """``work``'s, with what B hides by itself."""
         costs = work.costs_of(stages, placement)
-        model, execution, _ = of_layers
-        hidden = hidden_by_pairs(model, stages, execution, rates, share)
-        if configuration.is_frozen:  # B is I
-            return replace(costs, hidden={_I: hidden[_I]})
-        if not is_stock:
-            return replace(costs, hidden=hidden)
-        alone = [_hidden_alone(paired_layers(model, s, execution, rates), share) for s in stages]
-        more = [[max(h - a, 0.0) for h, a in zip(row, alone, strict=True)] for row in hidden[_B]]
+        hidden = costs.hidden[_B]
+        layers = [paired_layers(work.model, stage, execution, rates) for stage in stages]
+        alone = [_hidden_alone(of_stage, share) for of_stage in layers]
+        more = [[max(h - a, 0.0) for h, a in zip(row, alone, strict=True)] for row in hidden]
         spared = [costs.spared_on(stage) + a for stage, a in enumerate(alone)]
         return replace(costs, hidden={_B: tuple(map(tuple, more))}, spared=tuple(spared))
 
+    if not is_stock or configuration.is_frozen:
+        return work
     return replace(work, costs_of=costs_of)
 
 
-_I, _B = Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD
+_B = Kind.FULL_BACKWARD
 
 
 def _hidden_alone(layers: Sequence[PairedLayer], share: float) -> float:
@@ -86,29 +89,17 @@ def _hidden_alone(layers: Sequence[PairedLayer], share: float) -> float:
 
 
 class Comparison:
-    """Schedules with pairs, for ``work``, within ``room`` bytes of a rank."""
+    """Schedules for ``work``, within ``room`` bytes of a rank, with pairs or ``without``."""
 
-    def __init__(self, work: Work, room: float | None) -> None:
-        self._work, self._room = work, room
+    def __init__(self, work: Work, room: float | None, *, without: bool = False) -> None:
+        self._work, self._room, self._without = work, room, without
         self._figures, self._hidden = StageFigures(work), Hidden(work)
 
     def best(self, specs: Iterable[str], known: Sequence[Layout]) -> Step | None:
         """The shortest of ``specs`` with any layout; layouts that are ``known`` are among those
         that are made better. None: none fits."""
-        starts = [start for spec in specs if (start := self._start(spec, known))]
-        for start in sorted(starts, key=lambda start: start.seconds):
-            for share in (1.0, _TIGHTER):
-                with contextlib.suppress(ValueError):
-                    tighter = start if share == 1 else self._laid_out(start.spec, known, share)
-                    return self.step(tighter.spec, tighter.layout)
-        return None
-
-    def _start(self, spec: str, known: Sequence[Layout]) -> Start | None:
-        try:
-            start = self._laid_out(spec, known)
-        except ValueError:
-            return None
-        return start if start.fits else None
+        made = [step for spec in specs if (step := self._best_of(spec, known))]
+        return min(made, key=lambda step: step.seconds, default=None)
 
     def step(self, spec: str, layout: Layout) -> Step:
         """Of ``spec`` with ``layout``.
@@ -116,58 +107,43 @@ class Comparison:
         Raises:
             ValueError: it cannot be made so.
         """
-        variant = self._work.variant(spec, layout)
-        variant = replace(variant, choice=variant.choice.without_search)
-        ranks, microbatches = self._work.ranks, self._work.microbatches
-        longer = PERIODS * ranks + microbatches % ranks
-        numbers = (longer - ranks, longer) if microbatches >= 2 * longer else (microbatches,)
-        made = [
-            consider(
-                replace(
-                    variant,
-                    problem=replace(variant.problem, microbatches=number).with_extras(pairs=True),
-                ),
-                VocabMethod.NAIVE,
-                self._room,
-            )
-            for number in numbers
-        ]
-        *before, last = (candidate.step for candidate in made)
-        more = (microbatches - longer) * (last - before[0]) / ranks if before else 0.0
-        assert variant.model is not None
-        report = made[-1].report
-        return Step(
-            spec,
-            layout.layers,
-            last + more + max(map(self._work.seconds_beside, variant.model)),
-            made[-1].fullest or 0.0,
-            report.pairs / (report.microbatches * report.pp * report.vpp),
-        )
+        return self._timed(spec, layout).step(layout)
 
-    def _laid_out(self, spec: str, known: Sequence[Layout], share: float = 1.0) -> Start:
-        """``spec`` with its best layout, within so large a ``share`` of the room.
+    def _timed(self, spec: str, layout: Layout) -> _PairedTimed:
+        extras = {"pairs": not self._without}
+        return _PairedTimed(spec, layout, self._figures, self._hidden, self._room, extras)
 
-        Raises:
-            ValueError: it cannot be made.
-        """
-        work, figures = self._work, self._figures
-        placement, layers = choose(spec).place(work.ranks), len(work.model.layers)
+    def _best_of(self, spec: str, known: Sequence[Layout]) -> Step | None:
+        placement, layers = choose(spec).place(self._work.ranks), len(self._work.model.layers)
         stages = placement.stages
-        balanced = least_slowest_stage(layers, stages, figures)
-        even = with_even_ranks(balanced, placement, work.microbatches, figures)
+        if stages > layers + 1:
+            return None
+        balanced = least_slowest_stage(layers, stages, self._figures)
+        even = with_even_ranks(balanced, placement, self._work.microbatches, self._figures)
         options = [even, balanced, evenly(layers, stages)]
         options += [layout for layout in known if layout.stages == stages]
-        room = self._room and share * self._room
-
         orders: dict[Layout | None, _PairedTimed] = {}
 
         def make(layout: Layout) -> _PairedTimed:
             key = layout if entry_of(spec).uses_costs else None
             if key not in orders:
-                orders[key] = _PairedTimed(work, spec, layout, figures, self._hidden, room)
+                orders[key] = self._timed(spec, layout)
             return orders[key]
 
-        return descend(make, make(even).best_of(options).layout, Task(""))
+        try:
+            start = descend(make, make(even).best_of(options).layout, Task(""))
+        except ValueError:
+            return None
+        return make(start.layout).step(start.layout) if start.fits else None
+
+
+def _ordered(choice: Choice, problem: Problem, limit: MemoryLimit | None) -> Schedule:
+    """The passes of ``choice``; within ``limit``, if it makes them by what there is room for."""
+    if limit is not None and entry_of(choice.spec).uses_costs:
+        within = replace(problem, memory_limit=limit)
+        with contextlib.suppress(ValueError):  # it needs more, which other layouts may leave
+            return with_pairs(choice.without_search.build(within), within)
+    return with_pairs(choice.without_search.build(problem), problem)
 
 
 class _PairedTimed(Timed):
@@ -175,13 +151,14 @@ class _PairedTimed(Timed):
 
     def __init__(
         self,
-        work: Work,
         spec: str,
         layout: Layout,
         figures: StageFigures,
         hidden: Hidden,
         room: float | None,
+        extras: Mapping[str, bool],
     ) -> None:
+        work = figures.work
         variant = work.variant(spec, layout)
         self.spec = spec
         self._figures, self._room = figures, room
@@ -192,12 +169,26 @@ class _PairedTimed(Timed):
             variant.problem,
             microbatches=self._short,
             costs=with_input_gradient(variant.problem.costs),
-            memory_limit=work.limit or limit_left(variant, room),
-        ).with_extras(pairs=True)
-        schedule = with_pairs(variant.choice.without_search.build(problem), problem)
-        hop = problem.costs.hop
-        self._paired = PairedOrder(schedule, hop, hidden)
-        self._order = Order(schedule, hop, problem.costs.message_bytes)
+        ).with_extras(**extras)
+        schedule = _ordered(variant.choice, problem, limit_left(variant, room))
+        self._paired = PairedOrder(schedule, problem.costs.hop, hidden)
+        self._order = Order(schedule, problem.costs)
+        self._share = len(schedule.pairs) / (self._short * self._placement.stages)
+
+    def step(self, layout: Layout) -> Step:
+        """With ``layout``."""
+        counts = np.array([layout.layers], dtype=np.int64)
+        figures = self._figures.of(counts)
+        model = self._figures.work.variant(self.spec, layout).model
+        assert model is not None
+        passes = self._paired.seconds(figures, counts, self._microbatches - self._short)
+        return Step(
+            self.spec,
+            layout.layers,
+            float(passes[0]) + max(map(self._figures.work.seconds_beside, model)),
+            float(self._order.rank_bytes(figures).max()),
+            self._share,
+        )
 
     def _figured(self, counts: Counts) -> tuple[Floats, Floats]:
         figures = self._figures.of(counts)
@@ -205,7 +196,7 @@ class _PairedTimed(Timed):
         ranks = np.stack([work[:, list(stages)].sum(axis=1) for stages in stages_of], axis=1)
         more = self._microbatches - self._short
         seconds = self._paired.seconds(figures, counts, more)
-        seconds = seconds + _OF_OTHERS * self._microbatches * np.sqrt((ranks**2).mean(axis=1))
+        seconds += _OF_OTHERS * self._microbatches * np.sqrt((ranks**2).mean(axis=1))
         if self._room is None:
             return seconds, np.zeros_like(seconds)
         return seconds, self._order.rank_bytes(figures).max(axis=1) / self._room

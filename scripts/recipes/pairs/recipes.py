@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 
 from megatron_ext.adapter.layers import layout_of
 from megatron_ext.schedule.model.gpus import DATA_SHEETS, GPUS
 from megatron_ext.schedule.plan.layouts.layout import Layout, evenly
 from scripts.recipes.configured import configuration_of
-from scripts.recipes.gains import PROCESSES, USED, Configuration, gains_of, work_of
+from scripts.recipes.gains import USED, Configuration, work_of
 from scripts.recipes.pairs.compared import Comparison, Step, with_overlap
 from scripts.recipes.recipe import Recipe
 
@@ -18,6 +17,7 @@ FLAG = "overlap_moe_expert_parallel_comm"
 SHARES = (0.25, 0.5, 1.0)  # of experts' messages, that can go on beside other work
 _STOCK_CHUNKS = (2, 3, 4)
 _OURS = ("zb-v", "dualpipe-v", "interleaved-zb:vpp=2")
+_WITHOUT = ("zb-2p", *_OURS)  # which hide nothing
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class Found:
 
 @dataclass(frozen=True)
 class Result:
-    """Of a recipe: steps with pairs, and seconds of the best without any, stock's and ours."""
+    """Of a recipe: steps with pairs, and the best without any, of stock and of ours."""
 
     candidate: Candidate
     found: tuple[Found, ...]
-    stock_without: float
-    ours_without: float
+    stock_without: Step | None
+    ours_without: Step | None
 
 
 def candidates_of(recipes: Iterable[Recipe]) -> tuple[list[Candidate], list[str]]:
@@ -93,22 +93,15 @@ def _candidate(recipe: Recipe) -> Candidate:
 def compare(candidate: Candidate) -> Result:
     """Raises ValueError where its own line cannot be planned."""
     configuration = candidate.configuration
-    work = work_of(configuration, configuration.execution)
     room = USED * DATA_SHEETS[configuration.gpu].memory
     rates = GPUS[configuration.gpu].rates(configuration.execution.precision)
     own = Layout(configuration.layers)
     chunks = sorted({*_STOCK_CHUNKS, own.stages // configuration.ranks})
     stocks = [f"interleaved:vpp={number}" for number in chunks]
-    layers = len(configuration.model.layers)
-    stocks = [
-        spec
-        for spec, number in zip(stocks, chunks, strict=True)
-        if number * configuration.ranks <= layers + 1
-    ]
     found = []
     for share in SHARES:
         stock_work, our_work = (
-            with_overlap(work, configuration, rates, share, is_stock=is_stock)
+            with_overlap(configuration, rates, share, is_stock=is_stock)
             for is_stock in (True, False)
         )
         of_own = Comparison(stock_work, None).step(configuration.schedule, own)
@@ -118,15 +111,10 @@ def compare(candidate: Candidate) -> Result:
         if stock is None or stock.seconds > of_own.seconds:
             stock = of_own
         found.append(Found(share, of_own, stock, ours))
-    without = gains_of(configuration)
-    return Result(candidate, tuple(found), without.stock.seconds, without.ours.seconds)
-
-
-def compare_all(candidates: Iterable[Candidate], told: Callable[[Result], None]) -> list[Result]:
-    """Of each of ``candidates``, in `PROCESSES` processes; ``told`` is called with each."""
-    made = []
-    with get_context("spawn").Pool(PROCESSES) as pool:
-        for result in pool.imap_unordered(compare, candidates):
-            made.append(result)
-            told(result)
-    return made
+    without = Comparison(work_of(configuration, configuration.execution), bound, without=True)
+    return Result(
+        candidate,
+        tuple(found),
+        without.best(["1f1b", *stocks], [own]),
+        without.best(_WITHOUT, [own]),
+    )

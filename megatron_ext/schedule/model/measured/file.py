@@ -118,7 +118,7 @@ def load_measured(path: Path) -> MeasuredFile | None:
 
 
 def _layers(data: Mapping[str, Any]) -> LayerCosts:
-    rates = {name: data["rates"][name] for name in _RATES}
+    rates = {name: data["rates"][name] for name in _RATES if name in data["rates"]}
     rates = {name: math.inf if rate is None else rate for name, rate in rates.items()}
     return LayerCosts(
         measured={name: _read(figures) for name, figures in data["measured"].items()},

@@ -47,6 +47,7 @@ class Operation:
         modules: the names under which Megatron's selective recompute runs it again in I.
         is_whole: whether its W comes with its I, whatever schedules say.
         is_row: whether it is the last product of a pair that tensor-parallel ranks divide.
+        squared: the share of its F and I that grows with the square of the sequence.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Operation:
     modules: frozenset[str] = frozenset()
     is_whole: bool = False
     is_row: bool = False
+    squared: float = 0.0
 
 
 class Group(StrEnum):
@@ -190,6 +192,7 @@ def core(
     *,
     again: float = 0.0,
     modules: Iterable[str] = (),
+    squared: float = 0.0,
 ) -> Operation:
     """What tokens do with one another, without weights: forward once, and twice for I."""
     return Operation(
@@ -199,6 +202,7 @@ def core(
         moved=Passes(*moved),
         again=again,
         modules=frozenset(modules),
+        squared=squared,
     )
 
 

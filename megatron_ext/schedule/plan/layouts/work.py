@@ -34,6 +34,7 @@ class Work:
             the model: the optimizer, and reductions that no pass hides.
         limit: of activations, as the user has it; None: none.
         recompute: what Megatron runs again of layers, which is in ``costs_of``.
+        pairs: whether forward and backward passes run in pairs, where a rank has several stages.
     """
 
     model: Model
@@ -45,6 +46,7 @@ class Work:
     limit: MemoryLimit | None = None
     post_validation: bool = False
     recompute: LayerRecompute = NO_RECOMPUTE
+    pairs: bool = False
 
     def variant(
         self, spec: str, layout: Layout, method: VocabMethod = VocabMethod.NAIVE
@@ -67,7 +69,11 @@ class Work:
             self.microbatches,
             self.costs_of(stages, placement),
             self.limit,
-            extras=Extras(vocabulary=method.vocabulary, post_validation=self.post_validation),
+            extras=Extras(
+                vocabulary=method.vocabulary,
+                post_validation=self.post_validation,
+                pairs=self.pairs and placement.chunks > 1,
+            ),
         )
         return Variant(choice, problem, self.bytes_of(stages, placement, method.vocabulary))
 

@@ -65,15 +65,12 @@ def _paired_layer(seconds: PassSeconds) -> PairedLayer:
 
 
 def hidden_by_pairs(
-    model: Model, stages: Sequence[Stage], execution: Execution, rates: Rates, share: float
+    model: Model, stages: Sequence[Stage], execution: Execution, rates: Rates
 ) -> Mapping[Kind, Table]:
     """Seconds that F of each of ``stages`` and a backward pass of each other take less side by side
     than one after the other, by the kind of that: `Costs.hidden`.
-
-    Args:
-        share: of experts' messages, how much of their time goes on beside other work: 1 is all
-            that there is work for.
     """
+    share = execution.overlap
     layers = [paired_layers(model, stage, execution, rates) for stage in stages]
 
     @cache

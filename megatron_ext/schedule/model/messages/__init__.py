@@ -1,0 +1,1 @@
+"""Messages that passes wait for, and what hides of them."""

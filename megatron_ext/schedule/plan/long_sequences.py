@@ -1,0 +1,311 @@
+"""Long sequences: cut into slices, beside what else saves memory or shortens bubbles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from megatron_ext.schedule.build.size import seconds_to_build
+from megatron_ext.schedule.plan.model_plan import Training
+from megatron_ext.schedule.plan.planner import (
+    Candidate,
+    Plan,
+    Variant,
+    VariantOf,
+    VocabMethod,
+    make_plan,
+    stable_of,
+)
+from megatron_ext.schedule.plan.recommendation import flags_of, slower_by
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.slices import LONG_ENOUGH, UNCUT, Lengths, Slices
+from megatron_ext.schedule.words import counted
+
+LONG = 2 * LONG_ENOUGH  # tokens of a sequence from which on slices are worth a look
+COUNTS = (2, 4, 8)
+# Those that are compared with slices: SlimPipe's order is interleaved's where slices are a multiple
+# of ranks.
+SPECS = (
+    *("1f1b", "interleaved", "interleaved-zb", "zb-h1", "zb-auto"),
+    *("zb-v", "v-half", "v-min"),
+)
+WHOLE, FULL_RECOMPUTE = "whole sequences", "--recompute-granularity full"
+EQUAL = 0.02  # of a step: what no estimate tells apart
+_SECONDS = 0.3  # to build a program that is compared here: others are said to take long
+_MUCH_LESS = 0.95  # times the memory
+_MADE_AGAIN = "it fits where some is made again"
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """Something to do about long sequences.
+
+    Attributes:
+        words: for it.
+        candidates: that fit, shortest step first.
+        why_not: there is none.
+        slices: into which sequences are cut.
+        is_here: whether the ranks are divided as the launch has them; if not, it is there to
+            compare with.
+    """
+
+    words: str
+    candidates: tuple[Candidate, ...]
+    why_not: str = ""
+    slices: int = 1
+    is_here: bool = True
+
+    @property
+    def shortest(self) -> Candidate | None:
+        """The shortest step, of stable schedules if there are some."""
+        return next(iter(stable_of(self.candidates) or self.candidates), None)
+
+    def leanest(self, step: float | None) -> Candidate | None:
+        """What holds least, of those that take no longer than ``step``."""
+        fast = [made for made in self.candidates if step is None or made.step <= step]
+        return min(fast, key=lambda made: (made.holds, made.step), default=None)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A candidate, for a table.
+
+    Attributes:
+        gain: how much more time the launch takes, as a part of this; None for itself, or where that
+            is not known.
+        fits: whether it does, into what a rank may take.
+    """
+
+    words: str
+    made: Candidate
+    gain: float | None = None
+    fits: bool = True
+
+
+@dataclass(frozen=True)
+class LongSequences:
+    """Ways to train on long sequences, side by side.
+
+    Attributes:
+        tokens: of a sequence.
+        own: the launch as it stands; None where that is not known.
+        room: bytes that a rank may take; None: not known.
+        sharing: context-parallel ranks, which share each slice.
+        flags: for `best`, if there is one.
+        dropped: Megatron's flags that go for it.
+    """
+
+    tokens: int
+    own: Candidate | None
+    ways: tuple[Way, ...]
+    room: float | None = None
+    sharing: int = 1
+    flags: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+
+    @property
+    def of_rank(self) -> int:
+        """Tokens of a sequence on a rank."""
+        return self.tokens // self.sharing
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The launch as it stands, then of each way what takes least time, and what holds least
+        while it takes no longer than the launch does, if that is much less."""
+        rows = [] if self.own is None else [self._row("the line as it is", self.own)]
+        step = None if self.own is None else self.own.step
+        for way in self.ways:
+            shortest, leanest = way.shortest, way.leanest(step)
+            if shortest is None:
+                continue
+            rows.append(self._row(way.words, shortest))
+            if leanest is None or leanest is self.own:
+                continue
+            if leanest.holds < _MUCH_LESS * shortest.holds:
+                rows.append(self._row(f"{way.words}, least memory", leanest))
+        return tuple(rows)
+
+    def _row(self, words: str, made: Candidate) -> Row:
+        is_own = made is self.own
+        gain = None if self.own is None or is_own else slower_by(self.own, made)
+        return Row(words, made, gain, self._fits(made))
+
+    def _fits(self, made: Candidate) -> bool:
+        return self.room is None or made.fullest is None or made.fullest <= self.room
+
+    @property
+    def best(self) -> Candidate | None:
+        """The shortest step with slices that kernels are as fast on as on whole sequences."""
+        most = self.of_rank // LONG_ENOUGH
+        return shortest_of(way for way in self.ways if 1 < way.slices <= most)
+
+    @property
+    def best_whole(self) -> Candidate | None:
+        """The shortest of all else that the launch can do on its ranks as they are divided."""
+        return shortest_of(way for way in self.ways if way.slices == 1 and way.is_here)
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """Why there is nothing of a way; the same of each number of slices."""
+        return {way.words: _of_any_number(way) for way in self.ways if not way.candidates}
+
+    def as_data(self) -> dict[str, Any]:
+        """As ``--json`` prints it."""
+        return {
+            "tokens": self.tokens,
+            "ways": [_as_data(row, self.of_rank) for row in self.rows],
+            "refused": self.refused,
+            "flags": self.flags,
+            "dropped": self.dropped,
+        }
+
+
+def _of_any_number(way: Way) -> str:
+    flag, words = "--pipeline-slices", "slices"
+    why = way.why_not.replace(f"{flag} {way.slices}", flag)
+    return why.replace(f"{way.slices} {words}", words)
+
+
+def context_parallel(ranks: int, copies: int) -> str:
+    """Words for so many context-parallel ranks, and ``copies`` of the model."""
+    return f"--context-parallel-size {ranks}, DP {copies}"
+
+
+def shortest_of(ways: Iterable[Way]) -> Candidate | None:
+    """The shortest step of ``ways``."""
+    known = [way.shortest for way in ways if way.shortest is not None]
+    return min(known, key=lambda made: (made.step, made.holds), default=None)
+
+
+def _as_data(row: Row, tokens: int) -> dict[str, Any]:
+    made = row.made
+    return {
+        "way": row.words,
+        "schedule": made.schedule,
+        "slices": made.report.slices,
+        "shortest_slice": shortest_slice(made.variant.problem, tokens),
+        "step": made.step,
+        "gain": row.gain,
+        "bubble_share_makespan": made.report.bubble_share_makespan,
+        "peak_activation_microbatches": made.report.peak,
+        "fullest": made.fullest,
+        "fits": row.fits,
+    }
+
+
+def long_sequences(training: Training, plan: Plan, room: float | None) -> LongSequences | None:
+    """What can be done about the sequences of ``training``, whose ``plan`` this is; None where they
+    are short.
+
+    Args:
+        room: bytes that a rank may take; None: as much as it takes.
+    """
+    tokens, asked = training.execution.sequence, training.slices
+    if tokens < LONG:
+        return None
+    ways = ways_of_plan(plan, asked.count)
+    if asked.count > 1:
+        ways.append(way_of(WHOLE, replace(training, slices=UNCUT).variant, room))
+    elif training.measured is None:
+        ways += _of_other_settings(training, room)
+    counts = [count for count in COUNTS if count != asked.count]
+    ways += ways_with_slices(lambda cut: replace(training, slices=cut).variant, room, counts)
+    sharing = training.execution.context_parallel
+    made = LongSequences(tokens, None, tuple(ways), room, sharing)
+    if made.best is None:
+        return made
+    return replace(made, flags=flags_of(made.best, len(training.model.layers)))
+
+
+def _of_other_settings(training: Training, room: float | None) -> Iterator[Way]:
+    """Full recompute, and context parallelism with half of the data parallelism."""
+    execution, copies = training.execution, training.state.data_parallel
+    if not execution.recompute:
+        again = replace(training, execution=replace(execution, recompute=True))
+        yield way_of(FULL_RECOMPUTE, again.variant, room)
+    if copies % 2 == 0:
+        ranks = 2 * execution.context_parallel
+        divided = replace(
+            training,
+            execution=replace(execution, context_parallel=ranks),
+            microbatches=2 * training.microbatches,
+        )
+        yield way_of(context_parallel(ranks, copies // 2), divided.variant, room, is_here=False)
+
+
+def ways_of_plan(plan: Plan, slices: int = 1) -> list[Way]:
+    """What ``plan``, whose sequences are in so many ``slices``, has: without anything that is made
+    again in bubbles, and with."""
+    words = WHOLE if slices == 1 else f"{slices} slices"
+    once = tuple(made for made in plan.candidates if not made.report.made_again)
+    ways = [Way(words, once, "" if once else _why_nothing(plan) or _MADE_AGAIN, slices)]
+    again = tuple(made for made in plan.candidates if made.report.made_again)
+    return [*ways, Way(f"{words}, --pipeline-recompute fit", again, "", slices)] if again else ways
+
+
+def ways_with_slices(
+    variants_of: Callable[[Slices], VariantOf],
+    room: float | None,
+    counts: Sequence[int] = COUNTS,
+    specs: Sequence[str] = SPECS,
+) -> list[Way]:
+    """Sequences cut into each of ``counts`` slices with as much to do each.
+
+    Args:
+        variants_of: the problem of each schedule with such slices. Raises ValueError where there
+            can be none.
+        room: bytes that a rank may take; None: as much as it takes.
+    """
+    ways = []
+    for count in counts:
+        words = f"{count} slices"
+        try:
+            variant_of = variants_of(Slices(count, Lengths.BALANCED))
+        except ValueError as error:
+            ways.append(Way(words, (), str(error), count))
+            continue
+        ways.append(way_of(words, variant_of, room, count, specs))
+    return ways
+
+
+def way_of(
+    words: str,
+    variant_of: VariantOf,
+    room: float | None,
+    slices: int = 1,
+    specs: Sequence[str] = SPECS,
+    *,
+    is_here: bool = True,
+) -> Way:
+    """What fits into ``room`` of ``specs``, with the vocabulary at the ends of the pipeline, and
+    without searches. What would take long to be simulated is left out."""
+
+    def quick(name: str, method: VocabMethod) -> Variant | None:
+        variant = variant_of(name, method) if method is VocabMethod.NAIVE else None
+        if variant is not None and seconds_to_build(variant.problem) > _SECONDS:
+            raise ValueError(
+                f"{counted(variant.problem.pieces, 'slice')} a step take long to be simulated: "
+                f"plan with --pipeline-slices {slices} on the line"
+            )
+        return variant and replace(variant, choice=variant.choice.without_search)
+
+    plan = make_plan(quick, room, specs=specs)
+    return Way(words, plan.candidates, _why_nothing(plan), slices, is_here)
+
+
+def _why_nothing(plan: Plan) -> str:
+    """The reason that most schedules are refused for, where all are."""
+    if plan.candidates or not plan.refusals:
+        return ""
+    reasons = [why.removeprefix(f"{name}: ") for (name, _), why in plan.refusals.items()]
+    return max(reasons, key=reasons.count)
+
+
+def shortest_slice(problem: Problem, tokens: int) -> int | None:
+    """How many of the ``tokens`` of a sequence its shortest slice has; None: it is not cut."""
+    if problem.slices == UNCUT:
+        return None
+    ends = (0.0, *problem.slice_ends)
+    return round(min(end - begin for begin, end in pairwise(ends)) * tokens)

@@ -1,0 +1,109 @@
+"""Who may ask for pairs of passes, and what is refused beside them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="needs megatron-core")
+
+import torch
+from megatron.core import parallel_state
+
+from megatron_ext.adapter.compatibility import refuse
+from megatron_ext.adapter.pairs import callers
+from megatron_ext.adapter.pairs.asked import SETTING, refuse_measuring
+from megatron_ext.adapter.pairs.callers import refuse_unplanned, takes_plans
+from megatron_ext.config import PipelineConfig
+from megatron_ext.logger import logger
+from megatron_ext.schedule.build.registry import choose
+from megatron_ext.schedule.problem import Extras, Offload
+
+
+def asking(schedule: str, **more: Any) -> Any:
+    chunks = choose(schedule).place(2).chunks
+    return SimpleNamespace(
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        transformer_impl="local",
+        **{SETTING: True},
+        **more,
+    )
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "interleaved-zb", "zb-v", "dualpipe-v"])
+def test_schedules_with_two_stages_on_a_rank_take_them(schedule: str) -> None:
+    refuse(asking(schedule, delay_wgrad_compute=True), choose(schedule))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_line_says_which_schedules_have_pairs(schedule: str) -> None:
+    with pytest.raises(ValueError, match=r"choose interleaved, interleaved-zb, zb-v or dualpipe"):
+        refuse(asking(schedule), choose(schedule))
+
+
+def test_another_extra_is_refused_by_its_flag() -> None:
+    flags = r"^--overlap-moe-\S+ does not go with --pipeline-activation-offload: "
+    with pytest.raises(ValueError, match=flags):
+        refuse(asking("zb-v"), choose("zb-v"), Extras(offload=Offload.FULL))
+
+
+def test_packed_sequences_are_refused() -> None:
+    """Megatron's forward step gives the plan no cu_seqlens: tokens would see other sequences'."""
+    with pytest.raises(ValueError, match="ends of packed sequences"):
+        refuse(asking("zb-v", sft=True), choose("zb-v"))
+
+
+def test_a_file_with_pairs_needs_the_flag() -> None:
+    settings = asking("zb-v")
+    choice = replace(choose("zb-v"), has_pairs=True)
+    refuse(settings, choice)
+    setattr(settings, SETTING, False)
+    with pytest.raises(ValueError, match="has passes that run as one: add --overlap-moe"):
+        refuse(settings, choice)
+
+
+def test_passes_that_run_as_one_are_not_measured() -> None:
+    measuring = PipelineConfig.parse(schedule="zb-v", costs="profile")
+    with pytest.raises(ValueError, match="cannot be told apart; write 'estimate'"):
+        refuse_measuring(asking("zb-v"), measuring)
+
+
+class Planned(torch.nn.Linear):
+    def build_schedule_plan(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("model", "initialized", "says"),
+    [
+        (torch.nn.Linear(1, 1), True, "needs a model with build_schedule_plan"),
+        (Planned(1, 1).requires_grad_(False), True, "frozen parameters, as weight"),
+        (Planned(1, 1), False, "process groups of the caller's own"),
+    ],
+)
+def test_what_has_no_plans_is_refused(
+    model: torch.nn.Module, initialized: bool, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: initialized)
+    call: Any = SimpleNamespace(models=[model])
+    with pytest.raises(ValueError, match=says):
+        refuse_unplanned(call)
+
+
+def plain(data: Any, model: Any) -> None: ...
+def planning(data: Any, model: Any, return_schedule_plan: bool = False) -> None: ...
+def passing_on(*args: Any, **kwargs: Any) -> None: ...
+
+
+def test_a_forward_step_that_makes_no_plan_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    callers._say_that_nothing_hides.cache_clear()
+    with caplog.at_level(logging.INFO, logger=logger.name):
+        assert takes_plans(planning) and takes_plans(passing_on)
+        assert not caplog.messages
+        assert not takes_plans(plain) and not takes_plans(plain)
+    (line,) = caplog.messages
+    assert "hides nothing: plain takes no return_schedule_plan" in line

@@ -1,0 +1,87 @@
+"""What pairs of passes hide of experts' messages, from layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.model.estimate import estimate
+from megatron_ext.schedule.model.execution import Execution
+from megatron_ext.schedule.model.frozen import without_frozen
+from megatron_ext.schedule.model.gpus import GPUS
+from megatron_ext.schedule.model.messages.hidden import PairedLayer, hidden_by_pairs, paired_layers
+from megatron_ext.schedule.model.model import Model, Stage
+
+_I, _B = Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD
+EXECUTION = Execution(4096, expert_parallel=32, dispatcher="alltoall", overlap=0.5)
+RATES = GPUS["h100"].rates(EXECUTION.precision)
+
+
+def model(layers: tuple[str, ...]) -> Model:
+    return Model(
+        layers,
+        hidden_size=4096,
+        num_attention_heads=32,
+        num_query_groups=8,
+        kv_channels=128,
+        ffn_hidden_size=8192,
+        vocabulary=32000,
+        num_experts=64,
+        moe_router_topk=4,
+        moe_ffn_hidden_size=2048,
+        mtp_num_layers=1,
+        mtp_layer="*E",
+    )
+
+
+def test_messages_hide_behind_what_the_other_pass_computes_and_no_more() -> None:
+    layer = PairedLayer(3.0, 4.0, 2.0, forward_messages=10.0, input_gradient_messages=1.0)
+    assert layer.hidden_beside(layer, 1.0, with_weights=False) == 4.0 + 1.0
+    assert layer.hidden_beside(layer, 1.0, with_weights=True) == 6.0 + 1.0
+    assert layer.hidden_beside(layer, 0.25, with_weights=True) == 2.5 + 0.25
+
+
+def test_a_pair_takes_no_less_than_its_messages() -> None:
+    layer = PairedLayer(1.0, 1.0, 1.0, forward_messages=9.0, input_gradient_messages=9.0)
+    assert layer.hidden_beside(layer, 1.0, with_weights=True) == 3.0  # not 2 + 2
+
+
+def test_layers_of_f_run_beside_those_of_the_backward_pass_from_the_last_one() -> None:
+    moe, dense = "*E", "*-"
+    stages = [Stage((dense, moe)), Stage((moe, dense)), Stage((moe,)), Stage((dense, dense))]
+    of_model = model((dense, moe))
+    hidden = hidden_by_pairs(of_model, stages, EXECUTION, RATES)[_I]
+    (layer,) = paired_layers(of_model, Stage((moe,)), EXECUTION, RATES)
+    (other,) = paired_layers(of_model, Stage((dense,)), EXECUTION, RATES)
+    two = layer.hidden_beside(layer, 0.5, with_weights=False)
+    forward = layer.hidden_beside(other, 0.5, with_weights=False)  # F has experts, I has none
+    back = other.hidden_beside(layer, 0.5, with_weights=False)
+    assert min(two, forward, back) > 0
+    assert hidden[0][0] == pytest.approx(forward + back)  # dense beside experts, and back
+    assert hidden[0][1] == pytest.approx(two)
+    assert hidden[2][0] == pytest.approx(two)  # as many layers as both have
+    assert hidden[3][3] == 0.0
+
+
+def test_predicted_tokens_are_a_layer_more() -> None:
+    stages = [Stage(("*E",), depths=1), Stage(("*E", "*E"))]
+    hidden = hidden_by_pairs(model(("*E",)), stages, EXECUTION, RATES)[_B]
+    assert (
+        hidden[1][0]
+        > hidden_by_pairs(model(("*E",)), [stages[1], Stage(("*E",))], EXECUTION, RATES)[_B][0][1]
+    )
+
+
+def test_estimates_have_it_where_passes_run_in_pairs_only() -> None:
+    stages = [Stage(("*E",)), Stage(("*E",), depths=1, head=True)]
+    of_model = model(("*E", "*E"))
+    costs = estimate(of_model, stages, EXECUTION, RATES)
+    apart = estimate(of_model, stages, replace(EXECUTION, overlap=0.0), RATES)
+    assert not apart.hidden
+    assert costs.seconds == apart.seconds
+    forward, back = Action(0, Kind.FORWARD, 1), Action(1, _B, 0)
+    assert 0 < costs.saved_by(forward, back) == costs.hidden[_B][0][1]
+    frozen = without_frozen(costs, [0.0, 0.0], reached=1, head=False)
+    assert frozen.saved_by(forward, back) == costs.hidden[_I][0][1]
