@@ -118,11 +118,16 @@ def _cuda_names() -> dict[str, Any]:
         def record_event(self, event: Any = None) -> Any:
             return torch.cpu.Event()  # what was given to it is done
 
+    class Event(torch.cpu.Event):
+        def __init__(self, **unused: object) -> None:
+            super().__init__()
+
     current = Stream()
     return {
         "current_device": lambda: "cpu",
         "set_device": lambda device: None,
         "synchronize": lambda device=None: None,
+        "Event": Event,
         "Stream": Stream,
         "stream": lambda stream: torch.cpu.stream(stream),
         "current_stream": lambda device=None: current,
@@ -296,6 +301,11 @@ def patches() -> tuple[Patch, ...]:
             "torch:Tensor.cuda",
             lambda tensor, *args, **kwargs: tensor,
             reason="the tensor is where it should be",
+        ),
+        replace(
+            "torch:Tensor.record_stream",
+            lambda tensor, stream: None,
+            reason="plans of passes that run as one tell which streams read what",
         ),
         wrap(
             "torch:Tensor.type",

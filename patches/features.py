@@ -103,6 +103,11 @@ FEATURES = (
         lambda choice: choice.example.chunks > 1,
     ),
     Feature(
+        "passes in pairs",
+        ("megatron.core.pipeline_parallel.combined_1f1b",),
+        lambda choice: choice.example.chunks > 1,
+    ),
+    Feature(
         "pipeline segments of hybrid models",
         ("megatron.core.models.hybrid.hybrid_layer_allocation",),
         lambda choice: True,

@@ -180,7 +180,7 @@ def problems(args: Any, config: PipelineConfig) -> list[Problem]:
         if config.slices > 1 and not costs.attention:
             costs = costs.with_attention_of(costs_of_arguments(args, placement))
     if config.slices > 1:
-        costs = costs.with_keys_values_of(args.context_parallel_size)
+        costs = costs.with_slices_shared_by(args.context_parallel_size)
     if args.mtp_num_layers and not args.untie_embeddings_and_output_weights:
         costs = with_input_gradient(costs)  # `head_is_looked_up`
     pairs = asks_for_pairs(args)

@@ -163,7 +163,7 @@ class Programs:
                         f"pass: the lengths of slices are by its estimated share"
                     )
         if self._config.slices > 1:
-            costs = costs.with_keys_values_of(config.context_parallel_size)
+            costs = costs.with_slices_shared_by(config.context_parallel_size)
         return with_input_gradient(costs) if per_stage[-1].head_is_looked_up else costs
 
     def _set_costs(self, shape: Shape, costs: Costs) -> None:

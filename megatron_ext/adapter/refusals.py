@@ -288,7 +288,8 @@ def _has_experts(settings: Any) -> bool:
 
 
 def _shares_sequences(settings: Any) -> bool:
-    return bool(getattr(settings, "context_parallel_size", 1) > 1)
+    ranks: int = getattr(settings, "context_parallel_size", 1)
+    return ranks > 1
 
 
 def _balances_otherwise(balancing: Any) -> bool:

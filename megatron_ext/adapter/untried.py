@@ -62,7 +62,7 @@ UNTRIED = (
         "overlap_moe_expert_parallel_comm",
         bool,
         "passes that run as one are untried on a GPU: what they compute is tested on the CPU, "
-        "and a model of their two streams, with stand-ins for events",
+        "and a model of their two streams",
     ),
     Untried(
         "moe_flex_dispatcher_backend",

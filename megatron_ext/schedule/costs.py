@@ -103,6 +103,7 @@ class Costs:
         hidden: seconds that a forward pass and a backward pass take less side by side (`Pair`) than
             one after the other. By the backward pass's kind, I or B, a row per stage of F, with a
             figure per stage of the backward pass. Where B is not told, I's; {} is nothing.
+        sharing: context-parallel ranks that share each slice, one part behind the other.
         whole: of costs whose vocabulary is shared by the ranks, what they were before.
         origin: how these figures came about, for people to read.
     """
@@ -123,6 +124,7 @@ class Costs:
     keys_values: tuple[float, ...] = ()
     latencies: tuple[float, ...] = ()
     launch: tuple[float, ...] = ()
+    sharing: int = 1
     hidden: Mapping[Kind, tuple[tuple[float, ...], ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -187,8 +189,10 @@ class Costs:
         squared = self.of_attention(kind, action.stage)
         rest = whole - squared
         launch = min(self._launch_of(kind, action.stage), rest)
-        of_tokens = (rest - launch) * tokens_of(part) + squared * (part.end**2 - part.begin**2)
-        return launch + of_tokens
+        tokens, attended = tokens_of(part), part.end**2 - part.begin**2
+        # The last of those who share it attends to most, and the others wait for that.
+        attended += tokens**2 * (1 - 1 / self.sharing)
+        return launch + (rest - launch) * tokens + squared * attended
 
     def _launch_of(self, kind: Kind, stage: int) -> float:
         """The seconds of ``kind`` on ``stage`` that a slice takes, too."""
@@ -224,17 +228,18 @@ class Costs:
             keys_values=self.keys_values or estimate.keys_values,
         )
 
-    def with_keys_values_of(self, ranks: int) -> Costs:
-        """These costs where each of so many context-parallel ranks has the keys and values of all
-        of them, as with slices."""
+    def with_slices_shared_by(self, ranks: int) -> Costs:
+        """These costs where so many context-parallel ranks share each slice, and each has the keys
+        and values of all of them."""
+        shared = replace(self, sharing=ranks)
         if ranks == 1 or not self.keys_values or self.held_bytes is None:
-            return self
+            return shared
         activation = tuple(
             whole + (ranks - 1) * own
             for whole, own in zip(self.held_bytes[Held.ACTIVATION], self.keys_values, strict=True)
         )
         return replace(
-            self,
+            shared,
             held_bytes={**self.held_bytes, Held.ACTIVATION: activation},
             keys_values=tuple(ranks * own for own in self.keys_values),
         )
@@ -310,6 +315,7 @@ class Costs:
             latency=self.latency,
             keys_values=joined(self.keys_values),
             launch=joined(self.launch),
+            sharing=self.sharing,
         )
 
     def _attention_joined(self, rows: Sequence[Sequence[int]]) -> tuple[float, ...]:

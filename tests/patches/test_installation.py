@@ -183,11 +183,16 @@ def test_a_pipeline_of_one_rank_is_refused() -> None:
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.setting)
 def test_what_is_refused_says_what_to_write_instead(refusal: Refusal) -> None:
-    sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    choice = next(choice for choice in map(choose, ("zb-v", "zb-h1")) if refusal.by(choice))
+    chunks = choice.example.chunks
+    sizes = {
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
+    }
     value = next(value for value in (2, "local", "full_iteration") if refusal.unsupported(value))
     settings = SimpleNamespace(**sizes, load="folder", **{refusal.setting: value})
     with pytest.raises(ValueError) as caught:
-        refuse(settings, choose("zb-v"))
+        refuse(settings, choice)
     assert f"{refusal.setting}={value}" in str(caught.value)
     assert refusal.instead in str(caught.value)
 

@@ -13,7 +13,9 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from megatron_ext.adapter.arguments import problems
 from megatron_ext.adapter.dimensions import execution
+from megatron_ext.adapter.slices.lengths import lengths_in
 from megatron_ext.cli import app
 from megatron_ext.config import PipelineConfig
 from megatron_ext.launch_check import line, line_plan, loading
@@ -34,6 +36,7 @@ from megatron_ext.schedule.model.measured_costs import Machine
 from megatron_ext.schedule.model.model import stages_of
 from megatron_ext.schedule.plan import planner
 from megatron_ext.schedule.plan.planner import VocabMethod
+from megatron_ext.schedule.progress import reporting
 from tests.helpers.megatron_runs import SCRIPT, model_flags
 
 FLAGS: dict[str, Any] = {
@@ -85,6 +88,22 @@ def test_a_line_with_virtual_stages() -> None:
     assert {c.schedule for c in plan.plan.candidates} >= {"1f1b", "zb-h1", "zb-v", plan.own}
     assert plan.dropped == ("--num-virtual-stages-per-pipeline-rank",)
     assert not plan.remarks and not plan.gives
+
+
+def test_long_comparison_gives_a_first_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 16 ranks with 128 microbatches it took minutes until anything was said."""
+    heard: list[str] = []
+    with reporting(heard.append):
+        made()
+    assert not heard, "it takes seconds"
+    monkeypatch.setattr(line_plan, "_LONG", 8)
+    with reporting(heard.append):
+        plan = made()
+    (first,) = heard
+    written = ("--pipeline-schedule zb-v ", "--pipeline-schedule zb-1p ")
+    assert first.startswith(tuple(f"a first answer: {words}" for words in written))
+    assert "shorter, as estimated; all others are compared now" in first
+    assert plan.plan.best is not None and plan.of_line is not None
 
 
 def test_memory_is_that_of_doctor() -> None:
@@ -372,3 +391,18 @@ def test_a_line_whose_passes_run_in_pairs_is_compared_with_itself_without(
 
 def test_of_experts_on_one_rank_it_says_nothing_of_pairs() -> None:
     assert made().other_pairs is None
+
+
+def test_slices_have_attention_estimated_where_costs_do_not_tell_it(tmp_path: Path) -> None:
+    """Lengths that were to be balanced were even."""
+    save_costs(uniform(placement.line(2), 1e-2, 1e-2, 1e-2), tmp_path / "costs.json")
+    args = line.parse(model_flags(**(FLAGS | LONG))).args
+    config = PipelineConfig.parse(
+        schedule="zb-h1", slices="4", slice_lengths="balanced", costs=str(tmp_path / "costs.json")
+    )
+    with line.on_gpus(args):
+        line.validate(args, config, 4)
+        *_, problem = problems(args, config)
+        first, *_, last = lengths_in(problem, args, args.seq_length)
+    assert "attention in estimated proportions" in problem.costs.origin
+    assert first > 1.3 * last

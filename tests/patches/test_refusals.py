@@ -9,6 +9,7 @@ import pytest
 
 from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.problem import Extras, Offload, Recompute, VocabularyParallel
+from megatron_ext.schedule.slices import Slices
 from tests.helpers.documents import check_written, table
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
@@ -180,6 +181,24 @@ def test_sequences_are_divided_beside_all_of_ours() -> None:
         Extras(post_validation=True),
     ):
         refuse(settings, choose("zb-v"), extras)
+
+
+def test_slices_of_ranks_that_share_sequences_look_no_further_ahead() -> None:
+    """Alone, context parallelism was refused, and so were repeated layers and experts made again."""
+    sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": None}
+    sliced = Extras(slices=Slices(4))
+    accepted: dict[str, object] = {
+        "context_parallel_size": 2,
+        "num_experts": 4,
+        "recompute_granularity": "full",
+    }
+    ahead: dict[str, object] = {"mtp_num_layers": 2, "mtp_use_repeated_layer": True}
+    choice = choose("1f1b")
+    for given in (accepted, ahead):
+        refuse(SimpleNamespace(**sizes, transformer_impl="local", **given), choice, sliced)
+    both = SimpleNamespace(**sizes, transformer_impl="local", **accepted, **ahead)
+    with pytest.raises(ValueError, match="with context parallelism the tokens that it looks"):
+        refuse(both, choice, sliced)
 
 
 @pytest.mark.parametrize("setting", [{"fp8": "hybrid"}])

@@ -13,7 +13,6 @@ from tests.helpers import transformer_engine_on_cpu as on_cpu
 from tests.helpers.combinations import IS_NIGHT, nightly
 from tests.helpers.covered import covers
 from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train
-from tests.helpers.plans_on_cpu import use_plans
 from tests.helpers.ranks import HANGS, run_ranks, values
 from tests.helpers.transformer_engine_gpt import provide, use_transformer_engine
 
@@ -163,8 +162,6 @@ def train_both(version: str, setting: str, **more: object) -> None:
 
     def both(rank: int) -> tuple[list[Run], list[Run]]:
         use_transformer_engine(version)
-        if "pairs" in setting:
-            use_plans()
         reference = train(ranks, model_flags(**flags), model_provider=build)
         ours = model_flags(**flags, pipeline_schedule=schedule, pipeline_report_split=True, **more)
         return train(ranks, ours, model_provider=build), reference

@@ -303,8 +303,8 @@ MODELS: dict[str, tuple[int, Flags]] = {
         },
     ),
 }
-# Two ranks for each sequence: ranks, and a schedule that is the same as 1f1b to the last bit. Under a
-# V inner stages are given no mask of documents, and gloo's sums over replicas have another order.
+# Two ranks for each sequence: ranks, and a schedule that is the same as 1f1b to the last bit. Under
+# a V inner stages are given no mask of documents, and gloo sums over replicas in another order.
 DIVIDED: dict[str, tuple[int, str]] = {
     "grouped queries": (4, "zb-v"),
     "latent attention": (4, "v-half"),

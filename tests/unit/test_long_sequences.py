@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from megatron_ext.cli import app
 from megatron_ext.schedule.action import Action, Kind, Slice
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import format_costs, parse_costs
 from megatron_ext.schedule.kinds import Held
@@ -23,6 +28,7 @@ from megatron_ext.schedule.model.operations.attention import looked_at, squared_
 from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.model.short_form import parse_model
 from megatron_ext.schedule.placement import line
+from megatron_ext.schedule.plan import full_recompute, planner
 from megatron_ext.schedule.plan.long_sequences import (
     LongSequences,
     Way,
@@ -33,7 +39,8 @@ from megatron_ext.schedule.plan.long_sequences import (
 from megatron_ext.schedule.plan.model_plan import Training
 from megatron_ext.schedule.plan.planner import make_plan
 from megatron_ext.schedule.problem import Extras, Problem
-from megatron_ext.schedule.slices import Lengths, Slices
+from megatron_ext.schedule.program.simulate import simulate
+from megatron_ext.schedule.slices import Lengths, Slices, lengths_of
 from tests.helpers.combinations import nightly
 
 F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
@@ -102,6 +109,23 @@ def test_balanced_slices_of_mixtures_take_as_long(layers: tuple[str, ...]) -> No
     assert max(took) < 1.07 * min(took), took
 
 
+@pytest.mark.parametrize("spec", ["1f1b", "zb-h1", "zb-v"])
+def test_lengths_are_by_the_share_of_all_stages(spec: str) -> None:
+    """Where stages have mixtures of their own, no other share makes a step much shorter."""
+    placement = choose(spec).place(4)
+    shares = "/".join(["0.5", "0.05"] * (placement.stages // 2))
+    costs = parse_costs(f"f=10,i=12,w=8,comm=0.2,attention={shares}", placement)
+
+    def makespan(share: float) -> float:
+        lengths = lengths_of(Slices(4, Lengths.BALANCED).ends(share), 32768)
+        problem = Problem(placement, 4, costs, extras=Extras(slices=Slices(4, lengths)))
+        return simulate(build_program(choose(spec), problem), costs).makespan
+
+    ours = makespan(costs.attention_share)
+    assert costs.attention_share == pytest.approx(0.275)
+    assert ours < 1.005 * min(map(makespan, (0.2, 0.25, 0.325, 0.4)))
+
+
 def test_each_slice_is_launched() -> None:
     costs = costs_of(("*-", "*-"))
     parts = [Slice(0, at, (0.5, 1.0)) for at in range(2)]
@@ -153,12 +177,22 @@ def test_costs_that_do_not_tell_attention_have_it_estimated() -> None:
 def test_context_parallel_ranks_have_all_keys_and_values_of_slices() -> None:
     """Of whole sequences each has its own share."""
     costs = costs_of(("*-", "*-"))
-    gathered = costs.with_keys_values_of(4)
+    gathered = costs.with_slices_shared_by(4)
     assert costs.held_bytes is not None and gathered.held_bytes is not None
     more = gathered.held_bytes[Held.ACTIVATION][0] - costs.held_bytes[Held.ACTIVATION][0]
     assert more == 3 * costs.keys_values[0] == 3 * 2 * TOKENS * WIDTH * 2
     assert gathered.keys_values[0] == 4 * costs.keys_values[0]
-    assert costs.with_keys_values_of(1) is costs
+    assert costs.with_slices_shared_by(1) == costs
+
+
+def test_the_last_of_context_parallel_ranks_attends_to_most() -> None:
+    """To all before a slice, and of the slice to its own quarter and those before: by 3/4 of the
+    slice's length more than on average."""
+    costs = parse_costs("f=1,i=2,w=0,attention=1", line(2))
+    parts = [Slice(0, at, (0.5, 1.0)) for at in range(2)]
+    took = [costs.with_slices_shared_by(4).of(Action(0, F, part)) for part in parts]
+    assert took == pytest.approx([0.25 + 0.5 * 0.375, 0.75 + 0.5 * 0.375])
+    assert [costs.of(Action(0, F, part)) for part in parts] == [0.25, 0.75]
 
 
 # ---- What they are compared with
@@ -217,6 +251,7 @@ def test_context_parallelism_has_as_many_microbatches_again(
     assert made.best_whole not in divided.candidates
 
 
+@nightly("test_long_sequences_are_compared_in_all_ways")
 def test_what_does_not_fit_whole_may_in_slices(training: Training, free: LongSequences) -> None:
     assert free.best_whole is not None
     leanest = min(made.holds for made in free.ways[0].candidates)
@@ -259,9 +294,23 @@ def test_why_there_are_no_slices_is_said_once(training: Training) -> None:
 
 def test_no_way_is_longer_than_it_takes_to_see_that(training: Training) -> None:
     """Programs of very many passes are left out, and it is said what to do."""
-    many = replace(training, microbatches=20000)
+    many = replace(training, microbatches=2000)
     (way,) = ways_with_slices(
         lambda cut: replace(many, slices=cut).variant, None, [8], ["1f1b", "zb-h1"]
     )
     assert isinstance(way, Way) and not way.candidates
-    assert "160000 slices a step take long" in way.why_not
+    assert "16000 slices a step take long" in way.why_not
+
+
+def test_the_command_has_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (planner, full_recompute):
+        monkeypatch.setattr(module, "all_specs", lambda: ["1f1b", "zb-v"])
+    model = "layers=4,hidden=2048,heads=16,sequence=16384,vocabulary=32000"
+    words = ["plan", "--pp", "2", "-m", "2", "--dp", "2", "--gpu", "h100", "--model", model]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    _, table = result.stdout.split("sequences of 16,384 tokens, whole and in slices, in 70.2 GiB")
+    for way in ("whole sequences", "--context-parallel-size 2, DP 1", "4 slices", "8 slices"):
+        assert f"\n{way}" in table
+    assert "which is not counted: one of 4 has 3," in table
+    assert re.search(r"\nwrite --pipeline-schedule \S+ .*--pipeline-slices [24] ", table)

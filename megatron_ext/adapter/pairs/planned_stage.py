@@ -47,14 +47,18 @@ _NO_BACKWARD: _Arguments = {
 
 
 class PlannedStage(ModelStage):
-    """One model chunk during one training step. In an evaluation its passes are plain ones."""
+    """One model chunk during one training step. In an evaluation its passes are plain ones, and so
+    are those of a chunk without layers, whose plan would give its input for its output."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
+        model: Any = get_attr_wrapped_model(self._model, "decoder", return_model_obj=True)
+        predicting = getattr(getattr(model, "mtp", None), "layers", ())
+        self._is_planned = self._has_backward and bool(len(model.decoder.layers) + len(predicting))
         set_streams(high_priority=self._config.high_priority_a2a_comm_stream)
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
-        if not self._has_backward:
+        if not self._is_planned:
             return super().forward(microbatch, x)
         output, tokens, _ = self._step(self._forward_of(microbatch, x), _NO_BACKWARD)
         return self._end_forward(microbatch, x, output, tokens)
@@ -64,6 +68,8 @@ class PlannedStage(ModelStage):
     ) -> tuple[Tensor, Tensor | None]:
         other, behind = backward.stage, backward.microbatch
         assert isinstance(other, PlannedStage)
+        if not (self._is_planned and other._is_planned):
+            return super().forward_beside(microbatch, x, backward)
         if backward.whole:
             other._compute_weights_within(behind)
         with queue.collecting(other._number, behind):
@@ -79,6 +85,8 @@ class PlannedStage(ModelStage):
     def _backward_input(
         self, microbatch: int, dy: Tensor | None, *, w_is_next: bool
     ) -> Tensor | None:
+        if not self._is_planned:
+            return super()._backward_input(microbatch, dy, w_is_next=w_is_next)
         # Not `compute_meanwhile`, though W may be next: a product's operands would be given back
         # before it is noted that this stream reads them (`_used_here`).
         with queue.collecting(self._number, microbatch):

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ext.runtime.slices.running_slice import running_slice
@@ -24,6 +25,15 @@ _OF_ALL = (*_ABOUT_PACKED, "local_cp_size", "hybrid_cp_group")
 
 # Of the running slice's microbatch: that its batch was cut here.
 _cuts = partial(running_slice.kept, "cuts of the batch", list[None])
+
+
+def connect_sharing(ranks: dist.ProcessGroup) -> None:
+    """Have ``ranks``, which share sequences, gather once before the first step: NCCL makes their
+    connections then, and not amid a pass with messages posted. Collective over them."""
+    if ranks.size() > 1:
+        device = torch.cuda.current_device()
+        gathered = torch.zeros(ranks.size(), device=device)
+        dist.all_gather_into_tensor(gathered, torch.zeros(1, device=device), group=ranks)
 
 
 def cut_by_slices(

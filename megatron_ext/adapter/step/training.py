@@ -28,6 +28,7 @@ from megatron_ext.adapter.post_validation.pending import post_validation
 from megatron_ext.adapter.post_validation.step import SpeculativeStep, connect_validation
 from megatron_ext.adapter.programs import Programs, Shape
 from megatron_ext.adapter.race.step_race import StepRace
+from megatron_ext.adapter.slices.context_parallel import connect_sharing
 from megatron_ext.adapter.slices.known_models import refuse_unknown
 from megatron_ext.adapter.slices.lengths import spans_of
 from megatron_ext.adapter.splitting import Split, head_weights
@@ -213,6 +214,8 @@ class Training:
     def _connect(self, call: Call, program: Program) -> Connections:
         connections = connect(self._config, program, call.pipeline)
         connect_token_shifts(call.models, call.groups.cp)
+        if self._config.slices > 1:
+            connect_sharing(call.groups.cp)
         if self._config.post_validation:
             placement, recorder = program.schedule.placement, connections.recorder
             connect_validation(call.pipeline, placement, recorder, call.models)

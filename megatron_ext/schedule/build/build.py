@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections import deque
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import replace
 
 from megatron_ext.schedule.build.pairs import built_with_pairs, check_pairs, with_pairs
@@ -48,41 +52,64 @@ def build_program(choice: Choice, problem: Problem) -> Program:
     with task(f"building {choice.spec} for {size_of(problem)}"):
         if _is_made_again(choice, problem) and not problem.forward_only:
             return _shortest_with_recompute(choice, problem)
-        try:
+        with keeping_proofs():
             return _proved(choice, problem)
-        finally:
-            _LATEST.clear()
 
 
 def _proved(choice: Choice, problem: Problem) -> Program:
     limit = _limit_of_passes(choice, problem)
-    passes = _compute(choice, problem, limit)
-    program = _proved_before(passes, problem)
-    schedule = _transformed(passes, problem) if program is None else program.schedule
-    fitting = schedule
+    passes, schedule = _compute(choice, problem, limit), None
     if limit is not None and limit.bytes is not None:
-        fitting = _with_room_for_messages(choice, problem, limit.bytes, schedule)
-    if program is None or fitting is not schedule:
-        return prove(fitting, problem)
+        passes, schedule = _with_room_for_messages(choice, problem, limit.bytes, passes)
+    return _proof(passes, problem, schedule)
+
+
+_KEPT: ContextVar[deque[tuple[Schedule, Program]] | None] = ContextVar("kept", default=None)
+_PROGRAMS = 2  # they are large
+
+
+@contextlib.contextmanager
+def keeping_proofs() -> Iterator[None]:
+    """What is proved in the block is not proved again right behind, as where a search has proved
+    what it ends with, or where it is to do with another memory limit."""
+    if _KEPT.get() is not None:
+        yield
+        return
+    token = _KEPT.set(deque(maxlen=_PROGRAMS))
+    try:
+        yield
+    finally:
+        _KEPT.reset(token)
+
+
+def _proof(passes: Schedule, problem: Problem, schedule: Schedule | None = None) -> Program:
+    """The program of ``passes``; ``schedule``: as they are transformed, if they are."""
+    program = _kept(passes, problem)
+    if program is not None:
+        return within_limit(program, problem)
+    if schedule is None:
+        schedule = _transformed(passes, problem)
+    kept = _KEPT.get()
+    if kept is None or _limit_inserts(problem):
+        return prove(schedule, problem)
+    program = prove(schedule, replace(problem, memory_limit=None))
+    kept.append((passes, program))
     return within_limit(program, problem)
 
 
-# What `complete` has made last: a search proves what it ends with, and that is what is built next.
-_LATEST: list[tuple[Schedule, Program]] = []  # one at the most: they are large
+def _kept(passes: Schedule, problem: Problem) -> Program | None:
+    """The program of ``passes`` without a memory limit; None: it is to be made."""
+    if _limit_inserts(problem):
+        return None
+    free = replace(problem, memory_limit=None)
+    kept = _KEPT.get() or ()
+    return next((p for known, p in kept if (known, p.problem) == (passes, free)), None)
 
 
-def _proved_before(passes: Schedule, problem: Problem) -> Program | None:
-    """The program of ``passes`` for ``problem``, or one that differs from it in the memory limit
-    alone; None: it is to be made."""
+def _limit_inserts(problem: Problem) -> bool:
+    """Whether what is inserted depends on the memory limit."""
     extras = problem.extras
-    if extras.offload is not Offload.NONE or extras.recompute != Recompute():
-        return None  # the limit says what is inserted
-    for latest, program in _LATEST:
-        if latest == passes and program.problem == replace(
-            problem, memory_limit=program.problem.memory_limit
-        ):
-            return program
-    return None
+    return extras.offload is not Offload.NONE or extras.recompute != Recompute()
 
 
 def _check_slices(choice: Choice, problem: Problem) -> None:
@@ -167,9 +194,7 @@ def complete(schedule: Schedule, problem: Problem) -> Program:
     problem = _with_own_costs(problem)
     schedule = with_pairs(schedule, problem)
     _check_passes(schedule, problem)
-    program = prove(_transformed(schedule, problem), problem)
-    _LATEST[:] = [(schedule, program)]
-    return program
+    return _proof(schedule, problem)
 
 
 def _with_own_costs(problem: Problem) -> Problem:
@@ -231,28 +256,31 @@ def _limit_of_passes(choice: Choice, problem: Problem) -> MemoryLimit | None:
 
 
 def _with_room_for_messages(
-    choice: Choice, problem: Problem, allowed: int, schedule: Schedule
-) -> Schedule:
-    """``schedule``, or where messages bring it over the memory limit, one whose passes hold as much
-    less as they do. ``allowed`` are the bytes that its passes may hold.
+    choice: Choice, problem: Problem, allowed: int, passes: Schedule
+) -> tuple[Schedule, Schedule]:
+    """``passes``, or where messages bring them over the memory limit, others that hold as much less
+    as they do; and these transformed. ``allowed`` are the bytes that passes may hold.
 
-    Without any it is ``schedule``, for `prove` to say how much it needs.
+    Without any it is ``passes``, for `prove` to say how much they need.
     """
     limit = problem.memory_limit
     assert limit is not None and limit.bytes is not None
     bytes_for(limit, problem.costs)
-    smaller = schedule
+    known = _kept(passes, problem)
+    first = passes, _transformed(passes, problem) if known is None else known.schedule
+    smaller, schedule = first
     for _ in range(_TRIES):
-        over = max(peaks(smaller, in_bytes(problem.costs))) - limit.bytes
+        over = max(peaks(schedule, in_bytes(problem.costs))) - limit.bytes
         if over <= 0:
-            return smaller
+            return smaller, schedule
         allowed -= math.ceil(over)
         try:
-            passes = _compute(choice, problem, MemoryLimit(bytes=allowed))
+            made = _compute(choice, problem, MemoryLimit(bytes=allowed))
         except ValueError:
             break
-        smaller = _transformed(passes, problem)
-    return schedule
+        if made != smaller:  # not all families know how to do with less
+            smaller, schedule = made, _transformed(made, problem)
+    return first
 
 
 def _compute(choice: Choice, problem: Problem, limit: MemoryLimit | None) -> Schedule:
@@ -260,7 +288,7 @@ def _compute(choice: Choice, problem: Problem, limit: MemoryLimit | None) -> Sch
     alone = replace(_for_family(problem), memory_limit=limit)
     if _places_recompute(choice, problem):
         alone = alone.with_extras(recompute=problem.extras.recompute)
-    schedule = built_with_pairs(choice, alone, replace(problem, memory_limit=limit))
+    schedule = built_with_pairs(choice, alone, alone.with_extras(pairs=problem.extras.pairs))
     _check_passes(schedule, problem)
     return schedule
 

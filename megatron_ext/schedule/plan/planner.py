@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_ext.schedule.build.auto_spec import SEARCHES
-from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.build import build_program, keeping_proofs
 from megatron_ext.schedule.build.output_layer import place_output_layer
 from megatron_ext.schedule.build.overlap import is_gain
 from megatron_ext.schedule.build.registry import Choice, Mark, entries, entry_of
@@ -247,6 +247,7 @@ def make_plan(
             if pair not in searched:
                 comparison.add(pair)
                 work.done += 1
+                work.found = comparison.found
         for method in VocabMethod:
             comparison.add_searched([pair for pair in searched if pair[1] is method], work)
     return Plan(tuple(sorted(comparison.candidates, key=_by_time)), comparison.refusals)
@@ -286,6 +287,12 @@ class _Comparison:
         self.candidates.append(candidate)
         return True
 
+    @property
+    def found(self) -> str:
+        """The best of all so far, in words."""
+        best = min(stable_of(self.candidates), key=_by_time, default=None)
+        return "" if best is None else f"so far the best is {best.schedule}: {best.step:.4g} a step"
+
     def add_searched(self, pairs: Sequence[Pair], work: Task) -> None:
         """Make the best `SEARCHED` of ``pairs`` candidates, by what each has without its search."""
         short = [self._consider(pair, without_search=True) for pair in pairs]
@@ -296,6 +303,7 @@ class _Comparison:
                 self.refusals[pair] = f"{' and '.join(ahead)} take less time before any search"
             elif self.add(pair):
                 ahead.append(candidate.schedule)
+                work.found = self.found
         work.done += len(pairs)
 
     def _consider(self, pair: Pair, without_search: bool = False) -> Candidate | None:
@@ -329,6 +337,13 @@ def consider(
     Raises:
         ValueError: the schedule cannot be made so.
     """
+    with keeping_proofs():
+        return _consider(variant, method, room, may_offload)
+
+
+def _consider(
+    variant: Variant, method: VocabMethod, room: float | None, may_offload: bool
+) -> Candidate:
     limit = variant.problem.memory_limit or limit_left(variant, room)
     made: list[Candidate] = []
     refusal: ValueError | None = None

@@ -187,7 +187,7 @@ def _packed(sides: Sides, plans: Iterable[Starts], work: Task) -> list[Packed]:
 def _is_busy(packed: Packed, shop: Shop) -> bool:
     """Whether microbatches come as often, in the middle half of a step, as the busiest rank can run
     them."""
-    begin, end = shop.microbatches // 4, shop.microbatches * 3 // 4
+    begin, end = shop.pieces // 4, shop.pieces * 3 // 4
     work = shop.durations_of_all[:, begin:end].sum(axis=1)
     busiest = work.reshape(shop.placement.ranks, shop.lanes_of_rank).sum(axis=1).max()
     takes = np.median(packed.starts[:, end] - packed.starts[:, begin])

@@ -1,8 +1,8 @@
-"""Megatron's schedule plans on the CPU: stand-ins for what they ask of CUDA, and a record of it.
+"""What Megatron's schedule plans, and our messages, would give a device, noted on the CPU.
 
 A plan's nodes run on two streams, each behind the plan's event. On the CPU all runs at once and in
-the host's order, so stand-ins that do nothing are enough to train. `note_streams` notes what a rank
-would have given its device, and `two_streams` looks at that.
+the host's order. `note_streams` notes what a rank would have given its device, and `two_streams`
+looks at that.
 """
 
 from __future__ import annotations
@@ -19,25 +19,6 @@ from megatron.core.pipeline_parallel import utils
 
 from megatron_ext.runtime.messages.channels import Channels
 from tests.helpers.two_streams import Given, What
-
-
-class Event:
-    """`torch.cuda.Event`, where what was given to a stream is done."""
-
-    def __init__(self, **unused: object) -> None: ...
-
-    def record(self, stream: object = None) -> None: ...
-
-    def wait(self, stream: object = None) -> None: ...
-
-
-def use_plans() -> None:
-    """In a forked process."""
-    torch.cuda.Event = Event  # type: ignore[assignment,misc]
-    torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[assignment]
-
-
-# --- what a device would be given
 
 given: list[Given] = []
 
@@ -69,7 +50,7 @@ def _note(what: What, which: object, stream: _Stream | str | None = None) -> Non
     given.append(Given(stream if isinstance(stream, str) else stream.name, what, which))
 
 
-class _NotedEvent(Event):
+class _NotedEvent:
     names = itertools.count()
 
     def __init__(self, **unused: object) -> None:
