@@ -18,6 +18,7 @@ from megatron_ext.config import (
     says,
 )
 from megatron_ext.launch_check.alternatives.first_answer import first_answer, whole_plan
+from megatron_ext.launch_check.alternatives.pairs import OtherPairs, other_pairs
 from megatron_ext.launch_check.alternatives.without_full_recompute import (
     WITH_FULL_RECOMPUTE,
     Instead,
@@ -87,6 +88,7 @@ class LinePlan:
         reserved: bytes that the allocator reserves beyond what is allocated, for which room is
             left; None: not measured.
         curves: None where nobody asked for them, or nothing fits.
+        other_pairs: the line with its passes in pairs, or without; None where experts send nothing.
         long_sequences: what can be done about sequences; None where they are short.
     """
 
@@ -104,6 +106,7 @@ class LinePlan:
     is_measured: bool = False
     reserved: float | None = None
     curves: Curves | None = None
+    other_pairs: OtherPairs | None = None
     long_sequences: LongSequences | None = None
 
     @property
@@ -131,6 +134,7 @@ class LinePlan:
             "layouts": self.layouts and self.layouts.as_data(),
             "is_measured": self.is_measured,
             "reserved": self.reserved,
+            "other_pairs": self.other_pairs and self.other_pairs.as_data(),
             "long_sequences": self.long_sequences and self.long_sequences.as_data(),
         }
 
@@ -276,6 +280,7 @@ def _plan(read: ReadLine, *, with_curves: bool) -> LinePlan:
         read.remarks,
         line.config.extras,
         instead=None if is_measured else without_full_recompute(line, plan, room),
+        other_pairs=None if is_measured else other_pairs(line, plan, room),
         layouts=layouts,
         is_measured=measured is not None,
         reserved=None if measured is None else measured.reserved,

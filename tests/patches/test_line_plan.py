@@ -19,7 +19,7 @@ from megatron_ext.adapter.slices.lengths import lengths_in
 from megatron_ext.cli import app
 from megatron_ext.config import PipelineConfig
 from megatron_ext.launch_check import line, line_plan, loading
-from megatron_ext.launch_check.alternatives import first_answer, without_full_recompute
+from megatron_ext.launch_check.alternatives import first_answer, pairs, without_full_recompute
 from megatron_ext.launch_check.check import check_launch
 from megatron_ext.launch_check.line_plan import Asked, LinePlan, plan_halves, plan_line
 from megatron_ext.launch_check.words import Launch
@@ -353,6 +353,50 @@ def test_slices_are_compared_where_a_launch_would_take_them() -> None:
     (why,) = set(refused.refused.values())
     assert "experts would drop tokens slice by slice" in why
     assert set(refused.refused) == {"2 slices", "4 slices", "8 slices"}
+
+
+ON_TWO_RANKS: dict[str, Any] = {
+    "num_experts": 8,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 1024,
+    "moe_token_dispatcher_type": "alltoall",
+    "expert_model_parallel_size": 2,
+    "moe_grouped_gemm": False,
+    "add_bias_linear": False,
+}
+
+
+def test_of_a_line_with_experts_it_says_what_pairs_would_give(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pairs, "_specs", lambda *, with_pairs: iter(["interleaved", "zb-v"]))
+    plan = made(**ON_TWO_RANKS)
+    other = plan.other_pairs
+    assert other is not None and other.taken is not None and other.stock is not None
+    assert not other.is_asked
+    assert other.taken.report.pairs > 0
+    assert pairs.FLAG in other.flags
+    alone = {(c.schedule, c.method): c for c in plan.plan.candidates}
+    same = alone[other.taken.schedule, VocabMethod.NAIVE]
+    assert same.report.pairs == 0
+    assert other.taken.step < same.step
+
+
+def test_a_line_whose_passes_run_in_pairs_is_compared_with_itself_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pairs, "_specs", lambda *, with_pairs: iter(["interleaved", "zb-v"]))
+    plan = made(**ON_TWO_RANKS, overlap_moe_expert_parallel_comm=True)
+    other, best = plan.other_pairs, plan.plan.best
+    assert other is not None and other.taken is not None and best is not None
+    assert other.is_asked
+    assert best.report.pairs > 0
+    assert other.taken.report.pairs == 0
+    assert other.dropped[-1] == pairs.FLAG
+
+
+def test_of_experts_on_one_rank_it_says_nothing_of_pairs() -> None:
+    assert made().other_pairs is None
 
 
 def test_slices_have_attention_estimated_where_costs_do_not_tell_it(tmp_path: Path) -> None:
