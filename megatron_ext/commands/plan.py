@@ -16,6 +16,7 @@ from megatron_ext.commands.line_plan import halves_of_line, plan_of_line
 from megatron_ext.commands.options import (
     UNIT,
     HtmlPage,
+    InPairs,
     Json,
     Limit,
     PostValidation,
@@ -108,6 +109,7 @@ def plan(
     post_validation: PostValidation = False,
     slices: SliceCount = 1,
     slice_lengths: SliceLengths = Lengths.EVEN.value,
+    pairs: InPairs = False,
     half_pipeline: Annotated[
         bool,
         typer.Option(
@@ -132,7 +134,7 @@ def plan(
     pictures = PlanPictures(plot, page)
     if context.args or config is not None:
         of_model = (pp, microbatches, model, layers, distributed_optimizer, tp > 1, dp > 1)
-        if any((*of_model, slices > 1)):
+        if any((*of_model, slices > 1, pairs)):
             fail(ValueError(_BESIDE_A_LINE))
         settings = {
             "costs": costs,
@@ -148,14 +150,16 @@ def plan(
         pictures.check()
         limit = None if memory_limit is None else parse_limit(memory_limit, pp, microbatches)
         cut = Slices(slices, parse_lengths(slice_lengths, "--slice-lengths"))
-        if half_pipeline and slices > 1:
+        if half_pipeline and (slices > 1 or pairs):
             raise ValueError(_HALVES_ARE_WHOLE)
         if model is None:
             if any((gpu, tp > 1, dp > 1, distributed_optimizer)):
                 raise ValueError(_WITHOUT_MODEL)
-            asked = _of_costs(costs or UNIT, pp, microbatches, limit, layers, post_validation, cut)
+            asked = _of_costs(
+                costs or UNIT, pp, microbatches, limit, layers, post_validation, cut, pairs
+            )
         else:
-            training, room = _training(model, gpu, costs, tp, dp, distributed_optimizer)
+            training, room = _training(model, gpu, costs, tp, dp, distributed_optimizer, pairs)
             training = replace(
                 training,
                 ranks=pp,
@@ -163,6 +167,7 @@ def plan(
                 limit=limit,
                 post_validation=post_validation,
                 slices=cut,
+                pairs=pairs,
             )
             asked = _Asked(
                 training.variant, partial(compare_halves, training, room), training, room
@@ -268,23 +273,35 @@ def _of_costs(
     layers: int | None,
     post_validation: bool,
     slices: Slices,
+    pairs: bool,
 ) -> _Asked:
     costs_on = partial(parse_costs, costs)
     whole = Division(ranks, 1, microbatches)
     return _Asked(
-        variants_of(ranks, microbatches, costs_on, limit, layers, post_validation, slices),
+        variants_of(ranks, microbatches, costs_on, limit, layers, post_validation, slices, pairs),
         partial(compare_halves_of_costs, whole, costs_on, limit, layers, post_validation),
     )
 
 
 def _training(
-    model: str, gpu: str | None, costs: str | None, tp: int, dp: int, distributed_optimizer: bool
+    model: str,
+    gpu: str | None,
+    costs: str | None,
+    tp: int,
+    dp: int,
+    distributed_optimizer: bool,
+    pairs: bool,
 ) -> tuple[Training, float | None]:
     """What is trained, on one pipeline rank as yet, and the bytes that a rank may take.
 
     Raises:
         ValueError: the model or the GPU is not understood, or nothing tells its speed.
     """
+    if pairs and costs is None:
+        raise ValueError(
+            "a model of --model has no experts, whose messages pairs hide: add --costs with "
+            "hidden=, give a launch line, or leave --pairs out"
+        )
     if gpu is None and costs is None:
         raise ValueError("--model does not say how fast it runs: add --gpu, or --costs")
     described = parse_model(model)
@@ -307,7 +324,10 @@ def _machine(gpu: str | None, precision: Precision) -> tuple[Rates, float | None
     return machine.rates(precision), room
 
 
-_HALVES_ARE_WHOLE = "--half-pipeline compares whole microbatches: leave --slices out"
+_HALVES_ARE_WHOLE = (
+    "--half-pipeline compares whole microbatches, one pass after the other: leave --slices and "
+    "--pairs out"
+)
 _WITHOUT_MODEL = (
     "--gpu, --tp, --dp and --distributed-optimizer say how a model is trained: add --model"
 )
@@ -317,7 +337,7 @@ _NEEDED = (
 )
 _BESIDE_A_LINE = (
     "a launch line, or --config, says by itself what --pp, -m, --model, --layers, --tp, --dp and "
-    "--distributed-optimizer would: leave these, and --slices, out"
+    "--distributed-optimizer would: leave these, --slices and --pairs out"
 )
 _NOTHING_FITS = (
     "no schedule fits, for the reasons above. A rank holds less with more --tp or --pp, with "

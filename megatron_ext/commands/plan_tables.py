@@ -93,6 +93,7 @@ def _plan_row(candidate: Candidate, plan: Plan) -> dict[str, Any]:
         "vocabulary": _VOCABULARY[candidate.method] if len(plan.methods) > 1 else None,
         "offload": None if made.offload is Offload.NONE else made.offload.value,
         "made again": f"{made.made_again:.0%}" if made.made_again else None,
+        "F in pairs": f"{made.share_in_pairs:.0%}" if made.pairs else None,
         "step": made.step if made.post_validation else None,
         "makespan": made.makespan,
         "than the choice": "" if is_best else f"{slower_by(candidate, plan.best):+.1%}",

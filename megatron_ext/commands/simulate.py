@@ -161,7 +161,7 @@ def simulate(
     With --noise passes vary, and their order stays.
     """
     try:
-        _check_options(csv, vocab_parallel, certify, post_validation)
+        _check_options(csv, vocab_parallel, certify, post_validation, pairs)
         if torch_csv is not None:
             _check_for_torch(vocab_parallel, offload, recompute, post_validation)
         files = _Files(csv, torch_csv, program_file, trace, plot, page)
@@ -327,12 +327,21 @@ def _bound(certificate: Certificate, made: ScheduleReport) -> str:
 
 
 def _check_options(
-    csv: Path | None, vocab_parallel: VocabularyParallel, certify: bool, post_validation: bool
+    csv: Path | None,
+    vocab_parallel: VocabularyParallel,
+    certify: bool,
+    post_validation: bool,
+    pairs: bool,
 ) -> None:
     if csv is not None and vocab_parallel is not VocabularyParallel.NONE:
         raise ValueError(
             f"--csv writes a table to which the passes of --vocab-parallel {vocab_parallel} "
             f"would be added a second time when it is read: leave one of them out"
+        )
+    if certify and pairs:
+        raise ValueError(
+            "--certify bounds passes that run one after the other, and with --pairs they do not: "
+            "leave one of them out"
         )
     if certify and post_validation:
         raise ValueError(

@@ -17,6 +17,7 @@ from megatron_ext.config import (
     from_argv,
     says,
 )
+from megatron_ext.launch_check.alternatives.first_answer import first_answer, whole_plan
 from megatron_ext.launch_check.alternatives.without_full_recompute import (
     WITH_FULL_RECOMPUTE,
     Instead,
@@ -32,10 +33,9 @@ from megatron_ext.schedule.model.gpus import USABLE, Gpu
 from megatron_ext.schedule.model.measured.file import MeasuredFile, load_measured
 from megatron_ext.schedule.plan.curves import Curves, curves_of
 from megatron_ext.schedule.plan.long_sequences import LongSequences
-from megatron_ext.schedule.plan.planner import Candidate, Plan, VocabMethod, consider, make_plan
+from megatron_ext.schedule.plan.planner import Candidate, Plan, VocabMethod, consider
 from megatron_ext.schedule.plan.recommendation import flags_of
 from megatron_ext.schedule.problem import Extras
-from megatron_ext.schedule.progress import remark
 from megatron_ext.schedule.words import counted
 
 if TYPE_CHECKING:
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 
 _METHODS = frozenset([VocabMethod.NAIVE, VocabMethod.ONE, VocabMethod.TWO])
 _NO_EXTRAS = Extras()
-_LONG = 1_024  # ranks times microbatches, of which to compare all schedules takes a minute and more
-_FIRST = ("zb-v", "zb-1p")  # what a long comparison begins with
 
 
 @dataclass(frozen=True)
@@ -266,9 +264,9 @@ def _read(asked: Asked, args: Any, launch_line: Any) -> ReadLine:
 def _plan(read: ReadLine, *, with_curves: bool) -> LinePlan:
     line, room, measured = read.variants, read.room, read.measured
     assert line.own is not None
-    _tell_first(read)
+    first = first_answer(read)
     layouts = _layouts(read)  # of which something can be said in seconds
-    plan = make_plan(line.variant, room, may_offload=True)
+    plan = whole_plan(read, first)
     layouts = _with_plan(layouts, read, plan)
     is_measured = measured is not None or not line.config.costs.is_estimate
     made = LinePlan(
@@ -295,26 +293,6 @@ def _plan(read: ReadLine, *, with_curves: bool) -> LinePlan:
     if flags:
         flags += read.costs
     return replace(made, remarks=remarks, flags=flags, dropped=rewritten.dropped, curves=curves)
-
-
-def _tell_first(read: ReadLine) -> None:
-    """What is known in seconds, where the rest takes long."""
-    args, own = read.validated, read.variants.own
-    assert own is not None
-    ranks, at_once = args.pipeline_model_parallel_size, args.micro_batch_size
-    microbatches = args.global_batch_size // (at_once * args.data_parallel_size)
-    if ranks * microbatches < _LONG:
-        return
-    methods = frozenset([VocabMethod.NAIVE])
-    line = replace(read.variants, methods=methods, tries_recompute=False)
-    plan = make_plan(line.variant, read.room, specs=(own, *_FIRST))
-    of_line = next((c for c in plan.candidates if c.schedule == own), None)
-    best = plan.best
-    if best is None or best is of_line:
-        return
-    saved = "" if of_line is None else f", a step {1 - best.step / of_line.step:.1%} shorter"
-    words = " ".join((*flags_of(best, None), *line.rewritten(best.schedule).added))
-    remark(f"a first answer: {words}{saved}, as estimated; all others are compared now")
 
 
 def _layouts(read: ReadLine) -> LaidOut | None:

@@ -20,6 +20,9 @@ from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import format_costs, load_costs, parse_costs, save_costs
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import v
+from megatron_ext.schedule.plan.planner import make_plan
+from megatron_ext.schedule.plan.recommendation import flags_of
+from megatron_ext.schedule.plan.vocabulary_plan import variants_of
 from megatron_ext.schedule.problem import (
     P2P,
     Extras,
@@ -414,7 +417,7 @@ def test_a_table_with_pairs_runs_without_them_unless_they_are_asked_for(tmp_path
 def run(*args: str) -> str:
     result = CliRunner().invoke(app, args)
     assert result.exit_code == 0, result.output
-    return result.output
+    return result.stdout
 
 
 def test_commands(tmp_path: Path) -> None:
@@ -428,6 +431,32 @@ def test_commands(tmp_path: Path) -> None:
     assert f"{data['pairs']} of its forward passes run as one with a backward pass" in run(
         "verify", str(csv)
     )
+
+
+def test_a_certificate_knows_nothing_of_pairs() -> None:
+    result = CliRunner().invoke(
+        app, ["simulate", "zb-v", "--pp", "2", "-m", "4", "--pairs", "--certify"]
+    )
+    assert "--certify bounds passes that run one after the other" in result.output
+
+
+def test_a_plan_of_a_dense_model_has_no_pairs() -> None:
+    model = "layers=8,hidden=64,heads=4,sequence=64,vocabulary=128"
+    words = ["plan", "--pp", "2", "-m", "8", "--model", model, "--gpu", "h100", "--pairs"]
+    result = CliRunner().invoke(app, words)
+    assert "a model of --model has no experts, whose messages pairs hide" in result.output
+
+
+def test_a_plan_compares_with_and_without() -> None:
+    """In pairs where they gain, else not; lines have none. And what to write for it."""
+    variant_of = variants_of(
+        2, 8, lambda placement: parse_costs(COSTS, placement), None, pairs=True
+    )
+    made = make_plan(variant_of, specs=["zb-v", "1f1b", "1f1b-v"])
+    assert [bool(candidate.report.pairs) for candidate in made.candidates] == [True, False, False]
+    assert made.candidates[0].schedule == "zb-v"
+    written = [flags_of(candidate, None)[2:] for candidate in made.candidates]
+    assert written == [("--overlap-moe-expert-parallel-comm",), (), ()]
 
 
 # ---- Pictures

@@ -61,6 +61,11 @@ class ScheduleReport:
     generation_seconds: float
 
     @property
+    def share_in_pairs(self) -> float:
+        """Of the forward passes."""
+        return self.pairs / (self.microbatches * self.slices * self.pp * self.vpp)
+
+    @property
     def peak(self) -> float:
         """The largest peak of a rank, in microbatches."""
         return max(self.peak_activation_microbatches)

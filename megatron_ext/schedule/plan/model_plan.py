@@ -15,7 +15,13 @@ from megatron_ext.schedule.model.model_memory import TrainingState, bytes_of_ran
 from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.model.reductions import Reduction, reductions_of_ranks
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.plan.planner import Candidate, Variant, VocabMethod, goes_with
+from megatron_ext.schedule.plan.planner import (
+    Candidate,
+    Variant,
+    VocabMethod,
+    goes_with,
+    keeps_pairs,
+)
 from megatron_ext.schedule.plan.vocabulary_plan import (
     redistribute,
     redistributed_layers,
@@ -35,6 +41,7 @@ class Training:
         measured: the costs on a placement, instead of estimated ones.
         post_validation: whether steps overlap, where they can.
         slices: how each microbatch is cut.
+        pairs: whether passes may run in pairs.
     """
 
     model: Model
@@ -47,6 +54,7 @@ class Training:
     measured: Callable[[Placement], Costs] | None = None
     post_validation: bool = False
     slices: Slices = UNCUT
+    pairs: bool = False
 
     def variant(self, name: str, method: VocabMethod) -> Variant | None:
         """The problem of the family ``name``, for `make_plan`; None if the measured costs do not
@@ -77,6 +85,7 @@ class Training:
                 vocabulary=method.vocabulary,
                 post_validation=self.post_validation,
                 slices=self.slices,
+                pairs=self.pairs and keeps_pairs(choice, method.vocabulary),
             ),
         )
         model = bytes_of_ranks(

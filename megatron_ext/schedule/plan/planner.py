@@ -78,6 +78,12 @@ def goes_with(slices: Slices, choice: Choice, vocabulary: VocabularyParallel) ->
     return slices.count == 1 or (choice.takes_slices and is_whole)
 
 
+def keeps_pairs(choice: Choice, vocabulary: VocabularyParallel) -> bool:
+    """Whether a schedule, with ``vocabulary`` so divided, runs most F beside backward passes where
+    that is asked for."""
+    return entry_of(choice.spec).keeps_pairs and vocabulary is VocabularyParallel.NONE
+
+
 @dataclass(frozen=True)
 class RankMemory:
     """Bytes that a rank holds: of the model, and of activations at their peak."""
@@ -329,7 +335,8 @@ def consider(
 ) -> Candidate:
     """Build and simulate ``variant``, within its memory limit and ``room`` bytes: if it may and
     must, with offload or recompute, whichever takes less time. What chooses itself what is made
-    again is tried with recompute also where it need not, if memory is what costs it time.
+    again is tried with recompute also where it need not, if memory is what costs it time. Where
+    pairs are asked for, it is tried with them and without.
 
     Where there is no limit, the schedule is made for what the model leaves of ``room``: a family
     may make use of it.
@@ -338,7 +345,13 @@ def consider(
         ValueError: the schedule cannot be made so.
     """
     with keeping_proofs():
-        return _consider(variant, method, room, may_offload)
+        if not variant.problem.extras.pairs:
+            return _consider(variant, method, room, may_offload)
+        alone = replace(variant, problem=variant.problem.with_extras(pairs=False))
+        made = [_consider(alone, method, room, may_offload)]
+        with contextlib.suppress(ValueError):
+            made.append(_without_offload(variant, method, room))
+        return min(made, key=_by_time)
 
 
 def _consider(
@@ -431,6 +444,8 @@ def _check_promising(
     problem = variant.problem
     if variant.choice.searches and method is not best.method:
         raise ValueError(f"searched for only with the vocabulary as {best.schedule} has it")
+    if problem.extras.pairs:  # how much they gain is not bounded
+        return
     if variant.may_recompute:  # which makes a step longer, and any limit looser
         problem = replace(problem, memory_limit=None)
     elif room is not None and variant.model is not None and problem.memory_limit is None:

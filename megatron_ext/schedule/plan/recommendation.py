@@ -92,6 +92,8 @@ def flags_of(candidate: Candidate, layers: int | None) -> tuple[str, ...]:
         words += ["--pipeline-slice-lengths", made.slice_lengths]
     if candidate.overlaps:
         words.append("--pipeline-post-validation")
+    if made.pairs:
+        words.append("--overlap-moe-expert-parallel-comm")
     if candidate.method is VocabMethod.REDISTRIBUTED:
         assert layers is not None
         words.append("--account-for-loss-in-pipeline-split")

@@ -9,7 +9,13 @@ from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.plan.planner import Variant, VariantOf, VocabMethod, goes_with
+from megatron_ext.schedule.plan.planner import (
+    Variant,
+    VariantOf,
+    VocabMethod,
+    goes_with,
+    keeps_pairs,
+)
 from megatron_ext.schedule.problem import Extras, Problem
 from megatron_ext.schedule.slices import UNCUT, Slices
 
@@ -28,12 +34,14 @@ def variants_of(
     layers: int | None = None,
     post_validation: bool = False,
     slices: Slices = UNCUT,
+    pairs: bool = False,
 ) -> VariantOf:
     """The problem of each family with each method that can be told from ``costs``, for `make_plan`.
 
     Args:
         costs: the costs on a placement, so that each has its own number of stages.
         layers: of the model, for the layers to be redistributed.
+        pairs: whether passes may run in pairs.
     """
 
     def variant(name: str, method: VocabMethod) -> Variant | None:
@@ -54,7 +62,10 @@ def variants_of(
             of_stages,
             limit,
             extras=Extras(
-                vocabulary=method.vocabulary, post_validation=post_validation, slices=slices
+                vocabulary=method.vocabulary,
+                post_validation=post_validation,
+                slices=slices,
+                pairs=pairs and keeps_pairs(choice, method.vocabulary),
             ),
         )
         return Variant(choice, problem, may_recompute=True)
