@@ -30,7 +30,7 @@ from megatron.core.utils import log_single_rank
 from megatron_ext.adapter.compatibility import refuse_order
 from megatron_ext.adapter.dimensions import basis_of_model, costs_of_model, rates_in_file
 from megatron_ext.adapter.model_parts import ChunkSize, is_trained, size_of
-from megatron_ext.adapter.pairs.asked import asks_for_pairs
+from megatron_ext.adapter.pairs.asked import has_pairs
 from megatron_ext.adapter.taken_over.groups import with_megatrons_group
 from megatron_ext.adapter.training_globals import ramps_up_to
 from megatron_ext.config import PipelineConfig, flag
@@ -255,7 +255,7 @@ class Programs:
                 microbatches,
                 self.costs[shape],
                 forward_only,
-                pairs=asks_for_pairs(config),
+                pairs=has_pairs(config, microbatches),
             ),
             first_trained=first_trained,
         )

@@ -24,11 +24,13 @@ from megatron_ext.commands.plan_tables import (
 )
 from megatron_ext.commands.progress import showing_progress
 from megatron_ext.config import flag
+from megatron_ext.launch_check.alternatives.pairs import FLAG
 from megatron_ext.schedule.model.gpus import parse_gpu
 from megatron_ext.schedule.plan.plan_report import plan_report
 from megatron_ext.schedule.plan.recommendation import made_again, slower_by
 
 if TYPE_CHECKING:
+    from megatron_ext.launch_check.alternatives.pairs import OtherPairs
     from megatron_ext.launch_check.alternatives.without_full_recompute import Instead
     from megatron_ext.launch_check.line_plan import Asked, LinePlan
     from megatron_ext.schedule.plan.planner import Candidate
@@ -164,6 +166,10 @@ def _print(made: LinePlan, *, is_estimate: bool) -> None:
     if made.instead is not None:
         typer.echo(f"\n{_without_full_recompute(made.instead, made.plan.best)}")
         _print_flags(made.instead.flags, made.instead.dropped)
+    if made.other_pairs is not None:
+        typer.echo(f"\n{_other_pairs(made.other_pairs, made.plan.best)}")
+        if made.other_pairs.taken is not None:
+            _print_flags(made.other_pairs.flags, made.other_pairs.dropped, " for that")
     if made.long_sequences is not None:
         print_long_sequences(made.long_sequences)
     if made.layouts is not None:
@@ -209,6 +215,28 @@ def _without_full_recompute(instead: Instead, best: Candidate | None) -> str:
     if best is not None:
         words += f" ({slower_by(taken, best):+.1%})"
     return words if taken.fullest is None else f"{words}, {gib(taken.fullest)} on its fullest rank"
+
+
+def _other_pairs(other: OtherPairs, best: Candidate | None) -> str:
+    """What experts' messages hide, or would."""
+    taken, stock = other.taken, other.stock
+    words = f"{'without' if other.is_asked else 'with'} {FLAG}"
+    if taken is None:
+        return f"{words} nothing can be taken: {other.why_none}"
+    words += f" the shortest step is {taken.schedule}'s: {taken.step:.6g}"
+    if best is not None:
+        words += f" ({slower_by(taken, best):+.1%})"
+    if taken.fullest is not None:
+        words += f", {gib(taken.fullest)} on its fullest rank"
+    if stock is not None and stock is not taken:
+        words += f"; Megatron's own order, {stock.schedule}, takes {stock.step:.6g}"
+    return f"{words}. {_HIDDEN}"
+
+
+_HIDDEN = (
+    "Half of the time of experts' messages is taken to hide behind what a pass beside computes; "
+    "what is published differs threefold, and no GPU has run our pairs"
+)
 
 
 def _what_gives(made: LinePlan) -> str:

@@ -17,6 +17,8 @@ from megatron_ext.config import (
     from_argv,
     says,
 )
+from megatron_ext.launch_check.alternatives.first_answer import first_answer, whole_plan
+from megatron_ext.launch_check.alternatives.pairs import OtherPairs, other_pairs
 from megatron_ext.launch_check.alternatives.without_full_recompute import (
     WITH_FULL_RECOMPUTE,
     Instead,
@@ -32,10 +34,9 @@ from megatron_ext.schedule.model.gpus import USABLE, Gpu
 from megatron_ext.schedule.model.measured.file import MeasuredFile, load_measured
 from megatron_ext.schedule.plan.curves import Curves, curves_of
 from megatron_ext.schedule.plan.long_sequences import LongSequences
-from megatron_ext.schedule.plan.planner import Candidate, Plan, VocabMethod, consider, make_plan
+from megatron_ext.schedule.plan.planner import Candidate, Plan, VocabMethod, consider
 from megatron_ext.schedule.plan.recommendation import flags_of
 from megatron_ext.schedule.problem import Extras
-from megatron_ext.schedule.progress import remark
 from megatron_ext.schedule.words import counted
 
 if TYPE_CHECKING:
@@ -46,8 +47,6 @@ if TYPE_CHECKING:
 
 _METHODS = frozenset([VocabMethod.NAIVE, VocabMethod.ONE, VocabMethod.TWO])
 _NO_EXTRAS = Extras()
-_LONG = 1_024  # ranks times microbatches, of which to compare all schedules takes a minute and more
-_FIRST = ("zb-v", "zb-1p")  # what a long comparison begins with
 
 
 @dataclass(frozen=True)
@@ -89,6 +88,7 @@ class LinePlan:
         reserved: bytes that the allocator reserves beyond what is allocated, for which room is
             left; None: not measured.
         curves: None where nobody asked for them, or nothing fits.
+        other_pairs: the line with its passes in pairs, or without; None where experts send nothing.
         long_sequences: what can be done about sequences; None where they are short.
     """
 
@@ -106,6 +106,7 @@ class LinePlan:
     is_measured: bool = False
     reserved: float | None = None
     curves: Curves | None = None
+    other_pairs: OtherPairs | None = None
     long_sequences: LongSequences | None = None
 
     @property
@@ -133,6 +134,7 @@ class LinePlan:
             "layouts": self.layouts and self.layouts.as_data(),
             "is_measured": self.is_measured,
             "reserved": self.reserved,
+            "other_pairs": self.other_pairs and self.other_pairs.as_data(),
             "long_sequences": self.long_sequences and self.long_sequences.as_data(),
         }
 
@@ -266,9 +268,9 @@ def _read(asked: Asked, args: Any, launch_line: Any) -> ReadLine:
 def _plan(read: ReadLine, *, with_curves: bool) -> LinePlan:
     line, room, measured = read.variants, read.room, read.measured
     assert line.own is not None
-    _tell_first(read)
+    first = first_answer(read)
     layouts = _layouts(read)  # of which something can be said in seconds
-    plan = make_plan(line.variant, room, may_offload=True)
+    plan = whole_plan(read, first)
     layouts = _with_plan(layouts, read, plan)
     is_measured = measured is not None or not line.config.costs.is_estimate
     made = LinePlan(
@@ -278,6 +280,7 @@ def _plan(read: ReadLine, *, with_curves: bool) -> LinePlan:
         read.remarks,
         line.config.extras,
         instead=None if is_measured else without_full_recompute(line, plan, room),
+        other_pairs=None if is_measured else other_pairs(line, plan, room),
         layouts=layouts,
         is_measured=measured is not None,
         reserved=None if measured is None else measured.reserved,
@@ -295,26 +298,6 @@ def _plan(read: ReadLine, *, with_curves: bool) -> LinePlan:
     if flags:
         flags += read.costs
     return replace(made, remarks=remarks, flags=flags, dropped=rewritten.dropped, curves=curves)
-
-
-def _tell_first(read: ReadLine) -> None:
-    """What is known in seconds, where the rest takes long."""
-    args, own = read.validated, read.variants.own
-    assert own is not None
-    ranks, at_once = args.pipeline_model_parallel_size, args.micro_batch_size
-    microbatches = args.global_batch_size // (at_once * args.data_parallel_size)
-    if ranks * microbatches < _LONG:
-        return
-    methods = frozenset([VocabMethod.NAIVE])
-    line = replace(read.variants, methods=methods, tries_recompute=False)
-    plan = make_plan(line.variant, read.room, specs=(own, *_FIRST))
-    of_line = next((c for c in plan.candidates if c.schedule == own), None)
-    best = plan.best
-    if best is None or best is of_line:
-        return
-    saved = "" if of_line is None else f", a step {1 - best.step / of_line.step:.1%} shorter"
-    words = " ".join((*flags_of(best, None), *line.rewritten(best.schedule).added))
-    remark(f"a first answer: {words}{saved}, as estimated; all others are compared now")
 
 
 def _layouts(read: ReadLine) -> LaidOut | None:

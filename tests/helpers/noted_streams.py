@@ -82,10 +82,10 @@ def note_streams(*, one_event: bool = False, many_streams: bool = False) -> None
     torch.cuda.current_stream = lambda device=None: _current[-1]  # type: ignore[assignment,return-value]
     utils._COMM_STREAM = None
     if many_streams:
-        model_chunk_schedule_plan.get_comm_stream = _Stream  # type: ignore[assignment]
+        model_chunk_schedule_plan.get_comm_stream = _Stream
     for name in _COLLECTIVES:
         setattr(dist, name, _noted_collective(name, getattr(dist, name)))
-    utils.ScheduleNode.stream_acquire_context = _noted_node(  # type: ignore[method-assign]
+    utils.ScheduleNode.stream_acquire_context = _noted_node(
         utils.ScheduleNode.stream_acquire_context
     )
     Channels.send = _noted_message(What.SEND, Channels.send)  # type: ignore[method-assign]

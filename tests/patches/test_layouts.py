@@ -177,8 +177,8 @@ def test_what_the_line_cannot_run_again_is_not_offered(monkeypatch: pytest.Monke
     def options(**flags: object) -> list[str]:
         words = tuple(model_flags(**{**FLAGS, **ROUTED, **flags}))
         asked = Asked(Launch(str(SCRIPT), False, words, world_size=WORLD), gpu=parse_gpu("h100"))
-        found = with_line(asked, lambda read: recompute_of_line(read.variants, read.validated))
-        return [str(option) for option in found]
+        offered = with_line(asked, lambda read: recompute_of_line(read.variants, read.validated))
+        return [str(option) for option in offered]
 
     plain = options()
     assert plain[0] == "none" and plain[-1] == "full" and not any("moe_act" in o for o in plain)

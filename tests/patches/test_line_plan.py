@@ -19,7 +19,7 @@ from megatron_ext.adapter.slices.lengths import lengths_in
 from megatron_ext.cli import app
 from megatron_ext.config import PipelineConfig
 from megatron_ext.launch_check import line, line_plan, loading
-from megatron_ext.launch_check.alternatives import without_full_recompute
+from megatron_ext.launch_check.alternatives import first_answer, pairs, without_full_recompute
 from megatron_ext.launch_check.check import check_launch
 from megatron_ext.launch_check.line_plan import Asked, LinePlan, plan_halves, plan_line
 from megatron_ext.launch_check.words import Launch
@@ -93,17 +93,23 @@ def test_a_line_with_virtual_stages() -> None:
 def test_long_comparison_gives_a_first_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """On 16 ranks with 128 microbatches it took minutes until anything was said."""
     heard: list[str] = []
-    with reporting(heard.append):
-        made()
+    progress: list[str] = []
+    with reporting(progress.append, heard.append):
+        whole = made()
     assert not heard, "it takes seconds"
-    monkeypatch.setattr(line_plan, "_LONG", 8)
-    with reporting(heard.append):
+    monkeypatch.setattr(first_answer, "LONG", 8)
+    with reporting(progress.append, heard.append):
         plan = made()
     (first,) = heard
-    written = ("--pipeline-schedule zb-v ", "--pipeline-schedule zb-1p ")
-    assert first.startswith(tuple(f"a first answer: {words}" for words in written))
-    assert "shorter, as estimated; all others are compared now" in first
-    assert plan.plan.best is not None and plan.of_line is not None
+    assert first.startswith("a first answer: --pipeline-schedule zb-1p")
+    assert " shorter, as estimated; others are compared now" in first
+    assert plan.plan.best is not None and whole.plan.best is not None and plan.of_line is not None
+    of_line = whole.of_line
+    assert of_line is not None
+    assert plan.flags == whole.flags and plan.of_line.step == of_line.step
+    whys = plan.plan.refusals.values()
+    assert any("whatever its order" in why for why in whys)
+    assert ("interleaved", VocabMethod.NAIVE) not in plan.plan.refusals
 
 
 def test_memory_is_that_of_doctor() -> None:
@@ -347,6 +353,50 @@ def test_slices_are_compared_where_a_launch_would_take_them() -> None:
     (why,) = set(refused.refused.values())
     assert "experts would drop tokens slice by slice" in why
     assert set(refused.refused) == {"2 slices", "4 slices", "8 slices"}
+
+
+ON_TWO_RANKS: dict[str, Any] = {
+    "num_experts": 8,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 1024,
+    "moe_token_dispatcher_type": "alltoall",
+    "expert_model_parallel_size": 2,
+    "moe_grouped_gemm": False,
+    "add_bias_linear": False,
+}
+
+
+def test_of_a_line_with_experts_it_says_what_pairs_would_give(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pairs, "_specs", lambda *, with_pairs: iter(["interleaved", "zb-v"]))
+    plan = made(**ON_TWO_RANKS)
+    other = plan.other_pairs
+    assert other is not None and other.taken is not None and other.stock is not None
+    assert not other.is_asked
+    assert other.taken.report.pairs > 0
+    assert pairs.FLAG in other.flags
+    alone = {(c.schedule, c.method): c for c in plan.plan.candidates}
+    same = alone[other.taken.schedule, VocabMethod.NAIVE]
+    assert same.report.pairs == 0
+    assert other.taken.step < same.step
+
+
+def test_a_line_whose_passes_run_in_pairs_is_compared_with_itself_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pairs, "_specs", lambda *, with_pairs: iter(["interleaved", "zb-v"]))
+    plan = made(**ON_TWO_RANKS, overlap_moe_expert_parallel_comm=True)
+    other, best = plan.other_pairs, plan.plan.best
+    assert other is not None and other.taken is not None and best is not None
+    assert other.is_asked
+    assert best.report.pairs > 0
+    assert other.taken.report.pairs == 0
+    assert other.dropped[-1] == pairs.FLAG
+
+
+def test_of_experts_on_one_rank_it_says_nothing_of_pairs() -> None:
+    assert made().other_pairs is None
 
 
 def test_slices_have_attention_estimated_where_costs_do_not_tell_it(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 
 from megatron_ext.adapter.compatibility import refuse
 from megatron_ext.adapter.pairs import callers
-from megatron_ext.adapter.pairs.asked import SETTING, refuse_measuring
+from megatron_ext.adapter.pairs.asked import SETTING, has_pairs, refuse_measuring
 from megatron_ext.adapter.pairs.callers import refuse_unplanned, takes_plans
 from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger
@@ -65,6 +65,12 @@ def test_a_file_with_pairs_needs_the_flag() -> None:
     setattr(settings, SETTING, False)
     with pytest.raises(ValueError, match="has passes that run as one: add --overlap-moe"):
         refuse(settings, choice)
+
+
+def test_a_step_of_one_microbatch_has_none() -> None:
+    """A caller's batches may come to one: its step would have been refused, in mid-training."""
+    settings = asking("zb-v")
+    assert has_pairs(settings, 2) and not has_pairs(settings, 1)
 
 
 def test_passes_that_run_as_one_are_not_measured() -> None:

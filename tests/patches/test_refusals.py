@@ -184,7 +184,7 @@ def test_sequences_are_divided_beside_all_of_ours() -> None:
 
 
 def test_slices_of_ranks_that_share_sequences_look_no_further_ahead() -> None:
-    """Alone, context parallelism was refused, and so were repeated layers and experts made again."""
+    """Context parallelism was refused, and so were repeated layers and experts made again."""
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": None}
     sliced = Extras(slices=Slices(4))
     accepted: dict[str, object] = {

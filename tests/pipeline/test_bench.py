@@ -10,9 +10,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from megatron_ext.bench.contestants import ideal_of, program_of
+from megatron_ext.bench import emulated
+from megatron_ext.bench.contestants import EmulatedStage, ideal_of, program_of
+from megatron_ext.bench.emulated import EmulatedChunk
 from megatron_ext.bench.emulated_copies import EmulatedCopies
+from megatron_ext.bench.runs import Setting
 from megatron_ext.cli import app
+from megatron_ext.runtime.stage import Backward
+from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs_text import parse_costs
@@ -79,6 +84,24 @@ def test_passes_that_are_made_again_take_what_they_cost() -> None:
     assert again["measured"] >= again["ideal"] > rows["megatron-ext 1f1b"]["ideal"]
     extras = Extras(recompute=Recompute(first=2))
     assert again["ideal"] < ideal_of(program_of(choose("1f1b"), 2, 4, "f=4,i=4,w=4", extras))
+
+
+def test_a_pair_takes_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its two passes nothing besides. On lines there are none."""
+    taken: list[float] = []
+    monkeypatch.setattr(
+        emulated, "take", lambda seconds: taken.append(seconds) if emulated._clock.runs else None
+    )
+    costs = program_of(choose("zb-v"), 2, 4, "f=8,i=6,w=4,hidden=4").problem.costs
+    behind, ahead = (EmulatedStage(n, EmulatedChunk(n, costs), has_loss=False) for n in (1, 2))
+    x = torch.ones(emulated.SHAPE, requires_grad=True)
+    y = ahead.forward(0, x)
+    queue.splitting = True
+    behind.forward_beside(1, x, Backward(ahead, 0, torch.ones_like(y), whole=False))
+    queue.clear()
+    assert taken == pytest.approx([0.004, 0.004 + 0.003 - 0.002])
+    ours = Setting(2, 4, "f=1,i=1,w=1", ("1f1b", "zb-v"), 1, pairs=True).ours
+    assert ours == [("1f1b", Extras()), ("zb-v", Extras()), ("zb-v", Extras(pairs=True))]
 
 
 @nightly("emulated copies: those that share a link are timed by day, below")

@@ -18,10 +18,12 @@ import pytest
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import random
+from megatron.training.global_vars import get_args
 
 from megatron_ext.adapter.pairs.planned_stage import PlannedStage
 from megatron_ext.adapter.step.training import Training
 from scripts.pretrain_gpt import model_provider
+from tests.helpers import deep_ep_on_cpu
 from tests.helpers.callers import draw_by_name, named_parameters
 from tests.helpers.combinations import at_night, nightly
 from tests.helpers.covered import covers
@@ -68,6 +70,8 @@ SHARDED: Flags = {
     "overlap_grad_reduce": True,
     "overlap_param_gather": True,
 }
+FLEX: Flags = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "deepep"}
+TIED: Flags = {"untie_embeddings_and_output_weights": None}
 EMPTY: Flags = {
     "pipeline_model_parallel_layout": "Ett||t|tL",
     "num_virtual_stages_per_pipeline_rank": None,
@@ -89,6 +93,8 @@ def drawn_by_name(*args: Any, **kwargs: Any) -> Any:
     first = parallel_state.get_expert_model_parallel_rank() * of_a_rank
 
     def renamed(name: str) -> str:
+        if not get_args().untie_embeddings_and_output_weights:  # the two copies of a tied table
+            name = name.replace("output_layer", "embedding.word_embeddings")
         return re.sub(r"(?<=local_experts\.)\d+", lambda number: str(int(number[0]) + first), name)
 
     matrices = named_parameters(model)
@@ -101,20 +107,24 @@ def run(ranks: int, flags: Flags) -> list[Run]:
 
 
 def count_pairs() -> None:
-    """In a forked process, whose ranks then check that passes ran as one."""
-    beside, complete = PlannedStage.forward_beside, PlannedStage.gradients_complete
+    """In a forked process, whose ranks then check that their pairs ran as one."""
+    beside, run = PlannedStage.forward_beside, Training._train
     ran: list[int] = []
 
     def forward_beside(stage: Any, *args: Any) -> Any:
         ran.append(1)
         return beside(stage, *args)
 
-    def gradients_complete(stage: Any) -> None:
-        assert ran, "no pair has run"
-        complete(stage)
+    def step(training: Any, step: Any) -> Any:
+        ran.clear()
+        result = run(training, step)
+        pairs = step.program.schedule.pairs
+        row = step.program.schedule.rows[step.pipeline.rank()]
+        assert pairs and len(ran) == sum(pair.forward in row for pair in pairs)
+        return result
 
     PlannedStage.forward_beside = forward_beside  # type: ignore[assignment,method-assign]
-    PlannedStage.gradients_complete = gradients_complete  # type: ignore[assignment,method-assign]
+    Training._train = step  # type: ignore[assignment,method-assign]
 
 
 def note_steps(folder: Path, **otherwise: bool) -> None:
@@ -140,7 +150,12 @@ def noted(folder: Path) -> list[list[Given]]:
 
 
 def compare(ranks: int, flags: Flags, schedules: tuple[str, ...], combined: bool) -> None:
+    """Ours with stock's, which sends and dispatches its own way."""
+    own = {name: flags[name] for name in (*FLEX, "pipeline_p2p") if name in flags}
+    flags = {name: value for name, value in flags.items() if name not in own}
+
     def on_ranks(rank: int) -> list[list[Run]]:
+        deep_ep_on_cpu.use_deep_ep()
         runs = [run(ranks, MODEL | LOOP | flags)]
         if combined:
             runs.append(run(ranks, MODEL | LOOP | PAIRS | flags))
@@ -148,7 +163,7 @@ def compare(ranks: int, flags: Flags, schedules: tuple[str, ...], combined: bool
         for schedule in schedules:
             virtual = LOOP if schedule.startswith("interleaved") else {}
             ours: Flags = {"pipeline_schedule": schedule}
-            runs.append(run(ranks, MODEL | virtual | PAIRS | flags | ours))
+            runs.append(run(ranks, MODEL | virtual | PAIRS | flags | own | ours))
         return runs
 
     ((stocks, *others),) = values(run_ranks(1, on_ranks, timeout=2 * HANGS, connect=False))
@@ -225,6 +240,9 @@ def test_the_model_of_streams_tells_what_would_go_wrong(otherwise: str, tmp_path
         case("multi-token prediction", PREDICTION, *ALL),
         case("distributed optimizer", SHARDED, *ALL),
         case("loss per token", PER_TOKEN, *ALL),
+        case("DeepEP", FLEX | {"moe_router_dtype": "fp32"}, "zb-v", combined=False),
+        case("tied", TIED, "interleaved-zb", "zb-v"),
+        case("batched", {"pipeline_p2p": "batched"}, "zb-v", combined=False),
         # Stock's own pairs fail there: the plan's output is its input.
         case("a stage without layers", EMPTY, "interleaved-zb", "zb-v", combined=False),
     ),

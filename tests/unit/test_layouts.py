@@ -21,7 +21,7 @@ from megatron_ext.schedule.model.gpus import GPUS
 from megatron_ext.schedule.model.model import Model, Stage
 from megatron_ext.schedule.model.model_memory import ModelBytes, TrainingState
 from megatron_ext.schedule.model.short_form import parse_model
-from megatron_ext.schedule.placement import Placement, loop
+from megatron_ext.schedule.placement import Placement, line, loop
 from megatron_ext.schedule.plan.layouts.beside import seconds_beside
 from megatron_ext.schedule.plan.layouts.candidates import Candidates
 from megatron_ext.schedule.plan.layouts.descent import Timed, descend
@@ -32,8 +32,11 @@ from megatron_ext.schedule.plan.layouts.lines import Lines, compare_layouts, per
 from megatron_ext.schedule.plan.layouts.minimax import least_slowest_stage, with_even_ranks
 from megatron_ext.schedule.plan.layouts.order import Order
 from megatron_ext.schedule.plan.layouts.work import Work, evaluate
+from megatron_ext.schedule.plan.planner import VocabMethod
+from megatron_ext.schedule.problem import VocabularyParallel
 from megatron_ext.schedule.progress import Task
 from scripts.recipes.recipe import expanded
+from tests.helpers.combinations import at_night
 
 GPT = parse_model("layers=16,hidden=1024,heads=8,sequence=2048,vocabulary=32768")
 MIXED = replace(
@@ -259,10 +262,19 @@ def test_what_is_refused_is_none_of_ours_and_what_that_costs() -> None:
     assert made.barred.seconds < made.ours.seconds
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
+def test_searches_are_tried_on_the_lines_own_layout() -> None:
+    """They were on the best layouts alone: loop-auto on the line's own took less than what was
+    printed as any schedule with any layout."""
+    training = work(**SMALL)
+    own = evaluate(training, "interleaved:vpp=2", evenly(16, 4))
+    best = evaluate(training, "1f1b", evenly(16, 2))
+    candidates = Candidates([training], None, even, permit_all, False, Task(""))
+    more = candidates.further([best], own)
+    assert ("loop-auto:vpp=2", own.layout) in {(other.schedule, other.layout) for other in more}
+
+
+@pytest.mark.parametrize("chunks", [2, *at_night(1)])
 def test_nothing_on_the_lines_own_layout_is_better(chunks: int) -> None:
-    """Searches were tried on the best layouts alone: loop-auto on the line's own took less than
-    what was printed as any schedule with any layout."""
     own = ("1f1b" if chunks == 1 else f"interleaved:vpp={chunks}"), evenly(16, 2 * chunks)
     training = work(**SMALL)
     made = lines(training, own)
@@ -273,6 +285,19 @@ def test_nothing_on_the_lines_own_layout_is_better(chunks: int) -> None:
     for spec in (own[0], *specs[chunks]):
         known = evaluate(training, spec, own[1], room=made.bound, search=False)
         assert made.ours.seconds <= known.seconds, spec
+
+
+def test_a_divided_vocabulary_is_tried_where_loops_lead() -> None:
+    """It was, beside the best schedules alone: where those were loops, whose vocabulary cannot be
+    divided, a V with a divided one was not looked at."""
+    training = work(replace(GPT.model, vocabulary=65536), microbatches=12)
+    candidates = Candidates([training], None, even, permit_all, False, Task(""))
+    made = candidates.by_layout([["zb-v"], ["interleaved-zb:vpp=2"]], [])
+    (loop_alone,) = (other for other in made if other.schedule != "zb-v")
+    more = candidates.further([loop_alone], loop_alone)
+    divided = [other for other in more if other.schedule == "zb-v"]
+    assert {other.method for other in divided} == {VocabMethod.ONE, VocabMethod.TWO}
+    assert min(other.seconds for other in divided) < loop_alone.seconds
 
 
 def test_what_a_plan_has_found_is_any_schedule_too() -> None:
@@ -300,6 +325,24 @@ def test_reductions_are_those_of_each_ones_group() -> None:
     assert seconds_beside(model, overlapped, execution, rates) == pytest.approx(
         moved / rates.memory + bucket * (4 + 2) * (dense + experts)
     )
+
+
+def test_what_experts_have_of_a_model() -> None:
+    model = replace(
+        GPT.model,
+        layers=("*-", "*E"),
+        num_experts=8,
+        moe_router_topk=2,
+        moe_ffn_hidden_size=512,
+        add_bias_linear=False,
+    )
+    execution = replace(GPT.execution(), expert_parallel=4)
+    training = work(model, execution=execution, ranks=2)
+    dense, routed = training.bytes_of(Layout((1, 1)).of(model), line(2), VocabularyParallel.NONE)
+    assert dense.expert_weights == dense.expert_gradients == 0
+    elements = 2 * 2 * 512 * 1024  # two experts, two matrices each
+    assert (routed.expert_weights, routed.expert_gradients) == (2 * elements, 4 * elements)
+    assert routed.weights > routed.expert_weights
 
 
 def test_a_mixed_model() -> None:

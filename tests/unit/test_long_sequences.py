@@ -79,10 +79,14 @@ def test_a_window_as_long_as_half_of_the_sequence_counts_in_part() -> None:
 
 def test_states_do_not_grow_with_the_square() -> None:
     """Recurrences run at attention's rate, and were taken for it."""
-    sizes = {"linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_conv_kernel_dim": 4}
-    heads = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
-    assert costs_of(("G-",), **sizes, **heads).attention == (0,)
-    latent = {"kv_lora_rank": 512, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
+    linear: dict[str, Any] = {
+        **{"linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_conv_kernel_dim": 4},
+        **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    }
+    assert costs_of(("G-",), **linear).attention == (0,)
+    latent: dict[str, Any] = {
+        **{"kv_lora_rank": 512, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128},
+    }
     (share,) = costs_of(("*-",), multi_latent_attention=True, **latent).attention
     assert share > 0.2
 

@@ -312,6 +312,14 @@ def test_summary_tells_what_leaves_for_the_host() -> None:
     ) in text
 
 
+def test_summary_tells_how_many_run_in_pairs() -> None:
+    placement = Placement("v", (1, 0, 0, 1))
+    problem = Problem(placement, 8, uniform(placement, 1, 1, 1)).with_extras(pairs=True)
+    made = program("zb-v", problem)
+    pairs = len(made.schedule.pairs)
+    assert f"; {pairs} of 32 forward passes run beside a backward pass; costs" in summarize(made)
+
+
 def test_summary_compares_with_1f1b_of_the_same_work() -> None:
     """A rank's two chunks become one stage of twice the cost."""
     placement = Placement("loop", (0, 1, 0, 1))

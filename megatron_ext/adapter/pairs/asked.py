@@ -17,6 +17,12 @@ def asks_for_pairs(settings: Any) -> bool:
     return bool(getattr(settings, SETTING, False))
 
 
+def has_pairs(settings: Any, microbatches: int) -> bool:
+    """Whether a step of so many ``microbatches`` has some, where ``settings`` ask for them. Passes
+    of one microbatch need one another: a caller whose batches vary may have such a step."""
+    return asks_for_pairs(settings) and microbatches > 1
+
+
 def with_pairs(extras: Extras, settings: Any) -> Extras:
     """``extras``, and pairs where ``settings`` ask for them.
 

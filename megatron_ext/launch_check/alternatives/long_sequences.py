@@ -117,6 +117,5 @@ def what_slices_give(line: LineVariants, tokens: int, room: float | None) -> str
     text += f"{bubbles[0]} bubbles in place of {bubbles[1]}"
     if made.fullest is None or own.fullest is None:
         return text
-    return (
-        f"{text}, {made.fullest / 2**30:.3g} GiB of the fullest rank of {own.fullest / 2**30:.3g}"
-    )
+    gib = [f"{figure / 2**30:.3g} GiB" for figure in (made.fullest, own.fullest)]
+    return f"{text}, {gib[0]} on the fullest rank in place of {gib[1]}"

@@ -17,11 +17,14 @@ from megatron_ext.schedule.action import Action, Kind, tokens_of
 from megatron_ext.schedule.build.build import complete
 from megatron_ext.schedule.build.registry import Mark, entries, family
 from megatron_ext.schedule.kinds import Held
+from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.memory import peaks
 from megatron_ext.schedule.program.simulate import step_seconds
 from megatron_ext.schedule.schedule import Schedule
+from megatron_ext.schedule.search.improve import first_plans
+from megatron_ext.schedule.search.shop import rows_of, shop_of, starts_of
 from megatron_ext.schedule.search.weight_gradient_filling import (
     Memory,
     TimedOrder,
@@ -70,10 +73,34 @@ def zb_auto(problem: Problem) -> Schedule:
     memory = memory_of(problem, math.inf if problem.memory_limit else 2 * problem.held_by_1f1b)
     others = [name for name in _on_a_line(problem) if name != "zb-auto"]
     least_makespan = _best("zb-auto", problem, memory, others, by_span=False)
+    if problem.slices.count > 1:
+        return _packed(least_makespan, problem, memory)
     if not problem.extras.post_validation:
         return least_makespan
     least_span = _best("zb-auto", problem, memory, others, by_span=True)
     return min(least_span, least_makespan, key=lambda schedule: _step(schedule, problem))
+
+
+def _packed(best: Schedule, problem: Problem, memory: Memory) -> Schedule:
+    """``best``, or what packing makes of it and of what is published, where that takes less: trials
+    know no order but that of their leads, which is far from the best where slices have little room.
+    """
+    limit = problem.memory_limit or MemoryLimit(microbatches=2 * problem.held_by_1f1b)
+    unlimited, shop = (
+        replace(problem, memory_limit=None),
+        shop_of(replace(problem, memory_limit=limit)),
+    )
+    if not shop.fits:
+        return best
+    known = [best.rows, *(entries()[name].build(unlimited).rows for name in _published(problem))]
+    for packed in first_plans(shop, [starts_of(rows, shop) for rows in known]):
+        rows = rows_of(packed.starts, problem.placement, orders=problem.orders)
+        made = replace(best, rows=rows)
+        held = enumerate(peaks(made, memory.amount))
+        is_within = all(memory.fits(rank, peak) for rank, peak in held)
+        if is_within and makespan(made, problem) < makespan(best, problem):
+            best = made
+    return best
 
 
 def _step(schedule: Schedule, problem: Problem) -> float:

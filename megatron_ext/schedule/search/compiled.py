@@ -52,7 +52,10 @@ def _tables(shop: Shop) -> tuple[Whole, ...]:
     assert shop.lanes <= _MASK
     rank_of = np.repeat(np.arange(shop.placement.ranks), shop.lanes_of_rank)
     columns = (rank_of, shop.rooms, shop.heads, shop.tails, shop.way, shop.is_forward, shop.turned)
-    figures = (shop.durations_of_all, shop.gains_of_all, shop.held_after, shop.next_taking)
+    figures = (
+        *(shop.durations_of_all, shop.gains_of_all, shop.held_after, shop.next_taking),
+        shop.hops_of_all,
+    )
     return (
         *(np.array(column, np.int64) for column in columns),
         *(np.ascontiguousarray(table, np.int64) for table in figures),
@@ -62,7 +65,7 @@ def _tables(shop: Shop) -> tuple[Whole, ...]:
 
 # The types of `_pack`'s arguments: the plan, the starts, the tables, and three numbers.
 _LIST, _TABLE = numba.int64[::1], numba.int64[:, ::1]
-_SIGNATURE = (_TABLE, _TABLE, *(_LIST,) * 7, *(_TABLE,) * 7, *(numba.int64,) * 3)
+_SIGNATURE = (_TABLE, _TABLE, *(_LIST,) * 7, *(_TABLE,) * 8, *(numba.int64,) * 3)
 
 
 @functools.lru_cache(maxsize=8)  # a search makes many shops that differ in other figures
@@ -95,6 +98,7 @@ def _pack(
     gains: Whole,
     held_after: Whole,
     next_taking: Whole,
+    hops_of_all: Whole,
     before: Whole,
     hops: Whole,
     after: Whole,
@@ -132,7 +136,16 @@ def _pack(
             refusals[rank] += 1
             continue
         earliest = _earliest(
-            lane, k, lane_end[lane], starts, durations, before, hops, is_forward, turned
+            lane,
+            k,
+            lane_end[lane],
+            starts,
+            durations,
+            hops_of_all,
+            before,
+            hops,
+            is_forward,
+            turned,
         )
         start = earliest
         if duration:
@@ -211,7 +224,7 @@ def _can_end(
 
 @njit
 def _column(k: int, lane: int, other: int, is_forward: Whole, turned: Whole) -> int:
-    """Of `Shop.columns`."""
+    """Of ``other``, with the slice that column ``k`` of ``lane`` has."""
     return turned[k] if is_forward[lane] != is_forward[other] else k
 
 
@@ -222,6 +235,7 @@ def _earliest(
     earliest: int,
     starts: Whole,
     durations: Whole,
+    hops_of_all: Whole,
     before: Whole,
     hops: Whole,
     is_forward: Whole,
@@ -232,7 +246,8 @@ def _earliest(
     while before[lane, place] != _NONE:
         other = before[lane, place]
         n = _column(k, lane, other, is_forward, turned)
-        earliest = max(earliest, starts[other, n] + durations[other, n] + hops[lane, place])
+        hop = hops_of_all[lane, k] if hops[lane, place] else 0
+        earliest = max(earliest, starts[other, n] + durations[other, n] + hop)
         place += 1
     return earliest
 

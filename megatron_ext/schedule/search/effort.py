@@ -28,8 +28,8 @@ class Effort:
         by_square: passes packed, times the square of the ranks ...
         least: ... but no less,
         most: ... and no more.
-        patience: passes packed without a gain, after which a search ends; or a third of all, where
-            that is more.
+        patience: passes packed without a gain, after which a search ends; or a ``share``th of all,
+            where that is more.
         steps: in which a plan is improved at the most: a small problem has few plans.
     """
 
@@ -40,19 +40,20 @@ class Effort:
     most: int
     patience: int
     steps: int
+    share: int = 3
 
     def passes(self, ranks: int) -> int:
         return min(max(self.by_square * ranks**2, self.least), self.most)
 
     def passes_without_gain(self, ranks: int) -> int:
         """Passes packed since the last gain, after which a search ends."""
-        return max(self.passes(ranks) // 3, self.patience)
+        return max(self.passes(ranks) // self.share, self.patience)
 
     @property
     def halved(self) -> Effort:
-        return replace(
-            self, by_square=self.by_square // 2, least=self.least // 2, most=self.most // 2
-        )
+        """Of a step that is so long that another search, or a known pattern, tells its middle."""
+        by_square, least, most = self.by_square // 2, self.least // 2, self.most // 2
+        return replace(self, by_square=by_square, least=least, most=most, share=5)
 
 
 def small_effort(packer: Callable[[Shop], Pack] = pack.packer) -> Effort:

@@ -37,6 +37,7 @@ from megatron_ext.schedule.search.v_patterns import pattern_plans
 
 _PERIODS = (35, 42, 50, 57, 65, 73, 80, 90, 100, 120, 150, 200)  # % of a rank's work
 _WEIGHTS = (100, 55, 75, 135, 180)  # %
+_OF_GRID = 15_000_000  # passes packed for periods and weights, at the most
 _PROMISING = 8  # plans that are packed more than once
 _ROUNDS = 5
 _STEPS = 100  # at least
@@ -104,15 +105,18 @@ def search(
     """
     how = how or effort()
     sides = sides_of(shop, how.packer)
-    steps = steps_of(how, shop.placement.ranks, 2 * shop.lanes * shop.pieces)
-    plans = (*known, *pattern_plans(shop), *periodic_plans(shop, _WEIGHTS, _PERIODS))
+    passes = 2 * shop.lanes * shop.pieces
+    steps = steps_of(how, shop.placement.ranks, passes)
+    grid = list(periodic_plans(shop, _WEIGHTS, _PERIODS))
+    grid = grid[:: 1 + passes * len(grid) // _OF_GRID]
+    plans = (*known, *pattern_plans(shop), *grid)
     packings = len(plans) + _PROMISING * _ROUNDS + steps
     with task(f"packing plans, {how.name} effort", packings, alike=True) as work:
         packed = _packed(sides, plans, work)
         if of_shorter is not None and not _is_busy(min(packed, key=_makespan), shop):
             packed = [*_packed(sides, of_shorter(), work), *packed]
         best = _promising(sides, packed, work)
-        patience = patience_of(how, shop.placement.ranks, 2 * shop.lanes * shop.pieces)
+        patience = patience_of(how, shop.placement.ranks, passes)
         return _improved(sides, best, least, steps, patience, work)
 
 

@@ -11,7 +11,7 @@ and this one, which is there to be read, says what they are: change both.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -43,7 +43,7 @@ def pack(shop: Shop, plan: Starts) -> Packed:
     wanted: list[list[int]] = plan.tolist()
     lanes, m, size = shop.lanes, shop.pieces, shop.lanes_of_rank
     durations, gains = shop.durations_of_all.tolist(), shop.gains_of_all.tolist()
-    after, limit = _after(shop), shop.limit
+    after, limit = shop.after_by_column, shop.limit
     may_take = _Room(shop).may_take if shop.given_up is None else _Bank(shop).may_take
     count, lane_end = [0] * lanes, [0] * lanes  # count: passes taken
     missing = [[len(row)] * m for row in shop.before]
@@ -72,25 +72,17 @@ def pack(shop: Shop, plan: Starts) -> Packed:
         following = count[lane] = k + 1
         if following < m and not missing[lane][following]:
             push(heap, (wanted[lane][following], lane))
-        for follower, hop, columns in after[lane]:
-            waits, n = missing[follower], columns[k]
+        for follower, hops, columns in after[lane]:
+            waits, n, there = missing[follower], columns[k], end + hops[k]
             waits[n] -= 1
-            if end + hop > ready[follower][n]:
-                ready[follower][n] = end + hop
+            if there > ready[follower][n]:
+                ready[follower][n] = there
             if not waits[n] and count[follower] == n:
                 push(heap, (wanted[follower][n], follower))
         while refused[rank]:
             push(heap, refused[rank].pop())
     assert min(count) == m, "memory got stuck"
     return Packed(max(map(int.__add__, rank_end, shop.tails)), np.array(starts, dtype=np.int64))
-
-
-def _after(shop: Shop) -> list[list[tuple[int, int, Sequence[int]]]]:
-    """`Shop.after`, and which column of those that wait waits for which."""
-    return [
-        [(follower, hop, shop.columns(lane, follower)) for follower, hop in row]
-        for lane, row in enumerate(shop.after)
-    ]
 
 
 class _Room:

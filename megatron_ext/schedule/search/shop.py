@@ -53,6 +53,7 @@ Starts = npt.NDArray[np.int64]  # lanes x microbatches
 Rows = tuple[tuple[Action, ...], ...]
 Lanes = tuple[tuple[int, Kind], ...]
 Waits = tuple[tuple[tuple[int, int], ...], ...]  # per lane: other lanes, with a hop
+Edges = list[list[tuple[int, list[int], list[int]]]]  # the same by column: hops, columns there
 
 F, R, I, W = (  # noqa: E741 (the field's letters)
     Kind.FORWARD,
@@ -73,17 +74,19 @@ class Cut:
     Attributes:
         durations: ticks, by lane and slice, in the order in which the lane takes them.
         gains: the same of `Shop.gains`.
+        hops: the same of messages.
     """
 
     durations: Starts
     gains: Starts
+    hops: Starts
 
     @property
     def slices(self) -> int:
         return self.durations.shape[1]
 
     def mirrored(self) -> Cut:
-        return Cut(self.durations[:, ::-1], -self.gains[:, ::-1])
+        return Cut(self.durations[:, ::-1], -self.gains[:, ::-1], self.hops[:, ::-1])
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,8 @@ class Shop:
         pieces: how many run through each lane: microbatches, or slices of them.
         tick: seconds.
         durations: ticks, per lane; of slices the mean.
-        before: per lane, the lanes that it waits for and how long after their end.
+        before: per lane, the lanes that it waits for and how long after their end; of slices the
+            mean.
         gains: memory that a pass takes at its start, or, if negative, gives back at its end; per
             lane; of slices the mean.
         limit: the memory of a rank.
@@ -170,6 +174,12 @@ class Shop:
         gains = self._of_all(self.gains, None if self.cut is None else self.cut.gains)
         return gains if self.given_up is None else gains + self.given_up
 
+    @cached_property
+    def hops_of_all(self) -> Starts:
+        """Ticks of a message from another rank that the pass waits for, by lane and column."""
+        hop = max(hop for row in self.before for _, hop in row)
+        return self._of_all((hop,) * self.lanes, None if self.cut is None else self.cut.hops)
+
     def _of_all(self, per_lane: tuple[int, ...], by_slice: Starts | None) -> Starts:
         """By lane and column."""
         if by_slice is not None:
@@ -224,15 +234,35 @@ class Shop:
         """Per lane, whether it is of F."""
         return [kind is F for _, kind in self.passes]
 
-    def columns(self, lane: int, other: int) -> Sequence[int]:
-        """By column of ``lane``, that of ``other`` with the same slice."""
-        turns = self.is_forward[lane] != self.is_forward[other]
-        return self.turned if turns else range(self.pieces)
-
     @cached_property
     def after(self) -> Waits:
         """Per lane, the lanes that wait for it and how long after its end."""
         return _turned(self.before)
+
+    @cached_property
+    def before_by_column(self) -> Edges:
+        """`before`: the other lane, and by column the hop, and the column there."""
+        return self._by_column(self.before)
+
+    @cached_property
+    def after_by_column(self) -> Edges:
+        """The same of `after`."""
+        return self._by_column(self.after)
+
+    def _by_column(self, waits: Waits) -> Edges:
+        none, straight = [0] * self.pieces, list(range(self.pieces))
+        hops = self.hops_of_all.tolist()
+        return [
+            [
+                (
+                    other,
+                    hops[lane] if hop else none,
+                    straight if self.is_forward[lane] == self.is_forward[other] else self.turned,
+                )
+                for other, hop in row
+            ]
+            for lane, row in enumerate(waits)
+        ]
 
     def mirrored(self) -> Shop:
         """The same work with time running backwards."""
@@ -312,7 +342,7 @@ def shop_of(problem: Problem, again: npt.NDArray[np.bool_] | None = None) -> Sho
 
     The tick is the common unit of the costs, or the largest fraction of it of which a rank's work
     for a microbatch, or a slice, has a thousand; without a common unit it is a share of that work
-    (`common_tick`). Hops of slices count as the mean.
+    (`common_tick`).
 
     Raises:
         ValueError: the limit is in bytes, and the costs have none.
@@ -353,7 +383,7 @@ def shop_of(problem: Problem, again: npt.NDArray[np.bool_] | None = None) -> Sho
         heads=(0,) * placement.ranks,
         tails=_tails(problem, tick),
         given_up=given_up,
-        cut=_cut(lanes, parts, durations, activation, rest) if len(parts) > 1 else None,
+        cut=_cut(problem, lanes, tick, durations, activation, rest) if len(parts) > 1 else None,
     )
 
 
@@ -363,12 +393,14 @@ def _in_order(kind: Kind, parts: Sequence[int]) -> Sequence[int]:
 
 
 def _cut(
+    problem: Problem,
     lanes: Sequence[tuple[int, Kind]],
-    parts: Sequence[int],
+    tick: float,
     durations: Sequence[Sequence[int]],
     activation: Sequence[int],
     rest: Sequence[int],
 ) -> Cut:
+    parts = problem.parts(0)
     gains = [
         [
             _gain(kind, math.ceil(share * activation[stage]), math.ceil(share * rest[stage]))
@@ -376,7 +408,11 @@ def _cut(
         ]
         for stage, kind in lanes
     ]
-    return Cut(np.array(durations, np.int64), np.array(gains, np.int64))
+    hops = [
+        [round(problem.costs.hop_of(part) / tick) for part in _in_order(kind, parts)]
+        for _, kind in lanes
+    ]
+    return Cut(*(np.array(table, np.int64) for table in (durations, gains, hops)))
 
 
 _SIGN = {F: -1, R: 1}  # of what a pass takes more where an activation is made again
@@ -518,11 +554,7 @@ def starts_of(rows: Sequence[Sequence[Action]], shop: Shop) -> Starts:
         for row in rows
     ]
     starts = [[_NOT_YET] * shop.pieces for _ in shop.before]
-    size = shop.lanes_of_rank
-    before = [
-        [(other, hop, shop.columns(lane, other)) for other, hop in row]
-        for lane, row in enumerate(shop.before)
-    ]
+    before, size = shop.before_by_column, shop.lanes_of_rank
     woken = [{other // size for other, _ in row} - {n // size} for n, row in enumerate(shop.after)]
     at, free = [0] * len(orders), list(shop.heads)
     todo, queued = deque(range(len(orders))), [True] * len(orders)
@@ -533,12 +565,12 @@ def starts_of(rows: Sequence[Sequence[Action]], shop: Shop) -> Starts:
         while at[rank] < len(order):
             lane, k = order[at[rank]]
             start = free[rank]
-            for other, hop, columns in before[lane]:
+            for other, hops, columns in before[lane]:
                 begun = starts[other][columns[k]]
                 if begun == _NOT_YET:
                     start = _NOT_YET
                     break
-                start = max(start, begun + durations[other][columns[k]] + hop)
+                start = max(start, begun + durations[other][columns[k]] + hops[k])
             if start == _NOT_YET:
                 break
             starts[lane][k], free[rank] = start, start + durations[lane][k]

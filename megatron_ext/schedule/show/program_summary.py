@@ -81,6 +81,7 @@ def summarize(program: Program) -> str:
         f"predicted bubble {bubble:.1%} of the makespan (1f1b {stock:.1%}), "
         f"peak {counted(peak, 'microbatch')}{held}"
         f"{_untrained_part(problem)}{_offloaded_part(program)}{_recomputed_part(program)}"
+        f"{_paired_part(program)}"
         f"{_what_overlaps(program)}; "
         f"costs {costs.origin} (of a microbatch on one rank): {outlined}"
     )
@@ -106,6 +107,12 @@ def _untrained_part(problem: Problem) -> str:
             return "; stage 0 has nothing to train, and forward passes alone"
     last = problem.first_trained - 1
     return f"; stages 0 to {last} have nothing to train, and forward passes alone"
+
+
+def _paired_part(program: Program) -> str:
+    pairs = len(program.schedule.pairs)
+    forwards = program.problem.placement.stages * program.problem.pieces
+    return f"; {pairs} of {forwards} forward passes run beside a backward pass" if pairs else ""
 
 
 def _recomputed_part(program: Program) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from megatron_ext.adapter.layers import layout_of
 from megatron_ext.schedule.model.gpus import DATA_SHEETS, GPUS
@@ -58,6 +59,16 @@ class Result:
     found: tuple[Found, ...]
     stock_without: Step | None
     ours_without: Step | None
+
+    def as_data(self) -> dict[str, Any]:
+        """For other programs."""
+        return {
+            "recipe": self.candidate.name,
+            "mended": self.candidate.mended,
+            "found": [asdict(found) for found in self.found],
+            "stock_without": self.stock_without and asdict(self.stock_without),
+            "ours_without": self.ours_without and asdict(self.ours_without),
+        }
 
 
 def candidates_of(recipes: Iterable[Recipe]) -> tuple[list[Candidate], list[str]]:

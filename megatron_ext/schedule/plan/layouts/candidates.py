@@ -13,7 +13,7 @@ from megatron_ext.schedule.build.auto_spec import SEARCHES
 from megatron_ext.schedule.build.registry import choose, entry_of
 from megatron_ext.schedule.placement import Placement, is_line_or_v
 from megatron_ext.schedule.plan.layouts.descent import Start, Timed, descend
-from megatron_ext.schedule.plan.layouts.figures import StageFigures, busy
+from megatron_ext.schedule.plan.layouts.figures import Figure, StageFigures, busy
 from megatron_ext.schedule.plan.layouts.layout import Layout
 from megatron_ext.schedule.plan.layouts.minimax import (
     least_seconds,
@@ -70,6 +70,7 @@ class Candidates:
         self._permits, self._search, self._progress = permits, search, progress
         self._figures = sorted(map(StageFigures, works), key=_least_work)
         self._orders: dict[str, Timed] = {}
+        self._dividing: list[tuple[str, LayerRecompute]] = []
         self.about: dict[str, float] = {}
         self.refused: dict[str, str] = {}
         self.barred: dict[str, str] = {}
@@ -105,8 +106,10 @@ class Candidates:
                 dict.fromkeys([even, balanced, *self._by_rule(placement, figures), *of_known])
             )
 
-        starts = [self._start(list(self._permitted(ladder)), layouts) for ladder in ladders]
-        ahead = sorted((start for start in starts if start), key=_about)[:_PLACEMENTS]
+        tried = (self._start(list(self._permitted(ladder)), layouts) for ladder in ladders)
+        starts = [start for start in tried if start]
+        self._dividing = [(start.spec, start.figures.work.recompute) for start in starts]
+        ahead = sorted(starts, key=_about)[:_PLACEMENTS]
         made = self._exactly([self._descended(start) for start in ahead], _EXACTLY)
         self._tell([*known, *made])
         return sorted(made, key=_seconds)
@@ -122,8 +125,10 @@ class Candidates:
         for candidate in [*near, *([] if is_among else [own])]:
             placement = choose(candidate.schedule).place(self._work.ranks)
             more += self._searched(candidate, placement, is_near=candidate is not own)
-            if candidate is not own and is_line_or_v(placement):
-                more += self._divided(candidate, placement)
+            self._tell([*made, *more])
+        of_near = [(candidate.schedule, candidate.recompute) for candidate in near]
+        for spec, recompute in dict.fromkeys([*of_near, *self._dividing]):
+            more += self._divided(spec, recompute, min([own, *made, *more], key=_seconds).seconds)
             self._tell([*made, *more])
         return more
 
@@ -163,25 +168,27 @@ class Candidates:
         except ValueError:  # layers do not divide so
             return []
 
-    def _divided(self, candidate: Evaluated, placement: Placement) -> list[Evaluated]:
-        """The schedule of ``candidate`` with the vocabulary divided, which leaves layers alone on
-        the stages; nothing where even work would gain little."""
-        at_best = self._work.microbatches * sum(candidate.work) / placement.ranks
-        if at_best > (1 - _WORTH) * candidate.seconds:
+    def _divided(self, spec: str, recompute: LayerRecompute, best: float) -> list[Evaluated]:
+        """The schedule ``spec`` with the vocabulary divided, which leaves layers alone on the
+        stages. Nothing where that cannot be, or would gain little over the ``best`` step if all
+        ranks had as much work and the first microbatch did not wait on its way to the last one."""
+        placement, figures = choose(spec).place(self._work.ranks), self._of(recompute)
+        layers = len(self._work.model.layers)
+        whole = figures.piece(0, layers, is_first=True, is_last=True)
+        share = self._work.microbatches * busy(whole) / placement.ranks
+        way = (placement.ranks - 1) * whole[Figure.FORWARD] / placement.stages
+        if not is_line_or_v(placement) or share + way > (1 - _WORTH) * best:
             return []
-        figures = self._of(candidate.recompute)
-        layout = least_slowest_stage(
-            len(self._work.model.layers), placement.stages, figures, with_ends=False
-        )
+        layout = least_slowest_stage(layers, placement.stages, figures, with_ends=False)
         made = []
         for method in (VocabMethod.ONE, VocabMethod.TWO):
             with contextlib.suppress(ValueError):
-                self._permits(candidate.schedule, method)
-                made.append(self._evaluate(figures.work, candidate.schedule, layout, method))
+                self._permits(spec, method)
+                made.append(self._evaluate(figures.work, spec, layout, method))
         return made
 
     def _of(self, recompute: LayerRecompute) -> StageFigures:
-        return next(each for each in self._figures if each.work.recompute == recompute)
+        return next(f for f in self._figures if f.work.recompute == recompute)
 
     def _start(self, ladder: Sequence[str], layouts: Layouts) -> Start | None:
         """The best of ``ladder``, with what is best run again of layers: what takes the least time

@@ -1,0 +1,83 @@
+"""What a launch line's experts could hide of their messages, or hide no longer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.schedule.build.registry import entries
+from megatron_ext.schedule.plan.planner import Candidate, Plan, make_plan
+from megatron_ext.schedule.plan.recommendation import flags_of
+
+if TYPE_CHECKING:
+    from megatron_ext.launch_check.variants import LineVariants
+
+FLAG = "--overlap-moe-expert-parallel-comm"
+_SETTING = "overlap_moe_expert_parallel_comm"
+_DELAY = "delay_wgrad_compute"  # which needs the other
+_STOCK = "interleaved"
+
+
+@dataclass(frozen=True)
+class OtherPairs:
+    """A line whose passes run in pairs, where they do not; and without, where they do.
+
+    Attributes:
+        is_asked: whether the line itself asks for pairs.
+        taken: the shortest step; None: there is none.
+        stock: that of Megatron's own schedule with pairs, where the line has none.
+        flags, dropped: what is written for ``taken``, and what goes.
+        why_none: if nothing can be taken.
+    """
+
+    is_asked: bool
+    taken: Candidate | None = None
+    stock: Candidate | None = None
+    flags: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    why_none: str = ""
+
+    def as_data(self) -> dict[str, Any]:
+        """As ``--json`` prints it."""
+        return {
+            "is_asked": self.is_asked,
+            "schedule": self.taken and self.taken.schedule,
+            "step": self.taken and self.taken.step,
+            "fullest": self.taken and self.taken.fullest,
+            "step_of_stock": self.stock and self.stock.step,
+            "flags": self.flags,
+            "dropped": self.dropped,
+            "why_none": self.why_none,
+        }
+
+
+def other_pairs(line: LineVariants, plan: Plan, room: float | None) -> OtherPairs | None:
+    """The line with the flag where it has none, and without where it has, in ``room``, or where
+    that is not known, in what the choice of ``plan``, that of the line, takes. None where experts
+    are on one rank. What searches is left out."""
+    args = line.args
+    if not args.num_experts or (args.expert_model_parallel_size or 1) == 1:
+        return None
+    is_asked = bool(getattr(args, _SETTING))
+    other = line.with_values({_SETTING: not is_asked, _DELAY: False})
+    if room is None and plan.best is not None:
+        room = plan.best.fullest
+    specs = list(_specs(with_pairs=not is_asked))
+    made = make_plan(other.variant, room, only_promising=is_asked, specs=specs)
+    if made.best is None:
+        return OtherPairs(is_asked, why_none=next(iter(made.refusals.values()), ""))
+    rewritten = other.rewritten(made.best.schedule)
+    flags = (*flags_of(made.best, None), *rewritten.added)
+    if not is_asked:
+        stock = next((c for c in made.candidates if c.family == _STOCK), None)
+        return OtherPairs(is_asked, made.best, stock, (*flags, FLAG), rewritten.dropped)
+    given = [name for name in (_SETTING, _DELAY) if getattr(args, name)]
+    gone = (f"--{name.replace('_', '-')}" for name in given)
+    return OtherPairs(is_asked, made.best, None, flags, (*rewritten.dropped, *gone))
+
+
+def _specs(*, with_pairs: bool) -> Iterator[str]:
+    for name, entry in entries().items():
+        if not entry.searches and (entry.keeps_pairs or not with_pairs):
+            yield name

@@ -1,0 +1,76 @@
+"""What pairs of passes give recipes: orders with pairs timed by layout, and the table."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.output_layer import with_input_gradient
+from megatron_ext.schedule.model.gpus import GPUS
+from megatron_ext.schedule.model.model_memory import TrainingState
+from megatron_ext.schedule.model.short_form import parse_model
+from megatron_ext.schedule.plan.layouts.figures import StageFigures
+from megatron_ext.schedule.plan.layouts.layout import Layout
+from megatron_ext.schedule.program.simulate import simulate
+from scripts.recipes.gains import Configuration
+from scripts.recipes.pairs.compared import Comparison, with_overlap
+from scripts.recipes.pairs.order import Hidden, PairedOrder
+from scripts.recipes.pairs.page import page
+from scripts.recipes.pairs.recipes import Candidate, compare
+
+_DENSE = parse_model("layers=8,hidden=1024,heads=8,sequence=4096,vocabulary=32768")
+MODEL = replace(
+    _DENSE.model,
+    layers=("*E",) * 8,
+    num_experts=64,
+    moe_router_topk=4,
+    moe_ffn_hidden_size=1024,
+)
+EXECUTION = replace(_DENSE.execution(), expert_parallel=16, dispatcher="alltoall")
+OWN = Layout((2, 2, 2, 2))
+CONFIGURATION = Configuration(
+    MODEL, EXECUTION, TrainingState(), "h100", 2, 32, "interleaved:vpp=2", OWN.layers
+)
+RATES = GPUS["h100"].rates(EXECUTION.precision)
+
+
+@pytest.mark.parametrize("spec", ["interleaved:vpp=2", "interleaved-zb:vpp=2", "zb-v"])
+def test_an_order_with_pairs_is_timed_as_it_is_simulated(spec: str) -> None:
+    """Where messages take no time: there they do not wait for one another."""
+    work = with_overlap(CONFIGURATION, RATES, 0.5, is_stock=False)
+    figures, layouts = StageFigures(work), [OWN, Layout((3, 2, 2, 1))]
+    problem = replace(work.variant(spec, OWN).problem, microbatches=8).with_extras(pairs=True)
+    choice = work.variant(spec, OWN).choice
+    program = build_program(choice, replace(problem, costs=with_input_gradient(problem.costs)))
+    assert program.schedule.pairs
+    passes = replace(program.schedule, rows=program.schedule.compute_rows)
+    order = PairedOrder(passes, 0.0, Hidden(work))
+    counts = np.array([layout.layers for layout in layouts])
+    seconds = order.seconds(figures.of(counts), counts)
+    for layout, of_layout in zip(layouts, seconds.tolist(), strict=True):
+        costs = with_input_gradient(work.variant(spec, layout).problem.costs)
+        made = simulate(program, replace(costs, hop=0.0))
+        assert of_layout == pytest.approx(made.makespan)
+
+
+def test_backward_passes_of_stock_hide_messages_behind_their_own_weight_gradients() -> None:
+    stock, ours = (with_overlap(CONFIGURATION, RATES, 1.0, is_stock=s) for s in (True, False))
+    of_stock, of_ours = (
+        Comparison(work, None).step("interleaved:vpp=2", OWN).seconds for work in (stock, ours)
+    )
+    assert of_stock < of_ours
+
+
+def test_a_recipe_is_compared_at_each_share() -> None:
+    result = compare(Candidate("with_experts", CONFIGURATION, "without shared experts' overlap"))
+    steps = [(found.stock.seconds, found.ours.seconds) for found in result.found if found.ours]
+    assert len(steps) == 3
+    assert steps == sorted(steps, reverse=True)  # the more hides, the less a step takes
+    assert result.stock_without is not None
+    assert result.stock_without.seconds > steps[0][0]
+    text = page([result])
+    assert "| with_experts | 2 | 32 | 0.25 |" in text
+    assert "- with_experts: without shared experts' overlap" in text
