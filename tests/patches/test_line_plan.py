@@ -101,7 +101,7 @@ def test_long_comparison_gives_a_first_answer(monkeypatch: pytest.MonkeyPatch) -
     with reporting(progress.append, heard.append):
         plan = made()
     (first,) = heard
-    assert first.startswith("a first answer: --pipeline-schedule zb-1p")
+    assert first.startswith("a first answer: --pipeline-schedule zb-v")
     assert " shorter, as estimated; others are compared now" in first
     assert plan.plan.best is not None and whole.plan.best is not None and plan.of_line is not None
     of_line = whole.of_line

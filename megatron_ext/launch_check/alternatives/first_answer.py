@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megatron_ext.launch_check.variants import LineVariants
 
 LONG = 1_024  # pipeline ranks times microbatches, from which on it takes so long
-_FIRST = ("zb-v", "zb-1p")
+_FIRST = ("zb-v",)
 
 
 def first_answer(read: ReadLine) -> Plan | None:
@@ -29,9 +29,11 @@ def first_answer(read: ReadLine) -> Plan | None:
     line = replace(read.variants, methods=methods, tries_recompute=False)
     plan = make_plan(line.variant, read.room, specs=tuple(dict.fromkeys((own, *_FIRST))))
     of_line, best = _of_line(plan, line), plan.best
-    if best is not None and best is not of_line:
+    if best is not None:
         words = " ".join((*flags_of(best, None), *line.rewritten(best.schedule).added))
-        if of_line is not None:
+        if best is of_line:
+            words = "the line as it is"
+        elif of_line is not None:
             words += f", a step {1 - best.step / of_line.step:.1%} shorter"
         remark(f"a first answer: {words}, as estimated; others are compared now")
     return plan
