@@ -14,7 +14,7 @@ from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import prove
-from megatron_ext.schedule.show.draw import BUBBLE, COLOURS, Box, draw, draw_steps
+from megatron_ext.schedule.show.draw import BUBBLE, COLOURS, draw, draw_steps
 from megatron_ext.schedule.timeline import Event, Timeline
 from tests.helpers.schedules import F, line_problem, program, with_messages, written
 from tests.helpers.svg import texts_of
@@ -68,7 +68,7 @@ def test_png_of_two_timelines(tmp_path: Path) -> None:
     assert width > height > 100
 
 
-def shapes_of(axes: Any, timeline: Timeline) -> list[tuple[Any, list[Box]]]:
+def shapes_of(axes: Any, timeline: Timeline) -> list[tuple[Any, list[tuple[int, float, float]]]]:
     """The shapes on ``axes``, one a kind, with their boxes; that of the bubbles aside."""
     shapes = []
     for shape in axes.patches:

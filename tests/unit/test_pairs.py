@@ -41,6 +41,7 @@ from megatron_ext.schedule.show.draw import draw
 from megatron_ext.schedule.show.page.run import of_passes, simulated
 from megatron_ext.schedule.show.trace import TraceFile, beside, read_trace
 from megatron_ext.schedule.slices import Slices
+from tests.helpers.combinations import at_night, nightly
 from tests.helpers.schedules import drawn, rows_of, table, with_messages
 
 KEEPING = [name for name, entry in entries().items() if entry.keeps_pairs and not entry.searches]
@@ -179,8 +180,13 @@ def test_pairs_that_nobody_asked_for_are_refused() -> None:
 
 
 @pytest.mark.parametrize("p2p", P2P)
-@pytest.mark.parametrize("p", [2, 3])
-@pytest.mark.parametrize("spec", [*KEEPING, "gis", "v-half", "1f1b-v", "hanayo"])
+@pytest.mark.parametrize(
+    ("spec", "p"),
+    [
+        *((name, 2) for name in KEEPING),
+        *at_night(*((name, 3) for name in (*KEEPING, "gis", "v-half", "1f1b-v", "hanayo"))),
+    ],
+)
 def test_what_is_made_is_proved_and_times_are_those_of_pairs(spec: str, p: int, p2p: P2P) -> None:
     """Both passes begin when all is there that either needs, and nobody gets anything of either
     before both have ended. On a loop of two ranks both neighbours of a rank are one: messages
@@ -291,6 +297,7 @@ def test_pairs_keep_to_the_memory_limit() -> None:
     assert 0 < len(within.schedule.pairs) < len(free.schedule.pairs)
 
 
+@nightly("test_pairs has what a search is compared with")
 def test_v_auto_takes_what_gains_most_by_pairs() -> None:
     searched = makespan(built("v-auto", 4, 12))
     assert searched <= makespan(built("zb-v", 4, 12)) + 1e-9

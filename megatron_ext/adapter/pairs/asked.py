@@ -14,7 +14,7 @@ FLAG = "--overlap-moe-expert-parallel-comm"
 
 def asks_for_pairs(settings: Any) -> bool:
     """Whether ``settings``, Megatron's arguments or a config, do."""
-    return bool(getattr(settings, SETTING, False))
+    return getattr(settings, SETTING, None) is True
 
 
 def has_pairs(settings: Any, microbatches: int) -> bool:

@@ -54,7 +54,8 @@ class PlannedStage(ModelStage):
         super().__init__(*args, **more)
         model: Any = get_attr_wrapped_model(self._model, "decoder", return_model_obj=True)
         predicting = getattr(getattr(model, "mtp", None), "layers", ())
-        self._is_planned = self._has_backward and bool(len(model.decoder.layers) + len(predicting))
+        layers = len(model.decoder.layers) + len(predicting)
+        self._is_planned = self._has_backward and layers > 0
         set_streams(high_priority=self._config.high_priority_a2a_comm_stream)
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor:

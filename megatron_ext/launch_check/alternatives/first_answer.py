@@ -20,14 +20,14 @@ _FIRST = ("zb-v", "zb-1p")
 def first_answer(read: ReadLine) -> Plan | None:
     """What a few schedules that take no search would gain, and say so. None where the whole plan
     takes no longer."""
-    args, line = read.validated, read.variants
-    assert line.own is not None
+    args, own = read.validated, read.variants.own
+    assert own is not None
     microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     if args.pipeline_model_parallel_size * microbatches < LONG:
         return None
     methods = frozenset([VocabMethod.NAIVE])
-    line = replace(line, methods=methods, tries_recompute=False)
-    plan = make_plan(line.variant, read.room, specs=tuple(dict.fromkeys((line.own, *_FIRST))))
+    line = replace(read.variants, methods=methods, tries_recompute=False)
+    plan = make_plan(line.variant, read.room, specs=tuple(dict.fromkeys((own, *_FIRST))))
     of_line, best = _of_line(plan, line), plan.best
     if best is not None and best is not of_line:
         words = " ".join((*flags_of(best, None), *line.rewritten(best.schedule).added))

@@ -37,8 +37,8 @@ def without_frozen(costs: Costs, matrices: Sequence[float], *, reached: float, h
     if held is not None:
         held = {**held, Held.WEIGHT_INPUTS: shared(held[Held.WEIGHT_INPUTS])}
     spared = shared(layers.spared) if layers.spared else ()
-    # Of B so little may be left that it hides no more than I.
-    hidden = {kind: table for kind, table in costs.hidden.items() if kind is Kind.BACKWARD_INPUT}
+    hidden = dict(costs.hidden)
+    hidden.pop(Kind.FULL_BACKWARD, None)  # so little may be left of B that it hides no more than I
     changed = replace(layers, seconds=seconds, held_bytes=held, spared=spared, hidden=hidden)
     vocabulary = costs.vocabulary
     if vocabulary is not None:

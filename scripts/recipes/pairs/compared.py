@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 
 import numpy as np
 
@@ -122,16 +123,11 @@ class Comparison:
         even = with_even_ranks(balanced, placement, self._work.microbatches, self._figures)
         options = [even, balanced, evenly(layers, stages)]
         options += [layout for layout in known if layout.stages == stages]
-        orders: dict[Layout | None, _PairedTimed] = {}
-
-        def make(layout: Layout) -> _PairedTimed:
-            key = layout if entry_of(spec).uses_costs else None
-            if key not in orders:
-                orders[key] = self._timed(spec, layout)
-            return orders[key]
-
+        make = cache(partial(self._timed, spec))  # which passes are pairs depends on the layout
         try:
-            start = descend(make, make(even).best_of(options).layout, Task(""))
+            starts = [make(layout).best_of([layout]) for layout in dict.fromkeys(options)]
+            first = min(starts, key=lambda start: (not start.fits, start.seconds))
+            start = descend(make, first.layout, Task(""))
         except ValueError:
             return None
         return make(start.layout).step(start.layout) if start.fits else None
