@@ -208,7 +208,7 @@ def test_bytes_are_respected_down_to_the_least() -> None:
     ("spec", "p", "k"), [("zb-v", 3, 3), *at_night(("zb-h1", 4, 2), ("interleaved-zb", 3, 3))]
 )
 def test_a_schedule_of_slices_is_made_longer_and_shorter(spec: str, p: int, k: int) -> None:
-    problem = asked(spec, p, 8, k)
+    problem = asked(spec, p, 12, k)
     assert has_middle(problem)
     known = choose(spec).build(problem)
     for m in (1, 3, 7, 11, 20):
