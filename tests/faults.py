@@ -157,8 +157,8 @@ FAULTS = (
     Fault(
         "gradients-complete-too-early",
         f"{RUNTIME}/executor.py",
-        "action for action in self.row if RULES[action.kind].adds_to_gradients",
-        "action for action in self.row[::-1] if RULES[action.kind].adds_to_gradients",
+        "action for action in row if RULES[action.kind].adds_to_gradients",
+        "action for action in row[::-1] if RULES[action.kind].adds_to_gradients",
         ("tests/pipeline/test_executor.py",),
     ),
     Fault(
