@@ -9,8 +9,9 @@ import numpy as np
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.model.model import Stage
 from megatron_ext.schedule.placement import line
-from megatron_ext.schedule.plan.layouts.figures import Counts, Figure, Floats
+from megatron_ext.schedule.plan.layouts.figures import Counts, Floats
 from megatron_ext.schedule.plan.layouts.layout import Layout
+from megatron_ext.schedule.plan.layouts.order import seconds_of_passes
 from megatron_ext.schedule.plan.layouts.work import Work
 from megatron_ext.schedule.schedule import Schedule
 
@@ -83,7 +84,7 @@ class PairedOrder:
             counts: layers of each stage, by layout.
         """
         nothing = np.zeros((1, len(figures)))
-        passes = np.concatenate([_seconds_of_passes(figures), nothing])
+        passes = np.concatenate([seconds_of_passes(figures), nothing])
         hidden = np.concatenate([self._hidden.by_layout(self._pairs, counts), nothing])
         lasts = passes[self._codes].sum(axis=1) - hidden[self._hidden_at]
         ends = np.zeros((len(lasts) + 1, len(figures)))
@@ -95,17 +96,6 @@ class PairedOrder:
         whole = np.asarray(ends.max(axis=0))
         earlier, later = ends[self._ways_back]
         return np.asarray(whole + more * (later - earlier) / self._ranks)
-
-
-def _seconds_of_passes(figures: Floats) -> Floats:
-    """By stage and kind of pass, and by layout."""
-    forward, inputs, weights, spared = (
-        figures[..., figure]
-        for figure in (Figure.FORWARD, Figure.INPUT, Figure.WEIGHT, Figure.SPARED)
-    )
-    kinds = [forward, inputs, weights, inputs + weights - spared, weights - spared]
-    by_stage = np.stack(kinds, axis=-1)
-    return np.ascontiguousarray(by_stage.reshape(len(figures), -1).T)
 
 
 class _Walk:

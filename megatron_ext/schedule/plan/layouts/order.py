@@ -57,7 +57,7 @@ class Order:
         Args:
             figures: by layout, stage and `Figure`.
         """
-        of_passes = _seconds_of_passes(figures)
+        of_passes = seconds_of_passes(figures)
         lasts = of_passes[self._passes]
         ends = np.zeros((len(lasts) + 1, len(figures)))
         for start, end in zip(self._bounds, self._bounds[1:], strict=False):
@@ -103,7 +103,7 @@ def _share_under_way(placement: Placement) -> float:
     return 1.0 if placement.chunks == 1 else 0.7
 
 
-def _seconds_of_passes(figures: Floats) -> Floats:
+def seconds_of_passes(figures: Floats) -> Floats:
     """By stage and kind of pass, and by layout."""
     forward, inputs, weights, spared = (
         figures[..., figure]
