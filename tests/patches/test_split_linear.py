@@ -14,6 +14,7 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import layers
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ext.patches.megatron.core.tensor_parallel.layers import split_apply
 from megatron_ext.runtime.weight_gradients import queue
@@ -65,6 +66,38 @@ def test_w_adds_what_stocks_backward_adds(
     assert ours.grad is None
     assert ours.main_grad.count_nonzero()  # type: ignore[attr-defined]
     assert torch.equal(ours.main_grad, stock.main_grad)  # type: ignore[attr-defined]
+
+
+class Products(TorchDispatchMode):
+    """The names of the products that were computed, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "mm" in func.name():
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_same_products_as_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An output's gradient that is a view, as what LLaVA's projection gets, was multiplied in
+    batches, since the weight that went in needed no gradient (torch folds the two first dimensions
+    where it does). With MKL on an AMD processor that is another order of sums."""
+    monkeypatch.setattr(queue, "splitting", True)
+    weight = torch.nn.Parameter(torch.randn(5, 4))
+    rest = (None, False, False, False, None, None, None, *NEWER)
+    gradient = torch.randn(2, 3, 5).transpose(0, 1)
+    computed = []
+    for apply in (FUNCTION.apply, partial(split_apply, FUNCTION.apply)):
+        x = torch.randn(3, 2, 4, requires_grad=True)
+        with Products() as products, queue.collecting(0, 0):
+            apply(x, weight, *rest).backward(gradient)
+            queue.run(0, 0)
+        computed.append(products.names)
+    stocks, ours = computed
+    assert ours == stocks == ["aten::mm"] * 3
 
 
 @pytest.mark.parametrize("without", ["weight", "input"])

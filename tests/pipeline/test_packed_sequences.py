@@ -396,6 +396,6 @@ def test_a_callers_model_with_the_vocabulary_divided(schedule: str, variant: str
         assert ours.keys() == expected.keys()
         for name, gradient in ours.items():
             largest = expected[name].abs().max()
-            assert (gradient - expected[name]).abs().max() <= 2**-20 * largest, name
+            assert (gradient - expected[name]).abs().max() <= 2**-19 * largest, name
 
     values(run_ranks(RANKS, on_rank))

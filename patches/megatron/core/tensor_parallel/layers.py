@@ -154,7 +154,7 @@ class _SplitLinear(torch.autograd.Function):
         output: Tensor = stock.forward(
             ctx,
             x,
-            linear.weight.detach(),
+            linear.weight,
             None,  # bias: added by the caller, so that autograd sums its gradient as ever
             True,  # gradient_accumulation_fusion, with a buffer: no weight gradient is computed
             linear.allreduces,
