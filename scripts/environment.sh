@@ -128,9 +128,11 @@ install() {
   : >"$VENV/installing"
   say 'installing megatron_ext[megatron,plot,certify,search,docs,dev] into .venv'
   say '(the first time this fetches torch and Megatron: minutes, several GB; log: .venv/install.log)'
+  # pip would compile each file of torch and the rest, most of a minute: what is imported is
+  # compiled then, once.
   if ! (
     set -o pipefail
-    "$VENV/bin/python" -m pip install --disable-pip-version-check --progress-bar off \
+    "$VENV/bin/python" -m pip install --disable-pip-version-check --progress-bar off --no-compile \
       --editable "${REPOSITORY}[megatron,plot,certify,search,docs,dev]" 2>&1 | tee "$log" | show_progress >&2
   ); then
     # pip itself gave up, so nothing was left half done.
@@ -158,5 +160,6 @@ prepare_environment() {
     install_alone 9<"$REPOSITORY/setup.py" || return 1
   fi
   export VIRTUAL_ENV=$VENV PATH=$VENV/bin:$PATH
-  unset PYTHONHOME
+  # Without compiled files each process would compile torch and Megatron again.
+  unset PYTHONHOME PYTHONDONTWRITEBYTECODE
 }
