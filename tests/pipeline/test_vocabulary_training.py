@@ -266,7 +266,7 @@ def test_states_saved_rank_by_rank_fit_a_divided_vocabulary_only(tmp_path: Path)
 
 
 def test_another_padding(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """72 rows divide over 4 ranks twice, 66 do not; a checkpoint has 64."""
+    """72 rows divide over 2 ranks twice, 66 do not; a checkpoint has 64."""
     reference = SETTINGS["pp2"].train(
         tmp_path / "stock",
         load=stock("pp2")[1],
@@ -274,7 +274,7 @@ def test_another_padding(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> N
         make_vocab_size_divisible_by=72,
     )
     capfd.readouterr()
-    runs = SETTINGS["pp4"].train(
+    runs = SETTINGS["pp2"].train(
         tmp_path / "ours",
         load=stock("pp2")[1],
         ckpt_step=SAVED_AT,
@@ -284,7 +284,7 @@ def test_another_padding(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> N
     )
     lines = [line for line in capfd.readouterr().out.splitlines() if "padded to" in line]
     assert lines == [
-        "megatron_ext: the vocabulary is padded to 72, not 66, so that it divides over 4 pipeline "
+        "megatron_ext: the vocabulary is padded to 72, not 66, so that it divides over 2 pipeline "
         "x 1 tensor parallel ranks"
     ]
     assert_close(runs, reference)
