@@ -59,6 +59,8 @@ class Asked:
         gpu: None: the costs are an H100's, and nothing is compared with its memory.
         settings: words for flags of ours that the command gives, as ``--pipeline-costs FILE``.
         with_curves: whether the plan is drawn, and so what less memory and other microbatches do.
+        reserved: bytes that the allocator of a rank reserves beyond what it hands out; None: as the
+            file of costs has it.
     """
 
     launch: Launch | None = None
@@ -67,6 +69,7 @@ class Asked:
     gpu: Gpu | None = None
     settings: tuple[str, ...] = ()
     with_curves: bool = False
+    reserved: float | None = None
 
 
 @dataclass(frozen=True)
@@ -149,6 +152,7 @@ class ReadLine:
         room: bytes that a rank may take; None: not known.
         remarks: what was assumed.
         measured: costs per layer type, by which it is estimated; None: they are not measured.
+        reserved: as of `LinePlan`.
         costs: words for the file of these, where the line does not name it.
     """
 
@@ -157,6 +161,7 @@ class ReadLine:
     room: float | None
     remarks: tuple[str, ...]
     measured: MeasuredFile | None = None
+    reserved: float | None = None
     costs: tuple[str, ...] = ()
 
     @property
@@ -254,15 +259,17 @@ def _read(asked: Asked, args: Any, launch_line: Any) -> ReadLine:
         frozenset(Mark),
         tries_recompute=not says(words, "recompute"),
     )
+    reserved = asked.reserved
+    if reserved is None and measured is not None:
+        reserved = measured.reserved
     room = None
     if asked.gpu is not None and asked.gpu.memory is not None:
-        reserved = 0.0 if measured is None else measured.reserved or 0.0
-        room = USABLE * asked.gpu.memory - reserved
+        room = USABLE * asked.gpu.memory - (reserved or 0.0)
     validated, _ = variants.validated(own, VocabMethod.NAIVE)  # Megatron's refusal comes alone
     remarks += _on_costs(validated, given, measured)
     is_written = measured is None or str(given.costs) in words
     costs = () if is_written else (flag("costs"), str(given.costs))
-    return ReadLine(variants, validated, room, tuple(remarks), measured, costs)
+    return ReadLine(variants, validated, room, tuple(remarks), measured, reserved, costs)
 
 
 def _plan(read: ReadLine, *, with_curves: bool) -> LinePlan:
@@ -283,7 +290,7 @@ def _plan(read: ReadLine, *, with_curves: bool) -> LinePlan:
         other_pairs=None if is_measured else other_pairs(line, plan, room),
         layouts=layouts,
         is_measured=measured is not None,
-        reserved=None if measured is None else measured.reserved,
+        reserved=read.reserved,
     )
     made = replace(made, long_sequences=_long_sequences(read, made))
     if plan.best is None:
