@@ -34,7 +34,13 @@ from megatron_ext.schedule.model.gpus import USABLE, Gpu
 from megatron_ext.schedule.model.measured.file import MeasuredFile, load_measured
 from megatron_ext.schedule.plan.curves import Curves, curves_of
 from megatron_ext.schedule.plan.long_sequences import LongSequences
-from megatron_ext.schedule.plan.planner import Candidate, Plan, VocabMethod, consider
+from megatron_ext.schedule.plan.planner import (
+    Candidate,
+    Plan,
+    VocabMethod,
+    consider,
+    keeping_candidates,
+)
 from megatron_ext.schedule.plan.recommendation import flags_of
 from megatron_ext.schedule.problem import Extras
 from megatron_ext.schedule.words import counted
@@ -177,7 +183,8 @@ def plan_line(asked: Asked) -> LinePlan:
         ValueError: the line, or what is asked beside it, is not understood, or Megatron refuses it.
         PatchError: there is no Megatron to ask.
     """
-    return with_line(asked, partial(_plan, with_curves=asked.with_curves))
+    with keeping_candidates():
+        return with_line(asked, partial(_plan, with_curves=asked.with_curves))
 
 
 def plan_halves(asked: Asked) -> LineHalves:
@@ -287,7 +294,9 @@ def _plan(read: ReadLine, *, with_curves: bool) -> LinePlan:
         read.remarks,
         line.config.extras,
         instead=None if is_measured else without_full_recompute(line, plan, room),
-        other_pairs=None if is_measured else other_pairs(line, plan, room),
+        other_pairs=None
+        if is_measured
+        else other_pairs(line, plan, room, is_long=first is not None),
         layouts=layouts,
         is_measured=measured is not None,
         reserved=read.reserved,

@@ -64,6 +64,7 @@ def few_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
     specs = ["1f1b", "interleaved", "zb-h1", "zb-v"]
     monkeypatch.setattr(planner, "all_specs", lambda: specs)
     monkeypatch.setattr(without_full_recompute, "all_specs", lambda: specs)
+    monkeypatch.setattr(first_answer, "all_specs", lambda: specs)
     monkeypatch.setattr(line_plan, "_METHODS", frozenset([VocabMethod.NAIVE, VocabMethod.TWO]))
     monkeypatch.setattr(line_plan, "_layouts", lambda read: None)  # test_layouts.py
 
@@ -243,7 +244,9 @@ def test_room_is_left_for_what_a_trace_has_measured_of_the_allocator(tmp_path: P
     output = command(*words, "--trace", str(tmp_path), *line_of_two).output
     assert "beside that the allocator reserves 68 GiB, for which room is left" in output
     without = command(*words, *line_of_two).output
-    limits = [re.findall(r"--pipeline-memory-limit [\d.]+([MG])iB", text) for text in (output, without)]
+    limits = [
+        re.findall(r"--pipeline-memory-limit [\d.]+([MG])iB", text) for text in (output, without)
+    ]
     assert limits == [["M"], ["G"]]
     assert "--trace DIR" in without
     TraceFile(tmp_path / "cpu.json").add(step)
