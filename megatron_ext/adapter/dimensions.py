@@ -101,7 +101,9 @@ def _basis(
     stages = _stages_built(model, per_stage)
     if stages is None:
         return None
-    run = execution(config, sequence, micro_batch)
+    of_stages = [size.unkept for size in per_stage if size.layers]
+    unkept = frozenset.intersection(*of_stages) if of_stages else frozenset[str]()
+    run = replace(execution(config, sequence, micro_batch), unkept=unkept)
     return Basis(model, stages, run, measured or rates(run.precision))
 
 

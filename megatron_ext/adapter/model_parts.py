@@ -17,6 +17,7 @@ from megatron_ext.adapter.vocabulary_rows import embedding_part
 
 # Of DDP and mixed precision; of Megatron's and Megatron-Bridge's multimodal models.
 _WITHIN = ("module", "language_model", "thinker")
+_MATRICES = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class ChunkSize:
         reached: how much of its layers needs the gradient, from 0 to 1, were nothing before it
             trained: those from the first trained one on.
         head_is_trained: whether its output layer is, if it has one.
+        unkept: of the matrices of its layers, by their names, those whose inputs nobody keeps.
     """
 
     model: str
@@ -47,6 +49,7 @@ class ChunkSize:
     trained_matrices: float = 1.0
     reached: float = 1.0
     head_is_trained: bool = True
+    unkept: frozenset[str] = frozenset()
 
 
 def language_model(chunk: torch.nn.Module) -> Any | None:
@@ -128,6 +131,7 @@ def size_of(chunk: torch.nn.Module) -> ChunkSize:
         trained_matrices=_trained(weight for weight in layers if weight.dim() > 1),
         reached=_reached(chunk, model),
         head_is_trained=head is None or _trained(head.parameters()) > 0,
+        unkept=frozenset() if model is None else _unkept(model.decoder),
     )
 
 
@@ -143,6 +147,18 @@ def _reached(chunk: torch.nn.Module, model: Any | None) -> float:
         return 1.0  # an embedding, or a tower; what comes after the layers is on another stage
     trained = [_trained(layer.parameters()) > 0 for layer in layers]
     return (len(layers) - trained.index(True)) / len(layers) if any(trained) else 0.0
+
+
+def _unkept(layers: torch.nn.Module) -> frozenset[str]:
+    """Of `_MATRICES`, those that are frozen in all ``layers``, with nothing trained beside them: an
+    adapter is within what stands in the place of its matrix, and takes the same input."""
+    kept: dict[str, bool] = {}
+    for path, module in layers.named_modules():
+        name = path.rpartition(".")[2]
+        if name in _MATRICES:
+            trained = any(w.requires_grad and w.dim() > 1 for w in module.parameters())
+            kept[name] = kept.get(name, False) or trained
+    return frozenset(name for name, is_kept in kept.items() if not is_kept)
 
 
 def _elements(weights: Iterable[Tensor]) -> int:

@@ -28,6 +28,7 @@ from megatron_ext.launch_check.alternatives.pairs import FLAG
 from megatron_ext.schedule.model.gpus import parse_gpu
 from megatron_ext.schedule.plan.plan_report import plan_report
 from megatron_ext.schedule.plan.recommendation import made_again, slower_by
+from megatron_ext.schedule.show.trace import reserved_in
 
 if TYPE_CHECKING:
     from megatron_ext.launch_check.alternatives.pairs import OtherPairs
@@ -44,20 +45,23 @@ def plan_of_line(
     config: Path | None,
     world_size: int | None,
     gpu: str | None,
+    trace: Path | None,
     settings: Mapping[str, str | bool | None],
     as_json: bool,
     pictures: PlanPictures,
 ) -> None:
     """Plan for the launch line ``words``, or the arguments in the file ``config``.
 
-    ``settings``: of ours, beside what the line has.
+    Args:
+        trace: of that line, on GPUs.
+        settings: of ours, beside what the line has.
     """
     from megatron_ext.launch_check.line_plan import plan_line
     from megatron_ext.patches.engine import PatchError
 
     try:
         pictures.check()
-        asked = _asked(words, config, world_size, gpu, settings)
+        asked = _asked(words, config, world_size, gpu, trace, settings)
         asked = replace(asked, with_curves=pictures.plot is not None)
         with showing_progress():
             made = plan_line(asked)
@@ -78,6 +82,7 @@ def halves_of_line(
     config: Path | None,
     world_size: int | None,
     gpu: str | None,
+    trace: Path | None,
     settings: Mapping[str, str | bool | None],
     as_json: bool,
     pictures: PlanPictures,
@@ -88,7 +93,7 @@ def halves_of_line(
 
     try:
         pictures.refuse("--half-pipeline")
-        asked = _asked(words, config, world_size, gpu, settings)
+        asked = _asked(words, config, world_size, gpu, trace, settings)
         with showing_progress():
             made = plan_halves(asked)
     except (ValueError, OSError, PatchError) as error:
@@ -111,6 +116,7 @@ def _asked(
     config: Path | None,
     world_size: int | None,
     gpu: str | None,
+    trace: Path | None,
     settings: Mapping[str, str | bool | None],
 ) -> Asked:
     """Raises ValueError or OSError where that is not understood."""
@@ -127,6 +133,7 @@ def _asked(
         world_size=world_size,
         gpu=None if gpu is None else parse_gpu(gpu),
         settings=tuple(_flags(settings)),
+        reserved=None if trace is None else reserved_in(trace),
     )
 
 
@@ -185,7 +192,7 @@ def _beside_memory(made: LinePlan) -> str:
     if made.reserved is None:
         return (
             "beside that comes what the allocator reserves and does not hand out: not measured "
-            "(see --pipeline-costs profile)"
+            "(on a GPU --pipeline-trace and --pipeline-costs profile do: --trace DIR, --costs FILE)"
         )
     return f"beside that the allocator reserves {gib(made.reserved)}, for which room is left"
 

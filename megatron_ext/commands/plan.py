@@ -122,6 +122,14 @@ def plan(
         Path | None,
         typer.Option(help="A JSON object of Megatron's arguments, in place of a launch line."),
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Of a launch line: what --pipeline-trace wrote on GPUs. Room is left for what "
+            "their allocators reserve.",
+        ),
+    ] = None,
     world_size: Annotated[
         int | None, typer.Option(help="Ranks of a launch line, if torchrun's words are not there.")
     ] = None,
@@ -142,10 +150,10 @@ def plan(
             "post_validation": post_validation,
         }
         of_line = halves_of_line if half_pipeline else plan_of_line
-        of_line(context.args, config, world_size, gpu, settings, as_json, pictures)
+        of_line(context.args, config, world_size, gpu, trace, settings, as_json, pictures)
         return
-    if pp is None or microbatches is None:
-        fail(ValueError(_NEEDED))
+    if pp is None or microbatches is None or trace is not None:
+        fail(ValueError(_NEEDED if trace is None else _OF_A_LINE))
     try:
         pictures.check()
         limit = None if memory_limit is None else parse_limit(memory_limit, pp, microbatches)
@@ -334,6 +342,9 @@ _WITHOUT_MODEL = (
 _NEEDED = (
     "--pp and -m say how large a pipeline is: add them, or give a launch line behind --, as in "
     "megatron-ext plan --gpu h100 -- torchrun ... pretrain_gpt.py ARGS"
+)
+_OF_A_LINE = (
+    "--trace is of a launch line, which its GPUs have run: give that behind --, or leave it out"
 )
 _BESIDE_A_LINE = (
     "a launch line, or --config, says by itself what --pp, -m, --model, --layers, --tp, --dp and "

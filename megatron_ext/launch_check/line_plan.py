@@ -34,7 +34,13 @@ from megatron_ext.schedule.model.gpus import USABLE, Gpu
 from megatron_ext.schedule.model.measured.file import MeasuredFile, load_measured
 from megatron_ext.schedule.plan.curves import Curves, curves_of
 from megatron_ext.schedule.plan.long_sequences import LongSequences
-from megatron_ext.schedule.plan.planner import Candidate, Plan, VocabMethod, consider
+from megatron_ext.schedule.plan.planner import (
+    Candidate,
+    Plan,
+    VocabMethod,
+    consider,
+    keeping_candidates,
+)
 from megatron_ext.schedule.plan.recommendation import flags_of
 from megatron_ext.schedule.problem import Extras
 from megatron_ext.schedule.words import counted
@@ -59,6 +65,8 @@ class Asked:
         gpu: None: the costs are an H100's, and nothing is compared with its memory.
         settings: words for flags of ours that the command gives, as ``--pipeline-costs FILE``.
         with_curves: whether the plan is drawn, and so what less memory and other microbatches do.
+        reserved: bytes that the allocator of a rank reserves beyond what it hands out; None: as the
+            file of costs has it.
     """
 
     launch: Launch | None = None
@@ -67,6 +75,7 @@ class Asked:
     gpu: Gpu | None = None
     settings: tuple[str, ...] = ()
     with_curves: bool = False
+    reserved: float | None = None
 
 
 @dataclass(frozen=True)
@@ -149,6 +158,7 @@ class ReadLine:
         room: bytes that a rank may take; None: not known.
         remarks: what was assumed.
         measured: costs per layer type, by which it is estimated; None: they are not measured.
+        reserved: as of `LinePlan`.
         costs: words for the file of these, where the line does not name it.
     """
 
@@ -157,6 +167,7 @@ class ReadLine:
     room: float | None
     remarks: tuple[str, ...]
     measured: MeasuredFile | None = None
+    reserved: float | None = None
     costs: tuple[str, ...] = ()
 
     @property
@@ -172,7 +183,8 @@ def plan_line(asked: Asked) -> LinePlan:
         ValueError: the line, or what is asked beside it, is not understood, or Megatron refuses it.
         PatchError: there is no Megatron to ask.
     """
-    return with_line(asked, partial(_plan, with_curves=asked.with_curves))
+    with keeping_candidates():
+        return with_line(asked, partial(_plan, with_curves=asked.with_curves))
 
 
 def plan_halves(asked: Asked) -> LineHalves:
@@ -254,15 +266,17 @@ def _read(asked: Asked, args: Any, launch_line: Any) -> ReadLine:
         frozenset(Mark),
         tries_recompute=not says(words, "recompute"),
     )
+    reserved = asked.reserved
+    if reserved is None and measured is not None:
+        reserved = measured.reserved
     room = None
     if asked.gpu is not None and asked.gpu.memory is not None:
-        reserved = 0.0 if measured is None else measured.reserved or 0.0
-        room = USABLE * asked.gpu.memory - reserved
+        room = USABLE * asked.gpu.memory - (reserved or 0.0)
     validated, _ = variants.validated(own, VocabMethod.NAIVE)  # Megatron's refusal comes alone
     remarks += _on_costs(validated, given, measured)
     is_written = measured is None or str(given.costs) in words
     costs = () if is_written else (flag("costs"), str(given.costs))
-    return ReadLine(variants, validated, room, tuple(remarks), measured, costs)
+    return ReadLine(variants, validated, room, tuple(remarks), measured, reserved, costs)
 
 
 def _plan(read: ReadLine, *, with_curves: bool) -> LinePlan:
@@ -280,10 +294,12 @@ def _plan(read: ReadLine, *, with_curves: bool) -> LinePlan:
         read.remarks,
         line.config.extras,
         instead=None if is_measured else without_full_recompute(line, plan, room),
-        other_pairs=None if is_measured else other_pairs(line, plan, room),
+        other_pairs=None
+        if is_measured
+        else other_pairs(line, plan, room, is_long=first is not None),
         layouts=layouts,
         is_measured=measured is not None,
-        reserved=None if measured is None else measured.reserved,
+        reserved=read.reserved,
     )
     made = replace(made, long_sequences=_long_sequences(read, made))
     if plan.best is None:

@@ -157,6 +157,7 @@ def test_a_trace_has_every_pass_of_every_rank(tmp_path: Path) -> None:
     steps = read_trace(tmp_path)
     assert [step.iteration for step in steps] == [3, 4]
     for step in steps:
+        assert step.reserved is not None and len(step.reserved) == RANKS
         orders = [
             [[event.action for event in row] for row in timeline.compute]
             for timeline in (step.measured, step.predicted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,10 +40,10 @@ class Adapted(torch.nn.Module):
         return output + self.adapter(x), bias
 
 
-def adapt(chunk: Any) -> None:
-    """Put an adapter beside each linear layer of ``chunk``'s layers."""
+def adapt(chunk: Any, linear: Sequence[str] = LINEAR) -> None:
+    """Put an adapter beside each of these linear layers of ``chunk``'s layers."""
     for module in list(chunk.decoder.modules()):
-        for name in LINEAR:
+        for name in linear:
             if hasattr(module, name):
                 setattr(module, name, Adapted(getattr(module, name), chunk.config))
 

@@ -36,8 +36,11 @@ from megatron_ext.schedule.model.measured_costs import Machine
 from megatron_ext.schedule.model.model import stages_of
 from megatron_ext.schedule.plan import planner
 from megatron_ext.schedule.plan.planner import VocabMethod
+from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.progress import reporting
+from megatron_ext.schedule.show.trace import TraceFile, beside
 from tests.helpers.megatron_runs import SCRIPT, model_flags
+from tests.helpers.schedules import line_problem, program
 
 FLAGS: dict[str, Any] = {
     "pipeline_model_parallel_size": 2,
@@ -61,6 +64,7 @@ def few_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
     specs = ["1f1b", "interleaved", "zb-h1", "zb-v"]
     monkeypatch.setattr(planner, "all_specs", lambda: specs)
     monkeypatch.setattr(without_full_recompute, "all_specs", lambda: specs)
+    monkeypatch.setattr(first_answer, "all_specs", lambda: specs)
     monkeypatch.setattr(line_plan, "_METHODS", frozenset([VocabMethod.NAIVE, VocabMethod.TWO]))
     monkeypatch.setattr(line_plan, "_layouts", lambda read: None)  # test_layouts.py
 
@@ -224,6 +228,32 @@ def test_half_a_line_is_planned_by_them_too(tmp_path: Path) -> None:
     words = ("--gpu", "h100", "--half-pipeline", "--costs", str(path), "--world-size", "4")
     output = command(*words, "--", str(SCRIPT), *line_of_four.arguments).output
     assert "times are in the unit of --costs" in output
+
+
+def test_room_is_left_for_what_a_trace_has_measured_of_the_allocator(tmp_path: Path) -> None:
+    """Only a profile of our schedules told of it, and people begin with a trace of Megatron's."""
+    whole = program("1f1b", line_problem(2, 4, 10, 12, 8, 1))
+    timeline = simulate(whole, whole.problem.costs)
+    passes = tuple(event for row in timeline.compute for event in row)
+    step = beside(5, replace(timeline, events=passes), timeline, 0.0)
+    TraceFile(tmp_path / "trace.json").add(replace(step, reserved=(2.0**30, 68 * 2.0**30)))
+    words, line_of_two = (
+        ["--gpu", "h100", "--world-size", "4"],
+        ["--", str(SCRIPT), *model_flags(**FLAGS)],
+    )
+    output = command(*words, "--trace", str(tmp_path), *line_of_two).output
+    assert "beside that the allocator reserves 68 GiB, for which room is left" in output
+    without = command(*words, *line_of_two).output
+    limits = [
+        re.findall(r"--pipeline-memory-limit [\d.]+([MG])iB", text) for text in (output, without)
+    ]
+    assert limits == [["M"], ["G"]]
+    assert "--trace DIR" in without
+    TraceFile(tmp_path / "cpu.json").add(step)
+    on_cpu = command(*words, "--trace", str(tmp_path / "cpu.json"), *line_of_two)
+    assert on_cpu.exit_code == 2 and "a trace that is made on GPUs does" in on_cpu.output
+    alone = command("--pp", "4", "-m", "8", "--trace", str(tmp_path))
+    assert alone.exit_code == 2 and "--trace is of a launch line" in alone.output
 
 
 def test_a_costs_file_of_before_has_costs_for_its_own_stages(tmp_path: Path) -> None:

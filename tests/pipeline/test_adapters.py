@@ -6,31 +6,48 @@ Only the adapters' weight gradients wait for W. Losses and gradients are stock's
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 import megatron_ext
+from megatron_ext.adapter.dimensions import costs_of_model
+from megatron_ext.adapter.model_parts import size_of
 from megatron_ext.adapter.step.model_stage import ModelStage
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
+from megatron_ext.runtime.held_bytes import SavedTensors
 from megatron_ext.runtime.weight_gradients import queue
+from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.registry import choose
+from megatron_ext.schedule.kinds import Held
+from megatron_ext.schedule.placement import line
 from tests.helpers import callers
-from tests.helpers.adapters import RANK, above_frozen_layers, adapt, is_adapter, layer_of
+from tests.helpers.adapters import (
+    LINEAR,
+    RANK,
+    above_frozen_layers,
+    adapt,
+    is_adapter,
+    layer_of,
+)
 from tests.helpers.callers import assert_same, draw_by_name, named_parameters
 from tests.helpers.combinations import at_night, nightly
 from tests.helpers.covered import kinds
 from tests.helpers.ranks import run_ranks, values
 from tests.pipeline.test_callers import (
     BATCH,
+    RANKS,
     SEQUENCE,
     V_RANKS,
     build_chunks,
+    build_model,
     forward_step,
     tokens,
 )
@@ -176,6 +193,38 @@ def test_adapters_train_as_stocks(
                     assert bool(shapes) == choose(schedule).splits_backward
 
     values(run_ranks(V_RANKS, on_rank))
+
+
+def held_with(linear: Sequence[str]) -> tuple[float, float]:
+    """Bytes of a microbatch of a model with these adapters, as counted and as estimated."""
+    model: Any = build_model()
+    adapt(model, linear)
+    for name, weight in named_parameters(model):
+        weight.requires_grad = is_adapter(name)
+    counting, data = SavedTensors(model.parameters()), iter(tokens())
+    kept = []
+    for k in range(2):
+        with counting.around(Action(0, Kind.FORWARD, k)):
+            kept.append(forward_step(data, model))
+    size = size_of(model)
+    costs = costs_of_model(model.config, line(1), [size], SEQUENCE, BATCH, is_told=False)
+    assert costs.held_bytes is not None
+    return counting.per_microbatch()[0, Held.ACTIVATION], costs.held_bytes[Held.ACTIVATION][0]
+
+
+def test_adapters_of_some_linear_layers_hold_what_enters_these_alone() -> None:
+    """Estimates had all linear layers keep their inputs, whichever had adapters."""
+
+    def on_rank(rank: int) -> None:
+        with apply(cpu.patches()):
+            parallel_state.initialize_model_parallel()
+            model_parallel_cuda_manual_seed(0)
+            (counted, estimated), (of_less, estimated_less) = map(held_with, (LINEAR, LINEAR[:1]))
+            parallel_state.destroy_model_parallel()
+        adapters = RANKS * 3 * RANK * SEQUENCE * BATCH * 4  # what enters their second matrices
+        assert estimated - estimated_less == counted - of_less - adapters > 0
+
+    values(run_ranks(1, on_rank))
 
 
 @nightly("what is frozen is frozen above, and what predicts is test_multi_token_prediction.py's")

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from typer.testing import CliRunner
 
+from megatron_ext.adapter.observers import trace
 from megatron_ext.cli import app
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.kinds import RULES
@@ -38,8 +40,9 @@ def orders(step: TracedStep, which: str) -> list[list[str]]:
     return [[str(event.action) for event in row] for row in rows]
 
 
-def test_a_trace_of_four_ranks(tmp_path: Path) -> None:
-    """And to trace a run does not change its numbers."""
+def test_a_trace_of_four_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And to trace a run does not change its numbers. Ranks have an allocator, as GPUs do."""
+    monkeypatch.setattr(trace, "reserved_beyond_allocated", lambda device: 8.0 * dist.get_rank())
     reference = run(4, pipeline(4))
     runs = run(4, pipeline(4) | traced(tmp_path / "new", "2:4"))
     assert_same(runs, reference)
@@ -50,6 +53,7 @@ def test_a_trace_of_four_ranks(tmp_path: Path) -> None:
     steps = read_trace(tmp_path / "new")
     assert [step.iteration for step in steps] == [2, 3]
     for step in steps:
+        assert step.reserved == (0.0, 8.0, 16.0, 24.0)
         measured, predicted = orders(step, "measured"), orders(step, "predicted")
         assert measured == predicted and len(measured) == 4
         assert {len(row) for row in measured} == {8 * 2 * 3}

@@ -22,6 +22,8 @@ from megatron_ext.schedule.model.model import Model, Stage
 from megatron_ext.schedule.model.model_memory import ModelBytes, TrainingState
 from megatron_ext.schedule.model.short_form import parse_model
 from megatron_ext.schedule.placement import Placement, line, loop
+from megatron_ext.schedule.plan import planner
+from megatron_ext.schedule.plan.layouts import work as of_work
 from megatron_ext.schedule.plan.layouts.beside import seconds_beside
 from megatron_ext.schedule.plan.layouts.candidates import Candidates
 from megatron_ext.schedule.plan.layouts.descent import Timed, descend
@@ -35,6 +37,7 @@ from megatron_ext.schedule.plan.layouts.work import Work, evaluate
 from megatron_ext.schedule.plan.planner import VocabMethod
 from megatron_ext.schedule.problem import VocabularyParallel
 from megatron_ext.schedule.progress import Task
+from megatron_ext.schedule.search import best as search
 from scripts.recipes.recipe import expanded
 from tests.helpers.combinations import at_night
 
@@ -285,6 +288,19 @@ def test_nothing_on_the_lines_own_layout_is_better(chunks: int) -> None:
     for spec in (own[0], *specs[chunks]):
         known = evaluate(training, spec, own[1], room=made.bound, search=False)
         assert made.ours.seconds <= known.seconds, spec
+
+
+def test_of_a_long_step_nothing_is_searched_for_that_can_gain_little(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On 16 ranks with 128 microbatches each search took half a minute and gained nothing."""
+    monkeypatch.setattr(search, "searched", lambda *given: pytest.fail("it is searched for"))
+    monkeypatch.setattr(of_work, "SMALL", 0)
+    training, layout = work(**SMALL), evenly(16, 4)
+    known = evaluate(training, "v-auto", layout, search=False).seconds
+    assert evaluate(training, "v-auto", layout, better_than=known).seconds == known
+    monkeypatch.setattr(planner, "CLOSE", 1.0)
+    assert evaluate(training, "v-auto", layout).seconds == known
 
 
 def test_a_divided_vocabulary_is_tried_where_loops_lead() -> None:

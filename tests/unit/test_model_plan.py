@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from megatron_ext.cli import app
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import Mark, choose, entries, entry_of
+from megatron_ext.schedule.build.report import report
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
@@ -22,19 +23,23 @@ from megatron_ext.schedule.model.model import stages_of
 from megatron_ext.schedule.model.model_memory import ModelBytes, TrainingState, bytes_of_ranks
 from megatron_ext.schedule.model.short_form import Described, parse_model
 from megatron_ext.schedule.placement import Placement, line, v
+from megatron_ext.schedule.plan import planner
 from megatron_ext.schedule.plan.model_plan import Training
 from megatron_ext.schedule.plan.plan_report import plan_report, side_by_side
 from megatron_ext.schedule.plan.planner import (
     Candidate,
     Plan,
+    TooFull,
     Variant,
     VariantOf,
     VocabMethod,
     all_specs,
     consider,
+    keeping_candidates,
     make_plan,
 )
 from megatron_ext.schedule.plan.recommendation import flags_of, recommendation
+from megatron_ext.schedule.plan.shorter_steps import seconds_by_shorter
 from megatron_ext.schedule.plan.vocabulary_plan import variants_of
 from megatron_ext.schedule.problem import Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.program.simulate import simulate
@@ -332,6 +337,61 @@ def test_what_cannot_win_is_left_out(
             least = (1 + float(match[1]) / 100) * makespans[match[2]]
             assert makespans[name] >= least * (1 - 1e-3), (name, why)
     assert left_out >= 2
+
+
+LONG = ("1f1b", "gpipe", "zb-1p", "zb-v", "v-half", "interleaved-zb")
+
+
+def test_of_long_steps_what_takes_more_time_is_left_out_by_shorter_ones() -> None:
+    """128 microbatches on 16 ranks took minutes, most of them for what nobody would take."""
+    variant_of, room = training(microbatches=48).variant, 24 * 2.0**30
+    every = make_plan(variant_of, room, may_offload=True, specs=LONG)
+    first = make_plan(variant_of, room, specs=LONG[:1])
+    made = make_plan(
+        variant_of,
+        room,
+        only_promising=True,
+        may_offload=True,
+        specs=LONG,
+        known=first.candidates,
+        about_of=seconds_by_shorter,
+    )
+    assert best_of(made).step == best_of(every).step
+    assert set(first.candidates) <= set(made.candidates), "what is known is not made again"
+    steps = {(made.schedule, made.method): made.step for made in every.candidates}
+    shorter = [pair for pair, why in made.refusals.items() if why.endswith("a shorter step tells")]
+    assert len(shorter) >= 3
+    assert all(steps[pair] > best_of(made).step for pair in shorter)
+    for (name, method), step in steps.items():
+        variant = variant_of(name, method)
+        assert variant is not None and seconds_by_shorter(variant, method, room) <= 1.01 * step
+
+
+def test_what_takes_longer_is_not_made_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    variant = training().variant("gpipe", VocabMethod.NAIVE)
+    assert variant is not None
+    fullest = consider(variant, VocabMethod.NAIVE).fullest
+    assert fullest is not None
+    monkeypatch.setattr(planner, "_ways_to_fit", lambda *given: pytest.fail("it is made to"))
+    with pytest.raises(TooFull, match="more than it may") as refusal:
+        consider(variant, VocabMethod.NAIVE, 0.9 * fullest, may_offload=True, at_most=1e-9)
+    assert refusal.value.step > 0
+
+
+def test_what_is_made_is_kept_for_the_same_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def noting(choice: Any, *given: Any) -> Any:
+        made.append(choice.spec)
+        return report(choice, *given)
+
+    monkeypatch.setattr(planner, "report", noting)
+    variants = [training().variant(name, VocabMethod.NAIVE) for name in ("1f1b", "zb-v", "1f1b")]
+    with keeping_candidates():
+        first, _, second = (consider(v, VocabMethod.NAIVE) for v in variants if v is not None)
+    assert made == ["1f1b", "zb-v"] and first.report is second.report
+    consider(second.variant, VocabMethod.NAIVE)
+    assert made == ["1f1b", "zb-v", "1f1b"]
 
 
 # ---- The published settings: costs of tables 5 and 6 of Qi et al. 2024 (arXiv:2401.10241)

@@ -26,6 +26,7 @@ from megatron_ext.schedule.show.trace import (
     TraceFile,
     beside,
     read_trace,
+    reserved_in,
     write_trace,
 )
 from megatron_ext.schedule.timeline import Reduction, Timeline
@@ -94,6 +95,17 @@ def test_steps_are_read_as_they_were_written(tmp_path: Path) -> None:
         assert step.cost_factor == pytest.approx(expected.cost_factor)
         assert step.measured.schedule.name == "zb-h1"
         assert step.measured.schedule.placement.rank_of == (0, 1, 2)
+
+
+def test_what_allocators_reserve_is_kept(tmp_path: Path) -> None:
+    step = beside(7, measured(1000.0), SIMULATED, 0.0)
+    TraceFile(tmp_path / NAME).add(replace(step, reserved=(3.0, 5.0, 4.0)))
+    (read,) = read_trace(tmp_path)
+    assert read.reserved == (3.0, 5.0, 4.0) and reserved_in(tmp_path) == 5.0
+    text = (tmp_path / NAME).read_text()
+    (tmp_path / NAME).write_text(text.replace("[3.0, 5.0, 4.0]", "[-3.0]"))
+    with pytest.raises(ValueError, match=r"bytes is .* a list of numbers from 0 is expected"):
+        read_trace(tmp_path)
 
 
 def test_a_prediction_starts_with_its_step_and_has_its_work(tmp_path: Path) -> None:

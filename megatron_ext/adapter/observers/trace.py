@@ -18,6 +18,7 @@ from megatron_ext.adapter.observers.writers import log_step
 from megatron_ext.adapter.training_globals import current_iteration, log_interval
 from megatron_ext.config import TRACED_OF_RUN
 from megatron_ext.logger import logger
+from megatron_ext.runtime.held_bytes import reserved_beyond_allocated
 from megatron_ext.runtime.measure.clocks import clock_offsets
 from megatron_ext.runtime.recording import Recording, clock_of
 from megatron_ext.schedule.plan.what_if import weight_shares
@@ -29,6 +30,7 @@ from megatron_ext.schedule.show.trace_text import summary
 from megatron_ext.schedule.timeline import Event, Reduction, Timeline
 
 _Recorded = tuple[list[Event], list[Reduction]]
+_OfRank = tuple[list[_Recorded], float | None]  # its steps, and what its allocator reserves beyond
 _SECONDS = 5.0  # that what-if may take, while the other ranks wait with their next step
 
 
@@ -86,15 +88,17 @@ class StepTrace(StepObserver[ObservedStep]):
             return
         pipeline, program = step.pipeline, step.program
         recorded, self._recorded = self._recorded, {}
+        device = torch.device(torch.cuda.current_device())
         recordings = [recording.read() for recording in recorded.values()]
-        gathered: list[list[_Recorded]] = [[]] * pipeline.size()
-        dist.all_gather_object(gathered, recordings, group=pipeline)
-        offsets = clock_offsets(pipeline, torch.device(torch.cuda.current_device()))
+        gathered: list[_OfRank] = [([], None)] * pipeline.size()
+        own = recordings, reserved_beyond_allocated(device)
+        dist.all_gather_object(gathered, own, group=pipeline)
+        offsets = clock_offsets(pipeline, device)
         if not _is_writer():
             return
         measured = [
             _on_one_clock(program, ranks, [offset.seconds for offset in offsets])
-            for ranks in zip(*gathered, strict=True)
+            for ranks in zip(*(recordings for recordings, _ in gathered), strict=True)
         ]
         if self._of_stock and (strange := _other_order(program, measured[0])) is not None:
             logger.warning(f"iteration {self._iteration} is not traced: {strange}")
@@ -105,7 +109,8 @@ class StepTrace(StepObserver[ObservedStep]):
             simulate_steps(program, program.problem.costs, len(recorded)),
             max(offset.error for offset in offsets),
         ):
-            self._write(self._as_stocks(traced, program))
+            reserved = tuple(figure for _, figure in gathered if figure is not None)
+            self._write(replace(self._as_stocks(traced, program), reserved=reserved or None))
             _log(traced)
         if is_last:
             self._tell()

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-from megatron_ext.schedule.plan.planner import Candidate, Plan, VocabMethod, make_plan
+from megatron_ext.schedule.build.registry import Mark, entry_of
+from megatron_ext.schedule.plan.planner import (
+    Candidate,
+    Plan,
+    VocabMethod,
+    all_specs,
+    make_plan,
+)
 from megatron_ext.schedule.plan.recommendation import flags_of
+from megatron_ext.schedule.plan.shorter_steps import seconds_by_shorter
 from megatron_ext.schedule.progress import remark
 
 if TYPE_CHECKING:
@@ -40,21 +49,28 @@ def first_answer(read: ReadLine) -> Plan | None:
 
 
 def whole_plan(read: ReadLine, first: Plan | None) -> Plan:
-    """All schedules for the line. With a ``first`` answer that is not kept up by what is proved to
-    take more time than its best."""
+    """All schedules for the line. With a ``first`` answer the stable ones, if any of them fits,
+    without what takes more time than its best, and what it has is not made again."""
     line = read.variants
     if first is None:
         return make_plan(line.variant, read.room, may_offload=True)
-    plan = make_plan(line.variant, read.room, True, may_offload=True, better_than=first.best)
-    of_line = _of_line(first, line)
-    if of_line is None or _of_line(plan, line) is not None:
+    own = (line.own or "").partition(":")[0]
+    stable = [s for s in all_specs() if entry_of(s).mark is Mark.STABLE or entry_of(s).name == own]
+    others = [spec for spec in all_specs() if spec not in stable]
+    compare = partial(
+        make_plan,
+        line.variant,
+        read.room,
+        only_promising=True,
+        may_offload=True,
+        known=first.candidates,
+        about_of=seconds_by_shorter,
+    )
+    plan = compare(specs=stable)
+    if plan.candidates:
         return plan
-    candidates = sorted([*plan.candidates, of_line], key=lambda c: (c.step, c.report.peak))
-    refusals = dict(plan.refusals)
-    for name, method in plan.refusals:
-        if (line.spec(name), method) == (line.own, VocabMethod.NAIVE):
-            del refusals[name, method]
-    return Plan(tuple(candidates), refusals)
+    more = compare(specs=others)
+    return Plan(more.candidates, {**plan.refusals, **more.refusals})
 
 
 def _of_line(plan: Plan, line: LineVariants) -> Candidate | None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.schedule.build.registry import entries
+from megatron_ext.schedule.build.registry import Mark, entries
 from megatron_ext.schedule.plan.planner import Candidate, Plan, make_plan
 from megatron_ext.schedule.plan.recommendation import flags_of
 
@@ -52,15 +52,20 @@ class OtherPairs:
         }
 
 
-def other_pairs(line: LineVariants, plan: Plan, room: float | None) -> OtherPairs | None:
+def other_pairs(
+    line: LineVariants, plan: Plan, room: float | None, *, is_long: bool = False
+) -> OtherPairs | None:
     """The line with the flag where it has none, and without where it has, in ``room``, or where
     that is not known, in what the choice of ``plan``, that of the line, takes. None where experts
-    are on one rank. What searches is left out."""
+    are on one rank. What searches is left out; where plans are long, so is what is not stable, or
+    would have to be made to fit."""
     args = line.args
     if not args.num_experts or (args.expert_model_parallel_size or 1) == 1:
         return None
     is_asked = bool(getattr(args, _SETTING))
     other = line.with_values({_SETTING: not is_asked, _DELAY: False})
+    if is_long:
+        other = replace(other, marks=frozenset([Mark.STABLE]), tries_recompute=False)
     if room is None and plan.best is not None:
         room = plan.best.fullest
     specs = list(_specs(with_pairs=not is_asked))

@@ -155,15 +155,18 @@ def _norms(model: Model, execution: Execution) -> int:
     return 3 if is_twice else 2
 
 
-def _around(model: Model, execution: Execution, *, is_alone: bool = False) -> Kept:
-    """What the norm before attention, an MLP or the like keeps, and the dropout behind it.
+def _around(
+    model: Model, execution: Execution, matrix: str = "", *, is_alone: bool = False
+) -> Kept:
+    """What the norm before attention, an MLP or the like keeps, with what enters the ``matrix``
+    behind it, and the dropout behind all that.
 
     Megatron runs norms again that are modules of their own: all of its local layers, of Transformer
     Engine's those that are not in the matrix behind them (``is_alone``).
     """
     may_be_again = is_alone or not execution.transformer_engine
     is_again = may_be_again and "layernorm" in execution.recompute_modules
-    norms = 1 if is_again else _norms(model, execution)
+    norms = 1 if is_again else _norms(model, execution) - (matrix in execution.unkept)
     masks = model.hidden_size if execution.hidden_dropout else 0
     return Kept(between=norms * model.hidden_size, masks=masks)
 
@@ -190,12 +193,14 @@ def _attention(model: Model, execution: Execution) -> Kept:
     if model.attention_output_gate:
         made += 2 * output  # the gate, and what is gated
     matrix, masks = _attention_matrix(model, execution)
+    # Transformer Engine's attention keeps what it makes itself.
+    is_forgotten = "linear_proj" in execution.unkept and not execution.transformer_engine
     kept = Kept(
-        elements=inside_kept + output + made + matrix,
+        elements=inside_kept + (0 if is_forgotten else output) + made + matrix,
         figures=masks,
         widths=hidden + widths + output + hidden,
     )
-    return kept + _around(model, execution, is_alone=model.multi_latent_attention)
+    return kept + _around(model, execution, "linear_qkv", is_alone=model.multi_latent_attention)
 
 
 def _attention_matrix(model: Model, execution: Execution) -> tuple[float, float]:
@@ -218,9 +223,11 @@ def _attention_matrix(model: Model, execution: Execution) -> tuple[float, float]
 
 def _mlp(model: Model, execution: Execution) -> Kept:
     activation = _matrices(model) * model.ffn_hidden_size  # its input, and its output
-    again = "mlp" in execution.recompute_modules
-    kept = Kept(elements=0 if again else activation, widths=2 * model.hidden_size + activation)
-    return kept + _around(model, execution)
+    kept = activation - ("linear_fc2" in execution.unkept) * model.ffn_hidden_size
+    if "mlp" in execution.recompute_modules:
+        kept = 0
+    inside = Kept(elements=kept, widths=2 * model.hidden_size + activation)
+    return inside + _around(model, execution, "linear_fc1")
 
 
 def _matrices(model: Model) -> int:

@@ -39,6 +39,8 @@ class Execution:
             as Transformer Engine's do too.
         userbuffers: of pairs whose products overlap their communication, which matrices keep whole
             backwards for it: ``column``, ``row``. Empty: they wait for communication.
+        unkept: of matrices, by the names of Megatron's modules, those whose inputs nobody keeps:
+            they are frozen, with nothing trained beside them.
         dispatcher: how tokens go to experts: ``alltoall``, ``allgather`` or ``flex``.
         context_exchange: Megatron's cp_comm_type: ``p2p``, ``all_gather``, ``a2a``, ``a2a+p2p``.
         overlap: of the time of experts' messages, how much goes on beside what another pass
@@ -65,6 +67,7 @@ class Execution:
     captured: frozenset[str] = frozenset()
     gathers_again: frozenset[str] = frozenset(["inputs", "gradients"])
     userbuffers: frozenset[str] = frozenset()
+    unkept: frozenset[str] = frozenset()
     loss_fusion: bool = False
     dispatcher: str = "alltoall"
     context_exchange: str = "p2p"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
 from megatron_ext.schedule.build.auto_spec import SEARCHES
@@ -217,10 +219,15 @@ def pareto_front(
 
 # A spec's problem with one method, None if it cannot be told; raises ValueError if it has none.
 VariantOf = Callable[[str, VocabMethod], Variant | None]
+# About what a step of a variant takes at least, in so many bytes of a rank; 0: not known. Raises
+# TooFull if it does not fit.
+AboutOf = Callable[[Variant, VocabMethod, float | None], float]
 Pair = tuple[str, VocabMethod]  # a spec, and what is done about the vocabulary
 
 SEARCHED = 2  # with each method, of all that search
+CLOSE = 0.02  # above what any schedule takes: of a long step, a search gains no more to speak of
 _WHATEVER = ", whatever its order"  # so ends a refusal of what a bound proves to take longer
+_BY_SHORTER = ", as a shorter step tells"
 
 
 def make_plan(
@@ -230,6 +237,8 @@ def make_plan(
     may_offload: bool = False,
     better_than: Candidate | None = None,
     specs: Sequence[str] | None = None,
+    known: Sequence[Candidate] = (),
+    about_of: AboutOf | None = None,
 ) -> Plan:
     """Build and simulate every family with every method, what searches last.
 
@@ -244,16 +253,24 @@ def make_plan(
         better_than: what is known already, for ``only_promising`` to compare with.
         specs: what is compared; None: every family, and those that search with each number of
             chunks (`SEARCHES`).
+        known: what has been made already of ``variant_of`` in ``room``, which is not made again.
+        about_of: tells about what a step takes, where steps are so long that not all can be made:
+            what takes longer than another by that is left out, too, and what is `CLOSE` to what it
+            has to take is not searched for.
     """
-    comparison = _Comparison(variant_of, room, only_promising, may_offload, better_than)
+    comparison = _Comparison(
+        variant_of, room, only_promising, may_offload, better_than, known, about_of
+    )
     pairs = [(spec, method) for spec in specs or all_specs() for method in VocabMethod]
     searched = [pair for pair in pairs if entry_of(pair[0]).searches]
+    at_once = [pair for pair in pairs if pair not in searched]
     with task("comparing schedules", len(pairs)) as work:
-        for pair in pairs:
-            if pair not in searched:
-                comparison.add(pair)
-                work.done += 1
-                work.found = comparison.found
+        if about_of is not None:
+            at_once.sort(key=comparison.about)
+        for pair in at_once:
+            comparison.add(pair)
+            work.done += 1
+            work.found = comparison.found
         for method in VocabMethod:
             comparison.add_searched([pair for pair in searched if pair[1] is method], work)
     return Plan(tuple(sorted(comparison.candidates, key=_by_time)), comparison.refusals)
@@ -278,10 +295,15 @@ class _Comparison:
         only_promising: bool,
         may_offload: bool,
         better_than: Candidate | None,
+        known: Sequence[Candidate],
+        about_of: AboutOf | None,
     ) -> None:
         self.candidates: list[Candidate] = []
         self.refusals: dict[Pair, str] = {}
         self._variant_of, self._better_than = variant_of, better_than
+        self._known = {(made.schedule, made.method): made for made in known}
+        self._about_of, self._is_long = about_of, about_of is not None
+        self._abouts: dict[Pair, float] = {}
         self._room, self._may_offload = room, may_offload
         self._only_promising = only_promising
 
@@ -307,10 +329,19 @@ class _Comparison:
             pair = candidate.schedule, candidate.method
             if len(ahead) == SEARCHED:
                 self.refusals[pair] = f"{' and '.join(ahead)} take less time before any search"
+            elif self._is_long and self._is_known_enough(candidate):
+                self.candidates.append(candidate)
+                ahead.append(candidate.schedule)
             elif self.add(pair):
                 ahead.append(candidate.schedule)
                 work.found = self.found
         work.done += len(pairs)
+
+    def _is_known_enough(self, candidate: Candidate) -> bool:
+        """Whether a search would gain next to nothing, or begin with what is no better than others
+        that need none."""
+        best = self._best
+        return is_close(candidate) or (best is not None and candidate.step >= best.step)
 
     def _consider(self, pair: Pair, without_search: bool = False) -> Candidate | None:
         spec, method = pair
@@ -319,19 +350,70 @@ class _Comparison:
             if variant is None:
                 return None
             variant.check_launch()
-            known = stable_of(self.candidates) + ((self._better_than,) if self._better_than else ())
-            if self._only_promising and known:
-                _check_promising(variant, method, self._room, min(known, key=_by_time))
+            if (variant.choice.spec, method) in self._known:
+                return self._known[variant.choice.spec, method]
+            best = self._best
+            if best is not None:
+                _check_promising(variant, method, self._room, best)
+            if best is not None and self._is_long and variant.choice.searches:
+                _check_on_stages_of(best, variant)
+            elif self._is_long:
+                self._check_about(pair, best)
             if without_search:
                 variant = replace(variant, choice=variant.choice.without_search)
-            return consider(variant, method, self._room, self._may_offload)
+            at_most = best.step if best is not None and self._is_long else math.inf
+            return consider(variant, method, self._room, self._may_offload, at_most)
         except ValueError as error:
             self.refusals[pair] = str(error)
             return None
 
+    @property
+    def _best(self) -> Candidate | None:
+        """The best stable one that others are compared with, if they are."""
+        there = [*self.candidates, *self._known.values()]
+        better = [] if self._better_than is None else [self._better_than]
+        known = (*stable_of(there), *better) if self._only_promising else ()
+        return min(known, key=_by_time, default=None)
+
+    def about(self, pair: Pair) -> float:
+        """About what ``pair`` takes at least; 0 if that is not known."""
+        if pair not in self._abouts:
+            try:
+                self._abouts[pair] = self._told(pair)
+            except TooFull as error:
+                self._abouts[pair], self.refusals[pair] = math.inf, str(error)
+            except ValueError:
+                self._abouts[pair] = 0.0
+        return self._abouts[pair]
+
+    def _check_about(self, pair: Pair, best: Candidate | None) -> None:
+        """Raise ValueError if ``pair`` does not fit, or takes more time than ``best``."""
+        about = self.about(pair)
+        if math.isinf(about):
+            raise ValueError(self.refusals[pair])
+        if best is not None and about > best.step:
+            more = f"{about / best.step - 1:.1%} more time than {best.schedule}"
+            raise ValueError(f"takes about {more}{_BY_SHORTER}")
+
+    def _told(self, pair: Pair) -> float:
+        """Raises ValueError if there is no such schedule."""
+        assert self._about_of is not None
+        spec, method = pair
+        variant, best = self._variant_of(spec, method), self._best
+        if variant is None or (variant.choice.spec, method) in self._known:
+            return 0.0
+        variant.check_launch()
+        if best is not None:
+            _check_promising(variant, method, self._room, best)
+        return self._about_of(variant, method, self._room)
+
 
 def consider(
-    variant: Variant, method: VocabMethod, room: float | None = None, may_offload: bool = False
+    variant: Variant,
+    method: VocabMethod,
+    room: float | None = None,
+    may_offload: bool = False,
+    at_most: float = math.inf,
 ) -> Candidate:
     """Build and simulate ``variant``, within its memory limit and ``room`` bytes: if it may and
     must, with offload or recompute, whichever takes less time. What chooses itself what is made
@@ -341,27 +423,34 @@ def consider(
     Where there is no limit, the schedule is made for what the model leaves of ``room``: a family
     may make use of it.
 
+    Args:
+        at_most: what does not fit, and would take more seconds if it did, is not made to fit.
+
     Raises:
         ValueError: the schedule cannot be made so.
     """
     with keeping_proofs():
         if not variant.problem.extras.pairs:
-            return _consider(variant, method, room, may_offload)
+            return _consider(variant, method, room, may_offload, at_most)
         alone = replace(variant, problem=variant.problem.with_extras(pairs=False))
-        made = [_consider(alone, method, room, may_offload)]
+        made = [_consider(alone, method, room, may_offload, at_most)]
         with contextlib.suppress(ValueError):
             made.append(_without_offload(variant, method, room))
         return min(made, key=_by_time)
 
 
 def _consider(
-    variant: Variant, method: VocabMethod, room: float | None, may_offload: bool
+    variant: Variant, method: VocabMethod, room: float | None, may_offload: bool, at_most: float
 ) -> Candidate:
     limit = variant.problem.memory_limit or limit_left(variant, room)
     made: list[Candidate] = []
     refusal: ValueError | None = None
     try:
         made.append(_without_offload(variant, method, room))
+    except TooFull as error:
+        if error.step > at_most:
+            raise
+        refusal = error
     except ValueError as error:
         refusal = error
     if limit is not None and (refusal or _is_slowed_by_memory(variant, made[0])):
@@ -419,16 +508,25 @@ def _without_offload(variant: Variant, method: VocabMethod, room: float | None) 
     return made
 
 
+class TooFull(ValueError):
+    """Why a schedule does not fit that would take ``step`` if it did."""
+
+    def __init__(self, message: str, step: float) -> None:
+        super().__init__(message)
+        self.step = step
+
+
 def _check_room(made: Candidate, room: float | None) -> None:
-    """Raise ValueError if a rank would hold more than ``room``."""
+    """Raise TooFull if a rank would hold more than ``room``."""
     if room is None or made.memory is None:
         return
     totals = [rank.total for rank in made.memory]
     fullest = max(totals)
     if fullest > room:
-        raise ValueError(
+        raise TooFull(
             f"rank {totals.index(fullest)} would hold {fullest / 2**30:.3g} GiB, "
-            f"{(fullest - room) / 2**30:.3g} GiB more than it may"
+            f"{(fullest - room) / 2**30:.3g} GiB more than it may",
+            made.step,
         )
 
 
@@ -458,9 +556,29 @@ def _check_promising(
         )
 
 
+def _check_on_stages_of(best: Candidate, variant: Variant) -> None:
+    """Raise ValueError if ``variant`` has other stages than ``best``."""
+    if variant.problem.placement != best.variant.problem.placement:
+        raise ValueError(f"searched for only on stages as {best.schedule} has them")
+
+
 def without_figures(why: str) -> str:
     """``why`` a schedule is refused, the same for all that take longer than another."""
-    return "takes more time than another, whatever its order" if why.endswith(_WHATEVER) else why
+    endings = (end for end in (_WHATEVER, _BY_SHORTER) if why.endswith(end))
+    return next((f"takes more time than another{end}" for end in endings), why)
+
+
+def least_step(variant: Variant, room: float | None = None) -> float:
+    """What no schedule like ``variant`` takes less than, with nothing made again to fit, within its
+    limit or what the model leaves of ``room``."""
+    limit = variant.problem.memory_limit or limit_left(variant, room)
+    problem = replace(variant.problem, memory_limit=limit)
+    return _least_time(problem, variant.choice.splits_backward)
+
+
+def is_close(made: Candidate) -> bool:
+    """Whether no search finds what takes `CLOSE` less than ``made``, in as much memory."""
+    return made.step <= (1 + CLOSE) * least_step(made.variant)
 
 
 def _least_time(problem: Problem, splits_backward: bool) -> float:
@@ -481,7 +599,31 @@ def _least_time(problem: Problem, splits_backward: bool) -> float:
     return max(lower_bound(layers, splits_backward), *work)
 
 
+_KEPT: ContextVar[dict[str, Candidate] | None] = ContextVar("kept", default=None)
+
+
+@contextlib.contextmanager
+def keeping_candidates() -> Iterator[None]:
+    """What is built and simulated in the block is not again for the same problem."""
+    token = _KEPT.set({})
+    try:
+        yield
+    finally:
+        _KEPT.reset(token)
+
+
 def _candidate(variant: Variant, method: VocabMethod) -> Candidate:
+    kept = _KEPT.get()
+    if kept is None:
+        return _made(variant, method)
+    choice = variant.choice
+    key = repr((choice.spec, choice.takes_long, variant.problem, variant.model, method))
+    if key not in kept:
+        kept[key] = _made(variant, method)
+    return replace(kept[key], variant=variant)
+
+
+def _made(variant: Variant, method: VocabMethod) -> Candidate:
     program, made = report(variant.choice, variant.problem, variant.build)
     memory = None
     if variant.model is not None and program.problem.costs.held_bytes is not None:

@@ -30,6 +30,9 @@ class Record:
     def shares(self, key: str) -> tuple[float, ...]:
         return tuple(map(float, self._value(key, _are_shares, "a list of numbers from 0 to 1")))
 
+    def amounts(self, key: str) -> tuple[float, ...]:
+        return tuple(map(float, self._value(key, _are_amounts, "a list of numbers from 0")))
+
     def truth(self, key: str) -> bool:
         return bool(self._value(key, lambda value: isinstance(value, bool), "true or false"))
 
@@ -47,7 +50,11 @@ def _is_number(value: Any) -> bool:
 
 
 def _are_shares(value: Any) -> bool:
-    return isinstance(value, list) and all(_is_number(part) and 0 <= part <= 1 for part in value)
+    return _are_amounts(value) and max(value, default=0) <= 1
+
+
+def _are_amounts(value: Any) -> bool:
+    return isinstance(value, list) and all(_is_number(part) and part >= 0 for part in value)
 
 
 def _is_count(value: Any) -> bool:

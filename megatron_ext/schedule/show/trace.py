@@ -11,7 +11,7 @@ import io
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ _END = "\n]}\n"
 
 _PASS, _PREDICTED_PASS, _REDUCTION = "compute", "predicted compute", "reduction"  # categories
 _STOCK = "a step of Megatron's own"  # the event that says so
+_RESERVED = "reserved beyond allocated"  # the event that has it
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class TracedStep:
         clock_error: seconds by which a rank's clock may be off rank 0's, at most.
         weight_shares: of a step of Megatron's own, which part of each stage's backward pass W would
             be, as estimated; None of a step of ours.
+        reserved: bytes of each rank that its allocator had reserved beyond the most that it had
+            handed out; None where there is none, as on a CPU.
     """
 
     iteration: int
@@ -53,6 +56,7 @@ class TracedStep:
     cost_factor: float
     clock_error: float
     weight_shares: tuple[float, ...] | None = None
+    reserved: tuple[float, ...] | None = None
 
 
 def beside(
@@ -112,7 +116,7 @@ class TraceFile:
             *_reductions(step.measured, about),
             *_slices(step.predicted, "predicted ", about),
             *_held(step.measured),
-            *_of_stock(step),
+            *_beside_slices(step),
         ]
         self._write(events, origin, 1.0)
         self._origin = origin
@@ -194,6 +198,7 @@ def read_trace(path: Path) -> list[TracedStep]:
         raise ValueError(f"{file} is no trace: it has no list 'traceEvents' at the top")
     iterations: dict[int, list[_Slice]] = {}
     of_stock: dict[int, tuple[float, ...]] = {}  # `weight_shares`, by iteration
+    reserved: dict[int, tuple[float, ...]] = {}
     for number, event in enumerate(events):
         where = f"{file}, event {number}"
         if _is_of_a_step(event):
@@ -202,12 +207,33 @@ def read_trace(path: Path) -> list[TracedStep]:
         elif _has_args(event) and event.get("name") == _STOCK:
             about = Record(event["args"], f"{where}, args")
             of_stock[about.count("iteration")] = about.shares("weight_shares")
+        elif _has_args(event) and event.get("name") == _RESERVED:
+            about = Record(event["args"], f"{where}, args")
+            reserved[about.count("iteration")] = about.amounts("bytes")
     if not iterations:
         raise ValueError(f"{file} has no measured step: it is not of a training run")
     return [
-        _step(iteration, slices, of_stock.get(iteration), f"{file}, iteration {iteration}")
+        replace(
+            _step(iteration, slices, of_stock.get(iteration), f"{file}, iteration {iteration}"),
+            reserved=reserved.get(iteration),
+        )
         for iteration, slices in iterations.items()
     ]
+
+
+def reserved_in(path: Path) -> float:
+    """The most bytes that the allocator of a rank had reserved beyond what it had handed out, in
+    the trace ``path``.
+
+    Raises:
+        ValueError: as `read_trace`, or the trace was not made on GPUs.
+    """
+    latest = read_trace(path)[-1].reserved
+    if not latest:
+        raise ValueError(
+            f"{path} does not say what an allocator reserves: a trace that is made on GPUs does"
+        )
+    return max(latest)
 
 
 @dataclass(frozen=True)
@@ -362,11 +388,15 @@ def _held(timeline: Timeline) -> Iterator[dict[str, Any]]:
             yield _counter(rank, row[-1].end, 0.0)
 
 
-def _of_stock(step: TracedStep) -> Iterator[dict[str, Any]]:
-    """What no slice tells of a step of Megatron's own."""
-    if step.weight_shares is not None:
-        args = {"iteration": step.iteration, "weight_shares": step.weight_shares}
-        yield {"ph": "M", "pid": 0, "name": _STOCK, "ts": step.measured.start, "args": args}
+def _beside_slices(step: TracedStep) -> Iterator[dict[str, Any]]:
+    """What no slice tells."""
+    for name, key, figures in (
+        (_STOCK, "weight_shares", step.weight_shares),
+        (_RESERVED, "bytes", step.reserved),
+    ):
+        if figures is not None:
+            args = {"iteration": step.iteration, key: figures}
+            yield {"ph": "M", "pid": 0, "name": name, "ts": step.measured.start, "args": args}
 
 
 def _slice(

@@ -21,13 +21,12 @@ from megatron_ext.schedule.plan.layouts.minimax import (
     with_even_ranks,
 )
 from megatron_ext.schedule.plan.layouts.recompute import LayerRecompute
-from megatron_ext.schedule.plan.layouts.work import MANY, Evaluated, Work, evaluate
-from megatron_ext.schedule.plan.planner import VocabMethod
+from megatron_ext.schedule.plan.layouts.work import MANY, SMALL, Evaluated, Work, evaluate
+from megatron_ext.schedule.plan.planner import VocabMethod, least_step
 from megatron_ext.schedule.progress import Task
 
 _PLACEMENTS = 3  # whose layouts are made better: those where a step takes least before
 _EXACTLY = 2  # of those, which are simulated as they would run
-_SMALL = 2600  # microbatches on a stage, of what a search knows at once in some seconds
 _NEAR = 0.02  # of a step: what a search may well make up for
 _NEARLY = 1.05  # of what fits
 _TIGHTER = 0.98  # of what fits, where an estimate was too low
@@ -123,8 +122,8 @@ class Candidates:
             (other.layout, other.recompute) == (own.layout, own.recompute) for other in near
         )
         for candidate in [*near, *([] if is_among else [own])]:
-            placement = choose(candidate.schedule).place(self._work.ranks)
-            more += self._searched(candidate, placement, is_near=candidate is not own)
+            best = min([own, *made, *more], key=_seconds).seconds
+            more += self._searched(candidate, best, is_near=candidate is not own)
             self._tell([*made, *more])
         of_near = [(candidate.schedule, candidate.recompute) for candidate in near]
         for spec, recompute in dict.fromkeys([*of_near, *self._dividing]):
@@ -132,23 +131,27 @@ class Candidates:
             self._tell([*made, *more])
         return more
 
-    def _searched(
-        self, candidate: Evaluated, placement: Placement, *, is_near: bool
-    ) -> list[Evaluated]:
-        """What searches find on the stages of ``candidate``; if it is not near the best, what they
-        know at once."""
-        chunks = candidate.candidate.report.vpp
+    def _searched(self, candidate: Evaluated, best: float, *, is_near: bool) -> list[Evaluated]:
+        """What searches find on the stages of ``candidate``; if it is not near the ``best`` step,
+        what they know at once. Nothing where all takes longer than that."""
+        placement = choose(candidate.schedule).place(self._work.ranks)
+        chunks, work = candidate.candidate.report.vpp, self._of(candidate.recompute).work
         specs = [
             search.spec
             for search in SEARCHES
             if (search.placement, search.chunks) == (placement.name, chunks)
         ]
         microbatches = min(self._work.microbatches, MANY * placement.ranks)
-        if not self._search and placement.stages * microbatches > _SMALL:
+        if not self._search and placement.stages * microbatches > SMALL:
             return []
         return self._evaluated(
-            [(spec, candidate.layout, candidate.recompute) for spec in self._permitted(specs)],
+            [
+                (spec, candidate.layout, candidate.recompute)
+                for spec in self._permitted(specs)
+                if least_step(work.variant(spec, candidate.layout), self._bound) < best
+            ],
             search=self._search and is_near,
+            better_than=best,
         )
 
     def _worth_more(self, made: Sequence[Evaluated]) -> list[Evaluated]:
@@ -159,7 +162,7 @@ class Candidates:
         ]
         near.sort(key=lambda candidate: candidate.layout.stages)
         stages = sum(candidate.layout.stages for candidate in near)
-        is_quick = self._search and stages * self._work.microbatches <= _SMALL
+        is_quick = self._search and stages * self._work.microbatches <= SMALL
         return near if is_quick else near[:1]
 
     def _by_rule(self, placement: Placement, figures: StageFigures) -> list[Layout]:
@@ -272,7 +275,7 @@ class Candidates:
         """So many of ``starts``, those that take least, as they would run."""
         made: list[Evaluated] = []
         for start in sorted(starts, key=_about):
-            if not start.fits or len(made) == number:
+            if not start.fits or len(made) == number or self._is_far(start, made):
                 break
             of_start = self._of_start(start)
             if not of_start:  # messages hold more than is estimated
@@ -282,21 +285,35 @@ class Candidates:
             made += of_start
         return made
 
+    def _is_far(self, start: Start, made: Sequence[Evaluated]) -> bool:
+        """Whether a long step is left out, as nothing that is near the best of ``made``."""
+        is_long = start.layout.stages * self._work.microbatches > SMALL
+        best = min(map(_seconds, made), default=inf)
+        return is_long and start.seconds > (1 + _NEAR) * best
+
     def _of_start(self, start: Start) -> list[Evaluated]:
         return self._evaluated([(start.spec, start.layout, start.figures.work.recompute)])
 
     def _evaluated(
-        self, wanted: Iterable[tuple[str, Layout, LayerRecompute]], *, search: bool | None = None
+        self,
+        wanted: Iterable[tuple[str, Layout, LayerRecompute]],
+        *,
+        search: bool | None = None,
+        better_than: float = inf,
     ) -> list[Evaluated]:
         """Those that can be made.
 
         Args:
             search: None: as `compare_layouts` has been asked.
+            better_than: as of `evaluate`.
         """
         made = []
         for spec, layout, recompute in wanted:
+            work = self._of(recompute).work
             with self._refusing(spec):
-                made.append(self._evaluate(self._of(recompute).work, spec, layout, search=search))
+                made.append(
+                    self._evaluate(work, spec, layout, search=search, better_than=better_than)
+                )
         return made
 
     def _evaluate(
@@ -307,10 +324,13 @@ class Candidates:
         method: VocabMethod = VocabMethod.NAIVE,
         *,
         search: bool | None = None,
+        better_than: float = inf,
     ) -> Evaluated:
         self._progress.done += 1
         search = self._search if search is None else search
-        return evaluate(work, spec, layout, method, self._bound, search=search)
+        return evaluate(
+            work, spec, layout, method, self._bound, search=search, better_than=better_than
+        )
 
     @contextlib.contextmanager
     def _refusing(self, spec: str) -> Iterator[None]:

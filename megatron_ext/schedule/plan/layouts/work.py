@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,7 +16,13 @@ from megatron_ext.schedule.model.model_memory import ModelBytes
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.plan.layouts.layout import Layout
 from megatron_ext.schedule.plan.layouts.recompute import NO_RECOMPUTE, LayerRecompute
-from megatron_ext.schedule.plan.planner import Candidate, Variant, VocabMethod, consider
+from megatron_ext.schedule.plan.planner import (
+    Candidate,
+    Variant,
+    VocabMethod,
+    consider,
+    is_close,
+)
 from megatron_ext.schedule.problem import Extras, Problem, VocabularyParallel
 
 CostsOf = Callable[[Sequence[Stage], Placement], Costs]
@@ -132,6 +139,7 @@ def evaluate(
     room: float | None = None,
     *,
     search: bool = True,
+    better_than: float = math.inf,
 ) -> Evaluated:
     """A step of ``work`` under the schedule ``spec`` with ``layout``.
 
@@ -140,6 +148,7 @@ def evaluate(
             it takes.
         search: whether a schedule that searches does so. If not, what it knows at once stands in,
             and what a long step takes is told by two shorter ones.
+        better_than: of a long step nothing is searched for unless what is known takes less.
 
     Raises:
         ValueError: the schedule cannot be made so, or a rank would hold more.
@@ -147,8 +156,9 @@ def evaluate(
     variant = work.variant(spec, layout, method)
     costs, model = variant.problem.costs, variant.model
     assert model is not None
+    beside = max(map(work.seconds_beside, model))
     if search:
-        candidate = consider(variant, method, room)
+        candidate = _searched(variant, method, room, better_than - beside)
         step = candidate.step
     else:
         variant = replace(variant, choice=variant.choice.without_search)
@@ -156,10 +166,27 @@ def evaluate(
     return Evaluated(
         layout,
         candidate,
-        step + max(map(work.seconds_beside, model)),
+        step + beside,
         work_of_stages(costs),
         work.recompute,
     )
+
+
+SMALL = 2600  # microbatches on a stage, of what a search knows at once in some seconds
+
+
+def _searched(
+    variant: Variant, method: VocabMethod, room: float | None, better_than: float
+) -> Candidate:
+    """`consider`; of a long step, without a search that would gain next to nothing, or begin with
+    what takes no less than ``better_than``."""
+    problem = variant.problem
+    if variant.choice.searches and problem.placement.stages * problem.microbatches > SMALL:
+        short = replace(variant, choice=variant.choice.without_search)
+        candidate = consider(short, method, room)
+        if is_close(candidate) or candidate.step >= better_than:
+            return candidate
+    return consider(variant, method, room)
 
 
 def work_of_stages(costs: Costs) -> tuple[float, ...]:
