@@ -12,7 +12,7 @@ from functools import cache, partial
 import numpy as np
 
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.build.registry import choose
+from megatron_ext.schedule.build.registry import choose, entry_of
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.model.messages.hidden import PairedLayer, paired_layers
 from megatron_ext.schedule.model.model import Stage
@@ -22,7 +22,7 @@ from megatron_ext.schedule.plan.layouts.descent import Start, Timed, descend
 from megatron_ext.schedule.plan.layouts.figures import StageFigures
 from megatron_ext.schedule.plan.layouts.layout import Layout, evenly
 from megatron_ext.schedule.plan.layouts.minimax import least_slowest_stage, with_even_ranks
-from megatron_ext.schedule.plan.layouts.work import Work
+from megatron_ext.schedule.plan.layouts.work import Work, evaluate
 from megatron_ext.schedule.progress import Task
 from megatron_ext.schedule.schedule import Schedule
 from scripts.recipes.gains import Configuration, work_of
@@ -106,6 +106,27 @@ class Comparison:
     def best(self) -> Step | None:
         """The shortest of those found; None: none fits."""
         return min(self.found.values(), key=_seconds, default=None)
+
+    def simulated(self) -> Step | None:
+        """The shortest of those found, as they would run: messages wait for one another."""
+        best: Step | None = None
+        for step in sorted(self.found.values(), key=_seconds):
+            if best is not None and best.seconds <= step.seconds:
+                break
+            with contextlib.suppress(ValueError):  # it does not fit
+                best = min(filter(None, (best, self._as_it_runs(step))), key=_seconds)
+        return best
+
+    def _as_it_runs(self, step: Step) -> Step:
+        """Raises ValueError if it does not fit."""
+        room = self._room if entry_of(step.schedule).uses_costs else None
+        made = evaluate(self._work, step.schedule, Layout(step.layers), room=room, search=False)
+        if self._room is not None and made.fullest > self._room:
+            raise ValueError(f"{made.fullest:.3g} bytes, and {self._room:.3g} may be held")
+        paired = made.candidate.report.share_in_pairs
+        if self._work.pairs and not paired:  # it takes less without, and is to have some
+            return step
+        return Step(step.schedule, step.layers, made.seconds, made.fullest, paired)
 
     @property
     def layouts(self) -> list[Layout]:

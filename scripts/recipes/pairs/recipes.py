@@ -170,15 +170,15 @@ def compare(candidate: Candidate) -> Result:
         Found(
             share,
             step,
-            of_stock.best,
-            of_ours.best,
+            of_stock.simulated(),
+            of_ours.simulated(),
             tuple(of_ours.found.values()),
             _crossed(of_stock, alone[0]),
             _crossed(of_ours, alone[1]),
         )
         for share, step, (of_stock, of_ours) in zip(SHARES, of_own, in_pairs, strict=True)
     ]
-    return Result(candidate, tuple(found), alone[0].best, alone[1].best, bound)
+    return Result(candidate, tuple(found), alone[0].simulated(), alone[1].simulated(), bound)
 
 
 def _search(compared: Sequence[Sequence[Comparison]], own: Layout) -> None:
