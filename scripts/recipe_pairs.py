@@ -24,7 +24,7 @@ from rich.progress import Progress  # noqa: E402
 
 from scripts.recipes.accepting import as_on_gpus  # noqa: E402
 from scripts.recipes.pairs.page import page  # noqa: E402
-from scripts.recipes.pairs.recipes import Result, candidates_of, compare  # noqa: E402
+from scripts.recipes.pairs.recipes import candidates_of, compare_all  # noqa: E402
 from scripts.recipes.recipe import RECIPES, read_models, read_recipes, resolve  # noqa: E402
 
 
@@ -45,10 +45,9 @@ def main(words: Sequence[str]) -> int:
         candidates, left = candidates_of(r for r in recipes if arguments.only in r.name)
     for line in left:
         console.print(f"not compared: {line}", markup=False)
-    results: list[Result] = []
     with Progress(console=console) as progress:
-        for candidate in progress.track(candidates, description="recipes"):
-            results.append(compare(candidate))
+        steps = progress.add_task("recipes", total=len(candidates))
+        results = compare_all(candidates, lambda: progress.advance(steps))
     print(page(results))
     if arguments.json is not None:
         data = [result.as_data() for result in results]

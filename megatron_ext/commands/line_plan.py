@@ -24,7 +24,6 @@ from megatron_ext.commands.plan_tables import (
 )
 from megatron_ext.commands.progress import showing_progress
 from megatron_ext.config import flag
-from megatron_ext.launch_check.alternatives.pairs import FLAG
 from megatron_ext.schedule.model.gpus import parse_gpu
 from megatron_ext.schedule.plan.plan_report import plan_report
 from megatron_ext.schedule.plan.recommendation import made_again, slower_by
@@ -226,23 +225,33 @@ def _without_full_recompute(instead: Instead, best: Candidate | None) -> str:
 
 def _other_pairs(other: OtherPairs, best: Candidate | None) -> str:
     """What experts' messages hide, or would."""
+    from megatron_ext.adapter.pairs.asked import FLAG
+
     taken, stock = other.taken, other.stock
-    words = f"{'without' if other.is_asked else 'with'} {FLAG}"
+    words = f"without {FLAG}" if other.is_asked else f"with {FLAG}, {_IN_PAIRS}"
     if taken is None:
         return f"{words} nothing can be taken: {other.why_none}"
-    words += f" the shortest step is {taken.schedule}'s: {taken.step:.6g}"
+    words += f" the shortest step would be {taken.schedule}'s: {taken.step:.6g}"
     if best is not None:
-        words += f" ({slower_by(taken, best):+.1%})"
+        words += f", {_than(slower_by(taken, best))} than the choice above"
     if taken.fullest is not None:
-        words += f", {gib(taken.fullest)} on its fullest rank"
+        words += f", with {gib(taken.fullest)} on its fullest rank"
     if stock is not None and stock is not taken:
-        words += f"; Megatron's own order, {stock.schedule}, takes {stock.step:.6g}"
+        words += f"; Megatron's own order, {stock.schedule}, would take {stock.step:.6g}"
     return f"{words}. {_HIDDEN}"
 
 
+def _than(more: float) -> str:
+    return f"{more:.1%} more time" if more > 0 else f"{-more:.1%} less time"
+
+
+_IN_PAIRS = (
+    "where a forward and a backward pass run side by side and compute while experts' messages of "
+    "the other are on their way,"
+)
 _HIDDEN = (
-    "Half of the time of experts' messages is taken to hide behind what a pass beside computes; "
-    "what is published differs threefold, and no GPU has run our pairs"
+    "That half of the time of these messages hides so is assumed: what is published differs "
+    "threefold, and no GPU has run our pairs"
 )
 
 

@@ -18,7 +18,7 @@ from megatron_ext.config import (
     says,
 )
 from megatron_ext.launch_check.alternatives.first_answer import first_answer, whole_plan
-from megatron_ext.launch_check.alternatives.pairs import OtherPairs, other_pairs
+from megatron_ext.launch_check.alternatives.pairs import OtherPairs, flags_beside, other_pairs
 from megatron_ext.launch_check.alternatives.without_full_recompute import (
     WITH_FULL_RECOMPUTE,
     Instead,
@@ -41,7 +41,6 @@ from megatron_ext.schedule.plan.planner import (
     consider,
     keeping_candidates,
 )
-from megatron_ext.schedule.plan.recommendation import flags_of
 from megatron_ext.schedule.problem import Extras
 from megatron_ext.schedule.words import counted
 
@@ -309,11 +308,13 @@ def _plan(read: ReadLine, *, with_curves: bool) -> LinePlan:
     remarks = (*read.remarks, *_on_loading(read.validated, plan.best, made.own))
     if made.of_line is None:
         made = replace(made, why_not=_why_not_as_it_is(line, room))
-    flags = () if plan.best is made.of_line else (*flags_of(plan.best, None), *rewritten.added)
+    flags, gone = flags_beside(line.args, plan.best)
+    flags = () if plan.best is made.of_line else (*flags, *rewritten.added)
     curves = curves_of(plan, line.variant, room) if with_curves else None
     if flags:
         flags += read.costs
-    return replace(made, remarks=remarks, flags=flags, dropped=rewritten.dropped, curves=curves)
+    dropped = (*rewritten.dropped, *gone)
+    return replace(made, remarks=remarks, flags=flags, dropped=dropped, curves=curves)
 
 
 def _layouts(read: ReadLine) -> LaidOut | None:

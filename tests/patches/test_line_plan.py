@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 
 from megatron_ext.adapter.arguments import problems
 from megatron_ext.adapter.dimensions import execution
+from megatron_ext.adapter.pairs.asked import FLAG
 from megatron_ext.adapter.slices.lengths import lengths_in
 from megatron_ext.cli import app
 from megatron_ext.config import PipelineConfig
@@ -405,7 +406,7 @@ def test_of_a_line_with_experts_it_says_what_pairs_would_give(
     assert other is not None and other.taken is not None and other.stock is not None
     assert not other.is_asked
     assert other.taken.report.pairs > 0
-    assert pairs.FLAG in other.flags
+    assert FLAG in other.flags
     alone = {(c.schedule, c.method): c for c in plan.plan.candidates}
     same = alone[other.taken.schedule, VocabMethod.NAIVE]
     assert same.report.pairs == 0
@@ -422,7 +423,12 @@ def test_a_line_whose_passes_run_in_pairs_is_compared_with_itself_without(
     assert other.is_asked
     assert best.report.pairs > 0
     assert other.taken.report.pairs == 0
-    assert other.dropped[-1] == pairs.FLAG
+    assert other.dropped[-1] == FLAG
+    asked = SimpleNamespace(overlap_moe_expert_parallel_comm=True)
+    of_best, gone = pairs.flags_beside(asked, best)
+    assert FLAG not in of_best and not gone  # the line has it already
+    _, gone = pairs.flags_beside(asked, other.taken)
+    assert gone == (FLAG,)  # the line would train in pairs, and the step is one without
 
 
 def test_of_experts_on_one_rank_it_says_nothing_of_pairs() -> None:

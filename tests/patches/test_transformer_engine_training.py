@@ -9,6 +9,7 @@ import pytest
 
 from megatron_ext.runtime.host import offload
 from megatron_ext.runtime.host.offload import OffloadedStep
+from tests.helpers import megatron_runs
 from tests.helpers import transformer_engine_on_cpu as on_cpu
 from tests.helpers.combinations import IS_NIGHT, nightly
 from tests.helpers.covered import covers
@@ -26,15 +27,7 @@ LOOP: dict[str, object] = {
     "use_distributed_optimizer": True,
     "overlap_param_gather": True,
 }
-EXPERTS: dict[str, object] = {
-    "expert_model_parallel_size": 2,
-    "num_experts": 4,
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 32,
-    "moe_aux_loss_coeff": 1e-2,
-    "moe_token_dispatcher_type": "alltoall",
-    "disable_bias_linear": True,
-}
+EXPERTS: dict[str, object] = {**megatron_runs.EXPERTS, "expert_model_parallel_size": 2}
 
 REPEATED: dict[str, object] = {
     "mtp_num_layers": 2,

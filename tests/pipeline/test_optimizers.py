@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from scripts.pretrain_gpt import model_provider
+from tests.helpers import megatron_runs
 from tests.helpers.callers import draw_by_name, named_parameters
 from tests.helpers.combinations import at_night, nightly
 from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train
@@ -42,15 +43,7 @@ OFFLOADED: Flags = {
 }
 # With as many experts' ranks as replicas: gradients of experts are averaged by a factor, not by a
 # collective.
-EXPERTS: Flags = {
-    "expert_model_parallel_size": 2,
-    "num_experts": 4,
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 32,
-    "moe_aux_loss_coeff": 1e-2,
-    "moe_token_dispatcher_type": "alltoall",
-    "disable_bias_linear": True,
-}
+EXPERTS: Flags = {**megatron_runs.EXPERTS, "expert_model_parallel_size": 2}
 TENSOR: Flags = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 GATHERED_EARLY: Flags = {
     **SHARDED,

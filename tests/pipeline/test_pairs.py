@@ -27,7 +27,7 @@ from tests.helpers import deep_ep_on_cpu
 from tests.helpers.callers import draw_by_name, named_parameters
 from tests.helpers.combinations import at_night, nightly
 from tests.helpers.covered import covers
-from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train
+from tests.helpers.megatron_runs import EXPERTS, Run, assert_same, losses, model_flags, train
 from tests.helpers.noted_streams import given, note_streams
 from tests.helpers.ranks import HANGS, run_ranks, values
 from tests.helpers.two_streams import (
@@ -43,14 +43,9 @@ RANKS = 4
 Flags = dict[str, object]
 
 MODEL: Flags = {
+    **EXPERTS,
     "pipeline_model_parallel_size": 2,
     "expert_model_parallel_size": 2,
-    "num_experts": 4,
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 32,
-    "moe_aux_loss_coeff": 1e-2,
-    "moe_token_dispatcher_type": "alltoall",
-    "disable_bias_linear": True,
     "untie_embeddings_and_output_weights": True,
     "bf16": True,
     "train_iters": 2,
@@ -72,6 +67,12 @@ SHARDED: Flags = {
 }
 FLEX: Flags = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "deepep"}
 TIED: Flags = {"untie_embeddings_and_output_weights": None}
+TENSOR: Flags = {
+    "tensor_model_parallel_size": 2,
+    "sequence_parallel": True,
+    "expert_tensor_parallel_size": 1,
+}
+FP16: Flags = {"bf16": None, "fp16": True, "initial_loss_scale": 2.0**10, "loss_scale_window": 5}
 EMPTY: Flags = {
     "pipeline_model_parallel_layout": "Ett||t|tL",
     "num_virtual_stages_per_pipeline_rank": None,
@@ -241,7 +242,10 @@ def test_the_model_of_streams_tells_what_would_go_wrong(otherwise: str, tmp_path
         case("distributed optimizer", SHARDED, *ALL),
         case("loss per token", PER_TOKEN, *ALL),
         case("DeepEP", FLEX | {"moe_router_dtype": "fp32"}, "zb-v", combined=False),
-        case("tied", TIED, "interleaved-zb", "zb-v"),
+        case("tied", TIED, "interleaved-zb", "zb-v", "dualpipe-v"),
+        case("sequence parallel", TENSOR, "interleaved-zb", "zb-v"),
+        case("sequence parallel, tied", TENSOR | TIED, "zb-v"),
+        case("fp16", FP16, "interleaved-zb", "zb-v"),
         case("batched", {"pipeline_p2p": "batched"}, "zb-v", combined=False),
         # Stock's own pairs fail there: the plan's output is its input.
         case("a stage without layers", EMPTY, "interleaved-zb", "zb-v", combined=False),

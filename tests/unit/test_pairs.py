@@ -20,6 +20,7 @@ from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import format_costs, load_costs, parse_costs, save_costs
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import v
+from megatron_ext.schedule.plan import planner
 from megatron_ext.schedule.plan.planner import make_plan
 from megatron_ext.schedule.plan.recommendation import flags_of
 from megatron_ext.schedule.plan.vocabulary_plan import variants_of
@@ -302,6 +303,17 @@ def test_v_auto_takes_what_gains_most_by_pairs() -> None:
     searched = makespan(built("v-auto", 4, 12))
     assert searched <= makespan(built("zb-v", 4, 12)) + 1e-9
     assert searched < 0.95 * makespan(built("v-auto", 4, 12, pairs=False))
+
+
+def test_pairs_are_tried_where_passes_alone_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It said that a recipe's interleaved-zb holds too much, and in pairs it fitted."""
+
+    def refuse(*args: Any) -> None:
+        raise ValueError("rank 4 would hold 47 GiB more than it may")
+
+    monkeypatch.setattr(planner, "_consider", refuse)
+    variant = planner.Variant(choose("zb-v"), problem_for("zb-v", 2, 6), None)
+    assert planner.consider(variant, planner.VocabMethod.NAIVE).report.pairs > 0
 
 
 def test_an_evaluation_has_none() -> None:

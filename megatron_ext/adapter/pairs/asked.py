@@ -10,11 +10,18 @@ from megatron_ext.schedule.problem import Extras
 
 SETTING = "overlap_moe_expert_parallel_comm"
 FLAG = "--overlap-moe-expert-parallel-comm"
+DELAY = "delay_wgrad_compute"  # which needs the other
 
 
 def asks_for_pairs(settings: Any) -> bool:
     """Whether ``settings``, Megatron's arguments or a config, do."""
     return getattr(settings, SETTING, None) is True
+
+
+def flags_given(settings: Any) -> tuple[str, ...]:
+    """The flags of ``settings`` that are about pairs."""
+    given = (name for name in (SETTING, DELAY) if getattr(settings, name, None) is True)
+    return tuple(f"--{name.replace('_', '-')}" for name in given)
 
 
 def has_pairs(settings: Any, microbatches: int) -> bool:

@@ -18,6 +18,7 @@ from megatron_ext.adapter.layers import (
 from megatron_ext.adapter.model_bytes import state_of
 from megatron_ext.adapter.pairs.asked import asks_for_pairs
 from megatron_ext.config import PipelineConfig
+from megatron_ext.launch_check.alternatives.pairs import flags_beside
 from megatron_ext.launch_check.alternatives.recompute import (
     recompute_flags,
     recompute_of_line,
@@ -37,7 +38,6 @@ from megatron_ext.schedule.plan.layouts.layout import Layout
 from megatron_ext.schedule.plan.layouts.lines import STOCK, Lines, compare_layouts
 from megatron_ext.schedule.plan.layouts.work import Evaluated, Work, work_of_stages
 from megatron_ext.schedule.plan.planner import Plan, VocabMethod
-from megatron_ext.schedule.plan.recommendation import flags_of
 
 _LAYOUT = "pipeline_model_parallel_layout"
 _PATTERN = "hybrid_layer_pattern"
@@ -142,8 +142,8 @@ def written_for(args: Any, own: Evaluated, made: Evaluated, costs: Sequence[str]
         costs: words for a file of costs, which our schedules are made for.
     """
     family = made.schedule.partition(":")[0]
-    added = () if family in STOCK else (*flags_of(made.candidate, None), *costs)
-    dropped: tuple[str, ...] = ()
+    added, dropped = flags_beside(args, made.candidate)
+    added = () if family in STOCK else (*added, *costs)
     if (made.layout, _kind(made.schedule)) != (own.layout, _kind(own.schedule)):
         added += _words(args, made, getattr(args, _PATTERN, None))
         dropped += tuple(_flag(name) for name in _PLACING if getattr(args, name, None))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext.adapter.pairs.asked import DELAY, FLAG, SETTING, asks_for_pairs, flags_given
 from megatron_ext.schedule.build.registry import Mark, entries
 from megatron_ext.schedule.plan.planner import Candidate, Plan, make_plan
 from megatron_ext.schedule.plan.recommendation import flags_of
@@ -13,9 +14,6 @@ from megatron_ext.schedule.plan.recommendation import flags_of
 if TYPE_CHECKING:
     from megatron_ext.launch_check.variants import LineVariants
 
-FLAG = "--overlap-moe-expert-parallel-comm"
-_SETTING = "overlap_moe_expert_parallel_comm"
-_DELAY = "delay_wgrad_compute"  # which needs the other
 _STOCK = "interleaved"
 
 
@@ -52,6 +50,17 @@ class OtherPairs:
         }
 
 
+def flags_beside(args: Any, made: Candidate) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What is written for ``made`` on the line of ``args``, and what goes. A flag for pairs that
+    the line has already is not written again; it goes where ``made`` has none."""
+    words = flags_of(made, None)
+    if not asks_for_pairs(args):
+        return words, ()
+    if not made.report.pairs:
+        return words, flags_given(args)
+    return tuple(word for word in words if word != FLAG), ()
+
+
 def other_pairs(
     line: LineVariants, plan: Plan, room: float | None, *, is_long: bool = False
 ) -> OtherPairs | None:
@@ -62,8 +71,8 @@ def other_pairs(
     args = line.args
     if not args.num_experts or (args.expert_model_parallel_size or 1) == 1:
         return None
-    is_asked = bool(getattr(args, _SETTING))
-    other = line.with_values({_SETTING: not is_asked, _DELAY: False})
+    is_asked = asks_for_pairs(args)
+    other = line.with_values({SETTING: not is_asked, DELAY: False})
     if is_long:
         other = replace(other, marks=frozenset([Mark.STABLE]), tries_recompute=False)
     if room is None and plan.best is not None:
@@ -77,9 +86,8 @@ def other_pairs(
     if not is_asked:
         stock = next((c for c in made.candidates if c.family == _STOCK), None)
         return OtherPairs(is_asked, made.best, stock, (*flags, FLAG), rewritten.dropped)
-    given = [name for name in (_SETTING, _DELAY) if getattr(args, name)]
-    gone = (f"--{name.replace('_', '-')}" for name in given)
-    return OtherPairs(is_asked, made.best, None, flags, (*rewritten.dropped, *gone))
+    dropped = (*rewritten.dropped, *flags_given(args))
+    return OtherPairs(is_asked, made.best, None, flags, dropped)
 
 
 def _specs(*, with_pairs: bool) -> Iterator[str]:

@@ -433,9 +433,14 @@ def consider(
         if not variant.problem.extras.pairs:
             return _consider(variant, method, room, may_offload, at_most)
         alone = replace(variant, problem=variant.problem.with_extras(pairs=False))
-        made = [_consider(alone, method, room, may_offload, at_most)]
+        made: list[Candidate] = []
         with contextlib.suppress(ValueError):
             made.append(_without_offload(variant, method, room))
+        try:
+            made.insert(0, _consider(alone, method, room, may_offload, at_most))
+        except ValueError:  # in pairs the order is another, and may hold less
+            if not made:
+                raise
         return min(made, key=_by_time)
 
 

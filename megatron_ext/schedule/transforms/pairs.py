@@ -152,7 +152,14 @@ class _Playing:
         self.saved = cache(
             lambda stage, other, kind: costs.saved_by(Action(stage, _F, 0), Action(other, kind, 0))
         )
-        self.amount, allowed = _room(schedule, problem, way)
+        amount, allowed = _room(schedule, problem, way)
+        # What a pass takes and gives back.
+        self.held_by = cache(
+            lambda stage, kind: (
+                sum(amount(held, stage) for held in RULES[kind].acquires),
+                sum(amount(held, stage) for held in RULES[kind].releases),
+            )
+        )
         self.ranks = [
             _Rank(*_order_of(row, way), most)
             for row, most in zip(schedule.rows, allowed, strict=True)
@@ -221,12 +228,13 @@ class _Playing:
         return both, (forward, backward)
 
     def as_in_pair(self, rank: _Rank, backward: Action) -> Action:
-        is_split = backward._replace(kind=_W) in rank.due
-        return backward._replace(kind=_B) if self.way.whole and is_split else backward
+        if self.way.whole and _as(_W, backward) in rank.due:
+            return _as(_B, backward)
+        return backward
 
     def start_of(self, rank: _Rank, action: Action) -> float:
         """When ``action`` could start at the earliest; inf if that is not known yet."""
-        key = action if action.kind is _F else action._replace(kind=_I)
+        key = _as(_I, action) if action.kind is _B else action
         return max(rank.free, self.there.get(key, math.inf))
 
     def play(self, number: int, start: float, passes: Row) -> None:
@@ -243,9 +251,8 @@ class _Playing:
         rank.done += len(passes)
         for action in passes:
             rank.row.append(action)
-            rank.held += self.taken(action) - self.given_back(action)
-            w = action._replace(kind=_W)
-            if action.kind is _I and w in rank.due:
+            rank.held += self.more_held(action)
+            if action.kind is _I and (w := _as(_W, action)) in rank.due:
                 insort(rank.pending, w, key=rank.due.__getitem__)
         while rank.pending and rank.due[rank.pending[0]][0] <= rank.done:
             self.do_w(rank)
@@ -261,6 +268,8 @@ class _Playing:
         stages = {action.stage for action in passes if action.kind is _B}
         if any(later.stage in stages for later in rank.pending):
             return True
+        if rank.allowed == math.inf:
+            return False
         more = sum(self.taken(action) for action in passes if action.kind is _F)
         return more > 0 and not fits(rank.held + more, rank.allowed)
 
@@ -268,7 +277,7 @@ class _Playing:
         w = rank.pending.pop(0)
         rank.row.append(w)
         rank.free += self.seconds(w.stage, _W)
-        rank.held -= self.given_back(w)
+        rank.held += self.more_held(w)
 
     def pass_on(self, number: int, action: Action, end: float) -> int:
         """Give what ``action`` has made to the neighbouring stage; the rank of that, or its own."""
@@ -285,14 +294,25 @@ class _Playing:
 
     def has_room(self, rank: _Rank, forward: Action) -> bool:
         """Whether there is room for ``forward`` before anything is given back but by W."""
+        if rank.allowed == math.inf:
+            return True
         back = sum(map(self.given_back, rank.pending))
         return fits(rank.held - back + self.taken(forward), rank.allowed)
 
     def taken(self, action: Action) -> float:
-        return sum(self.amount(held, action.stage) for held in RULES[action.kind].acquires)
+        return self.held_by(action.stage, action.kind)[0]
 
     def given_back(self, action: Action) -> float:
-        return sum(self.amount(held, action.stage) for held in RULES[action.kind].releases)
+        return self.held_by(action.stage, action.kind)[1]
+
+    def more_held(self, action: Action) -> float:
+        taken, given_back = self.held_by(action.stage, action.kind)
+        return taken - given_back
+
+
+def _as(kind: Kind, action: Action) -> Action:
+    """The pass of ``kind`` of the same microbatch."""
+    return Action(action.stage, kind, action.microbatch)
 
 
 def _order_of(row: Row, way: _Way) -> tuple[Row, dict[Action, tuple[float, int]]]:

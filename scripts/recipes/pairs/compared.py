@@ -4,36 +4,31 @@ its best layout."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import numpy as np
 
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.build.output_layer import with_input_gradient
-from megatron_ext.schedule.build.pairs import with_pairs
-from megatron_ext.schedule.build.registry import Choice, choose, entry_of
+from megatron_ext.schedule.build.registry import choose, entry_of
 from megatron_ext.schedule.costs import Costs
-from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.model.messages.hidden import PairedLayer, paired_layers
 from megatron_ext.schedule.model.model import Stage
 from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.plan.layouts.descent import Timed, descend
-from megatron_ext.schedule.plan.layouts.figures import Counts, Floats, StageFigures, busy
+from megatron_ext.schedule.plan.layouts.descent import Start, Timed, descend
+from megatron_ext.schedule.plan.layouts.figures import StageFigures
 from megatron_ext.schedule.plan.layouts.layout import Layout, evenly
 from megatron_ext.schedule.plan.layouts.minimax import least_slowest_stage, with_even_ranks
-from megatron_ext.schedule.plan.layouts.order import Order
-from megatron_ext.schedule.plan.layouts.work import Work
-from megatron_ext.schedule.plan.planner import limit_left
-from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.plan.layouts.work import Work, evaluate
 from megatron_ext.schedule.progress import Task
 from megatron_ext.schedule.schedule import Schedule
 from scripts.recipes.gains import Configuration, work_of
-from scripts.recipes.pairs.order import PERIODS, Hidden, PairedOrder
 
-_OF_OTHERS = 1e-4  # what all ranks do counts beside the step
+_SCHEDULES = 3  # whose layouts are made better
+_NEAR = 1.03  # times the best step: a layout that may lead to a better one
 
 
 @dataclass(frozen=True)
@@ -57,15 +52,15 @@ class Step:
 def with_overlap(
     configuration: Configuration, rates: Rates, share: float, *, is_stock: bool
 ) -> Work:
-    """The work of ``configuration`` where so large a ``share`` of experts' messages can go on
-    beside other work.
+    """The work of ``configuration`` in pairs, where so large a ``share`` of experts' messages can
+    go on beside other work.
 
     Args:
         is_stock: whether whole backward passes outside of pairs hide messages behind their own W,
             as in Megatron's own plans with ``--delay-wgrad-compute``.
     """
     execution = replace(configuration.execution, overlap=share)
-    work = work_of(configuration, execution)
+    work = replace(work_of(configuration, execution), pairs=True)
 
     def costs_of(stages: Sequence[Stage], placement: Placement) -> Costs:
         """``work``'s, with what B hides by itself."""
@@ -90,109 +85,139 @@ def _hidden_alone(layers: Sequence[PairedLayer], share: float) -> float:
 
 
 class Comparison:
-    """Schedules for ``work``, within ``room`` bytes of a rank, with pairs or ``without``."""
+    """Schedules for ``work``, each with its best layout within ``room`` bytes of a rank.
 
-    def __init__(self, work: Work, room: float | None, *, without: bool = False) -> None:
-        self._work, self._room, self._without = work, room, without
-        self._figures, self._hidden = StageFigures(work), Hidden(work)
+    Attributes:
+        found: of each of ``specs`` that fits so.
+    """
 
-    def best(self, specs: Iterable[str], known: Sequence[Layout]) -> Step | None:
-        """The shortest of ``specs`` with any layout; layouts that are ``known`` are among those
-        that are made better. None: none fits."""
-        made = [step for spec in specs if (step := self._best_of(spec, known))]
-        return min(made, key=lambda step: step.seconds, default=None)
+    def __init__(self, work: Work, room: float | None, specs: Iterable[str]) -> None:
+        self._work, self._room = work, room
+        self._figures = StageFigures(work)
+        layers = len(work.model.layers)
+        stages = {spec: choose(spec).place(work.ranks).stages for spec in specs}
+        self._stages = {spec: of for spec, of in stages.items() if of <= layers + 1}
+        self._timed = cache(self._ordered)  # which passes are pairs depends on the layout
+        self._starts: dict[str, Start] = {}
+        self._tried: dict[str, set[Layout]] = defaultdict(set)  # begun with, or found
+        self.found: dict[str, Step] = {}
+
+    @property
+    def best(self) -> Step | None:
+        """The shortest of those found; None: none fits."""
+        return min(self.found.values(), key=_seconds, default=None)
+
+    def simulated(self) -> Step | None:
+        """The shortest of those found, as they would run: messages wait for one another."""
+        best: Step | None = None
+        for step in sorted(self.found.values(), key=_seconds):
+            if best is not None and best.seconds <= step.seconds:
+                break
+            with contextlib.suppress(ValueError):  # it does not fit
+                best = min(filter(None, (best, self._as_it_runs(step))), key=_seconds)
+        return best
+
+    def _as_it_runs(self, step: Step) -> Step:
+        """Raises ValueError if it does not fit."""
+        room = self._room if entry_of(step.schedule).uses_costs else None
+        made = evaluate(self._work, step.schedule, Layout(step.layers), room=room, search=False)
+        if self._room is not None and made.fullest > self._room:
+            raise ValueError(f"{made.fullest:.3g} bytes, and {self._room:.3g} may be held")
+        paired = made.candidate.report.share_in_pairs
+        if self._work.pairs and not paired:  # it takes less without, and is to have some
+            return step
+        return Step(step.schedule, step.layers, made.seconds, made.fullest, paired)
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """Of those found."""
+        return [Layout(step.layers) for step in self.found.values()]
+
+    def start(self, known: Sequence[Layout]) -> None:
+        """Look at layouts that are balanced, and those that are ``known``; and go on from the best
+        of some schedules, those that take least with them."""
+        for spec in self._stages:
+            with contextlib.suppress(ValueError):
+                options = [*self._balanced(spec), *self._of_stages(spec, known)]
+                self._starts[spec] = self._timed(spec, options[0]).best_of(options)
+        for start in sorted(self._starts.values(), key=_least):
+            self._descend(start)
+            if len(self.found) == _SCHEDULES:
+                break
+
+    def go_on_from(self, known: Sequence[Layout]) -> None:
+        """Look whether the layouts that are ``known`` lead to better ones of what is found."""
+        for spec, step in list(self.found.items()):
+            layout = Layout(step.layers)
+            timed = self._timed(spec, layout)
+            others = [la for la in self._of_stages(spec, known) if la not in self._tried[spec]]
+            if not others:
+                continue
+            start = timed.best_of(others)
+            if start.fits and start.seconds < _NEAR * timed.best_of([layout]).seconds:
+                self._descend(start)
+
+    def of(self, spec: str, known: Layout) -> Step | None:
+        """The schedule ``spec`` with its best layout, also from one that is ``known``."""
+        if spec not in self.found and spec in self._starts:
+            self._descend(self._starts[spec])
+            self.go_on_from([known])
+        return self.found.get(spec)
 
     def step(self, spec: str, layout: Layout) -> Step:
-        """Of ``spec`` with ``layout``.
+        """Of ``spec`` with ``layout``, whether it fits or not.
 
         Raises:
             ValueError: it cannot be made so.
         """
-        return self._timed(spec, layout).step(layout)
-
-    def _timed(self, spec: str, layout: Layout) -> _PairedTimed:
-        extras = {"pairs": not self._without}
-        return _PairedTimed(spec, layout, self._figures, self._hidden, self._room, extras)
-
-    def _best_of(self, spec: str, known: Sequence[Layout]) -> Step | None:
-        placement, layers = choose(spec).place(self._work.ranks), len(self._work.model.layers)
-        stages = placement.stages
-        if stages > layers + 1:
-            return None
-        balanced = least_slowest_stage(layers, stages, self._figures)
-        even = with_even_ranks(balanced, placement, self._work.microbatches, self._figures)
-        options = [even, balanced, evenly(layers, stages)]
-        options += [layout for layout in known if layout.stages == stages]
-        make = cache(partial(self._timed, spec))  # which passes are pairs depends on the layout
-        try:
-            starts = [make(layout).best_of([layout]) for layout in dict.fromkeys(options)]
-            first = min(starts, key=lambda start: (not start.fits, start.seconds))
-            start = descend(make, first.layout, Task(""))
-        except ValueError:
-            return None
-        return make(start.layout).step(start.layout) if start.fits else None
-
-
-def _ordered(choice: Choice, problem: Problem, limit: MemoryLimit | None) -> Schedule:
-    """The passes of ``choice``; within ``limit``, if it makes them by what there is room for."""
-    if limit is not None and entry_of(choice.spec).uses_costs:
-        within = replace(problem, memory_limit=limit)
-        with contextlib.suppress(ValueError):  # it needs more, which other layouts may leave
-            return with_pairs(choice.without_search.build(within), within)
-    return with_pairs(choice.without_search.build(problem), problem)
-
-
-class _PairedTimed(Timed):
-    """As `Timed`, of an order with pairs."""
-
-    def __init__(
-        self,
-        spec: str,
-        layout: Layout,
-        figures: StageFigures,
-        hidden: Hidden,
-        room: float | None,
-        extras: Mapping[str, bool],
-    ) -> None:
-        work = figures.work
-        variant = work.variant(spec, layout)
-        self.spec = spec
-        self._figures, self._room = figures, room
-        self._placement, self._microbatches = variant.problem.placement, work.microbatches
-        periods, rest = divmod(work.microbatches, work.ranks)
-        self._short = min(periods, PERIODS) * work.ranks + rest
-        problem = replace(
-            variant.problem,
-            microbatches=self._short,
-            costs=with_input_gradient(variant.problem.costs),
-        ).with_extras(**extras)
-        schedule = _ordered(variant.choice, problem, limit_left(variant, room))
-        self._paired = PairedOrder(schedule, problem.costs.hop, hidden)
-        self._order = Order(schedule, problem.costs)
-        self._share = len(schedule.pairs) / (self._short * self._placement.stages)
-
-    def step(self, layout: Layout) -> Step:
-        """With ``layout``."""
-        counts = np.array([layout.layers], dtype=np.int64)
-        figures = self._figures.of(counts)
-        model = self._figures.work.variant(self.spec, layout).model
+        timed, counts = self._timed(spec, layout), np.array([layout.layers], dtype=np.int64)
+        model = self._work.variant(spec, layout).model
         assert model is not None
-        passes = self._paired.seconds(figures, counts, self._microbatches - self._short)
         return Step(
-            self.spec,
+            spec,
             layout.layers,
-            float(passes[0]) + max(map(self._figures.work.seconds_beside, model)),
-            float(self._order.rank_bytes(figures).max()),
-            self._share,
+            float(timed.seconds(counts)[0]) + max(map(self._work.seconds_beside, model)),
+            float(timed.fullest_bytes(counts)[0]),
+            _share_in_pairs(timed.schedule),
         )
 
-    def _figured(self, counts: Counts) -> tuple[Floats, Floats]:
-        figures = self._figures.of(counts)
-        work, stages_of = busy(figures), self._placement.stages_of
-        ranks = np.stack([work[:, list(stages)].sum(axis=1) for stages in stages_of], axis=1)
-        more = self._microbatches - self._short
-        seconds = self._paired.seconds(figures, counts, more)
-        seconds += _OF_OTHERS * self._microbatches * np.sqrt((ranks**2).mean(axis=1))
-        if self._room is None:
-            return seconds, np.zeros_like(seconds)
-        return seconds, self._order.rank_bytes(figures).max(axis=1) / self._room
+    def _ordered(self, spec: str, layout: Layout) -> Timed:
+        return Timed(spec, layout, self._figures, self._room)
+
+    def _balanced(self, spec: str) -> Iterator[Layout]:
+        placement, layers = choose(spec).place(self._work.ranks), len(self._work.model.layers)
+        for balanced_by in dict.fromkeys([self._figures, self._figures.after_overlap]):
+            balanced = least_slowest_stage(layers, placement.stages, balanced_by)
+            yield balanced
+            yield with_even_ranks(balanced, placement, self._work.microbatches, balanced_by)
+        yield evenly(layers, placement.stages)
+
+    def _of_stages(self, spec: str, known: Iterable[Layout]) -> list[Layout]:
+        return list(dict.fromkeys(la for la in known if la.stages == self._stages[spec]))
+
+    def _descend(self, start: Start) -> None:
+        """Make ``start`` better, and keep it if it is the best of its schedule."""
+        spec, layouts = start.spec, [start.layout]
+        with contextlib.suppress(ValueError):  # of an order for another layout
+            layouts.append(descend(partial(self._timed, spec), start.layout, Task("")).layout)
+        self._tried[spec] |= set(layouts)
+        made = [self._timed(spec, layout).best_of([layout]) for layout in layouts]
+        steps = [self.step(spec, start.layout) for start in made if start.fits]
+        if spec in self.found:
+            steps.append(self.found[spec])
+        if steps:
+            self.found[spec] = min(steps, key=_seconds)
+
+
+def _seconds(step: Step) -> float:
+    return step.seconds
+
+
+def _least(start: Start) -> tuple[bool, float]:
+    """What fits comes first, the shortest before others; then what nearly does."""
+    return not start.fits, start.seconds if start.fits else start.fullest
+
+
+def _share_in_pairs(schedule: Schedule) -> float:
+    forwards = sum(action.kind is Kind.FORWARD for row in schedule.rows for action in row)
+    return len(schedule.pairs) / forwards

@@ -1,58 +1,77 @@
-"""The table of docs/pairs.md on public recipes."""
+"""The tables of docs/pairs.md on public recipes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from scripts.recipes.pairs.compared import Step
-from scripts.recipes.pairs.recipes import Found, Result
+from scripts.recipes.pairs.recipes import Crossed, Found, Result
 from scripts.recipes.tables import table
 
-_COLUMNS = (
-    *("recipe", "p", "m", "hides", "own line", "stock in pairs", "ours in pairs", "gain"),
-    *("stock alone", "ours alone"),
-)
+_NONE_FITS = "none fits"
+_COLUMNS = ("recipe", "p", "m", "Megatron in pairs", "alone", "ours in pairs", "alone", "gain")
+_OF_LAYOUTS = ("recipe", "schedule", "in pairs", "alone")
 
 
 def page(results: Sequence[Result]) -> str:
-    """Seconds of a step, by recipe and by how much of experts' messages hides. The gain is that of
-    ours over the best of stock, with pairs or alone."""
-    rows = [row for result in results for row in _rows(result)]
+    """Seconds of a step, by recipe and by how much of experts' messages hides; and what layouts
+    that know of pairs gain over those that do not."""
+    ahead = sorted(results, key=lambda result: max(_gains(result), default=0.0), reverse=True)
+    parts = [table(_COLUMNS, map(_row, ahead)), table(_OF_LAYOUTS, _of_layouts(ahead))]
     mended = [f"- {r.candidate.name}: {r.candidate.mended}" for r in results if r.candidate.mended]
-    parts = [table(_COLUMNS, rows)]
     if mended:
-        parts += ["\nMegatron refuses these as they stand; compared:\n", *mended]
+        parts.append("\n".join(["Megatron refuses these as they stand; compared:\n", *mended]))
     return "\n".join(parts)
 
 
-def _rows(result: Result) -> Iterable[Sequence[str]]:
+def _row(result: Result) -> Sequence[object]:
     configuration = result.candidate.configuration
-    for number, found in enumerate(result.found):
-        is_first = number == 0
-        yield (
-            result.candidate.name if is_first else "",
-            str(configuration.ranks) if is_first else "",
-            str(configuration.microbatches) if is_first else "",
-            f"{found.share:g}",
-            f"{found.own.seconds:.4g}",
-            _step(found.stock),
-            _step(found.ours),
-            f"{gain(found, result.stock_without):.3f}" if found.ours else "",
-            _step(result.stock_without) if is_first else "",
-            _step(result.ours_without) if is_first else "",
-        )
+    return (
+        result.candidate.name,
+        configuration.ranks,
+        configuration.microbatches,
+        _steps(found.stock for found in result.found),
+        _steps([result.stock_without]),
+        _steps(found.ours for found in result.found),
+        _steps([result.ours_without]),
+        ", ".join(f"{gain:.2f}" for gain in _gains(result)),
+    )
 
 
-def _step(step: Step | None) -> str:
-    return "none fits" if step is None else f"{step.seconds:.4g} {step.schedule}"
+def _steps(steps: Iterable[Step | None]) -> str:
+    """Their seconds, and the schedules, each once if it is the same for all."""
+    made = list(steps)
+    seconds = [_NONE_FITS if step is None else f"{step.seconds:.3g}" for step in made]
+    names = [step.schedule for step in made if step]
+    return f"{', '.join(seconds)} {' / '.join(dict.fromkeys(names))}"
 
 
-def gain(found: Found, without: Step | None) -> float:
-    """How much more time stock's best step takes, as a multiple of ours.
+def _gains(result: Result) -> list[float]:
+    """By share: how much more time Megatron's best step takes, as a multiple of ours. Ours is in
+    pairs, Megatron's may be without."""
+    gains = []
+    for found in result.found:
+        stock = [step.seconds for step in (found.stock, result.stock_without) if step]
+        if found.ours is not None and stock:
+            gains.append(min(stock) / found.ours.seconds)
+    return gains
 
-    Args:
-        without: stock's best without pairs.
-    """
-    assert found.ours is not None
-    stock = min(found.stock.seconds, without.seconds if without else found.stock.seconds)
-    return stock / found.ours.seconds
+
+def _of_layouts(results: Iterable[Result]) -> Iterator[Sequence[object]]:
+    """How much more time the layout takes that knows nothing of pairs, in pairs; and how much more
+    the other takes alone."""
+    sides: tuple[Callable[[Found], Crossed | None], ...] = (
+        lambda found: found.stock_crossed,
+        lambda found: found.ours_crossed,
+    )
+    for result in results:
+        for side in sides:
+            made = [crossed for crossed in map(side, result.found) if crossed]
+            knowing = [c.in_pairs[1] / c.in_pairs[0] - 1 for c in made]
+            serial = [c.alone[0] / c.alone[1] - 1 for c in made]
+            yield (
+                result.candidate.name,
+                " / ".join(dict.fromkeys(c.schedule for c in made)),
+                ", ".join(f"{gain:+.1%}" for gain in knowing),
+                ", ".join(f"{gain:+.1%}" for gain in serial),
+            )

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
 from typing import Any
 
 from megatron_ext.adapter.layers import layout_of
 from megatron_ext.schedule.model.gpus import DATA_SHEETS, GPUS
 from megatron_ext.schedule.plan.layouts.layout import Layout, evenly
 from scripts.recipes.configured import configuration_of
-from scripts.recipes.gains import USED, Configuration, work_of
+from scripts.recipes.gains import PROCESSES, USED, Configuration, work_of
 from scripts.recipes.pairs.compared import Comparison, Step, with_overlap
 from scripts.recipes.recipe import Recipe
 
 FLAG = "overlap_moe_expert_parallel_comm"
 SHARES = (0.25, 0.5, 1.0)  # of experts' messages, that can go on beside other work
 _STOCK_CHUNKS = (2, 3, 4)
-_OURS = ("zb-v", "dualpipe-v", "interleaved-zb:vpp=2")
-_WITHOUT = ("zb-2p", *_OURS)  # which hide nothing
+_ON_V = ("zb-v", "dualpipe-v")
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,22 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class Crossed:
+    """A schedule with the layout that is best in pairs, and with the one that is best alone.
+
+    Attributes:
+        serial: layers of each stage of the latter.
+        in_pairs: seconds of a step with each, in pairs.
+        alone: and without any.
+    """
+
+    schedule: str
+    serial: tuple[int, ...]
+    in_pairs: tuple[float, float]
+    alone: tuple[float, float]
+
+
+@dataclass(frozen=True)
 class Found:
     """Steps with pairs.
 
@@ -43,28 +59,36 @@ class Found:
         own: the recipe as it stands.
         stock: Megatron's interleaved schedule with its own overlap, at its best.
         ours: our schedules with pairs, at their best.
+        each: of these, by itself.
+        stock_crossed, ours_crossed: these two with layouts that know nothing of pairs.
     """
 
     share: float
     own: Step
-    stock: Step
+    stock: Step | None
     ours: Step | None
+    each: tuple[Step, ...]
+    stock_crossed: Crossed | None
+    ours_crossed: Crossed | None
 
 
 @dataclass(frozen=True)
 class Result:
-    """Of a recipe: steps with pairs, and the best without any, of stock and of ours."""
+    """Of a recipe: steps with pairs, and the best without any, of stock and of ours. Within
+    ``bound`` bytes of a rank."""
 
     candidate: Candidate
     found: tuple[Found, ...]
     stock_without: Step | None
     ours_without: Step | None
+    bound: float
 
     def as_data(self) -> dict[str, Any]:
         """For other programs."""
         return {
             "recipe": self.candidate.name,
             "mended": self.candidate.mended,
+            "bound": self.bound,
             "found": [asdict(found) for found in self.found],
             "stock_without": self.stock_without and asdict(self.stock_without),
             "ours_without": self.ours_without and asdict(self.ours_without),
@@ -101,31 +125,85 @@ def _candidate(recipe: Recipe) -> Candidate:
         return Candidate(name, configuration_of(replace(recipe, settings=settings)), mended)
 
 
+def compare_all(candidates: Sequence[Candidate], told: Callable[[], None]) -> list[Result]:
+    """In `PROCESSES` processes; ``told`` is called after each."""
+    results = []
+    with get_context("spawn").Pool(PROCESSES) as pool:
+        for result in pool.imap(compare, candidates):
+            results.append(result)
+            told()
+    return results
+
+
 def compare(candidate: Candidate) -> Result:
     """Raises ValueError where its own line cannot be planned."""
     configuration = candidate.configuration
-    room = USED * DATA_SHEETS[configuration.gpu].memory
     rates = GPUS[configuration.gpu].rates(configuration.execution.precision)
     own = Layout(configuration.layers)
     chunks = sorted({*_STOCK_CHUNKS, own.stages // configuration.ranks})
     stocks = [f"interleaved:vpp={number}" for number in chunks]
-    found = []
-    for share in SHARES:
-        stock_work, our_work = (
-            with_overlap(configuration, rates, share, is_stock=is_stock)
-            for is_stock in (True, False)
+    loops = dict.fromkeys([2, own.stages // configuration.ranks])
+    ours = [*_ON_V, *(f"interleaved-zb:vpp={number}" for number in loops)]
+    works = [
+        (
+            with_overlap(configuration, rates, share, is_stock=True),
+            with_overlap(configuration, rates, share, is_stock=False),
         )
-        of_own = Comparison(stock_work, None).step(configuration.schedule, own)
-        bound = max(room, of_own.fullest)
-        stock = Comparison(stock_work, bound).best(stocks, [own])
-        ours = Comparison(our_work, bound).best(_OURS, [own])
-        if stock is None or stock.seconds > of_own.seconds:
-            stock = of_own
-        found.append(Found(share, of_own, stock, ours))
-    without = Comparison(work_of(configuration, configuration.execution), bound, without=True)
-    return Result(
-        candidate,
-        tuple(found),
-        without.best(["1f1b", *stocks], [own]),
-        without.best(_WITHOUT, [own]),
+        for share in SHARES
+    ]
+    of_own = [
+        Comparison(of_stock, None, ()).step(configuration.schedule, own) for of_stock, _ in works
+    ]
+    # One for all, within which the recipe is as it stands.
+    bound = max(USED * DATA_SHEETS[configuration.gpu].memory, *(step.fullest for step in of_own))
+    work_alone = work_of(configuration, configuration.execution)
+    alone = (
+        Comparison(work_alone, bound, ["1f1b", *stocks]),
+        Comparison(work_alone, bound, ["zb-2p", *ours]),
+    )
+    in_pairs = [
+        (Comparison(of_stock, bound, stocks), Comparison(of_ours, bound, ours))
+        for of_stock, of_ours in works
+    ]
+    _search([alone, *in_pairs], own)
+    found = [
+        Found(
+            share,
+            step,
+            of_stock.simulated(),
+            of_ours.simulated(),
+            tuple(of_ours.found.values()),
+            _crossed(of_stock, alone[0]),
+            _crossed(of_ours, alone[1]),
+        )
+        for share, step, (of_stock, of_ours) in zip(SHARES, of_own, in_pairs, strict=True)
+    ]
+    return Result(candidate, tuple(found), alone[0].simulated(), alone[1].simulated(), bound)
+
+
+def _search(compared: Sequence[Sequence[Comparison]], own: Layout) -> None:
+    """All with the same care: each begins also with the recipe's ``own`` layout and those that have
+    been found before, and in the end goes on from what any other has found."""
+    known = [own]
+    for sides in compared:
+        for side in sides:
+            side.start(known)
+        known += [layout for side in sides for layout in side.layouts]
+    for sides in compared:
+        for side in sides:
+            side.go_on_from(known)
+
+
+def _crossed(in_pairs: Comparison, alone: Comparison) -> Crossed | None:
+    """Of the schedule that is the best ``in_pairs``."""
+    best = in_pairs.best
+    of_alone = best and alone.of(best.schedule, Layout(best.layers))
+    if best is None or of_alone is None:
+        return None
+    knowing, serial = Layout(best.layers), Layout(of_alone.layers)
+    return Crossed(
+        best.schedule,
+        serial.layers,
+        in_pairs=(best.seconds, in_pairs.step(best.schedule, serial).seconds),
+        alone=(alone.step(best.schedule, knowing).seconds, of_alone.seconds),
     )

@@ -94,16 +94,17 @@ class Candidates:
 
         def layouts(placement: Placement, figures: StageFigures) -> list[Layout]:
             layers, microbatches = len(self._work.model.layers), self._work.microbatches
-            balanced = least_slowest_stage(layers, placement.stages, figures)
-            even = with_even_ranks(balanced, placement, microbatches, figures)
+            made: list[Layout] = []
+            for balanced_by in dict.fromkeys([figures, figures.after_overlap]):
+                balanced = least_slowest_stage(layers, placement.stages, balanced_by)
+                even = with_even_ranks(balanced, placement, microbatches, balanced_by)
+                made += [even, balanced]
             of_known = [
                 candidate.layout
                 for candidate in known
                 if candidate.layout.stages == placement.stages
             ]
-            return list(
-                dict.fromkeys([even, balanced, *self._by_rule(placement, figures), *of_known])
-            )
+            return list(dict.fromkeys([*made, *self._by_rule(placement, figures), *of_known]))
 
         tried = (self._start(list(self._permitted(ladder)), layouts) for ladder in ladders)
         starts = [start for start in tried if start]
@@ -217,7 +218,8 @@ class Candidates:
             if not options:
                 break
             counts = np.array([layout.layers for layout in options], dtype=np.int64)
-            least = least_seconds(counts, placement, self._work.microbatches, figures).min()
+            balanced_by, microbatches = figures.after_overlap, self._work.microbatches
+            least = least_seconds(counts, placement, microbatches, balanced_by).min()
             if known and known.fits and known.seconds <= least:
                 break
             with self._refusing(spec):
@@ -236,7 +238,7 @@ class Candidates:
         if spec in self._orders:
             return self._orders[spec].by(figures)
         timed = Timed(spec, layout, figures, self._bound)
-        if not entry_of(spec).uses_costs:
+        if not (entry_of(spec).uses_costs or figures.work.pairs):
             self._orders[spec] = timed
         return timed
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,12 +11,18 @@ from itertools import combinations
 import numpy as np
 
 from megatron_ext.schedule.build.output_layer import with_input_gradient
+from megatron_ext.schedule.build.pairs import with_pairs
+from megatron_ext.schedule.build.registry import Choice, entry_of
+from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.plan.layouts.figures import Counts, Floats, StageFigures, busy
 from megatron_ext.schedule.plan.layouts.layout import Layout
 from megatron_ext.schedule.plan.layouts.minimax import is_layout, least_seconds, moves
 from megatron_ext.schedule.plan.layouts.order import Order
+from megatron_ext.schedule.plan.layouts.paired_order import PERIODS, PairedOrder
 from megatron_ext.schedule.plan.planner import limit_left
+from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.progress import Task
+from megatron_ext.schedule.schedule import Schedule
 
 _TOO_FULL = 1e12  # seconds, that no step takes
 _ORDERS = 3  # how often a schedule is made for the layout that is best for the one before
@@ -52,6 +59,9 @@ class Start:
 class Timed:
     """The order of passes that a schedule has with one layout, to time others by.
 
+    Attributes:
+        schedule: of a step that is short enough, in pairs where these are asked for.
+
     Raises:
         ValueError: the schedule cannot be made.
     """
@@ -65,19 +75,17 @@ class Timed:
         self._figures, self._room = figures, room
         self._placement, self._microbatches = variant.problem.placement, work.microbatches
         periods, rest = divmod(work.microbatches, work.ranks)
-        self._short = min(periods, _PERIODS) * work.ranks + rest
+        told_by = PERIODS if variant.problem.extras.pairs else _PERIODS
+        self._short = min(periods, told_by) * work.ranks + rest
         problem = replace(
             variant.problem,
             microbatches=self._short,
             costs=with_input_gradient(variant.problem.costs),
-            memory_limit=work.limit or limit_left(variant, room),
         )
-        build = variant.choice.without_search.build
-        try:
-            schedule = build(problem)
-        except ValueError:  # it needs more, which other layouts may leave
-            schedule = build(replace(problem, memory_limit=work.limit))
-        self._order = Order(schedule, problem.costs)
+        limit = work.limit or limit_left(variant, room)
+        self.schedule = _ordered(variant.choice.without_search, problem, limit)
+        self._order = Order(self.schedule, problem.costs)
+        self._paired = PairedOrder(self.schedule, problem.costs) if self.schedule.pairs else None
 
     def in_less(self, share: float) -> Timed:
         """The same order, with so much of the room."""
@@ -130,16 +138,27 @@ class Timed:
         scores = [np.where(fullest > 1, _TOO_FULL * fullest, secs) for secs, fullest in parts]
         return np.concatenate(scores)
 
+    def seconds(self, counts: Counts) -> Floats:
+        """Of the passes of a step, by layout."""
+        more = self._microbatches - self._short
+        if self._paired is not None:
+            return self._paired.seconds(self._figures, counts, more)
+        return self._order.seconds(self._figures.of(counts), more)
+
+    def fullest_bytes(self, counts: Counts) -> Floats:
+        """What the fullest rank holds, by layout."""
+        return np.asarray(self._order.rank_bytes(self._figures.of(counts)).max(axis=1))
+
     def _figured(self, counts: Counts) -> tuple[Floats, Floats]:
         """Seconds of a step, and what the fullest rank holds of what it may, by layout."""
         figures = self._figures.of(counts)
         work, stages_of = busy(figures), self._placement.stages_of
         ranks = np.stack([work[:, list(stages)].sum(axis=1) for stages in stages_of], axis=1)
-        seconds = self._order.seconds(figures, self._microbatches - self._short)
+        seconds = self.seconds(counts)
         seconds += _OF_OTHERS * self._microbatches * np.sqrt((ranks**2).mean(axis=1))
         if self._room is None:
             return seconds, np.zeros_like(seconds)
-        return seconds, self._order.rank_bytes(figures).max(axis=1) / self._room
+        return seconds, self.fullest_bytes(counts) / self._room
 
     def _promising(self, moved: Counts, *, is_over: bool) -> Counts:
         """Those of ``moved`` whose ranks do least, or hold least where a rank holds too much."""
@@ -148,8 +167,24 @@ class Timed:
         if is_over:
             promises = self._order.rank_bytes(self._figures.of(moved)).max(axis=1)
         else:
-            promises = least_seconds(moved, self._placement, self._microbatches, self._figures)
+            figures = self._figures.after_overlap
+            promises = least_seconds(moved, self._placement, self._microbatches, figures)
         return moved[np.argsort(promises, kind="stable")[:_TIMED]]
+
+
+def _ordered(choice: Choice, problem: Problem, limit: MemoryLimit | None) -> Schedule:
+    """The passes of ``choice`` within ``limit``, or if it needs more, which other layouts may
+    leave, within that of ``problem``; in pairs where these are asked for. A schedule that does not
+    go by costs has all its pairs, whatever they hold, as Megatron's has."""
+    within = replace(problem, memory_limit=limit)
+    try:
+        passes = choice.build(within)
+    except ValueError:
+        within = problem
+        passes = choice.build(within)
+    with contextlib.suppress(ValueError):  # no two can run as one
+        return with_pairs(passes, within if entry_of(choice.spec).uses_costs else problem)
+    return passes
 
 
 def _both(counts: Counts, moved: Counts) -> Counts:

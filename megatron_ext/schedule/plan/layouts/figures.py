@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,7 @@ from megatron_ext.schedule.costs import VocabularyCosts
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.model.model import Stage
 from megatron_ext.schedule.placement import line
+from megatron_ext.schedule.plan.layouts.hidden import Hidden
 from megatron_ext.schedule.plan.layouts.work import Work
 from megatron_ext.schedule.problem import VocabularyParallel
 
@@ -36,18 +38,33 @@ class StageFigures:
 
     The output layer's weight gradient counts with its input gradient, where most schedules have it
     (`output_layer`).
+
+    Attributes:
+        hidden: what their passes hide in pairs, by their rows.
+
+    Args:
+        is_after_overlap: whether what a stage's F hides beside a backward pass of its own is no
+            more in its weight gradient: so layers are balanced on what they take in pairs.
     """
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Work, *, is_after_overlap: bool = False) -> None:
         self.work = work
+        self._is_after_overlap = is_after_overlap
         size = len(work.model.layers) + 1
         # The row of a stage by whether it is the first, or the last, and where it starts and ends.
         self._rows = np.full((2, 2, size, size), -1, dtype=np.int64)
         self._row_of: dict[Stage, int] = {}
+        self._stages: list[Stage] = []
+        self.hidden = Hidden(work, self._stages)
         self._table = np.empty((0, len(Figure)))
 
     def of(self, counts: Counts) -> Floats:
         """By layout, stage and `Figure`."""
+        rows = self.rows(counts)  # which may make some
+        return np.asarray(self._table[rows])
+
+    def rows(self, counts: Counts) -> Counts:
+        """By layout and stage: the same for stages alike."""
         ends = np.cumsum(counts, axis=1)
         starts = ends - counts
         is_first, is_last = np.zeros_like(counts), np.zeros_like(counts)
@@ -57,7 +74,12 @@ class StageFigures:
         if unknown.any():
             for key in set(zip(*(part[unknown].tolist() for part in where), strict=True)):
                 self._rows[key] = self._row(*key)
-        return np.asarray(self._table[self._rows[where]])
+        return np.asarray(self._rows[where])
+
+    @cached_property
+    def after_overlap(self) -> StageFigures:
+        """To balance layers by: the same, or where passes run in pairs, with what these hide."""
+        return StageFigures(self.work, is_after_overlap=True) if self.work.pairs else self
 
     def piece(
         self, start: int, end: int, *, is_first: bool = False, is_last: bool = False
@@ -78,6 +100,7 @@ class StageFigures:
         )
         if stage not in self._row_of:
             self._row_of[stage] = len(self._table)
+            self._stages.append(stage)
             self._table = np.vstack([self._table, self._figures(stage)])
         return self._row_of[stage]
 
@@ -103,6 +126,8 @@ class StageFigures:
             figures[Figure.FORWARD] += forward
             figures[Figure.INPUT] += input_gradient + weight_gradient
             figures[Figure.ACTIVATION] += ends.logits_bytes
+        if self._is_after_overlap:
+            figures[Figure.WEIGHT] -= self.hidden.beside_itself(stage)
         of_model, *_ = self.work.bytes_of((stage,), line(1), VocabularyParallel.NONE)
         figures[Figure.MODEL] = of_model.total
         return figures

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.model.model import Stage
-from megatron_ext.schedule.placement import line
-from megatron_ext.schedule.plan.layouts.figures import Counts, Floats
-from megatron_ext.schedule.plan.layouts.layout import Layout
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.plan.layouts.figures import Counts, Floats, StageFigures
+from megatron_ext.schedule.plan.layouts.hidden import PairedStages
 from megatron_ext.schedule.plan.layouts.order import seconds_of_passes
-from megatron_ext.schedule.plan.layouts.work import Work
 from megatron_ext.schedule.schedule import Schedule
 
 _KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.FULL_BACKWARD)
@@ -22,38 +18,13 @@ _NOTHING = -1
 PERIODS = 5  # microbatches a rank, of a step that tells of a longer one
 _IN_THE_MIDDLE = (2, 3)  # of these, where all that runs in pairs does
 
-PairedStages = tuple[int, int, Kind]  # of F, of the backward pass, and its kind
-
-
-class Hidden:
-    """What pairs of passes hide under ``work``, looked up by layout."""
-
-    def __init__(self, work: Work) -> None:
-        self._work = work
-        self._seconds = cache(self._of)
-
-    def by_layout(self, pairs: list[PairedStages], counts: Counts) -> Floats:
-        """Seconds, by pair and layout."""
-        stages = [Layout(tuple(layers)).of(self._work.model) for layers in counts.tolist()]
-        rows = [[self._seconds(of[f], of[b], kind) for of in stages] for f, b, kind in pairs]
-        return np.array(rows, dtype=float).reshape(len(pairs), len(counts))
-
-    def _of(self, there: Stage, back: Stage, kind: Kind) -> float:
-        costs = self._work.costs_of((there, back), line(2))
-        return costs.saved_by(Action(0, Kind.FORWARD, 0), Action(1, kind, 0))
-
 
 class PairedOrder:
-    """The order of ``schedule``, which has passes of `_KINDS` only.
+    """The order of ``schedule``, which has passes of `_KINDS` only, with the messages of
+    ``costs``."""
 
-    Args:
-        hop: seconds of a message.
-        hidden: what its pairs hide.
-    """
-
-    def __init__(self, schedule: Schedule, hop: float, hidden: Hidden) -> None:
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
         walk = _Walk(schedule)
-        self._hidden = hidden
         levels = np.array(walk.levels)
         by_level = np.argsort(levels, kind="stable")
         size = len(levels)
@@ -63,7 +34,9 @@ class PairedOrder:
         self._codes = np.array(walk.codes)[by_level]
         self._before = place[np.array(walk.before)[by_level]]
         self._needed = place[np.array(walk.needed)[by_level]]
-        self._hops = hop * np.array(walk.far, dtype=float)[by_level]
+        links = range(schedule.placement.last)
+        hops = np.array([*map(costs.hop_behind, links), 0.0])  # the last one is of no message
+        self._hops = hops[np.array(walk.links)[by_level]]
         ends = np.diff(levels[by_level], prepend=-1, append=levels.max() + 1)
         self._bounds: list[int] = np.flatnonzero(ends).tolist()
         self._pairs = sorted(set(walk.pairs.values()))
@@ -75,19 +48,20 @@ class PairedOrder:
         ways_back = [walk.made.get((0, k * self._ranks, False), _NOTHING) for k in _IN_THE_MIDDLE]
         self._ways_back = place[ways_back]
 
-    def seconds(self, figures: Floats, counts: Counts, more: int = 0) -> Floats:
+    def seconds(self, of_stages: StageFigures, counts: Counts, more: int = 0) -> Floats:
         """Of a step, by layout; of one with so many ``more`` microbatches, each of which takes what
         one in the middle does.
 
         Args:
-            figures: by layout, stage and `Figure`.
             counts: layers of each stage, by layout.
         """
-        nothing = np.zeros((1, len(figures)))
-        passes = np.concatenate([seconds_of_passes(figures), nothing])
-        hidden = np.concatenate([self._hidden.by_layout(self._pairs, counts), nothing])
+        nothing = np.zeros((1, len(counts)))
+        passes = np.concatenate([seconds_of_passes(of_stages.of(counts)), nothing])
+        hidden = np.concatenate(
+            [of_stages.hidden.by_layout(self._pairs, of_stages.rows(counts)), nothing]
+        )
         lasts = passes[self._codes].sum(axis=1) - hidden[self._hidden_at]
-        ends = np.zeros((len(lasts) + 1, len(figures)))
+        ends = np.zeros((len(lasts) + 1, len(counts)))
         for start, end in zip(self._bounds, self._bounds[1:], strict=False):
             level = slice(start, end)
             ready = (ends[self._needed[level]] + self._hops[level, :, None]).max(axis=1)
@@ -104,7 +78,8 @@ class _Walk:
     Attributes:
         codes: its passes, by stage and kind; where there is one, the second is nothing.
         before: the node before it on its rank.
-        needed: what makes what its passes take, and ``far``, whether another rank does.
+        needed: what makes what its passes take.
+        links: the stages before the links by which that comes from other ranks.
         levels: how many nodes one after the other are before it.
         pairs: the stages of those that are pairs.
         made: the node of a pass by its stage and microbatch, and whether it is a forward pass.
@@ -120,7 +95,7 @@ class _Walk:
         self.codes: list[tuple[int, int]] = []
         self.before: list[int] = []
         self.needed: list[tuple[int, int]] = []
-        self.far: list[tuple[bool, bool]] = []
+        self.links: list[tuple[int, int]] = []
         self.levels: list[int] = []
         self.pairs: dict[int, PairedStages] = {}
         while sum(self._go_on(rank) for rank in range(len(self._rows))):
@@ -141,8 +116,9 @@ class _Walk:
             self._run(rank, passes, [source for source in sources if source is not None])
         return self._at[rank] > start
 
-    def _source(self, action: Action, rank: int) -> tuple[int, bool] | None:
-        """The node that makes what ``action`` takes, and whether it is far; None: not yet made."""
+    def _source(self, action: Action, rank: int) -> tuple[int, int] | None:
+        """The node that makes what ``action`` takes, and the stage before the link by which that
+        comes; None: not yet made."""
         stage, kind, k = action
         source = None
         if kind is Kind.FORWARD and stage:
@@ -150,22 +126,23 @@ class _Walk:
         elif kind not in (Kind.FORWARD, Kind.BACKWARD_WEIGHT) and stage < self._placement.last:
             source = stage + 1, k, False
         if source is None:
-            return _NOTHING, False
-        number = self.made.get(source)
-        return None if number is None else (number, self._placement.rank_of[source[0]] != rank)
+            return _NOTHING, _NOTHING
+        number, is_far = self.made.get(source), self._placement.rank_of[source[0]] != rank
+        link = min(stage, source[0]) if is_far else _NOTHING
+        return None if number is None else (number, link)
 
-    def _run(self, rank: int, passes: tuple[Action, ...], sources: list[tuple[int, bool]]) -> None:
+    def _run(self, rank: int, passes: tuple[Action, ...], sources: list[tuple[int, int]]) -> None:
         number, before = len(self.codes), self._latest[rank]
         for stage, kind, k in passes:
             if kind is not Kind.BACKWARD_WEIGHT:
                 self.made[stage, k, kind is Kind.FORWARD] = number
-        (source, is_far), (other, is_other_far) = (sources * 2)[:2]
+        (source, link), (other, other_link) = (sources * 2)[:2]
         waits = [self.levels[n] for n in (before, source, other) if n != _NOTHING]
         self.levels.append(1 + max(waits, default=_NOTHING))
         self.codes.append(self._codes_of(rank, passes))
         self.before.append(before)
         self.needed.append((source, other))
-        self.far.append((is_far, is_other_far))
+        self.links.append((link, other_link))
         if len(passes) == 2:
             self.pairs[number] = passes[0].stage, passes[1].stage, passes[1].kind
         self._latest[rank], self._last[rank] = number, passes[-1]
