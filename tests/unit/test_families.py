@@ -4,6 +4,7 @@ In the tables a column is a unit of time, ``.`` is idle, ``=`` goes on; F, I and
 """
 
 import contextlib
+import gc
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +15,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.build import build
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs import uniform
@@ -23,7 +25,7 @@ from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, peaks
 from megatron_ext.schedule.program.simulate import simulate, step_seconds
-from megatron_ext.schedule.program.verify import InvalidSchedule
+from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove
 from megatron_ext.schedule.program.waits import SENDS_BEHIND
 from megatron_ext.schedule.schedule import Schedule, bitwise_order
 from megatron_ext.schedule.search.weight_gradient_filling import makespan
@@ -301,10 +303,29 @@ def test_what_stands_in_for_a_search_keeps_to_its_limit_and_takes_the_best(
         assert step_seconds(made, costs) <= step_seconds(other, costs) * (1 + 1e-9)
 
 
+def test_no_garbage_is_looked_for_while_a_program_is_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That took a sixth of the time on 64 ranks, and found none."""
+    looks: list[bool] = []
+
+    def noted(schedule: Schedule, problem: Problem) -> Program:
+        looks.append(gc.isenabled())
+        return prove(schedule, problem)
+
+    monkeypatch.setattr(build, "prove", noted)
+    problem = line_problem(2, 4)
+    build_program(choose("1f1b"), problem)
+    with pytest.raises(InvalidSchedule, match="over the memory limit"):
+        build_program(choose("1f1b"), replace(problem, memory_limit=MemoryLimit(1)))
+    assert looks == [False, False] and gc.isenabled()
+
+
 def test_a_stand_in_without_a_limit_has_its_familys_own() -> None:
     placement = choose("v-auto").place(3)
     problem = Problem(placement, 6, uniform(placement, 10, 12, 8, 1))
     made = build_program(choose("v-auto").without_search, problem)
     assert max(peaks(made.schedule, in_microbatches(made.schedule))) <= 3 + 1e-9
+    assert step_seconds(made, problem.costs) == simulate(made, problem.costs).makespan
     plain = choose("zb-h1")
     assert plain.without_search is plain

@@ -31,7 +31,15 @@ from megatron_ext.schedule.search.again import Again
 from megatron_ext.schedule.search.effort import LARGE, SMALL, effort, small_effort
 from megatron_ext.schedule.search.improve import search, sides_of
 from megatron_ext.schedule.search.pack import Pack, packer
-from megatron_ext.schedule.search.shop import Shop, Starts, end_of, rows_of, shop_of, starts_of
+from megatron_ext.schedule.search.shop import (
+    Shop,
+    Starts,
+    end_of,
+    rows_of,
+    shop_of,
+    starts_of,
+    timed,
+)
 from tests.helpers.schedules import PROPERTY, random_costs, seeds
 from tests.helpers.short_search import little_effort
 
@@ -114,6 +122,7 @@ def test_plan_of_a_schedule_gives_it_back(
     rows = rows_of(packed.starts, placement)
     starts = starts_of(rows, shop)
     assert rows_of(starts, placement) == rows
+    assert (timed(packed.starts, shop) == starts).all()
     assert (starts <= packed.starts).all() and end_of(starts, shop) <= packed.makespan
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 from collections import deque
 from collections.abc import Iterator
@@ -49,11 +50,24 @@ def build_program(choice: Choice, problem: Problem) -> Program:
     _check_slices(choice, problem)
     check_pairs(choice, problem)
     problem = _with_own_costs(problem)
-    with task(f"building {choice.spec} for {size_of(problem)}"):
+    with task(f"building {choice.spec} for {size_of(problem)}"), _uncollected():
         if _is_made_again(choice, problem) and not problem.forward_only:
             return _shortest_with_recompute(choice, problem)
         with keeping_proofs():
             return _proved(choice, problem)
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Python does not look for garbage in the block: it would go through all actions of all ranks
+    again and again, a sixth of the time that a large program takes, and they are in no cycles."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _proved(choice: Choice, problem: Problem) -> Program:
@@ -94,16 +108,20 @@ def _proof(passes: Schedule, problem: Problem, schedule: Schedule | None = None)
         return prove(schedule, problem)
     program = prove(schedule, replace(problem, memory_limit=None))
     kept.append((passes, program))
-    return within_limit(program, problem)
+    program = within_limit(program, problem)
+    kept[-1] = passes, program
+    return program
 
 
 def _kept(passes: Schedule, problem: Problem) -> Program | None:
-    """The program of ``passes`` without a memory limit; None: it is to be made."""
+    """The program of ``passes``, maybe with another memory limit; None: it is to be made."""
     if _limit_inserts(problem):
         return None
-    free = replace(problem, memory_limit=None)
-    kept = _KEPT.get() or ()
-    return next((p for known, p in kept if (known, p.problem) == (passes, free)), None)
+    for known, program in _KEPT.get() or ():
+        limit = program.problem.memory_limit
+        if known == passes and program.problem == replace(problem, memory_limit=limit):
+            return program
+    return None
 
 
 def _limit_inserts(problem: Problem) -> bool:

@@ -255,6 +255,8 @@ def _from_block(
         block = block.with_weight_gradients(problem.placement)
     passes = block.unroll(problem.pieces)
     numbered = squeeze(passes, problem.placement, 2 * (peak + slices - 1), slices)
+    if slices == 1:
+        return Schedule(name, problem.placement, numbered)
     rows = tuple(
         tuple(
             a._replace(microbatch=(problem.forwards if a.kind is _F else problem.backwards)[n])

@@ -10,6 +10,7 @@ from itertools import islice
 import numpy as np
 
 from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.columns import IS_PASS
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import HOST_LANES, RULES, Lane
 from megatron_ext.schedule.problem import Problem
@@ -52,7 +53,7 @@ def step_seconds(program: Program, costs: Costs) -> float:
     (A rank that idles in the middle of its span may have less to wait for when it begins later.)
     """
     if not program.problem.extras.post_validation or program.problem.forward_only:
-        return simulate(program, costs).makespan
+        return _makespan(program, costs)
     before = [0.0] * program.problem.ranks
     ends = []
     for timeline, free in islice(_one_after_the_other(program, costs), _STEPS):
@@ -63,6 +64,13 @@ def step_seconds(program: Program, costs: Costs) -> float:
         ends.append(max(row[-1].end for row in timeline.compute))
     half = _STEPS // 2
     return (ends[-1] - ends[-1 - half]) / half
+
+
+def _makespan(program: Program, costs: Costs) -> float:
+    """`Timeline.makespan`, without the events: of a search's many schedules nothing else counts."""
+    starts, ends = map(np.array, _times(program.graph, program.schedule, costs))
+    is_pass = IS_PASS[program.schedule.columns.kind]
+    return float(ends[is_pass].max() - starts[is_pass].min())
 
 
 def _one_after_the_other(program: Program, costs: Costs) -> Iterator[tuple[Timeline, list[float]]]:
@@ -97,15 +105,21 @@ def _run(
     graph: Graph, schedule: Schedule, costs: Costs, free: Sequence[float] | None = None
 ) -> Timeline:
     """``free``: when each rank begins, if not at 0."""
+    starts, ends = _times(graph, schedule, costs, free)
+    events = zip(graph.ranks.tolist(), graph.actions, starts, ends, strict=True)
+    return Timeline(schedule, tuple(map(_event, events)))
+
+
+def _times(
+    graph: Graph, schedule: Schedule, costs: Costs, free: Sequence[float] | None = None
+) -> tuple[list[float], list[float]]:
+    """When each node starts and ends."""
     lasts = seconds_of(graph, schedule, costs)
     links = links_of(graph, costs)
     earliest = [0.0] * len(lasts) if free is None else _earliest(graph, free)
     if links:
-        starts, ends = take_turns(graph, lasts, links, earliest)
-    else:
-        starts, ends = graph.longest_paths(lasts, earliest)
-    events = zip(graph.ranks.tolist(), graph.actions, starts, ends, strict=True)
-    return Timeline(schedule, tuple(map(_event, events)))
+        return take_turns(graph, lasts, links, earliest)
+    return graph.longest_paths(lasts, earliest)
 
 
 def seconds_of(graph: Graph, schedule: Schedule, costs: Costs) -> list[float]:

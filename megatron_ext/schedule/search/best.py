@@ -11,7 +11,7 @@ What was found is kept in the user's cache directory, by problem and effort.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -32,6 +32,7 @@ from megatron_ext.schedule.search.bounds import lower_bound
 from megatron_ext.schedule.search.effort import LARGE, Effort, effort
 from megatron_ext.schedule.search.extension import plans_from, with_middle
 from megatron_ext.schedule.search.improve import first_plans, search
+from megatron_ext.schedule.search.pack import Packed
 from megatron_ext.schedule.search.shop import (
     Rows,
     Shop,
@@ -41,6 +42,7 @@ from megatron_ext.schedule.search.shop import (
     rows_of,
     shop_of,
     starts_of,
+    timed,
 )
 from megatron_ext.schedule.transforms.recompute import recompute
 
@@ -76,14 +78,10 @@ def best_known(name: str, problem: Problem) -> Schedule:
     else:
         shop, known = shop_of(problem), _known(problem)
         starts = _starts_of_each(known, shop)
-        if shop.fits:
-            packed = first_plans(shop, starts)
-            found = [
-                rows_of(result.starts, problem.placement, orders=problem.orders)
-                for result in packed
-            ]
-            known, starts = known + found, starts + _starts_of_each(found, shop)
         candidates = _candidates(known, starts, shop)
+        if shop.fits:
+            candidates += _packed_candidates(first_plans(shop, starts), shop, problem)
+            candidates.sort(key=lambda candidate: candidate.seconds)
     best = _best_of(name, candidates, problem)
     assert best is not None  # one microbatch at a time
     return _passes(name, best.program)
@@ -116,9 +114,9 @@ def _kept(name: str, problem: Problem, effort_name: str) -> Schedule | None:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """Rows, and what a step of them costs in seconds if messages hold nothing up."""
+    """How to get rows, and what a step of them costs in seconds if messages hold nothing up."""
 
-    rows: Rows
+    rows: Callable[[], Rows]  # of a long step they take a while, and few are looked at
     seconds: float
 
 
@@ -150,10 +148,7 @@ def _searched(name: str, problem: Problem, how: Effort) -> _Chosen:
             how = how.halved  # the other half goes to the shorter step
             of_shorter = partial(_of_shorter, problem, how)
         packed = search(shop, starts, enough, how, of_shorter)
-        found = [
-            rows_of(result.starts, problem.placement, orders=problem.orders) for result in packed
-        ]
-        candidates += _candidates(found, _starts_of_each(found, shop), shop)
+        candidates += _packed_candidates(packed, shop, problem)
     best = _best_of(name, candidates, problem)
     assert best is not None  # one microbatch at a time
     return best
@@ -230,11 +225,30 @@ def _candidates(
     all_rows: Sequence[Rows], all_starts: Sequence[Starts], shop: Shop
 ) -> list[_Candidate]:
     """``all_rows``, which start so, the quickest first."""
-    ends = [end_of(starts, shop) - max(shop.tails) for starts in all_starts]
+    both = zip(all_rows, all_starts, strict=True)
+    candidates = [_Candidate(partial(_same, rows), _seconds(s, shop)) for rows, s in both]
+    return sorted(candidates, key=lambda candidate: candidate.seconds)
+
+
+def _same(rows: Rows) -> Rows:
+    return rows
+
+
+def _packed_candidates(packed: Sequence[Packed], shop: Shop, problem: Problem) -> list[_Candidate]:
+    """What was ``packed``, the quickest first."""
     candidates = [
-        _Candidate(rows, end * shop.tick) for rows, end in zip(all_rows, ends, strict=True)
+        _Candidate(
+            partial(rows_of, result.starts, problem.placement, orders=problem.orders),
+            _seconds(timed(result.starts, shop), shop),
+        )
+        for result in packed
     ]
     return sorted(candidates, key=lambda candidate: candidate.seconds)
+
+
+def _seconds(starts: Starts, shop: Shop) -> float:
+    """What a step costs whose passes start so."""
+    return (end_of(starts, shop) - max(shop.tails)) * shop.tick
 
 
 def _candidates_again(all_rows: Sequence[Rows], problem: Problem) -> list[_Candidate]:
@@ -243,8 +257,7 @@ def _candidates_again(all_rows: Sequence[Rows], problem: Problem) -> list[_Candi
     candidates = []
     for rows in all_rows:
         shop = shop_of(problem, again_in(rows, placement.stages, m))
-        end = end_of(starts_of(rows, shop), shop) - max(shop.tails)
-        candidates.append(_Candidate(rows, end * shop.tick))
+        candidates.append(_Candidate(partial(_same, rows), _seconds(starts_of(rows, shop), shop)))
     return candidates
 
 
@@ -261,7 +274,7 @@ def _best_of(name: str, candidates: Sequence[_Candidate], problem: Problem) -> _
         is_known_worse = best and (candidate.seconds, place) > (best.seconds, best.place)
         if is_known_worse and not may_take_less:
             continue
-        schedule = Schedule(name, problem.placement, candidate.rows)
+        schedule = Schedule(name, problem.placement, candidate.rows())
         program = _proved(schedule, problem) if _is_within_limit(schedule, problem) else None
         if program is not None:
             seconds = step_seconds(program, problem.costs)

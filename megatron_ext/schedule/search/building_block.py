@@ -68,21 +68,31 @@ def squeeze(starts: Starts, placement: Placement, chunks_held: int, slices: int 
     the last that went forward.
     """
     ranks = _Ranks(starts, placement, slices)
-    order = sorted(starts.items(), key=lambda item: (item[1], item[0].stage))
-    last_forward = {placement.rank_of[a.stage]: slot for a, slot in order if a.kind is Kind.FORWARD}
-    in_cool_down = []
+    order = _by_slot(starts)
+    last_forward = {a.stage: slot for a, slot in order if a.kind is Kind.FORWARD}
+    until = [max(last_forward[stage] for stage in stages) for stages in placement.stages_of]
+    rank_of = placement.rank_of
+    in_cool_down = [
+        (action, slot)
+        for action, slot in order
+        if action.kind is Kind.BACKWARD_WEIGHT and slot > until[rank_of[action.stage]]
+    ]
+    for action, slot in in_cool_down:
+        ranks.take_away(action, slot)
     for action, slot in order:
-        is_w = action.kind is Kind.BACKWARD_WEIGHT
-        if is_w and slot > last_forward[placement.rank_of[action.stage]]:
-            in_cool_down.append(action)
-            ranks.take_away(action, slot)
-    put_off = set(in_cool_down)
-    for action, slot in order:
-        if action not in put_off:
+        if action.kind is not Kind.BACKWARD_WEIGHT or slot <= until[rank_of[action.stage]]:
             ranks.advance(action, slot, chunks_held)
-    for action in in_cool_down:
+    for action, _ in in_cool_down:
         ranks.put(action, ranks.after_inputs(action))
     return ranks.rows()
+
+
+def _by_slot(starts: Starts) -> list[tuple[Action, int]]:
+    """``starts`` by slot, of one slot by stage."""
+    items, count = list(starts.items()), len(starts)
+    slots = np.fromiter(starts.values(), np.int64, count)
+    stages = np.fromiter((action.stage for action in starts), np.int64, count)
+    return [items[n] for n in np.lexsort((stages, slots)).tolist()]
 
 
 class _Lane(NamedTuple):
@@ -129,21 +139,29 @@ class _Ranks:
 
     def advance(self, action: Action, slot: int, chunks_held: int) -> None:
         """Move ``action`` from ``slot`` forward as far as it can and may go."""
-        stage, kind, _ = action
-        rank, width, *_ = self.lanes[stage, kind]
-        earliest, held = self.after_inputs(action), self.held[rank]
+        # Long steps spend their time here: it calls little.
+        stage, kind, k = action
+        rank, width, ends, needs, turns = self.lanes[stage, kind]
+        idle, held = self.idle[rank], self.held[rank]
+        earliest = needs[k - k % self.slices + self.slices - 1 if turns else k]
+        if k and ends[k - 1] > earliest:
+            earliest = ends[k - 1]
         if kind is Kind.BACKWARD_WEIGHT:
             earliest = max(earliest, self.latest[rank] + 1)
         if kind in _TAKES and earliest < slot:
-            full = np.flatnonzero(held[earliest:slot] >= chunks_held)
+            full = (held[earliest:slot] >= chunks_held).nonzero()[0]
             earliest += int(full[-1]) + 1 if full.size else 0
-        self.take_away(action, slot)
-        moved = self.put(action, earliest)
+        idle[slot : slot + width] = _IDLE * width
+        moved = idle.find(_IDLE * width, earliest)
+        idle[moved : moved + width] = bytes(width)
+        self.moved[rank].append((moved, action))
+        ends[k] = moved + width
         if moved < slot and kind in _TAKES:
             held[moved:slot] += 1
         if moved < slot and kind in _GIVES_BACK:
             held[moved + width : slot + width] -= 1
-        self.latest[rank] = max(self.latest[rank], moved)
+        if moved > self.latest[rank]:
+            self.latest[rank] = moved
 
     def put(self, action: Action, earliest: int) -> int:
         """Give ``action`` its rank's first idle time from ``earliest`` on; the slot of that."""

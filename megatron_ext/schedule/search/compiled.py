@@ -51,21 +51,25 @@ def packer(shop: Shop) -> Pack:
 def _tables(shop: Shop) -> tuple[Whole, ...]:
     assert shop.lanes <= _MASK
     rank_of = np.repeat(np.arange(shop.placement.ranks), shop.lanes_of_rank)
-    columns = (rank_of, shop.rooms, shop.heads, shop.tails, shop.way, shop.is_forward, shop.turned)
-    figures = (
-        *(shop.durations_of_all, shop.gains_of_all, shop.held_after, shop.next_taking),
-        shop.hops_of_all,
+    # What repeats is not written out: of a long step tables would be larger than a CPU's caches.
+    width = shop.slices if shop.given_up is None else shop.pieces
+    place = np.arange(shop.pieces) % width
+    columns = (
+        *(rank_of, shop.rooms, shop.heads, shop.tails, shop.way, shop.is_forward, shop.turned),
+        *(place, shop.held_after[:, shop.slices]),
     )
+    figures = (shop.durations_of_all, shop.gains_of_all, shop.hops_of_all)
     return (
         *(np.array(column, np.int64) for column in columns),
-        *(np.ascontiguousarray(table, np.int64) for table in figures),
+        *(np.ascontiguousarray(table[:, :width], np.int64) for table in figures),
+        *(np.ascontiguousarray(table, np.int64) for table in (shop.held_after, shop.next_taking)),
         *_waits(shop.before, shop.after),
     )
 
 
 # The types of `_pack`'s arguments: the plan, the starts, the tables, and three numbers.
 _LIST, _TABLE = numba.int64[::1], numba.int64[:, ::1]
-_SIGNATURE = (_TABLE, _TABLE, *(_LIST,) * 7, *(_TABLE,) * 8, *(numba.int64,) * 3)
+_SIGNATURE = (_TABLE, _TABLE, *(_LIST,) * 9, *(_TABLE,) * 8, *(numba.int64,) * 3)
 
 
 @functools.lru_cache(maxsize=8)  # a search makes many shops that differ in other figures
@@ -94,11 +98,13 @@ def _pack(
     way: Whole,
     is_forward: Whole,
     turned: Whole,
+    place: Whole,
+    of_microbatch: Whole,
     durations: Whole,
     gains: Whole,
+    hops_of_all: Whole,
     held_after: Whole,
     next_taking: Whole,
-    hops_of_all: Whole,
     before: Whole,
     hops: Whole,
     after: Whole,
@@ -113,6 +119,7 @@ def _pack(
     lane_end = np.zeros(lanes, np.int64)
     end = heads.copy()
     held = np.zeros(ranks, np.int64)
+    lane_held = np.zeros(lanes, np.int64)
     gaps = np.empty((ranks, most_gaps + 1, 3), np.int64)
     gap_count = np.zeros(ranks, np.int64)
     refused = np.empty((ranks, size), np.int64)
@@ -126,11 +133,24 @@ def _pack(
         entries = _pop(heap, entries)
         lane = entry & _MASK
         rank, k = rank_of[lane], count[lane]
-        gain, duration = gains[lane, k], durations[lane, k]
-        if gain > 0 and not (
-            _can_end(lane, rank * size, gains, held_after, next_taking, count, limit, way)
-            if len(way)
-            else _may_take(lane, rank * size, size, held_after, count, slices, limit, rooms[rank])
+        gain, duration = gains[lane, place[k]], durations[lane, place[k]]
+        if gain > 0 and (
+            held[rank] + gain > limit
+            or not (
+                _can_end(lane, rank * size, gains, held_after, next_taking, count, limit, way)
+                if len(way)
+                else _may_take(
+                    lane,
+                    gain,
+                    rank * size,
+                    size,
+                    of_microbatch,
+                    lane_held,
+                    count,
+                    slices,
+                    limit - rooms[rank],
+                )
+            )
         ):
             refused[rank, refusals[rank]] = entry
             refusals[rank] += 1
@@ -146,12 +166,14 @@ def _pack(
             hops,
             is_forward,
             turned,
+            place,
         )
         start = earliest
         if duration:
             start = _put(rank, earliest, duration, gain, limit, held, end, gaps, gap_count)
         starts[lane, k] = start
         lane_end[lane] = start + duration
+        lane_held[lane] += gain
         count[lane] = k + 1
         left -= 1
         entries = _push_ready(heap, entries, lane, plan, count, before, after, is_forward, turned)
@@ -164,26 +186,29 @@ def _pack(
 @njit
 def _may_take(
     lane: int,
+    gain: int,
     begin: int,
     size: int,
-    held_after: Whole,
+    of_microbatch: Whole,
+    held: Whole,
     count: Whole,
     slices: int,
-    limit: int,
     room: int,
 ) -> bool:
     count[lane] += 1
-    first, held, behind = _ANY, 0, 0
+    held[lane] += gain
+    first, behind = _ANY, 0
     for other in range(begin, begin + size):
-        held += held_after[other, count[other]]
-        if held_after[other, slices] > 0:
+        if of_microbatch[other] > 0:
             first = min(first, count[other])
-    first += slices - first % slices
+    whole = first // slices + 1  # microbatches
+    first = whole * slices
     for other in range(begin, begin + size):
         if count[other] > first:
-            behind += held_after[other, count[other]] - held_after[other, first]
+            behind += held[other] - whole * of_microbatch[other]
     count[lane] -= 1
-    return held <= limit and behind <= limit - room
+    held[lane] -= gain
+    return behind <= room
 
 
 @njit
@@ -198,15 +223,14 @@ def _can_end(
     way: Whole,
 ) -> bool:
     count[lane] += 1
-    oldest, newest, held = _ANY, 0, 0
+    oldest, newest = _ANY, 0
     for other in range(begin, begin + len(way)):
         oldest = min(oldest, next_taking[other, count[other]])
         newest = max(newest, count[other])
-        held += held_after[other, count[other]]
     free = limit
     for other in range(begin, begin + len(way)):
         free -= held_after[other, max(count[other], oldest)]
-    can = held <= limit
+    can = True
     for k in range(oldest, newest):
         need = more = 0
         for place in range(len(way)):
@@ -240,15 +264,16 @@ def _earliest(
     hops: Whole,
     is_forward: Whole,
     turned: Whole,
+    place: Whole,
 ) -> int:
     """When the next pass of ``lane`` has what it needs."""
-    place = 0
-    while before[lane, place] != _NONE:
-        other = before[lane, place]
+    at = 0
+    while before[lane, at] != _NONE:
+        other = before[lane, at]
         n = _column(k, lane, other, is_forward, turned)
-        hop = hops_of_all[lane, k] if hops[lane, place] else 0
-        earliest = max(earliest, starts[other, n] + durations[other, n] + hop)
-        place += 1
+        hop = hops_of_all[lane, place[k]] if hops[lane, at] else 0
+        earliest = max(earliest, starts[other, n] + durations[other, place[n]] + hop)
+        at += 1
     return earliest
 
 
@@ -384,7 +409,11 @@ def _move(rank: int, gaps: Whole, first: int, last: int, by: int) -> None:
 @njit
 def _push(heap: Whole, entries: int, entry: int) -> int:
     """How many entries there are then."""
-    place = entries
+    return _push_from(heap, entries, entry, entries + 1)
+
+
+@njit
+def _push_from(heap: Whole, place: int, entry: int, entries: int) -> int:
     while place:
         above = (place - 1) >> 1
         if heap[above] <= entry:
@@ -392,23 +421,22 @@ def _push(heap: Whole, entries: int, entry: int) -> int:
         heap[place] = heap[above]
         place = above
     heap[place] = entry
-    return entries + 1
+    return entries
 
 
 @njit
 def _pop(heap: Whole, entries: int) -> int:
     """Take out the first. How many entries there are then."""
     entries -= 1
-    entry, place, below = heap[entries], 0, 1
-    while below < entries:
-        if below + 1 < entries and heap[below + 1] < heap[below]:
-            below += 1
-        if heap[below] >= entry:
-            break
+    place, below = 0, 2
+    while below < entries:  # the last entry mostly belongs far below: first make room there
+        below -= heap[below - 1] < heap[below]
         heap[place] = heap[below]
-        place, below = below, 2 * below + 1
-    heap[place] = entry
-    return entries
+        place, below = below, 2 * below + 2
+    if below == entries:
+        heap[place] = heap[below - 1]
+        place = below - 1
+    return _push_from(heap, place, heap[entries], entries)
 
 
 @functools.cache

@@ -4,6 +4,9 @@ In the middle of a long step ranks do the same over and over: some microbatches 
 comes one period later. Where a schedule does so best is found, and so much of it is repeated there,
 or left out. The seam need not fit: what is made is a plan, and packing it from both sides gives a
 schedule. That takes no search, but a few packings.
+
+What was found for few microbatches need not repeat well: half of its step is warm-up and cool-down.
+So on a V a pattern, which repeats by itself (`pattern_plans`), is packed beside it.
 """
 
 from __future__ import annotations
@@ -21,11 +24,13 @@ from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.search.improve import Sides, sides_of
 from megatron_ext.schedule.search.pack import Packed, packer
 from megatron_ext.schedule.search.shop import Starts, again_in, rows_of, shop_of, starts_of
+from megatron_ext.schedule.search.v_patterns import pattern_plans
 
 _MIDDLE = 4  # times what a rank holds under 1F1B: from there on a schedule has a middle
 _GROUPS = (4, 3, 6, 8, 2, 1)  # microbatches after which it may repeat; the most promising first
 _SEAM = 4  # microbatches behind the seam of a shorter step that have to fit
 _PASSES = 100_000  # packed, about, which takes half a second
+_PATTERNS = 1  # others take as long, but for a percent
 _ROUNDS = 3
 
 
@@ -68,7 +73,11 @@ def extended(known: Schedule, problem: Problem) -> Schedule:
 
     number = _PASSES // (2 * len(starts) * problem.pieces)
     some = islice(_columns_from(starts, problem.pieces, slices), max(number, 1))
-    sides, best = min((packed(*plan) for plan in some), key=lambda made: made[1].makespan)
+    made = [packed(*plan) for plan in some]
+    if number and again is None:
+        sides = sides_of(shop_of(problem), packer)
+        made += [(sides, sides.justified(plan)) for plan in pattern_plans(sides.shop)[:_PATTERNS]]
+    sides, best = min(made, key=lambda of_plan: of_plan[1].makespan)
     if number:
         best = sides.justified(best.starts, _ROUNDS)
     is_there = None if again is None else sides.shop.again

@@ -32,16 +32,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import chain
+from itertools import chain, pairwise
 from statistics import fmean
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_ext.schedule.action import Action, Kind, tokens_of
+from megatron_ext.schedule.columns import columns_of
 from megatron_ext.schedule.kinds import RULES, Held
 from megatron_ext.schedule.limit import with_rounding
 from megatron_ext.schedule.placement import Neighbour, Placement
@@ -62,7 +63,7 @@ F, R, I, W = (  # noqa: E741 (the field's letters)
     Kind.BACKWARD_WEIGHT,
 )
 KINDS = (F, I, W)
-_NOT_YET = -1
+_NOT_YET = _NONE = -1
 _FINEST = 1_000  # ticks of a rank's work for a microbatch, at least: passes are shifted by shares
 _OF_SLICES = 1 << 40  # shares of a chunk: slices may be of any length
 
@@ -519,9 +520,8 @@ def rows_of(
     there, back = orders or (range(m), range(m))
     rows = []
     for lanes in np.split(np.arange(len(passes)), placement.ranks):
-        order = np.argsort(starts[lanes], axis=None, kind="stable")  # by lane, then by column
         row = []
-        for place in order.tolist():
+        for place in _in_turn(starts[lanes]).tolist():
             lane, k = lanes[0] + place // m, place % m
             stage, kind = passes[lane]
             if kind is not R or (again is not None and again[lane, k]):
@@ -544,15 +544,31 @@ def starts_of(rows: Sequence[Sequence[Action]], shop: Shop) -> Starts:
 
     The limit is not looked at: a plan may be of a schedule that needs more.
     """
-    lane_of, turned = {key: lane for lane, key in enumerate(shop.passes)}, shop.turned
-    durations = shop.durations_of_all.tolist()
-    orders = [
-        [
-            (lane_of[stage, kind], int(k) if kind is F else turned[k])
-            for stage, kind, k in _as_lanes(row, shop)
-        ]
-        for row in rows
-    ]
+    return _timed(_orders_in(rows, shop), shop)
+
+
+def timed(starts: Starts, shop: Shop) -> Starts:
+    """When passes start that come in the order of ``starts`` on their rank, each as soon as it can:
+    `starts_of` what is `rows_of` them."""
+    assert shop.given_up is None
+    orders = []
+    for first in range(0, shop.lanes, shop.lanes_of_rank):
+        order = _in_turn(starts[first : first + shop.lanes_of_rank])
+        lanes, columns = np.divmod(order, shop.pieces)
+        orders.append(list(zip((lanes + first).tolist(), columns.tolist(), strict=True)))
+    return _timed(orders, shop)
+
+
+def _in_turn(starts: Starts) -> npt.NDArray[np.intp]:
+    """The places of passes in the order of their ``starts``: by lane, then by column."""
+    return np.argsort(starts, axis=None, kind="stable")
+
+
+Orders = list[list[tuple[int, int]]]  # per rank, lane and column of each of its passes
+
+
+def _timed(orders: Orders, shop: Shop) -> Starts:
+    durations: list[list[int]] = shop.durations_of_all.tolist()
     starts = [[_NOT_YET] * shop.pieces for _ in shop.before]
     before, size = shop.before_by_column, shop.lanes_of_rank
     woken = [{other // size for other, _ in row} - {n // size} for n, row in enumerate(shop.after)]
@@ -583,14 +599,30 @@ def starts_of(rows: Sequence[Sequence[Action]], shop: Shop) -> Starts:
     return np.array(starts, dtype=np.int64)
 
 
-def _as_lanes(row: Sequence[Action], shop: Shop) -> Iterator[tuple[int, Kind, int]]:
-    """The passes of ``row``, and where there are lanes of R, right behind F each pass of R that is
+def _orders_in(rows: Sequence[Sequence[Action]], shop: Shop) -> Orders:
+    """The passes of ``rows``, and where there are lanes of R, right behind F each pass of R that is
     not there in truth."""
-    there = set(row)
-    for stage, kind, k in row:
-        yield from ((stage, part, k) for part in RULES[kind].covers)
-        if shop.given_up is not None and kind is F and Action(stage, R, k) not in there:
-            yield stage, R, k
+    lane_of = {key: lane for lane, key in enumerate(shop.passes)}
+    actions = columns_of(rows)
+    of_pairs = np.full((len(actions.pairs), 2), _NONE)
+    for row, (stage, kind) in zip(of_pairs, actions.pairs, strict=True):
+        parts = RULES[kind].covers
+        if shop.given_up is not None and kind is F:
+            parts = (F, R)
+        row[: len(parts)] = [lane_of[stage, part] for part in parts]
+    lanes, pieces = of_pairs[actions.pair], actions.microbatch[:, None]
+    columns = np.where(np.array(shop.is_forward)[lanes], pieces, np.array(shop.turned)[pieces])
+    is_there = lanes != _NONE
+    if shop.given_up is not None:
+        there = np.zeros((shop.lanes, shop.pieces), dtype=bool)
+        there[lanes[:, 0], columns[:, 0]] = True
+        is_again = np.array([kind is R for _, kind in shop.passes])
+        behind_f = is_there[:, 1] & is_again[lanes[:, 1]]
+        is_there[behind_f, 1] = ~there[lanes[behind_f, 1], columns[behind_f, 1]]
+    passes = list(zip(lanes[is_there].tolist(), columns[is_there].tolist(), strict=True))
+    lengths = np.bincount(actions.rank, is_there.sum(axis=1), len(rows))
+    bounds = np.cumsum([0, *lengths], dtype=int).tolist()
+    return [passes[begin:end] for begin, end in pairwise(bounds)]
 
 
 def end_of(starts: Starts, shop: Shop) -> int:
