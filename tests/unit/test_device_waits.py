@@ -147,7 +147,7 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
         (
             "megatron_ext/adapter/observers/trace.py",
             "StepTrace.end",
-            "dist.all_gather_object(gathered, recordings, group=pipeline)",
+            "dist.all_gather_object(gathered, own, group=pipeline)",
         ),
         (
             "patches/megatron/training/training/training_log.py",
