@@ -82,7 +82,9 @@ def other_pairs(
     if made.best is None:
         return OtherPairs(is_asked, why_none=next(iter(made.refusals.values()), ""))
     rewritten = other.rewritten(made.best.schedule)
-    flags = (*flags_of(made.best, None), *rewritten.added)
+    # The flag is written once, whether or not the best schedule keeps pairs.
+    own = (word for word in flags_of(made.best, None) if word != FLAG)
+    flags = (*own, *rewritten.added)
     if not is_asked:
         stock = next((c for c in made.candidates if c.family == _STOCK), None)
         return OtherPairs(is_asked, made.best, stock, (*flags, FLAG), rewritten.dropped)
