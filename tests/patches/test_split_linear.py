@@ -100,6 +100,25 @@ def test_the_same_products_as_stock(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ours == stocks == ["aten::mm"] * 3
 
 
+def test_what_megatron_notes_on_a_weight_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stock's function notes that it has added a gradient to ``main_grad``, and the data-parallel
+    wrapper's hook then adds none. In training with CUDA graphs of MLPs, whose warm-up steps are
+    split, their gradients were lost from then on."""
+    monkeypatch.setattr(queue, "splitting", True)
+    weight = torch.nn.Parameter(torch.randn(5, 4))
+    weight.main_grad = torch.zeros(5, 4)  # type: ignore[attr-defined]
+    weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+    before = dict(vars(weight))
+    x = torch.randn(3, 2, 4, requires_grad=True)
+    rest = (None, False, False, False, None, None, None, *NEWER)
+    with queue.collecting(0, 0):
+        split_apply(FUNCTION.apply, x, weight, *rest).sum().backward()
+        queue.run(0, 0)
+    assert weight.main_grad.count_nonzero()  # type: ignore[attr-defined]
+    assert vars(weight).keys() == before.keys()
+    assert all(vars(weight)[name] is kept for name, kept in before.items())
+
+
 @pytest.mark.parametrize("without", ["weight", "input"])
 def test_where_there_is_nothing_to_put_off_stock_runs(
     monkeypatch: pytest.MonkeyPatch, without: str

@@ -151,10 +151,13 @@ class _SplitLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, linear: _Linear) -> Tensor:
         ctx.linear = linear
         stock = layers.LinearWithGradAccumulationAndAsyncCommunication
+        # Without what Megatron has put on the weight: its function would note there that a gradient
+        # has been added. And as one that needs a gradient: torch picks its products by that.
+        weight = linear.weight.detach().requires_grad_()
         output: Tensor = stock.forward(
             ctx,
             x,
-            linear.weight,
+            weight,
             None,  # bias: added by the caller, so that autograd sums its gradient as ever
             True,  # gradient_accumulation_fusion, with a buffer: no weight gradient is computed
             linear.allreduces,
