@@ -13,8 +13,8 @@ from megatron_ext.commands.plan_pictures import PlanPictures
 from megatron_ext.commands.plan_tables import print_unit
 from megatron_ext.commands.progress import showing_progress
 from megatron_ext.schedule.build.registry import Mark
+from megatron_ext.schedule.plan.candidate import Candidate
 from megatron_ext.schedule.plan.half_pipeline import Halves, Side
-from megatron_ext.schedule.plan.planner import Candidate
 from megatron_ext.schedule.words import counted
 
 _ALIKE = 0.0005  # of a step

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from megatron_ext.commands.output import gib, print_table
+from megatron_ext.schedule.plan.candidate import VocabMethod
 from megatron_ext.schedule.plan.layouts.lines import EQUAL, UNSURE, Lines
 from megatron_ext.schedule.plan.layouts.work import Evaluated
-from megatron_ext.schedule.plan.planner import VocabMethod
 
 if TYPE_CHECKING:
     from megatron_ext.launch_check.alternatives.layouts import LaidOut, Written

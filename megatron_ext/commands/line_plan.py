@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from megatron_ext.launch_check.alternatives.pairs import OtherPairs
     from megatron_ext.launch_check.alternatives.without_full_recompute import Instead
     from megatron_ext.launch_check.line_plan import Asked, LinePlan
-    from megatron_ext.schedule.plan.planner import Candidate
+    from megatron_ext.schedule.plan.candidate import Candidate
 
 _EQUAL = 0.02  # of a step: what no estimate tells apart
 _WORLD_SIZE = "world_size"  # in a file of arguments

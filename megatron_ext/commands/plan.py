@@ -43,6 +43,7 @@ from megatron_ext.schedule.model.gpus import GPUS, USABLE, assumed_rates, parse_
 from megatron_ext.schedule.model.model_memory import TrainingState
 from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.model.short_form import parse_model
+from megatron_ext.schedule.plan.candidate import Plan
 from megatron_ext.schedule.plan.curves import Curves, curves_of
 from megatron_ext.schedule.plan.full_recompute import FullRecompute, compare_full_recompute
 from megatron_ext.schedule.plan.half_pipeline import (
@@ -54,7 +55,7 @@ from megatron_ext.schedule.plan.half_pipeline import (
 from megatron_ext.schedule.plan.long_sequences import LongSequences, long_sequences
 from megatron_ext.schedule.plan.model_plan import Training
 from megatron_ext.schedule.plan.plan_report import PlanReport, plan_report
-from megatron_ext.schedule.plan.planner import Plan, VariantOf, make_plan
+from megatron_ext.schedule.plan.planner import VariantOf, make_plan
 from megatron_ext.schedule.plan.vocabulary_plan import variants_of
 from megatron_ext.schedule.slices import Lengths, Slices, parse_lengths
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ext.commands.output import command_line
+from megatron_ext.schedule.plan.candidate import Plan
 from megatron_ext.schedule.plan.curves import Curves
-from megatron_ext.schedule.plan.planner import Plan
 from megatron_ext.schedule.show.draw import check_picture
 from megatron_ext.schedule.show.page.plan_page import runs_of_plan
 from megatron_ext.schedule.show.page.write import SECONDS, Page, check_page, write_page

@@ -14,10 +14,11 @@ from megatron_ext.schedule.model.estimate import waiting_shares
 from megatron_ext.schedule.model.execution import Execution
 from megatron_ext.schedule.model.model import Model
 from megatron_ext.schedule.model.rates import Rates
+from megatron_ext.schedule.plan.candidate import Candidate, Plan, VocabMethod
 from megatron_ext.schedule.plan.full_recompute import FullRecompute
 from megatron_ext.schedule.plan.long_sequences import EQUAL, LongSequences, Row, shortest_slice
 from megatron_ext.schedule.plan.plan_report import VocabularyRow
-from megatron_ext.schedule.plan.planner import Candidate, Plan, VocabMethod, without_figures
+from megatron_ext.schedule.plan.planner import without_figures
 from megatron_ext.schedule.plan.recommendation import Recommendation, made_again, slower_by
 from megatron_ext.schedule.problem import Offload, Problem
 from megatron_ext.schedule.slices import LONG_ENOUGH

@@ -30,7 +30,7 @@ from megatron_ext.launch_check.words import Launch
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.model.assumptions import assumptions
-from megatron_ext.schedule.plan.planner import VocabMethod
+from megatron_ext.schedule.plan.candidate import VocabMethod
 from megatron_ext.schedule.problem import Offload, VocabularyParallel
 from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, peaks
 from megatron_ext.schedule.program.simulate import simulate, step_seconds

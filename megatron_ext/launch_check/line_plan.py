@@ -32,15 +32,10 @@ from megatron_ext.schedule.model.assumptions import assumptions
 from megatron_ext.schedule.model.description import describe
 from megatron_ext.schedule.model.gpus import USABLE, Gpu
 from megatron_ext.schedule.model.measured.file import MeasuredFile, load_measured
+from megatron_ext.schedule.plan.candidate import Candidate, Plan, VocabMethod
 from megatron_ext.schedule.plan.curves import Curves, curves_of
+from megatron_ext.schedule.plan.fitting import consider, keeping_candidates
 from megatron_ext.schedule.plan.long_sequences import LongSequences
-from megatron_ext.schedule.plan.planner import (
-    Candidate,
-    Plan,
-    VocabMethod,
-    consider,
-    keeping_candidates,
-)
 from megatron_ext.schedule.problem import Extras
 from megatron_ext.schedule.words import counted
 

@@ -23,15 +23,9 @@ from megatron_ext.schedule.build.auto_spec import auto_searches
 from megatron_ext.schedule.build.registry import choose, entry_of
 from megatron_ext.schedule.model.gpus import USABLE
 from megatron_ext.schedule.plan.auto import AS_1F1B, in_words, longer, nothing_left
-from megatron_ext.schedule.plan.planner import (
-    Candidate,
-    Plan,
-    Variant,
-    VocabMethod,
-    consider,
-    make_plan,
-    without_figures,
-)
+from megatron_ext.schedule.plan.candidate import Candidate, Plan, Variant, VocabMethod
+from megatron_ext.schedule.plan.fitting import consider
+from megatron_ext.schedule.plan.planner import make_plan, without_figures
 from megatron_ext.schedule.plan.recommendation import flags_of, made_again, slower_by
 from megatron_ext.schedule.words import counted
 

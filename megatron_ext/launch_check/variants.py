@@ -27,7 +27,7 @@ from megatron_ext.config import PipelineConfig
 from megatron_ext.launch_check import line as launch_line
 from megatron_ext.schedule.build.registry import Mark, choose, entry_of
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.plan.planner import Variant, VocabMethod
+from megatron_ext.schedule.plan.candidate import Variant, VocabMethod
 from megatron_ext.schedule.problem import Recompute, VocabularyParallel
 from megatron_ext.schedule.slices import Slices
 

@@ -16,8 +16,8 @@ from megatron_ext.launch_check.line_plan import Asked, ReadLine, plan_halves, wi
 from megatron_ext.launch_check.words import Launch
 from megatron_ext.schedule.model.gpus import parse_gpu
 from megatron_ext.schedule.plan import planner
+from megatron_ext.schedule.plan.candidate import VocabMethod
 from megatron_ext.schedule.plan.half_pipeline import Division
-from megatron_ext.schedule.plan.planner import VocabMethod
 from tests.helpers.megatron_runs import SCRIPT, model_flags
 
 FLAGS: dict[str, Any] = {

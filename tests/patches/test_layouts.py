@@ -21,8 +21,9 @@ from megatron_ext.launch_check.alternatives.recompute import recompute_of_line
 from megatron_ext.launch_check.line_plan import Asked, ReadLine, with_line
 from megatron_ext.launch_check.words import Launch
 from megatron_ext.schedule.model.gpus import parse_gpu
+from megatron_ext.schedule.plan.candidate import Plan
 from megatron_ext.schedule.plan.layouts.layout import Layout
-from megatron_ext.schedule.plan.planner import Plan, make_plan
+from megatron_ext.schedule.plan.planner import make_plan
 from tests.helpers.combinations import at_night
 from tests.helpers.megatron_runs import SCRIPT, model_flags
 

@@ -36,7 +36,7 @@ from megatron_ext.schedule.model.measured.scale import Measured, Scale
 from megatron_ext.schedule.model.measured_costs import Machine
 from megatron_ext.schedule.model.model import stages_of
 from megatron_ext.schedule.plan import planner
-from megatron_ext.schedule.plan.planner import VocabMethod
+from megatron_ext.schedule.plan.candidate import VocabMethod
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.progress import reporting
 from megatron_ext.schedule.show.trace import TraceFile, beside

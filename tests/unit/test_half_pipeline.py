@@ -21,13 +21,13 @@ from megatron_ext.schedule.model.reductions import Reduction, reductions_of_rank
 from megatron_ext.schedule.model.short_form import parse_model
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.plan import planner
+from megatron_ext.schedule.plan.candidate import Candidate, RankMemory
 from megatron_ext.schedule.plan.half_pipeline import (
     Division,
     compare_halves,
     compare_halves_of_costs,
 )
 from megatron_ext.schedule.plan.model_plan import Training
-from megatron_ext.schedule.plan.planner import Candidate, RankMemory
 from megatron_ext.schedule.problem import VocabularyParallel
 
 MODEL = parse_model("layers=16,hidden=1024,heads=8,sequence=2048,vocabulary=65536")

@@ -22,7 +22,8 @@ from megatron_ext.schedule.model.model import Model, Stage
 from megatron_ext.schedule.model.model_memory import ModelBytes, TrainingState
 from megatron_ext.schedule.model.short_form import parse_model
 from megatron_ext.schedule.placement import Placement, line, loop
-from megatron_ext.schedule.plan import planner
+from megatron_ext.schedule.plan import limits
+from megatron_ext.schedule.plan.candidate import VocabMethod
 from megatron_ext.schedule.plan.layouts import work as of_work
 from megatron_ext.schedule.plan.layouts.beside import seconds_beside
 from megatron_ext.schedule.plan.layouts.candidates import Candidates
@@ -34,7 +35,6 @@ from megatron_ext.schedule.plan.layouts.lines import Lines, compare_layouts, per
 from megatron_ext.schedule.plan.layouts.minimax import least_slowest_stage, with_even_ranks
 from megatron_ext.schedule.plan.layouts.order import Order
 from megatron_ext.schedule.plan.layouts.work import Work, evaluate
-from megatron_ext.schedule.plan.planner import VocabMethod
 from megatron_ext.schedule.problem import VocabularyParallel
 from megatron_ext.schedule.progress import Task
 from megatron_ext.schedule.search import best as search
@@ -299,7 +299,7 @@ def test_of_a_long_step_nothing_is_searched_for_that_can_gain_little(
     training, layout = work(**SMALL), evenly(16, 4)
     known = evaluate(training, "v-auto", layout, search=False).seconds
     assert evaluate(training, "v-auto", layout, better_than=known).seconds == known
-    monkeypatch.setattr(planner, "CLOSE", 1.0)
+    monkeypatch.setattr(limits, "CLOSE", 1.0)
     assert evaluate(training, "v-auto", layout).seconds == known
 
 

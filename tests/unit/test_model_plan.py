@@ -23,21 +23,12 @@ from megatron_ext.schedule.model.model import stages_of
 from megatron_ext.schedule.model.model_memory import ModelBytes, TrainingState, bytes_of_ranks
 from megatron_ext.schedule.model.short_form import Described, parse_model
 from megatron_ext.schedule.placement import Placement, line, v
-from megatron_ext.schedule.plan import planner
+from megatron_ext.schedule.plan import fitting
+from megatron_ext.schedule.plan.candidate import Candidate, Plan, Variant, VocabMethod
+from megatron_ext.schedule.plan.fitting import TooFull, consider, keeping_candidates
 from megatron_ext.schedule.plan.model_plan import Training
 from megatron_ext.schedule.plan.plan_report import plan_report, side_by_side
-from megatron_ext.schedule.plan.planner import (
-    Candidate,
-    Plan,
-    TooFull,
-    Variant,
-    VariantOf,
-    VocabMethod,
-    all_specs,
-    consider,
-    keeping_candidates,
-    make_plan,
-)
+from megatron_ext.schedule.plan.planner import VariantOf, all_specs, make_plan
 from megatron_ext.schedule.plan.recommendation import flags_of, recommendation
 from megatron_ext.schedule.plan.shorter_steps import seconds_by_shorter
 from megatron_ext.schedule.plan.vocabulary_plan import variants_of
@@ -372,7 +363,7 @@ def test_what_takes_longer_is_not_made_to_fit(monkeypatch: pytest.MonkeyPatch) -
     assert variant is not None
     fullest = consider(variant, VocabMethod.NAIVE).fullest
     assert fullest is not None
-    monkeypatch.setattr(planner, "_ways_to_fit", lambda *given: pytest.fail("it is made to"))
+    monkeypatch.setattr(fitting, "_ways_to_fit", lambda *given: pytest.fail("it is made to"))
     with pytest.raises(TooFull, match="more than it may") as refusal:
         consider(variant, VocabMethod.NAIVE, 0.9 * fullest, may_offload=True, at_most=1e-9)
     assert refusal.value.step > 0
@@ -385,7 +376,7 @@ def test_what_is_made_is_kept_for_the_same_problem(monkeypatch: pytest.MonkeyPat
         made.append(choice.spec)
         return report(choice, *given)
 
-    monkeypatch.setattr(planner, "report", noting)
+    monkeypatch.setattr(fitting, "report", noting)
     variants = [training().variant(name, VocabMethod.NAIVE) for name in ("1f1b", "zb-v", "1f1b")]
     with keeping_candidates():
         first, _, second = (consider(v, VocabMethod.NAIVE) for v in variants if v is not None)

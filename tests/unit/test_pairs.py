@@ -20,7 +20,8 @@ from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import format_costs, load_costs, parse_costs, save_costs
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import v
-from megatron_ext.schedule.plan import planner
+from megatron_ext.schedule.plan import fitting
+from megatron_ext.schedule.plan.candidate import Variant, VocabMethod
 from megatron_ext.schedule.plan.planner import make_plan
 from megatron_ext.schedule.plan.recommendation import flags_of
 from megatron_ext.schedule.plan.vocabulary_plan import variants_of
@@ -311,9 +312,9 @@ def test_pairs_are_tried_where_passes_alone_do_not_fit(monkeypatch: pytest.Monke
     def refuse(*args: Any) -> None:
         raise ValueError("rank 4 would hold 47 GiB more than it may")
 
-    monkeypatch.setattr(planner, "_consider", refuse)
-    variant = planner.Variant(choose("zb-v"), problem_for("zb-v", 2, 6), None)
-    assert planner.consider(variant, planner.VocabMethod.NAIVE).report.pairs > 0
+    monkeypatch.setattr(fitting, "_consider", refuse)
+    variant = Variant(choose("zb-v"), problem_for("zb-v", 2, 6), None)
+    assert fitting.consider(variant, VocabMethod.NAIVE).report.pairs > 0
 
 
 def test_an_evaluation_has_none() -> None:

@@ -15,8 +15,9 @@ from megatron_ext.schedule.costs import Costs, VocabularyCosts, uniform
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement, line
+from megatron_ext.schedule.plan.candidate import Plan, VocabMethod
 from megatron_ext.schedule.plan.plan_report import plan_report, side_by_side
-from megatron_ext.schedule.plan.planner import Plan, VocabMethod, all_specs, make_plan
+from megatron_ext.schedule.plan.planner import all_specs, make_plan
 from megatron_ext.schedule.plan.vocabulary_plan import redistribute, variants_of
 from megatron_ext.schedule.problem import Problem, VocabularyParallel
 from megatron_ext.schedule.program.simulate import simulate

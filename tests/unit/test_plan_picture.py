@@ -15,8 +15,9 @@ import pytest
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.plan.candidate import Plan, VocabMethod
 from megatron_ext.schedule.plan.curves import Curves, curves_of
-from megatron_ext.schedule.plan.planner import Plan, VariantOf, VocabMethod, make_plan
+from megatron_ext.schedule.plan.planner import VariantOf, make_plan
 from megatron_ext.schedule.plan.vocabulary_plan import variants_of
 from megatron_ext.schedule.search import best
 from megatron_ext.schedule.show.labels import label_points

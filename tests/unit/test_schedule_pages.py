@@ -12,7 +12,8 @@ from megatron_ext.schedule.build.registry import Mark, choose, entries
 from megatron_ext.schedule.costs import Costs, uniform
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.plan.planner import VocabMethod, consider
+from megatron_ext.schedule.plan.candidate import VocabMethod
+from megatron_ext.schedule.plan.fitting import consider
 from megatron_ext.schedule.plan.vocabulary_plan import variants_of
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.memory import in_microbatches, peaks

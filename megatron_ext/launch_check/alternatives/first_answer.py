@@ -7,13 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron_ext.schedule.build.registry import Mark, entry_of
-from megatron_ext.schedule.plan.planner import (
-    Candidate,
-    Plan,
-    VocabMethod,
-    all_specs,
-    make_plan,
-)
+from megatron_ext.schedule.plan.candidate import Candidate, Plan, VocabMethod
+from megatron_ext.schedule.plan.planner import all_specs, make_plan
 from megatron_ext.schedule.plan.recommendation import flags_of
 from megatron_ext.schedule.plan.shorter_steps import seconds_by_shorter
 from megatron_ext.schedule.progress import remark

@@ -18,8 +18,9 @@ from megatron_ext.launch_check.line_plan import ReadLine
 from megatron_ext.launch_check.variants import LineVariants
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.limit import parse_limit
+from megatron_ext.schedule.plan.candidate import VocabMethod
 from megatron_ext.schedule.plan.half_pipeline import Division, Halves, Side, of_half_limit
-from megatron_ext.schedule.plan.planner import VocabMethod, make_plan
+from megatron_ext.schedule.plan.planner import make_plan
 from megatron_ext.schedule.plan.recommendation import flags_of
 
 # The arguments that say which layers are where.

@@ -32,12 +32,12 @@ from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.model.description import describe
 from megatron_ext.schedule.model.model import Stage
 from megatron_ext.schedule.placement import Placement, line, loop
+from megatron_ext.schedule.plan.candidate import Plan, VocabMethod
 from megatron_ext.schedule.plan.layouts.candidates import Permits, Rule
 from megatron_ext.schedule.plan.layouts.estimated import estimated_work
 from megatron_ext.schedule.plan.layouts.layout import Layout
 from megatron_ext.schedule.plan.layouts.lines import STOCK, Lines, compare_layouts
 from megatron_ext.schedule.plan.layouts.work import Evaluated, Work, work_of_stages
-from megatron_ext.schedule.plan.planner import Plan, VocabMethod
 
 _LAYOUT = "pipeline_model_parallel_layout"
 _PATTERN = "hybrid_layer_pattern"

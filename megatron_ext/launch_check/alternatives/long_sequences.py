@@ -12,6 +12,8 @@ from megatron_ext.launch_check.alternatives.without_full_recompute import (
 )
 from megatron_ext.launch_check.variants import LineVariants
 from megatron_ext.schedule.build.registry import entry_of
+from megatron_ext.schedule.plan.candidate import Candidate, Plan, VocabMethod
+from megatron_ext.schedule.plan.fitting import consider
 from megatron_ext.schedule.plan.long_sequences import (
     COUNTS,
     EQUAL,
@@ -25,7 +27,6 @@ from megatron_ext.schedule.plan.long_sequences import (
     ways_of_plan,
     ways_with_slices,
 )
-from megatron_ext.schedule.plan.planner import Candidate, Plan, VocabMethod, consider
 from megatron_ext.schedule.plan.recommendation import flags_of, slower_by
 from megatron_ext.schedule.slices import LONG_ENOUGH, UNCUT
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.adapter.pairs.asked import DELAY, FLAG, SETTING, asks_for_pairs, flags_given
 from megatron_ext.schedule.build.registry import Mark, entries
-from megatron_ext.schedule.plan.planner import Candidate, Plan, make_plan
+from megatron_ext.schedule.plan.candidate import Candidate, Plan
+from megatron_ext.schedule.plan.planner import make_plan
 from megatron_ext.schedule.plan.recommendation import flags_of
 
 if TYPE_CHECKING:

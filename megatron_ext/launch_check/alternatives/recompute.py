@@ -10,12 +10,12 @@ from megatron_ext.adapter.dimensions import execution, rates
 from megatron_ext.launch_check import line as launch_line
 from megatron_ext.launch_check.variants import LineVariants
 from megatron_ext.schedule.model.description import describe
+from megatron_ext.schedule.plan.candidate import VocabMethod
 from megatron_ext.schedule.plan.layouts.recompute import (
     NO_RECOMPUTE,
     LayerRecompute,
     recompute_options,
 )
-from megatron_ext.schedule.plan.planner import VocabMethod
 
 # Beside `LayerRecompute.arguments`: they say the same, or go with full recompute alone.
 _SWITCHES = ("recompute_activations", "moe_layer_recompute", "distribute_saved_activations")

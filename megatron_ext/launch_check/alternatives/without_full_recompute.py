@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.schedule.build.registry import entry_of
-from megatron_ext.schedule.plan.planner import Candidate, Plan, all_specs, make_plan
+from megatron_ext.schedule.plan.candidate import Candidate, Plan
+from megatron_ext.schedule.plan.planner import all_specs, make_plan
 from megatron_ext.schedule.plan.recommendation import flags_of
 
 if TYPE_CHECKING:

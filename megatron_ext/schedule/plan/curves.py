@@ -9,14 +9,10 @@ from dataclasses import dataclass, replace
 
 from megatron_ext.schedule.build.auto_spec import SEARCHES
 from megatron_ext.schedule.limit import MemoryLimit
-from megatron_ext.schedule.plan.planner import (
-    Candidate,
-    Plan,
-    Variant,
-    VariantOf,
-    consider,
-    limit_left,
-)
+from megatron_ext.schedule.plan.candidate import Candidate, Plan, Variant
+from megatron_ext.schedule.plan.fitting import consider
+from megatron_ext.schedule.plan.limits import limit_left
+from megatron_ext.schedule.plan.planner import VariantOf
 from megatron_ext.schedule.progress import task
 
 LIMITS = 12

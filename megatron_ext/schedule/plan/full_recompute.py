@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_ext.schedule.build.registry import entry_of
+from megatron_ext.schedule.plan.candidate import Candidate
 from megatron_ext.schedule.plan.model_plan import Training
-from megatron_ext.schedule.plan.planner import Candidate, all_specs, make_plan
+from megatron_ext.schedule.plan.planner import all_specs, make_plan
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.model.reductions import Reduction
 from megatron_ext.schedule.placement import Placement, loop
+from megatron_ext.schedule.plan.candidate import Candidate, Plan
 from megatron_ext.schedule.plan.model_plan import Training
 from megatron_ext.schedule.plan.plan_report import plan_report
-from megatron_ext.schedule.plan.planner import Candidate, Plan, make_plan
+from megatron_ext.schedule.plan.planner import make_plan
 from megatron_ext.schedule.plan.recommendation import flags_of
 from megatron_ext.schedule.plan.vocabulary_plan import variants_of
 

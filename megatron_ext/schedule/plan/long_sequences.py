@@ -8,16 +8,9 @@ from itertools import pairwise
 from typing import Any
 
 from megatron_ext.schedule.build.size import seconds_to_build
+from megatron_ext.schedule.plan.candidate import Candidate, Plan, Variant, VocabMethod, stable_of
 from megatron_ext.schedule.plan.model_plan import Training
-from megatron_ext.schedule.plan.planner import (
-    Candidate,
-    Plan,
-    Variant,
-    VariantOf,
-    VocabMethod,
-    make_plan,
-    stable_of,
-)
+from megatron_ext.schedule.plan.planner import VariantOf, make_plan
 from megatron_ext.schedule.plan.recommendation import flags_of, slower_by
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.slices import LONG_ENOUGH, UNCUT, Lengths, Slices

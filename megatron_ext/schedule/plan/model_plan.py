@@ -15,7 +15,7 @@ from megatron_ext.schedule.model.model_memory import TrainingState, bytes_of_ran
 from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.model.reductions import Reduction, reductions_of_ranks
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.plan.planner import (
+from megatron_ext.schedule.plan.candidate import (
     Candidate,
     Variant,
     VocabMethod,

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_ext.schedule.build.registry import Mark
 from megatron_ext.schedule.build.report import ScheduleReport
-from megatron_ext.schedule.plan.planner import Plan, VocabMethod, pareto_front, stable_of
+from megatron_ext.schedule.plan.candidate import Plan, VocabMethod, pareto_front, stable_of
 from megatron_ext.schedule.plan.recommendation import Recommendation, recommendation
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_ext.schedule.build.registry import Mark
-from megatron_ext.schedule.plan.planner import Candidate, Plan, RankMemory, VocabMethod
+from megatron_ext.schedule.plan.candidate import Candidate, Plan, RankMemory, VocabMethod
 from megatron_ext.schedule.problem import Offload, Recompute, VocabularyParallel
 from megatron_ext.schedule.slices import Lengths
 

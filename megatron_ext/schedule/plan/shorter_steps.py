@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_ext.schedule.build.output_layer import with_input_gradient
-from megatron_ext.schedule.plan.planner import Variant, VocabMethod, consider
+from megatron_ext.schedule.plan.candidate import Variant, VocabMethod
+from megatron_ext.schedule.plan.fitting import consider
 from megatron_ext.schedule.problem import Problem, VocabularyParallel
 from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
 

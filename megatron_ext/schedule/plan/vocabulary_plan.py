@@ -9,13 +9,8 @@ from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.plan.planner import (
-    Variant,
-    VariantOf,
-    VocabMethod,
-    goes_with,
-    keeps_pairs,
-)
+from megatron_ext.schedule.plan.candidate import Variant, VocabMethod, goes_with, keeps_pairs
+from megatron_ext.schedule.plan.planner import VariantOf
 from megatron_ext.schedule.problem import Extras, Problem
 from megatron_ext.schedule.slices import UNCUT, Slices
 

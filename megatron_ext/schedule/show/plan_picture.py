@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext.schedule.plan.candidate import Candidate, Plan, VocabMethod
 from megatron_ext.schedule.plan.curves import Curves
-from megatron_ext.schedule.plan.planner import Candidate, Plan, VocabMethod
 from megatron_ext.schedule.show.draw import new_figure
 from megatron_ext.schedule.show.labels import Pair, label_points
 from megatron_ext.schedule.show.svg import save

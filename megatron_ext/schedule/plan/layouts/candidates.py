@@ -12,6 +12,7 @@ import numpy as np
 from megatron_ext.schedule.build.auto_spec import SEARCHES
 from megatron_ext.schedule.build.registry import choose, entry_of
 from megatron_ext.schedule.placement import Placement, is_line_or_v
+from megatron_ext.schedule.plan.candidate import VocabMethod
 from megatron_ext.schedule.plan.layouts.descent import Start, Timed, descend
 from megatron_ext.schedule.plan.layouts.figures import Figure, StageFigures, busy
 from megatron_ext.schedule.plan.layouts.layout import Layout
@@ -22,7 +23,7 @@ from megatron_ext.schedule.plan.layouts.minimax import (
 )
 from megatron_ext.schedule.plan.layouts.recompute import LayerRecompute
 from megatron_ext.schedule.plan.layouts.work import MANY, SMALL, Evaluated, Work, evaluate
-from megatron_ext.schedule.plan.planner import VocabMethod, least_step
+from megatron_ext.schedule.plan.limits import least_step
 from megatron_ext.schedule.progress import Task
 
 _PLACEMENTS = 3  # whose layouts are made better: those where a step takes least before

@@ -19,7 +19,7 @@ from megatron_ext.schedule.plan.layouts.layout import Layout
 from megatron_ext.schedule.plan.layouts.minimax import is_layout, least_seconds, moves
 from megatron_ext.schedule.plan.layouts.order import Order
 from megatron_ext.schedule.plan.layouts.paired_order import PERIODS, PairedOrder
-from megatron_ext.schedule.plan.planner import limit_left
+from megatron_ext.schedule.plan.limits import limit_left
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.progress import Task
 from megatron_ext.schedule.schedule import Schedule

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from megatron_ext.schedule.build.registry import with_option
+from megatron_ext.schedule.plan.candidate import VocabMethod
 from megatron_ext.schedule.plan.layouts.candidates import Candidates, Permits, Rule
 from megatron_ext.schedule.plan.layouts.layout import Layout
 from megatron_ext.schedule.plan.layouts.work import Evaluated, Work, evaluate
-from megatron_ext.schedule.plan.planner import VocabMethod
 from megatron_ext.schedule.progress import task
 
 STOCK = ("1f1b", "interleaved")  # families that Megatron has itself

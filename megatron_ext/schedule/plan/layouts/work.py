@@ -14,15 +14,11 @@ from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.model.model import Model, Stage
 from megatron_ext.schedule.model.model_memory import ModelBytes
 from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.plan.candidate import Candidate, Variant, VocabMethod
+from megatron_ext.schedule.plan.fitting import consider
 from megatron_ext.schedule.plan.layouts.layout import Layout
 from megatron_ext.schedule.plan.layouts.recompute import NO_RECOMPUTE, LayerRecompute
-from megatron_ext.schedule.plan.planner import (
-    Candidate,
-    Variant,
-    VocabMethod,
-    consider,
-    is_close,
-)
+from megatron_ext.schedule.plan.limits import is_close
 from megatron_ext.schedule.problem import Extras, Problem, VocabularyParallel
 
 CostsOf = Callable[[Sequence[Stage], Placement], Costs]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_ext.schedule.plan.planner import Candidate, Plan, VocabMethod
+from megatron_ext.schedule.plan.candidate import Candidate, Plan, VocabMethod
 from megatron_ext.schedule.show.page.run import Run, simulated, title_of
 
 MOST_SCHEDULES = 6  # one under the other
