@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import os
 
-from megatron_ext.config import from_environment
 from megatron_ext.installation import install
 from megatron_ext.logger import logger
+from megatron_ext.written_settings import from_environment
 
 _config = from_environment(os.environ)
 handle = install(_config)

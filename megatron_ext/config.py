@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,18 +25,17 @@ from megatron_ext.schedule.problem import (
 )
 from megatron_ext.schedule.race.line_up import LineUp, RaceThen, line_up
 from megatron_ext.schedule.slices import Lengths, Slices, parse_lengths
-from megatron_ext.schedule.words import meant_by
 
 ESTIMATE = "estimate"
 PLAN = "plan"
 PROFILE = "profile"
 COSTS_FILE = "costs.json"  # what is written where no path is given, in the working directory
 
-_VARIABLES = "MEGATRON_EXT_"
-_PREFIX = "pipeline_"  # of our settings among Megatron's arguments
+VARIABLES = "MEGATRON_EXT_"
+PREFIX = "pipeline_"  # of our settings among Megatron's arguments
 
 # Patch a Megatron whose sources the patches were not read against: no setting of a run.
-ALLOW_UNKNOWN = f"{_VARIABLES}ALLOW_UNKNOWN"
+ALLOW_UNKNOWN = f"{VARIABLES}ALLOW_UNKNOWN"
 
 
 def flag(name: str) -> str:
@@ -47,7 +45,7 @@ def flag(name: str) -> str:
 
 def variable(name: str) -> str:
     """The environment variable of the setting ``name``."""
-    return _VARIABLES + name.upper()
+    return VARIABLES + name.upper()
 
 
 _TRACED = f"write {flag('trace')} DIR {flag('trace_iters')} 10:12 to trace 10 and 11"
@@ -330,13 +328,13 @@ class PipelineConfig:
         given = {
             name: settings[name]
             for name, setting in declared.items()
-            if settings.get(name) not in (None, _as_text(setting))
+            if settings.get(name) not in (None, default_text(setting))
         }
         if "schedule" not in given and "race" not in given:
             for name, value in given.items():
-                if not _is_on_stock(declared[name]):
+                if not is_on_stock(declared[name]):
                     raise ValueError(
-                        f"{_flag_with_value(name, value)} is given without {flag('schedule')}: it "
+                        f"{flag_with_value(name, value)} is given without {flag('schedule')}: it "
                         f"acts on a schedule of ours only; add one or drop it"
                     )
         parsed = {n: declared[n].metadata["parse"](n, value) for n, value in given.items()}
@@ -440,13 +438,13 @@ class PipelineConfig:
             self._refuse("race", "slices", "races of slices are untried; race without them")
 
     def _refuse(self, name: str, beside: str, why: str) -> None:
-        words = [_flag_with_value(setting, getattr(self, setting)) for setting in (name, beside)]
+        words = [flag_with_value(setting, getattr(self, setting)) for setting in (name, beside)]
         raise ValueError(f"{words[0]} does not go with {words[1]}: {why}")
 
     @property
     def watches_stock(self) -> bool:
         """Whether Megatron's own pipeline runs, and somebody looks on."""
-        settings = (setting for setting in fields(self) if _is_on_stock(setting))
+        settings = (setting for setting in fields(self) if is_on_stock(setting))
         return self.schedule is None and any(
             getattr(self, setting.name) != setting.default for setting in settings
         )
@@ -532,140 +530,17 @@ def setting_of(extra: str) -> str:
     return _EXTRAS[extra]
 
 
-def _is_on_stock(setting: Field[Any]) -> bool:
+def is_on_stock(setting: Field[Any]) -> bool:
+    """Whether ``setting`` acts on Megatron's own pipeline too."""
     return bool(setting.metadata.get("on_stock"))
 
 
-def _as_text(setting: Field[Any]) -> str | bool | None:
+def default_text(setting: Field[Any]) -> str | bool | None:
     """The default of ``setting``, as a user would write it."""
     default = setting.default
     return default if default is None or default is False else str(default)
 
 
-def _flag_with_value(name: str, value: object) -> str:
+def flag_with_value(name: str, value: object) -> str:
+    """The setting ``name`` with ``value``, as it is written on a command line."""
     return flag(name) + ("" if value is True else f" {value}")
-
-
-def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Declare our flags, in their own group, on ``parser``."""
-    group = parser.add_argument_group("megatron_ext", "pipeline schedules of megatron_ext")
-    for setting in fields(PipelineConfig):
-        takes: dict[str, Any] = {"action": "store_true"}
-        if setting.default is not False:
-            # Text, also as a default: a checkpoint keeps the arguments, and stock can read it.
-            takes = {"default": _as_text(setting), "metavar": setting.metadata["metavar"]}
-        named = {"dest": _PREFIX + setting.name, "help": setting.metadata["help"]}
-        group.add_argument(flag(setting.name), **named, **takes)
-    return parser
-
-
-def from_argv(argv: Sequence[str]) -> PipelineConfig:
-    """The settings in a script's command line, whatever else is in it."""
-    return PipelineConfig.parse(**_arguments(argv))
-
-
-def _arguments(argv: Sequence[str]) -> dict[str, str | bool | None]:
-    """The values of all settings in a script's command line, as they are written there."""
-    parser = add_flags(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
-    arguments = vars(parser.parse_known_args(argv)[0])
-    return {name.removeprefix(_PREFIX): value for name, value in arguments.items()}
-
-
-def settings_given(argv: Sequence[str]) -> bool:
-    """Whether one of our flags is in a script's command line."""
-    return any(says(argv, name) for name in _settings())
-
-
-def says(argv: Sequence[str], name: str) -> bool:
-    """Whether a script's command line has the flag of the setting ``name``."""
-    return any(word.split("=")[0] == flag(name) for word in argv)
-
-
-def flags_from_environment(
-    argv: Sequence[str], env: Mapping[str, str]
-) -> tuple[list[str], list[str]]:
-    """What variables in ``env`` add to a script's command line, for `megatron_ext.launch`.
-
-    Returns:
-        The flags of settings that ``argv`` does not have, and a line for each that it has with
-        another value, which counts.
-
-    Raises:
-        ValueError: a variable is no setting, but looks like one; or a switch is neither 1 nor 0.
-    """
-    values = _variables(env)
-    for name in _unknown_variables(env):
-        if meant := meant_by(name, map(variable, _settings())):
-            raise ValueError(f"{name} is no setting: did you mean {' or '.join(meant)}?")
-    written = _arguments(argv)
-    added: list[str] = []
-    overruled: list[str] = []
-    for name, value in values.items():
-        if not says(argv, name):
-            added += _as_words(name, value)
-        elif written[name] != value:
-            overruled.append(
-                f"{_flag_with_value(name, written[name])} counts, not "
-                f"{variable(name)}={env[variable(name)]}"
-            )
-    return added, overruled
-
-
-def _as_words(name: str, value: str | bool) -> list[str]:
-    if isinstance(value, str):
-        return [flag(name), value]
-    return [flag(name)] if value else []
-
-
-def from_environment(env: Mapping[str, str]) -> PipelineConfig:
-    """The settings in environment variables, for `megatron_ext.auto`. An empty one is not given.
-
-    Raises:
-        ValueError: there is neither a schedule among them nor a setting that acts on Megatron's
-            own, a variable ``MEGATRON_EXT_*`` is no setting, or a setting is not understood.
-    """
-    for name in _unknown_variables(env):
-        known = ", ".join(map(variable, _settings()))
-        raise ValueError(f"{name} is no setting: write one of {known}")
-    values = _variables(env)
-    settings = _settings()
-    stand_alone = any(name == "race" or _is_on_stock(settings[name]) for name in values)
-    if "schedule" not in values and not stand_alone:
-        raise ValueError(
-            f"{variable('schedule')} is not set: export {variable('schedule')}=zb-h1, or another "
-            f"of 'megatron-ext schedules', or do not import megatron_ext.auto"
-        )
-    try:
-        return PipelineConfig.parse(**values)
-    except ValueError as error:
-        raise ValueError(f"in {_VARIABLES}* (--pipeline-x is {variable('x')}): {error}") from error
-
-
-def _settings() -> dict[str, Field[Any]]:
-    return {setting.name: setting for setting in fields(PipelineConfig)}
-
-
-def _variables(env: Mapping[str, str]) -> dict[str, str | bool]:
-    """The values of settings in ``env``. An empty variable is not given."""
-    return {
-        name: _value(setting, text)
-        for name, setting in _settings().items()
-        if (text := env.get(variable(name)))
-    }
-
-
-def _unknown_variables(env: Mapping[str, str]) -> list[str]:
-    known = {*map(variable, _settings()), ALLOW_UNKNOWN}
-    return sorted(
-        name
-        for name, value in env.items()
-        if name.startswith(_VARIABLES) and value and name not in known
-    )
-
-
-def _value(setting: Field[object], text: str) -> str | bool:
-    if setting.default is not False:
-        return text
-    if text not in ("0", "1"):
-        raise ValueError(f"{variable(setting.name)}={text}: write 1, or 0 for its default")
-    return text == "1"

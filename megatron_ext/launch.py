@@ -15,19 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ext.config import (
-    PipelineConfig,
-    flag,
-    flags_from_environment,
-    from_argv,
-    says,
-    settings_given,
-)
+from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.errors import exit_for
 from megatron_ext.installation import install
 from megatron_ext.logger import logger, telling_of_long_work
 from megatron_ext.patches.engine import PatchError, apply
 from megatron_ext.schedule.problem import Offload
+from megatron_ext.written_settings import flags_from_environment, from_argv, says, settings_given
 
 CPU_PLATFORM = "megatron_ext.patches.cpu"
 _MEGATRONS_OFFLOAD = "--fine-grained-activation-offloading"

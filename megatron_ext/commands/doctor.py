@@ -45,9 +45,9 @@ def doctor(
 
 
 def _show_environment(words: Sequence[str], patches: bool, versions: bool, as_json: bool) -> None:
-    from megatron_ext.config import from_argv
     from megatron_ext.launch_check.doctor import diagnose
     from megatron_ext.launch_check.importing import as_on, quickly, silently
+    from megatron_ext.written_settings import from_argv
 
     try:
         config: PipelineConfig = from_argv(words)

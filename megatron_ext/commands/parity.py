@@ -15,7 +15,6 @@ from typer.core import TyperGroup
 from megatron_ext.commands.options import Json
 from megatron_ext.commands.output import fail, print_table
 from megatron_ext.commands.progress import showing_progress
-from megatron_ext.config import flags_from_environment
 from megatron_ext.launch import Recorded, launch
 from megatron_ext.launch_check.chosen_plan import choose_plan
 from megatron_ext.parity.lines import Line, as_stock, quiet, read_line, record_here, recorded
@@ -24,6 +23,7 @@ from megatron_ext.parity.records.compare import Comparison, Verdict, compare
 from megatron_ext.parity.records.recording import read_recording
 from megatron_ext.parity.records.writing import already_there, lines_file
 from megatron_ext.parity.runs import check_comparable, run_both
+from megatron_ext.written_settings import flags_from_environment
 
 _LINES = "lines"
 _WORDS = {"ignore_unknown_options": True, "allow_extra_args": True}

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_ext.adapter.transformer_engine.installed import can_split
 from megatron_ext.adapter.untried import untried
-from megatron_ext.config import PipelineConfig, flag, from_argv
+from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.launch import without
 from megatron_ext.launch_check.communicators import check_communicators
 from megatron_ext.launch_check.doctor import diagnose
@@ -38,6 +38,7 @@ from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.race.rounds import Race
 from megatron_ext.schedule.show.program_summary import stock_1f1b
 from megatron_ext.schedule.words import counted
+from megatron_ext.written_settings import from_argv
 
 _LARGE_BUBBLE = 0.1  # of a step
 

@@ -9,18 +9,16 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
-from megatron_ext.config import (
-    PipelineConfig,
-    flag,
+from megatron_ext.config import PipelineConfig, flag, variable
+from megatron_ext.launch_check.report import Finding, Verdict
+from megatron_ext.launch_check.words import Launch
+from megatron_ext.schedule.words import meant_by
+from megatron_ext.written_settings import (
     flags_from_environment,
     from_argv,
     from_environment,
     settings_given,
-    variable,
 )
-from megatron_ext.launch_check.report import Finding, Verdict
-from megatron_ext.launch_check.words import Launch
-from megatron_ext.schedule.words import meant_by
 
 SURELY_MEANT = 0.9  # difflib's likeness from which an unknown flag is one of Megatron's misspelt
 

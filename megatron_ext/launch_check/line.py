@@ -28,7 +28,7 @@ from packaging.version import Version
 
 from megatron_ext.adapter.arguments import add_virtual_stages, pad_vocabulary
 from megatron_ext.adapter.transformer_engine import installed
-from megatron_ext.config import PipelineConfig, add_flags
+from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, apply, replace
 from megatron_ext.patches.megatron.core.transformer import transformer_config
 from megatron_ext.schedule.model.execution import Precision
@@ -36,6 +36,7 @@ from megatron_ext.schedule.model.gpus import assumed_rates
 from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.problem import VocabularyParallel
 from megatron_ext.schedule.words import meant_by
+from megatron_ext.written_settings import add_flags
 
 # Fusions for whose kernels Megatron looks where Transformer Engine should be.
 _LOOKED_FOR = ("apply_rope_fusion", "moe_permute_fusion")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_ext.adapter.arguments import check
-from megatron_ext.config import PLAN, PipelineConfig, flag, says
+from megatron_ext.config import PLAN, PipelineConfig, flag
 from megatron_ext.launch import Chosen
 from megatron_ext.launch_check import line as launch_line
 from megatron_ext.launch_check.importing import silently
@@ -28,6 +28,7 @@ from megatron_ext.schedule.plan.fitting import consider
 from megatron_ext.schedule.plan.planner import make_plan, without_figures
 from megatron_ext.schedule.plan.recommendation import flags_of, made_again, slower_by
 from megatron_ext.schedule.words import counted
+from megatron_ext.written_settings import says
 
 # Switches of Megatron's that some schedules refuse and that are about speed alone: without them the
 # same is trained.

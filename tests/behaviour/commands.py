@@ -12,7 +12,7 @@ from typing import Any
 import typer
 
 from megatron_ext.cli import app
-from megatron_ext.config import add_flags
+from megatron_ext.written_settings import add_flags
 from tests.behaviour.inputs import COSTS, HEAD, HOST, run, write_inputs
 from tests.behaviour.record import Subject
 

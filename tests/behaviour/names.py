@@ -12,7 +12,7 @@ from typing import Any
 
 import megatron_ext
 from megatron_ext import families
-from megatron_ext.config import PipelineConfig, add_flags, flag, variable
+from megatron_ext.config import PipelineConfig, flag, variable
 from megatron_ext.patches.engine import Handle, PatchError
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.registry import family
@@ -26,6 +26,7 @@ from megatron_ext.schedule.search.weight_gradient_filling import (
     memory_of,
     time,
 )
+from megatron_ext.written_settings import add_flags
 from tests.behaviour.record import Subject
 
 _OF_FAMILIES = (

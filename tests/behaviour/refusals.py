@@ -21,13 +21,14 @@ from megatron_ext.adapter.refusals import (
     VOCABULARY_REFUSALS,
     Refusal,
 )
-from megatron_ext.config import PipelineConfig, from_argv, from_environment
+from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.features import FEATURES
 from megatron_ext.schedule.build.registry import Choice, choose, entries
 from megatron_ext.schedule.problem import Extras, Offload, Recompute, VocabularyParallel
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.schedule_csv import from_csv
 from megatron_ext.schedule.slices import Slices
+from megatron_ext.written_settings import from_argv, from_environment
 from tests.behaviour.inputs import HOST, run, write_inputs
 from tests.behaviour.record import Subject
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from megatron_ext.adapter.arguments import check
-from megatron_ext.config import from_argv, from_environment
 from megatron_ext.installation import install
 from megatron_ext.launch import Chosen, without
 from megatron_ext.launch_check import line as launch_line
@@ -23,6 +22,7 @@ from megatron_ext.schedule.build.registry import Mark, entries
 from megatron_ext.schedule.model.gpus import USABLE
 from megatron_ext.schedule.plan import planner
 from megatron_ext.schedule.program.simulate import simulate
+from megatron_ext.written_settings import from_argv, from_environment
 from tests.helpers.combinations import nightly
 from tests.helpers.megatron_runs import SCRIPT, model_flags
 from tests.helpers.short_search import shorten_search

@@ -14,7 +14,6 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 
 from megatron_ext.adapter.arguments import check_settings
 from megatron_ext.commands.layout_tables import print_layouts
-from megatron_ext.config import from_argv
 from megatron_ext.launch_check import line as launch_line
 from megatron_ext.launch_check.alternatives.layouts import LaidOut, lay_out, with_plan
 from megatron_ext.launch_check.alternatives.recompute import recompute_of_line
@@ -24,6 +23,7 @@ from megatron_ext.schedule.model.gpus import parse_gpu
 from megatron_ext.schedule.plan.candidate import Plan
 from megatron_ext.schedule.plan.layouts.layout import Layout
 from megatron_ext.schedule.plan.planner import make_plan
+from megatron_ext.written_settings import from_argv
 from tests.helpers.combinations import at_night
 from tests.helpers.megatron_runs import SCRIPT, model_flags
 

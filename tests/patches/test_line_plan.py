@@ -20,7 +20,12 @@ from megatron_ext.adapter.slices.lengths import lengths_in
 from megatron_ext.cli import app
 from megatron_ext.config import PipelineConfig
 from megatron_ext.launch_check import line, line_plan, loading
-from megatron_ext.launch_check.alternatives import first_answer, pairs, without_full_recompute
+from megatron_ext.launch_check.alternatives import (
+    first_answer,
+    less_memory,
+    pairs,
+    without_full_recompute,
+)
 from megatron_ext.launch_check.check import check_launch
 from megatron_ext.launch_check.line_plan import Asked, LinePlan, plan_halves, plan_line
 from megatron_ext.launch_check.words import Launch
@@ -341,15 +346,15 @@ def test_things_that_do_not_suffice_alone_are_named_together(
         taken -= 20 * (given.get("expert_model_parallel_size", 4) == 8)
         return taken * gib
 
-    monkeypatch.setattr(line_plan, "_fullest", fullest)
+    monkeypatch.setattr(less_memory, "_fullest", fullest)
     line = SimpleNamespace(args=args, with_values=lambda values: dict(values))
-    assert list(line_plan._what_would_fit(line, 52 * gib)) == [  # type: ignore[arg-type]
+    assert list(less_memory.what_would_fit(line, 52 * gib)) == [  # type: ignore[arg-type]
         "--recompute-granularity full: the fullest rank would take 70 GiB, 18 GiB too much",
         "--expert-model-parallel-size 8: the fullest rank would take 80 GiB, 28 GiB too much",
         "--recompute-granularity full and --expert-model-parallel-size 8: the fullest rank would "
         "take 50 GiB, which fits",
     ]
-    assert list(line_plan._what_would_fit(line, 85 * gib)) == [  # type: ignore[arg-type]
+    assert list(less_memory.what_would_fit(line, 85 * gib)) == [  # type: ignore[arg-type]
         "--recompute-granularity full: the fullest rank would take 70 GiB, which fits",
         "--expert-model-parallel-size 8: the fullest rank would take 80 GiB, which fits",
     ]

@@ -8,15 +8,9 @@ from dataclasses import fields
 
 import pytest
 
-from megatron_ext.config import (
-    ALLOW_UNKNOWN,
-    PipelineConfig,
-    flag,
-    from_argv,
-    from_environment,
-    variable,
-)
+from megatron_ext.config import ALLOW_UNKNOWN, PipelineConfig, flag, variable
 from megatron_ext.patches.engine import applied
+from megatron_ext.written_settings import from_argv, from_environment
 
 VALUES = {
     "schedule": "zb-h1",

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 
 import megatron_ext
-from megatron_ext.config import from_argv, from_environment
 from megatron_ext.schedule.action import Kind, parse
 from megatron_ext.schedule.build import registry
 from megatron_ext.schedule.build.registry import FamilyEntry, choose, entries
@@ -33,6 +32,7 @@ from megatron_ext.schedule.program.simulate import simulate_unproved
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.search.bounds import lower_bound
 from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
+from megatron_ext.written_settings import from_argv, from_environment
 from tests.helpers.schedules import PROPERTY, line_problem, random_costs, rows_of, seeds, written
 
 F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from megatron_ext.__main__ import main
-from megatron_ext.config import PipelineConfig, add_flags, flag
+from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.errors import exit_for
 from megatron_ext.launch import first_host, is_launch, slurm_ranks
+from megatron_ext.written_settings import add_flags
 
 SRUN = {
     "SLURM_PROCID": "5",

@@ -11,12 +11,12 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
-from megatron_ext.config import from_argv
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.schedule import bitwise_order
 from megatron_ext.schedule.schedule_csv import KINDS_IN_FILES
+from megatron_ext.written_settings import from_argv
 from tests.helpers.schedules import line_problem, program, runs_to_end
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "your-own-schedule.md"

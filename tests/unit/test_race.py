@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.config import PipelineConfig, from_environment
+from megatron_ext.config import PipelineConfig
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs_text import parse_costs
@@ -23,6 +23,7 @@ from megatron_ext.schedule.race.record import (
     save_record,
 )
 from megatron_ext.schedule.race.rounds import ROUNDS, TIMED, WARM_UP, Race, ratio_of
+from megatron_ext.written_settings import from_environment
 
 # ---- Who races
 

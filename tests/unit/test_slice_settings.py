@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext.config import PipelineConfig, from_argv
+from megatron_ext.config import PipelineConfig
 from megatron_ext.schedule.slices import Lengths, Slices
+from megatron_ext.written_settings import from_argv
 
 
 def test_both_are_one_extra() -> None:

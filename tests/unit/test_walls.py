@@ -132,6 +132,7 @@ ROOMS = (
     ("megatron_ext.adapter",),
     ("megatron_ext.runtime",),
     ("megatron_ext.parity.records",),
+    ("megatron_ext.written_settings",),
     ("megatron_ext.config", "megatron_ext.errors", "megatron_ext.families", "megatron_ext.logger"),
     ("megatron_ext.schedule.show",),
     ("megatron_ext.schedule.plan",),

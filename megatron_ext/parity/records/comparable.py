@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_ext.config import add_flags
+from megatron_ext.written_settings import add_flags
 
 # What must be the same, by what it is. Names are those of Megatron's arguments.
 MUST_AGREE: Mapping[str, tuple[str, ...]] = {

@@ -19,11 +19,12 @@ from megatron_ext.adapter.arguments import (
 )
 from megatron_ext.adapter.post_validation.settle_points import warn_of_settling
 from megatron_ext.adapter.taken_over.settings import take_over
-from megatron_ext.config import PipelineConfig, add_flags
+from megatron_ext.config import PipelineConfig
 from megatron_ext.errors import exit_for
 from megatron_ext.patches.engine import Patch, wrap
 from megatron_ext.schedule.problem import VocabularyParallel
 from megatron_ext.schedule.words import meant_by
+from megatron_ext.written_settings import add_flags
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:

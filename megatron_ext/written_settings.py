@@ -1,0 +1,146 @@
+"""Settings as they are written: flags on a command line, variables in an environment."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, fields
+from typing import Any
+
+from megatron_ext.config import (
+    ALLOW_UNKNOWN,
+    PREFIX,
+    VARIABLES,
+    PipelineConfig,
+    default_text,
+    flag,
+    flag_with_value,
+    is_on_stock,
+    variable,
+)
+from megatron_ext.schedule.words import meant_by
+
+
+def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Declare our flags, in their own group, on ``parser``."""
+    group = parser.add_argument_group("megatron_ext", "pipeline schedules of megatron_ext")
+    for setting in fields(PipelineConfig):
+        takes: dict[str, Any] = {"action": "store_true"}
+        if setting.default is not False:
+            # Text, also as a default: a checkpoint keeps the arguments, and stock can read it.
+            takes = {"default": default_text(setting), "metavar": setting.metadata["metavar"]}
+        named = {"dest": PREFIX + setting.name, "help": setting.metadata["help"]}
+        group.add_argument(flag(setting.name), **named, **takes)
+    return parser
+
+
+def from_argv(argv: Sequence[str]) -> PipelineConfig:
+    """The settings in a script's command line, whatever else is in it."""
+    return PipelineConfig.parse(**_arguments(argv))
+
+
+def _arguments(argv: Sequence[str]) -> dict[str, str | bool | None]:
+    """The values of all settings in a script's command line, as they are written there."""
+    parser = add_flags(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
+    arguments = vars(parser.parse_known_args(argv)[0])
+    return {name.removeprefix(PREFIX): value for name, value in arguments.items()}
+
+
+def settings_given(argv: Sequence[str]) -> bool:
+    """Whether one of our flags is in a script's command line."""
+    return any(says(argv, name) for name in _settings())
+
+
+def says(argv: Sequence[str], name: str) -> bool:
+    """Whether a script's command line has the flag of the setting ``name``."""
+    return any(word.split("=")[0] == flag(name) for word in argv)
+
+
+def flags_from_environment(
+    argv: Sequence[str], env: Mapping[str, str]
+) -> tuple[list[str], list[str]]:
+    """What variables in ``env`` add to a script's command line, for `megatron_ext.launch`.
+
+    Returns:
+        The flags of settings that ``argv`` does not have, and a line for each that it has with
+        another value, which counts.
+
+    Raises:
+        ValueError: a variable is no setting, but looks like one; or a switch is neither 1 nor 0.
+    """
+    values = _variables(env)
+    for name in _unknown_variables(env):
+        if meant := meant_by(name, map(variable, _settings())):
+            raise ValueError(f"{name} is no setting: did you mean {' or '.join(meant)}?")
+    written = _arguments(argv)
+    added: list[str] = []
+    overruled: list[str] = []
+    for name, value in values.items():
+        if not says(argv, name):
+            added += _as_words(name, value)
+        elif written[name] != value:
+            overruled.append(
+                f"{flag_with_value(name, written[name])} counts, not "
+                f"{variable(name)}={env[variable(name)]}"
+            )
+    return added, overruled
+
+
+def _as_words(name: str, value: str | bool) -> list[str]:
+    if isinstance(value, str):
+        return [flag(name), value]
+    return [flag(name)] if value else []
+
+
+def from_environment(env: Mapping[str, str]) -> PipelineConfig:
+    """The settings in environment variables, for `megatron_ext.auto`. An empty one is not given.
+
+    Raises:
+        ValueError: there is neither a schedule among them nor a setting that acts on Megatron's
+            own, a variable ``MEGATRON_EXT_*`` is no setting, or a setting is not understood.
+    """
+    for name in _unknown_variables(env):
+        known = ", ".join(map(variable, _settings()))
+        raise ValueError(f"{name} is no setting: write one of {known}")
+    values = _variables(env)
+    settings = _settings()
+    stand_alone = any(name == "race" or is_on_stock(settings[name]) for name in values)
+    if "schedule" not in values and not stand_alone:
+        raise ValueError(
+            f"{variable('schedule')} is not set: export {variable('schedule')}=zb-h1, or another "
+            f"of 'megatron-ext schedules', or do not import megatron_ext.auto"
+        )
+    try:
+        return PipelineConfig.parse(**values)
+    except ValueError as error:
+        raise ValueError(f"in {VARIABLES}* (--pipeline-x is {variable('x')}): {error}") from error
+
+
+def _settings() -> dict[str, Field[Any]]:
+    return {setting.name: setting for setting in fields(PipelineConfig)}
+
+
+def _variables(env: Mapping[str, str]) -> dict[str, str | bool]:
+    """The values of settings in ``env``. An empty variable is not given."""
+    return {
+        name: _value(setting, text)
+        for name, setting in _settings().items()
+        if (text := env.get(variable(name)))
+    }
+
+
+def _unknown_variables(env: Mapping[str, str]) -> list[str]:
+    known = {*map(variable, _settings()), ALLOW_UNKNOWN}
+    return sorted(
+        name
+        for name, value in env.items()
+        if name.startswith(VARIABLES) and value and name not in known
+    )
+
+
+def _value(setting: Field[object], text: str) -> str | bool:
+    if setting.default is not False:
+        return text
+    if text not in ("0", "1"):
+        raise ValueError(f"{variable(setting.name)}={text}: write 1, or 0 for its default")
+    return text == "1"
