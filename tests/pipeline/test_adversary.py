@@ -34,8 +34,8 @@ from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove
 from megatron_ext.schedule.schedule import Schedule  # noqa: E402
 from tests.helpers.adversary import MODES, late, one_queue, synchronising  # noqa: E402
 from tests.helpers.combinations import at_night, each_once, in_pairs  # noqa: E402
+from tests.helpers.random_schedules import mutate  # noqa: E402
 from tests.helpers.ranks import RankResult, run_ranks, values  # noqa: E402
-from tests.helpers.schedules import mutate  # noqa: E402
 from tests.helpers.stages import Pipeline, program_for, world  # noqa: E402
 from tests.helpers.vocabulary import (  # noqa: E402
     Model,

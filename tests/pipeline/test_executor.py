@@ -35,8 +35,9 @@ from megatron_ext.schedule.program.graph import Channel, batches_of  # noqa: E40
 from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove  # noqa: E402
 from megatron_ext.schedule.schedule import Schedule, recomputed  # noqa: E402
 from tests.helpers.combinations import in_pairs  # noqa: E402
+from tests.helpers.random_schedules import mutate, random_case  # noqa: E402
 from tests.helpers.ranks import run_ranks, values  # noqa: E402
-from tests.helpers.schedules import mutate, random_case, written  # noqa: E402
+from tests.helpers.schedules import written  # noqa: E402
 from tests.helpers.stages import (  # noqa: E402
     CountingTransport,
     InOrderGroup,

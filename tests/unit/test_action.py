@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from megatron_ext.schedule.action import Action, Kind, parse
 from megatron_ext.schedule.kinds import RULES, Lane
 from megatron_ext.schedule.placement import Neighbour
-from tests.helpers.schedules import PROPERTY
+from tests.helpers.random_schedules import PROPERTY
 
 TEXTS = {
     Kind.FORWARD: "3F7",

@@ -29,7 +29,8 @@ from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule import Schedule, bitwise_order
 from megatron_ext.schedule.search.pack import pack
 from megatron_ext.schedule.search.shop import rows_of, shop_of
-from tests.helpers.schedules import PROPERTY, random_costs, runs_to_end, seeds
+from tests.helpers.random_schedules import PROPERTY, random_costs, seeds
+from tests.helpers.reference_runs import runs_to_end
 from tests.helpers.short_search import shorten_search
 
 pytestmark = pytest.mark.search

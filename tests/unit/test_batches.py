@@ -17,18 +17,19 @@ from megatron_ext.schedule.program.graph import batches_of
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import InvalidSchedule, prove
 from megatron_ext.schedule.transforms.forward_only import keep_forward
-from tests.helpers.schedules import (
+from tests.helpers.random_schedules import (
     PROPERTY,
-    drawn,
-    line_problem,
-    program,
     random_costs,
     random_placement,
     random_schedule,
-    rows_of,
-    run,
-    runs_to_end,
     seeds,
+)
+from tests.helpers.reference_runs import run, runs_to_end
+from tests.helpers.schedules import (
+    drawn,
+    line_problem,
+    program,
+    rows_of,
     table,
     with_messages,
     written,

@@ -19,7 +19,7 @@ from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.schedule_csv import from_csv
 from megatron_ext.schedule.search.bounds import lower_bound
 from megatron_ext.schedule.search.certify import certify
-from tests.helpers.schedules import random_case
+from tests.helpers.random_schedules import random_case
 
 pytestmark = pytest.mark.search
 

@@ -27,7 +27,7 @@ from megatron_ext.schedule.program.communicators import (
 from megatron_ext.schedule.program.graph import Channel, channel_of, channels, partner_of
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule import Schedule
-from tests.helpers.schedules import random_placement
+from tests.helpers.random_schedules import random_placement
 
 H100 = 132  # multiprocessors
 SPECS = [*entries(), "interleaved:vpp=3", "gis:vpp=4", "hanayo:waves=2", "hanayo:waves=3"]

@@ -33,7 +33,8 @@ from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.search.bounds import lower_bound
 from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
 from megatron_ext.written_settings import from_argv, from_environment
-from tests.helpers.schedules import PROPERTY, line_problem, random_costs, rows_of, seeds, written
+from tests.helpers.random_schedules import PROPERTY, random_costs, seeds
+from tests.helpers.schedules import line_problem, rows_of, written
 
 F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
 LINE = line(2)

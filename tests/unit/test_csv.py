@@ -19,10 +19,8 @@ from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.verify import InvalidSchedule
 from megatron_ext.schedule.schedule import bitwise_order
 from megatron_ext.schedule.schedule_csv import from_csv, to_csv
+from tests.helpers.random_schedules import PROPERTY, Case, cases
 from tests.helpers.schedules import (
-    PROPERTY,
-    Case,
-    cases,
     line_problem,
     names_of_stages,
     program,

@@ -19,7 +19,8 @@ from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.show.explain import TOP, Explanation, Part, explain
 from megatron_ext.schedule.show.replay import Replay
 from megatron_ext.schedule.timeline import Event, Timeline
-from tests.helpers.schedules import PROPERTY, drawn, line_problem, program, random_case, table
+from tests.helpers.random_schedules import PROPERTY, random_case
+from tests.helpers.schedules import drawn, line_problem, program, table
 
 
 def step(drawing: str) -> Timeline:

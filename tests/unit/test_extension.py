@@ -21,7 +21,7 @@ from megatron_ext.schedule.schedule import Schedule, bitwise_order
 from megatron_ext.schedule.search.best import best_schedule
 from megatron_ext.schedule.search.extension import extended, has_middle
 from tests.helpers.combinations import at_night
-from tests.helpers.schedules import PROPERTY, random_costs, seeds
+from tests.helpers.random_schedules import PROPERTY, random_costs, seeds
 
 
 def problem_of(spec: str, p: int, m: int, limit: float | None = None) -> Problem:

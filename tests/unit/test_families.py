@@ -29,17 +29,9 @@ from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove
 from megatron_ext.schedule.program.waits import SENDS_BEHIND
 from megatron_ext.schedule.schedule import Schedule, bitwise_order
 from megatron_ext.schedule.search.weight_gradient_filling import makespan
-from tests.helpers.schedules import (
-    PROPERTY,
-    F,
-    W,
-    drawn,
-    line_problem,
-    program,
-    random_costs,
-    runs_to_end,
-    table,
-)
+from tests.helpers.random_schedules import PROPERTY, random_costs
+from tests.helpers.reference_runs import runs_to_end
+from tests.helpers.schedules import F, W, drawn, line_problem, program, table
 
 TABLES = {
     ("gpipe", 3, 3): """

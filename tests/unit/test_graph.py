@@ -23,17 +23,8 @@ from megatron_ext.schedule.program.graph import (
 from megatron_ext.schedule.program.verify import prove
 from megatron_ext.schedule.program.waits import await_sends
 from megatron_ext.schedule.schedule import Schedule, is_compute
-from tests.helpers.schedules import (
-    PROPERTY,
-    Case,
-    line_problem,
-    program,
-    random_case,
-    rows_of,
-    seeds,
-    with_messages,
-    without_waits,
-)
+from tests.helpers.random_schedules import PROPERTY, Case, random_case, seeds
+from tests.helpers.schedules import line_problem, program, rows_of, with_messages, without_waits
 
 
 def test_columns_say_what_the_actions_do() -> None:

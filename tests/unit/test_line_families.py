@@ -20,7 +20,8 @@ from megatron_ext.schedule.schedule import bitwise_order
 from megatron_ext.schedule.search.weight_gradient_filling import makespan
 from megatron_ext.schedule.timeline import Timeline
 from tests.helpers.combinations import at_night
-from tests.helpers.schedules import drawn, line_problem, program, random_costs, table
+from tests.helpers.random_schedules import random_costs
+from tests.helpers.schedules import drawn, line_problem, program, table
 
 TABLES = {
     ("zb-h2", 3, 6): """

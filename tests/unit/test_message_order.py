@@ -31,17 +31,9 @@ from megatron_ext.schedule.program.node_lists import NodeLists
 from megatron_ext.schedule.program.simulate import simulate, simulate_unproved
 from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove
 from megatron_ext.schedule.schedule import Schedule, is_compute
-from tests.helpers.schedules import (
-    PROPERTY,
-    line_problem,
-    program,
-    random_case,
-    rows_of,
-    run,
-    seeds,
-    with_messages,
-    written,
-)
+from tests.helpers.random_schedules import PROPERTY, random_case, seeds
+from tests.helpers.reference_runs import run
+from tests.helpers.schedules import line_problem, program, rows_of, with_messages, written
 
 # Searches take seconds; their tables are like those of others on the same placement.
 FAMILIES = sorted(name for name, entry in entries().items() if not entry.searches)

@@ -37,15 +37,9 @@ from megatron_ext.schedule.timeline import Event
 from megatron_ext.schedule.transforms.offload import offload
 from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
 from tests.helpers.combinations import at_night, in_pairs
-from tests.helpers.schedules import (
-    PROPERTY,
-    mutate,
-    random_case,
-    rows_of,
-    run,
-    seeds,
-    without_waits,
-)
+from tests.helpers.random_schedules import PROPERTY, mutate, random_case, seeds
+from tests.helpers.reference_runs import run
+from tests.helpers.schedules import rows_of, without_waits
 
 NONE, HALF, FULL, FIT = Offload
 ALL = ("1f1b", "zb-h1", "zb-auto", "zb-v", "v-half", "v-min", "v-auto", "interleaved", "gis")

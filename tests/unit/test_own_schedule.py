@@ -17,7 +17,8 @@ from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.schedule import bitwise_order
 from megatron_ext.schedule.schedule_csv import KINDS_IN_FILES
 from megatron_ext.written_settings import from_argv
-from tests.helpers.schedules import line_problem, program, runs_to_end
+from tests.helpers.reference_runs import runs_to_end
+from tests.helpers.schedules import line_problem, program
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "your-own-schedule.md"
 EXAMPLES = {

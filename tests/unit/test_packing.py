@@ -40,7 +40,7 @@ from megatron_ext.schedule.search.shop import (
     starts_of,
     timed,
 )
-from tests.helpers.schedules import PROPERTY, random_costs, seeds
+from tests.helpers.random_schedules import PROPERTY, random_costs, seeds
 from tests.helpers.short_search import little_effort
 
 COMPILED = "megatron_ext.schedule.search.compiled"

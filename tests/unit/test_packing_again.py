@@ -31,7 +31,7 @@ from megatron_ext.schedule.search.improve import sides_of
 from megatron_ext.schedule.search.pack import packer
 from megatron_ext.schedule.search.shop import end_of, rows_of, shop_of, starts_of
 from tests.helpers.combinations import at_night
-from tests.helpers.schedules import PROPERTY, seeds
+from tests.helpers.random_schedules import PROPERTY, seeds
 from tests.helpers.short_search import little_effort, shorten_search
 from tests.unit.test_packing import random_again, random_plan, shapes, usual
 

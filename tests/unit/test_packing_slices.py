@@ -32,7 +32,7 @@ from megatron_ext.schedule.search.pack import packer
 from megatron_ext.schedule.search.shop import Shop, Starts, end_of, rows_of, shop_of, starts_of
 from megatron_ext.schedule.slices import Lengths, Slices
 from tests.helpers.combinations import at_night
-from tests.helpers.schedules import PROPERTY, random_costs, seeds
+from tests.helpers.random_schedules import PROPERTY, random_costs, seeds
 from tests.helpers.short_search import little_effort
 
 pytestmark = pytest.mark.search

@@ -42,7 +42,7 @@ from megatron_ext.schedule.search.patterns import (
 from megatron_ext.schedule.search.shop import end_of, rows_of, shop_of
 from megatron_ext.schedule.search.v_patterns import excluded_period, pattern_plans
 from tests.helpers.combinations import at_night, nightly
-from tests.helpers.schedules import PROPERTY, random_costs, seeds
+from tests.helpers.random_schedules import PROPERTY, random_costs, seeds
 
 pytestmark = pytest.mark.search
 

@@ -41,7 +41,8 @@ from megatron_ext.schedule.show.program_summary import summarize
 from megatron_ext.schedule.show.trace import TraceFile, beside_all, read_trace
 from megatron_ext.schedule.transforms.post_validation import validate_afterwards
 from tests.helpers.combinations import in_pairs
-from tests.helpers.schedules import PROPERTY, F, random_case, rows_of, seeds, with_messages, written
+from tests.helpers.random_schedules import PROPERTY, random_case, seeds
+from tests.helpers.schedules import F, rows_of, with_messages, written
 from tests.helpers.short_search import shorten_search
 
 EQUAL, USUAL = "f=1,i=1,w=1", "f=10,i=12,w=8,comm=1"

@@ -42,14 +42,8 @@ from megatron_ext.schedule.schedule import bitwise_order
 from megatron_ext.schedule.schedule_csv import from_csv, to_csv
 from megatron_ext.schedule.show.program_summary import summarize
 from megatron_ext.schedule.transforms.recompute import recompute
-from tests.helpers.schedules import (
-    PROPERTY,
-    random_case,
-    rows_of,
-    seeds,
-    with_messages,
-    written,
-)
+from tests.helpers.random_schedules import PROPERTY, random_case, seeds
+from tests.helpers.schedules import rows_of, with_messages, written
 
 NONE, FIT, FIRST_1 = Recompute(), Recompute(fit=True), Recompute(first=1)
 

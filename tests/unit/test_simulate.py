@@ -21,19 +21,17 @@ from megatron_ext.schedule.schedule import Schedule, is_compute
 from megatron_ext.schedule.show.program_summary import stock_1f1b, summarize
 from megatron_ext.schedule.timeline import Timeline
 from tests.helpers.combinations import at_night
+from tests.helpers.random_schedules import PROPERTY, Case, cases
+from tests.helpers.reference_runs import run
 from tests.helpers.schedules import (
-    PROPERTY,
     B,
-    Case,
     F,
     I,
     W,
-    cases,
     drawn,
     line_problem,
     program,
     rows_of,
-    run,
     table,
     with_messages,
     without_waits,

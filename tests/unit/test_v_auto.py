@@ -28,7 +28,8 @@ from megatron_ext.schedule.search import disk_cache
 from megatron_ext.schedule.search.bounds import lower_bound
 from megatron_ext.schedule.search.effort import LARGE
 from tests.helpers.combinations import at_night
-from tests.helpers.schedules import PROPERTY, random_costs, runs_to_end, seeds
+from tests.helpers.random_schedules import PROPERTY, random_costs, seeds
+from tests.helpers.reference_runs import runs_to_end
 from tests.helpers.short_search import little_effort
 
 pytestmark = pytest.mark.search

@@ -20,19 +20,9 @@ from megatron_ext.schedule.program.verify import Program, prove
 from megatron_ext.schedule.schedule import Schedule, bitwise_order
 from megatron_ext.schedule.search.building_block import BuildingBlock, squeeze
 from megatron_ext.schedule.timeline import Timeline
-from tests.helpers.schedules import (
-    PROPERTY,
-    B,
-    F,
-    I,
-    W,
-    drawn,
-    program,
-    random_costs,
-    runs_to_end,
-    table,
-    with_messages,
-)
+from tests.helpers.random_schedules import PROPERTY, random_costs
+from tests.helpers.reference_runs import runs_to_end
+from tests.helpers.schedules import B, F, I, W, drawn, program, table, with_messages
 
 TABLES = {
     ("zb-v", 2, 3): """

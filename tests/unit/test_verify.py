@@ -20,23 +20,19 @@ from megatron_ext.schedule.program.graph import Device, build_graph
 from megatron_ext.schedule.program.verify import InvalidSchedule, Program, check_compute, prove
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.transforms.forward_only import keep_forward
-from tests.helpers.schedules import (
+from tests.helpers.random_schedules import (
     PROPERTY,
     Case,
     cases,
-    line_problem,
     mutate,
-    program,
     random_case,
     random_costs,
     random_placement,
     random_schedule,
-    run,
-    runs_to_end,
     seeds,
-    with_messages,
-    written,
 )
+from tests.helpers.reference_runs import run, runs_to_end
+from tests.helpers.schedules import line_problem, program, with_messages, written
 
 PROBLEM = line_problem(2, 2)
 FUSED = """

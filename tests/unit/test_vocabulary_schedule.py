@@ -26,15 +26,9 @@ from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.transforms.vocabulary import divide_vocabulary
 from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
 from tests.helpers.combinations import IS_NIGHT
-from tests.helpers.schedules import (
-    PROPERTY,
-    mutate,
-    random_case,
-    run,
-    runs_to_end,
-    seeds,
-    with_messages,
-)
+from tests.helpers.random_schedules import PROPERTY, mutate, random_case, seeds
+from tests.helpers.reference_runs import run, runs_to_end
+from tests.helpers.schedules import with_messages
 
 NONE, ONE, TWO = VocabularyParallel
 MORE = {ONE: 2, TWO: 1}  # intervals, and microbatches that are held

@@ -1,0 +1,197 @@
+"""Random schedules, and small damage to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from random import Random
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.costs_text import format_costs
+from megatron_ext.schedule.kinds import Held
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import P2P, Extras, Problem
+from megatron_ext.schedule.schedule import Schedule
+
+# A loaded machine must not fail a property.
+from tests.helpers.schedules import RECEIVES, SENDS, B, F, I, W
+
+# A loaded machine must not fail a property.
+PROPERTY = settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+
+
+def random_placement(random: Random) -> Placement:
+    """A line, loop, V, wave, or any placement that leaves no rank empty; at most 4 ranks."""
+    ranks, chunks = random.randint(1, 4), random.randint(1, 3)
+    down, up = list(range(ranks)), list(reversed(range(ranks)))
+    anything = down + [random.randrange(ranks) for _ in range(random.randint(0, 4))]
+    random.shuffle(anything)
+    shapes = {
+        "line": down,
+        "loop": down * chunks,
+        "v": up + down,
+        "wave": (up + down) * chunks,
+        "arbitrary": anything,
+    }
+    name = random.choice(list(shapes))
+    return Placement(name, tuple(shapes[name]))
+
+
+def random_costs(random: Random, placement: Placement) -> Costs:
+    """Costs that differ from stage to stage; the hop may be free, and longer than any pass."""
+
+    def figures(low: float, high: float) -> tuple[float, ...]:
+        return tuple(random.uniform(low, high) for _ in range(placement.stages))
+
+    passes = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    return Costs(
+        {kind: figures(0.5, 3) for kind in passes},
+        hop=random.choice([0.0, 0.1, 1.0, 10.0]),
+        held_bytes={held: figures(1e9, 3e9) for held in (Held.ACTIVATION, Held.WEIGHT_INPUTS)},
+        origin="random",
+    )
+
+
+def random_problem(random: Random) -> Problem:
+    """A random placement with random costs, and up to five microbatches; messages of both sorts."""
+    placement = random_placement(random)
+    p2p = random.choice(list(P2P))
+    return Problem(
+        placement, random.randint(1, 5), random_costs(random, placement), extras=Extras(p2p=p2p)
+    )
+
+
+def random_schedule(random: Random, problem: Problem) -> Schedule:
+    """Any order in which the passes can run, without messages.
+
+    Each rank takes a pass that has become possible, at random; each microbatch on each stage goes
+    back in one pass or in two. Microbatches overtake one another in every second schedule.
+    """
+    placement, in_order = problem.placement, random.random() < 0.5
+    last = placement.stages - 1
+    rows: list[list[Action]] = [[] for _ in range(placement.ranks)]
+    ready = [Action(0, F, k) for k in range(problem.microbatches)]
+    while ready:
+        action = random.choice(ready)
+        if in_order:
+            action = min(a for a in ready if a[:2] == action[:2])
+        ready.remove(action)
+        rows[placement.rank_of[action.stage]].append(action)
+        stage, kind, microbatch = action
+        if kind is F and stage < last:
+            ready.append(Action(stage + 1, F, microbatch))
+        if kind is F and stage == last:
+            ready.append(Action(stage, random.choice((B, I)), microbatch))
+        if kind in (B, I) and stage > 0:
+            ready.append(Action(stage - 1, random.choice((B, I)), microbatch))
+        if kind is I:
+            ready.append(Action(stage, W, microbatch))
+    return Schedule("random", placement, tuple(map(tuple, rows)))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A random problem and a schedule that solves it, without messages."""
+
+    problem: Problem
+    schedule: Schedule
+
+    def __repr__(self) -> str:  # a failing example should be read, not scrolled through
+        rows = "\n".join("  " + " ".join(map(str, row)) for row in self.schedule.rows)
+        return f"{self.problem.placement}, {format_costs(self.problem.costs)}\n{rows}"
+
+
+def random_case(seed: int) -> Case:
+    random = Random(seed)
+    problem = random_problem(random)
+    return Case(problem, random_schedule(random, problem))
+
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+cases = seeds.map(random_case)
+
+
+def mutate(schedule: Schedule, random: Random) -> Schedule:
+    """``schedule`` with one small change, which may or may not break it."""
+    rows = [list(row) for row in schedule.rows]
+    row = random.choice([row for row in rows if row])
+    at, other = random.randrange(len(row)), random.randrange(len(row))
+    changes = ["drop", "duplicate", "swap", "swap neighbours", "move", "rank", "microbatch"]
+    if any(action.kind in SENDS for action in row):
+        changes += ["swap sends", "wait at once"]
+    if any(action.kind in RECEIVES for action in row):
+        changes += ["receive sooner"]
+    change = random.choice(changes)
+    if change == "wait at once":
+        rows = [list(_waiting_at_once(row)) for row in rows]
+    elif change == "rank":
+        there = random.choice(rows)
+        action = row.pop(at)
+        there.insert(random.randint(0, len(there)), action)
+    else:
+        _CHANGES[change](row, at, other, random)
+    return replace(schedule, rows=tuple(map(tuple, rows)))
+
+
+def _drop(row: list[Action], at: int, other: int, random: Random) -> None:
+    del row[at]
+
+
+def _duplicate(row: list[Action], at: int, other: int, random: Random) -> None:
+    row.insert(other, row[at])
+
+
+def _swap(row: list[Action], at: int, other: int, random: Random) -> None:
+    row[at], row[other] = row[other], row[at]
+
+
+def _swap_neighbours(row: list[Action], at: int, other: int, random: Random) -> None:
+    _swap(row, at, max(at - 1, 0), random)
+
+
+def _move(row: list[Action], at: int, other: int, random: Random) -> None:
+    row.insert(other, row.pop(at))
+
+
+def _renumber(row: list[Action], at: int, other: int, random: Random) -> None:
+    last = max(action.microbatch for action in row)
+    row[at] = row[at]._replace(microbatch=random.randint(0, last + 1))
+
+
+def _swap_sends(row: list[Action], at: int, other: int, random: Random) -> None:
+    sends = [n for n, action in enumerate(row) if action.kind in SENDS]
+    _swap(row, random.choice(sends), random.choice(sends), random)
+
+
+def _receive_sooner(row: list[Action], at: int, other: int, random: Random) -> None:
+    """A channel of its own takes it, the only one may hang."""
+    at = random.choice([n for n, action in enumerate(row) if action.kind in RECEIVES])
+    row.insert(random.randint(0, at), row.pop(at))
+
+
+_CHANGES = {
+    "drop": _drop,
+    "duplicate": _duplicate,
+    "swap": _swap,
+    "swap neighbours": _swap_neighbours,
+    "move": _move,
+    "microbatch": _renumber,
+    "swap sends": _swap_sends,
+    "receive sooner": _receive_sooner,
+}
+
+
+def _waiting_at_once(row: Iterable[Action]) -> Iterator[Action]:
+    """``row`` with blocking sends, the classic way to hang."""
+    waits = {Kind.SEND_F: Kind.WAIT_F, Kind.SEND_B: Kind.WAIT_B}
+    for action in row:
+        if action.kind not in waits.values():
+            yield action
+        if action.kind in waits:
+            yield action._replace(kind=waits[action.kind])
