@@ -5,7 +5,7 @@ them: docs/recipes.md.
 
 FILE has recipes by name, each with its settings by name, as scripts/recipes/recipes.json, which is
 taken without one. A recipe with a key, a value or a model that nobody knows is listed as such, does
-not count as accepted, and the exit status is 1. Plans take a quarter of an hour on two cores.
+not count as accepted, and the exit status is 1. Plans take half an hour on two cores.
 """
 
 from __future__ import annotations

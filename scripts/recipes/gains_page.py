@@ -27,8 +27,8 @@ measured:
 - Schedules that search are told by what they know before; with their search they may gain more.
   The vocabulary is divided where that is faster. Of its layers Megatron runs again what is best:
   nothing, modules, or all, as it stands behind a schedule where the recipe has other words.
-- The overlap of experts' communication with other microbatches is not counted for own lines that
-  have it. Our schedules refuse it: what they would have to drop stands beside their gain.
+- The overlap of experts' communication with other microbatches is counted for no schedule. What it
+  gains each is [told apart](pairs.md#on-public-recipes).
 - Of vision-language models the language model alone is counted, and of adapters and frozen models
   passes without weight gradients.
 

@@ -29,6 +29,19 @@ LOOP: dict[str, object] = {
 }
 EXPERTS: dict[str, object] = {**megatron_runs.EXPERTS, "expert_model_parallel_size": 2}
 
+V: dict[str, object] = {
+    **EXPERTS,
+    **OVERLAPPED,
+    "untie_embeddings_and_output_weights": True,
+    "recompute_granularity": "selective",
+}
+PAIRS: dict[str, object] = {
+    **EXPERTS,
+    "bf16": True,
+    "num_virtual_stages_per_pipeline_rank": 2,
+    "moe_shared_expert_intermediate_size": 32,
+}
+PAIRED: dict[str, object] = {"overlap_moe_expert_parallel_comm": True}
 REPEATED: dict[str, object] = {
     "mtp_num_layers": 2,
     "mtp_use_repeated_layer": True,
@@ -92,27 +105,10 @@ SETTINGS: dict[str, tuple[int, str, dict[str, object]]] = {
             "recompute_granularity": "selective",
         },
     ),
-    "V, experts, grouped, recompute, fused": (
-        4,
-        "zb-v",
-        {
-            **EXPERTS,
-            **OVERLAPPED,
-            "untie_embeddings_and_output_weights": True,
-            "recompute_granularity": "selective",
-        },
-    ),
-    "experts, grouped, shared, loop, pairs": (
-        4,
-        "interleaved-zb",
-        {
-            **EXPERTS,
-            "bf16": True,
-            "num_virtual_stages_per_pipeline_rank": 2,
-            "moe_shared_expert_intermediate_size": 32,
-            "overlap_moe_expert_parallel_comm": True,
-        },
-    ),
+    "V, experts, grouped, recompute, fused": (4, "zb-v", V),
+    "experts, grouped, shared, loop, pairs": (4, "interleaved-zb", PAIRS),
+    "experts, grouped, shared, loop, pairs, delayed": (4, "interleaved-zb", PAIRS),
+    "V, experts, grouped, recompute, fused, pairs, delayed": (4, "zb-v", V),
     "multi-token prediction, repeated": (2, "zb-h1", REPEATED),
     "multi-token prediction, repeated, loop, overlapped, fused": (
         2,
@@ -141,6 +137,10 @@ def case(version: str, setting: str) -> Any:
         more["gradient_accumulation_fusion"] = True
     if "grouped" in setting:
         more |= {"moe_grouped_gemm": True, "recompute_modules": ["moe_act"]}
+    if "pairs" in setting:
+        more |= PAIRED
+    if "delayed" in setting:
+        more["delay_wgrad_compute"] = True
     if "recompute_granularity" not in flags:
         more.pop("recompute_modules", None)
     return pytest.param(version, setting, marks=covers("B", (schedule,), flags, **more))
@@ -151,13 +151,19 @@ def train_both(version: str, setting: str, **more: object) -> None:
     on_cpu.fetch(version)  # here, where a test can be skipped
     ranks, schedule, given = SETTINGS[setting]
     flags = {"pipeline_model_parallel_size": 2, "train_iters": 2, **given}
-    build = functools.partial(provide, "fused" in setting, "grouped" in setting, {})
+    if "pairs" in setting:
+        more |= PAIRED
+        flags |= PAIRED if "loop" in setting else {}  # Megatron pairs passes of loops alone
+    build = functools.partial(provide, "fused" in setting, "grouped" in setting)
+    delays = {"delay_wgrad_compute": True} if "delayed" in setting else {}  # its flag wants a GPU
 
     def both(rank: int) -> tuple[list[Run], list[Run]]:
         use_transformer_engine(version)
-        reference = train(ranks, model_flags(**flags), model_provider=build)
-        ours = model_flags(**flags, pipeline_schedule=schedule, pipeline_report_split=True, **more)
-        return train(ranks, ours, model_provider=build), reference
+        provider = functools.partial(build, {})
+        reference = train(ranks, model_flags(**flags), model_provider=provider)
+        own = {"pipeline_schedule": schedule, "pipeline_report_split": True, **more}
+        ours = model_flags(**flags | own)
+        return train(ranks, ours, model_provider=functools.partial(build, delays)), reference
 
     ((runs, reference),) = values(run_ranks(1, both, timeout=2 * HANGS, connect=False))
     assert len(losses(runs)) == 2

@@ -16,6 +16,7 @@ import pytest
 import torch
 from megatron.core.models.common.language_module import language_module
 from megatron.core.tensor_parallel import random, vocab_parallel_cross_entropy
+from megatron.core.transformer.moe import moe_utils
 from megatron.training import get_args
 from megatron.training.argument_utils import core_transformer_config_from_args
 
@@ -259,6 +260,29 @@ def test_routing_at_random_is_stocks(schedule: str, chunks: int | None) -> None:
     assert_same(runs, reference)
     unforced = {**more, "moe_router_force_load_balancing": None}
     assert losses(train(2, flags(**unforced), model_provider=drawn_by_name)) != losses(runs)
+
+
+def routed_by_content(*args: Any, **kwargs: Any) -> Any:
+    """Wherever and whenever a layer routes a microbatch, it draws the same."""
+
+    def draw(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
+        generator = torch.Generator()
+        generator.manual_seed(hash(logits.double().sum().item()) % 2**32)
+        return torch.randn(logits.shape, generator=generator, dtype=logits.dtype)
+
+    moe_utils.RandomSTE.forward = staticmethod(draw)
+    return drawn_by_name(*args, **kwargs)
+
+
+@nightly("test_routing_at_random_is_stocks, but for the stages' places")
+@covers("B", ("zb-v",), BALANCED)[0]
+def test_routing_at_random_on_a_v() -> None:
+    more: Flags = {**BALANCED, "num_layers": 8}
+    reference = train(2, flags(**more), model_provider=routed_by_content)
+    runs = train(2, flags(**more, pipeline_schedule="zb-v"), model_provider=routed_by_content)
+    assert_same(runs, reference)
+    unforced = {**more, "moe_router_force_load_balancing": None}
+    assert losses(train(2, flags(**unforced), model_provider=routed_by_content)) != losses(runs)
 
 
 # Transformer Engine's cross entropy, by a stand-in for its kernel.
