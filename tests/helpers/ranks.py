@@ -258,8 +258,10 @@ def run_ranks(
 
 
 def values(results: list[RankResult]) -> list[Any]:
-    """The values of ranks that must all have ended well."""
-    for rank, result in enumerate(results):
+    """The values of ranks that must all have ended well. Of those that have not, the first to end
+    is told of: others may have failed since it was gone."""
+    by_end = sorted(enumerate(results), key=lambda item: item[1].seconds)
+    for rank, result in by_end:
         assert result.exit_code == 0, (
             f"rank {rank} ended with {result.exit_code} after {result.seconds:.1f} s\n"
             f"{result.error}{result.stderr}"

@@ -69,6 +69,8 @@ DROPOUT: dict[str, object] = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 FP16: dict[str, object] = {"fp16": True, "initial_loss_scale": 2.0**10, "loss_scale_window": 5}
 SHARDED: dict[str, object] = {"use_distributed_optimizer": True}
 OVERLAPS = SHARDED | {"overlap_grad_reduce": True, "overlap_param_gather": True}
+OVERLAPPED = OVERLAPS | {"bf16": True}
+TOKENS: dict[str, object] = {"calculate_per_token_loss": True}
 OFFLOADED_AT_ONCE: dict[str, object] = {
     "bf16": True,
     **SHARDED,
@@ -88,11 +90,12 @@ SETTINGS = {
     "zb-auto, dropout": Setting(2, "zb-auto", PP2 | UNTIED | DROPOUT),
     "zb-v, fp16": Setting(4, "zb-v", PP4 | FP16),
     "zb-2p, fp16, dp 2, sharded": Setting(4, "zb-2p", DP2 | UNTIED | FP16 | SHARDED),
-    "zb-v, bf16, dp 2, overlaps": Setting(4, "zb-v", DP2 | {"bf16": True} | OVERLAPS),
+    "zb-v, bf16, dp 2, overlaps, tokens": Setting(4, "zb-v", DP2 | OVERLAPPED | TOKENS),
     **dict(
         at_night(
             ("zb-v, tp 2", Setting(4, "zb-v", DP2 | {"tensor_model_parallel_size": 2})),
-            ("zb-v, tokens", Setting(4, "zb-v", DP2 | {"calculate_per_token_loss": True})),
+            ("zb-v, tokens", Setting(4, "zb-v", DP2 | TOKENS)),
+            ("zb-v, bf16, dp 2, overlaps", Setting(4, "zb-v", DP2 | OVERLAPPED)),
             ("zb-2p", Setting(4, "zb-2p", PP4 | UNTIED)),
             ("zb-v, tied", Setting(4, "zb-v", PP4)),
             (
