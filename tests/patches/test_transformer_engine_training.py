@@ -106,6 +106,7 @@ SETTINGS: dict[str, tuple[int, str, dict[str, object]]] = {
         },
     ),
     "V, experts, grouped, recompute, fused": (4, "zb-v", V),
+    "V, experts, grouped, in a latent space": (4, "zb-v", V | {"moe_latent_size": 16}),
     "experts, grouped, shared, loop, pairs": (4, "interleaved-zb", PAIRS),
     "experts, grouped, shared, loop, pairs, delayed": (4, "interleaved-zb", PAIRS),
     "V, experts, grouped, recompute, fused, pairs, delayed": (4, "zb-v", V),
@@ -126,6 +127,7 @@ NIGHTLY = (
     "experts, grouped, in a latent space",
     "experts, grouped, loop, recompute",
     "V, experts, grouped, recompute, fused",
+    "V, experts, grouped, in a latent space",
     *(setting for setting in SETTINGS if "prediction" in setting or "pairs" in setting),
 )
 

@@ -19,10 +19,9 @@ from megatron.core.transformer import cuda_graphs, transformer_layer
 
 from megatron_ext.adapter.transformer_engine import layer_graphs
 from megatron_ext.patches import cpu
-from scripts.pretrain_gpt import model_provider
 from tests.helpers import graphs_on_cpu
-from tests.helpers.callers import draw_by_name, named_parameters
 from tests.helpers.combinations import IS_NIGHT, nightly
+from tests.helpers.drawn_models import drawn_by_name
 from tests.helpers.megatron_runs import EXPERTS, Run, assert_same, losses, model_flags, train
 
 Flags = dict[str, object]
@@ -69,12 +68,6 @@ def case(model: str, parts: str, schedule: str) -> Any:
 
 
 CASES = [case(*names) for names in sorted(BY_DAY | (BY_NIGHT if IS_NIGHT else set()))]
-
-
-def drawn_by_name(*args: Any, **kwargs: Any) -> Any:
-    model = model_provider(*args, **kwargs)
-    draw_by_name(item for item in named_parameters(model) if item[1].dim() > 1)
-    return model
 
 
 def flags(model: str, **more: object) -> list[str]:

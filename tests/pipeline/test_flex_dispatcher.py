@@ -7,22 +7,19 @@ own tensors.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from megatron.core import parallel_state
 
 from megatron_ext.adapter.step.training import Training
 from megatron_ext.runtime.stage_passes import StagePasses
 from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.build.registry import choose
-from scripts.pretrain_gpt import model_provider
 from tests.helpers import deep_ep_on_cpu
-from tests.helpers.callers import draw_by_name, named_parameters
 from tests.helpers.combinations import IS_NIGHT, at_night
 from tests.helpers.covered import covers
+from tests.helpers.drawn_models import drawn_by_name
 from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train
 from tests.helpers.ranks import HANGS, run_ranks, values
 
@@ -85,20 +82,6 @@ def check_handles() -> None:
     Training._train = step  # type: ignore[assignment,method-assign]
     StagePasses._forward = forward  # type: ignore[assignment,method-assign]
     StagePasses._backward_weight = weights  # type: ignore[assignment,method-assign]
-
-
-def drawn_by_name(*args: Any, **kwargs: Any) -> Any:
-    """A chunk whose matrices are drawn by their names in the whole model: V's and loops draw in
-    another order than a line. Experts are numbered through all ranks."""
-    model = model_provider(*args, **kwargs)
-    first = parallel_state.get_expert_model_parallel_rank() * EXPERTS_OF_A_RANK
-
-    def renamed(name: str) -> str:
-        return re.sub(r"(?<=local_experts\.)\d+", lambda number: str(int(number[0]) + first), name)
-
-    matrices = named_parameters(model)
-    draw_by_name((renamed(name), matrix) for name, matrix in matrices if matrix.dim() > 1)
-    return model
 
 
 def compare(backend: str | None, flags: Flags, schedules: Sequence[str]) -> None:

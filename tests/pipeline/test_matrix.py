@@ -318,7 +318,7 @@ def test_the_output_layer_waits_for_w_only_where_its_logits_have_room(
     lines = [line for line in capfd.readouterr().out.splitlines() if "without a W" in line]
     assert len(lines) == 2
     assert "output layer" not in lines[0]
-    assert ("output layer (no room" in lines[1]) != room
+    assert ("output layer (its logits" in lines[1]) != room
 
 
 # ---- The table

@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 
-from scripts.pretrain_gpt import model_provider
 from tests.helpers import megatron_runs
-from tests.helpers.callers import draw_by_name, named_parameters
 from tests.helpers.combinations import at_night, nightly
+from tests.helpers.drawn_models import drawn_by_name
 from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train
 from tests.helpers.optimizers_on_cpu import EINOPS, FUSED_ADAM, MUON, Package
 from tests.helpers.ranks import HANGS, lasting_folder, run_ranks, values
@@ -95,13 +94,6 @@ OTHERS: dict[str, tuple[Package, Flags]] = {
     "muon by layers, tensor parallel": (MUON, {**BY_LAYERS, **TENSOR}),
     "fused, states in bf16, experts": (FUSED_ADAM, {**FUSED, **EXPERTS}),
 }
-
-
-def drawn_by_name(*args: Any, **kwargs: Any) -> Any:
-    """A chunk whose matrices are drawn by their names in the whole model."""
-    model = model_provider(*args, **kwargs)
-    draw_by_name(item for item in named_parameters(model) if item[1].dim() > 1)
-    return model
 
 
 def run(setting: str, **more: object) -> list[Run]:

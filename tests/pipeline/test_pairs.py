@@ -9,24 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.tensor_parallel import random
-from megatron.training.global_vars import get_args
 
 from megatron_ext.adapter.pairs.planned_stage import PlannedStage
 from megatron_ext.adapter.step.training import Training
-from scripts.pretrain_gpt import model_provider
 from tests.helpers import deep_ep_on_cpu
-from tests.helpers.callers import draw_by_name, named_parameters
 from tests.helpers.combinations import at_night, nightly
 from tests.helpers.covered import covers
+from tests.helpers.drawn_models import drawn_by_name
 from tests.helpers.megatron_runs import EXPERTS, Run, assert_same, losses, model_flags, train
 from tests.helpers.noted_streams import given, note_streams
 from tests.helpers.ranks import HANGS, run_ranks, values
@@ -81,30 +77,16 @@ PER_TOKEN: Flags = {"calculate_per_token_loss": True}
 EVALUATED: Flags = {"eval_iters": 1, "eval_interval": 1}
 
 
-def drawn_by_name(*args: Any, **kwargs: Any) -> Any:
-    """A chunk whose matrices are drawn by their names in the whole model. Experts are numbered
-    through all ranks."""
+def provide(*args: Any, **kwargs: Any) -> Any:
     # which recompute of single modules asks for whether there is FP8
     random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
     for name in ("activation_recompute_forward", "fp8_autocast"):
         setattr(random, name, lambda **settings: contextlib.nullcontext())
-    model = model_provider(*args, **kwargs)
-    ranks = parallel_state.get_expert_model_parallel_world_size()
-    of_a_rank = 4 // ranks
-    first = parallel_state.get_expert_model_parallel_rank() * of_a_rank
-
-    def renamed(name: str) -> str:
-        if not get_args().untie_embeddings_and_output_weights:  # the two copies of a tied table
-            name = name.replace("output_layer", "embedding.word_embeddings")
-        return re.sub(r"(?<=local_experts\.)\d+", lambda number: str(int(number[0]) + first), name)
-
-    matrices = named_parameters(model)
-    draw_by_name((renamed(name), matrix) for name, matrix in matrices if matrix.dim() > 1)
-    return model
+    return drawn_by_name(*args, **kwargs)
 
 
 def run(ranks: int, flags: Flags) -> list[Run]:
-    return train(ranks, model_flags(**flags), model_provider=drawn_by_name)
+    return train(ranks, model_flags(**flags), model_provider=provide)
 
 
 def count_pairs() -> None:

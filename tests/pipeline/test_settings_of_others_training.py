@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import layers, mappings
 
 from tests.helpers.combinations import nightly
+from tests.helpers.drawn_models import drawn_by_name
 from tests.helpers.megatron_runs import assert_same, losses, model_flags, train
 from tests.helpers.ranks import lasting_folder
 
@@ -23,20 +24,21 @@ GROUP = "microbatch_group_size_per_virtual_pipeline_stage"
 
 @nightly("test_taken_over.py: the setting is off")
 @pytest.mark.covers(
-    "A", ("line", "loop"), defer_embedding_wgrad_compute=True, wgrad_deferral_limit=1
+    "A", ("line", "loop", "v"), defer_embedding_wgrad_compute=True, wgrad_deferral_limit=1
 )
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved-zb"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved-zb", "zb-v"])
 def test_deferred_weight_gradients_of_the_embedding(schedule: str) -> None:
     common: dict[str, object] = {"pipeline_model_parallel_size": 2, "train_iters": 3, **UNTIED}
     if schedule == "interleaved-zb":
         common["num_virtual_stages_per_pipeline_rank"] = 2
-    reference = train(2, model_flags(**common))
-    assert_same(train(2, model_flags(**common, **DEFERRED, pipeline_schedule=schedule)), reference)
+    reference = train(2, model_flags(**common), model_provider=drawn_by_name)
+    ours = model_flags(**common, **DEFERRED, pipeline_schedule=schedule)
+    assert_same(train(2, ours, model_provider=drawn_by_name), reference)
 
 
 @nightly("test_taken_over.py: the setting is off")
-@pytest.mark.covers("A", ("line", "loop"), overlap_dispatch_backward_with_experts_wgrad=True)
-@pytest.mark.parametrize("schedule", ["zb-h1", "interleaved-zb"])
+@pytest.mark.covers("A", ("line", "loop", "v"), overlap_dispatch_backward_with_experts_wgrad=True)
+@pytest.mark.parametrize("schedule", ["zb-h1", "interleaved-zb", "zb-v"])
 def test_weight_gradients_of_experts_beside_their_dispatch(schedule: str) -> None:
     common: dict[str, object] = {
         "pipeline_model_parallel_size": 2,
@@ -47,14 +49,14 @@ def test_weight_gradients_of_experts_beside_their_dispatch(schedule: str) -> Non
         "moe_ffn_hidden_size": 32,
         "moe_token_dispatcher_type": "alltoall",
         "disable_bias_linear": True,
+        **UNTIED,
     }
     if schedule == "interleaved-zb":
         common["num_virtual_stages_per_pipeline_rank"] = 2
-    reference = train(4, model_flags(**common))
+    reference = train(4, model_flags(**common), model_provider=drawn_by_name)
     overlapped = {"overlap_dispatch_backward_with_experts_wgrad": True}
-    assert_same(
-        train(4, model_flags(**common, **overlapped, pipeline_schedule=schedule)), reference
-    )
+    ours = model_flags(**common, **overlapped, pipeline_schedule=schedule)
+    assert_same(train(4, ours, model_provider=drawn_by_name), reference)
 
 
 @nightly("test_taken_over.py: the schedule is that of the option")

@@ -102,4 +102,4 @@ def split_report(
 def _why_at_once(is_looked_up: bool) -> str:
     if is_looked_up:
         return "multi-token prediction looks up in it, and both come in one sum"
-    return "no room to keep its logits' gradient until W"
+    return "its logits' gradient has no room to be kept until W, or that would gain nothing"

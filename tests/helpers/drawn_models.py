@@ -1,0 +1,31 @@
+"""The launcher's GPT with weights that are the same wherever its stages and experts lie."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.training import get_args
+
+from scripts.pretrain_gpt import model_provider
+from tests.helpers.callers import draw_by_name, named_parameters
+
+
+def drawn_by_name(*args: Any, **kwargs: Any) -> Any:
+    """A chunk whose matrices are drawn by their names in the whole model: V's and loops draw in
+    another order than a line. Experts are numbered through all ranks, and the copies of a tied
+    table have one name."""
+    model = model_provider(*args, **kwargs)
+    settings = get_args()
+    of_a_rank = (settings.num_experts or 0) // settings.expert_model_parallel_size
+    first = parallel_state.get_expert_model_parallel_rank() * of_a_rank
+
+    def renamed(name: str) -> str:
+        if not settings.untie_embeddings_and_output_weights:
+            name = name.replace("output_layer", "embedding.word_embeddings")
+        return re.sub(r"(?<=local_experts\.)\d+", lambda number: str(int(number[0]) + first), name)
+
+    matrices = named_parameters(model)
+    draw_by_name((renamed(name), matrix) for name, matrix in matrices if matrix.dim() > 1)
+    return model
