@@ -347,7 +347,10 @@ def test_our_flags_need_us_on_the_line(tmp_path: Path, monkeypatch: pytest.Monke
     assert any("the environment names megatron_ext.auto" in r for r in told(report, Verdict.RIGHT))
 
 
-def test_variables_count_where_they_are_read(tmp_path: Path) -> None:
+def test_variables_count_where_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MEGATRON_EXT_NIGHTLY", raising=False)  # no setting of a run
     script = tmp_path / "mine.py"
     script.write_text("import megatron_ext.auto\n")
     line = f"MEGATRON_EXT_SCHEDULE=zb-h1 torchrun --nproc-per-node 4 {script}"
