@@ -80,17 +80,19 @@ def held_during(row: tuple[Action, ...], amount: Amount) -> Iterator[float]:
     received: set[tuple[int, Kind, int]] = set()  # and not used
     for stage, kind, microbatch in row:
         gained, lost, message, receives = rule_on(stage, kind)
-        tokens = tokens_of(microbatch)
+        tokens, taken, given_back = 1.0, 0.0, 0.0
+        if are_cut:
+            tokens = tokens_of(microbatch)
+            taken, given_back = _gathered(stage, kind, microbatch, amount)
         if receives:
             received.add((stage, kind, microbatch))
         elif message is not None and (used_now := (stage, message, microbatch)) in received:
             received.remove(used_now)
             held -= amount(Held.MESSAGE, stage) * tokens
-        if (stage, kind, microbatch) in again:
+        if again and (stage, kind, microbatch) in again:
             gained = kept_for_again(stage, microbatch, amount)
         elif again and kind in _AGAIN:
             gained -= kept_for_again(stage, microbatch, amount)
-        taken, given_back = _gathered(stage, kind, microbatch, amount)
         held += taken
         yield held + (gained * tokens if not lost else 0.0)
         held += (gained - lost) * tokens - given_back
