@@ -126,9 +126,8 @@ def _with_w_in_time(row: Sequence[Action], room: _Room, given_up: Collection[_Ma
     done: dict[Action, None] = {}  # in order
     held = 0.0
 
-    def do(action: Action) -> None:
+    def do(action: Action, takes: float, gives: float) -> None:
         nonlocal held
-        takes, gives = room.change(action, given_up)
         held += takes - gives
         done[action] = None
 
@@ -141,8 +140,8 @@ def _with_w_in_time(row: Sequence[Action], room: _Room, given_up: Collection[_Ma
             if (first := next(ready, None)) is None:
                 break
             later.remove(first)
-            do(first)
+            do(first, *room.change(first, given_up))
         if action.kind is Kind.BACKWARD_WEIGHT:
             later.remove(action)
-        do(action)
+        do(action, takes, gives)
     return tuple(done)
