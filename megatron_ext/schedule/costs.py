@@ -6,7 +6,7 @@ together: a fused backward B costs I + W. Their text form is in costs_text.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -263,6 +263,13 @@ class Costs:
     def spared_on(self, stage: int) -> float:
         """Seconds that I and W of ``stage`` take less, one right after the other."""
         return self.spared[stage] if self.spared else 0.0
+
+    def least_on(self, stages: Iterable[int]) -> float:
+        """Seconds that all passes of a microbatch take on ``stages`` of a rank, at the least."""
+        return sum(
+            sum(figures[stage] for figures in self.seconds.values()) - self.spared_on(stage)
+            for stage in stages
+        )
 
     def saved_by(self, forward: Action, backward: Action) -> float:
         """Seconds that the two take less side by side: no more than the shorter of them takes."""

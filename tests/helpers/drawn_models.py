@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from types import SimpleNamespace
 from typing import Any
 
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import random
 from megatron.training import get_args
 
 from scripts.pretrain_gpt import model_provider
@@ -29,3 +32,10 @@ def drawn_by_name(*args: Any, **kwargs: Any) -> Any:
     matrices = named_parameters(model)
     draw_by_name((renamed(name), matrix) for name, matrix in matrices if matrix.dim() > 1)
     return model
+
+
+def say_there_is_no_fp8() -> None:
+    """In a forked process: recompute of single modules asks Transformer Engine for it."""
+    random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
+    for name in ("activation_recompute_forward", "fp8_autocast"):
+        setattr(random, name, lambda **settings: contextlib.nullcontext())

@@ -7,22 +7,19 @@ alike wherever its stages lie.
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from megatron.core.tensor_parallel import random
 
 from megatron_ext.adapter.pairs.planned_stage import PlannedStage
 from megatron_ext.adapter.step.training import Training
 from tests.helpers import deep_ep_on_cpu
 from tests.helpers.combinations import at_night, nightly
 from tests.helpers.covered import covers
-from tests.helpers.drawn_models import drawn_by_name
+from tests.helpers.drawn_models import drawn_by_name, say_there_is_no_fp8
 from tests.helpers.megatron_runs import EXPERTS, Run, assert_same, losses, model_flags, train
 from tests.helpers.noted_streams import given, note_streams
 from tests.helpers.ranks import HANGS, run_ranks, values
@@ -78,10 +75,7 @@ EVALUATED: Flags = {"eval_iters": 1, "eval_interval": 1}
 
 
 def provide(*args: Any, **kwargs: Any) -> Any:
-    # which recompute of single modules asks for whether there is FP8
-    random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
-    for name in ("activation_recompute_forward", "fp8_autocast"):
-        setattr(random, name, lambda **settings: contextlib.nullcontext())
+    say_there_is_no_fp8()
     return drawn_by_name(*args, **kwargs)
 
 

@@ -7,15 +7,13 @@ and optimizer tensors are stock's to the last bit.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.models.common.language_module import language_module
-from megatron.core.tensor_parallel import random, vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron.core.transformer.moe import moe_utils
 from megatron.training import get_args
 from megatron.training.argument_utils import core_transformer_config_from_args
@@ -24,6 +22,7 @@ from scripts.pretrain_gpt import model_provider
 from tests.helpers.callers import draw_by_name, named_parameters
 from tests.helpers.combinations import at_night, nightly
 from tests.helpers.covered import covers
+from tests.helpers.drawn_models import say_there_is_no_fp8
 from tests.helpers.latent_attention import take_local_attention
 from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train
 
@@ -162,10 +161,7 @@ CASES = [
 
 def drawn_by_name(*args: Any, **kwargs: Any) -> Any:
     take_local_attention()
-    # which recompute of single modules asks for whether there is FP8
-    random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
-    for name in ("activation_recompute_forward", "fp8_autocast"):
-        setattr(random, name, lambda **settings: contextlib.nullcontext())
+    say_there_is_no_fp8()
     model = model_provider(*args, **kwargs)
     draw_by_name(
         (name, parameter)

@@ -6,9 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.launch_check.alternatives.without_full_recompute import (
-    WITH_FULL_RECOMPUTE,
-)
+from megatron_ext.launch_check.alternatives.without_full_recompute import WITH_FULL_RECOMPUTE
 from megatron_ext.schedule.plan.candidate import VocabMethod
 from megatron_ext.schedule.plan.fitting import consider
 

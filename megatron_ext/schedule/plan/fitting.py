@@ -18,11 +18,7 @@ from megatron_ext.schedule.plan.candidate import (
     by_time,
 )
 from megatron_ext.schedule.plan.limits import least_time, limit_left
-from megatron_ext.schedule.problem import (
-    Extras,
-    Offload,
-    Recompute,
-)
+from megatron_ext.schedule.problem import Extras, Offload, Recompute
 from megatron_ext.schedule.program.memory import in_bytes, peaks
 
 

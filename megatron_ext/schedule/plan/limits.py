@@ -6,11 +6,7 @@ from dataclasses import replace
 
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.plan.candidate import Candidate, Variant
-from megatron_ext.schedule.problem import (
-    Problem,
-    Recompute,
-    VocabularyParallel,
-)
+from megatron_ext.schedule.problem import Problem, Recompute, VocabularyParallel
 from megatron_ext.schedule.search.bounds import lower_bound
 from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
 
@@ -49,10 +45,7 @@ def least_time(problem: Problem, splits_backward: bool) -> float:
     if problem.extras.vocabulary is VocabularyParallel.NONE:
         return lower_bound(problem, splits_backward)
     shared = share_vocabulary(costs, problem.placement, problem.extras.vocabulary)
-    work = [
-        problem.microbatches * sum(figures[s] for figures in shared.seconds.values() for s in row)
-        for row in problem.placement.stages_of
-    ]
+    work = [problem.microbatches * shared.least_on(row) for row in problem.placement.stages_of]
     layers = replace(problem, costs=costs.without_vocabulary()).with_extras(
         vocabulary=VocabularyParallel.NONE
     )

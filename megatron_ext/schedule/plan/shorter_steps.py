@@ -41,10 +41,6 @@ def seconds_by_shorter(variant: Variant, method: VocabMethod, room: float | None
 def _work_of_ranks(problem: Problem) -> list[float]:
     """Seconds of a microbatch on each rank, at the least."""
     costs = problem.costs
-    spared = [costs.spared_on(stage) for stage in range(costs.stages)]
     if problem.extras.vocabulary is not VocabularyParallel.NONE:
         costs = share_vocabulary(costs, problem.placement, problem.extras.vocabulary)
-    return [
-        sum(sum(figures[s] for figures in costs.seconds.values()) - spared[s] for s in stages)
-        for stages in problem.placement.stages_of
-    ]
+    return [costs.least_on(stages) for stages in problem.placement.stages_of]

@@ -87,11 +87,7 @@ def _of_slices(problem: Problem) -> float:
             arrival += costs.of(Action(stage - 1, Kind.SEND_F, part))
         arrivals.append(0.0 if problem.extras.post_validation else arrival)
         arrival += costs.of(Action(stage, Kind.FORWARD, part))
-    works = [
-        problem.microbatches
-        * sum(sum(row[s] for row in costs.seconds.values()) - costs.spared_on(s) for s in stages)
-        for stages in placement.stages_of
-    ]
+    works = [problem.microbatches * costs.least_on(stages) for stages in placement.stages_of]
     return max(
         arrivals[row[0]] + work for row, work in zip(placement.stages_of, works, strict=True)
     )
